@@ -40,7 +40,7 @@ if TYPE_CHECKING:
         NoReplicasAvailableError,
         ReplicationStrategy,
     )
-    from checkpointless.recovery import CheckpointManager, PEFTCheckpointManager, PlainTraining, keep
+    from checkpointless.recovery import CheckpointManager, PEFTCheckpointManager, PlainTraining, Value, keep
     from checkpointless.serialization import MemoryChecksumManager
 
 __all__ = [
@@ -74,6 +74,7 @@ __all__ = [
     "RankShouldRestart",
     "ReplicationStrategy",
     "UnrecoverableError",
+    "Value",
     "keep",
     "wait_rank",
 ]
@@ -90,6 +91,7 @@ _ELSEWHERE = {
     "PEFTCheckpointManager": "recovery",
     "PlainTraining": "recovery",
     "ReplicationStrategy": "local_checkpoint",
+    "Value": "recovery",
     "keep": "recovery",
     "wait_rank": "client",
 }

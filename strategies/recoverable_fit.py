@@ -18,10 +18,12 @@ from checkpointless.recovery import CheckpointManager, PEFTCheckpointManager
 from checkpointless.recovery.decide import Verdict
 from checkpointless.recovery.guard import vote
 from checkpointless.recovery.moment import Stage
+from checkpointless.recovery.own.declared import DeclaredState, begin_declared
 from checkpointless.recovery.running import manager_of
 from checkpointless.strategies.boundary.live_state import TrainerLiveState
 from checkpointless.strategies.boundary.loops import ResumableFitLoop
 from checkpointless.strategies.boundary.outcome import StepOutcome
+from checkpointless.strategies.boundary.plain_attributes import parts_of
 from checkpointless.strategies.boundary.restoration import Restoration
 from checkpointless.strategies.boundary.step_keeper import StepKeeper
 from checkpointless.strategies.boundary.steps import Steps
@@ -119,6 +121,7 @@ class RecoverableFit:
         if manager is not None:
             self._validation_data = ValidationData(trainer)
             old, saves = weakref.ref(trainer), manager.saves
+            begin_declared(DeclaredState(lambda: parts_of(old())))
             register_cleanup("saves", lambda: saves.let_go(old()))
 
     # --- what it holds ------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -45,6 +46,7 @@ class MegatronTraining(LoopTraining, MegatronTensors):
         optimizer: what ``get_megatron_optimizer`` returned.
         schedulers: the schedulers of learning rate and weight decay: Megatron's ``OptimizerParamScheduler``, or
             torch's.
+        state: what else the loop changes, as for :class:`~checkpointless.PlainTraining`.
 
     Raises:
         UnrecoverableError: the update cannot be guarded, or the state cannot be carried over.
@@ -60,6 +62,7 @@ class MegatronTraining(LoopTraining, MegatronTensors):
         optimizer: MegatronOptimizer | None = None,
         *,
         schedulers: Sequence[Any] = (),
+        state: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         call = running_block(call)
         if not chunks or optimizer is None:
@@ -68,7 +71,7 @@ class MegatronTraining(LoopTraining, MegatronTensors):
         self._optimizer = optimizer
         self._sizes = sizes_of(self._torch_optimizers)
         self._increment: int | None = None
-        self.begin(call, schedulers)
+        self.begin(call, schedulers, state, [optimizer])
         self._guard = GuardedUpdate(
             optimizer,
             models=chunks,

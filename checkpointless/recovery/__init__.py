@@ -18,6 +18,7 @@ from checkpointless.recovery.tiers.directories import LocalDirectory, SharedDire
 from checkpointless.recovery.tiers.neighbor_memory import NeighborMemory
 from checkpointless.recovery.tiers.tier import Tier
 from checkpointless.recovery.training.kept import keep
+from checkpointless.recovery.training.loop_state import Value
 from checkpointless.recovery.training.plain import PlainTraining
 from checkpointless.serialization.checksum import MemoryChecksumManager
 
@@ -37,6 +38,7 @@ __all__ = [
     "ReplicationStrategy",
     "SharedDirectory",
     "Tier",
+    "Value",
     "keep",
     "seed_data_workers",
 ]

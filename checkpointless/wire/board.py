@@ -67,10 +67,10 @@ class Board:
         clears: how many times this object has forgotten all snapshots.
     """
 
-    SLOT_BYTES = 256 * 1024
+    SLOT_BYTES = 2 * 1024 * 1024
     #: The rank's random streams at each moment after a step, its streams at the start of the data, and its facts.
     SMALL_SERIES = 8
-    LARGE_SLOT_BYTES = 5 * 1024 * 1024
+    LARGE_SLOT_BYTES = 8 * 1024 * 1024
     #: The rank's buffers at each moment after a step, and what it keeps for another rank.
     LARGE_SERIES = 6
     SERIES = SMALL_SERIES + LARGE_SERIES
@@ -217,7 +217,7 @@ class Board:
 
         Args:
             step: the optimizer step.
-            payload: at most 256 KiB, or 5 MiB in a large series, less the 20 bytes of the slot's header.
+            payload: at most 2 MiB, or 8 MiB in a large series, less the 20 bytes of the slot's header.
             series: the number of the series, below :attr:`SERIES`; from :attr:`SMALL_SERIES` on, the series are
                 large. Each series keeps its two newest snapshots.
 

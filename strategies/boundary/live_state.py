@@ -15,6 +15,7 @@ from checkpointless.serialization import state_tree
 from checkpointless.serialization.later import Later
 from checkpointless.strategies.boundary.epoch_metrics import Accumulated
 from checkpointless.strategies.boundary.kinds import ACCUMULATED, of_save_hooks, take_state
+from checkpointless.strategies.boundary.plain_attributes import kept_states
 from checkpointless.strategies.boundary.steps import TrainedTensors
 from checkpointless.strategies.data.position import DataPosition, begun_at
 from checkpointless.strategies.data.stateful import without_worker_seeds
@@ -298,7 +299,10 @@ class TrainerLiveState:
         checkpoint = objects["checkpoint"]
         loops = checkpoint["loops"] or {}
         loaders = loops.get("fit_loop", {}).get("state_dict", {}).get("combined_loader")
-        parts: dict[str, Any] = {f"the state of {key}": state for key, state in checkpoint["callbacks"].items()}
+        kept = kept_states(self.trainer)
+        parts: dict[str, Any] = {
+            f"the state of {key}": state for key, state in checkpoint["callbacks"].items() if key not in kept
+        }
         if loaders:
             parts[f"{DATA} (loaders)"] = without_worker_seeds(loaders)
         datamodule = getattr(self.trainer, "datamodule", None)

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 
 from checkpointless.recovery.rng import RngSource, register_rng_source
 from checkpointless.strategies.data.position import is_megatrons, place_of_sampler, sampler_of, samplers_of
@@ -46,6 +47,7 @@ class ValidationData:
             sampler = getattr(loader, name, None)
             if consumed is not None and is_megatrons(sampler):
                 object.__setattr__(loader, name, _GoesOn(sampler, consumed))  # torch forbids a plain assignment
+            _put_begun(loader, self._made, self._waiting)
             self._made += 1
 
     def _take(self) -> dict[str, Any]:
@@ -55,6 +57,8 @@ class ValidationData:
         found: dict[str, Any] = {}
         for index, each in enumerate(loaders):
             found.update(_consumed_of(each, index))
+            if getattr(each, "persistent_workers", False) and getattr(each, "_iterator", None) is not None:
+                found[f"{index}:begun"] = True
             found.update((f"{index}/{key}", state) for key, state in self._own_of(each).take().items())
         return found
 
@@ -64,6 +68,7 @@ class ValidationData:
         for index, loader in enumerate(loaders):
             _put_consumed(loader, index, state)
             self._put_own(loader, index, state)
+            _put_begun(loader, index, state)
 
     def _own_of(self, loader: Any) -> SamplerState:
         """Return what the loader's samplers keep from validation to validation."""
@@ -130,3 +135,12 @@ def _put_consumed(loader: Iterable[object], index: int, state: Mapping[str, Any]
     sampler = sampler_of(loader)
     if is_megatrons(sampler) and f"{index}" in state:
         sampler.consumed_samples = state[f"{index}"]
+
+
+def _put_begun(loader: Any, index: int, state: Mapping[str, Any]) -> None:
+    """Let a loader with persistent workers begin them without a number from the training's stream.
+
+    Each iterator draws one. Without the fault, the next validation would go on with the iterator that there was.
+    """
+    if state.get(f"{index}:begun") and loader._iterator is None and loader.generator is None:
+        loader.generator = torch.Generator()

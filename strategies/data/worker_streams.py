@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _SOURCE = "data_workers"
+_SAME_EACH_TIME = functools.partial(Place, None)  # a validation draws the same, whichever step it comes after
 
 
 class WorkerSeed:
@@ -74,7 +75,7 @@ def repeat_worker_draws(loader: Iterable[object], seed: int, trainer: pl.Trainer
         trainer: the trainer, in the stage that ``loader`` is for.
         rank: the data-parallel rank: ranks that share it get the same batches.
     """
-    training = trainer.training  # validation draws the same numbers every time, whichever step it comes after
+    training = trainer.training
     from_the_beginning = is_iterable(loader) and not keeps_its_position(loader)  # it is gone through once more
     try:
         seed_data_workers(
@@ -82,7 +83,7 @@ def repeat_worker_draws(loader: Iterable[object], seed: int, trainer: pl.Trainer
             seed,
             rank=rank,
             stream="training" if training else "evaluation",
-            place=functools.partial(_place, trainer, from_the_beginning) if training else Place,
+            place=functools.partial(_place, trainer, from_the_beginning) if training else _SAME_EACH_TIME,
         )
     except (TypeError, ValueError) as error:
         _warn_once(f"{error}: random numbers that its workers draw are others after a fault")

@@ -75,7 +75,7 @@ def _settings_of(loader: DataLoader[Any]) -> list[object]:
     return [type(loader), loader.multiprocessing_context, *(getattr(loader, name, None) for name in _SETTINGS)]
 
 
-def _pass_of(loader: DataLoader[Any]) -> tuple[object, int]:
+def _pass_of(loader: DataLoader[Any]) -> tuple[object, int | None]:
     return _streams_of(loader).key, _streams_of(loader).place().epoch
 
 

@@ -9,8 +9,10 @@ read ahead.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
+import logging
 import os
 import pickle
 import random
@@ -23,22 +25,29 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, _DatasetKind, get_worker_info
 
+logger = logging.getLogger(__name__)
+
+_NO_EPOCH = (
+    "%s has no epoch: data-loader workers draw the same random numbers for the same indices in every pass. Give "
+    "seed_data_workers(place=lambda: Place(epoch)), or a sampler with set_epoch()"
+)
+
 
 @dataclass(frozen=True)
 class Place:
     """Where an iterator over a data loader begins.
 
     Attributes:
-        epoch: how many passes over the data precede it.
+        epoch: how many passes over the data precede it; None: every pass draws the same, as validations do.
         batch: how many batches of this pass precede it.
     """
 
-    epoch: int = 0
+    epoch: int | None = 0
     batch: int = 0
 
 
 def seed_data_workers(
-    loader: object, seed: int, *, rank: int = 0, stream: str = "", place: Callable[[], Place] = Place
+    loader: object, seed: int, *, rank: int = 0, stream: str = "", place: Callable[[], Place] | None = None
 ) -> None:
     """Make the random numbers that the workers of ``loader`` draw depend on ``seed`` and the batch alone.
 
@@ -57,7 +66,9 @@ def seed_data_workers(
         rank: the data-parallel rank, so that ranks with equal indices draw different numbers.
         stream: a name that tells loaders of one job apart that share indices, training and validation for example.
         place: returns where the next iterator begins; called at the start of each worker. With persistent workers,
-            each further iterator counts as one epoch more. Default: always at the beginning of epoch 0.
+            each further iterator counts as one epoch more. Default: at the beginning of the sampler's epoch
+            (``DistributedSampler.set_epoch``). If the sampler has none, every pass draws the same for the same
+            indices, and a warning says so.
 
     Raises:
         TypeError: ``loader`` is not torch's ``DataLoader``, or makes its workers in a different way.
@@ -74,9 +85,25 @@ def seed_data_workers(
         raise ValueError(
             "the workers of this data loader are running already: call this before the first iteration"
         )
+    if place is None:
+        place = _place_of_sampler(loader)
     loader.worker_init_fn = WorkerStreams(
         (seed, rank, stream), place, init, is_persistent=loader.persistent_workers
     )
+
+
+def _place_of_sampler(loader: DataLoader[Any]) -> Callable[[], Place]:
+    """Return what returns the beginning of the epoch of the loader's sampler."""
+    batches = loader.batch_sampler
+    samplers = [loader.sampler, getattr(batches, "sampler", None), batches]
+    sampler = next((each for each in samplers if isinstance(getattr(each, "epoch", None), int)), None)
+    if sampler is None:
+        logger.warning(_NO_EPOCH, type(loader.sampler).__name__)
+    return functools.partial(_epoch_of, sampler)
+
+
+def _epoch_of(sampler: Any) -> Place:
+    return Place(None if sampler is None else sampler.epoch)
 
 
 def _starts_workers_as_torch_does(loader: DataLoader[Any]) -> bool:
@@ -128,7 +155,7 @@ class WorkerStreams:
                 self.init(worker_id)
             return
         place = self.place()
-        _set_streams(self.key, place.epoch, "worker", worker_id)
+        _set_streams(self.key, place.epoch or 0, "worker", worker_id)
         if self.init is not None:
             self.init(worker_id)
         self._seed_fetchers(worker_id, place)
@@ -142,11 +169,12 @@ class WorkerStreams:
         info = get_worker_info()
         step = info.num_workers if info is not None else 1
         create = _DatasetKind.create_fetcher
-        epochs = itertools.count(place.epoch, 1 if self.is_persistent else 0)
+        begin = place.epoch or 0
+        epochs = itertools.count(begin, 1 if self.is_persistent and place.epoch is not None else 0)
 
         def create_seeded(kind: int, *args: Any) -> _SeededFetcher:
             epoch = next(epochs)
-            first = worker_id + (place.batch if epoch == place.epoch else 0)
+            first = worker_id + (place.batch if epoch == begin else 0)
             _set_streams(self.key, epoch, "pass", worker_id)  # an iterable dataset may draw when it begins
             numbers = itertools.count(first, step) if kind == _DatasetKind.Iterable else None
             return _SeededFetcher(create(kind, *args), (*self.key, epoch), numbers)

@@ -124,6 +124,10 @@ class OwnStateKeeper(ABC):
             states.restore()
         return states is not None
 
+    def has_moved_since(self, states: RngStates) -> tuple[bool, bool]:
+        """Return whether random streams have moved, and whether declared state has changed, since ``states``."""
+        return self._own.streams.have_moved(states)
+
     def rng_of(self, step: int) -> RngStates | None:
         """Return this rank's newest streams after ``step``, from memory or, in a new process, from the board."""
         return self._own.streams.newest(step)

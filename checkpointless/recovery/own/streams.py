@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 from checkpointless.inprocess.context import own_board
 from checkpointless.recovery.moment import Stage
+from checkpointless.recovery.own.declared import is_declared, put_declared, take_declared
 from checkpointless.recovery.own.streams_on_board import DATA_SERIES, StreamsOnBoard
 from checkpointless.recovery.rng import RngStates
 from checkpointless.wire.board import Board
@@ -23,6 +25,7 @@ class OwnStreams:
         self.states: dict[tuple[int, Stage], RngStates] | None = {}
         self._data_start: RngStates | None = None
         self._on_board: StreamsOnBoard | None = None
+        self._merged: tuple[dict[str, bytes], dict[str, bytes], dict[str, bytes]] = ({}, {}, {})
 
     def forget(self) -> None:
         """Forget the streams in memory, because storage gives the state."""
@@ -44,7 +47,28 @@ class OwnStreams:
             known = {Stage.COMMITTED: committed} if committed is not None else self.at(step)
             if known:
                 loss = next(iter(known.values())).loss
-        self.keep(step, RngStates.capture(loss, stage, own))
+        self.keep(step, self._with_declared(RngStates.capture(loss, stage, own)))
+
+    def _with_declared(self, states: RngStates) -> RngStates:
+        """Add declared state to random streams; the same dictionary comes of the same two."""
+        declared = take_declared()
+        if not declared:
+            return states
+        streams, known, merged = self._merged
+        if streams is not states.streams or known is not declared:
+            merged = {**states.streams, **declared}
+            self._merged = states.streams, declared, merged
+        return dataclasses.replace(states, streams=merged)
+
+    def have_moved(self, since: RngStates) -> tuple[bool, bool]:
+        """Return whether random streams have moved, and whether declared state has changed.
+
+        Args:
+            since: what :meth:`capture` kept.
+        """
+        declared = {name: each for name, each in since.streams.items() if is_declared(name)}
+        drawn = {name: each for name, each in since.streams.items() if name not in declared}
+        return RngStates.capture().streams != drawn, take_declared() != declared
 
     def keep(self, step: int, states: RngStates) -> None:
         """Keep ``states`` as the streams at their stage after ``step``, and drop those of steps before the last."""
@@ -92,6 +116,7 @@ class OwnStreams:
         """
         states = self.at(step).get(stage)
         if states is not None:
+            put_declared(states.streams)
             states.restore()
         return states is not None
 

@@ -1,7 +1,6 @@
 """What steps change and no recovery brings back: numbers in attributes, parameters that no optimizer updates.
 
-So it is with what the training is not told of: averages of the weights, generators of random numbers. And what
-updates own is here, if something else changes it.
+What updates own is here, too, if something else changes it.
 """
 
 from __future__ import annotations
@@ -9,17 +8,13 @@ from __future__ import annotations
 import logging
 import numbers
 import random
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from types import FrameType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from checkpointless.inprocess import UnrecoverableError
-from checkpointless.recovery.training.lasting_iterators import is_of_user, variables_of_loop
 from checkpointless.recovery.training.param_groups import version_of
 from checkpointless.serialization.checksum import MemoryChecksumManager
 from checkpointless.serialization.samples import samples
@@ -31,21 +26,10 @@ _DEEPEST = 4  # containers within containers
 _SMALL = 1024  # elements of a tensor, or of a container, that is looked at
 _OPTIMIZERS = {"state", "param_groups", "defaults"}  # attributes of torch's that are kept, or do not change
 _MODULES = {"_parameters", "_buffers", "_modules", "training"}
-_LOOKS = 3  # at beginnings of steps: what is there before the first, what has changed from the second to the third
 _BETWEEN = (
     "{} is changed between two calls of steps(), which is done again after a fault, to newer values: change it at "
     "the beginning of a step, before its update(), or within the update (the optimizer's register_step_post_hook)"
 )
-_STRANGER = (
-    "%s changes from step to step, and the training is not told of it (an average of the weights, for example): "
-    "after a fault it begins anew. Give such a module to modules=[...], and let the update change it (the "
-    "optimizer's register_step_post_hook)"
-)
-_DRAWN = (
-    "the loop draws random numbers from %s, which was made before the first step: after a fault it begins anew. "
-    "Draw from the streams of torch, NumPy or Python themselves, or seed it in each step with the step's number"
-)
-_PLAIN = (torch.Tensor, torch.nn.Parameter)  # others, as lazy or quantized ones, may have no bytes of their own
 _KEEPS_ITS_OWN = ("get_extra_state", "state_dict")
 _warned: set[str] = set()  # once in a process
 logger = logging.getLogger(__name__)
@@ -123,110 +107,6 @@ class Owned:
 
     def _now(self) -> Mapping[Key, object]:
         return self._take({key: each.detach() for key, each in self._tensors().items()})
-
-
-class Strangers:
-    """What the code of a loop refers to and its training is not told of, as an average of the weights.
-
-    Args:
-        modules: returns the modules of the training.
-        weights: returns the parameters that its updates change.
-    """
-
-    def __init__(
-        self, modules: Callable[[], Iterable[torch.nn.Module]], weights: Callable[[], Iterable[torch.Tensor]]
-    ) -> None:
-        self._modules, self._weights = modules, weights
-        self._looks = 0
-        self._found: dict[str, object] = {}
-        self._places: dict[str, object] = {}
-
-    def look(self, frame: FrameType | None) -> None:
-        """Look, when a step begins, at what has changed since the one before, and warn of it in the third.
-
-        What changes was there before the first step, and changes in the second.
-
-        Args:
-            frame: the frame that asks for the step, or one inside of it.
-        """
-        self._looks += 1
-        if self._looks == 1:
-            self._found = dict(self._strangers(frame))
-        elif self._looks == _LOOKS - 1:
-            self._places = {name: self._place_of(each) for name, each in self._found.items()}
-        elif self._looks == _LOOKS:
-            found, self._found = self._found, {}
-            for name, each in found.items():
-                if _has_moved(self._places[name], self._place_of(each)):
-                    _warn(_DRAWN if _draws(each) else _STRANGER, name)
-                    return
-
-    def _strangers(self, frame: FrameType | None) -> Iterator[tuple[str, object]]:
-        """Yield generators of random numbers, and what has tensors of its own, with their names."""
-        parts = [*self._weights(), *(each for module in self._modules() for each in module.parameters())]
-        buffers = (each for module in self._modules() for _, each in module.named_buffers())
-        self._known = {id(each) for each in [*parts, *buffers]}
-        shapes = sorted(tuple(each.shape) for each in {id(each): each for each in parts}.values())
-        for variables in variables_of_loop(frame):
-            for name, value in list(variables.items()):
-                inner = vars(value) if is_of_user(value) and not isinstance(value, torch.nn.Module) else {}
-                for path, each in [(name, value), *((f"{name}.{key}", each) for key, each in inner.items())]:
-                    tensors = self._tensors_of(each)
-                    is_average = bool(tensors) and sorted(tuple(tensor.shape) for tensor in tensors) == shapes
-                    if _draws(each) or is_average or (tensors and isinstance(each, torch.nn.Module)):
-                        yield path, each
-
-    def _tensors_of(self, value: object) -> list[torch.Tensor]:
-        """Return the tensors of a module, a list or a dict that are none of the training's."""
-        found: list[Any] = []
-        if isinstance(value, torch.nn.Module):
-            found = [*value.parameters(), *(each for _, each in value.named_buffers())]
-        elif isinstance(value, dict | list | tuple):
-            found = list(value.values() if isinstance(value, dict) else value)
-        if not all(type(each) in _PLAIN or is_sharded(each) for each in found):
-            return []
-        return [each for each in found if id(each) not in self._known]
-
-    def _place_of(self, value: object) -> object:
-        if _draws(value):
-            return _state_of(value)
-        return samples(dict(enumerate(map(local_part, self._tensors_of(value)))))
-
-
-def _warn(message: str, name: str) -> None:
-    """Log a warning on rank 0, once in a process."""
-    if message not in _warned and (not dist.is_initialized() or dist.get_rank() == 0):
-        _warned.add(message)
-        logger.warning(message, name)
-
-
-def _draws(value: object) -> bool:
-    """Return whether a value is a generator of random numbers, and none of the streams that a recovery restores."""
-    numpy = sys.modules.get("numpy")
-    of_numpy = () if numpy is None else (numpy.random.Generator, numpy.random.RandomState)
-    if not isinstance(value, (torch.Generator, random.Random, *of_numpy)):
-        return False
-    restored = [torch.default_generator, *torch.cuda.default_generators, vars(random).get("_inst")]
-    return not any(value is each for each in [*restored, numpy and numpy.random.mtrand._rand])
-
-
-def _state_of(generator: Any) -> tuple[int, object]:
-    """Return the seed of a generator, if that can be seen, and where it stands."""
-    if isinstance(generator, torch.Generator):
-        return generator.initial_seed(), bytes(generator.get_state().numpy())
-    if isinstance(generator, random.Random):
-        return 0, generator.getstate()
-    state = (
-        generator.bit_generator.state if hasattr(generator, "bit_generator") else generator.get_state(legacy=False)
-    )
-    return 0, str(state)
-
-
-def _has_moved(then: object, now: object) -> bool:
-    """Return whether something is another now; a generator that was seeded anew is not."""
-    if isinstance(then, tuple) and isinstance(now, tuple):
-        return then[0] == now[0] and then != now
-    return then != now
 
 
 @contextmanager

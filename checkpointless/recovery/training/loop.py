@@ -20,10 +20,11 @@ from checkpointless.recovery.guard import vote
 from checkpointless.recovery.manager import CheckpointManager
 from checkpointless.recovery.moment import UPDATED_BUFFERS, Moment, Stage
 from checkpointless.recovery.own.agreement import require_equal_replicas, require_same_step
-from checkpointless.recovery.rng import RngStates
+from checkpointless.recovery.own.declared import DeclaredState, begin_declared
 from checkpointless.recovery.running import manager_of
-from checkpointless.recovery.training.counters import Owned, Strangers, put_back
+from checkpointless.recovery.training.counters import Owned, put_back
 from checkpointless.recovery.training.loop_exits import LoopExits, is_left_by_choice
+from checkpointless.recovery.training.loop_state import LoopState, Undeclared
 from checkpointless.recovery.training.param_groups import version_of
 from checkpointless.recovery.training.repeated_steps import repeated_steps
 from checkpointless.serialization import state_tree
@@ -38,6 +39,10 @@ from checkpointless.transfer.tensor_entry import Key
 _DRAWN_BETWEEN = (
     "the loop draws random numbers between update() of step %d and the next step: a fault that finds a rank in "
     "update() or behind it leaves them out. Do it at the beginning of a step, which is made again after a fault"
+)
+_CHANGED_BETWEEN = (
+    "declared state changes between update() of step %d and the next step: a fault that finds a rank in update() "
+    "or after it leaves this out. Change it in a step, before its update()"
 )
 _LEFT = (
     "the loop was left behind update() of step %d: a fault that finds a rank in that update leaves this out. Let "
@@ -85,16 +90,22 @@ class LoopTraining(TrainingTensors, ABC):
     step: int
     _how_to_get_replicas = "A second holder of each part helps"
 
-    def begin(self, call: HPCallWrapper, schedulers: Sequence[Any]) -> None:
+    def begin(
+        self, call: HPCallWrapper, schedulers: Sequence[Any], state: Mapping[str, Any], known: Iterable[object]
+    ) -> None:
         """Begin a training.
 
         Args:
             call: the running wrapper. Its ``checkpoint_manager`` is used; if there is none, one is made.
             schedulers: the learning-rate schedulers, which step with every update.
+            state: what else the loop changes, by name.
+            known: objects that the training restores, besides its modules and parameters.
 
         Raises:
             UnrecoverableError: a training has begun in this entry of the block before, or in another block.
+            ValueError: an object in ``state`` has no state.
         """
+        declared = LoopState(state)
         if call.steps.loops:
             raise UnrecoverableError(_TWO_LOOPS.format(name=type(self).__name__))
         call.steps.loops += 1
@@ -107,7 +118,10 @@ class LoopTraining(TrainingTensors, ABC):
         self._exits = LoopExits()
         self._done = 0  # before the job; a block that is entered again may have loaded another checkpoint
         self._left = Owned(self._trained, samples)  # as a call of steps() leaves it
-        self._strangers = Strangers(lambda: self.modules, self._weights)
+        parameters = [each for module in self.modules for each in module.parameters()]
+        restored = [self, call, state, *known, *self.modules, *schedulers, *parameters]
+        self._undeclared = Undeclared(declared, restored)
+        begin_declared(DeclaredState(lambda: [declared]) if state else None)
         self._moments: dict[int, _Taken] = {}  # by step
         self._versions: list[int] = []  # of the parameters, when the newest of these was taken
         self._updated_buffers: set[Key] = set()  # those that the update itself writes to
@@ -177,8 +191,7 @@ class LoopTraining(TrainingTensors, ABC):
             if self._manager.tiers_are_kept:
                 self._manager.make_copies(self.step)  # with what the loop has done since the update
             self._call.begin_step(self.step + 1)
-            repeated_steps.iterators.look(sys._getframe())
-            self._strangers.look(sys._getframe())
+            self._undeclared.look(sys._getframe(2))
             try:
                 yield self.step + 1
             except GeneratorExit:
@@ -255,12 +268,15 @@ class LoopTraining(TrainingTensors, ABC):
         self._moments = {self.step: taken}
         self._note_versions()
         known, own = self._manager.rng_of(self.step), self._exits.own()
-        has_drawn = known is not None and not RngStates.capture().same_streams(known)
-        if known is not None and (has_drawn or known.own != own):  # buffers may have changed since the call before
+        if known is None:
+            return
+        has_drawn, has_changed = self._manager.has_moved_since(known)
+        if has_drawn or has_changed or known.own != own:  # buffers may have changed since the call before
             self._manager.store_rng_states(self.step, known.loss, own=own)
-        if has_drawn and _DRAWN_BETWEEN not in _warned:
-            _warned.add(_DRAWN_BETWEEN)
-            logger.warning(_DRAWN_BETWEEN, self.step)
+        for happened, warning in ((has_drawn, _DRAWN_BETWEEN), (has_changed, _CHANGED_BETWEEN)):
+            if happened and warning not in _warned:
+                _warned.add(warning)
+                logger.warning(warning, self.step)
 
     def _ready(self, step: int) -> None:
         if step <= self.step:

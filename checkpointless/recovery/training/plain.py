@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -83,6 +84,11 @@ class PlainTraining(LoopTraining, TorchTensors):
         optimizers: the optimizers of the modules.
         schedulers: the learning-rate schedulers, which step with every update; a ``ReduceLROnPlateau`` when the
             loop calls its ``step``, at the beginning of a step of the training, with the same metric on all ranks.
+        state: what else the loop changes from step to step, by name: objects with ``state_dict`` and
+            ``load_state_dict``, lists, dicts, sets, deques or tensors, which are restored in place, generators of
+            random numbers, and :class:`~checkpointless.Value` for numbers. Each rank gets back its own. Change it
+            in a step, before its :meth:`update`.
+        scaler: a loss scaler (``torch.amp.GradScaler``); the same as ``state={"scaler": scaler}``.
         group: the global ranks that hold the same modules and optimizers. Default: what the meshes of the modules'
             DTensors say of each tensor (FSDP2, HSDP, tensor parallelism by a plan), else all ranks (data parallel).
 
@@ -102,6 +108,8 @@ class PlainTraining(LoopTraining, TorchTensors):
         optimizers: Sequence[torch.optim.Optimizer] = (),
         *,
         schedulers: Sequence[Any] = (),
+        state: Mapping[str, Any] = MappingProxyType({}),
+        scaler: torch.amp.GradScaler | None = None,
         group: Sequence[int] | None = None,
     ) -> None:
         call, modules = running_block(call), list(modules)
@@ -118,7 +126,8 @@ class PlainTraining(LoopTraining, TorchTensors):
         self._followers = Followers((name, each) for name, each in named if id(each) not in updated)
         self._owned = Owned(self.shard)
         self._placed: set[Key] = set()  # of what a recovery has put in its place
-        self.begin(call, schedulers)
+        declared = {**state, "scaler": scaler} if scaler is not None else state
+        self.begin(call, schedulers, declared, [state, *optimizers])
 
     def update(self, loss: float | None = None) -> None:
         """Apply the gradients, on all ranks or on none, and clear them.

@@ -20,7 +20,6 @@ from torch.utils.data import dataloader
 from checkpointless.inprocess import active_call_wrapper
 from checkpointless.inprocess.context import tell
 from checkpointless.patches import Patch, Patches
-from checkpointless.recovery.training.lasting_iterators import LastingIterators
 from checkpointless.serialization.tensor_memory import tensor_bytes
 from checkpointless.telemetry.event_names import EventName
 
@@ -46,8 +45,6 @@ class RepeatedSteps:
 
     One of a process is enough, since a block runs once at a time: :data:`repeated_steps`.
 
-    Attributes:
-        iterators: those that the entry of the block has made before its first step.
     """
 
     def __init__(self) -> None:
@@ -57,22 +54,19 @@ class RepeatedSteps:
         self._before: tuple[int, list[str], float | None] = (0, [], None)
         self._is_told = False
         self._listeners = 0
-        self.iterators = LastingIterators()
 
     def begin_entry(self) -> None:
         """Note that the block was entered: what was noted until now was before the fault."""
         if self._step > 0:
             self._before = self._step, self._taken, self._loss
         self._step, self._taken, self._loss, self._is_told = 0, [], None, False
-        self.iterators = LastingIterators()
 
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Note, once, what loaders give in the context; a loop that a fault has ended may be in its own still."""
         if not _patches.are_made:
             base = dataloader._BaseDataLoaderIter
-            made = [Patch(base, name, _beginning, _WHY) for name in ("__init__", "_reset")]
-            _patches.make([Patch(base, "__next__", _listening, _WHY), *made])
+            _patches.make([Patch(base, "__next__", _listening, _WHY)])
         self._listeners += 1
         try:
             yield
@@ -82,19 +76,21 @@ class RepeatedSteps:
                 _patches.undo()
 
     def take(self, step: int, batch: object) -> None:
-        """Note a batch that ``step`` takes from a loader, and compare it."""
+        """Note a batch that ``step`` takes from a loader."""
         self._begin(step)
         self._taken.append(_digest(batch))
-        place = len(self._taken) - 1
-        at, taken, _ = self._before
-        if at == step and place < len(taken) and taken[place] != self._taken[place]:
-            self._tell(_OTHER_BATCHES, step)
 
     def compute(self, step: int, loss: float | None) -> None:
-        """Note the loss of ``step``, whose gradients are final, and compare it."""
+        """Note the loss of ``step``, whose gradients are final; compare it, and what the step has taken.
+
+        A loop may go past the batches of earlier steps first, and the fault may have come before the last batch:
+        what was taken before the fault has to be, in one piece, among what is taken now.
+        """
         self._begin(step)
         self._loss = loss
-        at, _, before = self._before
+        at, taken, before = self._before
+        if at == step and not _has_piece(self._taken, taken):
+            self._tell(_OTHER_BATCHES, step)
         if at == step and loss is not None and before is not None and float(loss).hex() != float(before).hex():
             tell(EventName.INEXACT, step=step, loss=loss, before=before)
             self._tell(_OTHER_LOSS, step, loss, before)
@@ -118,21 +114,15 @@ def _listening(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         batch = original(iterator)
         call = active_call_wrapper()
         if call is not None and call.steps.making > 0 and _patches.are_made:
-            repeated_steps.iterators.give(iterator, call.steps.making)
             repeated_steps.take(call.steps.making, batch)
         return batch
 
     return __next__
 
 
-def _beginning(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def begin(iterator: Any, *args: Any, **keywords: Any) -> None:
-        original(iterator, *args, **keywords)
-        if _patches.are_made:
-            repeated_steps.iterators.begin_pass(iterator)
-
-    return begin
+def _has_piece(items: list[str], piece: list[str]) -> bool:
+    size = len(piece)
+    return any(items[start : start + size] == piece for start in range(len(items) - size + 1))
 
 
 def _digest(batch: object) -> str:

@@ -164,16 +164,13 @@ class Rows:
     def __init__(self, data: torch.Tensor) -> None:
         self.data = data
         self.loader: Any = DataLoader(data, batch_size=4)  # type: ignore[arg-type]
-        self.over: Any = iter(self.loader) if HABIT == "goes-on" else None
-        self.read = (data[at : at + 4] for at in range(ROWS - 4))
+        self.over: Any = None
 
     def take(self, step: int) -> torch.Tensor:
-        if HABIT in ("goes-on", "goes-through"):
+        if HABIT == "goes-through":
             self.over = self.over or iter(self.loader)
             batch: torch.Tensor = next(self.over)
             return batch
-        if HABIT == "reads-on":
-            return next(self.read)
         return self.data[torch.randint(ROWS, (4 + step // 3 if HABIT == "grows" else 8,))]
 
 

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 import random
-import sys
-from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from checkpointless.inprocess import UnrecoverableError
-from checkpointless.recovery.training import counters
-from checkpointless.recovery.training.counters import Counters, Owned, Strangers, put_back
+from checkpointless.recovery.training.counters import Counters, Owned, put_back
 from checkpointless.transfer.tensor_entry import Key
 
 
@@ -119,68 +114,3 @@ def test_a_tensor_that_is_gone_is_no_longer_what_it_was() -> None:
     assert owned.changed() == ("optimizer", 1)
     owned.forget()
     assert owned.changed() is None
-
-
-class Average:
-    """An average of weights that a user has written."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self.shadow = {name: each.detach().clone() for name, each in model.named_parameters()}
-
-    def follow(self, model: torch.nn.Module) -> None:
-        for name, each in model.named_parameters():
-            self.shadow[name] = self.shadow[name] * 0.9 + each.detach() * 0.1
-
-
-def _follow(average: torch.nn.Module, model: torch.nn.Module) -> None:
-    with torch.no_grad():
-        for mine, theirs in zip(average.parameters(), model.parameters()):
-            mine.lerp_(theirs, 0.1)
-
-
-def _loop(make: Callable[[torch.nn.Module], Any], change: Callable[[Any, torch.nn.Module, int], object]) -> None:
-    """Train for a few steps beside what ``make`` returns and ``change`` changes."""
-    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    beside = make(model)
-    strangers = Strangers(lambda: [model], model.parameters)
-    for step in range(1, 6):
-        strangers.look(sys._getframe())
-        model(torch.ones(4, 3)).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        change(beside, model, step)
-
-
-@pytest.mark.parametrize(
-    ("make", "change", "name"),
-    [
-        (copy.deepcopy, lambda it, model, _: _follow(it, model), "beside changes from step to step"),
-        (Average, lambda it, model, _: it.follow(model), "beside.shadow changes from step to step"),
-        (lambda model: Average(model).shadow, lambda it, model, _: it["0.weight"].add_(1), "beside changes"),
-        (lambda _: torch.Generator(), lambda it, *_: torch.rand(1, generator=it), "random numbers from beside, "),
-        (lambda _: np.random.default_rng(1), lambda it, *_: it.random(), "random numbers from beside, "),
-        (lambda _: np.random.RandomState(1), lambda it, *_: it.rand(), "random numbers from beside, "),
-        (lambda _: random.Random(1), lambda it, *_: it.random(), "random numbers from beside, "),
-        (copy.deepcopy, lambda *_: None, ""),
-        (lambda model: [each.clone() for each in model.parameters()], lambda *_: None, ""),
-        (lambda model: list(model.parameters()), lambda *_: None, ""),
-        (lambda _: torch.Generator(), lambda it, _, step: torch.rand(1, generator=it.manual_seed(step)), ""),
-        (lambda _: torch.nn.LazyLinear(2), lambda *_: None, ""),
-        (lambda _: Quantized(), lambda *_: None, ""),
-        (lambda _: torch.default_generator, lambda it, *_: torch.rand(1), ""),
-        (lambda _: [torch.zeros(7)], lambda it, *_: it[0].add_(1), ""),
-        (lambda _: {"count": 0}, lambda it, _, step: it.update(count=step), ""),
-    ],
-)
-def test_what_a_loop_changes_beside_its_training_is_named(
-    make: Callable[[torch.nn.Module], Any],
-    change: Callable[[Any, torch.nn.Module, int], object],
-    name: str,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(counters, "_warned", set())
-    _loop(make, change)
-    said = [record.getMessage() for record in caplog.records]
-    assert [name in each for each in said] == [True] * bool(name)

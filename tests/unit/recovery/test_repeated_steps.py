@@ -60,6 +60,30 @@ def test_a_loss_that_is_no_number_twice_is_the_same(caplog: pytest.LogCaptureFix
     assert not caplog.records
 
 
+@pytest.mark.parametrize(
+    ("before", "now", "differs"),
+    [
+        ([5], [1, 2, 3, 4, 5], False),  # the loop goes past the batches of earlier steps first
+        ([1], [1, 2], False),  # the fault came before the second batch
+        ([1, 2], [9, 1, 2], False),  # after a validation
+        ([], [1], False),
+        ([5], [1, 2, 3, 4], True),
+        ([1, 2], [1, 9, 2], True),
+        ([1, 2], [2, 1], True),
+    ],
+)
+def test_the_batches_that_the_step_used_are_compared(
+    before: list[int], now: list[int], differs: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    steps = RepeatedSteps()
+    for taken in (before, now):
+        steps.begin_entry()
+        for each in taken:
+            steps.take(3, torch.tensor(each))
+        steps.compute(3, 1.0)
+    assert ("takes another batch" in caplog.text) is differs
+
+
 def test_a_loop_that_a_fault_has_ended_and_that_is_still_referred_to_notes_nothing_twice() -> None:
     steps, iterator = RepeatedSteps(), dataloader._BaseDataLoaderIter
     original = iterator.__next__

@@ -1,0 +1,92 @@
+"""A loop that keeps the contract: ``STEPS KIND [undeclared]``, where what the loop keeps changes its gradients.
+
+KIND: clip (a list of norms), average (a number), scaler (a loss scaler that overflows), draws (a generator), or
+workers (a loader with persistent workers whose dataset draws).
+"""
+
+import os
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from checkpointless import HPWrapper, PlainTraining, Value
+from checkpointless.inprocess import HPCallWrapper
+from checkpointless.recovery import seed_data_workers
+
+STEPS, KIND = int(sys.argv[1]), sys.argv[2]
+IS_DECLARED = "undeclared" not in sys.argv
+
+
+class Noisy(Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 36
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((8,), index / 36) + torch.randn(8)
+
+
+def batches(loader: Any, sampler: Any, done: int) -> Any:
+    """Yield the batches of step ``done + 1`` and of those after it, epoch by epoch."""
+    epoch, made = divmod(done, len(loader))
+    while True:
+        sampler.set_epoch(epoch)
+        for number, batch in enumerate(loader):
+            if number >= made:
+                yield batch
+        epoch, made = epoch + 1, 0
+
+
+@HPWrapper()
+def main(caller: HPCallWrapper) -> None:
+    dist.init_process_group("gloo")
+    torch.manual_seed(1)
+    model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 1)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    torch.manual_seed(100 + dist.get_rank())
+    norms: list[float] = []
+    average, scaler = Value(0.0), torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=100)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    state = {"norms": norms, "average": average, "generator": generator} if IS_DECLARED else {}
+    training = PlainTraining(
+        caller, [model], [optimizer], state=state, scaler=scaler if IS_DECLARED and KIND == "scaler" else None
+    )
+    sampler = DistributedSampler(Noisy())
+    workers: Any = {"num_workers": 1, "persistent_workers": True} if KIND == "workers" else {}
+    loader = DataLoader(sampler.dataset, 6, sampler=sampler, generator=torch.Generator(), **workers)
+    seed_data_workers(loader, seed=7, rank=dist.get_rank())
+    source = None
+    for step in training.steps(STEPS):
+        if KIND == "workers":
+            source = source or batches(loader, sampler, step - 1)
+            x = next(source)
+        else:
+            x = torch.randn(4, 8, generator=generator if KIND == "draws" else None)
+        caller.enter_phase("forward", step)
+        loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
+        if KIND == "scaler":
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            if not all(bool(each.grad.isfinite().all()) for each in model.parameters() if each.grad is not None):
+                optimizer.zero_grad()
+            scaler.update()
+        else:
+            loss.backward()
+        norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9))
+        norms.append(norm)
+        average.value = 0.9 * average.value + 0.1 * norm
+        if KIND == "clip":
+            torch.nn.utils.clip_grad_norm_(model.parameters(), sorted(norms)[len(norms) // 2])
+        if KIND == "average":
+            for each in model.parameters():
+                each.grad = each.grad * average.value if each.grad is not None else None
+        training.update(loss.item())
+    dist.barrier()
+    if dist.get_rank() == 0:
+        print(f"norms of {len(norms)} steps, {os.environ['WORLD_SIZE']} ranks", flush=True)
+
+
+main()

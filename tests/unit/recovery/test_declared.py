@@ -1,0 +1,152 @@
+"""Test how declared state and plain attributes are captured, kept within a limit, and put back."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from checkpointless.recovery.moment import Stage
+from checkpointless.recovery.own import declared
+from checkpointless.recovery.own.declared import DeclaredState, begin_declared, put_declared, take_declared
+from checkpointless.recovery.own.streams import OwnStreams
+from checkpointless.recovery.rng import RngStates
+
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.binary(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+class Box:
+    """Has plain data under one name."""
+
+    name = "box"
+
+    def __init__(self, **has: Any) -> None:
+        self.has: dict[str, Any] = has
+
+    def values(self) -> Mapping[str, Any]:
+        return self.has
+
+    def put(self, values: Mapping[str, Any]) -> None:
+        for name, value in values.items():
+            self.has[name] = declared.put_value(self.has.get(name), value)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_declared(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(declared, "_named", set())
+    yield
+    begin_declared(None)
+
+
+@given(PLAIN, PLAIN)
+def test_what_was_captured_comes_back(first: Any, then: Any) -> None:
+    box = Box(value=first)
+    state = DeclaredState(lambda: [box])
+    taken = dict(state.take())
+    box.has["value"] = then
+    state.take()
+    state.put(taken)
+    assert state.take() == taken  # bytes, in which NaN is equal to itself
+
+
+def test_what_has_not_changed_is_the_same_objects() -> None:
+    box = Box(number=1.5, norms=[0.1, 0.2], table={"a": 1}, weights=torch.ones(3))
+    state = DeclaredState(lambda: [box])
+    before = state.take()
+    assert state.take() is before
+    box.has["norms"].append(0.3)
+    after = state.take()
+    assert after is not before
+    assert {name for name in after if after[name] is not before[name]} == {"plain:box.norms"}
+
+
+@pytest.mark.parametrize(
+    ("value", "change"),
+    [
+        ([0.0], lambda it: it.__setitem__(0, -0.0)),
+        ([1], lambda it: it.__setitem__(0, True)),
+        ({"a": [1]}, lambda it: it["a"].append(2)),
+        (deque([1], maxlen=2), lambda it: it.append(2)),
+        ({3}, lambda it: it.add(4)),
+        (torch.zeros(2), lambda it: it.data.add_(1)),
+        ([torch.zeros(2)], lambda it: it[0].data.add_(1)),
+    ],
+    ids=["zero", "true", "nested", "deque", "set", "tensor", "list-of-tensors"],
+)
+def test_a_change_in_place_is_seen_and_undone_in_place(value: Any, change: Any) -> None:
+    box = Box(value=value)
+    state = DeclaredState(lambda: [box])
+    before = dict(state.take())
+    change(value)
+    assert state.take() != before
+    state.put(before)
+    assert state.take() == before
+    if not isinstance(value, torch.Tensor):
+        assert box.has["value"] is value
+
+
+def test_attributes_that_come_later_are_kept() -> None:
+    box = Box(average=None)
+    state = DeclaredState(lambda: [box])
+    state.take()
+    box.has["average"], box.has["later"] = 0.5, [1]
+    taken = dict(state.take())
+    fresh = Box(average=None)
+    DeclaredState(lambda: [fresh]).put(taken)
+    assert fresh.has == {"average": 0.5, "later": [1]}
+
+
+def test_what_is_left_out_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    box = Box(small=[1, 2], large=b"x" * 300, lock=object())
+    state = DeclaredState(lambda: [box], limit=200)
+    with caplog.at_level(logging.WARNING):
+        assert list(state.take()) == ["plain:box.small"]
+        state.take()
+    (record,) = caplog.records
+    assert "box.large, box.lock" in record.getMessage()
+    box.has["small"] = b"y" * 300
+    with caplog.at_level(logging.WARNING):
+        assert state.take() == {}
+    assert "box.small" in caplog.records[-1].getMessage()
+
+
+@pytest.mark.parametrize(("text", "limit"), [("4096", 4096), ("", 1024 * 1024), ("much", 1024 * 1024)])
+def test_the_limit_is_a_setting(text: str, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(declared.BYTES_ENV, text)
+    assert DeclaredState(list)._limit == limit
+
+
+def test_it_is_kept_and_restored_with_the_random_streams() -> None:
+    box, streams = Box(norms=[1.0]), OwnStreams()
+    begin_declared(DeclaredState(lambda: [box]))
+    streams.capture(3, None, Stage.COMMITTED, {})
+    drawn = torch.rand(1)
+    box.has["norms"].append(2.0)
+    moved = streams.have_moved(streams.at(3)[Stage.COMMITTED])
+    assert moved == (True, True)
+    assert streams.restore(3, Stage.COMMITTED)
+    assert box.has["norms"] == [1.0]
+    assert torch.equal(torch.rand(1), drawn)
+
+
+def test_random_streams_that_are_restored_by_themselves_leave_it_alone() -> None:
+    """The order of an epoch is drawn again from streams that were captured at its beginning."""
+    box = Box(norms=[1.0])
+    begin_declared(DeclaredState(lambda: [box]))
+    start = RngStates.capture()
+    box.has["norms"].append(2.0)
+    start.restore()
+    assert box.has["norms"] == [1.0, 2.0]
+    put_declared(start.streams)
+    assert box.has["norms"] == [1.0, 2.0]
+    assert list(take_declared()) == ["plain:box.norms"]

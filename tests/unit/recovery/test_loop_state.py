@@ -1,0 +1,129 @@
+"""Test the declared state of a loop, and which variables of a loop are named because they are not declared."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from checkpointless import Value
+from checkpointless.recovery.training import loop_state
+from checkpointless.recovery.training.loop_state import LoopState, Undeclared
+from checkpointless.serialization import state_tree
+
+
+@pytest.fixture(autouse=True)
+def _nothing_was_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop_state, "_warned", set())
+
+
+@pytest.mark.parametrize(
+    ("make", "change"),
+    [
+        (lambda: Value(0.5), lambda it: setattr(it, "value", 1.5)),
+        (list, lambda it: it.append(1)),
+        (dict, lambda it: it.update(a=1)),
+        (set, lambda it: it.add(1)),
+        (lambda: deque(maxlen=3), lambda it: it.append(1)),
+        (lambda: torch.zeros(2), lambda it: it.add_(1)),
+        (torch.Generator, lambda it: torch.rand(1, generator=it)),
+        (lambda: random.Random(1), lambda it: it.random()),
+        (lambda: np.random.default_rng(1), lambda it: it.random()),
+        (lambda: torch.amp.GradScaler("cpu"), lambda it: it.load_state_dict({**it.state_dict(), "scale": 2.0})),
+        (lambda: torch.nn.Linear(1, 1), lambda it: it.weight.data.add_(1)),
+    ],
+    ids=["value", "list", "dict", "set", "deque", "tensor", "torch", "random", "numpy", "scaler", "module"],
+)
+def test_declared_state_is_put_back_in_place(make: Any, change: Any) -> None:
+    value = make()
+    state = LoopState({"it": value})
+    taken = loop_state._digest(value)
+    kept = {name: state_tree.loads(state_tree.dumps(each)) for name, each in state.values().items()}
+    change(value)
+    assert loop_state._digest(value) != taken
+    state.put(kept)
+    assert loop_state._digest(value) == taken
+
+
+def test_what_has_no_state_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"state\['average'\] is a float: .* or Value\(number\)"):
+        LoopState({"average": 0.5})
+
+
+def _train(undeclared: Undeclared, steps: int) -> Iterator[int]:
+    """Stand in for the generator of the steps."""
+    for step in range(1, steps + 1):
+        undeclared.look(sys._getframe(1))
+        yield step
+
+
+def _named(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_variables_that_change_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    norms: list[float] = []
+    average, best, still = 0.0, None, [1]
+    scaler = torch.amp.GradScaler("cpu")
+    other = torch.nn.Linear(2, 2)
+    for step in _train(Undeclared(LoopState({}), []), 5):
+        loss = 1.0 / step
+        norms.append(loss)
+        average = 0.9 * average + 0.1 * loss
+        with torch.no_grad():
+            other.weight.add_(1)
+    (said,) = _named(caplog)
+    assert ": average, norms, other. " in said
+    assert "state={'average': Value(average)}" in said
+    assert (best, still, scaler.get_scale()) == (None, [1], 65536.0)
+
+
+def test_what_is_declared_or_restored_anyway_is_not_named(caplog: pytest.LogCaptureFixture) -> None:
+    norms: list[float] = []
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    state = {"norms": norms}
+    wrapped = torch.nn.Sequential(model)
+    known = [optimizer, state, model, *model.parameters()]
+    for step in _train(Undeclared(LoopState(state), known), 5):
+        norms.append(float(step))
+        with torch.no_grad():
+            model.weight.add_(1)
+    assert _named(caplog) == []
+    assert len(wrapped) == 1
+
+
+def test_an_iterator_from_before_the_first_step_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    batches = iter([torch.zeros(1)] * 9)
+    for _ in _train(Undeclared(LoopState({}), []), 4):
+        next(batches)
+    (said,) = _named(caplog)
+    assert "the iterator batches was made before the first step" in said
+
+
+def test_a_bar_that_iterates_for_the_loop_is_looked_through(caplog: pytest.LogCaptureFixture) -> None:
+    def bar(steps: Iterator[int]) -> Iterator[int]:
+        yield from steps
+
+    count = [0]
+    for _ in bar(_train(Undeclared(LoopState({}), []), 4)):
+        count[0] += 1
+    assert any(": count. " in each for each in _named(caplog))
+
+
+def test_variables_are_not_held(caplog: pytest.LogCaptureFixture) -> None:
+    """Python 3.12 and older keep a copy of a frame's variables once it was asked for."""
+    import weakref
+
+    large: Any = torch.zeros(3)
+    reference = weakref.ref(large)
+    for step in _train(Undeclared(LoopState({}), []), 5):
+        if step == 4:
+            large = None
+    assert reference() is None
