@@ -13,6 +13,7 @@ EAGER_INIT_ENV = "CHECKPOINTLESS_EAGER_INIT"  # "1": NCCL's communicators are ma
 FLIGHT_RECORDS_ENV = "CHECKPOINTLESS_FLIGHT_RECORDS"  # "active" or "all": collectives kept at a fault
 LAUNCH_AHEAD_ENV = "CHECKPOINTLESS_LAUNCH_AHEAD"  # how many layers launches may run ahead of the GPU; default: 8
 MEMORY_READS_ENV = "CHECKPOINTLESS_MEMORY_READS"  # "0": no rank reads from the memory of another one on its node
+RANK_STATE_BYTES_ENV = "CHECKPOINTLESS_RANK_STATE_BYTES"  # limit of declared state and attributes; default: 1 MiB
 LOG_LEVEL_ENV = "CHECKPOINTLESS_LOG_LEVEL"  # "debug", "info", "warning" or "error"; default: messages go nowhere
 SPINNING_KERNELS_ENV = "CHECKPOINTLESS_SPINNING_KERNELS"  # "1": kernels that no abort ends are accepted
 

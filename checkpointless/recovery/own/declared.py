@@ -15,14 +15,13 @@ from typing import Any, Protocol
 
 import torch
 
-from checkpointless.environment import own_rank
+from checkpointless.environment import RANK_STATE_BYTES_ENV, own_rank
 from checkpointless.serialization import state_tree
 
 logger = logging.getLogger(__name__)
 
 #: How many bytes of declared state and plain attributes a rank keeps at each step boundary.
 DEFAULT_BYTES = 1024 * 1024
-BYTES_ENV = "CHECKPOINTLESS_RANK_STATE_BYTES"
 _PREFIX = "plain:"
 _named: set[str] = set()  # once in a process
 _CONSTANTS = frozenset({type(None), bool, int, float, complex, str, bytes})
@@ -176,7 +175,7 @@ def _encoded(value: Any) -> bytes | None:
 
 
 def _limit() -> int:
-    given = os.environ.get(BYTES_ENV, "")
+    given = os.environ.get(RANK_STATE_BYTES_ENV, "")
     return int(given) if given.isdecimal() else DEFAULT_BYTES
 
 

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpointless.recovery.moment import Stage
+from checkpointless.environment import RANK_STATE_BYTES_ENV
 from checkpointless.recovery.own import declared
 from checkpointless.recovery.own.declared import DeclaredState, begin_declared, put_declared, take_declared
 from checkpointless.recovery.own.streams import OwnStreams
@@ -122,7 +123,7 @@ def test_what_is_left_out_is_named_once(caplog: pytest.LogCaptureFixture) -> Non
 
 @pytest.mark.parametrize(("text", "limit"), [("4096", 4096), ("", 1024 * 1024), ("much", 1024 * 1024)])
 def test_the_limit_is_a_setting(text: str, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(declared.BYTES_ENV, text)
+    monkeypatch.setenv(RANK_STATE_BYTES_ENV, text)
     assert DeclaredState(list)._limit == limit
 
 
