@@ -105,6 +105,7 @@ def _report(
         tuple(saves),
         examples,
         live.are_reduced(),
+        held.given_up,
     )
 
 

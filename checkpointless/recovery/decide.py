@@ -51,6 +51,7 @@ class RankReport:
         reduced: whether each part is the same on all its holders for sure, because it is reduced over them. If not,
             the rank is filled by ranks that hold all its parts as long as one of them lives, and its digests are
             compared with theirs.
+        given_up: why the rank gave up its state, for people ("": it did not).
     """
 
     rank: int
@@ -67,6 +68,7 @@ class RankReport:
     saves: tuple[tuple[int, int, int, bool], ...] = ()
     examples: tuple[str, ...] = ()
     reduced: bool = True
+    given_up: str = ""
 
     def to_json(self) -> dict[str, Json]:
         """Return the report as plain data, with the groups in few bytes."""
@@ -319,9 +321,10 @@ def _nobody_left(members: Group, reports: Sequence[RankReport], high_water: int)
     mine = [report for report in reports if report.rank in members]
     torn = [report.rank for report in mine if report.torn]
     because = f" (an update failed half-way, or the state was given up, on {names(torn)})" if torn else ""
+    why = next((f"; {report.given_up}" for report in mine if report.given_up), "")
     return (
         f"no living rank holds the shard of {_ranks(members)}{mine[0].example(members)}{because}; "
-        f"the last committed step was {high_water}"
+        f"the last committed step was {high_water}{why}"
     )
 
 

@@ -47,6 +47,7 @@ class HeldState:
         samples: a few elements of each tensor but buffers, as they were at the newest fault.
         is_used: whether a recovery has begun since, which may write to the tensors.
         is_superseded: whether the ranks have decided that replicas fill this one.
+        given_up: why the state was given up, for people ("": it was not).
         has_replicas: whether other ranks hold all that this one holds, if its update can still be applied.
     """
 
@@ -63,6 +64,7 @@ class HeldState:
     is_used: bool = False
     is_superseded: bool = False
     has_replicas: bool = False
+    given_up: str = ""
 
     def go_back_to(self, stage: Stage) -> dict[str, Any]:
         """Hold the state as it was at ``stage``, and drop all other moments.
@@ -92,6 +94,7 @@ class HeldState:
             reason: why, for people.
         """
         logger.error("this rank's state is given up: %s", reason)
+        self.given_up = reason
         self.let_trainer_go()
         self.tear()
 
@@ -171,6 +174,7 @@ class HeldState:
         held = cls(
             commit, _without_gradients(live), moments, digests, live if commit.ready else None, fit, offset, buffers
         )
+        held.given_up = changed
         held.has_replicas = held.live is not None and len(live.group()) > 1
         if not commit.torn:
             held.note()

@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 import torch
 
 from checkpointless.inprocess import UnrecoverableError
+from checkpointless.recovery.evidence import Evidence, Witness, is_same
 from checkpointless.recovery.live_state import DATA, Built
 from checkpointless.recovery.moment import UPDATED_BUFFERS, Moment, Stage
 from checkpointless.serialization import state_tree
@@ -62,6 +63,8 @@ class TrainerLiveState:
         self._tensors = tensors
         self._versions: dict[tuple[int, Stage], list[int]] = {}  # of the parameters, at each moment
         self._accumulated: tuple[int, _Taken] | None = None  # the newest step, when the next one had gradients
+        self._witness: Witness | None = None
+        self._evidence: dict[tuple[int, Stage], Evidence] = {}  # of the weights, at each moment
         self._version_of: Callable[[], list[int]] | None = getattr(tensors, "versions", None)
         self._moments: dict[tuple[int, Stage], _Taken] = {}
         self._ready: tuple[int, _Taken] | None = None  # the step in the making, and what its commit leaves
@@ -134,6 +137,7 @@ class TrainerLiveState:
         else:
             if self._version_of is not None:
                 self._versions[step, stage] = self._version_of()
+            self._evidence[step, stage] = self._see()
             self._moments = {**self._moments, (step, stage): moment}
 
     def ready(
@@ -174,6 +178,7 @@ class TrainerLiveState:
         if committed is not None:
             if self._version_of is not None:
                 self._versions = {(step, Stage.COMMITTED): self._version_of()}
+            self._evidence = {(step, Stage.COMMITTED): self._see()}
             self._moments = {(step, Stage.COMMITTED): committed}
             self._ready = self._accumulated = None
         return buffers
@@ -222,7 +227,7 @@ class TrainerLiveState:
         """Return why the tensors are not those of the newest moment; "" if nothing is known of it."""
         grown = getattr(self._tensors, "grown", None)
         reason: str = grown() if grown is not None else ""
-        if reason or not self._versions or not self._moments:
+        if reason or not self._evidence or not self._moments:
             return reason
         step, stage = max(self._moments)
         if self._is_as_it_was(step, stage):
@@ -236,7 +241,16 @@ class TrainerLiveState:
     def _is_as_it_was(self, step: int, stage: Stage) -> bool:
         """Return whether the parameters are those of ``stage`` after ``step``, as far as it is known."""
         known = self._versions.get((step, stage))
-        return known is None or self._version_of is None or known == self._version_of()
+        if known is not None and self._version_of is not None and known != self._version_of():
+            return False
+        evidence = self._evidence.get((step, stage))
+        return evidence is None or is_same(evidence, self._see())
+
+    def _see(self) -> Evidence:
+        """Return evidence of the weights as they are now."""
+        if self._witness is None:
+            self._witness = Witness(self._tensors.shard().values())
+        return self._witness.take()
 
     @property
     def is_under_way(self) -> bool:
@@ -315,6 +329,7 @@ class TrainerLiveState:
     def resumed(self, step: int, stage: Stage, objects: dict[str, Any]) -> None:
         """Note that tensors and objects are in place as they were at ``stage`` after ``step``."""
         self._versions.clear()  # until the next moment
+        self._evidence.clear()
         self._moments = {(step, stage): _Taken(lambda: objects, self._tensors.copy_buffers())}
         self._ready = self._accumulated = None
 

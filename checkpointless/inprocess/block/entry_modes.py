@@ -1,7 +1,7 @@
 """Torch's modes and the working directory at the entry of the block, which are the same at every entry.
 
-A script may change one for a while, as loaders of pretrained weights do with the default dtype, or for good, as with
-``os.chdir("outputs")``. A fault would leave it changed in the processes that live on, and in no other.
+A script may change one for a while, as loaders of pretrained weights do with the default dtype, or for good, as
+with ``os.chdir("outputs")``. A fault would leave it changed in the processes that live on, and in no other.
 """
 
 from __future__ import annotations

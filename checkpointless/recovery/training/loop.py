@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from checkpointless.inprocess import HPCallWrapper, StateLostError, UnrecoverableError
 from checkpointless.inprocess.context import putting_back
+from checkpointless.recovery.evidence import Evidence, Witness, is_same
 from checkpointless.recovery.guard import vote
 from checkpointless.recovery.manager import CheckpointManager
 from checkpointless.recovery.moment import UPDATED_BUFFERS, Moment, Stage
@@ -124,6 +125,8 @@ class LoopTraining(TrainingTensors, ABC):
         begin_declared(DeclaredState(lambda: [declared]) if state else None)
         self._moments: dict[int, _Taken] = {}  # by step
         self._versions: list[int] = []  # of the parameters, when the newest of these was taken
+        self._witness: tuple[int, Witness] | None = None  # of so many parameters
+        self._evidence: Evidence = ()  # of that moment, too
         self._updated_buffers: set[Key] = set()  # those that the update itself writes to
         self._ready_buffers: Mapping[Key, torch.Tensor] = {}  # those of the step in the making, before its update
         manager = manager_of(call)
@@ -345,7 +348,7 @@ class LoopTraining(TrainingTensors, ABC):
 
     def changed(self) -> str:
         """Return why the tensors are not those of the newest moment; "" if nothing is known of it."""
-        if not self._are_written():
+        if not self._are_others():
             return ""
         return (
             f"parameters were changed between update() of step {self.step} and the next update; what changes them "
@@ -414,11 +417,20 @@ class LoopTraining(TrainingTensors, ABC):
         self._note_versions()
 
     def _note_versions(self) -> None:
-        """Note how often each parameter was written to, as torch counts it."""
+        """Note how often each parameter was written to, as torch counts it, and a few bytes of some."""
         self._versions = list(map(version_of, self._weights()))
+        if self._witness is None or len(self._versions) != self._witness[0]:
+            self._witness = len(self._versions), Witness(self._weights())
+        self._evidence = self._witness[1].take()
 
     def _are_written(self) -> bool:
         return bool(self._versions) and self._versions != list(map(version_of, self._weights()))
+
+    def _are_others(self) -> bool:
+        """Return whether parameters are known not to be those of the newest step: this may wait for a device."""
+        if self._are_written() or not self._versions or self._witness is None:
+            return self._are_written()
+        return not is_same(self._evidence, self._witness[1].take())
 
     def _weights(self) -> Iterable[torch.Tensor]:
         """Return the parameters that nothing but an update may change."""

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointless.recovery.moment import Stage
 from checkpointless.environment import RANK_STATE_BYTES_ENV
+from checkpointless.recovery.moment import Stage
 from checkpointless.recovery.own import declared
 from checkpointless.recovery.own.declared import DeclaredState, begin_declared, put_declared, take_declared
 from checkpointless.recovery.own.streams import OwnStreams
