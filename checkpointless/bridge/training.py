@@ -236,7 +236,7 @@ class BridgeTraining(MegatronTraining):
         """Take the state that the update leaves, before Bridge goes on. It is called inside the lock."""
         step = self._ready_step
         self._reached = {(step, Stage.COMMITTED): self._moment(step)}
-        self._note_versions()
+        self._at_boundary.note()
 
     def _take(self, stage: Stage, own: Mapping[str, Any]) -> None:
         """Take the state of a moment; the streams first, so that a rank that has a moment also has its streams."""
@@ -244,7 +244,7 @@ class BridgeTraining(MegatronTraining):
         self._manager.keep_buffers(self.step, stage, moment.buffers)
         self._manager.store_rng_states(self.step, stage=stage, own=own)
         kept = {key: each for key, each in self._reached.items() if key[0] == self.step}
-        self._note_versions()
+        self._at_boundary.note()
         self._reached = {**kept, (self.step, stage): moment}
 
     def _largest(self) -> dict[str, Any]:
@@ -280,7 +280,7 @@ class BridgeTraining(MegatronTraining):
     def resumed(self, step: int, stage: Stage, objects: dict[str, Any]) -> None:
         """Record that the state is that after ``step``."""
         self._reached = {(step, stage): Moment(objects, self.copy_buffers())}
-        self._versions = []  # until the next step begins
+        self._at_boundary.forget()  # until the next step begins
 
     @override
     def more_objects(self) -> Mapping[str, Any]:

@@ -26,7 +26,7 @@ _STATE = "state_dict()"
 _ENUM = "__enum__"
 
 
-def parts_of(trainer: Any) -> Iterator[Part]:
+def parts_of(trainer: pl.Trainer | None) -> Iterator[Part]:
     """Yield the parts of a trainer that users write, each with a name that it has at every entry of the block.
 
     Args:
@@ -41,7 +41,8 @@ def parts_of(trainer: Any) -> Iterator[Part]:
         if part is not None and not _is_of_framework(type(part)):
             yield Part(name, part, inherited)
     count: Counter[str] = Counter()
-    for callback in trainer.callbacks:
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    for callback in callbacks:
         kind = type(callback)
         if _is_of_framework(kind):
             continue
@@ -50,7 +51,7 @@ def parts_of(trainer: Any) -> Iterator[Part]:
         yield Part(kind.__qualname__ if number == 1 else f"{kind.__qualname__}#{number}", callback, frozenset())
 
 
-def kept_states(trainer: Any) -> set[str]:
+def kept_states(trainer: pl.Trainer) -> set[str]:
     """Return the keys of the callbacks whose states are kept as rank-local state, so that no peer gives them."""
     keys = {part.name: part.state_key for part in parts_of(trainer)}
     return {key for name, key in keys.items() if key and keeps_declared(f"{name}.{_STATE}")}
@@ -68,9 +69,9 @@ class Part:
         name: as given.
     """
 
-    def __init__(self, name: str, part: Any, inherited: frozenset[str]) -> None:
+    def __init__(self, name: str, part: object, inherited: frozenset[str]) -> None:
         self.name = name
-        self._part = part
+        self._part: Any = part
         self._inherited = inherited
 
     @property

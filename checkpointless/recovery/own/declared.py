@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import operator
 import os
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
@@ -133,25 +134,28 @@ class DeclaredState:
             logger.warning(_LEFT_OUT, self._limit, ", ".join(fresh))
 
 
-def put_value(present: Any, value: Any) -> Any:
+def put_value(present: object, value: object) -> object:
     """Return ``value``, in the container ``present`` if that has its type: others may refer to it, too."""
-    if type(present) is type(value):
-        if isinstance(value, list):
-            present[:] = value
-            return present
-        if isinstance(value, dict | set):
-            present.clear()
-            present.update(value)
-            return present
-        if hasattr(value, "maxlen"):  # a deque
-            present.clear()
-            present.extend(value)
-            return present
-        if isinstance(value, torch.Tensor) and present.shape == value.shape and present.dtype == value.dtype:
-            with torch.no_grad():
-                present.copy_(value)
-            return present
-    return value
+    if type(present) is not type(value):
+        return value
+    if isinstance(present, list) and isinstance(value, list):
+        present[:] = value
+    elif (isinstance(present, dict) and isinstance(value, dict)) or (
+        isinstance(present, set) and isinstance(value, set)
+    ):
+        present.clear()
+        present.update(value)
+    elif isinstance(present, deque) and isinstance(value, deque):
+        present.clear()
+        present.extend(value)
+    elif isinstance(present, torch.Tensor) and isinstance(value, torch.Tensor):
+        if (present.shape, present.dtype) != (value.shape, value.dtype):
+            return value
+        with torch.no_grad():
+            present.copy_(value)
+    else:
+        return value
+    return present
 
 
 def _look(value: Any) -> list[Any] | None:

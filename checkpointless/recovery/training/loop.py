@@ -16,7 +16,6 @@ from typing_extensions import override
 
 from checkpointless.inprocess import HPCallWrapper, StateLostError, UnrecoverableError
 from checkpointless.inprocess.context import putting_back
-from checkpointless.recovery.evidence import Evidence, Witness, is_same
 from checkpointless.recovery.guard import vote
 from checkpointless.recovery.manager import CheckpointManager
 from checkpointless.recovery.moment import UPDATED_BUFFERS, Moment, Stage
@@ -25,8 +24,8 @@ from checkpointless.recovery.own.declared import DeclaredState, begin_declared
 from checkpointless.recovery.running import manager_of
 from checkpointless.recovery.training.counters import Owned, put_back
 from checkpointless.recovery.training.loop_exits import LoopExits, is_left_by_choice
-from checkpointless.recovery.training.loop_state import LoopState, Undeclared
-from checkpointless.recovery.training.param_groups import version_of
+from checkpointless.recovery.training.loop_state import LoopState, Undeclared, warn_of_changes_between
+from checkpointless.recovery.training.param_groups import BoundaryWeights
 from checkpointless.recovery.training.repeated_steps import repeated_steps
 from checkpointless.serialization import state_tree
 from checkpointless.serialization.checksum import digest_buffers, digest_parameters
@@ -37,14 +36,6 @@ from checkpointless.transfer.module_tensors import TrainingTensors
 from checkpointless.transfer.state_tensors import groups_of
 from checkpointless.transfer.tensor_entry import Key
 
-_DRAWN_BETWEEN = (
-    "the loop draws random numbers between update() of step %d and the next step: a fault that finds a rank in "
-    "update() or behind it leaves them out. Do it at the beginning of a step, which is made again after a fault"
-)
-_CHANGED_BETWEEN = (
-    "declared state changes between update() of step %d and the next step: a fault that finds a rank in update() "
-    "or after it leaves this out. Change it in a step, before its update()"
-)
 _LEFT = (
     "the loop was left behind update() of step %d: a fault that finds a rank in that update leaves this out. Let "
     "steps(last) end the loop, or call stop() before the update() of its last step"
@@ -124,9 +115,7 @@ class LoopTraining(TrainingTensors, ABC):
         self._undeclared = Undeclared(declared, restored)
         begin_declared(DeclaredState(lambda: [declared]) if state else None)
         self._moments: dict[int, _Taken] = {}  # by step
-        self._versions: list[int] = []  # of the parameters, when the newest of these was taken
-        self._witness: tuple[int, Witness] | None = None  # of so many parameters
-        self._evidence: Evidence = ()  # of that moment, too
+        self._at_boundary = BoundaryWeights(self._weights)  # when the newest of these was taken
         self._updated_buffers: set[Key] = set()  # those that the update itself writes to
         self._ready_buffers: Mapping[Key, torch.Tensor] = {}  # those of the step in the making, before its update
         manager = manager_of(call)
@@ -228,8 +217,10 @@ class LoopTraining(TrainingTensors, ABC):
         Raises:
             UnrecoverableError: the context is left with other weights than it was entered with.
         """
-        was_written = not self._versions or self._are_written()  # before the context, which says nothing of that
-        with putting_back(), put_back(self._weights, (lambda: None) if was_written else self._note_versions):
+        was_written = (
+            not self._at_boundary.are_noted or self._at_boundary.are_written()
+        )  # before the context, which says nothing of that
+        with putting_back(), put_back(self._weights, (lambda: None) if was_written else self._at_boundary.note):
             yield
 
     def _leave(self, number: int) -> None:
@@ -269,22 +260,19 @@ class LoopTraining(TrainingTensors, ABC):
         taken = self._taken(self.step)
         self._manager.keep_buffers(self.step, Stage.COMMITTED, taken.buffers)
         self._moments = {self.step: taken}
-        self._note_versions()
+        self._at_boundary.note()
         known, own = self._manager.rng_of(self.step), self._exits.own()
         if known is None:
             return
         has_drawn, has_changed = self._manager.has_moved_since(known)
         if has_drawn or has_changed or known.own != own:  # buffers may have changed since the call before
             self._manager.store_rng_states(self.step, known.loss, own=own)
-        for happened, warning in ((has_drawn, _DRAWN_BETWEEN), (has_changed, _CHANGED_BETWEEN)):
-            if happened and warning not in _warned:
-                _warned.add(warning)
-                logger.warning(warning, self.step)
+        warn_of_changes_between(self.step, has_drawn, has_changed)
 
     def _ready(self, step: int) -> None:
         if step <= self.step:
             raise UnrecoverableError(_TWO_UPDATES.format(step))
-        if _EXCHANGED not in _warned and self.step > self._done and self._are_written():
+        if _EXCHANGED not in _warned and self.step > self._done and self._at_boundary.are_written():
             _warned.add(_EXCHANGED)
             if dist.get_rank() == 0:
                 logger.warning(_EXCHANGED, step)
@@ -348,7 +336,7 @@ class LoopTraining(TrainingTensors, ABC):
 
     def changed(self) -> str:
         """Return why the tensors are not those of the newest moment; "" if nothing is known of it."""
-        if not self._are_others():
+        if not self._at_boundary.are_others():
             return ""
         return (
             f"parameters were changed between update() of step {self.step} and the next update; what changes them "
@@ -368,7 +356,7 @@ class LoopTraining(TrainingTensors, ABC):
     def resumed(self, step: int, stage: Stage, objects: dict[str, Any]) -> None:
         """Record that the state is that after ``step``."""
         self._moments = {step: _Taken(lambda: objects, self.copy_buffers())}
-        self._versions = []  # until the next step begins
+        self._at_boundary.forget()  # until the next step begins
 
     def _moment(self, step: int) -> Moment:
         """Return the state as it is now, as the moment after ``step``."""
@@ -414,23 +402,7 @@ class LoopTraining(TrainingTensors, ABC):
         self._moments = {self._ready_step: taken}
         if written:  # those that were kept before the update are not those after it
             self._manager.keep_buffers(self._ready_step, Stage.COMMITTED, taken.buffers)
-        self._note_versions()
-
-    def _note_versions(self) -> None:
-        """Note how often each parameter was written to, as torch counts it, and a few bytes of some."""
-        self._versions = list(map(version_of, self._weights()))
-        if self._witness is None or len(self._versions) != self._witness[0]:
-            self._witness = len(self._versions), Witness(self._weights())
-        self._evidence = self._witness[1].take()
-
-    def _are_written(self) -> bool:
-        return bool(self._versions) and self._versions != list(map(version_of, self._weights()))
-
-    def _are_others(self) -> bool:
-        """Return whether parameters are known not to be those of the newest step: this may wait for a device."""
-        if self._are_written() or not self._versions or self._witness is None:
-            return self._are_written()
-        return not is_same(self._evidence, self._witness[1].take())
+        self._at_boundary.note()
 
     def _weights(self) -> Iterable[torch.Tensor]:
         """Return the parameters that nothing but an update may change."""

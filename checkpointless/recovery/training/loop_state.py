@@ -35,6 +35,14 @@ _NO_STATE = (
     "state[{!r}] is a {}: give an object with state_dict() and load_state_dict(), a list, dict, set, deque or "
     "tensor, a generator of random numbers, or Value(number)"
 )
+_DRAWN_BETWEEN = (
+    "the loop draws random numbers between update() of step %d and the next step: a fault that finds a rank in "
+    "update() or behind it leaves them out. Do it at the beginning of a step, which is made again after a fault"
+)
+_CHANGED_BETWEEN = (
+    "declared state changes between update() of step %d and the next step: a fault that finds a rank in update() "
+    "or after it leaves this out. Change it in a step, before its update()"
+)
 _warned: set[str] = set()  # once in a process
 logger = logging.getLogger(__name__)
 
@@ -55,7 +63,8 @@ class Value:
         value: the value now.
     """
 
-    def __init__(self, value: Any = None) -> None:
+    def __init__(self, value: object = None) -> None:
+
         self.value = value
 
     def state_dict(self) -> dict[str, Any]:
@@ -154,6 +163,20 @@ class Undeclared:
         if isinstance(value, torch.nn.Module):
             return not any(id(each) in self._known for each in value.parameters())
         return _has_state(value) or isinstance(value, (*_NUMBERS, *_CONTAINERS))
+
+
+def warn_of_changes_between(step: int, has_drawn: bool, has_changed: bool) -> None:
+    """Warn, once each, of what a loop does between the update of ``step`` and the next step.
+
+    Args:
+        step: the newest step.
+        has_drawn: whether it has drawn random numbers.
+        has_changed: whether it has changed declared state.
+    """
+    for happened, warning in ((has_drawn, _DRAWN_BETWEEN), (has_changed, _CHANGED_BETWEEN)):
+        if happened and warning not in _warned:
+            _warned.add(warning)
+            logger.warning(warning, step)
 
 
 def _variables_of(frame: FrameType) -> dict[str, Any]:

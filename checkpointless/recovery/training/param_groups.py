@@ -1,4 +1,4 @@
-"""What is cheap to take of optimizers and modules at every step: param groups, and that there are no buffers.
+"""What is cheap to take of optimizers and modules at every step: param groups, weights, whether there are buffers.
 
 And which schedulers change param groups.
 """
@@ -14,6 +14,7 @@ import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from typing_extensions import TypeIs
 
+from checkpointless.recovery.evidence import Evidence, Witness, is_same
 from checkpointless.serialization.later import copy_of, is_fixed
 
 _MORE_PARAMETERS = (
@@ -183,3 +184,43 @@ def grown(optimizers: Iterable[torch.optim.Optimizer | None], sizes: list[int]) 
         sizes: what :func:`sizes_of` returned at the beginning.
     """
     return _MORE_PARAMETERS if sizes_of(optimizers) != sizes else ""
+
+
+class BoundaryWeights:
+    """Weights at the newest step boundary, which nothing but an update may change.
+
+    Args:
+        weights: returns them, in the same order each time.
+    """
+
+    def __init__(self, weights: Callable[[], Iterable[torch.Tensor]]) -> None:
+        self._weights = weights
+        self._versions: list[int] = []
+        self._witness: tuple[int, Witness] | None = None  # of so many weights
+        self._evidence: Evidence = ()
+
+    def note(self) -> None:
+        """Note how often each weight was written to, as torch counts it, and a few bytes of some."""
+        self._versions = list(map(version_of, self._weights()))
+        if self._witness is None or self._witness[0] != len(self._versions):
+            self._witness = len(self._versions), Witness(self._weights())
+        self._evidence = self._witness[1].take()
+
+    def forget(self) -> None:
+        """Compare nothing until the weights are noted again."""
+        self._versions = []
+
+    @property
+    def are_noted(self) -> bool:
+        """Whether there is something to compare with."""
+        return bool(self._versions)
+
+    def are_written(self) -> bool:
+        """Return whether torch has counted a write since :meth:`note`; it costs no look at the bytes."""
+        return bool(self._versions) and self._versions != list(map(version_of, self._weights()))
+
+    def are_others(self) -> bool:
+        """Return whether they are known not to be those that were noted; this may wait for a device."""
+        if self.are_written() or not self._versions or self._witness is None:
+            return self.are_written()
+        return not is_same(self._evidence, self._witness[1].take())

@@ -48,13 +48,14 @@ def main(caller: HPCallWrapper) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     torch.manual_seed(100 + dist.get_rank())
     norms: list[float] = []
-    average, scaler = Value(0.0), torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=100)
+    average: Any = Value(0.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=100)
     generator = torch.Generator().manual_seed(dist.get_rank())
     state = {"norms": norms, "average": average, "generator": generator} if IS_DECLARED else {}
     training = PlainTraining(
         caller, [model], [optimizer], state=state, scaler=scaler if IS_DECLARED and KIND == "scaler" else None
     )
-    sampler = DistributedSampler(Noisy())
+    sampler: Any = DistributedSampler(Noisy())
     workers: Any = {"num_workers": 1, "persistent_workers": True} if KIND == "workers" else {}
     loader = DataLoader(sampler.dataset, 6, sampler=sampler, generator=torch.Generator(), **workers)
     seed_data_workers(loader, seed=7, rank=dist.get_rank())

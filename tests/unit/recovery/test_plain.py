@@ -185,7 +185,7 @@ def test_what_is_missing_is_said() -> None:
 def test_other_weights_say_nothing_of_what_was_written_before_them(train: Callable[..., PlainTraining]) -> None:
     training = train(0)
     (weight, *_) = training.updated_parameters()
-    training._note_versions()
+    training._at_boundary.note()
     with torch.no_grad(), training.other_weights():
         weight.mul_(2)
         weight.div_(2)
