@@ -143,4 +143,15 @@ def _put_begun(loader: Any, index: int, state: Mapping[str, Any]) -> None:
     Each iterator draws one. Without the fault, the next validation would go on with the iterator that there was.
     """
     if state.get(f"{index}:begun") and loader._iterator is None and loader.generator is None:
-        loader.generator = torch.Generator()
+        # In the instance, since the class is everybody's; weakly, so that no cycle keeps the loader.
+        object.__setattr__(loader, "_get_iterator", functools.partial(_begin_quietly, weakref.ref(loader)))
+
+
+def _begin_quietly(reference: weakref.ref[Any]) -> Any:
+    loader = reference()
+    assert loader is not None, "it is the loader that asks"
+    loader.generator = torch.Generator()  # for the seed of the workers; the sampler has its own or none
+    try:
+        return type(loader)._get_iterator(loader)
+    finally:
+        loader.generator = None
