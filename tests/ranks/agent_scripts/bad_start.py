@@ -3,6 +3,7 @@
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 WHAT, FOLDER = sys.argv[1], Path(sys.argv[2])
 RANK = os.environ["RANK"]
@@ -26,7 +27,9 @@ if WHAT == "flake" and STARTS == 1 and RANK == "1":
 if WHAT in ("same", "one"):
     from checkpointless import HPCallWrapper, HPWrapper
 
-    @HPWrapper
+    bare: Any = HPWrapper  # a type checker knows the form with parentheses only
+
+    @bare
     def main(caller: HPCallWrapper) -> None:
         """Raise what a retry cannot mend, or what it can."""
         note()

@@ -11,6 +11,7 @@ ENDS = dict(argument.split(":") for argument in sys.argv[1:])
 what = ENDS.get(str(RANK), ENDS.get("*", "0"))
 if what == "stubborn":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     what = "wait"
 if what == "wait":
     print("waiting")

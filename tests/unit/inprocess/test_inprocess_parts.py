@@ -418,11 +418,12 @@ def test_the_wrapper_is_a_decorator_with_and_without_parentheses() -> None:
         """Return the value."""
         return value
 
-    for wrapped in (HPWrapper(block), HPWrapper()(block), HPWrapper(abort_timeout=30)(block)):
+    bare: Any = HPWrapper  # a type checker knows the form with parentheses only
+    for wrapped in (bare(block), bare()(block), bare(abort_timeout=30)(block)):
         assert wrapped is not block
         assert (wrapped.__name__, wrapped.__doc__, wrapped.__wrapped__) == ("block", "Return the value.", block)
-    assert HPWrapper(block, enabled=False) is block
+    assert bare(block, enabled=False) is block
     with pytest.raises(ValueError, match="abort_timeout"):
-        HPWrapper(block, abort_timeout=0)
+        bare(block, abort_timeout=0)
     with pytest.raises(TypeError, match="wraps a function, not int"):
-        HPWrapper(30)
+        bare(30)
