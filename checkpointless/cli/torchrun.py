@@ -10,6 +10,7 @@ import argparse
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from checkpointless.cli.output import say
@@ -42,6 +43,7 @@ _REFUSED = {
     "--virtual-local-rank": "each rank sees all GPUs of its node and takes the one of its LOCAL_RANK",
 }
 _JOIN_TIMEOUT = "join_timeout"  # the key of --rdzv-conf that has a meaning
+_OTHER_NAMES = {"shutdown_timeout": "term_grace"}  # options that are called by another name here
 
 
 def _switch(text: str) -> bool:
@@ -59,6 +61,8 @@ _TYPES: dict[str, Callable[[str], object]] = {
     "master_port": port,
     "local_ranks_filter": local_ranks,
     "rdzv_conf": str,
+    "log_dir": Path,
+    "shutdown_timeout": seconds,
     **dict.fromkeys(("module", "standalone", "run_path", "no_python", "virtual_local_rank"), _switch),
 }
 
@@ -69,10 +73,11 @@ class _Variable:
 
     name: str
     text: str
+    as_type: Callable[[str], object]
 
-    def read(self, as_type: Callable[[str], object]) -> object:
+    def read(self) -> object:
         try:
-            return as_type(self.text)
+            return self.as_type(self.text)
         except (argparse.ArgumentTypeError, ValueError) as error:
             raise UsageError(f"{self.name}={self.text}: {error}") from error
 
@@ -95,7 +100,8 @@ def add_torchrun_options(parser: argparse.ArgumentParser) -> None:
     for dest in (*_TYPES, *map(_dest, _ACCEPTED)):
         name = _VARIABLE.format(dest.upper())
         if os.environ.get(name):
-            parser.set_defaults(**{dest: _Variable(name, os.environ[name])})
+            variable = _Variable(name, os.environ[name], _TYPES.get(dest, str))
+            parser.set_defaults(**{_OTHER_NAMES.get(dest, dest): variable})
 
 
 def settle_torchrun_options(options: argparse.Namespace) -> dict[str, Any]:  # Any: of different types
@@ -132,7 +138,7 @@ def settle_torchrun_options(options: argparse.Namespace) -> dict[str, Any]:  # A
 def _read_variables(options: argparse.Namespace) -> None:
     found = {dest: value for dest, value in vars(options).items() if isinstance(value, _Variable)}
     for dest, variable in found.items():
-        setattr(options, dest, variable.read(_TYPES.get(dest, str)))
+        setattr(options, dest, variable.read())
     if found:
         say(f"from the environment: {' '.join(f'{each.name}={each.text}' for each in found.values())}")
 

@@ -18,7 +18,6 @@ from checkpointless.cli import cuda, main
 from checkpointless.cli.commands import run
 from checkpointless.cli.torchrun import _ACCEPTED, _REFUSED
 
-OTHERS = {"--log-dir"}
 VALUES = {"--rdzv-backend": "c10d", "--numa-binding": "node"}
 
 
@@ -62,7 +61,7 @@ def test_every_option_of_torchrun_is_known_in_each_spelling() -> None:
     parser = argparse.ArgumentParser()
     run.add_run_options(parser)
     ours = {name for action in parser._actions for name in action.option_strings}
-    theirs = {name for flag, action in torchruns().items() if flag not in OTHERS for name in action.option_strings}
+    theirs = {name for flag, action in torchruns().items() for name in action.option_strings}
     assert len(theirs) > 40
     assert theirs <= ours
 
@@ -180,6 +179,17 @@ def test_variables_stand_for_options_which_win(
     assert "from the environment: " in said
     assert "PET_NNODES=2:2" in said
     assert "PET_NPROC_PER_NODE" not in said
+
+
+def test_every_option_with_a_meaning_has_its_variable(
+    launched: list[LaunchConfig], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PET_SHUTDOWN_TIMEOUT", "7")
+    monkeypatch.setenv("PET_LOG_DIR", str(tmp_path / "logs"))
+    assert start("") == 0
+    assert start("--term-grace 9 --log-dir other") == 0
+    found = [(config.term_grace_s, config.logs) for config in launched]
+    assert found == [(7.0, tmp_path / "logs"), (9.0, Path("other"))]
 
 
 @pytest.mark.parametrize(("name", "value"), [("NNODES", "x"), ("NPROC_PER_NODE", "0"), ("STANDALONE", "yes")])
