@@ -204,9 +204,7 @@ class ProcessKeeper:
 
     def _replace(self, rank: LocalRank, spawn: Spawn) -> None:
         """Start a process once the rank's living process has ended."""
-        logger.warning(
-            "rank %d: %d is to be started while %d lives", rank.number, spawn.incarnation, rank.incarnation
-        )
+        logger.info("rank %d: %d is to be started while %d lives", rank.number, spawn.incarnation, rank.incarnation)
         if spawn.incarnation > rank.incarnation:
             self._next[rank.number] = spawn
             self.kill(rank)

@@ -143,7 +143,7 @@ def _report(error: BaseException) -> None:
         sys.excepthook(type(error), error, error.__traceback__)
     else:
         last = "".join(traceback.format_exception_only(error)).rstrip().rpartition("\n")[2]
-        sys.stderr.write(f"{last} (another rank prints the same traceback)\n")
+        sys.stderr.write(f"{last} (the same traceback is printed once)\n")
     if isinstance(error, (SyntaxError, ImportError)):
         client = AgentClient.from_environment()
         if client is not None:
