@@ -43,6 +43,9 @@ class ExitWatch:
         silence_s: how many seconds a rank without a block may idle once another one has ended well.
         send: sends a signal to a rank's process.
         say: called with each line for the terminal.
+
+    Attributes:
+        elsewhere: the first rank of the whole job that has ended well, as the coordinator says (None: none has).
     """
 
     def __init__(
@@ -52,6 +55,7 @@ class ExitWatch:
         send: Callable[[LocalRank, int], None],
         say: Callable[[str], None],
     ) -> None:
+        self.elsewhere: int | None = None
         self._grace_s = grace_s
         self._silence_s = max(grace_s, silence_s)
         self._send = send
@@ -73,6 +77,8 @@ class ExitWatch:
             return
         self._look_at_s = now_s + _LOOK_EVERY_S
         over = [rank.number for rank in ranks if rank.ended is not None and rank.ended.code == 0]
+        if not over and self.elsewhere is not None:
+            over = [self.elsewhere]
         if not over:
             self._first_end_s = None
         elif self._first_end_s is None:

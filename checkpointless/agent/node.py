@@ -39,6 +39,7 @@ from checkpointless.wire.node_messages import (
     Kill,
     Leaving,
     NodeMessage,
+    OneEnded,
     OpenStore,
     RankEnded,
     RankStanding,
@@ -282,6 +283,8 @@ class NodeAgent:
         elif isinstance(command, Discard):
             self._discard()
         elif isinstance(command, Spawn):
+            if command.afresh:
+                self._exits.elsewhere = None
             self._processes.spawn(command)
         elif isinstance(command, Begin):
             self._begin(command)
@@ -298,6 +301,8 @@ class NodeAgent:
                 if rank.state in IN_BLOCK:  # others have gone on to the next block
                     rank.state = RankState.FINISHED
                     rank.send(Finish())
+        elif isinstance(command, OneEnded):
+            self._exits.elsewhere = command.rank
         elif isinstance(command, End):
             self.end(command)
 

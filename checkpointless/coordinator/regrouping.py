@@ -20,7 +20,7 @@ from checkpointless.telemetry.rungs import Rung
 from checkpointless.telemetry.wording import plural
 from checkpointless.wire.board import NO_STEP
 from checkpointless.wire.causes import Cause, CauseKind, culprit, exit_cause, refusal_cause
-from checkpointless.wire.node_messages import AllDone, Begin, FaultNotice, RankEnded
+from checkpointless.wire.node_messages import AllDone, Begin, FaultNotice, OneEnded, RankEnded
 from checkpointless.wire.rank_state import COUNTED, IN_BLOCK, RankState
 
 _NO_RESTARTS = "; or begin again from the script's own checkpoint: --max-restarts N"
@@ -44,6 +44,7 @@ class Regrouping:
         self._hangs = hangs
         self._notify_at_s: float | None = None  # when ranks are interrupted that might raise the same by themselves
         self._began_over = NO_STEP  # the newest step that was committed when the generation began
+        self._one_ended = False  # whether a process has ended well since the job began, or began again
 
     # ---- from a fault to the barrier
 
@@ -123,6 +124,9 @@ class Regrouping:
                     job.end(FAILED, *ended.last_lines, words)
                 else:
                     self._end_or_restart(cause, words, *ended.last_lines, words)
+            elif not self._one_ended:
+                self._one_ended = True
+                job.tell_nodes(OneEnded(rank.number))
             self.check_end()
             return
         cause = exit_cause(rank.number, ended.code, ended.making)
@@ -177,7 +181,7 @@ class Regrouping:
             job.end(FAILED, *last_words)
             return
         job.restarts += 1
-        self._notify_at_s = None
+        self._notify_at_s, self._one_ended = None, False
         job.enter(Phase.GATHERING)
         job.gather_by_s, job.origin = None, job.coming
         self._hangs.forget()

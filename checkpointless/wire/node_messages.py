@@ -350,6 +350,12 @@ class AllDone(Message, frozen=True, tag="all-done"):
     """Every rank's block has returned."""
 
 
+class OneEnded(Message, frozen=True, tag="one-ended"):
+    """``rank``, of any node, is the first whose process has ended well since the job began, or began again."""
+
+    rank: Int
+
+
 class End(Message, frozen=True, tag="end"):
     """The job is over.
 
@@ -380,7 +386,7 @@ NodeMessage = (
     | Leaving
     | Alive
 )
-Command = Spawn | OpenStore | Discard | Begin | FaultNotice | Ask | Kill | AllDone | End | Alive
+Command = Spawn | OpenStore | Discard | Begin | FaultNotice | Ask | Kill | AllDone | OneEnded | End | Alive
 
 FROM_NODE = Vocabulary("node", *get_args(NodeMessage))
 FROM_COORDINATOR = Vocabulary("coordinator", *get_args(Command))

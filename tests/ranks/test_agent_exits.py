@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.ranks.agent_job import Ended, Job
+from tests.ranks.test_agent_nodes import NPROC, Nodes
 from tests.ranks.test_agent_signals import left
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
@@ -81,3 +82,15 @@ def test_a_script_without_a_block_is_told_of_first_and_ended_late(tmp_path: Path
     assert "killed" not in first
     assert " and is killed; its stacks are in " in second
     assert "stays.py" in job.log(1)
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_rank_that_no_other_of_its_node_waits_for_is_ended_all_the_same(tmp_path: Path, node: int) -> None:
+    """The ranks of the other node have ended."""
+    stays = [f"{NPROC * node + local}:sleeps" for local in range(NPROC)]
+    nodes = Nodes(tmp_path, 2, *stays, script="stays.py", exit_grace_s=GRACE_S)
+    ended = nodes.end()
+    assert {each.code for each in ended} == {1}
+    assert f"rank {NPROC * node} has had nothing to do but end for" in ended[node].err
+    assert "has had nothing to do" not in ended[1 - node].err
+    assert "killed by SIGKILL" in ended[0].err

@@ -15,6 +15,7 @@ from checkpointless.wire.node_messages import (
     Begin,
     FaultNotice,
     JobOver,
+    OneEnded,
     Progress,
     RankEnded,
     Spawn,
@@ -104,6 +105,20 @@ def test_an_exception_that_comes_again_and_again_is_worth_a_restart() -> None:
             job.ready(*job.ranks)
     assert job.outcome is not None
     assert "3 times in a row" in job.outcome.last_words[0]
+
+
+def test_every_node_knows_of_the_first_rank_that_ends_well() -> None:
+    job = Job(max_restarts=1)
+    for node in range(2):
+        job.join(node)
+    job.ends(3, 0)
+    job.ends(2, 0)
+    assert [(node, message.rank) for node, message in job.take(OneEnded)] == [(0, 3), (1, 3)]
+    job.ends(0, 1)  # all begin again
+    assert len(job.take(Spawn)) == 8
+    job.sent.clear()
+    job.ends(1, 0)
+    assert [message.rank for _, message in job.take(OneEnded)] == [1, 1]
 
 
 def fail_before_the_first_step(job: Job, rank: int, error: str = "ValueError") -> None:
