@@ -74,6 +74,7 @@ class BeatWatch:
         self._tell_silent(ranks, readings, now_s)
 
     def _tell_progress(self, readings: dict[int, BoardReading], generation: int, now_s: float) -> None:
+        begun = [reading.began_after for reading in readings.values() if reading.generation == generation]
         progress = Progress(
             min(reading.committed for reading in readings.values()),
             max(reading.committed for reading in readings.values()),
@@ -81,7 +82,8 @@ class BeatWatch:
             int(self._longest_s * 1000),
             int(self._pause_s * 1000),
             self._shows_progress,
-            max(reading.began_after for reading in readings.values()),
+            max(begun, default=NO_STEP),  # a board may still show the generation before
+            generation,
         )
         told = self._told_progress
         if progress == told or generation < 0:

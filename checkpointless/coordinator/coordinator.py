@@ -248,7 +248,7 @@ class Coordinator:
         job.high_water = max(job.high_water, message.newest)
         if job.phase is not Phase.RUNNING or not job.progress.are_complete:
             return
-        self._regrouping.began_after(job.progress.began_after)
+        self._regrouping.began_after(job.progress.began_after(job.generation))
         now_s = job.clock()
         if now_s >= self._note_progress_at_s:
             self._note_progress_at_s = now_s + _NOTE_PROGRESS_EVERY_S

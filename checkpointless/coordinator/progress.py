@@ -45,11 +45,14 @@ class ProgressReports:
         """The longest time that any rank took from one beat to the next in a step; 0 until every node knows."""
         return self._longest_ms / 1000 if self._timed == self._nnodes else 0.0
 
-    @property
-    def began_after(self) -> int:
-        """The newest step that a training of this generation began after; the newest committed if none has said."""
-        told = max(said.began_after for said in self._said.values())
-        return self.newest if told == NO_STEP else told
+    def began_after(self, generation: int) -> int:
+        """Return the newest step that a training of a generation began after.
+
+        If none has said, it is the newest one committed. A report may have been under way when a generation began.
+        """
+        told = [said.began_after for said in self._said.values() if said.generation == generation]
+        newest = max(told, default=NO_STEP)
+        return self.newest if newest == NO_STEP else newest
 
     def put(self, node: int, progress: Progress) -> None:
         """Record a node's new report."""

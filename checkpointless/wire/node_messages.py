@@ -226,7 +226,8 @@ class Progress(Message, frozen=True, tag="progress"):
         pause_ms: the longest time in milliseconds that a rank took from one beat to the next outside of a step,
             since this agent began.
         shows: whether any rank has ever shown progress after it entered its block.
-        began_after: the newest step whose state a rank's training began with in this generation (-1: none has yet).
+        began_after: the newest step whose state a rank's training began with in ``generation`` (-1: none has yet).
+        generation: the generation that began last on the node.
     """
 
     oldest: Int
@@ -236,6 +237,7 @@ class Progress(Message, frozen=True, tag="progress"):
     pause_ms: Int = 0
     shows: bool = True
     began_after: Int = -1
+    generation: Int = -1
 
 
 class Holding(Message, frozen=True, tag="holding"):

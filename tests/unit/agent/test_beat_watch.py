@@ -11,7 +11,7 @@ from checkpointless.agent.beat_watch import BeatWatch
 from checkpointless.agent.ranks.local_rank import Beats, LocalRank
 from checkpointless.coordinator.hangs.policy import Heartbeat
 from checkpointless.wire.board import BoardReading
-from checkpointless.wire.node_messages import NodeMessage, Silent
+from checkpointless.wire.node_messages import NodeMessage, Progress, Silent
 from checkpointless.wire.rank_state import RankState
 
 
@@ -37,3 +37,15 @@ def test_a_silence_counts_what_passed_while_the_agent_did_not_run_but_its_limit_
     watch.look(ranks, 0, now_s=107.0)
     assert time.monotonic() - rank.beats.seen_at_s < 50
     assert watch.newest == 5
+
+
+def test_a_board_that_still_shows_the_generation_before_says_nothing_of_what_this_one_began_after() -> None:
+    told: list[NodeMessage] = []
+    watch, rank = BeatWatch(Heartbeat.of(10.0), told.append), cast(Any, Rank())
+    rank.reading = BoardReading(7, 5, 4, 0, began_after=0)
+    watch.begin(5, 4)
+    watch.look([rank], 1, now_s=101.0)
+    rank.reading = BoardReading(8, 5, 3, 1, began_after=3)
+    watch.look([rank], 1, now_s=110.0)
+    found = [(progress.generation, progress.began_after) for progress in told if isinstance(progress, Progress)]
+    assert found == [(1, -1), (1, 3)]

@@ -59,14 +59,21 @@ def test_a_job_whose_state_is_lost_begins_again_with_new_processes(tmp_path: Pat
         (2, 2, 7, 8)
     ] * 2
     for node in job.coordinator.nodes:
-        job.hear(node, Progress(5, 9, 10, 0, began_after=5))
+        job.hear(node, Progress(5, 9, 10, 0, began_after=5, generation=2))
     assert job.said[-1] == "incident 1: the script itself brought step 5 back; step 7 had been committed"
     assert job.coordinator.high_water == 9
     for node in job.coordinator.nodes:
-        job.hear(node, Progress(9, 9, 10, 0, began_after=5))
+        job.hear(node, Progress(9, 9, 10, 0, began_after=5, generation=2))
     assert job.said[-1].endswith("(job); 2 steps are made once more")
     why = [event.fields["why"] for event in read_events(tmp_path) if event.stage == EventName.RUNG]
     assert f"restart 1 of 1: {LOST}" in why
+
+
+def test_what_an_earlier_generation_began_after_is_no_fallback() -> None:
+    job = begin_after_a_death(0)
+    for node in job.coordinator.nodes:
+        job.hear(node, Progress(7, 7, 8, 0, began_after=0, generation=0))  # it was under way
+    assert not [line for line in job.said if "back" in line]
 
 
 def test_a_fault_after_a_restart_is_recovered_from_as_ever() -> None:
