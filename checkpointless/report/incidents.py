@@ -298,8 +298,8 @@ def _end(events: Sequence[Event], generation: int, ended_well: bool) -> Event | 
     A rank whose next fault comes right after the commit may not have written that event. The coordinator, which
     reads the ranks' boards, then knows that the step was completed (``recovered``).
 
-    If no step was left and the job ended well, the last event counts; if ranks write no events of the new
-    generation (the block is not a training loop we know), the agent's ``go`` does.
+    If no step was left, or none is known, and the job ended well, the last one of a rank or agent counts; if ranks
+    write no events of the new generation (the block is not a training loop we know), the agent's ``go`` does.
     """
     ranks = {
         event.rank
@@ -316,7 +316,8 @@ def _end(events: Sequence[Event], generation: int, ended_well: bool) -> Event | 
     if not ranks <= committed.keys():
         made = (event for event in events if event.stage == EventName.RECOVERED)
         known = next((event for event in made if isinstance(event.fields.get("step"), int)), None)
-        return known or (events[-1] if ended_well else None)
+        others = (event for event in reversed(events) if event.stage != EventName.RECOVERED)
+        return known or (next(others) if ended_well else None)
     return max(committed.values(), key=lambda event: event.ts)
 
 

@@ -261,6 +261,17 @@ def test_with_no_step_left_to_make_the_end_of_the_job_decides(code: int, outcome
     assert summary.reason == ("" if code == 0 else "too many incidents")
 
 
+def test_a_block_without_known_steps_was_recovered_when_it_was_entered_and_not_when_it_returned() -> None:
+    script = Script()
+    script.detect(0, 0, "i1", culprit=1)
+    script.add(8, "go", "point", None, 1, "i1")
+    script.add(10, "enter", "begin", 0, 1, "i1")
+    script.add(11, "enter", "begin", 1, 1, "i1")
+    script.add(900, "recovered", "point", None, 1, "i1", seconds=0.011, rung="process", steps_lost=None, step=None)
+    script.add(950, "job", "end", None, 1, None, code=0)
+    assert one(script).headline_s == pytest.approx(0.011)
+
+
 def test_no_events_no_incidents() -> None:
     assert summarize([]) == []
 
