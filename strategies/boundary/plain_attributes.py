@@ -7,8 +7,8 @@ again, and is named once.
 
 from __future__ import annotations
 
-import enum
 import inspect
+import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -17,13 +17,28 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from checkpointless.recovery.own.declared import keeps_declared, put_value
+from checkpointless.recovery.own.declared import (
+    is_generator,
+    keeps_declared,
+    put_object,
+    put_value,
+    take_object,
+    tensors_in,
+)
 
 #: Whose parts bring their state back by themselves, or are put back by the strategies.
 _FRAMEWORKS = ("lightning", "pytorch_lightning", "nemo", "megatron", "checkpointless")
 _PLAIN_OF_TORCH = (torch.Size, torch.dtype, torch.device)
 _STATE = "state_dict()"
-_ENUM = "__enum__"
+_NAMES = "vars()"  # which attributes there were: others have been added or deleted since
+_HPARAM = "hparams."
+_OBJECT = ".state"  # an attribute's object stays, and gets its state back
+_NO_OBJECT = (
+    "%s.%s had a state before the fault, and there is no such object now: make it where the block makes %s "
+    "(docs/contract.md, 2)"
+)
+_slots_of: dict[type, list[str]] = {}
+logger = logging.getLogger(__name__)
 
 
 def parts_of(trainer: pl.Trainer | None) -> Iterator[Part]:
@@ -39,7 +54,7 @@ def parts_of(trainer: pl.Trainer | None) -> Iterator[Part]:
         ("data", getattr(trainer, "datamodule", None), _OF_DATA),
     ):
         if part is not None and not _is_of_framework(type(part)):
-            yield Part(name, part, inherited)
+            yield Part(name, part, inherited, trainer)
     count: Counter[str] = Counter()
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     for callback in callbacks:
@@ -48,7 +63,8 @@ def parts_of(trainer: pl.Trainer | None) -> Iterator[Part]:
             continue
         count[kind.__qualname__] += 1
         number = count[kind.__qualname__]
-        yield Part(kind.__qualname__ if number == 1 else f"{kind.__qualname__}#{number}", callback, frozenset())
+        name = kind.__qualname__ if number == 1 else f"{kind.__qualname__}#{number}"
+        yield Part(name, callback, frozenset(), trainer)
 
 
 def kept_states(trainer: pl.Trainer) -> set[str]:
@@ -64,13 +80,15 @@ class Part:
         name: its name.
         part: the object.
         inherited: names of attributes that every object of its base class has.
+        trainer: the trainer, whose model is no state of the part.
 
     Attributes:
         name: as given.
     """
 
-    def __init__(self, name: str, part: object, inherited: frozenset[str]) -> None:
+    def __init__(self, name: str, part: object, inherited: frozenset[str], trainer: pl.Trainer) -> None:
         self.name = name
+        self._model: Any = trainer.lightning_module
         self._part: Any = part
         self._inherited = inherited
 
@@ -81,31 +99,79 @@ class Part:
 
     def values(self) -> Mapping[str, Any]:
         """Return the attributes that may be state, by name, and the state of a callback that has one."""
-        found = {
-            name: [_ENUM, value.name] if isinstance(value, enum.Enum) else value
-            for name, value in vars(self._part).items()
-            if name not in self._inherited and not name.startswith("_checkpointless") and not _is_code(value)
-        }
+        found: dict[str, Any] = {}
+        names = []
+        for name, value in self._attributes():
+            if is_generator(value) or isinstance(value, torch.amp.GradScaler):
+                found[name + _OBJECT] = take_object(value)
+            elif not self._is_code(value):
+                found[name] = value
+                names.append(name)
+        found[_NAMES] = names
+        for name, value in self._hparams().items():
+            if not self._is_code(value):
+                found[_HPARAM + name] = value
         if self._has_state():
             found[_STATE] = self._part.state_dict()
         return found
 
     def put(self, values: Mapping[str, Any]) -> None:
-        """Put back what :meth:`values` returned."""
+        """Put back what :meth:`values` returned, and delete attributes that there were not."""
         values = dict(values)
-        state = values.pop(_STATE, None)
+        state, names = values.pop(_STATE, None), values.pop(_NAMES, None)
         if state:
             self._part.load_state_dict(state)
-        now = vars(self._part)
+        now = dict(self._attributes())
         for name, value in values.items():
-            present = now.get(name)
-            if isinstance(value, list) and len(value) == 2 and value[0] == _ENUM:
-                if isinstance(present, enum.Enum):
-                    setattr(self._part, name, type(present)[value[1]])
+            if name.startswith(_HPARAM):
+                key = name.removeprefix(_HPARAM)
+                self._hparams()[key] = put_value(self._hparams().get(key), value)
+                continue
+            present = now.get(name.removesuffix(_OBJECT))
+            if name.endswith(_OBJECT):
+                self._put_object(name.removesuffix(_OBJECT), present, value)
+                continue
+            if self._is_of_model(present):
                 continue
             kept = put_value(present, value)
-            if kept is not present:
+            if kept is not present or name not in now:
                 setattr(self._part, name, kept)
+        for name in self.values().keys() - {*values, *(names or ()), _STATE, _NAMES} if names is not None else ():
+            if not name.endswith(_OBJECT) and not name.startswith(_HPARAM):
+                delattr(self._part, name)
+
+    def _put_object(self, name: str, present: object, state: Any) -> None:
+        if is_generator(present) or isinstance(present, torch.amp.GradScaler):
+            put_object(present, state)
+        else:
+            logger.warning(_NO_OBJECT, self.name, name, self.name)
+
+    def _hparams(self) -> dict[str, Any]:
+        """Return what save_hyperparameters() has kept; a hook may change it, and later steps use it."""
+        kept = vars(self._part).get("_hparams")
+        return kept if isinstance(kept, dict) else {}
+
+    def _attributes(self) -> Iterator[tuple[str, Any]]:
+        given = vars(self._part)
+        slots = [
+            (name, getattr(self._part, name)) for name in _slots(type(self._part)) if hasattr(self._part, name)
+        ]
+        for name, value in [*given.items(), *slots] if slots else given.items():
+            if name not in self._inherited and not name.startswith("_checkpointless"):
+                yield name, value
+
+    def _is_code(self, value: object) -> bool:
+        if isinstance(value, torch.nn.Module):  # the model has its own state; another one is named
+            return value is self._model or any(value is each for each in self._model.modules())
+        return _is_code(value)
+
+    def _is_of_model(self, value: object) -> bool:
+        """Return whether a value refers to memory of the model, which is put back by itself."""
+        tensors = list(tensors_in(value))
+        if not tensors:
+            return False
+        model = {_memory_of(each) for each in [*self._model.parameters(), *self._model.buffers()]}
+        return any(_memory_of(each) in model for each in tensors)
 
     def _has_state(self) -> bool:
         if not isinstance(self._part, Callback):
@@ -120,13 +186,28 @@ def _is_of_framework(kind: type) -> bool:
 def _is_code(value: object) -> bool:
     """Return whether a value is no state: functions, classes, modules, and objects of the frameworks."""
     kind = type(value)
-    if _is_of_framework(kind) or isinstance(value, torch.nn.Module | Callback | pl.LightningDataModule):
+    if _is_of_framework(kind) or isinstance(value, Callback | pl.LightningDataModule):
         return True
     if kind.__module__.partition(".")[0] == "torch" and not isinstance(value, (torch.Tensor, *_PLAIN_OF_TORCH)):
         return True  # optimizers, loaders, samplers, schedulers
     return inspect.isroutine(value) or inspect.isclass(value) or inspect.ismodule(value)
 
 
-_HPARAMS = {"_hparams", "_hparams_initial", "_hparams_name"}
+def _slots(kind: type) -> list[str]:
+    """Return the names of attributes that a class keeps in slots."""
+    named = [vars(each).get("__slots__", ()) for each in kind.__mro__]
+    names = [name for each in named for name in ([each] if isinstance(each, str) else each)]
+    return [name for name in names if name not in ("__dict__", "__weakref__")]
+
+
+def _memory_of(tensor: torch.Tensor) -> int:
+    """Return the address of a tensor's memory, or what is no address of another's."""
+    try:
+        return tensor.untyped_storage().data_ptr() or id(tensor)
+    except (NotImplementedError, RuntimeError):  # of a kind that has none
+        return id(tensor)
+
+
+_HPARAMS = {"_hparams", "_hparams_initial", "_hparams_name"}  # the first one is put back by its items
 _OF_MODULE = frozenset(vars(pl.LightningModule())) | _HPARAMS
 _OF_DATA = frozenset(vars(pl.LightningDataModule())) | _HPARAMS

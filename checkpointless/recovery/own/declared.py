@@ -7,28 +7,46 @@ the last capture is the same bytes object, so that it is neither encoded nor cop
 
 from __future__ import annotations
 
+import enum
+import itertools
+import json
 import logging
 import operator
 import os
+import random
+import sys
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from checkpointless.environment import RANK_STATE_BYTES_ENV, own_rank
 from checkpointless.serialization import state_tree
+from checkpointless.serialization.plain_values import is_named_tuple
+from checkpointless.wire.board import Board
 
 logger = logging.getLogger(__name__)
 
 #: How many bytes of declared state and plain attributes a rank keeps at each step boundary.
 DEFAULT_BYTES = 1024 * 1024
+_MOST_BYTES = Board.SLOT_BYTES - 256 * 1024  # beside the random streams
 _PREFIX = "plain:"
 _named: set[str] = set()  # once in a process
 _CONSTANTS = frozenset({type(None), bool, int, float, complex, str, bytes})
+_NUMBERS = frozenset({type(None), bool, int, float})
+_CONTAINERS = (list, tuple, dict, set, frozenset, deque)
+_TREE, _FLOATS, _CLASSES = b"t", b"f", b"c"  # the first byte says how the rest is encoded
 _LEFT_OUT = (
     "after a fault these begin anew, because they are no plain data or larger than the limit of %d bytes: %s "
     "(docs/contract.md, 2)"
+)
+
+_NOT_KEPT = (
+    "declared state cannot be kept: {} is no plain data or larger than the limit of {} bytes. Give a module to "
+    "modules=[...], or declare less ({}, docs/contract.md, 3)"
 )
 
 
@@ -51,23 +69,56 @@ class Owner(Protocol):
 class _Taken:
     """One value as it was captured last.
 
+    Args:
+        value: the value.
+        before: what was captured of it before, if anything.
+        limit: how many bytes it may have. What is certainly larger is not encoded.
+
     Attributes:
-        encoded: the value as bytes; None: it is no plain data.
+        encoded: the value as bytes; None: it is no plain data, or too large.
+        is_reference: whether it refers to parameters, which belong to the model and not to the value.
     """
 
-    __slots__ = ("_seen", "encoded")
+    __slots__ = ("_left_out", "_seen", "encoded", "is_reference")
 
-    def __init__(self, value: Any, before: _Taken | None) -> None:
-        self._seen = _look(value)
-        self.encoded: bytes | None = _encoded(value)
+    def __init__(self, value: Any, before: _Taken | None, limit: int) -> None:
+        self._seen = _look(value, limit)
+        self.encoded: bytes | None = None
+        self.is_reference = False
+        found = _Found(value, limit)
+        if not found.is_larger:
+            self.is_reference = found.has_parameters
+            self.encoded = _encoded(value, found.kinds) if not self.is_reference else None
+        # What made it be left out, to be looked at again only if that may have changed.
+        has_stayed = self.encoded is None and (found.is_larger or not isinstance(value, _CONTAINERS))
+        self._left_out = (value, _lengths(value)) if has_stayed else None
         if before is not None and before.encoded == self.encoded:
             self.encoded = before.encoded
 
     def is_of(self, value: Any) -> bool:
-        """Return whether ``value`` is certainly what was captured."""
-        now = _look(value)
+        """Return whether ``value`` is certainly what was captured, or cannot be captured still."""
+        if self._left_out is not None:
+            left_out, lengths = self._left_out
+            return left_out is value and all(map(operator.ge, _lengths(value), lengths))
         seen = self._seen
-        return now is not None and seen is not None and len(now) == len(seen) and all(map(operator.is_, now, seen))
+        if seen is None or seen[0] is not value:
+            return False
+        if type(value) in _CONSTANTS:
+            return True
+        now = [*value, *value.values()] if type(value) is dict else value
+        return len(now) == len(seen) - 1 and all(map(operator.is_, now, itertools.islice(seen, 1, None)))
+
+
+_FEW = 256
+
+
+def _lengths(value: Any) -> list[int]:
+    """Return the length of a container, and of those in it if it has few elements."""
+    if not isinstance(value, _CONTAINERS):
+        return []
+    inner = value.values() if isinstance(value, dict) else value
+    nested = [len(each) for each in inner if isinstance(each, _CONTAINERS)] if len(value) <= _FEW else []
+    return [len(value), *nested]
 
 
 class DeclaredState:
@@ -97,13 +148,14 @@ class DeclaredState:
             for name, value in owner.values().items():
                 key = f"{owner.name}.{name}"
                 before = self._taken.get(key)
-                taken[key] = before if before is not None and before.is_of(value) else _Taken(value, before)
+                is_known = before is not None and before.is_of(value)
+                taken[key] = before if is_known and before is not None else _Taken(value, before, self._limit)
         self._taken = taken
         streams, left_out, room = {}, [], self._limit
         for key, each in sorted(taken.items(), key=lambda item: len(item[1].encoded or b"")):
             size = len(each.encoded) if each.encoded is not None else self._limit + 1
             if each.encoded is None or size > room:
-                left_out.append(key)
+                left_out += [] if each.is_reference else [key]
                 continue
             room -= size
             streams[_PREFIX + key] = each.encoded
@@ -114,14 +166,27 @@ class DeclaredState:
             self._streams = streams
         return self._streams
 
+    def require_all(self) -> DeclaredState:
+        """Look whether everything can be kept.
+
+        Returns:
+            The state itself.
+
+        Raises:
+            ValueError: something is no plain data, or larger than the limit.
+        """
+        streams = self.take()
+        lost = [key for key in self._taken if _PREFIX + key not in streams]
+        if lost:
+            raise ValueError(_NOT_KEPT.format(", ".join(sorted(lost)), self._limit, RANK_STATE_BYTES_ENV))
+        return self
+
     def put(self, streams: Mapping[str, bytes]) -> None:
         """Put back what :meth:`take` returned, as far as there are owners of it."""
         for owner in self._owners():
             prefix = f"{_PREFIX}{owner.name}."
             values = {
-                key[len(prefix) :]: state_tree.loads(encoded)
-                for key, encoded in streams.items()
-                if key.startswith(prefix)
+                key[len(prefix) :]: _decoded(encoded) for key, encoded in streams.items() if key.startswith(prefix)
             }
             if values:
                 owner.put(values)
@@ -145,7 +210,7 @@ def put_value(present: object, value: object) -> object:
     ):
         present.clear()
         present.update(value)
-    elif isinstance(present, deque) and isinstance(value, deque):
+    elif isinstance(present, deque) and isinstance(value, deque) and present.maxlen == value.maxlen:
         present.clear()
         present.extend(value)
     elif isinstance(present, torch.Tensor) and isinstance(value, torch.Tensor):
@@ -153,34 +218,159 @@ def put_value(present: object, value: object) -> object:
             return value
         with torch.no_grad():
             present.copy_(value)
+    elif isinstance(present, np.ndarray) and isinstance(value, np.ndarray):
+        if (present.shape, present.dtype) != (value.shape, value.dtype) or not present.flags.writeable:
+            return value
+        present[...] = value
     else:
         return value
     return present
 
 
-def _look(value: Any) -> list[Any] | None:
+def has_state(value: object) -> bool:
+    """Return whether ``value`` is an object whose state can be taken and put back."""
+    if isinstance(value, type):
+        return False
+    is_stateful = callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+    return is_stateful or is_generator(value)
+
+
+def is_generator(value: object) -> bool:
+    """Return whether ``value`` generates random numbers."""
+    return isinstance(value, torch.Generator | random.Random | np.random.Generator)
+
+
+def take_object(value: object) -> object:
+    """Return the state of an object that has one; another value is returned as it is."""
+    if isinstance(value, torch.Generator):
+        return value.get_state()
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if isinstance(value, np.random.Generator):
+        return value.bit_generator.state
+    stateful: Any = value
+    return stateful.state_dict() if has_state(value) else value
+
+
+def put_object(present: object, state: object) -> None:
+    """Put back what :func:`take_object` returned of an object with state."""
+    stateful: Any = present
+    taken: Any = state
+    if isinstance(present, torch.Generator):
+        present.set_state(taken)
+    elif isinstance(present, random.Random):
+        present.setstate(taken)
+    elif isinstance(present, np.random.Generator):
+        present.bit_generator.state = taken
+    else:
+        stateful.load_state_dict(taken)
+
+
+def tensors_in(value: object) -> Iterable[torch.Tensor]:
+    """Yield the tensors in nested containers."""
+    return (each for each in _leaves(value) if isinstance(each, torch.Tensor))
+
+
+def _leaves(value: object) -> Iterable[object]:
+    """Yield a value and what is in it, containers, tensors and arrays once each."""
+    waiting, seen = [value], set[int]()
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, (torch.Tensor, np.ndarray, *_CONTAINERS)):
+            if id(each) in seen:
+                continue
+            seen.add(id(each))
+        yield each
+        if isinstance(each, _CONTAINERS):
+            waiting.extend(each)
+            waiting.extend(each.values() if isinstance(each, dict) else ())
+
+
+def _look(value: Any, limit: int) -> list[Any] | None:
     """Return objects that are the same as long as ``value`` has not changed; None: that cannot be seen so."""
     if type(value) in _CONSTANTS:
         return [value]
-    if type(value) in (list, tuple):
-        items = list(value)
-    elif type(value) is dict:
-        items = [*value.keys(), *value.values()]
-    else:
+    if type(value) not in (list, tuple, dict) or len(value) > limit:
         return None
-    return [value, *items] if all(map(_CONSTANTS.__contains__, map(type, items))) else None
+    items = [*value.keys(), *value.values()] if type(value) is dict else list(value)
+    return [value, *items] if _CONSTANTS.issuperset(map(type, items)) else None
 
 
-def _encoded(value: Any) -> bytes | None:
+class _Found:
+    """What a look through a value has found; it ends as soon as the value is certainly too large.
+
+    Attributes:
+        is_larger: whether it certainly has more bytes than the limit when it is encoded.
+        has_parameters: whether parameters are in it.
+        kinds: the enums and classes of named tuples whose values are in it.
+    """
+
+    def __init__(self, value: Any, limit: int) -> None:
+        self.is_larger = self.has_parameters = False
+        self.kinds: set[type] = set()
+        for each in _leaves(value):
+            kind = type(each)
+            if kind in _NUMBERS:
+                limit -= 1
+            elif isinstance(each, torch.Tensor):
+                limit -= each.numel() * each.element_size()
+                self.has_parameters |= isinstance(each, torch.nn.Parameter)
+            elif isinstance(each, np.ndarray):
+                limit -= each.nbytes
+            else:
+                limit -= len(each) if isinstance(each, (str, bytes, bytearray, *_CONTAINERS)) else 1
+                if isinstance(each, enum.Enum) or is_named_tuple(kind):
+                    self.kinds.add(kind)
+            if limit < 0:
+                self.is_larger = True
+                return
+
+
+# --- values as bytes ----------------------------------------------------------------------------------------------
+
+
+def _encoded(value: Any, kinds: Iterable[type]) -> bytes | None:
+    if type(value) is list and value and set(map(type, value)) == {float}:
+        return _FLOATS + array("d", value).tobytes()  # a history that grows with every step
+    names = sorted((kind.__module__, kind.__qualname__) for kind in kinds)
+    for kind in kinds:
+        if _class_of(kind.__module__, kind.__qualname__) is not kind:
+            return None
+        state_tree.register_plain_type(kind)
     try:
-        return state_tree.dumps(value)
+        tree = state_tree.dumps(value)
     except state_tree.StateTreeError:
         return None
+    return _CLASSES + json.dumps(names).encode() + b"\n" + tree if names else _TREE + tree
+
+
+def _decoded(encoded: bytes) -> Any:
+    how, rest = encoded[:1], encoded[1:]
+    if how == _FLOATS:
+        values = array("d")
+        values.frombytes(rest)
+        return values.tolist()
+    if how == _CLASSES:
+        names, _, rest = rest.partition(b"\n")
+        for name in json.loads(names):
+            kind = _class_of(*name)
+            if kind is not None:
+                state_tree.register_plain_type(kind)
+    return state_tree.loads(rest)
+
+
+def _class_of(module: str, name: str) -> type | None:
+    """Return an enum or a class of named tuples that a loaded module has; nothing is imported or called."""
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = vars(found).get(part) if hasattr(found, "__dict__") else None
+    is_fit = isinstance(found, type) and (issubclass(found, enum.Enum) or is_named_tuple(found))
+    return found if is_fit else None
 
 
 def _limit() -> int:
     given = os.environ.get(RANK_STATE_BYTES_ENV, "")
-    return int(given) if given.isdecimal() else DEFAULT_BYTES
+    return min(int(given), _MOST_BYTES) if given.isdecimal() else DEFAULT_BYTES
 
 
 _declared: DeclaredState | None = None

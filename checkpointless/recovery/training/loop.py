@@ -95,7 +95,7 @@ class LoopTraining(TrainingTensors, ABC):
 
         Raises:
             UnrecoverableError: a training has begun in this entry of the block before, or in another block.
-            ValueError: an object in ``state`` has no state.
+            ValueError: an object in ``state`` has no state, or one that cannot be kept.
         """
         declared = LoopState(state)
         if call.steps.loops:
@@ -113,7 +113,7 @@ class LoopTraining(TrainingTensors, ABC):
         parameters = [each for module in self.modules for each in module.parameters()]
         restored = [self, call, state, *known, *self.modules, *schedulers, *parameters]
         self._undeclared = Undeclared(declared, restored)
-        begin_declared(DeclaredState(lambda: [declared]) if state else None)
+        begin_declared(DeclaredState(lambda: [declared]).require_all() if state else None)
         self._moments: dict[int, _Taken] = {}  # by step
         self._at_boundary = BoundaryWeights(self._weights)  # when the newest of these was taken
         self._updated_buffers: set[Key] = set()  # those that the update itself writes to

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
-import random
+import os
+import sys
+import sysconfig
 from collections import deque
 from collections.abc import Iterable, Mapping, Set
 from types import FrameType
@@ -13,11 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from checkpointless.recovery.own.declared import put_value
+from checkpointless.recovery.own.declared import has_state, put_object, put_value, take_object
 from checkpointless.serialization.samples import samples
 from checkpointless.serialization.value_digest import digest_value
 
-_CONTAINERS = (list, dict, set, deque, torch.Tensor)
+_CONTAINERS = (list, dict, set, deque, torch.Tensor, np.ndarray)
 _NUMBERS = (bool, int, float, complex, str, bytes)
 _LOOKS = 3  # at beginnings of steps: what is there before the first, what has changed from the second to the third
 _LARGE = 1024  # elements of a tensor from which a look takes samples
@@ -32,8 +35,8 @@ _ITERATOR = (
     "(docs/contract.md, 5)"
 )
 _NO_STATE = (
-    "state[{!r}] is a {}: give an object with state_dict() and load_state_dict(), a list, dict, set, deque or "
-    "tensor, a generator of random numbers, or Value(number)"
+    "state[{!r}] is a {}: give an object with state_dict() and load_state_dict(), a list, dict, set, deque, "
+    "tensor or array, a generator of random numbers, or Value(number)"
 )
 _DRAWN_BETWEEN = (
     "the loop draws random numbers between update() of step %d and the next step: a fault that finds a rank in "
@@ -93,7 +96,7 @@ class LoopState:
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         for name, each in state.items():
-            if not (_has_state(each) or isinstance(each, _CONTAINERS)):
+            if not (has_state(each) or isinstance(each, _CONTAINERS)):
                 raise ValueError(_NO_STATE.format(name, type(each).__name__))
         self._state = dict(state)
 
@@ -103,7 +106,7 @@ class LoopState:
 
     def values(self) -> Mapping[str, Any]:
         """Return what is declared, as plain data by name."""
-        return {name: _take(each) for name, each in self._state.items()}
+        return {name: take_object(each) for name, each in self._state.items()}
 
     def put(self, values: Mapping[str, Any]) -> None:
         """Put back what :meth:`values` returned, in place."""
@@ -136,11 +139,11 @@ class Undeclared:
         self._looks += 1
         if frame is None or self._looks > _LOOKS:
             return
-        variables = _variables_of(frame)
+        variables = _with_attributes(_variables_of(frame))
         if self._looks == 1:
             self._found = {name for name, value in variables.items() if self._is_candidate(value)}
             for name, value in variables.items():
-                if hasattr(type(value), "__next__") and not _has_state(value):
+                if hasattr(type(value), "__next__") and not has_state(value):
                     self._warn(name, _ITERATOR, name)
             return
         now = {name: _digest(variables[name], self._known) for name in self._found if name in variables}
@@ -148,7 +151,8 @@ class Undeclared:
             changed = sorted(name for name, digest in now.items() if self._seen.get(name, digest) != digest)
             if changed:
                 first = changed[0]
-                how = f"Value({first})" if isinstance(variables[first], _NUMBERS) else first
+                is_held = isinstance(variables[first], _CONTAINERS) or has_state(variables[first])
+                how = first if is_held and type(variables[first]) is not tuple else f"Value({first})"
                 self._warn(first, _UNDECLARED, ", ".join(changed), first, how)
         self._seen = now
 
@@ -158,11 +162,13 @@ class Undeclared:
             logger.warning(message, *values)
 
     def _is_candidate(self, value: object) -> bool:
+        if value is None:
+            return True
         if id(value) in self._known or self._declared.has(value):
             return False
         if isinstance(value, torch.nn.Module):
             return not any(id(each) in self._known for each in value.parameters())
-        return _has_state(value) or isinstance(value, (*_NUMBERS, *_CONTAINERS))
+        return has_state(value) or isinstance(value, (*_NUMBERS, *_CONTAINERS, tuple, np.generic))
 
 
 def warn_of_changes_between(step: int, has_drawn: bool, has_changed: bool) -> None:
@@ -190,39 +196,12 @@ def _variables_of(frame: FrameType) -> dict[str, Any]:
     return found
 
 
-# --- what has a state, and how it is taken and put back -----------------------------------------------------------
-
-
-def _has_state(value: object) -> bool:
-    if isinstance(value, type):
-        return False
-    is_stateful = callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
-    return is_stateful or isinstance(value, torch.Generator | random.Random) or _is_numpy_generator(value)
-
-
-def _is_numpy_generator(value: object) -> bool:
-    return isinstance(value, np.random.Generator)
-
-
-def _take(value: Any) -> Any:
-    if isinstance(value, torch.Generator):
-        return value.get_state()
-    if isinstance(value, random.Random):
-        return value.getstate()
-    if _is_numpy_generator(value):
-        return value.bit_generator.state
-    return value.state_dict() if _has_state(value) else value
+# --- how state is put back, and looked at -------------------------------------------------------------------------
 
 
 def _put(name: str, present: Any, value: Any) -> None:
-    if isinstance(present, torch.Generator):
-        present.set_state(value)
-    elif isinstance(present, random.Random):
-        present.setstate(value)
-    elif _is_numpy_generator(present):
-        present.bit_generator.state = value
-    elif _has_state(present):
-        present.load_state_dict(value)
+    if has_state(present):
+        put_object(present, value)
     elif put_value(present, value) is not present:
         raise ValueError(
             f"state[{name!r}] was a {type(value).__name__} before the fault and is a {type(present).__name__} now: "
@@ -230,8 +209,27 @@ def _put(name: str, present: Any, value: Any) -> None:
         )
 
 
+def _with_attributes(variables: Mapping[str, Any]) -> dict[str, Any]:
+    """Return variables, and of objects of the script's own classes their attributes."""
+    found = dict(variables)
+    for name, value in variables.items():
+        if not isinstance(value, type) and not has_state(value) and _is_of_script(type(value).__module__):
+            found.update((f"{name}.{key}", each) for key, each in getattr(value, "__dict__", {}).items())
+    return found
+
+
+@functools.cache
+def _is_of_script(module: str) -> bool:
+    """Return whether a module is neither installed nor Python's own nor ours."""
+    file = getattr(sys.modules.get(module), "__file__", None)
+    if file is None or module.partition(".")[0] == "checkpointless":
+        return False
+    installed = (sysconfig.get_path(each) for each in ("stdlib", "purelib", "platlib"))
+    return "site-packages" not in file and not any(file.startswith(each + os.sep) for each in installed)
+
+
 def _digest(value: Any, known: Set[int] = frozenset()) -> str:
-    return digest_value(_shortened(_take(value), known, 0))
+    return digest_value(_shortened(take_object(value), known, 0))
 
 
 def _shortened(value: Any, known: Set[int], depth: int) -> Any:
@@ -240,8 +238,13 @@ def _shortened(value: Any, known: Set[int], depth: int) -> Any:
         return None
     if isinstance(value, torch.Tensor):
         return value if value.numel() <= _LARGE else samples({0: value}).get(0, b"")
+    if isinstance(value, (list, tuple, dict, set, frozenset, deque)) and len(value) > _LARGE:  # data, or a history
+        ends = [value[0], value[-1]] if isinstance(value, (list, tuple, deque)) else []
+        return [len(value), *(_shortened(each, known, depth + 1) for each in ends)]
     if isinstance(value, dict):
         return {key: _shortened(each, known, depth + 1) for key, each in value.items()}
     if isinstance(value, list | tuple | set | frozenset | deque):
         return [_shortened(each, known, depth + 1) for each in value]
+    if isinstance(value, np.ndarray) and value.size > _LARGE:
+        return [value.shape, value.ravel()[:: value.size // _LARGE].copy()]
     return value if isinstance(value, (*_NUMBERS, type(None), np.ndarray, np.generic)) else None

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import enum
 import logging
 from collections import deque
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -18,6 +20,7 @@ from checkpointless.recovery.own import declared
 from checkpointless.recovery.own.declared import DeclaredState, begin_declared, put_declared, take_declared
 from checkpointless.recovery.own.streams import OwnStreams
 from checkpointless.recovery.rng import RngStates
+from checkpointless.serialization import plain_values
 
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.binary(max_size=5),
@@ -121,7 +124,9 @@ def test_what_is_left_out_is_named_once(caplog: pytest.LogCaptureFixture) -> Non
     assert "box.small" in caplog.records[-1].getMessage()
 
 
-@pytest.mark.parametrize(("text", "limit"), [("4096", 4096), ("", 1024 * 1024), ("much", 1024 * 1024)])
+@pytest.mark.parametrize(
+    ("text", "limit"), [("4096", 4096), ("", 1024 * 1024), ("much", 1024 * 1024), ("99000000", 1792 * 1024)]
+)
 def test_the_limit_is_a_setting(text: str, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(RANK_STATE_BYTES_ENV, text)
     assert DeclaredState(list)._limit == limit
@@ -151,3 +156,77 @@ def test_random_streams_that_are_restored_by_themselves_leave_it_alone() -> None
     put_declared(start.streams)
     assert box.has["norms"] == [1.0, 2.0]
     assert list(take_declared()) == ["plain:box.norms"]
+
+
+class Color(enum.Enum):
+    RED = 1
+    BLUE = 2
+
+
+class Pair(NamedTuple):
+    loss: float
+    color: Color
+
+
+@pytest.mark.parametrize("value", [Color.RED, [Color.RED, Color.BLUE], {Color.RED: 1}, Pair(0.5, Color.BLUE)])
+def test_enum_members_and_named_tuples_come_back_where_there_was_nothing(
+    value: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    box = Box(value=value)
+    state = DeclaredState(lambda: [box])
+    state.take()
+    state.put({})  # all is encoded once more, when the classes are known
+    taken = dict(state.take())
+    monkeypatch.setattr(plain_values, "_registered", {})  # as in a new process
+    fresh = Box(value=None)
+    DeclaredState(lambda: [fresh]).put(taken)
+    assert fresh.has == {"value": value}
+
+
+def test_a_class_that_no_module_has_is_left_out() -> None:
+    class Local(enum.Enum):
+        ONE = 1
+
+    assert DeclaredState(lambda: [Box(value=[Local.ONE])]).take() == {}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.zeros(1 << 20),
+        [0.5] * 999,
+        {"rows": [["text"]] * 999},
+        [torch.zeros(99), torch.zeros(99)],
+        np.zeros(999),
+    ],
+    ids=["tensor", "list", "nested", "tensors", "array"],
+)
+def test_what_is_too_large_is_not_encoded(value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise AssertionError("it was encoded")
+
+    monkeypatch.setattr(declared, "_encoded", refuse)
+    state = DeclaredState(lambda: [Box(value=value)], limit=500)
+    assert state.take() == state.take() == {}
+
+
+def test_what_has_become_small_again_is_kept() -> None:
+    values = [0.5] * 999
+    state = DeclaredState(lambda: [Box(value=values)], limit=500)
+    assert state.take() == {}
+    del values[1:]
+    assert list(state.take()) == ["plain:box.value"]
+
+
+def test_parameters_belong_to_the_model(caplog: pytest.LogCaptureFixture) -> None:
+    net = torch.nn.Linear(2, 2)
+    box = Box(trained=list(net.parameters()), by_name=dict(net.named_parameters()))
+    with caplog.at_level(logging.WARNING):
+        assert DeclaredState(lambda: [box]).take() == {}
+    assert caplog.records == []
+
+
+def test_declared_state_that_cannot_be_kept_is_refused() -> None:
+    DeclaredState(lambda: [Box(norms=[])]).require_all()
+    with pytest.raises(ValueError, match=r"box\.ema is no plain data or larger than the limit of 500 bytes"):
+        DeclaredState(lambda: [Box(norms=[], ema={"weight": torch.zeros(999)})], limit=500).require_all()

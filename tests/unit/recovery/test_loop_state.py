@@ -32,13 +32,27 @@ def _nothing_was_named(monkeypatch: pytest.MonkeyPatch) -> None:
         (set, lambda it: it.add(1)),
         (lambda: deque(maxlen=3), lambda it: it.append(1)),
         (lambda: torch.zeros(2), lambda it: it.add_(1)),
+        (lambda: np.zeros(2), lambda it: it.__iadd__(1)),
         (torch.Generator, lambda it: torch.rand(1, generator=it)),
         (lambda: random.Random(1), lambda it: it.random()),
         (lambda: np.random.default_rng(1), lambda it: it.random()),
         (lambda: torch.amp.GradScaler("cpu"), lambda it: it.load_state_dict({**it.state_dict(), "scale": 2.0})),
         (lambda: torch.nn.Linear(1, 1), lambda it: it.weight.data.add_(1)),
     ],
-    ids=["value", "list", "dict", "set", "deque", "tensor", "torch", "random", "numpy", "scaler", "module"],
+    ids=[
+        "value",
+        "list",
+        "dict",
+        "set",
+        "deque",
+        "tensor",
+        "array",
+        "torch",
+        "random",
+        "numpy",
+        "scaler",
+        "module",
+    ],
 )
 def test_declared_state_is_put_back_in_place(make: Any, change: Any) -> None:
     value = make()
@@ -127,3 +141,22 @@ def test_variables_are_not_held(caplog: pytest.LogCaptureFixture) -> None:
         if step == 4:
             large = None
     assert reference() is None
+
+
+class Meter:
+    def __init__(self) -> None:
+        self.sum, self.count, self.still = 0.0, 0, 1
+
+
+def test_none_tuples_arrays_and_meters_are_looked_at(caplog: pytest.LogCaptureFixture) -> None:
+    average: Any = None
+    hidden: Any = (torch.zeros(1), torch.zeros(1))
+    table, meter, rows = np.zeros(2), Meter(), [[0]] * 100_000
+    for step in _train(Undeclared(LoopState({}), []), 4):
+        average = float(step) if average is None else 0.9 * average + step
+        hidden = (hidden[0] + 1, hidden[1])
+        table[0] += step
+        meter.sum += step
+    (said,) = _named(caplog)
+    assert ": average, hidden, meter.sum, table. " in said
+    assert len(rows) == 100_000
