@@ -308,6 +308,9 @@ class _Found:
     def __init__(self, value: Any, limit: int) -> None:
         self.is_larger = self.has_parameters = False
         self.kinds: set[type] = set()
+        if _is_of_floats(value):
+            self.is_larger = array("d").itemsize * len(value) > limit
+            return
         for each in _leaves(value):
             kind = type(each)
             if kind in _NUMBERS:
@@ -329,8 +332,12 @@ class _Found:
 # --- values as bytes ----------------------------------------------------------------------------------------------
 
 
+def _is_of_floats(value: object) -> bool:
+    return type(value) is list and set(map(type, value)) == {float}
+
+
 def _encoded(value: Any, kinds: Iterable[type]) -> bytes | None:
-    if type(value) is list and value and set(map(type, value)) == {float}:
+    if _is_of_floats(value):
         return _FLOATS + array("d", value).tobytes()  # a history that grows with every step
     names = sorted((kind.__module__, kind.__qualname__) for kind in kinds)
     for kind in kinds:
