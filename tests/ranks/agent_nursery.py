@@ -96,6 +96,8 @@ def _be_agent(options: dict[str, Any], env: dict[str, str], *outputs: Connection
     """Launch the job in the forked process, as the command line would."""
     os.environ.clear()
     os.environ.update(env)
+    for number in (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_DFL)  # the tests may run under nohup
     tempfile.tempdir = None  # take that of the environment
     for descriptor, output in enumerate(outputs, start=1):
         os.dup2(output.fileno(), descriptor)
