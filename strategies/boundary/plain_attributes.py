@@ -7,13 +7,15 @@ again, and is named once.
 
 from __future__ import annotations
 
+import enum
 import inspect
 import logging
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 from lightning.pytorch.callbacks import Callback
 
@@ -29,6 +31,8 @@ from checkpointless.recovery.own.declared import (
 #: Whose parts bring their state back by themselves, or are put back by the strategies.
 _FRAMEWORKS = ("lightning", "pytorch_lightning", "nemo", "megatron", "checkpointless")
 _PLAIN_OF_TORCH = (torch.Size, torch.dtype, torch.device)
+_NUMBERS = (bool, int, float, complex, str, bytes, enum.Enum, torch.Tensor, np.ndarray, np.generic)
+_PLAIN = (*_NUMBERS, *_PLAIN_OF_TORCH, list, tuple, dict, set, frozenset, deque)
 _STATE = "state_dict()"
 _NAMES = "vars()"  # which attributes there were: others have been added or deleted since
 _HPARAM = "hparams."
@@ -106,7 +110,9 @@ class Part:
                 found[name + _OBJECT] = take_object(value)
             elif not self._is_code(value):
                 found[name] = value
-                names.append(name)
+            names.append(name)
+        for of_module in ("_modules", "_parameters", "_buffers"):
+            names += vars(self._part).get(of_module, ())  # an attribute that became a module is no attribute
         found[_NAMES] = names
         for name, value in self._hparams().items():
             if not self._is_code(value):
@@ -131,13 +137,13 @@ class Part:
             if name.endswith(_OBJECT):
                 self._put_object(name.removesuffix(_OBJECT), present, value)
                 continue
-            if self._is_of_model(present):
-                continue
+            if (name in now and not _may_be_plain(present)) or self._is_of_model(present):
+                continue  # what the block has made since stays
             kept = put_value(present, value)
             if kept is not present or name not in now:
                 setattr(self._part, name, kept)
-        for name in self.values().keys() - {*values, *(names or ()), _STATE, _NAMES} if names is not None else ():
-            if not name.endswith(_OBJECT) and not name.startswith(_HPARAM):
+        for name in now.keys() - {*values, *names} if names is not None else ():
+            if _may_be_plain(now[name]) and not self._is_of_model(now[name]):
                 delattr(self._part, name)
 
     def _put_object(self, name: str, present: object, state: Any) -> None:
@@ -177,6 +183,11 @@ class Part:
         if not isinstance(self._part, Callback):
             return False
         return type(self._part).state_dict is not Callback.state_dict or "state_dict" in vars(self._part)
+
+
+def _may_be_plain(value: object) -> bool:
+    """Return whether a value is of a type that is put back: no function, and no object with a life of its own."""
+    return value is None or isinstance(value, _PLAIN)
 
 
 def _is_of_framework(kind: type) -> bool:

@@ -80,3 +80,19 @@ def test_another_module_is_named_and_the_models_own_is_not(caplog: pytest.LogCap
     (record,) = caplog.records
     assert record.getMessage().count("Slots.") == 1
     assert "Slots.ema" in record.getMessage()
+
+
+def test_what_is_no_plain_data_on_one_side_stays_as_the_block_has_made_it() -> None:
+    """NeMo makes its loss in the first step, and the function that fetches data before it."""
+    model = Model()
+    vars(model)["late"], vars(model)["early"] = torch.nn.ReLU().forward, None
+    model.loss = torch.nn.MSELoss()
+    taken = dict(_state(model).take())
+    fresh = Model()
+    vars(fresh)["late"], vars(fresh)["early"], vars(fresh)["more"] = None, torch.nn.ReLU().forward, object()
+    vars(fresh)["loss"] = None
+    _state(fresh).put(taken)
+    assert vars(fresh)["late"] is None, "it is made again where it was made"
+    assert vars(fresh)["loss"] is None, "as NeMo's, which becomes a module in the first step"
+    assert callable(vars(fresh)["early"])
+    assert "more" in vars(fresh), "an object with a life of its own"
