@@ -168,7 +168,7 @@ class Part:
 
     def _is_code(self, value: object) -> bool:
         if isinstance(value, torch.nn.Module):  # the model has its own state; another one is named
-            return value is self._model or any(value is each for each in self._model.modules())
+            return value is self._model or any(value is each for each in torch.nn.Module.modules(self._model))
         return _is_code(value)
 
     def _is_of_model(self, value: object) -> bool:
@@ -176,7 +176,9 @@ class Part:
         tensors = list(tensors_in(value))
         if not tensors:
             return False
-        model = {_memory_of(each) for each in [*self._model.parameters(), *self._model.buffers()]}
+        module = torch.nn.Module  # a model may use its names for something else
+        owned = [*module.parameters(self._model), *module.buffers(self._model)]
+        model = {_memory_of(each) for each in owned}
         return any(_memory_of(each) in model for each in tensors)
 
     def _has_state(self) -> bool:
