@@ -61,7 +61,8 @@ def _is_known(text: str) -> bool:
         if value is None:
             continue
         if parameter is not None:
-            return parameter in inspect.signature(value).parameters
+            made = vars(value).get("__init__", value) if isinstance(value, type) else value  # not its __new__
+            return parameter in inspect.signature(made).parameters
         if attribute is not None and not hasattr(value, attribute):
             sources = [
                 inspect.getsource(cls) for cls in value.__mro__ if cls.__module__.startswith("checkpointless")

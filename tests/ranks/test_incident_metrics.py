@@ -50,7 +50,10 @@ class Scraper:
 
     def value(self, sample: str) -> float:
         """Return the value of a sample, by its name and labels."""
-        (found,) = re.findall(rf"^checkpointless_{re.escape(sample)} (\S+)$", self.text, re.M)
+        name, _, labels = sample.partition("{")
+        wanted = set(re.findall(r'\w+="[^"]*"', labels))  # besides those that say whose it is
+        samples = re.findall(rf"^checkpointless_{name}{{(.*)}} (\S+)$", self.text, re.M)
+        (found,) = [value for given, value in samples if wanted <= set(re.findall(r'\w+="[^"]*"', given))]
         return float(found)
 
 
