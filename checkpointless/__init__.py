@@ -40,7 +40,7 @@ if TYPE_CHECKING:
         NoReplicasAvailableError,
         ReplicationStrategy,
     )
-    from checkpointless.recovery import CheckpointManager, PEFTCheckpointManager, PlainTraining, Value, keep
+    from checkpointless.recovery import CheckpointManager, PEFTCheckpointManager, PlainTraining, Value
     from checkpointless.serialization import MemoryChecksumManager
 
 __all__ = [
@@ -75,7 +75,6 @@ __all__ = [
     "ReplicationStrategy",
     "UnrecoverableError",
     "Value",
-    "keep",
     "wait_rank",
 ]
 
@@ -92,7 +91,6 @@ _ELSEWHERE = {
     "PlainTraining": "recovery",
     "ReplicationStrategy": "local_checkpoint",
     "Value": "recovery",
-    "keep": "recovery",
     "wait_rank": "client",
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,7 @@ from typing_extensions import override
 
 from checkpointless.inprocess import UnrecoverableError
 from checkpointless.inprocess.communicators import launch_bound
-from checkpointless.recovery.running import manager_of
-from checkpointless.strategies.block import outer_model
+from checkpointless.recovery.decide import Verdict
 from checkpointless.strategies.boundary.torch_steps import TorchSteps
 from checkpointless.strategies.checkpoints.lightning_saves import LightningSaves
 from checkpointless.strategies.frameworks import chatter
@@ -26,6 +26,10 @@ from checkpointless.strategies.frameworks.stock_callbacks import unfit
 from checkpointless.strategies.recoverable_strategy import RecoverableStrategy
 
 logger = logging.getLogger(__name__)
+
+_wrappers: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[DistributedDataParallel]] = (
+    weakref.WeakKeyDictionary()
+)  # of modules that were wrapped in this process: one from outside of the block is wrapped again after a fault
 
 
 class _TorchRecoverable(RecoverableStrategy):
@@ -178,10 +182,28 @@ class CheckpointlessDDPStrategy(_TorchRecoverable, DDPStrategy):
     def _setup_model(self, model: torch.nn.Module) -> DistributedDataParallel:
         if self._call is None:
             return super()._setup_model(model)
-        with outer_model.wrapping(model, manager_of(self._call)):
-            wrapper = super()._setup_model(model)
-        outer_model.note(model, wrapper)
+        last = _wrappers[model]() if model in _wrappers else None
+        if last is not None:  # an update that is still to be made may refer to it
+            last._remove_autograd_hooks()
+        del last
+        given = self._ddp_kwargs
+        if not self._call.is_first:  # DDP would write the first rank's weights over what this rank holds
+            self._ddp_kwargs = {**given, "init_sync": False}
+        wrapper = super()._setup_model(model)
+        self._ddp_kwargs = given
+        _wrappers[model] = weakref.ref(wrapper)
         return wrapper
+
+    @override
+    def restored(self) -> None:
+        """Prepare to train; if memory has given no weights after a fault, with those of the first rank."""
+        call, manager = self._call, self.checkpoint_manager
+        is_from_memory = manager is not None and (manager.resumed_at or manager.verdict is Verdict.SKIP)
+        if call is not None and not call.is_first and not is_from_memory:
+            assert self.model is not None
+            for each in [*self.model.parameters(), *self.model.buffers()]:
+                dist.broadcast(each.detach(), 0)
+        super().restored()
 
     @override
     def _unfit_before(self, trainer: pl.Trainer) -> str | None:

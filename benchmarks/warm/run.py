@@ -85,17 +85,14 @@ def faults() -> list[str]:
     return [f"{kinds[at % 2]}@backward:rank={1 + at % 3},step={3 * at + FIRST_FAULT}" for at in range(FAULTS)]
 
 
-def measure(
-    python: str, overrides: list[str], directory: Path, ranks: int = RANKS, is_loop: bool = False
-) -> Outcome:
+def measure(python: str, overrides: list[str], directory: Path, ranks: int = RANKS) -> Outcome:
     """Train through the faults, and read what was written down.
 
     Args:
         python: the interpreter of the checkout.
-        overrides: of the recipe; of a loop of one's own, its last argument.
+        overrides: of the recipe.
         directory: a new directory for the job.
         ranks: how many there are.
-        is_loop: whether it is a loop of one's own that is trained, in the place of a recipe.
 
     Raises:
         RuntimeError: the job failed.
@@ -106,17 +103,14 @@ def measure(
         python,
         "-m",
         "checkpointless",
-        "run" if is_loop else "train",
+        "train",
         "--cpu",
         "--nproc-per-node",
         str(ranks),
     ]
     command += ["--run-dir", str(directory / "run")]
     command += [text for fault in faults() for text in ("--fault", fault)]
-    if is_loop:
-        command += [str(HERE / "loop.py"), str(directory), str(STEPS)]
-    else:
-        command += ["tiny_gpt_cpu", f"trainer.max_steps={STEPS}", f"callbacks.clock={clock}"]
+    command += ["tiny_gpt_cpu", f"trainer.max_steps={STEPS}", f"callbacks.clock={clock}"]
     path = os.pathsep.join([str(HERE), str(HERE.parent)])  # of the checkout whose Python it is comes the rest
     with Job(
         [[*command, *overrides]], [{"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}], directory / "log"
@@ -178,9 +172,6 @@ def options() -> argparse.Namespace:
         help="instead: data-parallel jobs of N ranks, warm, each rank with the same share of a step",
     )
     made.add_argument(
-        "--loop", action="store_true", help="instead: a loop of one's own over DDP, with and without keep"
-    )
-    made.add_argument(
         "--exact-memory",
         action="store_true",
         help="have malloc give back at once what is freed: the memory is what is held, and the times are longer",
@@ -195,9 +186,6 @@ def cases(args: argparse.Namespace) -> list[tuple[tuple[str, str, str], str, lis
             (("tiny", f"dp{ranks}", "warm"), sys.executable, [f"data.global_batch_size={ROWS * ranks}"], ranks)
             for ranks in args.ranks
         ]
-    if args.loop:
-        sides_of_loop = {"warm": "warm", "built anew": "anew"}
-        return [(("52 M", "loop, dp4", side), sys.executable, [how], RANKS) for side, how in sides_of_loop.items()]
     sides: dict[str, tuple[str, list[str]]] = {
         "warm": (sys.executable, []),
         "built anew": (sys.executable, ["checkpointless.warm=false"]),
@@ -224,7 +212,7 @@ def main() -> None:
         for turn, (case, python, overrides, ranks) in product(range(args.repeats), cases(args)):
             progress(f"{turn + 1} of {args.repeats}: {', '.join(case)}")
             place = base / f"{turn}-{'-'.join(case)}".replace(" ", "-")
-            found[case].append(measure(python, overrides, place, ranks, args.loop))
+            found[case].append(measure(python, overrides, place, ranks))
     about["load_at_end"] = os.getloadavg()[0]
     show(found, about)
     if json_file is not None:

@@ -17,7 +17,6 @@ from checkpointless.recovery.peft import PEFTCheckpointManager
 from checkpointless.recovery.tiers.directories import LocalDirectory, SharedDirectory
 from checkpointless.recovery.tiers.neighbor_memory import NeighborMemory
 from checkpointless.recovery.tiers.tier import Tier
-from checkpointless.recovery.training.kept import keep
 from checkpointless.recovery.training.loop_state import Value
 from checkpointless.recovery.training.plain import PlainTraining
 from checkpointless.serialization.checksum import MemoryChecksumManager
@@ -39,6 +38,5 @@ __all__ = [
     "SharedDirectory",
     "Tier",
     "Value",
-    "keep",
     "seed_data_workers",
 ]

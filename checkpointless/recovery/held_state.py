@@ -21,8 +21,8 @@ from checkpointless.transfer.state_tensors import split
 from checkpointless.transfer.tensor_entry import Key
 
 _WRITTEN = (
-    "{} was written to since the fault: what the block trains must be built in it, or returned by keep(), and "
-    "nothing may be written to it before the recovery"
+    "{} was written to since the fault: what the block trains must be built in it, "
+    "and nothing may be written to it before the recovery"
 )
 logger = logging.getLogger(__name__)
 

@@ -38,24 +38,6 @@ def held_for(manager: CheckpointManager, fit: int) -> HeldState | None:
     return held
 
 
-def held_places(manager: CheckpointManager | None) -> frozenset[int]:
-    """Return the addresses of the tensors that ``manager`` holds for a recovery; none if it holds no state."""
-    held = manager._held if manager is not None else None
-    return frozenset() if held is None else frozenset(each.data_ptr() for each in held.tensors.values())
-
-
-def give_up_held(manager: CheckpointManager, reason: str) -> None:
-    """Let ``manager`` hold nothing that another rank could be given: replicas fill this one.
-
-    Args:
-        manager: the manager of the running block.
-        reason: why, for people.
-    """
-    held = manager._held
-    if held is not None:
-        held.give_up(reason)
-
-
 def running_block(call: HPCallWrapper | None) -> HPCallWrapper:
     """Return ``call``, or the wrapper whose block is running in this process if it is None.
 

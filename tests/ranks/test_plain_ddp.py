@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from checkpointless.faults.ledger import fired
 from checkpointless.report.verify import compare
-from checkpointless.telemetry.event_names import EventName
-from checkpointless.telemetry.events import read_events
 from tests.ranks.agent_job import SCRIPTS
 from tests.ranks.jobs import Job, run_job
 from tests.ranks.nemo_zygote import Zygote
@@ -41,28 +37,6 @@ def test_ddp_in_every_phase(nemo_zygote: Zygote, undisturbed: Job, tmp_path: Pat
         verdict = compare(undisturbed.steps, job.steps)
         assert verdict.equal, f"{verdict.sentence}\n{job.story()}"
         assert verdict.steps == STEPS
-
-
-def _told(job: Job) -> list[Mapping[str, Any]]:
-    """Return what the ranks told of their models, in the order of the events."""
-    return [event.fields for event in read_events(job.run_dir) if event.stage == EventName.WARM]
-
-
-def test_what_is_kept_is_what_would_be_built(nemo_zygote: Zygote, undisturbed: Job, tmp_path: Path) -> None:
-    """Every rank raises and dies in every phase, and ranks that live through it keep what they have built."""
-    for kind in ("exception", "sigkill"):
-        faults = [f"{kind}@{phase}:rank={at % 4},step={2 * at + 2}" for at, phase in enumerate(PHASES)]
-        job = _train(nemo_zygote, tmp_path / kind, *faults, args=(str(STEPS), "keep"))
-        assert job.code == 0, job.story()
-        assert fired(job.run_dir) == dict.fromkeys(faults, 1)
-        verdict = compare(undisturbed.steps, job.steps)
-        assert verdict.equal, f"{verdict.sentence}\n{job.story()}"
-        assert verdict.steps == STEPS
-        told = _told(job)
-        # A rank whose update has raised builds anew.
-        torn = [each["reason"] for each in told if not each["kept"]]
-        assert torn == ["the update of a step is half made"] * (kind == "exception"), told
-        assert len(told) == len(PHASES) * (4 if kind == "exception" else 3), told
 
 
 def test_a_static_graph_is_refused(nemo_zygote: Zygote, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from checkpointless.megatron.warm import transformer_engine
-from checkpointless.recovery.training.blueprint import Blueprint
+from checkpointless.megatron.warm.blueprint import Blueprint
 
 #: Packages whose modules keep nothing from step to step but parameters and buffers.
 KNOWN = ("megatron.core.", "nemo.", "torch.nn.", "checkpointless.", "builtins.", "abc.", "typing.")

@@ -11,10 +11,8 @@ from typing_extensions import override
 
 from checkpointless.inprocess import HPCallWrapper, UnrecoverableError
 from checkpointless.recovery.guard import guarded_update
-from checkpointless.recovery.running import BuildAnewError, give_up_held, running_block
+from checkpointless.recovery.running import running_block
 from checkpointless.recovery.training.counters import Followers, Owned
-from checkpointless.recovery.training.interrupted import InterruptedUpdate
-from checkpointless.recovery.training.kept import KeptParts, begin_with_kept
 from checkpointless.recovery.training.loop import LoopTraining
 from checkpointless.recovery.training.param_groups import (
     changed_value,
@@ -25,7 +23,7 @@ from checkpointless.recovery.training.param_groups import (
 )
 from checkpointless.recovery.training.torch_tensors import TorchTensors
 from checkpointless.transfer.module_tensors import PARAMETER
-from checkpointless.transfer.tensor_entry import Key, TensorEntry
+from checkpointless.transfer.tensor_entry import Key
 
 _LATE = (
     "requires_grad of parameters was changed between update() of step {} and the next step, which is not made "
@@ -119,13 +117,10 @@ class PlainTraining(LoopTraining, TorchTensors):
         self._trained_by_update: list[bool] = []
         self._values_by_update: list[dict[str, Any]] = []
         self._plateaus_by_update: list[int] = []
-        self._kept: KeptParts | None = None
-        self._aside: list[InterruptedUpdate] = []
         updated = {id(each) for each in self.updated_parameters()}
         named = [each for of_module in self._named.values() for each in of_module]
         self._followers = Followers((name, each) for name, each in named if id(each) not in updated)
         self._owned = Owned(self.shard)
-        self._placed: set[Key] = set()  # of what a recovery has put in its place
         declared = {**state, "scaler": scaler} if scaler is not None else state
         self.begin(call, schedulers, declared, [state, *optimizers])
 
@@ -150,13 +145,6 @@ class PlainTraining(LoopTraining, TorchTensors):
         self._record(loss)
         self._clear_gradients()
 
-    # --- what keep() has kept -------------------------------------------------------------------------------------
-
-    @property
-    def built(self) -> KeptParts | None:
-        """What can stay built over a fault; None: the script does not use ``keep``."""
-        return self._kept
-
     @override
     def _restore(self, done: int) -> None:
         left_out = without_scheduler(self.optimizers, self._schedulers)
@@ -164,54 +152,7 @@ class PlainTraining(LoopTraining, TorchTensors):
             left_out = without_plateau(self.optimizers, self._schedulers)
         if left_out is not None:
             raise UnrecoverableError(_LEFT_OUT.format(left_out))
-        tensors = [*self._all, *(each for module in self.modules for each in module.buffers())]
-        kept = begin_with_kept(self._call, self.modules, tensors, self.optimizers)
-        if kept is not None:
-            self._kept = kept
-            overwritten = kept.overwritten()
-            if overwritten:
-                give_up_held(self._manager, overwritten)
         super()._restore(done)
-
-    @override
-    def _recover(self) -> dict[str, Any] | None:
-        objects = super()._recover()
-        is_warm = self._kept is not None and self._kept.is_warm
-        if objects is None and is_warm and self._manager.allow_restart_from_scratch:
-            raise BuildAnewError("memory does not suffice, and the model that was kept holds what was trained")
-        return objects
-
-    def set_aside(self, update: InterruptedUpdate) -> None:
-        """Keep what the interrupted update needs of parts that the next generation uses, until it is made again."""
-        self._aside.append(update)
-
-    @override
-    def apply_held_update(self) -> None:
-        """Make one step of the optimizers, from the gradients that they hold, and of every scheduler."""
-        for each in self._aside:
-            each.put_back()
-        super().apply_held_update()
-        while self._aside:
-            self._aside.pop().clear()
-
-    @override
-    def adopt(self, tensors: Mapping[Key, torch.Tensor]) -> set[Key]:
-        """Use ``tensors`` themselves where that is possible; return the keys of those that are in their place."""
-        self._placed.update(tensors)
-        return super().adopt(tensors)
-
-    @override
-    def room(self, entries: Sequence[TensorEntry]) -> Mapping[Key, torch.Tensor]:
-        """Return storage for ``entries``; optimizer state that does not exist yet is made in its place."""
-        self._placed.update(entry.key for entry in entries)
-        return super().room(entries)
-
-    @override
-    def load_objects(self, objects: Mapping[str, Any]) -> None:
-        """Put back the objects of a moment, and drop what an optimizer that was kept has beyond that moment."""
-        if self._kept is not None and self._kept.is_warm:
-            self.drop_states(self._placed, objects["state"])
-        super().load_objects(objects)
 
     @override
     def group(self) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ import logging
 import operator
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -214,26 +214,6 @@ class TorchTensors(TrainingTensors):
         for parameter, trained in zip(self._all, self._resumed.get("trained", ())):
             if parameter.requires_grad != trained:
                 parameter.requires_grad_(trained)
-
-    def unwrap(self) -> None:
-        """Refer to no ``DistributedDataParallel`` any more, but to what it wraps, under the same names."""
-        for index, module in enumerate(self.modules):
-            if isinstance(module, torch.nn.parallel.DistributedDataParallel):
-                stand = torch.nn.Module()
-                stand.module, stand.training = module.module, module.training
-                self._named[id(stand)] = self._named[id(module)]  # an interruption may come between any two lines
-                self.modules[index] = stand
-                del self._named[id(module)]
-        self._module_state = ModuleState(self.modules)  # it referred to the wrapper, too
-
-    def drop_states(self, placed: Set[Key], plain: Mapping[Key, Mapping[str, Any]]) -> None:
-        """Drop the optimizers' states but for tensors in ``placed`` and other values in ``plain``."""
-        for key, inner, parameter in self._parameters():
-            state = inner.state.get(parameter, {})
-            for name, value in list(state.items()):
-                is_there = (*key, name) in placed if isinstance(value, torch.Tensor) else name in plain.get(key, {})
-                if not is_there:
-                    del state[name]
 
     def group(self) -> Group:
         """Return the global ranks that hold all that this rank holds."""

@@ -1,4 +1,4 @@
-"""Train a model in torch's DDP, whose gradients fill several buckets: ``STEPS [static] [keep]``."""
+"""Train a model in torch's DDP, whose gradients fill several buckets: ``STEPS [static]``."""
 
 import os
 import sys
@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from checkpointless import HPCallWrapper, HPWrapper, PlainTraining, keep
+from checkpointless import HPCallWrapper, HPWrapper, PlainTraining
 
 STEPS = int(sys.argv[1])
-STATIC, KEEP = "static" in sys.argv, "keep" in sys.argv
+STATIC = "static" in sys.argv
 BATCHES = 2  # per step
 WIDTH = 400
 
@@ -30,17 +30,12 @@ class Model(torch.nn.Module):
         return self.last(self.norm(self.drop(x)))
 
 
-def build() -> tuple[Model, torch.optim.Optimizer]:
-    model = Model()
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
-
-
 @HPWrapper()
 def main(caller: HPCallWrapper) -> None:
     dist.init_process_group("gloo")
     torch.manual_seed(1)
-    inner, optimizer = keep(build, warm=KEEP)
-    model = DistributedDataParallel(inner, bucket_cap_mb=1, static_graph=STATIC)
+    model = DistributedDataParallel(Model(), bucket_cap_mb=1, static_graph=STATIC)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
     torch.manual_seed(100 + dist.get_rank())
     training = PlainTraining(caller, [model], [optimizer], schedulers=[scheduler])
