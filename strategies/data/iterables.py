@@ -1,8 +1,7 @@
 """Iterable datasets that do not know where they stand, and are gone through once more after a fault.
 
-They give the same items only if these do not come from the random streams of the training process, from which the
-training draws in between. What such a dataset draws before its first item is drawn again; one that draws for later
-items is refused.
+What such a dataset draws from the streams of the training process before its first item is drawn again. Later items
+have to come from elsewhere, because the training draws from these streams in between.
 """
 
 from __future__ import annotations
@@ -17,13 +16,9 @@ from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 
 from checkpointless.inprocess import UnrecoverableError
 from checkpointless.recovery.rng import RngStates
-from checkpointless.strategies.data.contents import Contents
 from checkpointless.strategies.data.passes import moved, without_own
 from checkpointless.strategies.data.position import DataPosition, Starts, keep_own_state
-from checkpointless.strategies.data.sampler_state import samplers_within
 
-#: Of a pass, so many items are looked at.
-_LOOKED_AT = 10_000
 _DRAWS = (
     "the dataset {} draws random numbers in the training process while it is gone through, so that it would give "
     "other items after a fault: let a worker draw them (num_workers=1), draw from a generator that the dataset has "
@@ -35,7 +30,7 @@ def repeat_items(loader: Iterable[object], starts: Starts, position: DataPositio
     """Have the iterable dataset of ``loader`` give the same items when it is gone through once more after a fault.
 
     Nothing is done if data-loader workers go through it, whose streams follow from the number of the batch, or if
-    it keeps its position.
+    it or its loader keeps its position.
 
     Args:
         loader: a training loader.
@@ -44,33 +39,22 @@ def repeat_items(loader: Iterable[object], starts: Starts, position: DataPositio
     """
     if not isinstance(loader, DataLoader) or not isinstance(loader.dataset, IterableDataset):
         return
-    if loader.num_workers > 0 or isinstance(loader.dataset, _Stateful):
-        return
-    if isinstance(loader, _Stateful):  # it goes through the dataset itself, when it is told its position
-        loader._get_iterator = functools.partial(_begin_looked_at, loader._get_iterator)  # type: ignore[method-assign]
+    if loader.num_workers > 0 or isinstance(loader, _Stateful) or isinstance(loader.dataset, _Stateful):
         return
     keep_own_state(loader)
-    passes = _Passes(loader.dataset, starts, position)
-    loader._get_iterator = functools.partial(_begin, loader._get_iterator, loader, passes)  # type: ignore[method-assign]
+    repeats = iter([position is not None and position.within and position.delivered > 0])  # the first pass alone
+    begin = functools.partial(_pass, loader.dataset, starts, repeats)
+    loader._get_iterator = functools.partial(_begin, loader._get_iterator, loader, begin)  # type: ignore[method-assign]
 
 
-def _begin_looked_at(make: Callable[[], Any]) -> Any:
-    """Make a loader's iterator that looks whether items come from the random streams."""
-    iterator = make()
-    fetcher = iterator._dataset_fetcher
-    if not isinstance(fetcher.dataset_iter, _Stateful):
-        fetcher.dataset_iter = _looked_at(fetcher.dataset_iter, fetcher.dataset)
-    return iterator
-
-
-def _begin(make: Callable[[], Any], loader: Any, passes: _Passes) -> Any:
+def _begin(make: Callable[[], Any], loader: Any, begin: Callable[[Iterable[Any]], Iterator[Any]]) -> Any:
     """Make a loader's iterator that begins a pass when its first item is asked for."""
     dataset = loader.dataset
     if isinstance(dataset, IterDataPipe):  # torch does more with these
         iterator = make()
-        iterator._dataset_fetcher.dataset_iter = passes.begin(iterator._dataset_fetcher.dataset_iter)
+        iterator._dataset_fetcher.dataset_iter = begin(iterator._dataset_fetcher.dataset_iter)
         return iterator
-    object.__setattr__(loader, "dataset", _Late(passes.begin(dataset)))  # torch forbids a plain assignment
+    object.__setattr__(loader, "dataset", _Late(begin(dataset)))  # torch forbids a plain assignment
     try:
         iterator = make()
     finally:
@@ -93,58 +77,32 @@ class _Late(IterableDataset[Any]):
         return self._items
 
 
-class _Passes:
-    """The passes over an iterable dataset, the first of which may be one that was begun before a fault.
+def _pass(owner: object, starts: Starts, repeats: Iterator[bool], dataset: Iterable[Any]) -> Iterator[Any]:
+    """Yield the items of a pass, which begins when the first is asked for.
 
     Args:
-        dataset: the dataset.
+        owner: the dataset.
         starts: keeps the random streams at the beginning of each pass.
-        position: where the training stands; None: at the beginning.
-    """
-
-    def __init__(self, dataset: Any, starts: Starts, position: DataPosition | None) -> None:
-        self._dataset = dataset
-        self._starts = starts
-        self._repeats = position is not None and position.within and position.delivered > 0
-        self._contents = Contents(samplers_within(dataset), lambda: iter(dataset))
-
-    def begin(self, dataset: Iterable[Any]) -> Iterator[Any]:
-        """Yield the items of a pass, which begins when the first is asked for.
-
-        Args:
-            dataset: the dataset, or an iterator over it that has drawn nothing yet.
-
-        Raises:
-            UnrecoverableError: the dataset draws random numbers for an item behind the first.
-        """
-        now = RngStates.capture()
-        start = self._starts.data_start() if self._repeats else None
-        if not self._repeats:
-            self._starts.keep_data_start(now)
-            self._contents.begins(now)
-        elif start is not None:
-            start.restore()
-        noted = self._contents.noted if not self._repeats else iter
-        self._repeats = False
-        items = iter(dataset)
-        first = list(itertools.islice(items, 1))
-        if start is not None:
-            without_own(now).restore()
-        yield from noted(itertools.chain(first, _looked_at(items, self._dataset)))
-
-
-def _looked_at(items: Iterator[Any], dataset: object) -> Iterator[Any]:
-    """Yield ``items``, unless the rank's random streams move when one is asked for.
+        repeats: says of the next pass whether it was begun before a fault.
+        dataset: the dataset, or an iterator over it that has drawn nothing yet.
 
     Raises:
-        UnrecoverableError: they do.
+        UnrecoverableError: the dataset draws random numbers for its second item.
     """
-    for _ in range(_LOOKED_AT):
-        before = RngStates.capture()
-        following = list(itertools.islice(items, 1))
-        if following and moved(before, RngStates.capture()):
-            raise UnrecoverableError(_DRAWS.format(type(dataset).__name__))
-        if not following:
-            return
-        yield from following
-    yield from items
+    now, start = RngStates.capture(), None
+    if next(repeats, False):
+        start = starts.data_start()
+    else:
+        starts.keep_data_start(now)
+    if start is not None:
+        start.restore()
+    items = iter(dataset)
+    first = list(itertools.islice(items, 1))
+    if start is not None:
+        without_own(now).restore()
+    yield from first
+    before = RngStates.capture()
+    second = list(itertools.islice(items, 1))
+    if second and moved(before, RngStates.capture()):
+        raise UnrecoverableError(_DRAWS.format(type(owner).__name__))
+    yield from itertools.chain(second, items)

@@ -21,7 +21,6 @@ from torch.utils.data import IterableDataset
 from checkpointless.recovery.rng import RngSource, RngStates, register_rng_source
 from checkpointless.serialization import state_tree
 from checkpointless.serialization.later import copy_of
-from checkpointless.strategies.data.contents import Contents
 from checkpointless.strategies.data.passes import OWN, begun, without_own
 from checkpointless.strategies.data.sampler_state import SamplerState, is_of_a_library, samplers_within
 
@@ -293,9 +292,7 @@ class TrackedSampler:
         self._went_on_at = position
         self.length_at_start = position.length_at_start if position is not None else None
         self._has_begun = self._is_set_up = self._has_resumed = False
-        samplers = samplers_within(inner)
-        self._is_known = all(map(is_of_a_library, samplers))
-        self._contents = Contents(samplers, lambda: iter(self._inner))
+        self._is_known = all(map(is_of_a_library, samplers_within(inner)))
 
     def __iter__(self) -> Iterator[Any]:
         # This runs when the first item is asked for: torch makes two iterators of a loader with workers, and uses
@@ -305,10 +302,8 @@ class TrackedSampler:
         if is_megatrons(self._inner):
             yield from self._iterate_megatron(position)
         elif position is None or position.delivered == 0 or not position.within:
-            begins = RngStates.capture()
-            self._starts.keep_data_start(begins)
-            self._contents.begins(begins)
-            yield from self._contents.noted(self._items())
+            self._starts.keep_data_start(RngStates.capture())
+            yield from self._items()
         else:
             now = RngStates.capture()
             start = self._starts.data_start()

@@ -21,7 +21,9 @@ from torch.utils.data import IterableDataset, Sampler
 
 from checkpointless.inprocess import UnrecoverableError
 from checkpointless.recovery.generator_memory import numpy_memory, python_memory, torch_memory
+from checkpointless.recovery.own.declared import put_value
 from checkpointless.serialization import state_tree
+from checkpointless.serialization.tensor_memory import tensor_bytes
 
 #: Whose samplers are known to keep nothing but ``generator`` between passes, and to draw at a pass's beginning or
 #: from a generator of their own.
@@ -37,11 +39,12 @@ _LIBRARIES = {
 }
 _SCALARS = (int, float, bool, str, type(None))
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
-_MOST = 64  # so many values of a container are kept
-_LONGEST = 4096  # characters of a text
+_MOST = 4096  # so many values of a container are kept; a text counts with its characters
+_FEW = 64  # so many members of a list are looked at for samplers
 _MOST_BYTES = 128 * 1024  # of all that is kept together: a slot of the board has 256 KiB, for the streams as well
 
 Generator: TypeAlias = Any  # of torch, Python or NumPy
+_MISSING = object()
 
 
 def is_of_a_library(sampler: object) -> bool:
@@ -102,8 +105,10 @@ class SamplerState:
     def take(self) -> dict[str, bytes]:
         """Return what is kept, by owner and attribute, each encoded as plain data.
 
+        Of plain values the smallest are kept, if all are too much to be kept with the random streams.
+
         Raises:
-            UnrecoverableError: it is too much to be kept with the random streams.
+            UnrecoverableError: generators alone are too much.
         """
         seen = self.look()
         if seen == self._taken[0]:
@@ -118,12 +123,18 @@ class SamplerState:
             else:
                 keys[id(value)] = key
                 states[key] = state_tree.dumps((kind, _state_of(value, kind)))
-        if sum(map(len, states.values())) > _MOST_BYTES:
+        plain = sorted((len(states[key]), key) for key, _, kind in self._kept() if not kind)
+        room = _MOST_BYTES - sum(map(len, states.values())) + sum(size for size, _ in plain)
+        if room < 0:
             names = ", ".join(type(each).__name__ for each, whole in zip(self._owners, self._whole) if whole)
             raise UnrecoverableError(
-                f"the sampler {names} keeps more than {_MOST_BYTES >> 10} KiB in generators and plain values from "
-                "pass to pass, too much to be kept in every step: seed one generator with the epoch in __iter__"
+                f"the sampler {names} keeps more than {_MOST_BYTES >> 10} KiB in generators from pass to pass, too "
+                "much to be kept in every step: seed one generator with the epoch in __iter__"
             )
+        for size, key in plain:
+            room -= size
+            if room < 0:
+                del states[key]
         self._taken = (seen, states)
         return states
 
@@ -138,10 +149,11 @@ class SamplerState:
                 continue
             owner = self._owners[places[prefix]]
             kind, state = state_tree.loads(encoded)
-            now = getattr(owner, name, None)
+            now = getattr(owner, name, _MISSING)
             if kind == "value":
-                if type(now) is not type(state) or now != state or not hasattr(owner, name):
-                    setattr(owner, name, state)
+                value = put_value(now, state)
+                if value is not now and not (type(now) in _SCALARS and type(now) is type(value) and now == value):
+                    setattr(owner, name, value)
                 continue
             if kind == "alias":
                 made[key] = made[state]
@@ -164,7 +176,7 @@ class SamplerState:
             prefix = self._prefix(number)
             for name, value in self._of(number):
                 kind = _kind_of(value)
-                if kind or (self._whole[number] and is_plain(value)):
+                if kind or (self._whole[number] and _is_plain(value)):
                     yield f"{prefix}|{name}", value, kind
 
     def _of(self, number: int) -> list[tuple[str, Any]]:
@@ -179,6 +191,9 @@ class SamplerState:
             return id(value), _look_at(value, kind, self._memories)
         if type(value) in _SCALARS:
             return type(value), value
+        if _is_array(value):
+            array = tensor_bytes(value).numpy() if isinstance(value, torch.Tensor) else value
+            return value.shape, value.dtype, array.tobytes()
         items = tuple(value.items() if type(value) is dict else value)
         return type(value), items, tuple(map(type, items))
 
@@ -200,21 +215,33 @@ def _slots(kind: type) -> tuple[str, ...]:
 
 
 def _members(value: object) -> list[Any]:
-    if type(value) in (list, tuple) and len(value) <= _MOST:  # type: ignore[arg-type]
+    if type(value) in (list, tuple) and len(value) <= _FEW:  # type: ignore[arg-type]
         return list(value)  # type: ignore[call-overload]
     return [value]
 
 
-def is_plain(value: object) -> bool:
-    """Return whether a value is kept as it is: a scalar, or a few of them."""
+def _is_plain(value: object) -> bool:
+    """Return whether a value is kept as it is: a scalar, some of them in a container, or a small array."""
     if isinstance(value, str):
-        return type(value) is str and len(value) <= _LONGEST
+        return type(value) is str and len(value) <= _MOST
+    if _is_array(value):
+        return True
     if type(value) in _SCALARS:
         return True
     if not isinstance(value, _CONTAINERS) or type(value) not in _CONTAINERS or len(value) > _MOST:
         return False
     leaves = [*value, *value.values()] if isinstance(value, dict) else value
-    return all(type(leaf) in _SCALARS and (not isinstance(leaf, str) or len(leaf) <= _LONGEST) for leaf in leaves)
+    size = sum(len(leaf) if isinstance(leaf, str) else 1 for leaf in leaves)
+    return size <= _MOST and all(type(leaf) in _SCALARS for leaf in leaves)
+
+
+def _is_array(value: object) -> bool:
+    """Return whether a value is a small tensor on the CPU, or an array, of numbers."""
+    if isinstance(value, torch.Tensor):
+        is_plain_tensor = type(value) is torch.Tensor and value.device.type == "cpu" and not value.requires_grad
+        return is_plain_tensor and value.layout is torch.strided and value.numel() <= _MOST
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and type(value) is numpy.ndarray and value.size <= _MOST and not value.dtype.hasobject
 
 
 # --- generators ---------------------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset, 
 
 from checkpointless.inprocess import UnrecoverableError
 from checkpointless.recovery.rng import RngStates
-from checkpointless.strategies.data.contents import Contents
 from checkpointless.strategies.data.position import (
     DataPosition,
     Starts,
@@ -22,10 +21,7 @@ from checkpointless.strategies.data.position import (
     sampler_of,
     samplers_of,
 )
-from checkpointless.strategies.data.sampler_state import samplers_within
 
-#: Of a pass without a length, so many indices are looked at: whether drawing one moves a random stream.
-_LOOKED_AT = 64
 _ENDLESS = (
     "the sampler {} draws random numbers item by item and has no length, so its order could not be drawn again "
     "after a fault: give it __len__, or state_dict and load_state_dict"
@@ -120,7 +116,6 @@ class DrawnOrder:
         self._starts = starts
         self._repeats = position is not None and position.within
         self._has_repeated = self._has_resumed = False
-        self._contents = Contents(samplers_within(inner), lambda: iter(self._inner))
 
     def resumed(self) -> None:
         """Let further passes draw orders of their own; a loader may begin the one that goes on only now."""
@@ -137,10 +132,8 @@ class DrawnOrder:
         if not hasattr(self._inner, "__len__"):  # it may never end
             return self._one_by_one(start)
         if start is None:
-            begins = RngStates.capture()
-            self._starts.keep_data_start(begins)
-            self._contents.begins(begins)
-            return iter(list(self._contents.noted(self._inner)))
+            self._starts.keep_data_start(RngStates.capture())
+            return iter(list(self._inner))
         now = RngStates.capture()
         start.restore()
         items = list(self._inner)
@@ -159,13 +152,11 @@ class DrawnOrder:
         if start is not None:
             now.restore()
         yield from first
-        for _ in range(_LOOKED_AT):
-            before = RngStates.capture()
-            following = list(itertools.islice(items, 1))
-            if not RngStates.capture().same_streams(before):
-                raise UnrecoverableError(_ENDLESS.format(type(self._inner).__name__))
-            yield from following
-        yield from items
+        before = RngStates.capture()
+        second = list(itertools.islice(items, 1))
+        if not RngStates.capture().same_streams(before):
+            raise UnrecoverableError(_ENDLESS.format(type(self._inner).__name__))
+        yield from itertools.chain(second, items)
 
     def __len__(self) -> int:
         return len(self._inner)

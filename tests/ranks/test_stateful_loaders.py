@@ -92,6 +92,7 @@ def test_torchdata_where_an_epoch_begins_and_ends(
         pytest.param("own-batches,own-draws,validation", marks=pytest.mark.long),
         "own-batches,own-draws,workers",
         "own-batches,counts,validation",
+        "own-batches,in-place",
         pytest.param("own-batches,counts,workers", marks=pytest.mark.long),
         pytest.param("shuffled", marks=pytest.mark.long),
         "shuffled,buffer,workers",
@@ -114,7 +115,6 @@ def test_where_an_epoch_of_ones_own_order_begins_and_ends(train: Train, features
     ("features", "reason"),
     [
         ("shuffled,buffer", "the dataset Shuffled draws random numbers in the training process"),
-        ("own-batches,in-place", "OwnBatches keeps in order what the order of its next pass comes from"),
         ("own-batches,endless", "the sampler OwnBatches has no length"),
     ],
 )

@@ -90,7 +90,7 @@ class OwnBatches(Sampler[list[int]]):
 
     def __init__(self) -> None:
         self.passes, self.numpys = 0, numpy.random.default_rng(5)
-        self.order = [row % SAMPLES for row in range(90)]  # more than is kept of a sampler
+        self.order = [row % SAMPLES for row in range(90)]
 
     def __iter__(self) -> Iterator[list[int]]:
         self.passes += 1

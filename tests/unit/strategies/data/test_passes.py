@@ -1,4 +1,4 @@
-"""Test passes over samplers of the user's: what they draw is drawn again after a fault, or they are refused."""
+"""Test passes over samplers of the user's: what they draw is drawn again after a fault."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler
 
-from checkpointless.inprocess import UnrecoverableError
 from checkpointless.recovery import rng
 from checkpointless.recovery.rng import RngStates
 from checkpointless.strategies.data import position as position_module
@@ -53,11 +52,14 @@ class Own(Sampler[list[int]]):
         self.how, self.passes, self.at_end, self.asked = how, 0, 0, 0
         self.numpys, self.legacy = numpy.random.default_rng(3), numpy.random.RandomState(4)
         self.torchs, self.philox = torch.Generator().manual_seed(5), numpy.random.Generator(numpy.random.Philox(6))
+        self.list, self.array, self.tensor = list(range(SAMPLES)), numpy.arange(SAMPLES), torch.arange(SAMPLES)
 
     def __iter__(self) -> Iterator[list[int]]:
         self.passes += 1
         if self.passes == 1:
             self.pythons = random.Random(7)  # a new sampler has none
+        if self.how in IN_PLACE:
+            IN_PLACE[self.how](self)
         pool = list(range(SAMPLES))
         for number in range(BATCHES):
             self.asked += 1
@@ -75,6 +77,9 @@ class Own(Sampler[list[int]]):
             "philox": lambda: int(self.philox.integers(SAMPLES)),
             "legacy": lambda: self.legacy.randint(SAMPLES),
             "torch": lambda: int(torch.randint(SAMPLES, (), generator=self.torchs)),
+            "list": lambda: self.list[number],
+            "array": lambda: int(self.array[number]),
+            "tensor": lambda: int(self.tensor[number]),
             "counts": lambda: (self.passes * 7 + self.at_end * 11 + self.asked * 13 + number) % SAMPLES,
         }
         return draws[self.how]()
@@ -83,7 +88,13 @@ class Own(Sampler[list[int]]):
         return BATCHES
 
 
-HOW = ("pool", "global", "global-torch", "python", "numpy", "philox", "legacy", "torch", "counts")
+#: What follows from the order of the pass before.
+IN_PLACE: dict[str, Callable[[Own], object]] = {
+    "list": lambda own: random.shuffle(own.list),
+    "array": lambda own: numpy.random.shuffle(own.array),
+    "tensor": lambda own: own.tensor.copy_(own.tensor[torch.randperm(SAMPLES)]),
+}
+HOW = (*IN_PLACE, "pool", "global", "global-torch", "python", "numpy", "philox", "legacy", "torch", "counts")
 
 
 def own(how: str) -> DataLoader[Any]:
@@ -184,20 +195,19 @@ class NominallyFinite(Endless):
         return 4
 
 
-def test_what_could_not_be_drawn_again_is_refused() -> None:
-    with pytest.raises(UnrecoverableError, match="Endless draws random numbers item by item and has no length"):
-        next(begun(Endless(1)))
+def test_what_has_no_length_is_asked_for_two_items() -> None:
     items = begun(Endless(100))
-    assert len(list(itertools.islice(items, 100))) == 100
-    with pytest.raises(UnrecoverableError, match="Endless draws random numbers in the middle of a pass"):
-        next(items)
+    assert len(list(itertools.islice(items, 300))) == 300
 
 
 def test_a_length_bounds_what_is_drawn_at_the_beginning() -> None:
     items = begun(NominallyFinite(1))
-    assert len(list(itertools.islice(items, 4))) == 4
-    with pytest.raises(UnrecoverableError, match="in the middle of a pass"):
-        next(items)
+    first = next(items)
+    state = random.getstate()
+    assert [first, *itertools.islice(items, 3)]
+    assert random.getstate() == state
+    next(items)
+    assert random.getstate() != state
 
 
 def test_nothing_of_torchs_samplers_is_asked_for_ahead_or_kept() -> None:

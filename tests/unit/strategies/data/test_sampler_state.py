@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy
@@ -120,9 +121,35 @@ def test_of_a_librarys_sampler_the_generator_alone_is_kept() -> None:
     assert not SamplerState([None, own]).has_own
 
 
-def test_large_values_are_not_kept_and_too_many_are_refused() -> None:
-    sampler = Keeps(order=list(range(1000)), weights=torch.ones(3), nested=[[1]], text="a" * 5000)
+def test_large_values_are_not_kept() -> None:
+    sampler = Keeps(order=list(range(5000)), weights=torch.ones(5000), nested=[[1]], text="a" * 5000)
     assert [key.rpartition("|")[2] for key in SamplerState([None, sampler]).take()] == ["slotted"]
-    many = Keeps(**{f"g{number}": random.Random(number) for number in range(40)})
-    with pytest.raises(UnrecoverableError, match="the sampler Keeps keeps more than 128 KiB"):
-        SamplerState([None, many]).take()
+
+
+def test_the_smallest_values_are_kept_if_all_are_too_much_and_too_many_generators_are_refused() -> None:
+    many = {f"list{number}": list(range(1000, 4000 + number)) for number in range(20)}
+    kept = {key.rpartition("|")[2] for key in SamplerState([None, Keeps(**many)]).take()}
+    assert {"slotted", "list0"} < kept
+    assert "list19" not in kept
+    generators = Keeps(**{f"g{number}": random.Random(number) for number in range(40)})
+    with pytest.raises(UnrecoverableError, match="the sampler Keeps keeps more than 128 KiB in generators"):
+        SamplerState([None, generators]).take()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: list(range(100)), lambda: numpy.arange(100), lambda: torch.arange(100)],
+    ids=["list", "numpy", "torch"],
+)
+def test_an_order_is_put_back_where_it_is(make: Callable[[], Any]) -> None:
+    sampler = Keeps(order=make())
+    state = SamplerState([None, sampler])
+    before, look = state.take(), state.look()
+    again = Keeps(order=make())
+    order = again.order  # type: ignore[attr-defined]
+    order[0], order[1] = order[1] + 0, order[0] + 0
+    changed = SamplerState([None, again])
+    assert changed.look() != look
+    changed.put(before)
+    assert list(order) == list(range(100))
+    assert again.order is order  # type: ignore[attr-defined]
