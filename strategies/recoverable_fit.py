@@ -27,7 +27,6 @@ from checkpointless.strategies.boundary.plain_attributes import parts_of
 from checkpointless.strategies.boundary.restoration import Restoration
 from checkpointless.strategies.boundary.step_keeper import StepKeeper
 from checkpointless.strategies.boundary.steps import Steps
-from checkpointless.strategies.boundary.trainer_settings import TrainerSettings
 from checkpointless.strategies.checkpoints.save_failed import SaveFailed
 from checkpointless.strategies.data.position import (
     DataPosition,
@@ -286,10 +285,8 @@ class RecoverableFit:
                 epochs: Any = self._trainer.fit_loop.epoch_progress
                 _set_sampler_epoch(loader, epochs.current.processed)
             self._data.made(loader, self.manager, position)
-            TrainerSettings.of(self._trainer).loader_is_made("limit_train_batches")
         elif self._validation_data is not None and self._trainer.state.fn == TrainerFn.FITTING:
             self._validation_data.made(loader)
-            TrainerSettings.of(self._trainer).loader_is_made("limit_val_batches")
 
     def update(self, make: Callable[[], object]) -> object:
         """Make the update of a step, or replay one, in which nothing is updated.

@@ -25,7 +25,7 @@ from checkpointless.serialization import state_tree
 from checkpointless.serialization.later import copies_of, copy_of
 from checkpointless.strategies.boundary.epoch_metrics import put_accumulated
 from checkpointless.strategies.boundary.progress import progress_of
-from checkpointless.strategies.boundary.trainer_settings import TrainerSettings, schedulers_of
+from checkpointless.strategies.boundary.trainer_settings import schedulers_of, take_settings
 from checkpointless.strategies.data.position import megatron_sampler, take_sampler
 
 #: What Lightning itself writes, besides the states of precision plugin and data module under their names.
@@ -84,7 +84,6 @@ class _Asked:
         self.plugin = precision
         self.own_hooks = list(map(_own_hooks, self.callbacks))
         self.schedulers = schedulers_of(trainer)
-        self.settings = TrainerSettings.of(trainer)
         self.precision = precision if type(precision).state_dict is not Precision.state_dict else None
         self.data_has_state = self.datamodule is not None and is_overridden("state_dict", self.datamodule)
 
@@ -94,7 +93,6 @@ class _Asked:
         known: _Asked | None = vars(trainer.fit_loop).get(_ASKED)
         if known is None or not known._is_so(trainer):
             known = cls(trainer)
-            known.settings.check_parts()
             setattr(trainer.fit_loop, _ASKED, known)
         return known
 
@@ -132,11 +130,10 @@ def take_state(trainer: pl.Trainer) -> Callable[[], dict[str, Any]]:
         NeMo's sampler counts with.
 
     Raises:
-        UnrecoverableError: a hook fails on a checkpoint without the model's tensors, or has changed the trainer in
-            a way that a recovery could not repeat.
+        UnrecoverableError: a hook fails on a checkpoint without the model's tensors.
     """
     asked = _Asked.of(trainer)
-    settings = asked.settings.take()
+    settings = take_settings(trainer)
     checkpoint, stop, metrics = _take_checkpoint(trainer, asked), bool(trainer.should_stop), _take_metrics(trainer)
     savers = _take_savers(asked.savers) if asked.savers else []
     sampler = take_sampler(asked.sampler, asked.datamodule)

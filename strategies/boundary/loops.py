@@ -19,7 +19,6 @@ from typing_extensions import override
 
 from checkpointless.recovery.moment import Stage
 from checkpointless.strategies.boundary.epoch_metrics import make_results_resumable
-from checkpointless.strategies.boundary.trainer_settings import TrainerSettings
 
 
 @dataclass(frozen=True)
@@ -112,7 +111,6 @@ class ResumableEpochLoop(_TrainingEpochLoop):
         if resumption is not None and resumption.stage is Stage.ENDED:
             return
         self.has_asked = True
-        TrainerSettings.of(self.trainer).steps_begin()
         if resumption is not None:
             try:
                 resumption.done_again(functools.partial(super().advance, data_fetcher))
@@ -280,7 +278,8 @@ def make_resumable(trainer: pl.Trainer, observer: Observer) -> None:
             loop.__class__ = kind if base in kind.__mro__ else type(base.__name__, (kind, base), {})
         loop.resumption = None
     make_results_resumable(trainer)
-    TrainerSettings.of(trainer).begin_fit()
+    fit_loop.val_made = None  # the epoch and step in which the validation loaders were made
+    fit_loop.made_at_step = getattr(fit_loop, "made_at_step", 0)
     source = fit_loop.epoch_loop.val_loop._data_source
     source.dataloader = functools.partial(_validation_loaders, fit_loop, source)
     fit_loop.was_finished = False

@@ -16,7 +16,7 @@ from checkpointless.strategies.boundary.kinds import ACCUMULATED, SETTINGS, load
 from checkpointless.strategies.boundary.loops import Resumption
 from checkpointless.strategies.boundary.outcome import StepOutcome, with_own_loss
 from checkpointless.strategies.boundary.step_keeper import StepKeeper
-from checkpointless.strategies.boundary.trainer_settings import TrainerSettings
+from checkpointless.strategies.boundary.trainer_settings import put_for_loaders, put_settings, when_made
 from checkpointless.strategies.data.position import DataPosition, put_sampler
 from checkpointless.strategies.data.training import TrainingData
 from checkpointless.strategies.frameworks.logger_facts import LoggerFacts
@@ -91,7 +91,7 @@ class Restoration:
         put_kinds(self._trainer, objects["kinds"])
         put_sampler(self._trainer, objects["sampler"])
         if _is_in_training(stage, objects):
-            TrainerSettings.of(self._trainer).put_for_loaders(objects["kinds"][SETTINGS])
+            put_for_loaders(self._trainer, objects["kinds"][SETTINGS])
         if stage is Stage.LOADED:
             self._waiting = None
             manager.restore_streams()
@@ -101,11 +101,7 @@ class Restoration:
             partial(self._go_on, objects),
             partial(self._do_again, objects),
             _begins_epoch(stage, objects),
-            partial(
-                TrainerSettings.of(self._trainer).when_made,
-                objects["kinds"][SETTINGS],
-                _begins_epoch(stage, objects),
-            ),
+            partial(when_made, self._trainer, objects["kinds"][SETTINGS], _begins_epoch(stage, objects)),
         )
 
     def _own_of(self, kept: dict[str, Any], step: int, stage: Stage) -> dict[str, Any]:
@@ -128,7 +124,7 @@ class Restoration:
         load_again(trainer, objects["checkpoint"])
         put_kinds(trainer, objects["kinds"])
         if _is_in_training(stage, objects):
-            TrainerSettings.of(trainer).put(objects["kinds"][SETTINGS], _begins_epoch(stage, objects))
+            put_settings(trainer, objects["kinds"][SETTINGS], _begins_epoch(stage, objects))
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         manager.saves.forget_lost(callbacks)
         put_sampler(trainer, objects["sampler"])
@@ -167,7 +163,7 @@ class Restoration:
         if outcome.state is not None:
             load_again(self._trainer, outcome.state["checkpoint"])
             put_kinds(self._trainer, {**outcome.state["kinds"], ACCUMULATED: accumulated})
-            TrainerSettings.of(self._trainer).put(outcome.state["kinds"][SETTINGS])
+            put_settings(self._trainer, outcome.state["kinds"][SETTINGS])
         put_accumulated(self._trainer, self._own_of(accumulated, *self._manager.resumed_at))
 
 
@@ -189,7 +185,7 @@ def skip_fit(trainer: pl.Trainer, objects: dict[str, Any] | None) -> dict[str, A
     if objects is None:
         return {}
     put_kinds(trainer, objects["kinds"])
-    TrainerSettings.of(trainer).put(objects["kinds"][SETTINGS])
+    put_settings(trainer, objects["kinds"][SETTINGS])
     checkpoint: dict[str, Any] = objects["checkpoint"]
     return checkpoint
 

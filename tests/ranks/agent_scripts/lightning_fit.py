@@ -256,20 +256,12 @@ class Model(pl.LightningModule):
         if "settings" in FEATURES and trainer.global_step == 4 and trainer.accumulate_grad_batches == 1:
             trainer.accumulate_grad_batches, trainer.gradient_clip_val = 2, 0.05
             trainer.val_check_batch, trainer.log_every_n_steps = 6, 2
+            trainer.limit_train_batches = 3  # of a loader that is made later
         if "settings" in FEATURES and trainer.global_step == 12:
             trainer.fit_loop.epoch_loop.max_steps = STEPS - 1
             trainer.gradient_clip_algorithm = GradClipAlgorithmType.VALUE
-        if "adds-callback" in FEATURES and trainer.global_step == 4:
-            trainer.callbacks.append(Swaps())
-        if "removes-callback" in FEATURES and trainer.global_step == 4:
-            trainer.callbacks[:] = [each for each in trainer.callbacks if not isinstance(each, Norms)]
-        if "schedules" in FEATURES and trainer.global_step == 4:
-            (config, _), optimizer = trainer.lr_scheduler_configs, trainer.optimizers[0]
-            config.scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
         if "regroups" in FEATURES and trainer.global_step == 3:
             trainer.accumulate_grad_batches = 2
-        if "limits" in FEATURES and trainer.global_step == 4:
-            trainer.limit_train_batches = 3
 
     def on_validation_end(self) -> None:
         if "freezes" in FEATURES and self.trainer.global_step == 12:
