@@ -104,7 +104,6 @@ def test_it_is_as_without_the_fault(
         ("noise", "an optimizer draws random numbers in its step"),
         ("counts", "Counting keeps state under 'all', which is no parameter of it"),
         ("saves", "Saving keeps 'steps' in its state_dict"),
-        ("warms", "an optimizer changes the attribute Warming.steps in its step"),
         (
             "local",
             "ranks 0, 1 are to hold the same optimizer.0.0.0.parameter, and after step 1 it has other values",
@@ -116,15 +115,9 @@ def test_it_is_as_without_the_fault(
         ("hidden-plateau", "a learning-rate scheduler of SGD is not known here"),
         ("late-plateau", "the step() of a ReduceLROnPlateau was called between update() of step 1 and the next"),
         ("late-buffer", "the first step has registered the buffer module.1.scale"),
-        ("follows", "no optimizer updates the parameter 0.weight, and it is changed in a step before its update()"),
-        (
-            "follows-data",
-            "no optimizer updates the parameter 0.weight, and it is changed in a step before its update()",
-        ),
-        (
-            "follows-behind",
-            "no optimizer updates the parameter 0.weight, and it is changed between update() and the next step",
-        ),
+        ("follows", "the parameter 0.weight is changed in a step before its update()"),
+        ("follows-data", "the parameter 0.weight is changed in a step before its update()"),
+        ("follows-behind", "the parameter 0.weight is changed between update() and the next step"),
         ("bounds", "the parameter module.1.rows.weight is changed in a step before its update()"),
         ("clamps", "the parameter module.0.weight is changed between update() and the next step"),
         ("clamps-data", "the parameter module.0.weight is changed between update() and the next step"),
@@ -140,9 +133,9 @@ def test_it_is_refused_in_the_first_steps(nemo_zygote: Zygote, tmp_path: Path, h
     assert reason in "\n".join([*job.said, *(job.log(rank) for rank in range(2))]), job.story()
     recorded = [path.read_text().splitlines() for path in (job.run_dir / "steps").glob("rank-*.jsonl")]
     counts = dict.fromkeys(("local", "late-plateau", "two-updates", "follows-behind", "bounds"), 1)
-    counts |= dict.fromkeys(("clamps", "clamps-data", "decays", "forgets"), 1)
+    counts |= dict.fromkeys(("clamps", "clamps-data", "decays", "forgets", "follows", "follows-data"), 1)
     counts |= dict.fromkeys(("resets", "forgets-all"), 3)
-    most = {**counts, "follows-data": 2}.get(habit, 0)
+    most = counts.get(habit, 0)
     assert all(len(lines) <= most for lines in recorded), "nothing was trained behind that"
 
 
@@ -162,11 +155,11 @@ def test_how_a_loop_goes_through_its_steps(
 
 
 @pytest.mark.parametrize("kind", ["exception", "sigkill"])
-def test_a_loop_that_is_left_by_break_is_not_gone_on_with(
+def test_a_loop_that_is_left_by_break_is_not_gone_on_with_once_the_next_call_has_begun(
     nemo_zygote: Zygote, calm: Calm, tmp_path: Path, kind: str
 ) -> None:
-    """A fault between two calls of ``steps()``, of which each is left at its fifth step."""
-    places = ("between:rank=1,step=110", "forward:rank=0,step=13", "data:rank=1,step=15")
+    """Each call of ``steps()`` is left at its fifth step, and numbers are drawn before the next."""
+    places = ("forward:rank=1,step=7", "forward:rank=0,step=13", "data:rank=1,step=15")
     faults = [f"{kind}@{place}" for place in places]
     undisturbed = calm("breaks")
     job = _train(nemo_zygote, tmp_path / "rough", "breaks", *faults)
@@ -175,7 +168,7 @@ def test_a_loop_that_is_left_by_break_is_not_gone_on_with(
     verdict = compare(undisturbed.steps, job.steps)
     assert verdict.equal, f"{verdict.sentence}\n{job.story()}"
     assert verdict.steps == STEPS
-    assert "the loop was left behind update() of step 5" in undisturbed.log(0), undisturbed.story()
+    assert "steps() was left by break or return" in undisturbed.log(0), undisturbed.story()
 
 
 @pytest.mark.parametrize("phase", ["forward", "before_optimizer"])
@@ -192,9 +185,3 @@ def test_an_average_that_is_not_declared_is_warned_of(nemo_zygote: Zygote, tmp_p
     job = _train(nemo_zygote, tmp_path / "run", "averages-beside")
     assert job.code == 0, job.story()
     assert "change from step to step and begin anew after a fault: beside" in job.log(0), job.story()
-
-
-def test_a_count_in_a_module_is_warned_of(nemo_zygote: Zygote, tmp_path: Path) -> None:
-    job = _train(nemo_zygote, tmp_path / "run", "fades")
-    assert job.code == 0, job.story()
-    assert "the first step has changed the attribute module.1.calls of a module" in job.log(0), job.story()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from checkpointless.inprocess.exceptions import UnrecoverableError
 from checkpointless.inprocess.facts import Facts
 
@@ -27,14 +29,18 @@ class Blocks:
     def __init__(self, facts: Facts) -> None:
         self._facts = facts
         self._number = _left
+        self._when_left: Callable[[], None] = lambda: None
 
     @property
     def obstacle(self) -> str:
         """Why this block cannot be entered: this process is a successor of one that has left it; "" if it can."""
         return _BEGUN_ANEW if self._facts.get(_LEFT, 0) > self._number else ""
 
-    def begin_training(self) -> None:
+    def begin_training(self, when_left: Callable[[], None] = lambda: None) -> None:
         """Note that this block trains; every entry of it does so anew.
+
+        Args:
+            when_left: is called when all ranks have left the block. It should hold no state of the training.
 
         Raises:
             UnrecoverableError: another block has.
@@ -42,9 +48,11 @@ class Blocks:
         if self._facts.get(_TRAINED, self._number) != self._number:
             raise UnrecoverableError(_SECOND_TRAINING)
         self._facts.keep(_TRAINED, self._number)
+        self._when_left = when_left
 
     def leave(self) -> None:
         """Note that all ranks have left this block."""
         global _left
+        self._when_left()
         _left = self._number + 1
         self._facts.keep(_LEFT, _left)

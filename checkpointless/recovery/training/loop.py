@@ -22,9 +22,9 @@ from checkpointless.recovery.moment import UPDATED_BUFFERS, Moment, Stage
 from checkpointless.recovery.own.agreement import require_equal_replicas, require_same_step
 from checkpointless.recovery.own.declared import DeclaredState, begin_declared
 from checkpointless.recovery.running import manager_of
-from checkpointless.recovery.training.counters import Owned, put_back
-from checkpointless.recovery.training.loop_exits import LoopExits, is_left_by_choice
+from checkpointless.recovery.training.loop_exits import LoopExits
 from checkpointless.recovery.training.loop_state import LoopState, Undeclared, warn_of_changes_between
+from checkpointless.recovery.training.owned import Owned, put_back
 from checkpointless.recovery.training.param_groups import BoundaryWeights
 from checkpointless.recovery.training.repeated_steps import repeated_steps
 from checkpointless.serialization import state_tree
@@ -36,10 +36,6 @@ from checkpointless.transfer.module_tensors import TrainingTensors
 from checkpointless.transfer.state_tensors import groups_of
 from checkpointless.transfer.tensor_entry import Key
 
-_LEFT = (
-    "the loop was left behind update() of step %d: a fault that finds a rank in that update leaves this out. Let "
-    "steps(last) end the loop, or call stop() before the update() of its last step"
-)
 _TWO_LOOPS = (
     "a second training begins in the block, whose state could not be kept beside that of the first: give all "
     "modules and optimizers to one {name}, or train in two jobs"
@@ -101,13 +97,13 @@ class LoopTraining(TrainingTensors, ABC):
         if call.steps.loops:
             raise UnrecoverableError(_TWO_LOOPS.format(name=type(self).__name__))
         call.steps.loops += 1
-        call.blocks.begin_training()
         repeated_steps.begin_entry()
         self.step = 0
         self._schedulers = list(schedulers)
         self._call = call
         self._ready_step = 0
         self._exits = LoopExits()
+        call.blocks.begin_training(self._exits.warn_if_left)
         self._done = 0  # before the job; a block that is entered again may have loaded another checkpoint
         self._left = Owned(self._trained, samples)  # as a call of steps() leaves it
         parameters = [each for module in self.modules for each in module.parameters()]
@@ -153,11 +149,15 @@ class LoopTraining(TrainingTensors, ABC):
                 all ranks, or data comes from an iterator that was made before the first step.
             RuntimeError: a step ended without :meth:`update`.
         """
-        number = self._exits.begin_call()
+        number = self._exits.begin_call(self.step)
         if number == 0:
             self._restore(done)
         else:
-            self._left.require_unchanged(self._title_of)
+            self._left.require_unchanged("between two calls of steps()", self._title_of)
+            taken, exits = self._moments.get(self.step), self._exits.take()
+            if taken is not None:
+                make, buffers = taken.make, taken.buffers
+                self._moments = {self.step: _Taken(lambda: {**make(), "exits": exits}, buffers)}
             self._manager.attach(self, self.step)  # the copies of the call before are finished
             if number == self._exits.resumed_in:  # what stands behind the calls before was done again
                 self._manager.restore_streams()
@@ -166,6 +166,7 @@ class LoopTraining(TrainingTensors, ABC):
         if not self._exits.was_left(number, self.step):
             with repeated_steps.listening():
                 yield from self._remaining(last, number)
+        self._exits.end_call()
         self._manager.finish_copies()
         self._left.note()
 
@@ -184,11 +185,7 @@ class LoopTraining(TrainingTensors, ABC):
                 self._manager.make_copies(self.step)  # with what the loop has done since the update
             self._call.begin_step(self.step + 1)
             self._undeclared.look(sys._getframe(2))
-            try:
-                yield self.step + 1
-            except GeneratorExit:
-                self._leave(number)
-                raise
+            yield self.step + 1
             if self.step < self._call.steps.making:
                 raise RuntimeError(f"step {self._call.steps.making} ended without a call of update()")
             self._call.end_step()
@@ -198,7 +195,7 @@ class LoopTraining(TrainingTensors, ABC):
         """Make the step in progress the last one of the training: :meth:`steps` yields none behind it.
 
         It is called before the :meth:`update` of that step. If one rank calls it, the training stops on all. A loop
-        that is left by ``break`` behind the update would go on after a fault that finds a rank in the update.
+        that is left by ``break`` would go on after a fault that comes before the next call of :meth:`steps`.
 
         Raises:
             RuntimeError: the update of the step was made, or no step is in progress.
@@ -222,17 +219,6 @@ class LoopTraining(TrainingTensors, ABC):
         )  # before the context, which says nothing of that
         with putting_back(), put_back(self._weights, (lambda: None) if was_written else self._at_boundary.note):
             yield
-
-    def _leave(self, number: int) -> None:
-        """Note where the loop leaves :meth:`steps`, unless an error is on its way through it."""
-        if self.step < self._call.steps.making or not is_left_by_choice(sys._getframe(2)):
-            return
-        self._exits.leave(number, self.step)
-        self._left.note()
-        taken, exits = self._moments[self.step], self._exits.take()
-        self._moments = {self.step: _Taken(lambda: {**taken.make(), "exits": exits}, taken.buffers)}
-        if dist.get_rank() == 0:
-            logger.warning(_LEFT, self.step)
 
     def _vote(self) -> None:
         """Wait until every rank holds its final gradients; whether the step is the last is agreed on, too."""

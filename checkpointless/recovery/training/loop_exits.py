@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-import dis
-import inspect
+import logging
 from collections.abc import Mapping
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from checkpointless.environment import own_rank
 from checkpointless.transfer.exchange import all_gather_json
 
 if TYPE_CHECKING:
     from checkpointless.wire.plain import Parsed
 
-_DROPS_ITERATOR = {"POP_TOP", "POP_ITER"}  # how a loop that is left by break or return lets go of what it iterates
+_LEFT = (
+    "steps() was left by break or return: after a fault that comes before the next call of steps(), or before the "
+    "function returns, more steps are made there. Let steps(last) end the loop, or call stop() in its last step, "
+    "before update()"
+)
+_warned: set[str] = set()  # once in a process
+logger = logging.getLogger(__name__)
 
 
 class LoopExits:
     """Where the calls of ``steps()`` of one entry of the block were left, and whether a step is to be the last.
 
-    Calls are counted from 0 in each entry. A loop that is entered again makes the same calls, so that one that was
-    left behind a step is known by its number.
+    Calls are counted from 0 in each entry. A loop that is entered again makes the same calls. One that was left is
+    known as soon as the next call begins: until then, the loop may be on its way out because of an error.
 
     Attributes:
         ends: whether the newest step is the last one, as ``stop()`` said.
@@ -30,22 +35,28 @@ class LoopExits:
     def __init__(self) -> None:
         self.ends = False
         self.resumed_in: int | None = None
-        self._left: dict[int, int] = {}  # by call: the step behind whose update it was left
+        self._left: dict[int, int] = {}  # by call: the step after which it was left
         self._calls = 0
+        self._under_way: int | None = None
 
-    @property
-    def calls(self) -> int:
-        """How many calls of ``steps()`` have begun."""
-        return self._calls
-
-    def begin_call(self) -> int:
-        """Count a call of ``steps()``; return its number."""
+    def begin_call(self, step: int) -> int:
+        """Count a call of ``steps()`` after ``step``; return its number. The call before, if not over, was left."""
+        if self._under_way is not None:
+            self._left[self._under_way] = step
+            self.warn_if_left()
+        self._under_way = self._calls
         self._calls += 1
-        return self._calls - 1
+        return self._under_way
 
-    def leave(self, call: int, step: int) -> None:
-        """Note that a call was left behind the update of ``step``."""
-        self._left[call] = step
+    def end_call(self) -> None:
+        """Note that all steps of the newest call are made."""
+        self._under_way = None
+
+    def warn_if_left(self) -> None:
+        """Warn, once, if the newest call was left before it was over."""
+        if self._under_way is not None and not _warned and own_rank() == 0:
+            _warned.add(_LEFT)
+            logger.warning(_LEFT)
 
     def own(self) -> dict[str, int]:
         """Return what is kept with the streams and buffers of a rank: the number of the newest call."""
@@ -81,19 +92,3 @@ class LoopExits:
         told: list[Parsed] = all_gather_json([self.ends, [[call, at] for call, at in self._left.items()]])
         self.ends = any(ends for ends, _ in told)
         self._left = {int(call): int(at) for _, left in told for call, at in left if at <= step}
-
-
-def is_left_by_choice(frame: FrameType | None) -> bool:
-    """Return whether ``break`` or ``return`` closes a generator, and not an error that passes the loop.
-
-    Args:
-        frame: the frame that closes it. What iterates in the loop's name (tqdm) is a generator that is closed, too.
-    """
-    while frame is not None:
-        code = frame.f_code.co_code
-        if dis.opname[code[frame.f_lasti]] in _DROPS_ITERATOR:
-            return True
-        if not frame.f_code.co_flags & inspect.CO_GENERATOR:
-            return False
-        frame = frame.f_back
-    return False

@@ -12,8 +12,8 @@ from typing_extensions import override
 from checkpointless.inprocess import HPCallWrapper, UnrecoverableError
 from checkpointless.recovery.guard import guarded_update
 from checkpointless.recovery.running import running_block
-from checkpointless.recovery.training.counters import Followers, Owned
 from checkpointless.recovery.training.loop import LoopTraining
+from checkpointless.recovery.training.owned import Owned
 from checkpointless.recovery.training.param_groups import (
     changed_value,
     plain_values,
@@ -33,14 +33,6 @@ _LATE_VALUES = (
     "{} changed between update() of step {} and the next step, which is not made again after a fault: schedulers "
     "in PlainTraining(schedulers=[...]) step with every update, and anything else changes rates and other values "
     "of param groups in a step, before its update()"
-)
-_FOLLOWS = (
-    "no optimizer updates the parameter {}, and it is changed {}: after a fault it would be changed once more, or "
-    "not at all. Change it within the update (the optimizer's register_step_post_hook), or make it a buffer"
-)
-_CHANGES = (
-    "{} is changed {}, by the loop or in the forward pass (an Embedding with max_norm, for example): it would be "
-    "that of no step when a fault comes. Change it within the update (the optimizer's register_step_post_hook)"
 )
 _LEFT_OUT = (
     "a learning-rate scheduler of {} is not known here, and would begin anew after a fault: give it to "
@@ -117,10 +109,7 @@ class PlainTraining(LoopTraining, TorchTensors):
         self._trained_by_update: list[bool] = []
         self._values_by_update: list[dict[str, Any]] = []
         self._plateaus_by_update: list[int] = []
-        updated = {id(each) for each in self.updated_parameters()}
-        named = [each for of_module in self._named.values() for each in of_module]
-        self._followers = Followers((name, each) for name, each in named if id(each) not in updated)
-        self._owned = Owned(self.shard)
+        self._owned = Owned(self._trained)
         declared = {**state, "scaler": scaler} if scaler is not None else state
         self.begin(call, schedulers, declared, [state, *optimizers])
 
@@ -215,7 +204,6 @@ class PlainTraining(LoopTraining, TorchTensors):
         if is_behind_update:
             self._refuse_changes("between update() and the next step")
         if self._is_young():
-            self._followers.note()
             self._owned.note()
         return modules
 
@@ -224,14 +212,8 @@ class PlainTraining(LoopTraining, TorchTensors):
 
     def _refuse_changes(self, when: str) -> None:
         """Refuse, in the first steps of a job, what is changed outside of updates."""
-        if not self._is_young():
-            return
-        follower = self._followers.changed()
-        if follower:
-            raise UnrecoverableError(_FOLLOWS.format(follower, when))
-        key = self._owned.changed() if self.step > self._done else None  # the first step may give first values
-        if key is not None:
-            raise UnrecoverableError(_CHANGES.format(self._title_of(key), when))
+        if self._is_young() and self.step > self._done:  # the first step may give first values
+            self._owned.require_unchanged(when, self._title_of)
 
     @override
     def _title_of(self, key: Key) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import logging
 import operator
 import sys
 from collections import defaultdict
@@ -21,7 +20,6 @@ from checkpointless.inprocess.communicators.process_groups import process_groups
 from checkpointless.kernels import unabortable
 from checkpointless.precision import unsupported_in_a_loop
 from checkpointless.recovery.rng import RngStates
-from checkpointless.recovery.training.counters import Counters
 from checkpointless.recovery.training.ddp_buckets import settle_buckets
 from checkpointless.recovery.training.module_state import ModuleState, unfit_hooks
 from checkpointless.recovery.training.param_groups import ParamGroups, grown, has_buffers, sizes_of, version_of
@@ -71,15 +69,6 @@ _NEW_BUFFER = (
     "the first step has registered the buffer {}, which no rank that is made anew has: register it with its first "
     "value when the module is made, or with persistent=False if it follows from nothing that training changes"
 )
-_COUNTS = (
-    "an optimizer changes the attribute {} in its step, which no recovery would bring back: keep it in a param "
-    "group, whose values are kept"
-)
-_MODULE_COUNTS = (
-    "the first step has changed the attribute %s of a module, which no recovery brings back, and which begins anew "
-    "after a fault: make it a buffer, or return it by get_extra_state, if what is computed follows from it"
-)
-logger = logging.getLogger(__name__)
 _requires_grad = operator.attrgetter("requires_grad")
 
 
@@ -139,9 +128,6 @@ class TorchTensors(TrainingTensors):
         self._has_buffers = has_buffers(modules)
         # Beside later updates threads may communicate.
         self._is_known = is_known
-        self._counters = (
-            None if is_known else Counters(modules, [*optimizers, *filter(None, self._torch_optimizers)])
-        )
         self._frozen: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])  # by the list of the others
         # A group that the user has given holds for all tensors.
         self._told = tuple(sorted(group)) if group is not None else None
@@ -256,8 +242,8 @@ class TorchTensors(TrainingTensors):
         """Look, in the first step of the job, at what the optimizers do in the context.
 
         Raises:
-            UnrecoverableError: an optimizer communicates, draws random numbers or counts in an attribute, or its
-                state cannot be carried over, or a buffer is new.
+            UnrecoverableError: an optimizer communicates or draws random numbers, or its state cannot be carried
+                over, or a buffer is new.
         """
         if self._is_known:
             yield
@@ -272,16 +258,7 @@ class TorchTensors(TrainingTensors):
         if new:
             raise UnrecoverableError(_NEW_BUFFER.format(new[0]))
         self._refuse_what_cannot_travel()
-        self._look_at_counters()
         self._is_known = True
-
-    def _look_at_counters(self) -> None:
-        counters, self._counters = self._counters, None
-        of_optimizer, of_module = counters.counted() if counters is not None else ("", "")
-        if of_optimizer:
-            raise UnrecoverableError(_COUNTS.format(of_optimizer))
-        if of_module and dist.get_rank() == 0:
-            logger.warning(_MODULE_COUNTS, of_module)
 
     def _refuse_what_cannot_travel(self) -> None:
         reason = unfit_hooks(self.modules)

@@ -49,18 +49,6 @@ class Saving(torch.optim.SGD):
         return {**super().state_dict(), "steps": 1}
 
 
-class Warming(torch.optim.SGD):
-    """Counts its steps in an attribute."""
-
-    steps = 0
-
-    def step(self, closure: Any = None) -> Any:
-        self.steps += 1
-        for group in self.param_groups:
-            group["lr"] = 0.05 * min(1.0, self.steps / 8)
-        return super().step(closure)
-
-
 class Louder(torch.nn.Module):
     """Counts its calls in torch's extra state."""
 
@@ -118,18 +106,6 @@ class Bounded(torch.nn.Module):
         return x + self.rows(torch.arange(len(x)) % 8)
 
 
-class Fading(torch.nn.Module):
-    """Counts its calls in an attribute."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        return x
-
-
 def scheduled(parameters: Any, lr: float) -> torch.optim.Optimizer:
     """Make an optimizer with a scheduler that the training is not told of."""
     optimizer = torch.optim.SGD(parameters, lr)
@@ -141,7 +117,6 @@ OPTIMIZERS: dict[str, Any] = {
     "noise": Noisy,
     "counts": Counting,
     "saves": Saving,
-    "warms": Warming,
     "schedules": scheduled,
     "forgets": functools.partial(torch.optim.SGD, momentum=0.9),
     "forgets-all": functools.partial(torch.optim.SGD, momentum=0.9),
@@ -149,7 +124,6 @@ OPTIMIZERS: dict[str, Any] = {
 LAYERS: dict[str, Callable[[], torch.nn.Module]] = {
     "extra-state": Louder,
     "late-buffer": Late,
-    "fades": Fading,
     "grows": Positions,
     "bounds": Bounded,
     "epochs-change": functools.partial(torch.nn.BatchNorm1d, WIDTH),
@@ -258,7 +232,7 @@ def change_between(inner: torch.nn.Module, optimizer: torch.optim.Optimizer, dat
         inner[0].reset_parameters()  # type: ignore[index, operator]
     if HABIT == "forgets-all":
         optimizer.state.clear()
-    if HABIT == "epochs-change":
+    if HABIT in ("epochs-change", "breaks"):
         inner(data[torch.randint(ROWS, (8,))])  # draws, and moves what the normalization has seen
 
 

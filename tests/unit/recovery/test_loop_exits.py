@@ -1,84 +1,54 @@
-"""Test that a loop which is left by choice is told from one that an error passes, and what is noted of it."""
+"""Test what is noted of calls of ``steps()`` that are left."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
+import logging
 
 import pytest
 
-from checkpointless.recovery.training.loop_exits import LoopExits, is_left_by_choice
-
-Steps = Callable[[], Iterator[int]]
-
-
-@pytest.fixture
-def told() -> list[bool]:
-    return []
+from checkpointless.recovery.training import loop_exits
+from checkpointless.recovery.training.loop_exits import LoopExits
 
 
-@pytest.fixture
-def steps(told: list[bool]) -> Steps:
-    """Return a generator that notes how it is left."""
-
-    def make() -> Iterator[int]:
-        try:
-            yield from range(3)
-        except GeneratorExit:
-            told.append(is_left_by_choice(sys._getframe(1)))
-            raise
-
-    return make
+@pytest.fixture(autouse=True)
+def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop_exits, "_warned", set())
 
 
-def test_break_and_return_are_choices(steps: Steps, told: list[bool]) -> None:
-    for _ in steps():
-        break
-
-    def returns() -> int:
-        for step in steps():
-            if step == 1:
-                return step
-        return 0
-
-    assert returns() == 1
-    assert told == [True, True]
+def test_a_call_that_is_not_over_was_left_when_the_next_begins(caplog: pytest.LogCaptureFixture) -> None:
+    exits = LoopExits()
+    assert [exits.begin_call(0), exits.begin_call(4)] == [0, 1]
+    exits.end_call()
+    assert exits.begin_call(8) == 2
+    assert exits.take()["left"] == [(0, 4)]
+    assert exits.was_left(0, 4)
+    assert not exits.was_left(0, 3), "its step is still to be made"
+    assert not exits.was_left(1, 8)
+    assert caplog.text.count("steps() was left by break or return") == 1
 
 
-def test_a_break_behind_what_iterates_in_the_loops_name(steps: Steps, told: list[bool]) -> None:
-    """As tqdm does, and zip."""
-
-    def wrapped() -> Iterator[int]:
-        yield from steps()
-
-    for _ in wrapped():
-        break
-    for _ in zip(steps(), range(9)):
-        break
-    assert told == [True, True]
-
-
-def test_an_error_is_none(steps: Steps, told: list[bool]) -> None:
-    def raising() -> None:
-        for _ in steps():
-            [][1]
-
-    with pytest.raises(IndexError):
-        raising()
-    assert told == [False]
+def test_a_last_call_is_named_when_the_block_is_left(caplog: pytest.LogCaptureFixture) -> None:
+    exits = LoopExits()
+    exits.begin_call(0)
+    exits.end_call()
+    exits.warn_if_left()
+    assert not caplog.records
+    exits.begin_call(3)
+    with caplog.at_level(logging.WARNING):
+        exits.warn_if_left()
+    assert len(caplog.records) == 1
 
 
 def test_what_is_noted_is_put_back_by_the_number_of_the_call() -> None:
     exits = LoopExits()
-    assert [exits.begin_call(), exits.begin_call()] == [0, 1]
-    exits.leave(0, 4)
-    exits.leave(1, 8)
+    for step in (0, 4, 8):
+        exits.begin_call(step)
     exits.ends = True
     later = LoopExits()
     later.put(exits.take())
     assert later.ends
     later.resume(exits.own())
-    assert later.resumed_in == 1
+    assert later.resumed_in == 2
     assert later.was_left(0, 6)
     assert not later.was_left(1, 6), "its step is still to be made"
     assert not later.was_left(2, 9)

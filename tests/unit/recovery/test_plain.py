@@ -38,7 +38,7 @@ def train(monkeypatch: pytest.MonkeyPatch) -> Callable[..., PlainTraining]:
             checkpoint_manager=CheckpointManager(),
             faults=None,
             steps=SimpleNamespace(loops=0),
-            blocks=SimpleNamespace(begin_training=lambda: None),
+            blocks=SimpleNamespace(begin_training=lambda _: None),
         )
         module(torch.ones(1, 3)).sum().backward()
         return PlainTraining(call, [module], [torch.optim.SGD(module.parameters(), lr=0.1)])
