@@ -112,7 +112,6 @@ def test_it_is_as_without_the_fault(
         ("two-updates", "update() was called twice in step 1"),
         ("compresses", "the communication hook powerSGD_hook keeps a PowerSGDState from step to step"),
         ("schedules", "a learning-rate scheduler of SGD is not known here"),
-        ("hidden-plateau", "a learning-rate scheduler of SGD is not known here"),
         ("late-plateau", "the step() of a ReduceLROnPlateau was called between update() of step 1 and the next"),
         ("late-buffer", "the first step has registered the buffer module.1.scale"),
         ("follows", "the parameter 0.weight is changed in a step before its update()"),

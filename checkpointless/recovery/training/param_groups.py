@@ -5,14 +5,12 @@ And which schedulers change param groups.
 
 from __future__ import annotations
 
-import gc
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from typing_extensions import TypeIs
 
 from checkpointless.recovery.evidence import Evidence, Witness, is_same
 from checkpointless.serialization.later import copy_of, is_fixed
@@ -122,8 +120,7 @@ def changed_value(before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]
 def without_scheduler(optimizers: Iterable[Any], schedulers: Iterable[Any]) -> str | None:
     """Return the class of an optimizer that has a scheduler of torch's, but none of ``schedulers``; None: all have.
 
-    A scheduler marks its optimizer's ``step`` when it is made. ``ReduceLROnPlateau`` does not:
-    :func:`without_plateau`.
+    A scheduler marks its optimizer's ``step`` when it is made; ``ReduceLROnPlateau`` does not.
     """
     known = [_optimizer_of(scheduler) for scheduler in schedulers]
     if any(optimizer is None for optimizer in known):
@@ -135,26 +132,9 @@ def without_scheduler(optimizers: Iterable[Any], schedulers: Iterable[Any]) -> s
     return None
 
 
-def without_plateau(optimizers: Iterable[Any], schedulers: Iterable[Any]) -> str | None:
-    """Return the class of an optimizer that has a ``ReduceLROnPlateau``, but none of ``schedulers``; else None.
-
-    All objects of the process are looked at, which takes about 0.1 s.
-    """
-    given, mine = plateaus(schedulers), [_unwrapped(optimizer) for optimizer in optimizers]
-    for each in filter(_is_plateau, gc.get_objects()):
-        is_given = any(each is other for other in given)
-        if not is_given and any(each.optimizer is optimizer for optimizer in mine):
-            return type(each.optimizer).__name__
-    return None
-
-
 def plateaus(schedulers: Iterable[Any]) -> list[ReduceLROnPlateau]:
     """Return the schedulers that step by a metric: the loop calls their ``step``, and not the update."""
-    return [inner for inner in map(_inner, schedulers) if _is_plateau(inner)]
-
-
-def _is_plateau(value: object) -> TypeIs[ReduceLROnPlateau]:
-    return issubclass(type(value), ReduceLROnPlateau)
+    return [inner for inner in map(_inner, schedulers) if isinstance(inner, ReduceLROnPlateau)]
 
 
 def _inner(scheduler: Any) -> Any:

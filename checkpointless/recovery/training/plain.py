@@ -18,7 +18,6 @@ from checkpointless.recovery.training.param_groups import (
     changed_value,
     plain_values,
     plateaus,
-    without_plateau,
     without_scheduler,
 )
 from checkpointless.recovery.training.torch_tensors import TorchTensors
@@ -26,25 +25,15 @@ from checkpointless.transfer.module_tensors import PARAMETER
 from checkpointless.transfer.tensor_entry import Key
 
 _LATE = (
-    "requires_grad of parameters was changed between update() of step {} and the next step, which is not made "
-    "again after a fault: change it in a step, before its update()"
-)
-_LATE_VALUES = (
-    "{} changed between update() of step {} and the next step, which is not made again after a fault: schedulers "
-    "in PlainTraining(schedulers=[...]) step with every update, and anything else changes rates and other values "
-    "of param groups in a step, before its update()"
+    "{} between update() of step {} and the next step, which is not made again after a fault: schedulers in "
+    "PlainTraining(schedulers=[...]) step with every update (but a ReduceLROnPlateau, at the beginning of a step), "
+    "and what the loop itself changes it changes in a step, before its update()"
 )
 _LEFT_OUT = (
     "a learning-rate scheduler of {} is not known here, and would begin anew after a fault: give it to "
     "PlainTraining(schedulers=[...]), and do not call its step(), which every update does (but that of a "
     "ReduceLROnPlateau, at the beginning of a step)"
 )
-_LATE_PLATEAU = (
-    "the step() of a ReduceLROnPlateau was called between update() of step {} and the next step, which is not made "
-    "again after a fault: call it at the beginning of a step, before its update()"
-)
-
-
 _WATCHED = 3  # steps: an average may begin as what it follows
 
 
@@ -106,9 +95,7 @@ class PlainTraining(LoopTraining, TorchTensors):
         if not modules or not optimizers:
             raise ValueError("PlainTraining(modules=[...], optimizers=[...]): give the modules and the optimizers")
         TorchTensors.__init__(self, modules, optimizers, is_known=call.high_water > 0, group=group)
-        self._trained_by_update: list[bool] = []
-        self._values_by_update: list[dict[str, Any]] = []
-        self._plateaus_by_update: list[int] = []
+        self._by_update: tuple[list[bool], list[dict[str, Any]], list[int]] = ([], [], [])
         self._owned = Owned(self._trained)
         declared = {**state, "scaler": scaler} if scaler is not None else state
         self.begin(call, schedulers, declared, [state, *optimizers])
@@ -137,8 +124,6 @@ class PlainTraining(LoopTraining, TorchTensors):
     @override
     def _restore(self, done: int) -> None:
         left_out = without_scheduler(self.optimizers, self._schedulers)
-        if left_out is None and self._call.is_first:  # later, those of the entry before may still be there
-            left_out = without_plateau(self.optimizers, self._schedulers)
         if left_out is not None:
             raise UnrecoverableError(_LEFT_OUT.format(left_out))
         super()._restore(done)
@@ -189,18 +174,13 @@ class PlainTraining(LoopTraining, TorchTensors):
                 update.
         """
         modules = self.take_modules()
-        trained, values = modules["trained"], plain_values(self.optimizers)
-        is_behind_update = 0 < self.step == self._ready_step
-        if is_behind_update and trained != self._trained_by_update:
-            raise UnrecoverableError(_LATE.format(self.step))
-        changed = changed_value(self._values_by_update, values) if is_behind_update else ""
-        if changed:
-            what = "learning rates were" if changed == "lr" else f"{changed} of param groups was"
-            raise UnrecoverableError(_LATE_VALUES.format(what, self.step))
         counts = [each.last_epoch for each in plateaus(self._schedulers)]
-        if is_behind_update and counts != self._plateaus_by_update:
-            raise UnrecoverableError(_LATE_PLATEAU.format(self.step))
-        self._trained_by_update, self._values_by_update, self._plateaus_by_update = trained, values, counts
+        now = modules["trained"], plain_values(self.optimizers), counts
+        is_behind_update = 0 < self.step == self._ready_step
+        late = _late_change(self._by_update, now) if is_behind_update else ""
+        if late:
+            raise UnrecoverableError(_LATE.format(late, self.step))
+        self._by_update = now
         if is_behind_update:
             self._refuse_changes("between update() and the next step")
         if self._is_young():
@@ -243,3 +223,13 @@ class PlainTraining(LoopTraining, TorchTensors):
     @override
     def derive(self) -> None:
         """Do nothing: each tensor comes from its holders, so nothing follows from other ranks' shards."""
+
+
+def _late_change(before: Sequence[Any], now: Sequence[Any]) -> str:
+    """Return what has changed of requires_grad, the values of param groups, and schedulers; "": nothing."""
+    if before[0] != now[0]:
+        return "requires_grad of parameters was changed"
+    changed = changed_value(before[1], now[1])
+    if changed:
+        return "learning rates were changed" if changed == "lr" else f"{changed} of param groups was changed"
+    return "the step() of a ReduceLROnPlateau was called" if before[2] != now[2] else ""

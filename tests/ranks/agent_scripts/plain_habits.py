@@ -292,7 +292,7 @@ def main(caller: HPCallWrapper) -> None:
     if HABIT == "warms-up":
         model(data[:8]).sum().backward()
     plateau = ReduceLROnPlateau(optimizer, factor=0.5, patience=1) if "plateau" in HABIT else None
-    known = [] if plateau is None or HABIT == "hidden-plateau" else [plateau]
+    known = [] if plateau is None else [plateau]
     training = kept_slowly(PlainTraining(caller, modules, [optimizer], schedulers=known))
     if HABIT == "two-trainings":
         PlainTraining(caller, modules, [optimizer])
