@@ -89,12 +89,12 @@ def _pass(owner: object, starts: Starts, repeats: Iterator[bool], dataset: Itera
     Raises:
         UnrecoverableError: the dataset draws random numbers for its second item.
     """
-    now, start = RngStates.capture(), None
-    if next(repeats, False):
-        start = starts.data_start()
-    else:
+    now = RngStates.capture()
+    is_again = next(repeats, False)
+    start = starts.data_start() if is_again else None
+    if not is_again:
         starts.keep_data_start(now)
-    if start is not None:
+    elif start is not None:
         start.restore()
     items = iter(dataset)
     first = list(itertools.islice(items, 1))
