@@ -235,7 +235,7 @@ def _is_plain(value: object) -> bool:
     return size <= _MOST and all(type(leaf) in _SCALARS for leaf in leaves)
 
 
-def _is_array(value: object) -> bool:
+def _is_array(value: Any) -> bool:
     """Return whether a value is a small tensor on the CPU, or an array, of numbers."""
     if isinstance(value, torch.Tensor):
         is_plain_tensor = type(value) is torch.Tensor and value.device.type == "cpu" and not value.requires_grad

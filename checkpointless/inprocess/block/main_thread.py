@@ -51,7 +51,7 @@ _OWNERLESS: dict[str, tuple[str, ...]] = {
     "/torch/multiprocessing/reductions.py": ("rebuild_storage_fd",),
     "/torch/utils/data/dataloader.py": ("_shutdown_workers",),
     "/checkpointless/local_checkpoint/part_file.py": ("_sync_folder",),
-    "/checkpointless/recovery/training/counters.py": ("put_back",),  # which looks whether weights are put back
+    "/checkpointless/recovery/training/owned.py": ("put_back",),  # which looks whether weights are put back
     "/checkpointless/recovery/training/loop.py": ("_keep_again",),  # what belongs together
 }
 
