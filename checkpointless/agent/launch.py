@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 from checkpointless.agent.launch_config import CoordinatorConfig, LaunchConfig, limits_of, meeting_of
 from checkpointless.agent.rank_program import RankProgram
 from checkpointless.agent.ranks.output import Output
+from checkpointless.posix.shared_memory import FOLDER as SHARED_MEMORY
 from checkpointless.posix.signals import CUT_SIGNAL, ENDING, PASSED_ON, handling
-from checkpointless.posix.temp_folder import private_temp_folder
+from checkpointless.posix.temp_folder import private_folder, private_temp_folder
 from checkpointless.telemetry.events import EVENTS_FILE, EventLog
 from checkpointless.telemetry.log_relay import LogRelay
 from checkpointless.telemetry.scribe import scribe
@@ -20,6 +21,8 @@ from checkpointless.telemetry.scribe import scribe
 if TYPE_CHECKING:  # only if HTTP is asked for
     from checkpointless.agent.watch import Watch
     from checkpointless.monitoring.http_status import HttpStatus
+
+_NO_HANDOVER = "a process that has to be replaced cannot hand its state to its successor"
 
 
 def launch_coordinator(config: CoordinatorConfig, say: Callable[[str], None]) -> int:
@@ -106,7 +109,6 @@ def _run(
     http: HttpStatus | None = None,
     watch: Watch | None = None,
 ) -> int:
-    program = RankProgram(config, folder)
     output = Output(
         config.logs,
         None if config.is_alone else config.node_rank,
@@ -116,12 +118,16 @@ def _run(
         shown=config.shown_ranks,
         say=say,
     )
-    starter = program.zygote(output)
-    # This loads torch, which takes seconds; the zygote does so at the same time.
-    from checkpointless.agent.node_run import NodeRun
+    with private_folder(SHARED_MEMORY, _NO_HANDOVER) as handover:
+        program = RankProgram(config, folder, handover)
+        starter = program.zygote(output)
+        # This loads torch, which takes seconds; the zygote does so at the same time.
+        from checkpointless.agent.node_run import NodeRun
 
-    run = NodeRun(config, program, starter, output, events=events, signals=signals, say=say, http=http, watch=watch)
-    return run.run()
+        run = NodeRun(
+            config, program, starter, output, events=events, signals=signals, say=say, http=http, watch=watch
+        )
+        return run.run()
 
 
 def _standard_output() -> int | None:

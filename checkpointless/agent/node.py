@@ -26,7 +26,7 @@ from checkpointless.telemetry.events import EventLog
 from checkpointless.telemetry.wording import numbered
 from checkpointless.wire.board import NO_STEP
 from checkpointless.wire.causes import signal_name
-from checkpointless.wire.messages import FaultNotice, Finish, Go, Inquire
+from checkpointless.wire.messages import FaultNotice, Finish, Go, HandOver, Inquire
 from checkpointless.wire.node_messages import (
     AllDone,
     Ask,
@@ -290,6 +290,8 @@ class NodeAgent:
             self._begin(command)
         elif isinstance(command, FaultNotice):
             self._interrupt(command)
+        elif isinstance(command, HandOver):
+            self._processes.hand_over(command)
         elif isinstance(command, Ask):
             for number in command.ranks:
                 self._rank(number).send(Inquire(command.id))

@@ -19,6 +19,7 @@ from checkpointless.environment import (
     EXIT_GRACE_ENV,
     FAULTS_ENV,
     FLIGHT_RECORDS_ENV,
+    HANDOVER_ENV,
     OMP_NUM_THREADS_ENV,
     PYTHONUNBUFFERED_ENV,
     PYTORCH_NVML_BASED_CUDA_CHECK_ENV,
@@ -38,13 +39,16 @@ class RankProgram:
     Args:
         config: what to run on the node.
         folder: folder in which the ranks keep their sockets (:mod:`checkpointless.posix.temp_folder`).
+        handover: folder in shared memory for the state that a process hands to its successor.
 
     Attributes:
         environment: environment variables of every rank, besides those that the coordinator sends.
     """
 
-    def __init__(self, config: LaunchConfig, folder: Path | None) -> None:
+    def __init__(self, config: LaunchConfig, folder: Path | None, handover: Path | None = None) -> None:
         self.environment = rank_environment(config)
+        if handover is not None:
+            self.environment[HANDOVER_ENV] = str(handover)
         self._config = config
         self._folder = folder
         self._script = Script(config.script, tuple(config.script_args), config.module)

@@ -4,7 +4,7 @@ A rank talks to our agent through an :class:`AgentClient`. A rank that another l
 to SageMaker HyperPod's agent, or is alone (:class:`StandaloneClient`).
 """
 
-from checkpointless.client.agent_client import AgentClient, AgentLostError, RankClient
+from checkpointless.client.agent_client import AgentClient, AgentLostError, RankClient, SuccessorWantedError
 from checkpointless.client.factory import HPAgentK8sAPIFactory, wait_rank
 from checkpointless.client.standalone import StandaloneClient
 from checkpointless.wire.messages import FaultNotice
@@ -16,5 +16,6 @@ __all__ = [
     "HPAgentK8sAPIFactory",
     "RankClient",
     "StandaloneClient",
+    "SuccessorWantedError",
     "wait_rank",
 ]

@@ -26,6 +26,7 @@ from checkpointless.wire.messages import (
     Finish,
     GiveUp,
     Go,
+    HandOver,
     Hello,
     Inquire,
     LineBuffer,
@@ -48,6 +49,18 @@ T = TypeVar("T")
 
 class AgentLostError(ConnectionError):
     """The connection to the agent is closed, so nothing regroups this rank any more."""
+
+
+class SuccessorWantedError(Exception):
+    """This process, which waits at the barrier, has to hand its state to a successor and end.
+
+    Args:
+        high_water: the highest optimizer step that any rank was ever seen to commit (-1: none).
+    """
+
+    def __init__(self, high_water: int) -> None:
+        super().__init__("this process has to hand its state to a successor")
+        self.high_water = high_water
 
 
 class RankUnknownError(AssertionError, RuntimeError):
@@ -78,6 +91,7 @@ class RankClient(abc.ABC):
         self._news = threading.Condition()
         self._generation = 0
         self._go: Go | None = None
+        self._hand_over: HandOver | None = None
         self._faults: dict[int, FaultNotice] = {}
         self._finish: Finish | None = None
         self._lost: str | None = None
@@ -98,6 +112,7 @@ class RankClient(abc.ABC):
 
         Raises:
             AgentLostError: the connection was closed before the ``go`` came.
+            SuccessorWantedError: the process has to hand its state to a successor instead.
             SystemExit: the job is ending.
             TimeoutError: the ``go`` did not come within ``timeout_s`` seconds.
         """
@@ -105,6 +120,8 @@ class RankClient(abc.ABC):
         def arrived() -> Go | None:
             if self.is_ending:
                 raise SystemExit(1)
+            if self._hand_over is not None and self._hand_over.generation == after_generation:
+                raise SuccessorWantedError(self._hand_over.high_water)
             return self._go if self._go is not None and self._go.generation > after_generation else None
 
         return self._wait(arrived, timeout_s, f"a go after generation {after_generation}")
@@ -116,13 +133,21 @@ class RankClient(abc.ABC):
         cause = exception_cause(self.rank, error, message, traceback, step, victim)
         self._send(FaultReport(generation, cause))
 
-    def barrier(self, generation: int) -> None:
-        """Report that this rank has left ``generation``, is clean and healthy, and waits for ``go``."""
-        self._send(Barrier(generation))
+    def barrier(self, generation: int, unfit: str = "") -> None:
+        """Report that this rank has left ``generation``, is clean and healthy, and waits for ``go``.
 
-    def request_replacement(self, generation: int, reason: str) -> None:
-        """Report that this process must not be used again; it has to exit next."""
-        self._send(Replace(generation, reason))
+        Args:
+            unfit: why this process cannot enter its block again, in one line ("": it can).
+        """
+        self._send(Barrier(generation, unfit))
+
+    def request_replacement(self, generation: int, reason: str, handed_over: bool = False) -> None:
+        """Report that this process must not be used again; it has to exit next.
+
+        Args:
+            handed_over: whether its successor finds its state in the node's memory.
+        """
+        self._send(Replace(generation, reason, handed_over))
 
     def done(self, generation: int) -> None:
         """Report that the block has returned."""
@@ -179,6 +204,8 @@ class RankClient(abc.ABC):
             if isinstance(message, Go):
                 self._go = message
                 self._move_to(message.generation)
+            elif isinstance(message, HandOver):
+                self._hand_over = message
             elif isinstance(message, Finish):
                 self._finish = message
             elif isinstance(message, Ending):

@@ -269,6 +269,7 @@ class Coordinator:
         self._job.high_water = max(self._job.high_water, message.committed)
         if isinstance(message, RankReady):
             if message.incarnation == rank.incarnation and self._processes.was_asked_for(rank):
+                rank.entered, rank.unfit = message.entered, message.unfit
                 self._regrouping.ready(rank)
         elif isinstance(message, RankEnded):
             if message.incarnation == rank.incarnation and rank.state is not RankState.GONE:  # else it is known

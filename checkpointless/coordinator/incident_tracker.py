@@ -38,6 +38,7 @@ class Incident:
         by_rank: the last cause of each rank that has one.
         said: the cause that the terminal was told.
         killed_the_late: whether the ranks that did not come in time have been replaced.
+        counted: whether the limits know it.
         stillborn: how many successors ended before they entered the block.
         rung: how far up its recovery goes.
         steps_lost: how many committed steps storage did not bring back.
@@ -53,6 +54,7 @@ class Incident:
     by_rank: dict[int, Cause] = field(default_factory=dict)
     said: Cause | None = None
     killed_the_late: bool = False
+    counted: bool = False
     stillborn: int = 0
     rung: Rung = Rung.IN_PROCESS
     steps_lost: int = 0
@@ -134,8 +136,9 @@ class IncidentTracker:
         Returns:
             Why the job must end, if the incident is one too many.
         """
-        if self.open is None:
+        if self.open is None or self.open.counted:  # counted: processes were replaced at the barrier
             return None
+        self.open.counted = True
         if self._overtaken is not None:
             self._judge_overtaken(self._overtaken, high_water, oldest, self.open)
         self._overtaken = None

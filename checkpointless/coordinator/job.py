@@ -53,6 +53,8 @@ class Job:
         target: the step after which the recovery is over (-1: none).
         origin: the generation that begins from nothing: 0, or that of the last restart of the whole job.
         restarts: how often the whole job was restarted.
+        reenters_by_new_processes: why new processes take over at every fault ("": living ones enter their block
+            again).
         replace_at_s: when missing nodes of a job that is taken over are replaced, on the coordinator's clock (None:
             none is waited for).
         gather_by_s: by when nodes and ranks have to be together, on the coordinator's clock (None: no limit runs).
@@ -80,6 +82,7 @@ class Job:
         self.target = NO_STEP
         self.origin = 0
         self.restarts = 0
+        self.reenters_by_new_processes = ""
         self.gather_by_s: float | None = clock() + limits.join_timeout_s
         self.replace_at_s: float | None = None
         self.outcome: End | None = None

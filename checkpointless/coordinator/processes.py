@@ -6,6 +6,8 @@ from collections.abc import Iterable
 
 from checkpointless.coordinator.job import Job
 from checkpointless.coordinator.roster import Rank
+from checkpointless.telemetry.rungs import Rung
+from checkpointless.wire.messages import HandOver
 from checkpointless.wire.node_messages import Kill, OpenStore, Spawn
 from checkpointless.wire.rank_state import RankState
 
@@ -68,6 +70,7 @@ class Processes:
     def spawn(self, rank: Rank) -> None:
         """Have the next process of ``rank`` started, as soon as there is a store for it."""
         rank.incarnation += 1
+        rank.entered, rank.unfit = False, ""
         self._job.roster.move(rank, RankState.STARTING)
         self._job.roster.fresh.add(rank.number)
         if self._job.rendezvous.is_open:
@@ -95,6 +98,35 @@ class Processes:
         for rank in ranks:
             if rank.state is not RankState.GONE:
                 rank.node.send(Kill(rank.number, rank.incarnation, self._job.generation, beat))
+
+    def hand_over(self) -> bool:
+        """Have processes hand their state to successors, if one of them cannot enter its block again.
+
+        All that were in their block go, because what one cannot do again the others could not, either. Where that
+        was needed once, it is done at every fault.
+
+        Returns:
+            Whether processes are on their way out.
+        """
+        job = self._job
+        entered = [rank for rank in job.roster.ranks if rank.entered]
+        why = next((rank.unfit for rank in entered if rank.unfit), job.reenters_by_new_processes)
+        incident = job.incidents.open
+        if not why or not entered or incident is None:
+            return False
+        if not job.reenters_by_new_processes:
+            job.say(f"incident {incident.id}: {why}; new processes take over, now and at every further fault")
+        job.reenters_by_new_processes = why
+        job.gather_by_s = job.clock() + job.limits.regroup_timeout_s
+        job.incidents.step_up(Rung.OWN_STATE, why)
+        for node in job.roster.nodes:
+            numbers = [rank.number for rank in entered if rank.node is node]
+            if numbers:
+                node.send(HandOver(job.generation, job.high_water, numbers))
+        for rank in entered:
+            job.roster.move(rank, RankState.LEAVING)
+            rank.entered = False
+        return True
 
     def _start(self, rank: Rank, anyway: bool = False) -> None:
         if rank.node.is_back:

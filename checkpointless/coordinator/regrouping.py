@@ -144,7 +144,8 @@ class Regrouping:
                 self._end_or_restart(cause, many, *ended.last_lines, many)
                 return
         if incident is not None:
-            self._incidents.step_up(Rung.PROCESS, str(incident.cause if ended.forgiven else cause))
+            rung = Rung.OWN_STATE if ended.handed_over else Rung.PROCESS
+            self._incidents.step_up(rung, str(incident.cause if ended.forgiven else cause))
         if job.outcome is None and rank.state is RankState.GONE:  # else the whole job begins again
             self._processes.spawn(rank)
 
@@ -272,6 +273,8 @@ class Regrouping:
         if decision is not None:
             assert incident is not None
             self._give_up(incident.cause, decision)
+            return
+        if self._processes.hand_over():
             return
         self._incidents.regrouped(job.coming, job.target)
         job.enter(Phase.RUNNING)

@@ -56,6 +56,8 @@ class Rank:
         making: the step in the making that was read from the rank's board.
         shard: the first of the ranks that hold the same state as this one (None: not known).
         first: incarnation of the rank's first process since the job began, or began again.
+        entered: whether the process that is at the barrier was in its block before.
+        unfit: why that process cannot enter its block again ("": it can).
     """
 
     number: int
@@ -66,6 +68,8 @@ class Rank:
     making: int = NO_STEP
     shard: int | None = None
     first: int = 0
+    entered: bool = False
+    unfit: str = ""
 
 
 class Roster:

@@ -43,6 +43,7 @@ class Outcome(enum.Enum):
 
 _OF_RUNG = {
     Rung.IN_PROCESS: Outcome.IN_PROCESS,
+    Rung.OWN_STATE: Outcome.PROCESS,
     Rung.PROCESS: Outcome.PROCESS,
     Rung.NODE: Outcome.NODE,
     Rung.JOB: Outcome.STORAGE,

@@ -21,5 +21,15 @@ class StateKeeper(Protocol):
             error: the exception that ended the block.
         """
 
+    def hand_over(self, high_water: int) -> tuple[int, str]:
+        """Hand the state to a successor of this process, which ends.
+
+        Args:
+            high_water: the highest optimizer step that any rank was ever seen to commit (-1: none).
+
+        Returns:
+            How many bytes that took (0: there is no state yet), and why it could not be done ("": it was).
+        """
+
     def end(self) -> None:
         """Let go of everything that was kept for a fault, since the block has returned on all ranks."""

@@ -28,6 +28,8 @@ class StepTracker:
         making: the optimizer step in progress (-1: none).
         loss: loss of the optimizer step in progress, once it is known and if it is recorded (else None).
         since_entry: number of optimizer steps committed since the block was last entered.
+        has_begun: whether a step was begun since then.
+        recovers: whether the recovery of the state was begun since then.
         loops: how many trainings of loops of one's own have begun since then.
         when_it_begins: is called before the first step after each entry.
     """
@@ -37,6 +39,7 @@ class StepTracker:
         self.loss: float | None = None
         self.since_entry = 0
         self.loops = 0
+        self.has_begun = self.recovers = False
         self.when_it_begins: Callable[[], None] = lambda: None
         self._generation = generation
         self._board = board
@@ -45,6 +48,7 @@ class StepTracker:
     def enter(self) -> None:
         """Count anew, because the block is about to be entered."""
         self.since_entry = self.loops = 0
+        self.has_begun = self.recovers = False
         self._begin_stage(EventName.ENTER)
 
     def entered(self) -> None:
@@ -72,6 +76,7 @@ class StepTracker:
         self.loss = None
         if self.since_entry == 0:
             self.when_it_begins()
+        self.has_begun = True
         if self._board is not None:
             self._board.begin_step(step)
         if self._open_stage is not None:

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
 
-from checkpointless.client import AgentLostError, HPAgentK8sAPIFactory, RankClient
+from checkpointless.client import HPAgentK8sAPIFactory, RankClient, SuccessorWantedError
 from checkpointless.environment import RANK_ENV, own_generation, own_rank
 from checkpointless.faults.inject import FaultInjector, from_environment
 from checkpointless.faults.spec import FaultPhase, FaultSpecError
@@ -26,6 +26,7 @@ from checkpointless.inprocess.block.entry_modes import EntryModes
 from checkpointless.inprocess.block.entry_streams import EntryStreams
 from checkpointless.inprocess.block.main_thread import MainThread
 from checkpointless.inprocess.block.signal_handlers import SignalHandlers
+from checkpointless.inprocess.block.succession import Succession, restart_of
 from checkpointless.inprocess.block.tracing import tracing
 from checkpointless.inprocess.communicators.process_groups import process_groups
 from checkpointless.inprocess.data_workers import sockets as worker_sockets
@@ -42,7 +43,6 @@ from checkpointless.inprocess.state import HPState
 from checkpointless.inprocess.state_keeper import StateKeeper
 from checkpointless.inprocess.step_tracker import StepTracker
 from checkpointless.telemetry.event_names import EventName
-from checkpointless.telemetry.scribe import flush_all
 from checkpointless.telemetry.tracebacks import keep_traceback, without_own_frames
 from checkpointless.wire.board import Board
 from checkpointless.wire.causes import exit_code
@@ -53,7 +53,6 @@ logger = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 
 DEFAULT_ABORT_TIMEOUT_S = 60.0
-REPLACED_EXIT_CODE = 75  # EX_TEMPFAIL: the agent starts a successor
 GAVE_UP_EXIT_CODE = 1
 
 _active: HPCallWrapper | None = None
@@ -95,10 +94,14 @@ class HPWrapper:
         checkpoint_manager: keeps and restores the state; see :class:`checkpointless.recovery.CheckpointManager`.
             Default: the strategy installs one.
         check_memory_status: log and record the process's memory at every restart.
+        restart: ``"in-process"``, where the living processes enter the function again, or ``"process"``, where new
+            ones take over their state at every fault (under ``checkpointless run``). A function that does what a
+            process can do only once gets new processes in any case.
 
     Raises:
         TypeError: something else than a function is wrapped.
-        ValueError: ``abort_timeout`` is not positive, or ``trace_file_path`` is set and viztracer is not installed.
+        ValueError: ``abort_timeout`` is not positive, or ``trace_file_path`` is set and viztracer is not installed,
+            or ``restart`` is something else.
     """
 
     def __new__(cls, fn: Callable[..., Any] | None = None, /, **settings: Any) -> Any:
@@ -119,6 +122,7 @@ class HPWrapper:
         early_abort_communicator: bool = False,
         checkpoint_manager: StateKeeper | None = None,
         check_memory_status: bool = True,
+        restart: str = "in-process",
     ) -> None:
         if trace_file_path is not None:
             tracing.require()
@@ -135,6 +139,7 @@ class HPWrapper:
         self.early_abort_communicator = early_abort_communicator
         self.checkpoint_manager = checkpoint_manager
         self.check_memory_status = check_memory_status
+        self.restart = restart_of(restart)
 
     def __call__(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap ``fn``, or return it unchanged if the wrapper is disabled."""
@@ -186,6 +191,7 @@ class HPCallWrapper:
         self.client: RankClient = wrapper.hp_api_factory()
         self._now = Generation(own_generation())
         self.steps = StepTracker(self._now, self.board)
+        self._succession = Succession(self._now, self.client, self.steps, self.blocks, wrapper.restart)
         self._main = MainThread()
         self._departure = Departure(
             self._now,
@@ -195,9 +201,9 @@ class HPCallWrapper:
             abort=wrapper.abort,
             timeout=wrapper.abort_timeout,
             raise_before_abort=wrapper.async_raise_before_abort,
-            replace=self._replace,
+            replace=self._succession.replace,
         )
-        self._cleanup = BlockCleanup(self._now, wrapper, self._replace)
+        self._cleanup = BlockCleanup(self._now, wrapper, self._succession.replace)
         self._signal_handlers = SignalHandlers()
         self._entry: tuple[EntryStreams, EntryModes, EntryHooks] | None = None
         worker_sockets.share_folder()
@@ -280,6 +286,7 @@ class HPCallWrapper:
                 raise error
             elif error is not None:
                 self.handle_fn_exception(error)
+            self._succession.judge(error, fn)
             self.restart(RankShouldRestart() if error is None else error)
             result = error = None
             self.initialize_barrier()
@@ -295,8 +302,11 @@ class HPCallWrapper:
         after = self.generation - 1 if entering_first else self.generation
         with self._now.span(EventName.BARRIER):
             if not entering_first:
-                self.client.barrier(self.generation)
-            go = self.client.wait_go(after)
+                self.client.barrier(self.generation, self._succession.unfit)
+            try:
+                go = self.client.wait_go(after)
+            except SuccessorWantedError as wanted:
+                self._succession.hand_over(self.checkpoint_manager, wanted.high_water)
         process_groups.release()
         os.environ.update(go.env)
         with self._departure.between_generations():
@@ -377,11 +387,11 @@ class HPCallWrapper:
         self.faults = None  # it may hold the old state
         reset_peak()
         if not self.restart_in_process:
-            self._replace("in-process recovery is switched off (CheckpointlessCallback(enable_inprocess=False))")
+            self._succession.replace("CheckpointlessCallback(enable_inprocess=False) asks for new processes")
         try:
             if not self._departure.abort(self.generation):
                 raise InternalError("the update in progress did not end")
-            with bounded("the device's work", self.wrapper.abort_timeout.total_seconds(), self._replace):
+            with bounded("the device's work", self.wrapper.abort_timeout.total_seconds(), self._succession.replace):
                 wait_for_device()  # the state that is kept may be in its memory
             if self.checkpoint_manager is not None:
                 self.checkpoint_manager.hold(term_ex)
@@ -391,7 +401,7 @@ class HPCallWrapper:
             self._cleanup.run(state, term_ex)
         except (Exception, RankShouldRestart) as error:
             logger.exception("rank %s cannot restart in this process", os.environ.get(RANK_ENV))
-            self._replace(exceptions.line_of(error))
+            self._succession.replace(exceptions.line_of(error))
 
     def shutdown(self) -> None:
         """Stop listening for faults; the process has left the block and does not enter it again."""
@@ -438,13 +448,3 @@ class HPCallWrapper:
         reason = f"rank {os.environ.get(RANK_ENV, '0')} left the block{at} by sys.exit({leaving.code!r})"
         self.client.give_up(self.generation, reason, exit_code(leaving))
         raise leaving
-
-    def _replace(self, reason: str) -> NoReturn:
-        """Ask for a successor and end this process at once, since nothing in it can be trusted."""
-        try:
-            self.client.request_replacement(self.generation, reason)
-            logger.error("rank %s is replaced: %s", os.environ.get(RANK_ENV), reason)
-        except AgentLostError:
-            logger.error("no agent to replace this process: %s", reason)
-        flush_all()
-        os._exit(REPLACED_EXIT_CODE)

@@ -34,6 +34,7 @@ _BELOW = "/ckpl-kernel12345678/4194304/pymp-12345678/listener-12345678"
 LONGEST_TMPDIR = _LONGEST_SOCKET_PATH - len(_BELOW)  # bytes of the path of the folder for temporary files
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _TRIES = 5
+_NO_FOLDER = "no temporary folder for the ranks, and sockets of killed processes may stay"
 
 
 @contextlib.contextmanager
@@ -44,10 +45,35 @@ def private_temp_folder() -> Iterator[Path | None]:
         The folder; None if none could be made, or if its path would be too long for a socket in it. Processes then
         use Python's defaults.
     """
+    parent = tempfile.gettempdir()
+    if len(os.fsencode(parent)) > LONGEST_TMPDIR:
+        logger.warning(
+            "%s: %s is longer than %d bytes, and so too long for sockets below it",
+            _NO_FOLDER,
+            parent,
+            LONGEST_TMPDIR,
+        )
+        yield None
+        return
+    with private_folder(Path(parent), _NO_FOLDER) as folder:
+        yield folder
+
+
+@contextlib.contextmanager
+def private_folder(parent: Path, otherwise: str) -> Iterator[Path | None]:
+    """Make a folder that only this user can enter, and remove it with all its contents at the end.
+
+    Args:
+        parent: the folder in which it is made.
+        otherwise: what it means if none can be made, for a warning.
+
+    Yields:
+        The folder; None if none could be made.
+    """
     try:
-        path, lock = _make()
+        path, lock = _make(parent)
     except OSError as error:
-        logger.warning("no temporary folder for the ranks: %s; sockets of killed processes may stay", error)
+        logger.warning("%s: %s", otherwise, error)
         yield None
         return
     try:
@@ -80,15 +106,12 @@ def remove(folder: Path | None, pid: int) -> None:
         shutil.rmtree(folder / str(pid), ignore_errors=True)
 
 
-def _make() -> tuple[Path, int]:
+def _make(parent: Path) -> tuple[Path, int]:
     """Make a folder, and return it with the descriptor that locks it."""
-    parent = tempfile.gettempdir()
-    if len(os.fsencode(parent)) > LONGEST_TMPDIR:
-        raise OSError(f"{parent} is longer than {LONGEST_TMPDIR} bytes, and so too long for sockets below it")
     prefix = _PREFIX + _kernel()
-    _remove_abandoned(Path(parent), prefix)
+    _remove_abandoned(parent, prefix)
     for _ in range(_TRIES):
-        path = Path(tempfile.mkdtemp(prefix=prefix))
+        path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
         try:
             lock = _lock(path)
         except FileNotFoundError:

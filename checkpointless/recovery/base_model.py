@@ -33,6 +33,12 @@ class BaseModel(Protocol):
     def part_from(self, held: HeldState) -> None:
         """Remove from ``held`` the tensors that are kept here."""
 
+    def kept(self) -> Mapping[Key, torch.Tensor]:
+        """Return what is kept here, by key."""
+
+    def take(self, weights: Mapping[Key, torch.Tensor]) -> None:
+        """Keep what :meth:`kept` returned in the process before this one."""
+
     def digests(self, live: StateTensors) -> Mapping[Group, str]:
         """Return the digests, by part, of the weights in ``live`` that are kept here."""
 
@@ -57,6 +63,13 @@ class NoBaseModel:
         """Do nothing."""
 
     def part_from(self, held: HeldState) -> None:
+        """Do nothing."""
+
+    def kept(self) -> Mapping[Key, torch.Tensor]:
+        """Return nothing."""
+        return {}
+
+    def take(self, weights: Mapping[Key, torch.Tensor]) -> None:
         """Do nothing."""
 
     def digests(self, live: StateTensors) -> Mapping[Group, str]:
@@ -123,6 +136,15 @@ class FrozenBaseModel:
             self.keep(held.tensors)
         weights = self.weights or {}
         held.tensors = {key: tensor for key, tensor in held.tensors.items() if key not in weights}
+
+    def kept(self) -> Mapping[Key, torch.Tensor]:
+        """Return the frozen weights."""
+        return self.weights or {}
+
+    def take(self, weights: Mapping[Key, torch.Tensor]) -> None:
+        """Keep ``weights``, in host memory, until those of a model are whole."""
+        if weights:
+            self.weights = dict(weights)
 
     def digests(self, live: StateTensors) -> Mapping[Group, str]:
         """Return the digests, by part, of the frozen weights in ``live``."""

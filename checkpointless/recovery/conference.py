@@ -50,6 +50,8 @@ def decide_together(
     """
     call = active_call_wrapper()
     high_water = call.high_water if call is not None else -1
+    if call is not None:
+        call.steps.recovers = True
     with span(EventName.DECIDE) as fields:
         mine = _report(live, held, own, compare_digests, begun, saves).to_json()
         answers = all_gather_json({"report": mine, "keeps": own.kept_streams()})

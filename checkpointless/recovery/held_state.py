@@ -9,13 +9,15 @@ from typing import Any
 
 import torch
 
+from checkpointless.inprocess.context import tell
 from checkpointless.inprocess.parameter_update_lock import CommitState
 from checkpointless.recovery.host_memory import HostMemory
-from checkpointless.recovery.live_state import ChangingState, LiveState
+from checkpointless.recovery.live_state import Built, BuiltState, ChangingState, LiveState
 from checkpointless.recovery.moment import Moment, Stage
 from checkpointless.serialization import state_tree
 from checkpointless.serialization.checksum import MemoryChecksumManager
 from checkpointless.serialization.samples import samples
+from checkpointless.telemetry.event_names import EventName
 from checkpointless.transfer.rank_groups import Group
 from checkpointless.transfer.state_tensors import split
 from checkpointless.transfer.tensor_entry import Key
@@ -216,6 +218,26 @@ class HeldState:
     def offload(self, memory: HostMemory) -> None:
         """Move the tensors to ``memory``, in which nothing else lies."""
         self.tensors = memory.copies(self.tensors)
+
+
+def stays_built(live: LiveState, commit: CommitState, is_offloaded: bool) -> Built | None:
+    """Return what of ``live`` stays built over the fault.
+
+    Args:
+        live: the state that was left.
+        commit: the step that the state belongs to.
+        is_offloaded: whether the state is moved to host memory.
+    """
+    built = live.built if isinstance(live, BuiltState) else None
+    if built is None:
+        return None
+    reason = "the update of a step is half made" if commit.torn else built.unfit()
+    if is_offloaded:
+        reason = "the state is moved to host memory"
+    if reason is None:
+        return built
+    tell(EventName.WARM, kept=False, reason=reason)
+    return None
 
 
 def _without_gradients(live: LiveState) -> dict[Key, torch.Tensor]:

@@ -13,30 +13,29 @@ import torch.distributed as dist
 
 from checkpointless.inprocess import ParameterUpdateLock, active_call_wrapper
 from checkpointless.inprocess.block.end import make_room
-from checkpointless.inprocess.context import span, tell
+from checkpointless.inprocess.context import span
 from checkpointless.inprocess.memory import peak_growth
-from checkpointless.inprocess.parameter_update_lock import CommitState
 from checkpointless.recovery.base_model import BaseModel, NoBaseModel
-from checkpointless.recovery.conference import decide_together, find_loss
+from checkpointless.recovery.conference import Saves, decide_together, find_loss
 from checkpointless.recovery.decide import Decision, Verdict
-from checkpointless.recovery.held_state import HeldState
+from checkpointless.recovery.fits import FitKeeper
+from checkpointless.recovery.handover import Estate, clear, hand_over, take_over
+from checkpointless.recovery.held_state import HeldState, stays_built
 from checkpointless.recovery.ladder import hold_snapshot, snapshot_of, take_copies
-from checkpointless.recovery.live_state import Built, BuiltState, LiveState, LiveStrategy, LiveTrainer
+from checkpointless.recovery.live_state import Built, LiveState, LiveStrategy, LiveTrainer
 from checkpointless.recovery.moment import Stage
-from checkpointless.recovery.own.keeper import OwnStateKeeper
 from checkpointless.recovery.own.state import OwnState
 from checkpointless.recovery.refill import Refill, announce_transfer
 from checkpointless.recovery.tiers.copies import Copies
 from checkpointless.recovery.tiers.tier import Tier
 from checkpointless.serialization.checksum import MemoryChecksumManager
 from checkpointless.telemetry.event_names import EventName
-from checkpointless.transfer.exchange import share_plain
 from checkpointless.transfer.transfer import MEMORY_BUDGET_BYTES
 
 logger = logging.getLogger(__name__)
 
 
-class CheckpointManager(OwnStateKeeper):
+class CheckpointManager(FitKeeper):
     """Restores training from memory after a fault: keeps the state, decides, fills, verifies.
 
     A rank whose process lived through the fault keeps references to its model and optimizer (no copy). After the
@@ -70,9 +69,7 @@ class CheckpointManager(OwnStateKeeper):
         was_filled: whether the last recovery gave this rank a peer's state.
         kept: what stays built over the fault, with the number of the fit that it belongs to, until training has
             resumed; None: nothing.
-        fit: the fit of the running block that is under way, counted from 1 (0: none has begun).
         offset: how many steps of the job precede that fit: steps are counted over all fits of a block.
-        finished: by fit, the non-tensor state in which the fit ended.
         saves: what a strategy knows about the checkpoints of its newest step.
         tiers_are_kept: whether copies are kept in tiers.
         checksum_manager: computes the digests of tensors.
@@ -110,10 +107,9 @@ class CheckpointManager(OwnStateKeeper):
         self.verdict: Verdict | None = None
         self.was_filled = False
         self.kept: tuple[int, Built] | None = None
-        self.fit = 0
-        self.finished: dict[int, dict[str, Any]] = {}
         self.saves: Any = None  # Any: the Saves of a strategy, a floor above
         self._begun = 0
+        self._lost_saves: Saves = ()  # of the process before this one
         self._attached_fit = 1, 0  # the fit's number, and the steps of the job before it
 
     @property
@@ -148,31 +144,6 @@ class CheckpointManager(OwnStateKeeper):
 
     # --- while training -------------------------------------------------------------------------------------
 
-    def begin_fit(self) -> None:
-        """Begin a fit of the block. Its steps are counted on from those of the fits before it."""
-        self.fit += 1
-        self.offset = self.parameter_update_lock.committed + 1 if self.fit > 1 else 0
-
-    def finish_fit(self, objects: dict[str, Any]) -> None:
-        """Record that the fit under way is over, on all ranks.
-
-        Args:
-            objects: the non-tensor state in which the fit ended, for a block that is entered again later.
-        """
-        self.finished = {**self.finished, self.fit: objects}
-        self.finish_copies()
-
-    def finished_fit(self) -> dict[str, Any] | None:
-        """Return the non-tensor state in which the fit under way ended before the fault. Collective.
-
-        Returns:
-            The state, from this rank's memory or a peer's; None if no rank has it.
-        """
-        objects: dict[str, Any] | None = share_plain(self.finished.get(self.fit))
-        if objects is not None:
-            self.finished = {**self.finished, self.fit: objects}
-        return objects
-
     def attach(self, live: LiveState, step: int) -> None:
         """Record that the rank's state is whole, is the state after ``step``, and lives in ``live`` from now on.
 
@@ -183,6 +154,8 @@ class CheckpointManager(OwnStateKeeper):
         self._attached = live
         self._attached_fit = max(self.fit, 1), self.offset
         self._held = self.kept = None
+        self._lost_saves = ()
+        clear()
         self._begun = self.fit
         self.parameter_update_lock.set_committed(step)
         call = active_call_wrapper()
@@ -251,6 +224,30 @@ class CheckpointManager(OwnStateKeeper):
         self.parameter_update_lock.forget()
         self.fit = self.offset = 0
 
+    def hand_over(self, high_water: int) -> tuple[int, str]:
+        """Hand the state to a successor of this process, which ends.
+
+        Args:
+            high_water: the highest optimizer step that any rank was ever seen to commit (-1: none).
+
+        Returns:
+            How many bytes that took (0: there is no state yet), and why it could not be done ("": it was).
+        """
+        base = self._base_model.kept()
+        estate = Estate(self._held, base, max(self._begun, self.fit), self.finished, self._unfinished_saves())
+        return hand_over(estate, self._own, high_water)
+
+    def _take_over(self) -> None:
+        """Hold what the process before this one has handed over, if it has."""
+        estate = take_over(self._own)
+        if estate is not None:
+            self._held, self._lost_saves = estate.held, estate.saves
+            self._base_model.take(estate.base)
+            self._begun, self.finished = max(self._begun, estate.begun), {**estate.finished, **self.finished}
+
+    def _unfinished_saves(self) -> Saves:
+        return (*self._lost_saves, *(self.saves.unfinished if self.saves is not None else ()))
+
     def end(self) -> None:
         """Let go of the copies in tiers, since the block has returned on all ranks."""
         self._copies.end()
@@ -259,24 +256,12 @@ class CheckpointManager(OwnStateKeeper):
         commit = self.parameter_update_lock.state()
         held = HeldState.of(live, commit, self.checksum_manager, *self._attached_fit)
         self._held = held
-        self.kept = self._keep(live, held.commit)
+        built = stays_built(live, held.commit, self.enable_offload)
+        self.kept = (self._attached_fit[0], built) if built is not None else None
         self._base_model.part_from(held)
         if held.digests is not None:
             held.add_digests(self._base_model.digests(live))
         self.maybe_offload_checkpoint()
-
-    def _keep(self, live: LiveState, commit: CommitState) -> tuple[int, Built] | None:
-        """Return what of ``live`` stays built, with the number of its fit."""
-        built = live.built if isinstance(live, BuiltState) else None
-        if built is None:
-            return None
-        reason = "the update of a step is half made" if commit.torn else built.unfit()
-        if self.enable_offload:
-            reason = "the state is moved to host memory"
-        if reason is not None:
-            tell(EventName.WARM, kept=False, reason=reason)
-            return None
-        return self._attached_fit[0], built
 
     def maybe_offload_checkpoint(self) -> None:
         """Move the held tensors to pinned host memory, if ``enable_offload`` is set.
@@ -333,6 +318,8 @@ class CheckpointManager(OwnStateKeeper):
         self.resumed_at = None
         if self._held is not None:
             self._held.use()
+        else:
+            self._take_over()
         decision = self._ask_memory(live)
         if self.refusal and self._copies and self._take_copies():
             decision = self._ask_memory(live)
@@ -399,7 +386,7 @@ class CheckpointManager(OwnStateKeeper):
             compare_digests=compare_digests,
             fit=max(self.fit, 1),
             begun=self._begun,
-            saves=self.saves.unfinished if self.saves is not None else (),
+            saves=self._unfinished_saves(),
         )
 
     def _restore(self, live: LiveState, decision: Decision, target: int) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from checkpointless.telemetry.event_names import LIVING, EventName
 from checkpointless.telemetry.events import Event
+from checkpointless.telemetry.rungs import Rung
 from checkpointless.telemetry.tracebacks import traceback_path
 from checkpointless.telemetry.wording import plural
 
@@ -22,7 +23,7 @@ _STARTING = (
     EventName.FIRST_STEP,
 )
 #: Stages of the generation that ended; they are told when all ranks have met again.
-_ENDING = (EventName.ABORT, EventName.FINALIZE)
+_ENDING = (EventName.ABORT, EventName.FINALIZE, EventName.HAND_OVER)
 #: Stages that are usually too short for a separate line, and the stages whose lines mention them.
 _BRIEF: Mapping[str, EventName] = {
     EventName.HEALTH: EventName.FINALIZE,
@@ -57,7 +58,8 @@ def recovered_line(incident: str, seconds: float, rung: str, steps_lost: int | N
     lost = {None: "", 0: "; nothing was lost", 1: "; 1 step is made once more"}
     many = f"; {steps_lost} steps are made once more"
     left = "" if made or steps_lost is None else "; no step was left to make"
-    return f"{INCIDENT}{incident}: recovered in {seconds:.2f} s ({rung}){lost.get(steps_lost, many)}{left}"
+    level = "new process, own state" if rung == Rung.OWN_STATE.label else rung
+    return f"{INCIDENT}{incident}: recovered in {seconds:.2f} s ({level}){lost.get(steps_lost, many)}{left}"
 
 
 def escalated_line(incident: str, following: str) -> str:
@@ -256,6 +258,8 @@ class Narrator:
             is_here = event.node == self._coordinator[0]
             if not is_here or event.mono > generation.went:  # else a late word of the wait for this generation
                 generation.began_to_wait[rank] = event.mono if is_here else -1
+        if event.stage == EventName.HAND_OVER and event.edge == "begin":
+            generation.began_to_wait.pop(rank, None)  # its successor comes
         if event.stage == EventName.FALLBACK:
             generation.reason = str(fields.get("reason") or "")
         if event.edge != "end" or "error" in fields:

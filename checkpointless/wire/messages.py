@@ -70,16 +70,26 @@ class FaultReport(Message, frozen=True, tag="fault"):
 
 
 class Barrier(Message, frozen=True, tag="barrier"):
-    """The rank has left ``generation``, is clean and healthy, and waits for ``go``."""
+    """The rank has left ``generation``, is clean and healthy, and waits for ``go``.
+
+    Attributes:
+        unfit: why the rank's process cannot enter its block again, in one line ("": it can).
+    """
 
     generation: Int
+    unfit: str = ""
 
 
 class Replace(Message, frozen=True, tag="replace"):
-    """The rank's process must not be used again; it exits next and asks for a successor."""
+    """The rank's process must not be used again; it exits next and asks for a successor.
+
+    Attributes:
+        handed_over: whether the successor finds the state of this process in the node's memory.
+    """
 
     generation: Int
     reason: str
+    handed_over: bool = False
 
 
 class Done(Message, frozen=True, tag="done"):
@@ -152,6 +162,21 @@ class FaultNotice(Message, frozen=True, tag="fault"):
     undetected_ms: Int = 0
 
 
+class HandOver(Message, frozen=True, tag="hand-over"):
+    """Processes at the barrier after ``generation`` hand their state to successors, and end.
+
+    The coordinator tells the nodes, and they tell their ranks.
+
+    Attributes:
+        high_water: the highest optimizer step that any rank was ever seen to commit (-1: none).
+        ranks: the ranks whose processes these are.
+    """
+
+    generation: Int
+    high_water: Int
+    ranks: list[Int]
+
+
 class Inquire(Message, frozen=True, tag="inquire"):
     """Ask where the rank's main thread is."""
 
@@ -167,7 +192,7 @@ class Ending(Message, frozen=True, tag="ending"):
 
 
 RankMessage = Hello | FaultReport | Barrier | Replace | Done | GiveUp | Answer
-AgentMessage = Go | FaultNotice | Inquire | Finish | Ending
+AgentMessage = Go | FaultNotice | HandOver | Inquire | Finish | Ending
 
 
 class _Envelope(msgspec.Struct):
@@ -217,7 +242,7 @@ class Vocabulary:
 
 _VOCABULARIES = {
     Sender.RANK: Vocabulary("rank", Hello, FaultReport, Barrier, Replace, Done, GiveUp, Answer),
-    Sender.AGENT: Vocabulary("agent", Go, FaultNotice, Inquire, Finish, Ending),
+    Sender.AGENT: Vocabulary("agent", Go, FaultNotice, HandOver, Inquire, Finish, Ending),
 }
 
 

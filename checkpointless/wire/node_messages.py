@@ -12,7 +12,7 @@ from typing import Annotated, get_args
 import msgspec
 
 from checkpointless.wire.causes import Cause
-from checkpointless.wire.messages import FaultNotice, Message, Vocabulary
+from checkpointless.wire.messages import FaultNotice, HandOver, Message, Vocabulary
 from checkpointless.wire.plain import Int
 from checkpointless.wire.rank_state import RankState
 
@@ -109,6 +109,8 @@ class RankReady(Message, frozen=True, tag="ready"):
         pid: process ID of the rank.
         committed: the last committed optimizer step on the rank's board (-1: none).
         making: the step in the making on the rank's board (-1: none).
+        entered: whether the rank's process was in its block before.
+        unfit: why the process cannot enter its block again, in one line ("": it can).
     """
 
     rank: Int
@@ -116,6 +118,8 @@ class RankReady(Message, frozen=True, tag="ready"):
     pid: Int
     committed: Int
     making: Int
+    entered: bool = False
+    unfit: str = ""
 
 
 class Trouble(Message, frozen=True, tag="trouble"):
@@ -156,6 +160,7 @@ class RankEnded(Message, frozen=True, tag="ended"):
         was_started: whether there was a process, or was to be one at once; otherwise it was still held back because
             of its device.
         refusal: why the kernel gave the rank no process; "" if there was one.
+        handed_over: whether the process has handed its state to its successor.
     """
 
     rank: Int
@@ -168,6 +173,7 @@ class RankEnded(Message, frozen=True, tag="ended"):
     last_lines: list[str]
     was_started: bool = True
     refusal: str = ""
+    handed_over: bool = False
 
 
 class DeviceBad(Message, frozen=True, tag="device"):
@@ -388,7 +394,9 @@ NodeMessage = (
     | Leaving
     | Alive
 )
-Command = Spawn | OpenStore | Discard | Begin | FaultNotice | Ask | Kill | AllDone | OneEnded | End | Alive
+Command = (
+    Spawn | OpenStore | Discard | Begin | FaultNotice | HandOver | Ask | Kill | AllDone | OneEnded | End | Alive
+)
 
 FROM_NODE = Vocabulary("node", *get_args(NodeMessage))
 FROM_COORDINATOR = Vocabulary("coordinator", *get_args(Command))

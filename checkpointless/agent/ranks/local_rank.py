@@ -47,6 +47,7 @@ class LocalRank:
         link: the connection to the living process; None once either side has closed it.
         said_hello: whether the living process has said hello.
         forgiven: whether the end of the process is a consequence of what is known already, and no fault by itself.
+        handed_over: whether the process has handed its state to its successor.
         beats: the beats of the generation.
         started_at_s: when the living process was started, on the monotonic clock.
         local: the rank within this node.
@@ -68,6 +69,7 @@ class LocalRank:
     link: RankLink | None = None
     said_hello: bool = False
     forgiven: bool = False
+    handed_over: bool = False
     beats: Beats = field(default_factory=Beats)
     started_at_s: float = 0.0
     local: int = 0

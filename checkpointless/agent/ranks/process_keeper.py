@@ -33,7 +33,7 @@ from checkpointless.posix.signals import ENDING, is_default
 from checkpointless.telemetry.event_names import EventName
 from checkpointless.telemetry.wording import numbered
 from checkpointless.wire.causes import signal_name
-from checkpointless.wire.messages import Ending, ProtocolError
+from checkpointless.wire.messages import Ending, HandOver, ProtocolError
 from checkpointless.wire.node_messages import Joined, NodeMessage, RankEnded, Spawn
 from checkpointless.wire.rank_state import RankState
 
@@ -180,7 +180,7 @@ class ProcessKeeper:
         rank.local = int(spawn.env.get(LOCAL_RANK_ENV, "0"))
         rank.state, rank.pid, rank.kill_at_s = RankState.STARTING, None, None
         rank.said_hello, rank.forgiven, rank.ended, rank.was_standby = False, False, None, False
-        rank.is_cut_off = False
+        rank.is_cut_off = rank.handed_over = False
         rank.board.set_exit_code(None)
         if not self._held.hold(spawn, rank.local):
             self._start(rank, spawn)
@@ -242,6 +242,15 @@ class ProcessKeeper:
             self._told_of.add(number)
             name, ranks = signal_name(number), numbered("rank", would_die)
             self._say(f"{name} is not passed on to {ranks}: without a handler a process would die of it")
+
+    def hand_over(self, command: HandOver) -> None:
+        """Have processes that wait at the barrier hand their state to successors."""
+        for number in command.ranks:
+            rank = self.ranks.get(number)
+            if rank is not None and rank.state is RankState.READY:
+                rank.state = RankState.LEAVING
+                if not rank.send(command):
+                    self.kill(rank)
 
     def signal(self, rank: LocalRank, number: int) -> None:
         """Send a signal to a rank's process, if it has one."""
@@ -395,6 +404,7 @@ class ProcessKeeper:
             [] if rank.is_shown else lines or [],
             was_started,
             refusal,
+            rank.handed_over,
         )
         self._report(rank.ended)
 

@@ -86,7 +86,7 @@ class RankReports:
             rank.last_words = message.cause.message
             self._trouble(rank, msgspec.structs.replace(message.cause, rank=rank.number))
         elif isinstance(message, Barrier):
-            self._is_ready(rank)
+            self._is_ready(rank, entered=True, unfit=message.unfit)
         elif isinstance(message, Done) and rank.state is RankState.RUNNING:
             rank.state = RankState.DONE
             self._report(RankDone(rank.number, message.generation, rank.board.read().committed))
@@ -103,17 +103,19 @@ class RankReports:
         self._is_ready(rank)
 
     def _on_replace(self, rank: LocalRank, message: Replace) -> None:
-        rank.forgiven, rank.last_words = True, message.reason
+        rank.forgiven, rank.last_words, rank.handed_over = True, message.reason, message.handed_over
         rank.kill_at_s = self._clock() + EXIT_GRACE_S
         if rank.state in IN_BLOCK:
             step = rank.board.read().making
             what = "asked to be replaced"
             self._trouble(rank, Cause(CauseKind.LOSS, rank.number, "replace", what, step, message.reason))
 
-    def _is_ready(self, rank: LocalRank) -> None:
+    def _is_ready(self, rank: LocalRank, *, entered: bool = False, unfit: str = "") -> None:
         rank.state = RankState.READY
-        reading = rank.board.read()
-        self._report(RankReady(rank.number, rank.incarnation, rank.pid or -1, reading.committed, reading.making))
+        reading, pid = rank.board.read(), rank.pid or -1
+        self._report(
+            RankReady(rank.number, rank.incarnation, pid, reading.committed, reading.making, entered, unfit)
+        )
 
     def _trouble(self, rank: LocalRank, cause: Cause) -> None:
         reading = rank.board.read()

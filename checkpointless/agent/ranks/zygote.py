@@ -16,6 +16,7 @@ import json
 import logging
 import os
 import selectors
+import shutil
 import signal
 import socket
 import sys
@@ -30,6 +31,7 @@ from checkpointless.agent.ranks.rank_process import Script, die_with_parent, pro
 from checkpointless.agent.ranks.retried_starts import Refused, RetriedStarts
 from checkpointless.agent.ranks.standbys.place import MAX_REQUEST_BYTES, Place, become_rank, wait_for_place
 from checkpointless.agent.ranks.standbys.pool import Fate, StandbyNews, StandbyPool
+from checkpointless.environment import HANDOVER_ENV
 from checkpointless.posix.process_tree import ProcessTree, adopt_orphans, kill_descendants
 from checkpointless.posix.signals import ENDING, PASSED_ON
 
@@ -272,6 +274,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     zygote = Zygote(connection, options.script, options.temp_folder)
     zygote.say(type="ready", can_fork=can_fork(), failed=failed, seconds=time.monotonic() - started_s)
     zygote.serve()
+    shutil.rmtree(os.environ.get(HANDOVER_ENV, ""), ignore_errors=True)  # an agent that was killed leaves it
 
 
 if __name__ == "__main__":

@@ -32,6 +32,11 @@ class Blocks:
         self._when_left: Callable[[], None] = lambda: None
 
     @property
+    def left(self) -> int:
+        """How many blocks all ranks have left in this process, which a successor would run again."""
+        return self._number
+
+    @property
     def obstacle(self) -> str:
         """Why this block cannot be entered: this process is a successor of one that has left it; "" if it can."""
         return _BEGUN_ANEW if self._facts.get(_LEFT, 0) > self._number else ""

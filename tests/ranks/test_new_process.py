@@ -1,0 +1,137 @@
+"""Test blocks that a process can enter only once: a new process takes over the state of the old one."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from checkpointless.faults.ledger import fired
+from checkpointless.posix.shared_memory import FOLDER
+from checkpointless.report.incidents import IncidentSummary, summarize
+from checkpointless.report.verify import compare
+from checkpointless.telemetry.events import read_events
+from checkpointless.telemetry.rungs import Rung
+from checkpointless.telemetry.steps import Recording, read_steps
+from tests.ranks.agent_job import Ended, Job
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
+
+STEPS = 6
+EXCEPTION, SIGKILL = "exception@forward:rank=1,step=3", "sigkill@backward:rank=1,step=3"
+Calm = Callable[..., Recording]
+
+
+def train(run_dir: Path, *args: str, faults: tuple[str, ...] = ()) -> Ended:
+    options = {"fork_here": False} if "spawn" in args else {}  # the processes of tests have a start method
+    return Job(run_dir, "once.py", str(STEPS), *args, nproc=2, faults=faults, record_steps=True, **options).end(120)
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> Calm:
+    """Return a function for the steps of a job without faults; it makes each job once."""
+
+    @functools.cache
+    def steps(layout: str, once: str) -> Recording:
+        run_dir = tmp_path_factory.mktemp("calm") / "run"
+        job = train(run_dir, layout, once)
+        assert job.code == 0, job.err
+        return read_steps(run_dir)
+
+    return steps
+
+
+@pytest.fixture(autouse=True)
+def shared_memory() -> Iterator[None]:
+    """Require that a test leaves no folder in shared memory."""
+    before = set(FOLDER.glob("ckpl-*"))
+    yield
+    assert set(FOLDER.glob("ckpl-*")) <= before
+
+
+def disturbed(
+    calm: Calm, run_dir: Path, *args: str, faults: tuple[str, ...] = (EXCEPTION,)
+) -> tuple[Ended, list[IncidentSummary]]:
+    """Train with faults; nothing may be lost, and nothing may differ."""
+    job = train(run_dir, *args, faults=faults)
+    assert job.code == 0, job.err
+    assert fired(run_dir) == dict.fromkeys(faults, 1)
+    verdict = compare(calm(*args[:2]), read_steps(run_dir))
+    assert verdict.equal, f"{verdict.sentence}\n{job.err}"
+    incidents = summarize(read_events(run_dir))
+    assert {each.steps_lost for each in incidents} <= {0, None}, job.err
+    return job, incidents
+
+
+@pytest.mark.parametrize(
+    ("layout", "once", "call"),
+    [("ddp", "spawn", 'multiprocessing.set_start_method("spawn")'), ("sharded", "registry", 'register("model")')],
+)
+def test_every_rank_hands_its_state_to_a_new_process(
+    calm: Calm, tmp_path: Path, layout: str, once: str, call: str
+) -> None:
+    """At the first fault the entry in place fails, which tells; at the second one nobody tries it."""
+    faults = (EXCEPTION, "exception@between:rank=0,step=4")
+    job, incidents = disturbed(calm, tmp_path / "run", layout, once, faults=faults)
+    assert [each.rung for each in incidents] == [Rung.IN_PROCESS, Rung.OWN_STATE, Rung.OWN_STATE], job.err
+    assert f"({call}) in front of the function that HPWrapper wraps" in job.err
+    assert job.err.count("could not enter its block again") == 1
+    assert job.err.count("(new process, own state); nothing was lost") == 2, job.err
+    assert job.out.count("found 600 in 700") == 4, job.out
+
+
+def test_a_replica_fills_the_one_that_was_killed(calm: Calm, tmp_path: Path) -> None:
+    job, incidents = disturbed(calm, tmp_path / "run", "ddp", "spawn", faults=(SIGKILL,))
+    assert incidents[-1].sources == (0,), job.err
+    assert job.out.count("found 600 in 700") == 1, job.out
+
+
+def test_new_processes_at_every_fault_if_they_are_asked_for(calm: Calm, tmp_path: Path) -> None:
+    faults = (EXCEPTION, "sigkill@optimizer:rank=0,step=5")
+    job, incidents = disturbed(calm, tmp_path / "run", "ddp", "process", faults=faults)
+    assert [each.rung for each in incidents] == [Rung.OWN_STATE, Rung.PROCESS], job.err
+
+
+@pytest.mark.parametrize(
+    ("word", "line"),
+    [
+        ("damaged", "what the process before this one handed over cannot be used"),
+        ("full", "rank 1 is replaced: its state could not be handed over"),
+    ],
+)
+def test_a_replica_fills_a_rank_whose_state_does_not_arrive(
+    calm: Calm, tmp_path: Path, word: str, line: str
+) -> None:
+    job, incidents = disturbed(calm, tmp_path / "run", "ddp", "process", word)
+    assert incidents[-1].sources == (0,), job.err
+    assert line in job.out, job.out
+
+
+def test_without_a_replica_the_job_ends_with_the_reason(tmp_path: Path) -> None:
+    job = train(tmp_path / "run", "sharded", "process", "damaged", faults=(EXCEPTION,))
+    assert job.code == 1
+    assert "no living rank holds the shard of rank 1" in job.err.splitlines()[-1]
+
+
+def test_a_block_that_fails_in_a_new_process_too_ends_the_job(tmp_path: Path) -> None:
+    job = train(tmp_path / "run", "ddp", "always", faults=(EXCEPTION,))
+    assert job.code == 1
+    assert "ValueError: this never ends well again, 3 times in a row with no step committed in between" in job.err
+
+
+def test_nothing_stays_behind_an_agent_that_is_killed(tmp_path: Path) -> None:
+    before = set(FOLDER.glob("ckpl-*"))
+    args = str(STEPS), "ddp", "process", "wait"
+    job = Job(tmp_path / "run", "once.py", *args, nproc=2, faults=(EXCEPTION,))
+    deadline_s = time.monotonic() + 60
+    while "found 600" not in job.log(0) + job.log(1):
+        assert time.monotonic() < deadline_s, "no successor has begun"
+        time.sleep(0.05)
+    (folder,) = set(FOLDER.glob("ckpl-*")) - before
+    job.process.send_signal(9)
+    while folder.exists():
+        assert time.monotonic() < deadline_s, "the folder stays"
+        time.sleep(0.05)
