@@ -118,7 +118,7 @@ def _run(
         shown=config.shown_ranks,
         say=say,
     )
-    with private_folder(SHARED_MEMORY, _NO_HANDOVER) as handover:
+    with private_folder(lambda: SHARED_MEMORY, _NO_HANDOVER) as handover:
         program = RankProgram(config, folder, handover)
         starter = program.zygote(output)
         # This loads torch, which takes seconds; the zygote does so at the same time.

@@ -158,7 +158,7 @@ class IncidentTracker:
         """
         incident = self.open or self.recovering or self.begin(cause)
         self.open, self.recovering = incident, None
-        incident.restarted = True
+        incident.restarted, incident.counted = True, False
         self._tell(incident)
         incident.rung = Rung.JOB
         self.emit(EventName.RUNG, "point", rung=Rung.JOB.label, why=why)

@@ -22,7 +22,7 @@ import multiprocessing
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing import util
 from pathlib import Path
 
@@ -34,7 +34,7 @@ _BELOW = "/ckpl-kernel12345678/4194304/pymp-12345678/listener-12345678"
 LONGEST_TMPDIR = _LONGEST_SOCKET_PATH - len(_BELOW)  # bytes of the path of the folder for temporary files
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _TRIES = 5
-_NO_FOLDER = "no temporary folder for the ranks, and sockets of killed processes may stay"
+_NO_FOLDER = "no temporary folder for the ranks; sockets of killed processes may stay"
 
 
 @contextlib.contextmanager
@@ -45,33 +45,23 @@ def private_temp_folder() -> Iterator[Path | None]:
         The folder; None if none could be made, or if its path would be too long for a socket in it. Processes then
         use Python's defaults.
     """
-    parent = tempfile.gettempdir()
-    if len(os.fsencode(parent)) > LONGEST_TMPDIR:
-        logger.warning(
-            "%s: %s is longer than %d bytes, and so too long for sockets below it",
-            _NO_FOLDER,
-            parent,
-            LONGEST_TMPDIR,
-        )
-        yield None
-        return
-    with private_folder(Path(parent), _NO_FOLDER) as folder:
+    with private_folder(_temporary, _NO_FOLDER) as folder:
         yield folder
 
 
 @contextlib.contextmanager
-def private_folder(parent: Path, otherwise: str) -> Iterator[Path | None]:
+def private_folder(find: Callable[[], Path], otherwise: str) -> Iterator[Path | None]:
     """Make a folder that only this user can enter, and remove it with all its contents at the end.
 
     Args:
-        parent: the folder in which it is made.
+        find: returns the folder in which it is made, or raises ``OSError``.
         otherwise: what it means if none can be made, for a warning.
 
     Yields:
         The folder; None if none could be made.
     """
     try:
-        path, lock = _make(parent)
+        path, lock = _make(find())
     except OSError as error:
         logger.warning("%s: %s", otherwise, error)
         yield None
@@ -104,6 +94,13 @@ def remove(folder: Path | None, pid: int) -> None:
     """Remove what the process ``pid`` and those that it started have left; all of them must have ended."""
     if folder is not None:
         shutil.rmtree(folder / str(pid), ignore_errors=True)
+
+
+def _temporary() -> Path:
+    parent = tempfile.gettempdir()
+    if len(os.fsencode(parent)) > LONGEST_TMPDIR:
+        raise OSError(f"{parent} is longer than {LONGEST_TMPDIR} bytes, and so too long for sockets below it")
+    return Path(parent)
 
 
 def _make(parent: Path) -> tuple[Path, int]:

@@ -18,15 +18,15 @@ from checkpointless.inprocess.memory import peak_growth
 from checkpointless.recovery.base_model import BaseModel, NoBaseModel
 from checkpointless.recovery.conference import Saves, decide_together, find_loss
 from checkpointless.recovery.decide import Decision, Verdict
-from checkpointless.recovery.fits import FitKeeper
-from checkpointless.recovery.handover import Estate, clear, hand_over, take_over
 from checkpointless.recovery.held_state import HeldState, stays_built
 from checkpointless.recovery.ladder import hold_snapshot, snapshot_of, take_copies
 from checkpointless.recovery.live_state import Built, LiveState, LiveStrategy, LiveTrainer
 from checkpointless.recovery.moment import Stage
+from checkpointless.recovery.own.fits import FitKeeper
 from checkpointless.recovery.own.state import OwnState
 from checkpointless.recovery.refill import Refill, announce_transfer
 from checkpointless.recovery.tiers.copies import Copies
+from checkpointless.recovery.tiers.handover import Estate, clear, hand_over, take_over
 from checkpointless.recovery.tiers.tier import Tier
 from checkpointless.serialization.checksum import MemoryChecksumManager
 from checkpointless.telemetry.event_names import EventName

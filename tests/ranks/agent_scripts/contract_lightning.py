@@ -1,8 +1,9 @@
-"""A Lightning module, a data module and a callback that keep plain data in attributes: ``KIND``.
+"""A Lightning module, a data module and a callback that keep plain data in attributes: ``KIND [once]``.
 
 Each epoch's mean is of a list in an attribute; gradients are clipped by a list (clip) or scaled by an average that
 begins as None (average). The callback has a mean of its own rank's losses, in an attribute and in its state.
-The validation loader has persistent workers whose dataset draws.
+The validation loader has persistent workers whose dataset draws. With ``once``, the block registers what a process
+can register only once.
 """
 
 import enum
@@ -19,6 +20,7 @@ from checkpointless.environment import own_rank
 from checkpointless.strategies import CheckpointlessDDPStrategy
 
 KIND = sys.argv[1]
+registered: set[str] = set()
 
 
 class Mode(enum.Enum):
@@ -105,8 +107,15 @@ class Model(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
+def register(name: str) -> None:
+    if "once" in sys.argv and name in registered:
+        raise ValueError(f"{name} is already registered")
+    registered.add(name)
+
+
 @HPWrapper()
 def main() -> None:
+    register("model")
     pl.seed_everything(3, verbose=False)
     trainer = pl.Trainer(
         accelerator="cpu",

@@ -27,6 +27,7 @@ RANK, IS_NEW = int(os.environ["RANK"]), os.environ[INCARNATION_ENV] != "0"
 HANDED_OVER = Path(os.environ[HANDOVER_ENV]) / f"rank-{RANK}"
 names: set[str] = set()
 
+print(f"hands over in {HANDED_OVER.parent}", flush=True)
 if IS_NEW and HANDED_OVER.is_dir():
     (part,) = HANDED_OVER.iterdir()
     print(f"found {part.stat().st_mode & 0o777:o} in {HANDED_OVER.stat().st_mode & 0o777:o}", flush=True)

@@ -79,8 +79,8 @@ def test_a_folder_that_another_agent_removes_at_once_is_made_again(
 ) -> None:
     really, made = tempfile.mkdtemp, []
 
-    def mkdtemp(prefix: str) -> str:
-        path = really(prefix=prefix)
+    def mkdtemp(prefix: str, dir: Path) -> str:
+        path = really(prefix=prefix, dir=dir)
         made.append(path)
         if len(made) == 1:
             shutil.rmtree(path)

@@ -1,0 +1,84 @@
+"""Test which ends of a block say that its process cannot enter it again."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+
+from checkpointless.inprocess import HPWrapper
+from checkpointless.inprocess.block.blocks import Blocks
+from checkpointless.inprocess.block.succession import Succession
+from checkpointless.inprocess.facts import Facts
+from checkpointless.inprocess.generation import Generation
+from checkpointless.inprocess.step_tracker import StepTracker
+
+
+def block() -> None:
+    register()
+
+
+def register() -> None:
+    raise ValueError("model is already registered")
+
+
+def raised(fn: Any) -> BaseException:
+    try:
+        fn()
+    except BaseException as error:
+        return error
+    raise AssertionError("it has not raised")
+
+
+class Judged:
+    """A rank whose block is entered again and again."""
+
+    def __init__(self) -> None:
+        self.steps = StepTracker(Generation(0), None)
+        self.it = Succession(Generation(0), cast(Any, None), self.steps, Blocks(Facts(None)), "in-process")
+
+    def entry(self, error: BaseException | None, made: int = 0, recovers: bool = False) -> str:
+        self.steps.enter()
+        for step in range(made):
+            self.steps.begin(step)
+            self.steps.end()
+        self.steps.recovers = recovers
+        self.it.judge(error, block)
+        return self.it.unfit
+
+
+def test_the_first_entry_after_steps_that_raises_before_the_recovery() -> None:
+    rank = Judged()
+    assert rank.entry(raised(block)) == "", "no step was made"
+    assert rank.entry(ValueError("a bug"), made=2) == ""
+    unfit = rank.entry(raised(block))
+    assert "ValueError: model is already registered" in unfit
+    assert "of test_succession.py (register()) in front of" in unfit
+
+
+def test_after_the_recovery_it_takes_two_in_a_row() -> None:
+    rank = Judged()
+    rank.entry(None, made=1)
+    assert rank.entry(raised(block), recovers=True) == ""
+    assert rank.entry(None, made=1) == ""
+    assert rank.entry(MemoryError()) == "", "memory is freed first"
+    assert rank.entry(raised(block), recovers=True)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("Connection closed by peer"), None])
+def test_what_says_nothing_of_the_script(error: BaseException | None) -> None:
+    rank = Judged()
+    rank.entry(None, made=1)
+    assert [rank.entry(error), rank.entry(error)] == ["", ""]
+
+
+def test_what_the_engine_raises_says_nothing_of_the_script() -> None:
+    rank = Judged()
+    rank.entry(None, made=1)
+    of_the_engine = raised(lambda: HPWrapper(abort_timeout=-1))
+    assert [rank.entry(of_the_engine), rank.entry(of_the_engine)] == ["", ""]
+
+
+def test_there_are_two_ways_to_restart() -> None:
+    with pytest.raises(ValueError, match="restart is 'in-process' or 'process', and not 'job'"):
+        HPWrapper(restart="job")

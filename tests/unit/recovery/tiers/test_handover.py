@@ -1,0 +1,109 @@
+"""Test what a process hands to its successor: it comes back whole, is private, and is written only if it fits."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from checkpointless.environment import HANDOVER_ENV
+from checkpointless.inprocess.parameter_update_lock import CommitState
+from checkpointless.recovery.held_state import HeldState
+from checkpointless.recovery.moment import Moment, Stage
+from checkpointless.recovery.own.state import OwnState
+from checkpointless.recovery.rng import RngStates
+from checkpointless.recovery.tiers import handover
+from checkpointless.recovery.tiers.handover import Estate, clear, hand_over, take_over
+
+WEIGHT, BUFFER = ("model", 0, "weight"), ("model", 0, "running")
+
+
+@pytest.fixture(autouse=True)
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv(HANDOVER_ENV, str(tmp_path))
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    return tmp_path
+
+
+def held(torn: bool = False) -> HeldState:
+    buffer = torch.arange(3.0)
+    moment = Moment({"step": 7, "groups": [[{"lr": 0.1, "exp": torch.full((5000,), 2.0)}]]}, {BUFFER: buffer})
+    tensors = {WEIGHT: torch.randn(4, 3, dtype=torch.bfloat16), BUFFER: buffer, ("optimizer", 0): torch.tensor(3.0)}
+    moments = {Stage.COMMITTED: moment, Stage.CHECKED: moment}
+    buffers = {(7, Stage.COMMITTED): {BUFFER: buffer}}
+    return HeldState(
+        CommitState(7, ready=False, torn=torn), tensors, moments, {(0, 1): "abc"}, buffers=buffers, fit=2
+    )
+
+
+def test_it_comes_back_as_it_was(folder: Path) -> None:
+    own, state = OwnState(0), held()
+    own.streams.keep(7, RngStates.capture(0.25, own={"norms": [1.0, 2.0]}))
+    drawn = torch.rand(1)
+    estate = Estate(state, {("model", 1, "frozen"): torch.ones(2)}, 2, {1: {"epoch": 3}}, ((4, 7, 1, True),))
+    nbytes, problem = hand_over(estate, own, 7)
+    assert (nbytes > 20_000, problem) == (True, "")
+    (root,) = folder.iterdir()
+    (part,) = root.iterdir()
+    assert (root.stat().st_mode & 0o777, part.stat().st_mode & 0o777) == (0o700, 0o600)
+    successor = OwnState(0)
+    found = take_over(successor)
+    assert found is not None
+    assert found.held is not None
+    assert found.held.commit == state.commit
+    assert (found.held.fit, found.held.digests) == (2, state.digests)
+    assert list(found.held.tensors) == list(state.tensors)
+    assert all(torch.equal(found.held.tensors[key], each) for key, each in state.tensors.items())
+    assert set(found.held.moments) == set(state.moments)
+    there = found.held.moments[Stage.CHECKED]
+    assert torch.equal(there.objects["groups"][0][0]["exp"], torch.full((5000,), 2.0))
+    assert torch.equal(there.buffers[BUFFER], torch.arange(3.0))
+    assert set(found.held.buffers) == {(7, Stage.COMMITTED)}
+    assert found.saves == ((4, 7, 1, False),), "the writers of saves have ended"
+    assert (found.begun, found.finished) == (2, {1: {"epoch": 3}})
+    assert torch.equal(found.base["model", 1, "frozen"], torch.ones(2))
+    assert successor.streams.at(7)[Stage.COMMITTED].own == {"norms": [1.0, 2.0]}
+    assert successor.streams.restore(7, Stage.COMMITTED)
+    assert torch.equal(torch.rand(1), drawn)
+    clear()
+    assert not list(folder.iterdir())
+
+
+def test_what_the_process_before_has_left_stays_if_nothing_is_held(folder: Path) -> None:
+    hand_over(Estate(held()), OwnState(0), 7)
+    nbytes, problem = hand_over(Estate(None), OwnState(0), 7)
+    assert (nbytes > 0, problem) == (True, "")
+    assert take_over(OwnState(0)) is not None
+
+
+@pytest.mark.parametrize("at", ["middle", "end"])
+def test_what_is_damaged_is_not_used(folder: Path, at: str, caplog: pytest.LogCaptureFixture) -> None:
+    hand_over(Estate(held()), OwnState(0), 7)
+    (part,) = folder.glob("rank-*/*")
+    content = bytearray(part.read_bytes())
+    content[len(content) // 2 if at == "middle" else -1] ^= 1
+    part.write_bytes(content)
+    assert take_over(OwnState(0)) is None
+    assert "handed over cannot be used" in caplog.text
+
+
+def test_nothing_is_written_without_room(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=5, f_frsize=4096))
+    nbytes, problem = hand_over(Estate(held()), OwnState(0), 7)
+    assert nbytes == 0
+    assert "are needed in" in problem
+    assert not list(folder.iterdir())
+
+
+def test_half_of_an_update_is_not_handed_over(folder: Path) -> None:
+    assert hand_over(Estate(held(torn=True)), OwnState(0), 7) == (0, "an update failed half-way")
+    assert not list(folder.iterdir())
+
+
+def test_without_a_folder_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(HANDOVER_ENV)
+    assert hand_over(Estate(held()), OwnState(0), 7) == (0, handover._NO_FOLDER)
+    assert take_over(OwnState(0)) is None
