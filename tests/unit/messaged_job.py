@@ -108,17 +108,28 @@ class Job:
         """Give the coordinator a message of the node of ``rank``."""
         self.hear(self.coordinator.ranks[rank].node, message)
 
-    def ready(self, *ranks: int, committed: int = -1, making: int = -1) -> None:
+    def ready(
+        self, *ranks: int, committed: int = -1, making: int = -1, entered: bool = False, unfit: str = ""
+    ) -> None:
         for rank in ranks:
             incarnation = self.coordinator.ranks[rank].incarnation
-            self.tell(rank, RankReady(rank, incarnation, 1000 + rank, committed, making))
+            self.tell(rank, RankReady(rank, incarnation, 1000 + rank, committed, making, entered, unfit))
 
     def raises(self, rank: int, kind: CauseKind = CauseKind.EXCEPTION, **more: Any) -> None:
         self.tell(rank, trouble(rank, kind, **{"generation": self.coordinator.generation, **more}))
 
-    def ends(self, rank: int, code: int = -9, *, forgiven: bool = False, incarnation: int | None = None) -> None:
+    def ends(
+        self,
+        rank: int,
+        code: int = -9,
+        *,
+        forgiven: bool = False,
+        incarnation: int | None = None,
+        handed_over: bool = False,
+    ) -> None:
         now = self.coordinator.ranks[rank].incarnation if incarnation is None else incarnation
-        self.tell(rank, RankEnded(rank, now, code, forgiven, 3, 4, f"rank-{rank}.log", ["its last line"]))
+        said = f"rank-{rank}.log", ["its last line"]
+        self.tell(rank, RankEnded(rank, now, code, forgiven, 3, 4, *said, handed_over=handed_over))
 
     def begin(self) -> Job:
         """Have all nodes join and all ranks get to the barrier, and forget what was sent until then."""
