@@ -82,7 +82,7 @@ def hand_over(estate: Estate, own: OwnState, high_water: int) -> tuple[int, str]
         return sum(path.stat().st_size for path in root.glob("*")), ""
     try:
         clear()
-        if held.commit.ready and held.commit.committed < high_water:
+        if held.commit.ready and held.commit.committed == high_water - 1:
             held.redo(high_water)
         if held.commit.torn:
             return 0, held.given_up or "an update failed half-way"

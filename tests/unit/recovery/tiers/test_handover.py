@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from checkpointless.recovery.own.state import OwnState
 from checkpointless.recovery.rng import RngStates
 from checkpointless.recovery.tiers import handover
 from checkpointless.recovery.tiers.handover import Estate, clear, hand_over, take_over
+from checkpointless.transfer.tensor_entry import Key
 
 WEIGHT, BUFFER = ("model", 0, "weight"), ("model", 0, "running")
 
@@ -96,6 +98,36 @@ def test_nothing_is_written_without_room(folder: Path, monkeypatch: pytest.Monke
     assert nbytes == 0
     assert "are needed in" in problem
     assert not list(folder.iterdir())
+
+
+class Trained:
+    """A training that holds the gradients of step 8."""
+
+    def __init__(self) -> None:
+        self.step = 7
+
+    def apply_held_update(self) -> None:
+        self.step += 1
+
+    def tensors(self) -> dict[Key, torch.Tensor]:
+        return {WEIGHT: torch.full((2,), float(self.step))}
+
+    def moments(self, step: int) -> dict[Stage, Moment]:
+        return {Stage.COMMITTED: Moment({"step": step})}
+
+
+@pytest.mark.parametrize("high_water", [7, 8])
+def test_an_update_that_another_rank_has_made_is_made_first(folder: Path, high_water: int) -> None:
+    live: Any = Trained()
+    commit = CommitState(7, ready=True, torn=False)
+    state = HeldState(commit, live.tensors(), live.moments(7), live=live)
+    assert hand_over(Estate(state), OwnState(0), high_water)[1] == ""
+    found = take_over(OwnState(0))
+    assert found is not None
+    assert found.held is not None
+    assert found.held.commit == CommitState(high_water, ready=False, torn=False)
+    assert found.held.tensors[WEIGHT].tolist() == [high_water, high_water]
+    assert found.held.moments[Stage.COMMITTED].objects == {"step": high_water}
 
 
 def test_half_of_an_update_is_not_handed_over(folder: Path) -> None:
