@@ -66,7 +66,7 @@ class CheckpointlessCallback(Callback):
         self.clean_tensor_hook = clean_tensor_hook
         self.clean_lightning_module = clean_lightning_module
         self.tried_adapter_checkpointless = False
-        self._looked_for_peft: object = None  # the strategy of the trainer that has no PEFT callback
+        self._is_peft: bool | None = None  # None: it has not been looked for in this fit
         self._making: tuple[int, int] | None = None  # the generation and the step in the making
 
     @staticmethod
@@ -78,6 +78,7 @@ class CheckpointlessCallback(Callback):
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Register the clean-up that the options ask for at a restart."""
+        self._is_peft = None
         trainer_ref = weakref.ref(trainer)
         if self.clean_tensor_hook:
             register_cleanup("tensor hooks", lambda: _clean_tensor_hooks(trainer_ref()))
@@ -117,12 +118,11 @@ class CheckpointlessCallback(Callback):
         **kwargs: Any,
     ) -> None:
         """Tell the wrapper that an optimizer step begins."""
-        if not self.tried_adapter_checkpointless and self._looked_for_peft is not trainer.strategy:
+        if self._is_peft is None:
             peft = self.get_peft_callback(trainer)
+            self._is_peft = peft is not None
             if peft is not None:
                 self._try_adapter_checkpointless_restore(trainer, peft.params_to_save)
-            else:
-                self._looked_for_peft = trainer.strategy
         wrapper = self.get_wrapper_from_trainer(trainer)
         if wrapper is not None and not _is_replaying(trainer):
             manager = manager_of(wrapper)

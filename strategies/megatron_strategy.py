@@ -25,6 +25,7 @@ from checkpointless.inprocess.communicators import launch_bound
 from checkpointless.megatron import cleanup as megatron_cleanup
 from checkpointless.megatron import cpu_platform
 from checkpointless.recovery.running import BuildAnewError, manager_of
+from checkpointless.strategies.block import given_module
 from checkpointless.strategies.block.phases import PhasedIterator, announce_gradient_sync
 from checkpointless.strategies.block.warm_start import WarmStart
 from checkpointless.strategies.boundary.live_state import TrainerLiveState
@@ -91,6 +92,13 @@ class CheckpointlessMegatronStrategy(RecoverableStrategy, MegatronStrategy):
         one_logger.install()
         checkpoint_callbacks.install()
 
+    @override
+    def connect(self, model: pl.LightningModule) -> None:
+        """Take the module of a trainer. What NeMo adds to it goes when the generation ends."""
+        if self._call is not None:
+            given_module.note(model)
+        super().connect(model)
+
     def is_peft(self) -> bool:
         """Return whether the trainer has a PEFT callback."""
         return peft_of(self.trainer) is not None
@@ -131,7 +139,10 @@ class CheckpointlessMegatronStrategy(RecoverableStrategy, MegatronStrategy):
         self._build_groups(super().setup_distributed)
         if self._call is None:
             return
-        self.base_store = dist.distributed_c10d._get_default_store()
+        store = dist.distributed_c10d._get_default_store()
+        while isinstance(store, dist.PrefixStore):
+            store = store.underlying_store
+        self.base_store = store
         module = self.lightning_module
         self._warm_start = None
         if self.warm and module is not None and module.trainer.state.fn == TrainerFn.FITTING:

@@ -85,7 +85,7 @@ def measure_loads(root: str, repeats: int) -> dict[str, list[list[float]]]:
     copies, reader, folder = Copies(), SlowReader(), Path(root) / "weights"
     folder.mkdir(exist_ok=True)
     dist.barrier()
-    strategy = FullyParallelSaveStrategyWrapper(CopiesSaveStrategy(copies))
+    strategy = FullyParallelSaveStrategyWrapper(CopiesSaveStrategy(copies=copies))
     dist_checkpointing.save({"model": weights(1)}, str(folder), strategy)
     expected = weights(1)["0"].data
     sides: dict[str, Side] = {
@@ -117,7 +117,7 @@ def measure_saves(root: str, repeats: int) -> dict[str, list[list[float]]]:
     queue = AsyncCallsQueue()
 
     def ours(copies: Copies) -> Any:
-        return FullyParallelSaveStrategyWrapper(CopiesSaveStrategy(copies))
+        return FullyParallelSaveStrategyWrapper(CopiesSaveStrategy(copies=copies))
 
     def megatrons() -> Any:
         return FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy("torch_dist", 1))

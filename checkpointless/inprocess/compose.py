@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +19,7 @@ class Compose:
     clean-up is worse than a noisy one. All errors are logged, and the first one is raised at the end.
 
     Args:
-        *instances: callables that share one signature.
+        *instances: callables. Each is called with as many of the positional arguments as it takes.
     """
 
     def __init__(self, *instances: Callable[..., object]) -> None:
@@ -28,7 +29,7 @@ class Compose:
         first: Exception | None = None
         for instance in reversed(self.instances):
             try:
-                instance(*args, **kwargs)
+                instance(*taken(instance, args), **kwargs)
             except Exception as error:  # noqa: BLE001 - collected, and raised below
                 logger.error("%s failed: %s", _name(instance), line_of(error))
                 first = first or error
@@ -44,6 +45,19 @@ class Compose:
 
     def __repr__(self) -> str:
         return f"Compose({', '.join(_name(instance) for instance in self.instances)})"
+
+
+def taken(function: Callable[..., object], args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the first of ``args``: as many as ``function`` takes by position."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # of a function in C that does not say
+        return args
+    kinds = [each.kind for each in parameters]
+    if inspect.Parameter.VAR_POSITIONAL in kinds:
+        return args
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return args[: sum(kind in by_position for kind in kinds)]
 
 
 def _name(instance: Callable[..., object]) -> str:

@@ -18,7 +18,7 @@ from checkpointless.inprocess import exceptions
 from checkpointless.inprocess.abort import CheckpointlessAbortManager
 from checkpointless.inprocess.abort.composition import communicators_first
 from checkpointless.inprocess.block.arguments import with_caller
-from checkpointless.inprocess.block.blocks import Blocks
+from checkpointless.inprocess.block.blocks import Blocks, is_imported_by_child
 from checkpointless.inprocess.block.cleanup import BlockCleanup
 from checkpointless.inprocess.block.end import forget_frames, is_return, is_victim
 from checkpointless.inprocess.block.entry_hooks import EntryHooks
@@ -79,17 +79,16 @@ class HPWrapper:
     Args:
         abort: stops the rank's activity after a fault; runs in the fault thread. Default: all aborts of
             :meth:`CheckpointlessAbortManager.get_default_checkpointless_abort`.
-        finalize: cleans up in the main thread. Default: :class:`CheckpointlessFinalizeCleanup`. Process groups are
-            always destroyed and garbage is always collected after it.
+        finalize: cleans up in the main thread; takes the rank's state and, if it can, the exception that ended
+            the block. Default: :class:`CheckpointlessFinalizeCleanup`, whose work is done after any other, too.
         health_check: raises if this process must be replaced. Default: :class:`CudaHealthCheck`.
         hp_api_factory: makes the client of the agent that started this process. Default:
             :class:`HPAgentK8sAPIFactory`.
-        abort_timeout: time limit, in seconds or as a ``timedelta``, for each part of a restart: the update in
-            progress, the abort, the main thread's exit from the block, the clean-up, the destruction of process
-            groups, and the health check (besides its own ``timeout``). Default: 60 s. Who takes longer is replaced.
+        abort_timeout: time limit, in seconds or as a ``timedelta``, for each part of a restart (update in progress,
+            abort, exit from the block, clean-up, health check). Default: 60 s. Who takes longer is replaced.
         enabled: False makes the wrapper a pass-through.
         trace_file_path: path of VizTracer's trace, with one file per rank and generation; needs ``viztracer``.
-        async_raise_before_abort: interrupt the main thread before the abort runs rather than after it.
+        async_raise_before_abort: interrupt the main thread before the abort and not after it.
         early_abort_communicator: abort the communicators before anything else.
         checkpoint_manager: keeps and restores the state; see :class:`checkpointless.recovery.CheckpointManager`.
             Default: the strategy installs one.
@@ -112,7 +111,7 @@ class HPWrapper:
         self,
         *,
         abort: Callable[[HPState], object] | None = None,
-        finalize: Callable[[HPState], object] | None = None,
+        finalize: Callable[..., object] | None = None,
         health_check: Callable[[HPState, BaseException], object] | None = None,
         hp_api_factory: Callable[[], RankClient] | None = None,
         abort_timeout: float | timedelta | None = None,
@@ -128,7 +127,7 @@ class HPWrapper:
             tracing.require()
         abort = abort or CheckpointlessAbortManager.get_default_checkpointless_abort()
         self.abort: Callable[[HPState], object] = communicators_first(abort) if early_abort_communicator else abort
-        self.finalize: Callable[[HPState], object] = finalize or CheckpointlessFinalizeCleanup()
+        self.finalize: Callable[..., object] = finalize or CheckpointlessFinalizeCleanup()
         self.health_check: Callable[[HPState, BaseException], object] = health_check or CudaHealthCheck()
         self.hp_api_factory: Callable[[], RankClient] = hp_api_factory or HPAgentK8sAPIFactory()
         given = DEFAULT_ABORT_TIMEOUT_S if abort_timeout is None else abort_timeout
@@ -150,8 +149,8 @@ class HPWrapper:
 
         @functools.wraps(fn)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            if _active is not None:
-                return fn(*args, **kwargs)  # a nested block is part of the outer one
+            if is_imported_by_child() or _active is not None:  # a nested block is part of the outer one
+                return fn(*args, **kwargs) if _active is not None else None
             call = HPCallWrapper(self)
             try:
                 return call.run(fn, args, kwargs)

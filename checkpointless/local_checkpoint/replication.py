@@ -42,9 +42,9 @@ class ReplicationStrategy(ABC):
     """Decides where copies of local checkpoints are kept. All ranks call each method together."""
 
     @property
-    @abstractmethod
     def peers(self) -> tuple[int, ...]:
-        """The global ranks that this rank exchanges parts with, this rank included."""
+        """The global ranks that this rank exchanges parts with, this rank included. Default: this rank alone."""
+        return (dist.get_rank(),)
 
     @abstractmethod
     def replicate(self, local_ckpt: Tree, id_: str) -> tuple[list[Tree], list[str]]:

@@ -78,6 +78,11 @@ class PEFTCheckpointManager(CheckpointManager):
         """
         return self._frozen.is_trained(key)
 
+    def save_checkpoint(self, trainer: LiveTrainer) -> None:
+        """Hold the state of ``trainer`` as it is now, and the base model's weights if they are not kept yet."""
+        self.maybe_save_base_model(trainer)
+        super().save_checkpoint(trainer)
+
     def maybe_save_base_model(self, trainer: LiveTrainer) -> None:
         """Keep references to the base model's weights, if they are not kept yet.
 

@@ -81,7 +81,7 @@ def keep_copies(checkpoint_io: CheckpointIO, copies: Copies | None = None) -> No
 
     def save_strategy() -> Any:
         settings = {} if io.torch_dist_multiproc is None else {"thread_count": io.torch_dist_multiproc}
-        strategy: Any = CopiesSaveStrategy(copies, cached_metadata=io.assume_constant_structure, **settings)
+        strategy: Any = CopiesSaveStrategy(copies=copies, cached_metadata=io.assume_constant_structure, **settings)
         if io.parallel_save:
             group = get_data_parallel_group(with_context_parallel=True) if io.parallel_save_within_dp else None
             strategy = FullyParallelSaveStrategyWrapper(strategy, group, io.assume_constant_structure)

@@ -306,8 +306,8 @@ class Player:
         folder.mkdir(parents=True, exist_ok=True)
         dist.barrier()
         strategy: Any = {
-            "copies": lambda: CopiesSaveStrategy(self.copies),
-            "parallel": lambda: FullyParallelSaveStrategyWrapper(CopiesSaveStrategy(self.copies)),
+            "copies": lambda: CopiesSaveStrategy(copies=self.copies),
+            "parallel": lambda: FullyParallelSaveStrategyWrapper(CopiesSaveStrategy(copies=self.copies)),
             "megatron": lambda: TorchDistSaveShardedStrategy("torch_dist", 1),
             "default": lambda: None,
         }[how]()

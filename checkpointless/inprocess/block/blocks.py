@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections.abc import Callable
 
 from checkpointless.inprocess.exceptions import UnrecoverableError
@@ -17,6 +19,24 @@ _BEGUN_ANEW = (
     "all that is to be recovered in one function that HPWrapper() wraps"
 )
 _left = 0  # in this process
+
+logger = logging.getLogger(__name__)
+
+
+def is_imported_by_child() -> bool:
+    """Return whether the script is being imported by a process that it started, and say so if it is.
+
+    ``multiprocessing`` with "spawn" or "forkserver" imports the script in each new process, as ``__mp_main__``,
+    before that process does its work (Megatron's writer of checkpoints, say). No block is entered there.
+    """
+    script = sys.modules.get("__mp_main__")
+    if script is None or sys.modules.get("__main__") is script:
+        return False
+    logger.warning(
+        "the wrapped function is not entered in a child process that imports the script: put the lines that call "
+        'it under `if __name__ == "__main__":`, so that nothing of them runs there'
+    )
+    return True
 
 
 class Blocks:

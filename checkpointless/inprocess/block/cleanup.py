@@ -9,9 +9,10 @@ from typing import NoReturn, Protocol
 
 from checkpointless.inprocess.abort.composition import after_block
 from checkpointless.inprocess.communicators.process_groups import process_groups
+from checkpointless.inprocess.compose import taken
 from checkpointless.inprocess.deadline import bounded
 from checkpointless.inprocess.exceptions import HealthCheckError, line_of
-from checkpointless.inprocess.finalize import collect_garbage
+from checkpointless.inprocess.finalize import clean_up_frameworks, collect_garbage
 from checkpointless.inprocess.generation import Generation
 from checkpointless.inprocess.memory import memory_status
 from checkpointless.inprocess.state import HPState
@@ -24,14 +25,15 @@ class CleanupSettings(Protocol):
 
     Attributes:
         abort: the aborts, some of which have something to do once the main thread has left the block.
-        finalize: the user's clean-up.
+        finalize: the user's clean-up, which is called with the rank's state and, if it takes two arguments, the
+            exception that ended the block.
         health_check: raises if this process must be replaced.
         abort_timeout: time limit of each part.
         check_memory_status: whether to log the process's memory.
     """
 
     abort: Callable[[HPState], object]
-    finalize: Callable[[HPState], object]
+    finalize: Callable[..., object]
     health_check: Callable[[HPState, BaseException], object]
     abort_timeout: timedelta
     check_memory_status: bool
@@ -71,7 +73,8 @@ class BlockCleanup:
                 after_block(settings.abort, state)
             with self._bounded("the clean-up"):
                 process_groups.hold()  # before any thread can wait in a group's destructor
-                settings.finalize(state)
+                settings.finalize(*taken(settings.finalize, (state, term_ex)))
+                clean_up_frameworks()  # whatever a finalize of the user's does
             with self._bounded("the destruction of process groups"):
                 process_groups.destroy()
                 collect_garbage()

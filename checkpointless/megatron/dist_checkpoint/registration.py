@@ -28,7 +28,7 @@ def register(copies: Copies | None = None) -> None:
         ImportError: this Megatron-core has no default strategies.
     """
     unregister()
-    _install(_PATCHES, CopiesLoadStrategy(copies=copies), CopiesSaveStrategy(copies))
+    _install(_PATCHES, CopiesLoadStrategy(copies=copies), CopiesSaveStrategy(copies=copies))
 
 
 def unregister() -> None:

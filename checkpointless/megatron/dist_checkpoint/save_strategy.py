@@ -47,14 +47,14 @@ class CopiesSaveStrategy(TorchDistSaveShardedStrategy):
     that is whole are kept.
 
     Args:
-        copies: where copies are kept; None: in the memory of this process.
         backend: the name of the format, as Megatron-core knows it.
         version: the version of the format.
+        copies: where copies are kept; None: in the memory of this process.
         **kwargs: the other arguments of Megatron-core's ``TorchDistSaveShardedStrategy``.
     """
 
     def __init__(
-        self, copies: Copies | None = None, backend: str = "torch_dist", version: int = 1, **kwargs: Any
+        self, backend: str = "torch_dist", version: int = 1, *, copies: Copies | None = None, **kwargs: Any
     ) -> None:
         super().__init__(backend, version, **kwargs)
         self.copies = process_copies() if copies is None else copies

@@ -45,7 +45,7 @@ class OwnStateKeeper(ABC):
     @property
     def rng_states(self) -> dict[tuple[int, Stage], RngStates] | None:
         """This rank's random streams at the moments after its newest two steps; None: it has none."""
-        return self._own.streams.states
+        return self._own.streams.states or None
 
     @rng_states.setter
     def rng_states(self, states: dict[tuple[int, Stage], RngStates] | None) -> None:

@@ -193,6 +193,18 @@ def test_a_loop_of_ones_own_has_no_stages_of_a_framework(narrator: Narrator, log
     assert not narrator.is_telling
 
 
+def test_a_base_model_counts_as_a_part_of_the_transfer(narrator: Narrator, log: EventLog) -> None:
+    begin(log)
+    incident(log)
+    ranks_end(log, 1, "init", "rebuild", "decide", target=2)
+    ranks_end(log, 1, "transfer", ranks=(0,), part="base model", bytes=0, sources=[])
+    ranks_end(log, 1, "transfer", ranks=(1,), part="base model", bytes=1_200_000, sources=[0])
+    assert not any("transfer" in line for line in told(narrator, log))
+    ranks_end(log, 1, "transfer", bytes=0, sources=[])
+    (line,) = [line for line in told(Narrator(narrator._run_dir, 0, os.getpid()), log) if "transfer" in line]
+    assert "rank 1 filled with 1.2 MB from rank 0" in line
+
+
 def test_a_rank_that_lacks_nothing_is_not_filled(narrator: Narrator, log: EventLog) -> None:
     begin(log)
     incident(log)

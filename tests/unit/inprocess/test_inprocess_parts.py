@@ -53,6 +53,18 @@ def test_compose_runs_all_and_raises_the_first() -> None:
     assert calls == ["failing", "last"], "from the last to the first"
 
 
+def test_compose_gives_each_what_it_takes() -> None:
+    got: list[tuple[object, ...]] = []
+    compose = Compose(
+        lambda state: got.append((state,)),
+        lambda state, error=None: got.append((state, error)),
+        lambda *args: got.append(args),
+        CheckpointlessFinalizeCleanup(),
+    )
+    compose("state", "error")
+    assert got == [("state", "error"), ("state", "error"), ("state",)]
+
+
 def test_default_abort_is_the_documented_one() -> None:
     kinds = [type(each) for each in CheckpointlessAbortManager.get_default_checkpointless_abort().instances]
     assert kinds == [AbortTransformerEngine, HPCheckpointingAbort, HPAbortTorchDistributed, HPDataLoaderAbort]

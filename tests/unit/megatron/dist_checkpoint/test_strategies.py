@@ -125,7 +125,7 @@ def test_batches_have_every_chunk_once_and_are_few(chunks: list[tuple[int, int]]
 
 
 def test_the_strategies_are_what_megatron_looks_for() -> None:
-    save, load = CopiesSaveStrategy(Copies()), CopiesLoadStrategy(copies=Copies())
+    save, load = CopiesSaveStrategy(copies=Copies()), CopiesLoadStrategy(copies=Copies())
     assert isinstance(save, TorchDistSaveShardedStrategy | AsyncSaveShardedStrategy)
     assert isinstance(load, LoadShardedStrategy)
     assert (save.backend, save.version) == ("torch_dist", 1)

@@ -1,0 +1,57 @@
+"""Test that a module which outlives a generation is as its script made it when the next one sets it up."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import lightning.pytorch as pl
+import torch
+
+from checkpointless.strategies.block.given_module import GivenModule
+
+
+class Model(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = torch.nn.Linear(2, 2)
+        self.norms: list[float] = []
+
+    def configure_optimizers(self) -> str:
+        return "the class's"
+
+
+def set_up(model: Model) -> None:
+    """Do what NeMo's set-up does to a module."""
+    model.module = torch.nn.Linear(3, 3)
+    model.configure_optimizers = lambda: "the old strategy's"  # type: ignore[method-assign]
+    model.register_buffer("table", torch.ones(2))
+    model.norms.append(1.0)
+    model.trainer = pl.Trainer(logger=False, enable_checkpointing=False, enable_progress_bar=False)
+
+
+def test_what_a_generation_added_is_gone_and_what_was_given_is_left() -> None:
+    model = Model()
+    given, weight = GivenModule(model), model.kept.weight
+    set_up(model)
+    given.put_back()
+    assert not hasattr(model, "module")
+    assert not hasattr(model, "table")
+    assert model.configure_optimizers() == "the class's"
+    assert model.kept.weight is weight
+    assert [name for name, _ in model.named_parameters()] == ["kept.weight", "kept.bias"]
+    assert model.norms == [1.0]
+    assert model._trainer is None
+    set_up(model)
+    given.put_back()
+    assert not hasattr(model, "module")
+
+
+def test_a_module_of_one_generation_is_not_kept() -> None:
+    model = Model()
+    given, left = GivenModule(model), weakref.ref(model)
+    set_up(model)
+    del model
+    gc.collect()
+    assert left() is None
+    given.put_back()
