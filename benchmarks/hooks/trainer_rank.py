@@ -43,8 +43,8 @@ def plain(call: HPCallWrapper, directory: str, steps: int, hsdp: bool) -> None:
     timer.write()
 
 
-def lightning(call: HPCallWrapper, directory: str, steps: int, hsdp: bool) -> None:
-    """Train with Lightning, DDP or HSDP."""
+def lightning(call: HPCallWrapper, directory: str, steps: int, hsdp: bool, kept: str = "") -> None:
+    """Train with Lightning, DDP or HSDP; the module keeps as much in plain attributes as ``kept`` says."""
     import lightning.pytorch as pl
     import train_lightning
     import train_lightning_hsdp
@@ -59,7 +59,9 @@ def lightning(call: HPCallWrapper, directory: str, steps: int, hsdp: bool) -> No
             self.timer = TrainerTimer(call, directory)
             self.timer.time_lightning(trainer)
 
-        def on_train_batch_start(self, *args: Any) -> None:
+        def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            if kept and not kept.endswith("still"):
+                pl_module.kept[batch_idx % len(pl_module.kept)] += 1.0
             self.timer.lap()
 
         def on_train_end(self, *args: Any) -> None:
@@ -78,7 +80,9 @@ def lightning(call: HPCallWrapper, directory: str, steps: int, hsdp: bool) -> No
         logger=False,
         callbacks=[Timing()],
     )
-    model = (train_lightning_hsdp if hsdp else train_lightning).Model()
+    model: Any = (train_lightning_hsdp if hsdp else train_lightning).Model()
+    if kept:
+        model.kept = [0.0] * 110 if kept == "1kb" else torch.zeros(250_000)
     trainer.fit(model, DataLoader(TensorDataset(rows), batch_size=8))
 
 
@@ -120,8 +124,10 @@ def main(caller: HPCallWrapper) -> None:
     torch.set_num_threads(1)
     if framework == "megatron":
         megatron(caller, directory, int(steps))
+    elif framework == "plain":
+        plain(caller, directory, int(steps), kind == "hsdp")
     else:
-        {"plain": plain, "lightning": lightning}[framework](caller, directory, int(steps), kind == "hsdp")
+        lightning(caller, directory, int(steps), kind == "hsdp", kind if kind.startswith("1") else "")
     dist.barrier()
 
 

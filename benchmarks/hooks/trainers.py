@@ -20,7 +20,11 @@ from benchmarks.hooks.trainer_timer import REST, STREAMS, VOTE, WAITS
 
 HERE = Path(__file__).resolve().parent
 RANKS = 4
-CASES = ("plain-ddp", "plain-hsdp", "lightning-ddp", "lightning-hsdp", "megatron")
+CASES = (
+    *("plain-ddp", "plain-hsdp", "lightning-ddp", "lightning-hsdp", "megatron"),
+    # Lightning's DDP; its module keeps so much in plain attributes, a little changes in each step, or nothing
+    *("lightning-1kb", "lightning-1mb", "lightning-1mb-still"),
+)
 PRELOAD = {
     "plain": "torch.distributed.fsdp",
     "lightning": "lightning.pytorch,checkpointless.strategies",
