@@ -122,9 +122,6 @@ class RecoverableFit:
             old, saves = weakref.ref(trainer), manager.saves
             begin_declared(DeclaredState(lambda: parts_of(old())))
             register_cleanup("saves", lambda: saves.let_go(old()))
-        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-        given = [weakref.ref(each) for each in callbacks]
-        register_cleanup("callbacks", lambda: _unbind([callback for each in given if (callback := each())]))
 
     # --- what it holds ------------------------------------------------------------------------------------------
 
@@ -345,10 +342,3 @@ class RecoverableFit:
         if self.manager is not None and self.keeper is not None and self.is_under_way:
             vote()  # the last hooks have run on every rank: no rank goes back into this fit
             self.manager.finish_fit(self.keeper.live.newest())
-
-
-def _unbind(callbacks: Iterable[Any]) -> None:
-    """Drop what Lightning binds callbacks to: functions of the module of the generation that is over."""
-    for each in callbacks:
-        for name in ("log", "log_dict"):
-            vars(each).pop(name, None)

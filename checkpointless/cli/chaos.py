@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from checkpointless.cli.output import say
+from checkpointless.cli.run_directory import RUNS_DIR, new_run_dir
 from checkpointless.cli.values import UsageError, count, positive
 from checkpointless.faults.chaos import Outcome, draw_faults, outcome_of
 from checkpointless.report.incidents import summarize
@@ -119,7 +121,7 @@ def demo_trainer(options: argparse.Namespace) -> Trainer:
     return trainer
 
 
-def demo_chaos(options: argparse.Namespace, run_dir: Path) -> int:
+def demo_chaos(options: argparse.Namespace) -> int:
     """Run ``demo --chaos``.
 
     Raises:
@@ -143,9 +145,9 @@ def demo_chaos(options: argparse.Namespace, run_dir: Path) -> int:
             only=options.chaos_case,
             steps=options.steps or DEMO_STEPS,
             most_ranks=options.nproc or DEMO_RANKS,
-            run_dir=run_dir,
+            run_dir=options.run_dir or RUNS_DIR,
             trainer=trainer,
         )
-        return run_chaos(config, console())
+        return run_chaos(replace(config, run_dir=new_run_dir(options.run_dir, "chaos")), console())
     except ValueError as error:
         raise UsageError(str(error)) from error

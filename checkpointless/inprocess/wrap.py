@@ -149,7 +149,7 @@ class HPWrapper:
 
         @functools.wraps(fn)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            if is_imported_by_child() or _active is not None:  # a nested block is part of the outer one
+            if is_imported_by_child(fn) or _active is not None:  # a nested block is part of the outer one
                 return fn(*args, **kwargs) if _active is not None else None
             call = HPCallWrapper(self)
             try:

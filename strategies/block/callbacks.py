@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterable
 from typing import Any
 
 from checkpointless.callbacks import CheckpointlessCallback, HPFaultInjectionCallback, StepRecorder
 from checkpointless.callbacks.external import asked_for, parted
+from checkpointless.inprocess.finalize import register_cleanup
 
 
 def complete(present: list[Any]) -> CheckpointlessCallback:
@@ -18,6 +21,8 @@ def complete(present: list[Any]) -> CheckpointlessCallback:
     Returns:
         The trainer's :class:`CheckpointlessCallback`, with the settings of the recovery.
     """
+    bound = [weakref.ref(each) for each in present]
+    register_cleanup("callbacks", lambda: _unbind([callback for each in bound if (callback := each())]))
     scripts, external = parted(present)
     for callback in scripts:
         if isinstance(callback, HPFaultInjectionCallback):
@@ -31,3 +36,10 @@ def complete(present: list[Any]) -> CheckpointlessCallback:
             scripts.append(callback)
     present[:] = scripts
     return next(callback for callback in present if isinstance(callback, CheckpointlessCallback))
+
+
+def _unbind(callbacks: Iterable[Any]) -> None:
+    """Drop what Lightning binds callbacks to, which would keep the module of the generation that is over."""
+    for each in callbacks:
+        for name in ("log", "log_dict"):
+            vars(each).pop(name, None)

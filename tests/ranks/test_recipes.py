@@ -141,7 +141,7 @@ def test_a_dry_run_is_plain_text_and_starts_nothing(nemo_zygote: Zygote, tmp_pat
     argv = ["train", "tiny_moe_cpu", "--dry-run", "trainer.max_steps=7"]
     arguments = {"argv": argv, "folder": str(tmp_path)}
     here = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}  # not those of the one process that carries it out
-    (answer,) = nemo_zygote.run(1, "tests.ranks.docs_commands:command_here", arguments, env=here)
+    (answer,) = nemo_zygote.run(1, "tests.ranks.docs_commands:command_here", arguments, env=here, limit_s=240)
     assert answer["code"] == 0, answer["out"]
     assert "\x1b" not in answer["out"]
     assert "max_steps: 7" in answer["out"]

@@ -83,7 +83,7 @@ def test_what_the_strategy_makes_of_a_loader(nemo_zygote: Zygote) -> None:
     answers = nemo_zygote.run(2, "tests.ranks.worker_stream_ranks:loaders_of_a_trainer")
     for rank, answer in enumerate(answers):
         assert answer["training"] == [7, rank, "training", 2, 12]
-        assert answer["evaluation"] == [7, rank, "evaluation", 0, 0]
+        assert answer["evaluation"] == [7, rank, "evaluation", None, 0]  # of the sampler's epoch
         assert answer["again"] == [2, 0]
         iterable, unknown = answer["said"]
         assert "Lines is iterable" in iterable

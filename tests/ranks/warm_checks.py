@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import weakref
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ class OldGroups(Callback):
     def __init__(self, folder: str, after: int = 3) -> None:
         self._path = Path(folder)
         self._after = after
-        self._steps = 0
+        self._steps = count(1)  # no plain data: it begins anew in each generation
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Remember the groups of this generation."""
@@ -39,8 +40,7 @@ class OldGroups(Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         """Look for old groups after the step that is due."""
-        self._steps += 1
-        if self._steps != self._after:
+        if next(self._steps) != self._after:
             return
         gc.collect()
         old = [

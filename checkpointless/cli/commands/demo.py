@@ -14,7 +14,7 @@ from checkpointless.cli.chaos import (
 )
 from checkpointless.cli.command import Command
 from checkpointless.cli.fault_specs import add_fault_option, fault_specs
-from checkpointless.cli.run_directory import check_can_be_made, new_run_dir
+from checkpointless.cli.run_directory import check_can_be_made
 from checkpointless.cli.values import UsageError, positive
 
 _EPILOG = """\
@@ -66,7 +66,7 @@ def demo(options: argparse.Namespace) -> int:
     """
     check_goes_with_chaos(options)
     if options.chaos is not None:
-        return demo_chaos(options, new_run_dir(options.run_dir, "chaos"))
+        return demo_chaos(options)
     options.nproc, options.steps = options.nproc or 4, options.steps or 10
     from checkpointless.demo import DemoConfig, DemoError, parse_layout
 

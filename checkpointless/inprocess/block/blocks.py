@@ -18,19 +18,20 @@ _BEGUN_ANEW = (
     "a process was lost behind a block that all ranks had left, and its successor would run that block again: do "
     "all that is to be recovered in one function that HPWrapper() wraps"
 )
+_IN_CHILD = "__mp_main__"  # the name of the script there
 _left = 0  # in this process
 
 logger = logging.getLogger(__name__)
 
 
-def is_imported_by_child() -> bool:
-    """Return whether the script is being imported by a process that it started, and say so if it is.
+def is_imported_by_child(fn: Callable[..., object]) -> bool:
+    """Return whether the script of ``fn`` is being imported by a process that it started, and say so if it is.
 
     ``multiprocessing`` with "spawn" or "forkserver" imports the script in each new process, as ``__mp_main__``,
     before that process does its work (Megatron's writer of checkpoints, say). No block is entered there.
     """
-    script = sys.modules.get("__mp_main__")
-    if script is None or sys.modules.get("__main__") is script:
+    is_over = sys.modules["__main__"].__name__ == _IN_CHILD  # the import: then a block may be the child's work
+    if is_over or getattr(fn, "__module__", "") != _IN_CHILD:
         return False
     logger.warning(
         "the wrapped function is not entered in a child process that imports the script: put the lines that call "

@@ -118,9 +118,8 @@ class Breaks(pl.Callback):
             self._fail()
 
     def _fail(self) -> None:
-        if not self.active:
+        if not self.active or broken(run_dir()):  # an attribute comes back as it was at the last step
             return
-        self.active = False
         note("broken")
         if self.kills:
             os.kill(os.getpid(), signal.SIGKILL)

@@ -33,18 +33,24 @@ def set_up(model: Model) -> None:
 def test_what_a_generation_added_is_gone_and_what_was_given_is_left() -> None:
     model = Model()
     given, weight = GivenModule(model), model.kept.weight
+    again = GivenModule(model)
     set_up(model)
-    given.put_back()
+    again.put_back()
+    given.put_back()  # which has nothing left to do
     assert not hasattr(model, "module")
+    assert model.kept.weight is weight
     assert not hasattr(model, "table")
     assert model.configure_optimizers() == "the class's"
     assert model.kept.weight is weight
     assert [name for name, _ in model.named_parameters()] == ["kept.weight", "kept.bias"]
     assert model.norms == [1.0]
     assert model._trainer is None
+    again = GivenModule(model)
     set_up(model)
-    given.put_back()
+    again.put_back()
+    given.put_back()  # which has nothing left to do
     assert not hasattr(model, "module")
+    assert model.kept.weight is weight
 
 
 def test_a_module_of_one_generation_is_not_kept() -> None:
