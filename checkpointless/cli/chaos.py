@@ -148,6 +148,7 @@ def demo_chaos(options: argparse.Namespace) -> int:
             run_dir=options.run_dir or RUNS_DIR,
             trainer=trainer,
         )
+        config.drawn()  # what cannot be drawn is refused before a directory is made
         return run_chaos(replace(config, run_dir=new_run_dir(options.run_dir, "chaos")), console())
     except ValueError as error:
         raise UsageError(str(error)) from error

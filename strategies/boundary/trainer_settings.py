@@ -42,7 +42,7 @@ _READ = (
 _read: Callable[[Any], tuple[Any, ...]] = operator.attrgetter(*_READ)
 
 
-def take_settings(trainer: Any) -> Callable[[], dict[str, Any]]:
+def take_settings(trainer: pl.Trainer) -> Callable[[], dict[str, Any]]:
     """Take the settings as they are now; return what makes plain data of them."""
     values, validates = _read(trainer), vars(trainer).get(_VALIDATES)
 
@@ -74,7 +74,7 @@ def put_settings(trainer: pl.Trainer, state: Mapping[str, Any], begins_epoch: bo
     )
 
 
-def when_made(trainer: Any, state: Mapping[str, Any], begins_epoch: bool = False) -> tuple[int, int] | None:
+def when_made(trainer: pl.Trainer, state: Mapping[str, Any], begins_epoch: bool = False) -> tuple[int, int] | None:
     """Return the epoch and the step in which the training loader was made; None: it is still to be made.
 
     Args:
