@@ -13,7 +13,9 @@ import torch
 from lightning.pytorch.callbacks import Callback, Checkpoint, Timer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from checkpointless.serialization.checksum import digest_buffers
+from checkpointless.inprocess import active_call_wrapper
+from checkpointless.recovery.running import manager_of
+from checkpointless.serialization.checksum import MemoryChecksumManager, digest_buffers
 from checkpointless.serialization.value_digest import digest_value
 from checkpointless.telemetry.steps import StepExtras
 
@@ -35,11 +37,18 @@ def complete_parameters(trainer: pl.Trainer) -> None:
         strategy.megatron_parallel.force_param_sync()
 
 
-def extras_of(trainer: pl.Trainer) -> StepExtras:
-    """Return buffers, learning rates, loss scale and the state of callbacks, module and data module as of now.
+def extras_of(trainer: pl.Trainer, step: int, batch: str | None = None) -> StepExtras:
+    """Return what is recorded of a trainer as of now, besides loss and parameters.
 
     Every rank must call it at the same places, because a ``state_dict`` may be collective.
+
+    Args:
+        trainer: the trainer.
+        step: the newest step of the job.
+        batch: digest of the last batch of that step; None if it is not known.
     """
+    manager = manager_of(active_call_wrapper())
+    live: Any = trainer.strategy.live_state() if hasattr(trainer.strategy, "live_state") else None
     optimizers: list[Any] = list(trainer.strategy.optimizers)
     rates = (group.get("lr") for optimizer in optimizers for group in optimizer.param_groups)
     return StepExtras(
@@ -49,6 +58,10 @@ def extras_of(trainer: pl.Trainer) -> StepExtras:
         callbacks=callback_digests(trainer),
         module=_module_digest(trainer),
         data=_data_digest(trainer),
+        optimizer=MemoryChecksumManager().digest_all(live.shard()) if live is not None else None,
+        own=manager.own_digests(step) if manager is not None else None,
+        batch=batch,
+        epoch=trainer.current_epoch,
     )
 
 

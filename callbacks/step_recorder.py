@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import lightning.pytorch as pl
@@ -19,6 +20,7 @@ from checkpointless.callbacks.recorded_state import (
 )
 from checkpointless.inprocess import active_call_wrapper
 from checkpointless.recovery.running import manager_of
+from checkpointless.recovery.training.repeated_steps import digest_batch
 from checkpointless.serialization.checksum import digest_parameters
 from checkpointless.telemetry.steps import StepLog
 
@@ -39,6 +41,7 @@ class StepRecorder(Callback):
         self._log = log
         self._caught_up = False
         self._recorded = 0
+        self._batch: str | None = None
 
     @classmethod
     def from_environment(cls) -> StepRecorder | None:
@@ -69,11 +72,18 @@ class StepRecorder(Callback):
         if manager is None or call is None or call.generation == 0 or trainer.global_step == 0:
             return
         # Every rank does this, whether it lacks the step or not. The parameters are whole: recovery gathered them.
-        params, extras = _digest_of_parameters(trainer), extras_of(trainer)
+        params, extras = _digest_of_parameters(trainer), extras_of(trainer, step)
         states = manager.rng_of(step)
         if (self._log.last_step() or 0) < step and states is not None and states.loss is not None:
             _leave_if_over()
             self._log.record(step, states.loss, params, extras, _fit(trainer))
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Note the batch; a strategy may give an iterator in its place."""
+        self._batch = None if isinstance(batch, Iterator) else digest_batch(batch)
 
     @override
     def on_train_batch_end(
@@ -86,7 +96,7 @@ class StepRecorder(Callback):
         step = _job_step(trainer)
         # Every rank does this, even if it recorded the step before a fault: what is recorded may be collective.
         complete_parameters(trainer)
-        params, extras = _digest_of_parameters(trainer), extras_of(trainer)
+        params, extras = _digest_of_parameters(trainer), extras_of(trainer, step, self._batch)
         if getattr(trainer.strategy, "replaying", False) and (self._log.last_step() or 0) >= step:
             return
         loss = loss_of(outputs)

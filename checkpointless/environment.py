@@ -21,6 +21,7 @@ SPINNING_KERNELS_ENV = "CHECKPOINTLESS_SPINNING_KERNELS"  # "1": kernels that no
 RUN_DIR_ENV = "CHECKPOINTLESS_RUN_DIR"  # path of the run directory; default: nothing is recorded
 FAULTS_ENV = "CHECKPOINTLESS_FAULTS"  # JSON list of the specs of faults to inject; default: none
 RECORD_STEPS_ENV = "CHECKPOINTLESS_RECORD_STEPS"  # "1": losses and digests of every step are recorded
+REHEARSAL_ENV = "CHECKPOINTLESS_REHEARSAL"  # "1": the job is part of `checkpointless rehearse`
 INCARNATION_ENV = "CHECKPOINTLESS_INCARNATION"  # 0 for the rank's first process, 1 more for each successor
 AGENT_FD_ENV = "CHECKPOINTLESS_AGENT_FD"  # descriptor of the rank's connection to its agent
 BOARD_FD_ENV = "CHECKPOINTLESS_BOARD_FD"  # descriptor of the rank's board

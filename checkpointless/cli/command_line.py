@@ -1,4 +1,4 @@
-"""The command line: ``checkpointless run | train | coordinator | demo | verify | report | faults | doctor``.
+"""The command line: ``checkpointless run | train | rehearse | demo | verify | report | ...``.
 
 Neither this module nor one of a command imports anything heavy; each command imports what it needs when it runs, so
 that ``--help`` and wrong options are answered at once.
@@ -14,11 +14,13 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from checkpointless.cli.commands import coordinator, demo, doctor, faults, report, run, train, verify
+from checkpointless.cli.commands import coordinator, demo, doctor, faults, rehearse, report, run, train, verify
 from checkpointless.cli.output import PROG, open_standard_streams, out, report_error, say
 from checkpointless.cli.values import UsageError
 
-COMMANDS = tuple(module.COMMAND for module in (run, train, coordinator, demo, verify, report, faults, doctor))
+COMMANDS = tuple(
+    module.COMMAND for module in (run, train, rehearse, coordinator, demo, verify, report, faults, doctor)
+)
 _WITH_OVERRIDES = (train.COMMAND.act, doctor.COMMAND.act)
 USAGE_EXIT_CODE = 2
 INTERRUPTED_EXIT_CODE = 128 + 2  # what a shell reports for a process that Ctrl-C ended
@@ -29,6 +31,7 @@ examples:
   checkpointless demo                                 see it work: a small GPT, two faults, equal losses
   checkpointless run --nproc-per-node 8 train.py      run a script that uses `@HPWrapper()`
   checkpointless train tiny_gpt_cpu --cpu --nproc-per-node 4 trainer.max_steps=20
+  checkpointless rehearse --nproc-per-node 2 train.py is this job exact under faults?
   checkpointless report runs/20260101T120000Z-train   what happened, and how long each stage took
   checkpointless verify runs/a runs/b                 the same losses and parameters, to the bit?
   checkpointless doctor --nproc-per-node 8            what this node lacks for recoveries

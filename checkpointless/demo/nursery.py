@@ -6,17 +6,12 @@ import gc
 import importlib
 import os
 import signal
-import sys
 import time
-import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from checkpointless.agent.launch import launch
+from checkpointless.agent.agent_process import AgentProcess
 from checkpointless.agent.launch_config import LaunchConfig
-from checkpointless.agent.ranks.rank_process import die_with_parent
 from checkpointless.demo.trainers import Trainer
 from checkpointless.environment import CPU_ENV, OMP_NUM_THREADS_ENV, YES
 
@@ -66,59 +61,21 @@ class Nursery:
             configs: one configuration per agent.
             limit_s: number of seconds after which the agents that are left are killed.
         """
-        agents = [(_fork(config), config) for config in configs]
-        codes: dict[int, int | None] = {}
+        agents = [AgentProcess(config) for config in configs]
         try:
-            _reap([pid for pid, _ in agents], codes, time.monotonic() + limit_s)
+            _wait(agents, time.monotonic() + limit_s)
         except KeyboardInterrupt:
-            _reap([pid for pid, _ in agents], codes, time.monotonic() + _LEAVE_S)
+            for agent in agents:
+                agent.send(signal.SIGINT)
+            _wait(agents, time.monotonic() + _LEAVE_S)
             raise
         finally:
-            for pid, _ in agents:
-                if pid not in codes:
-                    os.kill(pid, signal.SIGKILL)
-                    os.waitpid(pid, 0)
-        return [Ended(codes.get(pid), tuple(_said(config).read_text().splitlines())) for pid, config in agents]
+            codes = [agent.poll() for agent in agents]
+            for agent in agents:
+                agent.kill()
+        return [Ended(code, agent.lines()) for code, agent in zip(codes, agents, strict=True)]
 
 
-def _fork(config: LaunchConfig) -> int:
-    config.run_dir.mkdir(parents=True, exist_ok=True)
-    _said(config).write_text("")
-    nursery = os.getpid()
-    pid = os.fork()
-    if pid:
-        return pid
-    code = 1
-    try:
-        die_with_parent(nursery)
-        with _said(config).open("a", buffering=1) as said, _into(config.run_dir / f"agent-{config.node_rank}.log"):
-            code = launch(config, lambda line: print(line, file=said))
-    except BaseException:  # noqa: BLE001 - the edge of the process
-        traceback.print_exc()
-    finally:
-        os._exit(code)
-
-
-@contextmanager
-def _into(log: Path) -> Iterator[None]:
-    """Redirect everything that this process and its children print to a file."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    with log.open("ab") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-        yield
-        sys.stdout.flush()
-        sys.stderr.flush()
-
-
-def _reap(pids: Sequence[int], codes: dict[int, int | None], until_s: float) -> None:
-    while len(codes) < len(pids) and time.monotonic() < until_s:
-        for pid in pids:
-            if pid not in codes and os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
-                codes[pid] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+def _wait(agents: Sequence[AgentProcess], until_s: float) -> None:
+    while any([agent.poll() is None for agent in agents]) and time.monotonic() < until_s:
         time.sleep(_REAP_EVERY_S)
-
-
-def _said(config: LaunchConfig) -> Path:
-    return config.run_dir / f"agent-{config.node_rank}.said"

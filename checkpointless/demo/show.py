@@ -13,6 +13,7 @@ from checkpointless.demo.config import DemoConfig
 from checkpointless.demo.result import DemoResult
 from checkpointless.report.incidents import IncidentSummary
 from checkpointless.report.verify import Steps
+from checkpointless.telemetry.steps import NO_LOSS
 
 _MAX_ROWS = 24
 
@@ -100,7 +101,8 @@ def losses_table(undisturbed: Steps, disturbed: Steps) -> Table:
 def curve(steps: Steps) -> dict[int, float]:
     """Return the losses by step of the first rank with any but zeros (pipeline stages in between report none)."""
     for rank in sorted(steps):
-        losses = {record.step: float.fromhex(record.loss) for record in steps[rank]}
+        known = [record for record in steps[rank] if record.loss != NO_LOSS]
+        losses = {record.step: float.fromhex(record.loss) for record in known}
         if any(losses.values()):
             return losses
     return {}

@@ -6,7 +6,7 @@ import enum
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,25 +28,35 @@ class Quantity(enum.Enum):
 
     LOSS = "loss"
     PARAMS = "params"
+    BATCH = "batch"
     BUFFERS = "buffers"
+    OPTIMIZER = "optimizer's state"
     LR = "learning rates"
     LOSS_SCALE = "loss scale"
     MODULE = "state of the module"
     DATA = "state of the data module"
     CALLBACK = "state of callback"
+    OWN = "rank-local state"
     METRIC = "of the validation after"
     CHECKPOINTS = "checkpoints"
 
 
 #: The fields of a step's extras that are compared as they are.
 _FIELDS = {
+    Quantity.BATCH: "batch",
     Quantity.BUFFERS: "buffers",
+    Quantity.OPTIMIZER: "optimizer",
     Quantity.LR: "lr",
     Quantity.LOSS_SCALE: "loss_scale",
     Quantity.MODULE: "module",
     Quantity.DATA: "data",
 }
+#: The fields that have a value for each name.
+_BY_NAME = {Quantity.OWN: "own", Quantity.CALLBACK: "callbacks"}
 _NOTHING = "-"
+
+#: A quantity, and the name of the callback, attribute or metric ("" if there is none).
+What = tuple[Quantity, str]
 
 
 @dataclass(frozen=True)
@@ -69,7 +79,7 @@ class Difference:
         a: value in run A, as recorded.
         b: value in run B, as recorded.
         by: distance of two losses or metrics; None for other quantities, or if a value is not finite.
-        name: name of the callback, metric or checkpoint.
+        name: name of the callback, metric, attribute or checkpoint.
     """
 
     step: int
@@ -79,6 +89,11 @@ class Difference:
     b: str
     by: float | None
     name: str = ""
+
+    @property
+    def what(self) -> What:
+        """What differs, wherever it does."""
+        return self.quantity, self.name
 
     @property
     def place(self) -> str:
@@ -158,7 +173,17 @@ def _expected(records: Iterable[StepRecord]) -> list[int]:
     return sorted({step for steps in by_fit.values() for step in range(min(steps), max(steps) + 1)})
 
 
-def compare(a: Steps, b: Steps) -> Verdict:
+def differences(a: Steps, b: Steps) -> Iterator[Difference]:
+    """Yield everything that differs between two runs where both recorded it: steps, validations, checkpoints."""
+    last = [{(rank, each.step): each for rank, records in run.items() for each in records} for run in (a, b)]
+    common = _Common.of(a, b)
+    for rank, step in sorted(last[0].keys() & last[1].keys(), key=lambda key: (key[1], key[0])):
+        yield from common.differences(rank, last[0][rank, step], last[1][rank, step])
+    yield from _Validations.of(a, b).differences()
+    yield from _checkpoint_differences(a, b, max((step for run in last for _, step in run), default=0))
+
+
+def compare(a: Steps, b: Steps, without: Set[What] = frozenset()) -> Verdict:
     """Compare two runs.
 
     Every rank of either run should have every step from the first to the last step of each fit of either run. If
@@ -168,9 +193,9 @@ def compare(a: Steps, b: Steps) -> Verdict:
     Args:
         a: steps of run A, as :func:`~checkpointless.telemetry.steps.read_steps` returns them.
         b: steps of run B, as :func:`~checkpointless.telemetry.steps.read_steps` returns them.
+        without: what is not compared.
     """
     ranks = sorted({*a, *b})
-    recorded = [record.step for run in (a, b) for records in run.values() for record in records]
     expected = _expected(record for run in (a, b) for records in run.values() for record in records)
     last = {
         run: {(rank, record.step): record for rank, records in steps.items() for record in records}
@@ -184,19 +209,11 @@ def compare(a: Steps, b: Steps) -> Verdict:
         if (rank, step) not in last[run]
     )
     repeated = tuple(place for run, steps in ((Run.A, a), (Run.B, b)) for place in _repeated(run, steps))
-    shared = sorted(last[Run.A].keys() & last[Run.B].keys(), key=lambda key: (key[1], key[0]))
+    shared = last[Run.A].keys() & last[Run.B].keys()
     common = _Common.of(a, b)
     validations = _Validations.of(a, b)
-    differences = [
-        *_first(
-            found
-            for rank, step in shared
-            for found in common.differences(rank, last[Run.A][rank, step], last[Run.B][rank, step])
-        ),
-        *_first(validations.differences()),
-        *_first(_checkpoint_differences(a, b, max(recorded, default=0))),
-    ]
-    difference = min(differences, key=lambda found: found.step, default=None)
+    found = (each for each in differences(a, b) if each.what not in without)
+    difference = min(found, key=lambda each: each.step, default=None)
     irregular = (repeated, missing, validations.repeated, validations.missing)
     return Verdict(
         equal=bool(shared) and difference is None and not any(irregular),
@@ -210,11 +227,6 @@ def compare(a: Steps, b: Steps) -> Verdict:
         again=validations.again,
         not_compared=(*common.not_compared, *validations.not_compared, *_checkpoints_not_compared(a, b)),
     )
-
-
-def _first(differences: Iterable[Difference]) -> list[Difference]:
-    found = next(iter(differences), None)
-    return [] if found is None else [found]
 
 
 def _repeated(run: Run, steps: Mapping[int, Sequence[StepRecord]]) -> Iterator[StepPlace]:
@@ -242,25 +254,25 @@ class _Common:
 
     Attributes:
         quantities: quantities of :data:`_FIELDS` that both runs recorded.
-        callbacks: state keys of the callbacks that both runs recorded.
+        named: quantities of :data:`_BY_NAME` that both runs recorded, with their names.
         not_compared: what only one of the runs recorded.
     """
 
     quantities: tuple[Quantity, ...]
-    callbacks: tuple[str, ...]
+    named: tuple[What, ...]
     not_compared: tuple[str, ...]
 
     @classmethod
     def of(cls, a: Steps, b: Steps) -> _Common:
         quantities = [_recorded(run) for run in (a, b)]
-        callbacks = [_callbacks(run) for run in (a, b)]
+        named = [[(each, name) for each in _BY_NAME for name in sorted(_names(each, run))] for run in (a, b)]
         both = quantities[0] & quantities[1]
         return cls(
             tuple(quantity for quantity in _FIELDS if quantity in both),
-            tuple(sorted(callbacks[0] & callbacks[1])),
+            tuple(each for each in named[0] if each in named[1]),
             (
                 *_one_sided([each.value for each in _FIELDS if each in run] for run in quantities),
-                *_one_sided([f"{Quantity.CALLBACK.value} {key}" for key in sorted(run)] for run in callbacks),
+                *_one_sided([f"{each.value} {name}" for each, name in run] for run in named),
             ),
         )
 
@@ -272,12 +284,13 @@ class _Common:
             yield Difference(a.step, rank, Quantity.PARAMS, a.params, b.params, None)
         for quantity in self.quantities:
             values = [getattr(each.extras, _FIELDS[quantity]) for each in (a, b)]
-            if values[0] != values[1]:
+            is_known = quantity is not Quantity.BATCH or None not in values  # not if it was recorded after a fault
+            if values[0] != values[1] and is_known:
                 yield Difference(a.step, rank, quantity, _shown(values[0]), _shown(values[1]), None)
-        for key in self.callbacks:
-            values = [(each.extras.callbacks or {}).get(key) for each in (a, b)]
+        for quantity, name in self.named:
+            values = [(getattr(each.extras, _BY_NAME[quantity]) or {}).get(name) for each in (a, b)]
             if values[0] != values[1]:
-                yield Difference(a.step, rank, Quantity.CALLBACK, _shown(values[0]), _shown(values[1]), None, key)
+                yield Difference(a.step, rank, quantity, _shown(values[0]), _shown(values[1]), None, name)
 
 
 @dataclass(frozen=True)
@@ -311,7 +324,7 @@ class _Validations:
         return cls(
             last[0],
             last[1],
-            callbacks=tuple(sorted(_callbacks(a) & _callbacks(b))),
+            callbacks=tuple(sorted(_names(Quantity.CALLBACK, a) & _names(Quantity.CALLBACK, b))),
             repeated=repeated,
             again=again,
             missing=tuple(
@@ -361,8 +374,9 @@ def _recorded(run: Steps) -> set[Quantity]:
     }
 
 
-def _callbacks(run: Steps) -> set[str]:
-    return {key for each in run.values() for record in each for key in record.extras.callbacks or ()}
+def _names(quantity: Quantity, run: Steps) -> set[str]:
+    field = _BY_NAME[quantity]
+    return {name for each in run.values() for record in each for name in getattr(record.extras, field) or ()}
 
 
 def _validations(run: Steps) -> Mapping[int, Sequence[ValidationRecord]] | None:

@@ -15,6 +15,7 @@ from checkpointless.telemetry.events import append_line, read_lines
 from checkpointless.telemetry.scribe import scribe
 
 STEPS_DIR = "steps"
+NO_LOSS = "-"
 _WAIT_S = 1.0
 _STEPS, _VALIDATIONS, _CHECKPOINTS = "rank-", "validation-rank-", "checkpoints.jsonl"
 
@@ -32,6 +33,12 @@ class StepExtras:
         callbacks: digest of each callback's state, by the callback's state key.
         module: digest of what the LightningModule adds to a checkpoint.
         data: digest of the data module's state.
+        optimizer: digest of this rank's part of the optimizers' state.
+        own: digest of each value of the rank-local state (plain attributes or declared state) and of the random
+            streams, by name.
+        batch: digest of the last batch that the step got.
+        epoch: a number that changes with the epoch; not compared.
+        validated: whether a loop of one's own used another loader since the step before; not compared.
     """
 
     buffers: str | None = None
@@ -40,6 +47,11 @@ class StepExtras:
     callbacks: Mapping[str, str] | None = None
     module: str | None = None
     data: str | None = None
+    optimizer: str | None = None
+    own: Mapping[str, str] | None = None
+    batch: str | None = None
+    epoch: int | None = None
+    validated: bool | None = None
 
 
 NO_EXTRAS = StepExtras()
@@ -51,7 +63,7 @@ class StepRecord:
 
     Attributes:
         step: optimizer step, counted from 1.
-        loss: loss as ``float.hex()`` gives it, so that it is compared bit by bit.
+        loss: loss as ``float.hex()`` gives it, so that it is compared bit by bit; "-" if it is not known.
         params: digest of this rank's parameters after the step.
         extras: what else was recorded of the step.
         fit: the fit of the block that made the step, counted from 1. Between two fits, numbers are left out.
@@ -131,12 +143,14 @@ class StepLog:
             return None
         return cls(run_dir, own_rank())
 
-    def record(self, step: int, loss: float, params: str, extras: StepExtras = NO_EXTRAS, fit: int = 1) -> None:
+    def record(
+        self, step: int, loss: float | None, params: str, extras: StepExtras = NO_EXTRAS, fit: int = 1
+    ) -> None:
         """Append one step.
 
         Args:
             step: optimizer step, counted from 1.
-            loss: loss of the step on this rank.
+            loss: loss of the step on this rank; None if it is not known.
             params: digest of this rank's parameters after the step.
             extras: what else is recorded after the step.
             fit: the fit of the block, counted from 1.
@@ -146,7 +160,8 @@ class StepLog:
         """
         known = {name: value for name, value in vars(extras).items() if value is not None}
         later = {"fit": fit} if fit > 1 else {}
-        self._append(self.path, {"step": step, "loss": float(loss).hex(), "params": params, **known, **later})
+        exact = NO_LOSS if loss is None else float(loss).hex()
+        self._append(self.path, {"step": step, "loss": exact, "params": params, **known, **later})
 
     def record_validation(self, step: int, metrics: Mapping[str, float], callbacks: Mapping[str, str]) -> None:
         """Append one validation.

@@ -60,16 +60,24 @@ def run(options: argparse.Namespace) -> int:
     settings = settle_torchrun_options(options)
     if options.dry_run:
         return dry_run(options)
+    return launch_job(options, program_of(options), None, settings)
+
+
+def program_of(options: argparse.Namespace) -> Program:
+    """Return what every rank runs.
+
+    Raises:
+        UsageError: a module that is to be imported before does not exist.
+    """
     beside = Path.cwd() if options.module else Path(options.script).resolve().parent
     _check_importable(options.preload or (), beside)
-    program = Program(
+    return Program(
         name=options.script.rpartition(".")[2] if options.module else Path(options.script).stem,
         script=options.script,
         script_args=tuple(options.script_args),
         module=options.module,
         preload=options.preload,
     )
-    return launch_job(options, program, None, settings)
 
 
 def dry_run(options: argparse.Namespace) -> int:

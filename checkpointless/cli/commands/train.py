@@ -62,14 +62,26 @@ def train(options: argparse.Namespace) -> int:
         return dry_run(options, config)
     max_steps = config.trainer.get("max_steps")
     last = max_steps if isinstance(max_steps, int) and max_steps > 0 else None  # -1: all steps of the epochs
-    program = Program(
+    return launch_job(options, _program(options, config), last)
+
+
+def recipe_program(options: argparse.Namespace) -> Program:
+    """Check that a recipe can be trained as asked, fill in the number of ranks, and return what every rank runs.
+
+    Raises:
+        UsageError: the recipe cannot be trained as asked.
+    """
+    return _program(options, check_train(options, has_cuda))
+
+
+def _program(options: argparse.Namespace, config: DictConfig) -> Program:
+    return Program(
         name=Path(options.recipe).stem,
         script=RECIPE_RUNNER,
         script_args=(options.recipe, *options.overrides),
         module=True,
         preload=preloads_of(config),
     )
-    return launch_job(options, program, last)
 
 
 def preloads_of(config: DictConfig) -> tuple[str, ...]:

@@ -26,6 +26,7 @@ import torch
 from checkpointless.environment import RANK_STATE_BYTES_ENV, own_rank
 from checkpointless.serialization import state_tree
 from checkpointless.serialization.plain_values import is_named_tuple
+from checkpointless.serialization.value_digest import digest_value
 from checkpointless.wire.board import Board
 
 logger = logging.getLogger(__name__)
@@ -403,6 +404,15 @@ def put_declared(streams: Mapping[str, bytes]) -> None:
 def keeps_declared(key: str) -> bool:
     """Return whether a value, by the name of its owner and its own, was kept at the last capture."""
     return _declared is not None and _PREFIX + key in _declared.kept
+
+
+def digest_declared(streams: Mapping[str, bytes]) -> dict[str, str]:
+    """Return digests of what :func:`take_declared` returned, by name, but of lists of attributes."""
+    return {
+        name.removeprefix(_PREFIX): digest_value(_decoded(encoded))
+        for name, encoded in sorted(streams.items())
+        if is_declared(name) and not name.endswith(".vars()")
+    }
 
 
 def is_declared(name: str) -> bool:

@@ -132,6 +132,10 @@ class OwnStateKeeper(ABC):
         """Return this rank's newest streams after ``step``, from memory or, in a new process, from the board."""
         return self._own.streams.newest(step)
 
+    def own_digests(self, step: int) -> Mapping[str, str] | None:
+        """Return digests by name of this rank's rank-local state after ``step``; None if it is not known."""
+        return self._own.streams.digests(step)
+
     # --- when training resumes ---------------------------------------------------------------------------------
 
     def restore_streams(self, stage: Stage | None = None) -> None:

@@ -8,10 +8,13 @@ from typing import Any
 
 from checkpointless.inprocess.context import own_board
 from checkpointless.recovery.moment import Stage
-from checkpointless.recovery.own.declared import is_declared, put_declared, take_declared
+from checkpointless.recovery.own.declared import digest_declared, is_declared, put_declared, take_declared
 from checkpointless.recovery.own.streams_on_board import DATA_SERIES, StreamsOnBoard
 from checkpointless.recovery.rng import RngStates
+from checkpointless.serialization.value_digest import digest_value
 from checkpointless.wire.board import Board
+
+RANDOM_STREAM = "random stream"  # how the names of their digests begin
 
 
 class OwnStreams:
@@ -102,6 +105,15 @@ class OwnStreams:
             return known
         on_board = self._board()
         return on_board.at(step) if on_board is not None else {}
+
+    def digests(self, step: int) -> dict[str, str] | None:
+        """Return digests of random streams and declared state by name, as committed with ``step``."""
+        states = self.at(step).get(Stage.COMMITTED)
+        if states is None:
+            return None
+        drawn = {name: each for name, each in states.streams.items() if not is_declared(name)}
+        digests = {f"{RANDOM_STREAM} {name}": digest_value(each) for name, each in drawn.items()}
+        return {**digests, **digest_declared(states.streams)}
 
     def newest(self, step: int) -> RngStates | None:
         """Return the streams at the last stage after ``step`` that is known; None if none is."""

@@ -26,11 +26,12 @@ from checkpointless.recovery.training.loop_exits import LoopExits
 from checkpointless.recovery.training.loop_state import LoopState, Undeclared, warn_of_changes_between
 from checkpointless.recovery.training.owned import Owned, put_back
 from checkpointless.recovery.training.param_groups import BoundaryWeights
+from checkpointless.recovery.training.recording import extras_of
 from checkpointless.recovery.training.repeated_steps import repeated_steps
 from checkpointless.serialization import state_tree
-from checkpointless.serialization.checksum import digest_buffers, digest_parameters
+from checkpointless.serialization.checksum import digest_parameters
 from checkpointless.serialization.samples import samples
-from checkpointless.telemetry.steps import StepExtras, StepLog
+from checkpointless.telemetry.steps import StepLog
 from checkpointless.transfer.exchange import true_on_all
 from checkpointless.transfer.module_tensors import TrainingTensors
 from checkpointless.transfer.state_tensors import groups_of
@@ -230,11 +231,9 @@ class LoopTraining(TrainingTensors, ABC):
         repeated_steps.compute(self._call.steps.making, loss)
 
     def _record(self, loss: float | None) -> None:
-        """Record the committed step, if that is requested (``--record-steps``) and the loss is known."""
-        if self._log is not None and loss is not None:
-            rates = [values.get("lr", 0.0) for groups in self.groups() for values in groups]
-            extras = StepExtras(buffers=digest_buffers(self.modules), lr=tuple(float(rate).hex() for rate in rates))
-            params = digest_parameters(self.modules)
+        """Record the committed step, if that is requested (``--record-steps``)."""
+        if self._log is not None:
+            params, extras = digest_parameters(self.modules), extras_of(self, self._manager, self._exits.calls)
             self._call.leave_if_over()  # what aborted collectives have left is not recorded
             self._log.record(self.step, loss, params, extras)
 

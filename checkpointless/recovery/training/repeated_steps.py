@@ -40,11 +40,49 @@ _patches = Patches()
 logger = logging.getLogger(__name__)
 
 
+class LoaderPasses:
+    """Which of torch's loaders gave batches since the last step, to see where epochs and validations are.
+
+    An iterator is known by its number (``id``), which a later one may have again.
+    """
+
+    def __init__(self) -> None:
+        self._epoch = 0
+        self._gave: list[int] = []
+        self._ended: list[int] = []
+        self._used: int | None = None
+
+    def gave(self, iterator: int) -> None:
+        """Note that an iterator gave a batch."""
+        if not self._gave or self._gave[-1] != iterator:
+            self._gave.append(iterator)
+
+    def ended(self, iterator: int) -> None:
+        """Note that an iterator had no more batches."""
+        self._ended.append(iterator)
+
+    def look(self) -> tuple[int, bool]:
+        """Look back when a step was made, whose batch came last.
+
+        Returns:
+            A number that changes with the epoch, and whether another loader gave batches since the step before.
+        """
+        used = self._gave[-1] if self._gave else self._used
+        if self._used is not None and (used != self._used or used in self._ended):
+            self._epoch += 1
+        others = {*self._gave} - {used, self._used}
+        was_validated = bool(others) or len(self._ended) > 1 or (used == self._used and len(self._gave) > 1)
+        self._gave, self._ended, self._used = [], [], used
+        return self._epoch, was_validated
+
+
 class RepeatedSteps:
     """What the newest step of this process took and computed, also in the generation before.
 
     One of a process is enough, since a block runs once at a time: :data:`repeated_steps`.
 
+    Attributes:
+        passes: which loaders gave the batches.
     """
 
     def __init__(self) -> None:
@@ -54,12 +92,14 @@ class RepeatedSteps:
         self._before: tuple[int, list[str], float | None] = (0, [], None)
         self._is_told = False
         self._listeners = 0
+        self.passes = LoaderPasses()
 
     def begin_entry(self) -> None:
         """Note that the block was entered: what was noted until now was before the fault."""
         if self._step > 0:
             self._before = self._step, self._taken, self._loss
         self._step, self._taken, self._loss, self._is_told = 0, [], None, False
+        self.passes = LoaderPasses()
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -78,7 +118,11 @@ class RepeatedSteps:
     def take(self, step: int, batch: object) -> None:
         """Note a batch that ``step`` takes from a loader."""
         self._begin(step)
-        self._taken.append(_digest(batch))
+        self._taken.append(digest_batch(batch))
+
+    def batch_of(self, step: int) -> str | None:
+        """Return the digest of the last batch that ``step`` took from a loader; None if it took none."""
+        return self._taken[-1] if self._step == step and self._taken else None
 
     def compute(self, step: int, loss: float | None) -> None:
         """Note the loss of ``step``, whose gradients are final; compare it, and what the step has taken.
@@ -111,10 +155,15 @@ repeated_steps = RepeatedSteps()
 def _listening(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
     @functools.wraps(original)
     def __next__(iterator: Any) -> Any:
-        batch = original(iterator)
+        try:
+            batch = original(iterator)
+        except StopIteration:
+            repeated_steps.passes.ended(id(iterator))
+            raise
         call = active_call_wrapper()
         if call is not None and call.steps.making > 0 and _patches.are_made:
             repeated_steps.take(call.steps.making, batch)
+            repeated_steps.passes.gave(id(iterator))
         return batch
 
     return __next__
@@ -125,7 +174,8 @@ def _has_piece(items: list[str], piece: list[str]) -> bool:
     return any(items[start : start + size] == piece for start in range(len(items) - size + 1))
 
 
-def _digest(batch: object) -> str:
+def digest_batch(batch: object) -> str:
+    """Return the digest of a batch: of its shapes, and of the first bytes of each tensor on the CPU."""
     digest = xxhash.xxh3_64()
     for tensor in _tensors_in(batch):
         digest.update(str(tuple(tensor.shape)).encode())

@@ -39,9 +39,10 @@ def call(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Cal
 
     monkeypatch.setattr(step_recorder, "active_call_wrapper", lambda: call)
     monkeypatch.setattr(step_recorder, "complete_parameters", lambda trainer: None)
-    monkeypatch.setattr(step_recorder, "extras_of", lambda trainer: NO_EXTRAS)
+    monkeypatch.setattr(step_recorder, "extras_of", lambda *_: NO_EXTRAS)
     monkeypatch.setattr(step_recorder, "_digest_of_parameters", digest)
     monkeypatch.setattr("checkpointless.recovery.training.loop.digest_parameters", digest)
+    monkeypatch.setattr("checkpointless.recovery.training.loop.extras_of", lambda *_: NO_EXTRAS)
     return call
 
 
@@ -66,8 +67,9 @@ def test_a_step_is_recorded_if_its_generation_went_on_meanwhile(call: Call, tmp_
 
 
 def test_so_is_one_of_a_loop_of_ones_own(call: Call, tmp_path: Path) -> None:
+    exits = SimpleNamespace(calls=1)
     loop: Any = SimpleNamespace(
-        _log=StepLog(tmp_path, 0), _call=call, step=4, modules=[], groups=lambda: [[{"lr": 0.1}]]
+        _log=StepLog(tmp_path, 0), _call=call, step=4, modules=[], _manager=None, _exits=exits
     )
     try:
         LoopTraining._record(loop, 0.5)

@@ -48,6 +48,7 @@ FLOORS = {
     "strategies": 8,
     "demo": 9,
     "recipes": 9,
+    "rehearsal": 9,
     "cli": 10,
     "__main__": 11,
 }

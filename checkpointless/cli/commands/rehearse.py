@@ -1,0 +1,186 @@
+"""The command ``rehearse``: its options, and what it runs."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.resources
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from checkpointless.cli.command import Command
+from checkpointless.cli.commands.run import program_of
+from checkpointless.cli.commands.train import recipe_program
+from checkpointless.cli.cuda import has_cuda
+from checkpointless.cli.job import Program
+from checkpointless.cli.output import out, say
+from checkpointless.cli.run_directory import new_run_dir
+from checkpointless.cli.values import UsageError, both, count, positive, ranks, seconds
+from checkpointless.environment import LOG_LEVEL_ENV, REHEARSAL_ENV, YES
+
+if TYPE_CHECKING:
+    from checkpointless.rehearsal.rehearse import Rehearsal
+
+_TERM_GRACE_S = 5.0
+_YAML = (".yaml", ".yml")
+_RANKS = 2  # so that each part of the state has a second holder where the training is data parallel
+_EPILOG = """\
+examples:
+  checkpointless rehearse --nproc-per-node 2 train.py --lr 1e-3
+  checkpointless rehearse --cpu --steps 30 --faults 8 --seed 1 -m my_package.train
+  checkpointless rehearse tiny_gpt_cpu --cpu --nproc-per-node 4 trainer.max_steps=12
+  checkpointless rehearse --json train.py | jq .verdict
+
+It runs the job twice without faults, and then with one fault in each run: an exception, a SIGKILL, one right after
+an epoch's end and one right after a validation (where the first --steps steps reach these), and more with --faults.
+Phases, ranks and steps are drawn from --seed. Two jobs run at a time; on GPUs, one. Whatever is recorded of each
+step has to be the same, bit by bit: loss, parameters, buffers, optimizer, attributes and declared state, random
+streams, batches, validations and checkpoints. If something differs, the last lines name what differs first, and the
+point of the contract (docs/contract.md) that this points to.
+
+Each job has a working directory of its own with links to what is in this one: what the job writes anew below it
+stays there, and a file that is there already, or has an absolute path, is written as ever. CHECKPOINTLESS_REHEARSAL
+is 1 in these jobs.
+
+Exit status: 0 exact; 1 inexact, or a fault that was not recovered from; 2 wrong usage; 3 the job could not be
+rehearsed: it fails without faults, or two runs without faults differ.
+"""
+
+
+def add_rehearse_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``rehearse``."""
+    parser.usage = "%(prog)s [OPTIONS] SCRIPT [ITS ARGUMENTS] | RECIPE [KEY=VALUE ...]"
+    add = parser.add_argument
+    add("-m", "--module", action="store_true", help="SCRIPT is a module, as with `python -m`")
+    add(
+        *both("--nproc-per-node"),
+        type=ranks,
+        metavar="N",
+        help=f"ranks, as for `run` (default: {_RANKS}; a recipe's: its own)",
+    )
+    add("--cpu", action="store_true", help="let Megatron-core and NeMo train on this machine's CPUs")
+    add(
+        "--steps",
+        type=positive,
+        default=20,
+        metavar="N",
+        help="optimizer steps to compare (default: 20); a job that makes more is stopped after them",
+    )
+    add("--faults", type=positive, default=4, metavar="K", help="runs with a fault (default: 4)")
+    add(
+        "--seed",
+        type=count,
+        default=0,
+        metavar="S",
+        help="of the draws (default: 0); the same seed, the same faults",
+    )
+    add("--timeout", type=seconds, default=900.0, metavar="S", help="seconds that a job may take (default: 900)")
+    add("--json", action="store_true", help="print the result as JSON, and nothing else to standard output")
+    add(
+        "--run-dir", type=Path, metavar="D", help="keep all runs here (default: a temporary folder, kept if needed)"
+    )
+    add("--in-place", action="store_true", help="run the jobs in this working directory, one at a time")
+    add("script", metavar="SCRIPT", help="the training script, or a recipe as for `train`")
+    add("script_args", metavar="...", nargs=argparse.REMAINDER, help="its own arguments")
+    parser.set_defaults(preload=None)
+
+
+def rehearse(options: argparse.Namespace) -> int:
+    """Rehearse a job and show what came of it.
+
+    Raises:
+        UsageError: it cannot be rehearsed as asked.
+    """
+    program = _program(options)
+    from checkpointless.cli.tables import console
+    from checkpointless.rehearsal import page
+    from checkpointless.rehearsal.rehearse import rehearse as run
+
+    rehearsal = _configured(options, program)
+    folder = rehearsal.plan.folder
+    is_kept = options.run_dir is not None
+    try:
+        found = run(rehearsal, say)
+        is_kept = is_kept or found.status != page.EXACT
+        found = found if is_kept else page.without_folder(found)
+        if options.json:
+            out(page.as_json(found))
+        else:
+            page.show(found, console())
+        return found.status
+    finally:
+        shutil.rmtree(folder if not is_kept else folder / "folders", ignore_errors=True)
+
+
+def _configured(options: argparse.Namespace, program: Program) -> Rehearsal:
+    from checkpointless.agent.launch_config import LaunchConfig
+    from checkpointless.rehearsal.jobs import Plan
+    from checkpointless.rehearsal.rehearse import Rehearsal
+
+    try:
+        config = LaunchConfig(
+            nproc_per_node=options.nproc_per_node,
+            script=program.script,
+            script_args=program.script_args,
+            module=program.module,
+            preload=program.preload,
+            run_dir=Path(),
+            cpu=options.cpu,
+            record_steps=True,
+            stream_logs=False,
+            term_grace_s=_TERM_GRACE_S,
+            job=program.name,
+            extra_env={LOG_LEVEL_ENV: os.environ.get(LOG_LEVEL_ENV, "warning"), REHEARSAL_ENV: YES},
+        )
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    uses_gpu = not options.cpu and has_cuda()
+    if options.run_dir is not None:
+        folder = new_run_dir(options.run_dir, program.name)
+    else:
+        folder = Path(tempfile.mkdtemp(prefix=f"checkpointless-rehearsal-{program.name}-"))
+    plan = Plan(config, options.steps, options.timeout, folder.resolve(), options.in_place)
+    at_once = 1 if uses_gpu or options.in_place else 2
+    return Rehearsal(program.name, plan, options.faults, options.seed, at_once, imports=not uses_gpu)
+
+
+def _program(options: argparse.Namespace) -> Program:
+    """Return what every rank runs; the number of ranks is filled in.
+
+    Raises:
+        UsageError: there is no such script or recipe, or the recipe cannot be trained as asked.
+    """
+    if options.module or not _is_recipe(options.script):
+        options.nproc_per_node = options.nproc_per_node or _RANKS
+        return program_of(options)
+    _read_again(options)
+    return recipe_program(options)
+
+
+def _is_recipe(name: str) -> bool:
+    """Return whether ``name`` is a recipe as for `train`: a YAML file, or the name of a bundled recipe."""
+    if Path(name).suffix in _YAML:
+        return True
+    bundled = importlib.resources.files("checkpointless.recipes") / f"{name}.yaml"
+    return not Path(name).exists() and name.isidentifier() and bundled.is_file()
+
+
+def _read_again(options: argparse.Namespace) -> None:
+    """Read options after the name of a recipe, which takes none itself; what is left are its overrides."""
+    words = options.script_args
+    overrides = [word for word in words if "=" in word and not word.startswith("-")]
+    others = [word for word in words if word not in overrides]
+    options.parser.parse_args([*others, options.script], namespace=options)
+    options.recipe, options.overrides = options.script, overrides
+    options.nnodes, options.dry_run = 1, False
+
+
+COMMAND = Command(
+    "rehearse",
+    "prove on your own job that it is exact under faults",
+    add_rehearse_options,
+    rehearse,
+    _EPILOG,
+)

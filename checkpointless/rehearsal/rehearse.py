@@ -1,0 +1,131 @@
+"""A rehearsal from its first run to its page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from checkpointless.rehearsal.jobs import Ended, Plan, import_once, run_jobs
+from checkpointless.rehearsal.judge import Outcome, cut, is_random, judge, messages_of, unsteady, why_ended
+from checkpointless.rehearsal.page import Page
+from checkpointless.rehearsal.plan import Course, course_of, draw
+from checkpointless.report.incidents import summarize
+from checkpointless.report.verify import What
+from checkpointless.telemetry.events import read_events
+from checkpointless.telemetry.steps import Recording, read_steps
+
+_CALM = ("calm-1", "calm-2")
+_RECORDS_NOTHING = (
+    "no step was recorded: the training has to be Lightning's, NeMo's or Megatron-Bridge's, or a loop of one's own "
+    "with PlainTraining or MegatronTraining"
+)
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What is to be rehearsed.
+
+    Attributes:
+        name: name of the script, module or recipe.
+        plan: what its jobs have in common.
+        faults: the number of faults.
+        seed: seed of the draws.
+        at_once: the largest number of jobs that run at a time.
+        imports: whether this process imports what the jobs need, and forks them. A process that uses CUDA must not.
+    """
+
+    name: str
+    plan: Plan
+    faults: int
+    seed: int
+    at_once: int
+    imports: bool = True
+
+
+class NotRehearsed(Exception):
+    """Raised if a job cannot be rehearsed; the message says why and what to do."""
+
+
+def rehearse(rehearsal: Rehearsal, say: Callable[[str], None]) -> Page:
+    """Run the jobs of a rehearsal and judge them.
+
+    Args:
+        rehearsal: what is to be rehearsed.
+        say: called with each line of progress.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C came; all jobs have been ended.
+    """
+    plan, name = rehearsal.plan, rehearsal.name
+    if rehearsal.imports:
+        say("importing what the ranks need, once for all jobs")
+        plan = replace(plan, config=import_once(plan.config, plan.folder / "imports.txt"))
+
+    def run(jobs: Mapping[str, Sequence[str]]) -> list[Ended]:
+        return run_jobs(plan, jobs, rehearsal.at_once, say)
+
+    calm = run({each: () for each in _CALM})
+    course: Course | None = None
+    try:
+        recordings = [_read(each) for each in calm]
+        course = course_of(recordings[0], plan.steps)
+        whole = all(each.code is not None for each in calm)
+        reference, other = (cut(each, course, whole) for each in recordings)
+        without = _unsteady(reference, other)
+        trials = {
+            f"fault-{number}": each for number, each in enumerate(draw(course, rehearsal.faults, rehearsal.seed), 1)
+        }
+    except (NotRehearsed, ValueError) as error:
+        warnings = tuple(messages_of([each.run_dir for each in calm]))
+        return Page(name, str(error), course, warnings=warnings, folder=plan.folder, seed=rehearsal.seed)
+    ended = run({each: (trial.fault,) for each, trial in trials.items()})
+    results = [judge(trial, each, reference, course, without, whole) for trial, each in zip(trials.values(), ended)]
+    is_tried = any(each.outcome is not Outcome.NOT_TRIED for each in results)
+    return Page(
+        name,
+        "" if is_tried else "none of the faults came: the runs never reached those points",
+        course,
+        tuple(results),
+        tuple(sorted(f"{each.value}{name and ' '}{name}" for each, name in without if not is_random(name))),
+        tuple(messages_of(each.run_dir for each in (*calm, *ended))),
+        plan.folder,
+        rehearsal.seed,
+    )
+
+
+def _read(ended: Ended) -> Recording:
+    """Return what a run without faults recorded.
+
+    Raises:
+        NotRehearsed: it failed, or recorded nothing.
+    """
+    if not ended.is_good:
+        why = why_ended(ended, summarize(read_events(ended.run_dir)))
+        raise NotRehearsed(f"{ended.name}, which has no fault, failed: {why}")
+    try:
+        return read_steps(ended.run_dir)
+    except FileNotFoundError:
+        raise NotRehearsed(_RECORDS_NOTHING) from None
+
+
+def _unsteady(first: Recording, second: Recording) -> frozenset[What]:
+    """Return what differs between two runs without faults, and is not computed.
+
+    Raises:
+        NotRehearsed: they computed different things.
+    """
+    begins = [min(each.step for records in run.values() for each in records) for run in (first, second)]
+    if begins[0] != begins[1]:
+        raise NotRehearsed(
+            f"two runs without faults begin at steps {begins[0]} and {begins[1]}: the script resumes from a "
+            "checkpoint that the other run wrote. Let it write below the working directory, or resume from none"
+        )
+    difference, without = unsteady(first, second)
+    unseeded = [name.rpartition(" ")[2] for _, name in without if is_random(name)]
+    if difference is not None:
+        raise NotRehearsed(
+            f"two runs without faults differ ({difference.sentence}): the script is not deterministic. "
+            + (f"It does not seed {', '.join(sorted(unseeded))}. " if unseeded else "")
+            + "See what torch.use_deterministic_algorithms(True) reports"
+        )
+    return without

@@ -1,0 +1,128 @@
+"""Test that a rehearsal calls exact what is, and says of what is not which point of the contract it breaks."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.ranks.agent_job import SCRIPTS
+from tests.ranks.nemo_zygote import ROOT, Zygote
+
+pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(400)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Return a user's folder, with data at relative paths."""
+    folder = tmp_path / "project"
+    folder.mkdir()
+    (folder / "rows.txt").write_text("96")
+    return folder
+
+
+def rehearse(zygote: Zygote, folder: Path, *words: str) -> tuple[int, str]:
+    """Rehearse in ``folder``; return the exit status, and what was said."""
+    argv = ["rehearse", "--cpu", "--nproc-per-node", "2", *words]
+    (answer,) = zygote.run(
+        1, "tests.ranks.docs_commands:command_here", {"argv": argv, "folder": str(folder)}, limit_s=240
+    )
+    return answer["code"], answer["out"]
+
+
+def test_a_loop_is_exact_and_nothing_is_left_in_its_folder(nemo_zygote: Zygote, folder: Path) -> None:
+    """It is longer than what is compared; it writes a checkpoint, and has epochs of 6 steps and validations."""
+    script = shutil.copy(SCRIPTS / "rehearsed.py", folder)
+    code, said = rehearse(nemo_zygote, folder, "--steps", "10", script, "400", "exact")
+    assert code == 0, said
+    assert said.rstrip().endswith("exact: 10 steps on 2 ranks, bit by bit, in 4 runs with a fault each"), said
+    assert "an epoch's end" in said, said
+    assert "a validation" in said, said
+    assert sorted(path.name for path in folder.iterdir()) == ["rehearsed.py", "rows.txt"]
+
+
+def test_a_loop_that_does_not_declare_is_inexact(nemo_zygote: Zygote, folder: Path) -> None:
+    script = str(SCRIPTS / "contract_loop.py")
+    runs = str(folder / "kept")
+    words = ("--json", "--steps", "8", "--faults", "2", "--run-dir", runs, script, "8", "clip", "undeclared")
+    code, said = rehearse(nemo_zygote, folder, *words)
+    assert code == 1, said
+    found = json.loads(said[said.index("{") :])
+    assert found["verdict"] == "inexact"
+    assert [each["outcome"] for each in found["faults"]] == ["inexact", "inexact"]
+    assert found["faults"][0]["contract"] == [3]
+    assert "average, norms" in found["faults"][0]["said"][0]
+    assert "docs/contract.md, 3 (declared state)" in found["sentence"]
+    assert (folder / "kept" / "fault-1" / "events.jsonl").is_file()
+
+
+def test_attributes_of_a_lightning_module_are_compared(nemo_zygote: Zygote, folder: Path) -> None:
+    """Epochs have 6 steps, and a validation comes after every third."""
+    code, said = rehearse(nemo_zygote, folder, "--steps", "14", str(SCRIPTS / "contract_lightning.py"), "clip")
+    assert code == 0, said
+    assert "exact: 14 steps on 2 ranks" in said, said
+    assert "an epoch's end" in said, said
+    assert "a validation" in said, said
+    assert "Mean.hidden" in said, "the warning of what is left out is on the page"
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("raises", "calm-1, which has no fault, failed: rank"),
+        ("unseeded", "the script is not deterministic"),
+    ],
+)
+def test_a_script_that_differs_or_fails_by_itself_is_not_rehearsed(
+    nemo_zygote: Zygote, folder: Path, kind: str, why: str
+) -> None:
+    code, said = rehearse(nemo_zygote, folder, str(SCRIPTS / "rehearsed.py"), "6", kind)
+    assert code == 3, said
+    assert why in said.rstrip().splitlines()[-1], said
+    assert "fault-1" not in said
+
+
+def test_ctrl_c_ends_all_jobs(folder: Path, tmp_path: Path) -> None:
+    marker = uuid.uuid4().hex
+    (tmp_path / "tmp").mkdir()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "checkpointless", "rehearse", str(SCRIPTS / "rehearsed.py"), "60", "slow"],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "MARKER": marker, "TMPDIR": str(tmp_path / "tmp")},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    said = ""
+    while "step 2 is made" not in said:
+        line = process.stderr.readline()
+        assert line, said
+        said += line
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 130, said + process.stderr.read()
+    assert "stopped by Ctrl-C" in process.stderr.read()
+    deadline_s = time.monotonic() + 20
+    while _marked(marker) and time.monotonic() < deadline_s:
+        time.sleep(0.1)
+    assert _marked(marker) == []
+    assert list((tmp_path / "tmp").glob("checkpointless-rehearsal-*")) == []
+
+
+def _marked(marker: str) -> list[int]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("MARKER") == marker and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
+        except psutil.Error:
+            continue
+    return found

@@ -1,0 +1,142 @@
+"""Test what a rehearsal makes of runs that differ, and which point of the contract it names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from checkpointless.rehearsal import page as pages
+from checkpointless.rehearsal.jobs import Ended
+from checkpointless.rehearsal.judge import Outcome, Result, blamed, cut, judge, messages_of, unsteady
+from checkpointless.rehearsal.page import Page
+from checkpointless.rehearsal.plan import Course, Trial
+from checkpointless.report.verify import Difference, Quantity
+from checkpointless.telemetry.steps import Recording, StepExtras, StepLog, StepRecord, read_steps
+
+FAULT = "exception@optimizer:rank=1,step=3"
+COURSE = Course(1, 4, 1)
+LEFT_OUT = (
+    "WARNING checkpointless.recovery.own.declared: after a fault these begin anew: M.big (docs/contract.md, 2)"
+)
+
+
+def differs(quantity: Quantity, name: str = "", step: int = 3) -> Difference:
+    return Difference(step, 0, quantity, "a", "b", None, name)
+
+
+def run(*params: str, batch: str = "x", own: Mapping[str, str] | None = None) -> Recording:
+    extras = StepExtras(buffers="b", batch=batch, own=own)
+    return Recording({0: [StepRecord(n, "-", each, extras) for n, each in enumerate(params, 1)]}, {0: ()}, None)
+
+
+@pytest.mark.parametrize(
+    ("found", "said", "is_lightning", "points"),
+    [
+        ([differs(Quantity.PARAMS), differs(Quantity.OWN, "state.norms")], [], False, (3,)),
+        ([differs(Quantity.PARAMS), differs(Quantity.OWN, "module.norms")], [], True, (2,)),
+        ([differs(Quantity.LOSS), differs(Quantity.BATCH), differs(Quantity.OWN, "Mean.mean")], [], True, (5, 2)),
+        ([differs(Quantity.CALLBACK, "EMA")], [], True, (1,)),
+        ([differs(Quantity.PARAMS)], ["declare it: state=... (docs/contract.md, 3)"], False, (3,)),
+        ([differs(Quantity.PARAMS)], [], False, (3, 4, 5)),
+        ([differs(Quantity.PARAMS)], [], True, (2, 4, 5)),
+        ([differs(Quantity.PARAMS), differs(Quantity.OWN, "random stream torch")], [], True, (5,)),
+        ([differs(Quantity.PARAMS), differs(Quantity.BATCH, step=4)], [], False, (3, 4, 5)),
+    ],
+)
+def test_what_differs_first_points_to_the_contract(
+    found: list[Difference], said: list[str], is_lightning: bool, points: tuple[int, ...]
+) -> None:
+    assert blamed(found, said, is_lightning) == points
+
+
+def test_what_two_runs_compute_has_to_be_the_same_and_the_rest_is_left_out() -> None:
+    steady = run("p", "q", own={"Speed.began": "1"})
+    difference, without = unsteady(steady, run("p", "q", own={"Speed.began": "2"}))
+    assert difference is None
+    assert without == {(Quantity.OWN, "Speed.began")}
+    difference, _ = unsteady(steady, run("p", "z"))
+    assert difference is not None
+    assert difference.step == 2
+
+
+def test_a_batch_that_is_not_known_is_not_compared() -> None:
+    late = StepRecord(2, "-", "q", StepExtras(buffers="b"))
+    other = run("p", "q")
+    assert unsteady(run("p", "q"), Recording({0: [other[0][0], late]}, {0: ()}, None)) == (None, frozenset())
+
+
+def test_only_the_steps_to_compare_count() -> None:
+    assert [each.step for each in cut(run(*"abcdef"), COURSE, True)[0]] == [1, 2, 3, 4]
+
+
+class Job:
+    """A run directory of a job with a fault, made by hand."""
+
+    def __init__(self, run_dir: Path, *params: str, has_fault: bool = True, said: str = "") -> None:
+        log = StepLog(run_dir, 0)
+        for step, each in enumerate(params, 1):
+            log.record(step, None, each, StepExtras(buffers="b", batch="x"))
+        log.last_step()
+        (run_dir / "logs").mkdir()
+        (run_dir / "logs" / "rank-0.log").write_text(said)
+        if has_fault:
+            (run_dir / "faults").mkdir()
+            (run_dir / "faults" / "0-0.json").write_text(f'{{"spec": "{FAULT}", "pid": 1}}')
+        self.run_dir = run_dir
+
+    def judged(self, code: int | None = None, *, in_time: bool = True) -> Result:
+        ended = Ended("fault-1", self.run_dir, code, 4, 1.0, in_time, ("rank 0 raised KeyError: 'x'",))
+        return judge(Trial(FAULT), ended, cut(run(*"pqrs"), COURSE, False), COURSE, frozenset(), False)
+
+
+def test_a_run_with_the_same_steps_is_exact(tmp_path: Path) -> None:
+    assert Job(tmp_path / "run", *"pqrs").judged().outcome is Outcome.EXACT
+    assert Job(tmp_path / "longer", *"pqrstu").judged().outcome is Outcome.EXACT
+
+
+def test_a_run_without_its_fault_proves_nothing(tmp_path: Path) -> None:
+    assert Job(tmp_path / "run", *"pqrs", has_fault=False).judged().outcome is Outcome.NOT_TRIED
+
+
+def test_a_run_that_differs_is_inexact_with_what_the_engine_said_of_it(tmp_path: Path) -> None:
+    found = Job(tmp_path / "run", *"pqRS", said=f"{LEFT_OUT}\nstep 3\n").judged()
+    assert (found.outcome, found.why, found.points) == (Outcome.INEXACT, "params of step 3 on rank 0 differs", (2,))
+    assert found.said == (LEFT_OUT.partition(": ")[2],)
+    assert Job(tmp_path / "short", *"pqr").judged().outcome is Outcome.INEXACT
+
+
+def test_a_run_that_ends_is_not_recovered(tmp_path: Path) -> None:
+    found = Job(tmp_path / "run", *"pq").judged(1)
+    assert (found.outcome, found.why) == (Outcome.NOT_RECOVERED, "rank 0 raised KeyError: 'x'")
+    found = Job(tmp_path / "late", *"pq").judged(1, in_time=False)
+    assert "did not end in time" in found.why
+
+
+def test_a_message_counts_once_and_those_of_faults_do_not(tmp_path: Path) -> None:
+    said = f"{LEFT_OUT}\nWARNING checkpointless.faults.inject: rank 1: injecting {FAULT}\n"
+    jobs = [Job(tmp_path / each, said=said) for each in "ab"]
+    assert messages_of([each.run_dir for each in jobs]) == [LEFT_OUT.partition(": ")[2]]
+
+
+def test_the_page_ends_with_the_verdict_and_has_its_exit_status(tmp_path: Path) -> None:
+    good = Result(Trial(FAULT), Outcome.EXACT)
+    bad = Result(Trial(FAULT), Outcome.INEXACT, "params of step 3 on rank 0 differs", (3,), ("declare it",))
+    page = Page("train", course=COURSE, results=(good, good))
+    assert (page.status, page.sentence) == (0, "exact: 4 steps on 1 rank, bit by bit, in 2 runs with a fault each")
+    page = Page("train", course=COURSE, results=(good, bad))
+    assert page.status == 1
+    assert page.sentence == (
+        f"inexact: after {FAULT}: params of step 3 on rank 0 differs; this points to docs/contract.md, "
+        "3 (declared state)"
+    )
+    assert '"verdict": "inexact"' in pages.as_json(page)
+    page = Page("train", "calm-1, which has no fault, failed: KeyError")
+    assert (page.status, page.sentence) == (3, f"could not be rehearsed: {page.problem}")
+
+
+def test_a_recording_comes_back_with_what_was_added_to_it(tmp_path: Path) -> None:
+    extras = StepExtras(optimizer="o", own={"state.norms": "n"}, batch="x", epoch=2, validated=True)
+    StepLog(tmp_path, 0).record(1, None, "p", extras)
+    assert read_steps(tmp_path)[0] == [StepRecord(1, "-", "p", extras)]
