@@ -17,6 +17,7 @@ from checkpointless.report.incidents import Outcome as Ending
 from checkpointless.report.verify import Difference, Quantity, What, compare, differences
 from checkpointless.telemetry.events import read_events
 from checkpointless.telemetry.steps import Recording, read_steps
+from checkpointless.telemetry.wording import plural
 
 #: The points of docs/contract.md.
 POINTS = {
@@ -140,7 +141,8 @@ def judge(trial: Trial, ended: Ended, calm: Recording, course: Course, without: 
     verdict = compare(calm, run, without)
     is_again = not verdict.equal and verdict.difference is None and not verdict.missing
     if verdict.equal or (is_again and not verdict.repeated_validations and not verdict.missing_validations):
-        again = f"made again: {len({place.step for place in verdict.repeated})} steps" if verdict.repeated else ""
+        steps = len({place.step for place in verdict.repeated})
+        again = f"{plural(steps, 'step')} made again" if steps else ""
         return Result(trial, Outcome.EXACT, again, run_dir=run_dir, **about)
     found = [each for each in differences(calm, run) if each.what not in without]
     points = blamed(found, messages, course.is_lightning)
@@ -200,8 +202,10 @@ def why_ended(ended: Ended, incidents: Sequence[IncidentSummary]) -> str:
 
 
 def _fails_at_reentry(incidents: Sequence[IncidentSummary]) -> bool:
-    """Return whether a generation after a fault failed before it made a step, by an error of the script's own."""
-    return any(each.generation > 0 and not any(word in each.cause for word in _FROM_FAULTS) for each in incidents)
+    """Return whether no step was made after the fault, because of an error of the script's own."""
+    later = [each.cause for each in incidents if each.generation > 0]
+    has_resumed = any(each.outcome is Ending.RESUMED for each in incidents)
+    return not has_resumed and any(not any(word in cause for word in _FROM_FAULTS) for cause in later)
 
 
 def _citing(points: Sequence[int], messages: Iterable[str]) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from checkpointless.rehearsal.judge import Outcome, cut, is_random, judge, messa
 from checkpointless.rehearsal.page import Page
 from checkpointless.rehearsal.plan import Course, course_of, draw
 from checkpointless.report.incidents import summarize
-from checkpointless.report.verify import What
+from checkpointless.report.verify import What, compare
 from checkpointless.telemetry.events import read_events
 from checkpointless.telemetry.steps import Recording, read_steps
 
@@ -128,4 +128,7 @@ def _unsteady(first: Recording, second: Recording) -> frozenset[What]:
             + (f"It does not seed {', '.join(sorted(unseeded))}. " if unseeded else "")
             + "See what torch.use_deterministic_algorithms(True) reports"
         )
+    verdict = compare(first, second, without)
+    if not verdict.equal:
+        raise NotRehearsed(f"two runs without faults differ ({verdict.sentence})")
     return without
