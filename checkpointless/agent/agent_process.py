@@ -49,7 +49,6 @@ class AgentProcess:
             with self._said.open("a", buffering=1) as said, _into(self._said.with_suffix(".log")):
                 if folder is not None:
                     os.chdir(folder)
-                    os.environ["PWD"] = str(folder)
                 code = launch(config, lambda line: print(line, file=said))
         except BaseException:  # noqa: BLE001 - the edge of the process
             traceback.print_exc()

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _TERM_GRACE_S = 5.0
 _YAML = (".yaml", ".yml")
 _RANKS = 2  # so that each part of the state has a second holder where the training is data parallel
-_EPILOG = """\
+_EPILOG = f"""\
 examples:
   checkpointless rehearse --nproc-per-node 2 train.py --lr 1e-3
   checkpointless rehearse --cpu --steps 30 --faults 8 --seed 1 -m my_package.train
@@ -41,7 +41,7 @@ streams, batches, validations and checkpoints. If something differs, the last li
 point of the contract (docs/contract.md) that this points to.
 
 Each job has a working directory of its own with links to what is in this one: what the job writes anew below it
-stays there, and a file that is there already, or has an absolute path, is written as ever. CHECKPOINTLESS_REHEARSAL
+stays there, and a file that is there already, or has an absolute path, is written as ever. {REHEARSAL_ENV}
 is 1 in these jobs.
 
 Exit status: 0 exact; 1 inexact, or a fault that was not recovered from; 2 wrong usage; 3 the job could not be
@@ -68,7 +68,7 @@ def add_rehearse_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="optimizer steps to compare (default: 20); a job that makes more is stopped after them",
     )
-    add("--faults", type=positive, default=4, metavar="K", help="runs with a fault (default: 4)")
+    add("--faults", dest="trials", type=positive, default=4, metavar="K", help="runs with a fault (default: 4)")
     add(
         "--seed",
         type=count,
@@ -143,7 +143,7 @@ def _configured(options: argparse.Namespace, program: Program) -> Rehearsal:
         folder = Path(tempfile.mkdtemp(prefix=f"checkpointless-rehearsal-{program.name}-"))
     plan = Plan(config, options.steps, options.timeout, folder.resolve(), options.in_place)
     at_once = 1 if uses_gpu or options.in_place else 2
-    return Rehearsal(program.name, plan, options.faults, options.seed, at_once, imports=not uses_gpu)
+    return Rehearsal(program.name, plan, options.trials, options.seed, at_once, imports=not uses_gpu)
 
 
 def _program(options: argparse.Namespace) -> Program:

@@ -21,12 +21,12 @@ from checkpointless.recovery.manager import CheckpointManager
 from checkpointless.recovery.moment import UPDATED_BUFFERS, Moment, Stage
 from checkpointless.recovery.own.agreement import require_equal_replicas, require_same_step
 from checkpointless.recovery.own.declared import DeclaredState, begin_declared
+from checkpointless.recovery.own.recording import extras_of
 from checkpointless.recovery.running import manager_of
 from checkpointless.recovery.training.loop_exits import LoopExits
 from checkpointless.recovery.training.loop_state import LoopState, Undeclared, warn_of_changes_between
 from checkpointless.recovery.training.owned import Owned, put_back
 from checkpointless.recovery.training.param_groups import BoundaryWeights
-from checkpointless.recovery.training.recording import extras_of
 from checkpointless.recovery.training.repeated_steps import repeated_steps
 from checkpointless.serialization import state_tree
 from checkpointless.serialization.checksum import digest_parameters

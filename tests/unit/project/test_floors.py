@@ -226,7 +226,7 @@ def test_every_module_of_ours_that_a_string_names_exists(module: str) -> None:
 def test_every_command_is_a_light_module() -> None:
     commands = {module for module in LIGHT if module.startswith(f"{PACKAGE}.cli.commands.")}
     assert {module.rpartition(".")[2] for module in commands} == {
-        *("run", "train", "coordinator", "demo", "verify", "report", "faults", "doctor"),
+        *("run", "train", "rehearse", "coordinator", "demo", "verify", "report", "faults", "doctor"),
         "__init__",
     }
 
