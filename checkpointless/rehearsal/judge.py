@@ -13,7 +13,6 @@ from checkpointless.faults.spec import parse
 from checkpointless.rehearsal.jobs import Ended
 from checkpointless.rehearsal.plan import Course, Trial
 from checkpointless.report.incidents import IncidentSummary, summarize
-from checkpointless.report.incidents import Outcome as Ending
 from checkpointless.report.verify import Difference, Quantity, What, compare, differences
 from checkpointless.telemetry.events import read_events
 from checkpointless.telemetry.steps import Recording, read_steps
@@ -128,7 +127,7 @@ def judge(trial: Trial, ended: Ended, calm: Recording, course: Course, without: 
     last = incidents[-1] if incidents else None
     about = {
         "took_s": last.headline_s if last is not None else None,
-        "rung": last.rung.label if last is not None and last.outcome is Ending.RESUMED else "",
+        "rung": last.rung.label if last is not None and last.headline_s is not None else "",
     }
     if not_fired([parse(trial.fault)], run_dir):
         return Result(trial, Outcome.NOT_TRIED, "the run never reached that point", run_dir=run_dir)
@@ -204,7 +203,7 @@ def why_ended(ended: Ended, incidents: Sequence[IncidentSummary]) -> str:
 def _fails_at_reentry(incidents: Sequence[IncidentSummary]) -> bool:
     """Return whether no step was made after the fault, because of an error of the script's own."""
     later = [each.cause for each in incidents if each.generation > 0]
-    has_resumed = any(each.outcome is Ending.RESUMED for each in incidents)
+    has_resumed = any(each.headline_s is not None for each in incidents)
     return not has_resumed and any(not any(word in cause for word in _FROM_FAULTS) for cause in later)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from checkpointless.faults.spec import parse
 from checkpointless.rehearsal.judge import POINTS, Outcome, Result
 from checkpointless.rehearsal.plan import Course
 from checkpointless.telemetry import wording
@@ -92,6 +93,7 @@ def show(page: Page, console: Console) -> None:
         _print_list(console, _notes(page))
     if page.results:
         console.print(_table(page.results))
+        console.print(f"tried: {_tried(page.results)}")
     for each in page.worst:
         console.print(f"{each.trial.fault}: {wording.printable(each.why, _LONGEST)}{_contract(each)}")
         _print_list(console, [f"said in that run: {text}" for text in each.said])
@@ -108,6 +110,13 @@ def _notes(page: Page) -> list[str]:
     notes = []
     if course is not None and course.first > 1:
         notes.append(f"the script resumed from a checkpoint after step {course.first - 1}")
+    for reached, what in (
+        () if course is None else ((course.epoch_ends, "epoch's end"), (course.validations, "validation"))
+    ):
+        if not reached:
+            notes.append(
+                f"no {what} was seen in these steps, so no fault came right after one: try more with --steps"
+            )
     if page.not_compared:
         notes.append(f"not compared, because two runs without faults differ there: {', '.join(page.not_compared)}")
     return notes
@@ -116,6 +125,14 @@ def _notes(page: Page) -> list[str]:
 def _print_list(console: Console, lines: Sequence[str]) -> None:
     for line in lines:
         console.print(f"  {wording.printable(line, _LONGEST)}")
+
+
+def _tried(results: Sequence[Result]) -> str:
+    """Name the ranks, steps and phases in which faults came."""
+    specs = [parse(each.trial.fault) for each in results if each.outcome is not Outcome.NOT_TRIED]
+    ranks = wording.numbered("rank", {spec.rank for spec in specs if spec.rank is not None})
+    steps = wording.numbered("step", {spec.step for spec in specs if spec.step is not None})
+    return f"{ranks}; {steps}; phases {', '.join(sorted({spec.phase.value for spec in specs}))}"
 
 
 def _table(results: Sequence[Result]) -> Table:
