@@ -1,0 +1,79 @@
+"""Test how the command ``rehearse`` reads its words: scripts, modules and recipes, and what is wrong with them."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from checkpointless.cli import command_line
+from checkpointless.cli.commands import rehearse
+from checkpointless.cli.job import Program
+
+
+def parsed(*words: str) -> argparse.Namespace:
+    return command_line._parser().parse_args(["rehearse", *words])
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> list[argparse.Namespace]:
+    """Return the options with which recipes were checked."""
+    seen: list[argparse.Namespace] = []
+
+    def recipe_program(options: argparse.Namespace) -> Program:
+        seen.append(options)
+        return Program("recipe", "runner", tuple(options.overrides), module=True, preload=())
+
+    monkeypatch.setattr(rehearse, "recipe_program", recipe_program)
+    return seen
+
+
+def test_what_follows_a_script_is_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    options = parsed("--steps", "8", "train.py", "--steps", "100", "lr=1")
+    program = rehearse._program(options)
+    assert (program.script, program.script_args) == ("train.py", ("--steps", "100", "lr=1"))
+    assert (options.steps, options.nproc_per_node) == (8, 2)
+    program = rehearse._program(parsed("--nproc-per-node", "4", "-m", "package.train", "--cpu"))
+    assert (program.name, program.module, program.script_args) == ("train", True, ("--cpu",))
+
+
+def test_options_may_follow_a_recipe(trained: list[argparse.Namespace]) -> None:
+    words = ("--seed", "3", "tiny_gpt_cpu", "--cpu", "--nproc-per-node", "4", "trainer.max_steps=12", "--steps=8")
+    options = parsed(*words)
+    assert rehearse._program(options).script_args == ("trainer.max_steps=12",)
+    (seen,) = trained
+    assert (seen.recipe, seen.cpu, seen.nproc_per_node, seen.steps, seen.seed) == ("tiny_gpt_cpu", True, 4, 8, 3)
+    rehearse._program(parsed("my/own.yaml", "optim.lr=1"))
+    assert trained[-1].recipe == "my/own.yaml"
+    assert trained[-1].nproc_per_node is None, "the recipe says it"
+
+
+def test_a_script_with_the_name_of_a_recipe_is_a_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: list[argparse.Namespace]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny_gpt_cpu").write_text("")
+    assert rehearse._program(parsed("tiny_gpt_cpu")).script == "tiny_gpt_cpu"
+    assert trained == []
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("nothing.py",), "there is no script 'nothing.py'"),
+        (("-m", "no_such_module"), "there is no module 'no_such_module'"),
+        (("--steps", "0", "train.py"), "--steps"),
+        (("tiny_gpt_cpu", "--step", "3"), "--step"),
+    ],
+)
+def test_wrong_words_end_in_one_line(words: tuple[str, ...], says: str, capfd: pytest.CaptureFixture[str]) -> None:
+    try:
+        code = command_line.main(["rehearse", *words])
+    except SystemExit as ended:
+        code = int(ended.code or 0)
+    said = capfd.readouterr().err
+    assert code == 2, said
+    assert says in said
+    assert "Traceback" not in said
