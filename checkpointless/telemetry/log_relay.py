@@ -35,8 +35,7 @@ class LogRelay(logging.Handler):
     def install(self) -> None:
         """Replace the package's handlers."""
         package = logging.getLogger(PACKAGE)
-        for other in [each for each in package.handlers if isinstance(each, LogRelay)]:
-            other.uninstall()  # the relay of the process that this one was forked from
+        uninstall_relays()
         self._pid = os.getpid()
         self._handlers, self._propagates = package.handlers[:], package.propagate
         package.handlers[:] = [self]
@@ -79,6 +78,12 @@ class LogRelay(logging.Handler):
         for handler in handlers:
             if record.levelno >= handler.level:
                 handler.handle(record)
+
+
+def uninstall_relays() -> None:
+    """Uninstall the relay of the process that this one was forked from, which hides the handlers that there are."""
+    for relay in [each for each in logging.getLogger(PACKAGE).handlers if isinstance(each, LogRelay)]:
+        relay.uninstall()
 
 
 def _begin() -> None:

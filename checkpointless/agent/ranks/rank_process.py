@@ -29,7 +29,7 @@ from checkpointless.environment import AGENT_FD_ENV, BOARD_FD_ENV, EXIT_GRACE_EN
 from checkpointless.posix import temp_folder
 from checkpointless.posix.signals import STACKS_SIGNAL
 from checkpointless.telemetry.log_level import apply_log_level
-from checkpointless.telemetry.log_relay import LogRelay
+from checkpointless.telemetry.log_relay import LogRelay, uninstall_relays
 from checkpointless.telemetry.tracebacks import is_first_with, without_own_frames
 from checkpointless.wire.board import Board
 from checkpointless.wire.causes import exit_code
@@ -87,6 +87,7 @@ def run_script(script: Script) -> NoReturn:
 
     The process is named after its rank, and writes its stacks when the agent asks for them.
     """
+    uninstall_relays()
     apply_log_level()
     faulthandler.register(STACKS_SIGNAL, file=2)
     end = ScriptEnd(Board.from_environment(), float(os.environ.get(EXIT_GRACE_ENV, DEFAULT_EXIT_GRACE_S)))
