@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -83,26 +83,26 @@ def _contract(result: Result) -> str:
 
 
 def show(page: Page, console: Console) -> None:
-    """Print the page."""
-    if page.course is not None:
-        course = page.course
-        console.print(
-            f"rehearsal of {page.name}: {wording.plural(course.ranks, 'rank')}, steps {course.first} to "
-            f"{course.last}, two runs without faults"
-        )
-        _print_list(console, _notes(page))
+    """Print the page; long lines are left to the terminal, so that the last line is the verdict."""
+
+    def say(text: str) -> None:
+        console.print(wording.printable(text, _LONGEST), soft_wrap=True)
+
+    course = page.course
+    if course is not None:
+        on, steps = wording.plural(course.ranks, "rank"), f"steps {course.first} to {course.last}"
+        say(f"rehearsal of {page.name}: {on}, {steps}, two runs without faults")
+        _say_all(say, _notes(page))
     if page.results:
         console.print(_table(page.results))
-        console.print(f"tried: {_tried(page.results)}")
+        say(f"tried: {_tried(page.results)}")
     for each in page.worst:
-        console.print(f"{each.trial.fault}: {wording.printable(each.why, _LONGEST)}{_contract(each)}")
-        _print_list(console, [f"said in that run: {text}" for text in each.said])
-    _print_list(console, [f"warning: {text}" for text in page.warnings])
+        say(f"{each.trial.fault}: {each.why}{_contract(each)}")
+        _say_all(say, [f"said in that run: {text}" for text in each.said])
+    _say_all(say, [f"warning: {text}" for text in page.warnings])
     if page.folder is not None:
-        console.print(
-            f"the runs are in {page.folder} (checkpointless report, verify); the same again: --seed {page.seed}"
-        )
-    console.print(wording.printable(page.sentence, _LONGEST))
+        say(f"the runs are in {page.folder} (checkpointless report, verify); the same again: --seed {page.seed}")
+    say(page.sentence)
 
 
 def _notes(page: Page) -> list[str]:
@@ -122,9 +122,9 @@ def _notes(page: Page) -> list[str]:
     return notes
 
 
-def _print_list(console: Console, lines: Sequence[str]) -> None:
+def _say_all(say: Callable[[str], None], lines: Sequence[str]) -> None:
     for line in lines:
-        console.print(f"  {wording.printable(line, _LONGEST)}")
+        say(f"- {line}")
 
 
 def _tried(results: Sequence[Result]) -> str:

@@ -19,7 +19,7 @@ def extras_of(training: LoopTraining, manager: CheckpointManager, call_number: i
     Args:
         training: the training.
         manager: its manager, which has kept the rank-local state.
-        call_number: how many calls of ``steps()`` have begun.
+        call_number: the number of the call of ``steps()`` that gave the step.
     """
     rates = [values.get("lr", 0.0) for groups in training.groups() for values in groups]
     epoch, was_validated = repeated_steps.passes.look()

@@ -14,6 +14,7 @@ from checkpointless.recovery.rng import RngStates
 from checkpointless.serialization.value_digest import digest_value
 from checkpointless.wire.board import Board
 
+_LIBRARIES = ("python", "numpy", "torch", "cuda")  # other sources keep what is no state of a step, too
 RANDOM_STREAM = "random stream"  # how the names of their digests begin
 
 
@@ -107,11 +108,11 @@ class OwnStreams:
         return on_board.at(step) if on_board is not None else {}
 
     def digests(self, step: int) -> dict[str, str] | None:
-        """Return digests of random streams and declared state by name, as committed with ``step``."""
+        """Return digests of declared state, and of Python's, NumPy's and torch's streams, after ``step``."""
         states = self.at(step).get(Stage.COMMITTED)
         if states is None:
             return None
-        drawn = {name: each for name, each in states.streams.items() if not is_declared(name)}
+        drawn = {name: each for name, each in states.streams.items() if name in _LIBRARIES}
         digests = {f"{RANDOM_STREAM} {name}": digest_value(each) for name, each in drawn.items()}
         return {**digests, **digest_declared(states.streams)}
 

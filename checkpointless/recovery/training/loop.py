@@ -233,7 +233,10 @@ class LoopTraining(TrainingTensors, ABC):
     def _record(self, loss: float | None) -> None:
         """Record the committed step, if that is requested (``--record-steps``)."""
         if self._log is not None:
-            params, extras = digest_parameters(self.modules), extras_of(self, self._manager, self._exits.calls)
+            params, extras = (
+                digest_parameters(self.modules),
+                extras_of(self, self._manager, self._exits.own()["call"]),
+            )
             self._call.leave_if_over()  # what aborted collectives have left is not recorded
             self._log.record(self.step, loss, params, extras)
 

@@ -67,7 +67,7 @@ def test_a_step_is_recorded_if_its_generation_went_on_meanwhile(call: Call, tmp_
 
 
 def test_so_is_one_of_a_loop_of_ones_own(call: Call, tmp_path: Path) -> None:
-    exits = SimpleNamespace(calls=1)
+    exits = SimpleNamespace(own=lambda: {"call": 0})
     loop: Any = SimpleNamespace(
         _log=StepLog(tmp_path, 0), _call=call, step=4, modules=[], _manager=None, _exits=exits
     )
