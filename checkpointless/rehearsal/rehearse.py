@@ -93,19 +93,35 @@ def rehearse(rehearsal: Rehearsal, say: Callable[[str], None]) -> Page:
     )
 
 
-def _read(ended: Ended) -> Recording:
-    """Return what a run without faults recorded.
+def _read(ended: Ended, may_fail: bool = False) -> Recording:
+    """Return what a run recorded.
 
     Raises:
-        NotRehearsed: it failed, or recorded nothing.
+        NotRehearsed: it failed, or recorded nothing, and may not.
     """
-    if not ended.is_good:
+    if not ended.is_good and not may_fail:
         why = why_ended(ended, summarize(read_events(ended.run_dir)))
         raise NotRehearsed(f"{ended.name}, which has no fault, failed: {why}")
     try:
         return read_steps(ended.run_dir)
     except FileNotFoundError:
+        if may_fail:
+            return Recording({}, {}, None)
         raise NotRehearsed(_RECORDS_NOTHING) from None
+
+
+def _require_begin(recording: Recording, step: int) -> None:
+    """Require that a run begins at the step at which another one began.
+
+    Raises:
+        NotRehearsed: it does not.
+    """
+    begin = min((each.step for records in recording.values() for each in records), default=step)
+    if begin != step:
+        raise NotRehearsed(
+            f"of two runs, one begins at step {step} and one at step {begin}: the script resumes from a checkpoint "
+            "that another run wrote. Let it write below the working directory, or resume from none"
+        )
 
 
 def _unsteady(first: Recording, second: Recording) -> frozenset[What]:
@@ -114,12 +130,7 @@ def _unsteady(first: Recording, second: Recording) -> frozenset[What]:
     Raises:
         NotRehearsed: they computed different things.
     """
-    begins = [min(each.step for records in run.values() for each in records) for run in (first, second)]
-    if begins[0] != begins[1]:
-        raise NotRehearsed(
-            f"two runs without faults begin at steps {begins[0]} and {begins[1]}: the script resumes from a "
-            "checkpoint that the other run wrote. Let it write below the working directory, or resume from none"
-        )
+    _require_begin(second, min(each.step for records in first.values() for each in records))
     difference, without = unsteady(first, second)
     unseeded = [name.rpartition(" ")[2] for _, name in without if is_random(name)]
     if difference is not None:

@@ -91,6 +91,23 @@ def test_a_script_that_differs_or_fails_by_itself_is_not_rehearsed(
     assert "fault-1" not in said
 
 
+def test_a_script_that_resumes_from_another_run_is_not_rehearsed(nemo_zygote: Zygote, folder: Path) -> None:
+    """The runs without faults find nothing yet, or what the other one has written."""
+    words = (
+        "--faults",
+        "1",
+        "--steps",
+        "6",
+        str(SCRIPTS / "rehearsed.py"),
+        "9",
+        "resumes",
+        str(folder / "last.pt"),
+    )
+    code, said = rehearse(nemo_zygote, folder, *words)
+    assert code == 3, said
+    assert "the script resumes from a checkpoint" in said.rstrip().splitlines()[-1], said
+
+
 def test_ctrl_c_ends_all_jobs(folder: Path, tmp_path: Path) -> None:
     marker = uuid.uuid4().hex
     (tmp_path / "tmp").mkdir()

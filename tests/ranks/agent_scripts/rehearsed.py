@@ -1,10 +1,9 @@
-"""A loop over epochs with a validation, for rehearsals: ``STEPS KIND``, which is run in a folder with ``rows.txt``.
+"""A loop over epochs with a validation, for rehearsals: ``STEPS KIND [PATH]``, run in a folder with ``rows.txt``.
 
 KIND: exact, unseeded (the model is another one in each run), raises (in step 3), slow (a step takes a second), or
-resumes (from what an earlier run has written at the path in ``CHECKPOINT``).
+resumes (from what an earlier run has written at PATH).
 """
 
-import os
 import sys
 import time
 from pathlib import Path
@@ -39,7 +38,7 @@ def main() -> None:
     rows: Any = torch.arange(float(Path("rows.txt").read_text())).reshape(-1, 4) / 100
     model = DistributedDataParallel(torch.nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    kept = Path(os.environ.get("CHECKPOINT", "last.pt"))
+    kept = Path((*sys.argv, "last.pt")[3])
     done = int(kept.read_text()) if KIND == "resumes" and kept.exists() else 0
     training = PlainTraining(modules=[model], optimizers=[optimizer])
     sampler: Any = DistributedSampler(rows)
