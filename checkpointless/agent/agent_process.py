@@ -84,6 +84,8 @@ def _into(log: Path) -> Iterator[None]:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+        for name, number in (("stdout", 1), ("stderr", 2)):  # whatever has replaced those of this process
+            setattr(sys, name, open(number, "w", buffering=1, errors="backslashreplace", closefd=False))  # noqa: SIM115
         yield
         sys.stdout.flush()
         sys.stderr.flush()
