@@ -234,7 +234,7 @@ def _differences(case: UsersCase, directory: Path, reference: Path) -> list[str]
         runs = [read_steps(each) for each in (reference, directory)]
         for run in runs if may_lose else ():
             _leave_out_saves(run)  # the folders were compared above
-        verdict = compare(*runs)
+        verdict = compare(runs[0], runs[1])
         if not verdict.equal:
             found.append(f"verify: {verdict.sentence}")
     return found

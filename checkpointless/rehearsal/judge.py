@@ -125,10 +125,8 @@ def judge(trial: Trial, ended: Ended, calm: Recording, course: Course, without: 
     run_dir = ended.run_dir
     incidents = summarize(read_events(run_dir))
     last = incidents[-1] if incidents else None
-    about = {
-        "took_s": last.headline_s if last is not None else None,
-        "rung": last.rung.label if last is not None and last.headline_s is not None else "",
-    }
+    took_s = last.headline_s if last is not None else None
+    rung = last.rung.label if last is not None and took_s is not None else ""
     if not_fired([parse(trial.fault)], run_dir):
         return Result(trial, Outcome.NOT_TRIED, "the run never reached that point", run_dir=run_dir)
     messages = messages_of([run_dir])
@@ -142,11 +140,11 @@ def judge(trial: Trial, ended: Ended, calm: Recording, course: Course, without: 
     if verdict.equal or (is_again and not verdict.repeated_validations and not verdict.missing_validations):
         steps = len({place.step for place in verdict.repeated})
         again = f"{plural(steps, 'step')} made again" if steps else ""
-        return Result(trial, Outcome.EXACT, again, run_dir=run_dir, **about)
+        return Result(trial, Outcome.EXACT, again, took_s=took_s, rung=rung, run_dir=run_dir)
     found = [each for each in differences(calm, run) if each.what not in without]
     points = blamed(found, messages, course.is_lightning)
     why = verdict.sentence.removeprefix("not equal: ").partition("; not compared")[0]
-    return Result(trial, Outcome.INEXACT, why, points, _citing(points, messages), run_dir=run_dir, **about)
+    return Result(trial, Outcome.INEXACT, why, points, _citing(points, messages), took_s, rung, run_dir)
 
 
 def blamed(found: Sequence[Difference], messages: Iterable[str], is_lightning: bool) -> tuple[int, ...]:

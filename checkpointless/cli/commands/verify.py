@@ -38,7 +38,7 @@ def verify(options: argparse.Namespace) -> int:
             steps.append(read_steps(run_dir))
         except (OSError, ValueError) as error:
             raise UsageError(str(error)) from error
-    verdict = compare(*steps)
+    verdict = compare(steps[0], steps[1])
     console().print(verdict_table(verdict, steps[0], steps[1], (str(options.run_a), str(options.run_b))))
     out(verdict.sentence)
     return 0 if verdict.equal else 1
