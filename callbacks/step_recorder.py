@@ -20,7 +20,7 @@ from checkpointless.callbacks.recorded_state import (
 )
 from checkpointless.inprocess import active_call_wrapper
 from checkpointless.recovery.running import manager_of
-from checkpointless.recovery.training.repeated_steps import digest_batch
+from checkpointless.recovery.training.repeated_steps import digest_batch, repeated_steps
 from checkpointless.serialization.checksum import digest_parameters
 from checkpointless.telemetry.steps import StepLog
 
@@ -76,7 +76,7 @@ class StepRecorder(Callback):
         states = manager.rng_of(step)
         if (self._log.last_step() or 0) < step and states is not None and states.loss is not None:
             _leave_if_over()
-            self._log.record(step, states.loss, params, extras, _fit(trainer))
+            repeated_steps.record(self._log, step, states.loss, params, extras, _fit(trainer))
 
     @override
     def on_train_batch_start(
@@ -101,7 +101,7 @@ class StepRecorder(Callback):
             return
         loss = loss_of(outputs)
         _leave_if_over()
-        self._log.record(step, loss, params, extras, _fit(trainer))
+        repeated_steps.record(self._log, step, loss, params, extras, _fit(trainer))
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -15,6 +15,7 @@ LAUNCH_AHEAD_ENV = "CHECKPOINTLESS_LAUNCH_AHEAD"  # how many layers launches may
 MEMORY_READS_ENV = "CHECKPOINTLESS_MEMORY_READS"  # "0": no rank reads from the memory of another one on its node
 RANK_STATE_BYTES_ENV = "CHECKPOINTLESS_RANK_STATE_BYTES"  # limit of declared state and attributes; default: 1 MiB
 LOG_LEVEL_ENV = "CHECKPOINTLESS_LOG_LEVEL"  # "debug", "info", "warning" or "error"; default: messages go nowhere
+STRICT_ENV = "CHECKPOINTLESS_STRICT"  # "1": a step that is not exact when it is made again ends the job (--strict)
 SPINNING_KERNELS_ENV = "CHECKPOINTLESS_SPINNING_KERNELS"  # "1": kernels that no abort ends are accepted
 
 # Set by the agent for each rank; under another launcher, the user may set the first three.

@@ -331,7 +331,7 @@ class CheckpointlessMegatronStrategy(RecoverableStrategy, MegatronStrategy):
         if replayed is not None:
             return super().training_step(dataloader_iter, *args, loss_reduction=KeptReduction(replayed), **kwargs)
         if call is not None:
-            dataloader_iter = PhasedIterator.around(dataloader_iter, call)
+            dataloader_iter = PhasedIterator(dataloader_iter, call)
         output = super().training_step(dataloader_iter, *args, **kwargs)
         if call is not None:
             call.steps.loss = loss_of(output)

@@ -20,6 +20,7 @@ from checkpointless.recovery.guard import vote
 from checkpointless.recovery.moment import Stage
 from checkpointless.recovery.own.declared import DeclaredState, begin_declared
 from checkpointless.recovery.running import manager_of
+from checkpointless.recovery.training.repeated_steps import repeated_steps
 from checkpointless.strategies.boundary.live_state import TrainerLiveState
 from checkpointless.strategies.boundary.loops import ResumableFitLoop
 from checkpointless.strategies.boundary.outcome import StepOutcome
@@ -118,6 +119,7 @@ class RecoverableFit:
         self._restored_without_adapters = False
         self._validation_data: ValidationData | None = None
         if manager is not None:
+            repeated_steps.begin_entry(call.is_first)
             self._validation_data = ValidationData(trainer)
             old, saves = weakref.ref(trainer), manager.saves
             begin_declared(DeclaredState(lambda: parts_of(old())))

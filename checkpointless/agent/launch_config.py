@@ -49,6 +49,7 @@ class LaunchConfig:
         max_incidents: how many incidents the job may recover from (None: any number).
         max_restarts: how often the whole job may begin again, from the script's own checkpoint, where it would end.
         faults: specs of the faults to inject.
+        strict: whether the job ends if a step that is made again after a fault is not the one that it was.
         record_steps: whether the ranks record the loss and digest of every step.
         fork_here: whether to fork the ranks' zygote from this process, which has imported what they need, instead
             of starting an interpreter; only in a process with one thread and no CUDA context.
@@ -91,6 +92,7 @@ class LaunchConfig:
     max_incidents: int | None = None
     max_restarts: int = 0
     faults: tuple[str, ...] = ()
+    strict: bool = False
     record_steps: bool = False
     stream_logs: bool = True
     local_ranks_filter: tuple[int, ...] | None = None

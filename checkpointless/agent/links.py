@@ -25,13 +25,14 @@ from checkpointless.wire.node_messages import (
     End,
     JobOver,
     NodeMessage,
+    RankInexact,
     Searching,
     Trouble,
 )
 
 logger = logging.getLogger(__name__)
 
-_KEPT = (Trouble, JobOver)  # while there is no coordinator; the agent tells the rest with its standing
+_KEPT = (Trouble, JobOver, RankInexact)  # while there is no coordinator; the agent tells the rest with its standing
 
 
 class Link(abc.ABC):

@@ -41,6 +41,7 @@ from checkpointless.wire.node_messages import (
     NodeMessage,
     OneEnded,
     OpenStore,
+    Progress,
     RankEnded,
     RankStanding,
     Spawn,
@@ -108,7 +109,7 @@ class NodeAgent:
         self._report = report
         self._say = say
         self._job = KnownJob(events)
-        self._beats = BeatWatch(heartbeat, report)
+        self._beats = BeatWatch(heartbeat, self._tell)
         self._store: GenerationStore | None = None
         self._term_grace_s = term_grace_s
         self._hosts = hosts
@@ -254,6 +255,12 @@ class NodeAgent:
         """Report what has happened to a process."""
         if isinstance(message, RankEnded):
             self._say_farewell()
+        self._report(message)
+
+    def _tell(self, message: NodeMessage) -> None:
+        """Report what boards show, after what the ranks said before they showed it."""
+        if isinstance(message, Progress):
+            self._processes.hear_ranks()
         self._report(message)
 
     def _kill_all(self) -> None:

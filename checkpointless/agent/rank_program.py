@@ -25,6 +25,7 @@ from checkpointless.environment import (
     PYTORCH_NVML_BASED_CUDA_CHECK_ENV,
     RECORD_STEPS_ENV,
     RUN_DIR_ENV,
+    STRICT_ENV,
     TORCH_DISABLE_ADDR2LINE_ENV,
     TORCH_FR_BUFFER_SIZE_ENV,
     TORCH_NCCL_TRACE_BUFFER_SIZE_ENV,
@@ -120,6 +121,8 @@ def rank_environment(config: LaunchConfig) -> dict[str, str]:
         env[FAULTS_ENV] = json.dumps(list(config.faults))
     if not config.is_alone:
         env[AGENT_PID_ENV] = str(os.getpid())
+    if config.strict:
+        env[STRICT_ENV] = YES
     if config.record_steps:
         env[RECORD_STEPS_ENV] = YES
     return {**env, **config.extra_env}

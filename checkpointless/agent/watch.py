@@ -142,6 +142,7 @@ class Watch:
             rungs=dict(self._tally.rungs),
             steps_lost=self._tally.steps_lost,
             given_up=self._tally.given_up,
+            inexact=coordinator.inexact,
         )
 
 

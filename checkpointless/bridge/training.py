@@ -20,6 +20,7 @@ from checkpointless.inprocess import HPCallWrapper, StateLostError, Unrecoverabl
 from checkpointless.megatron.training import MegatronTraining
 from checkpointless.megatron.update import NotedNorms, gather_parameters
 from checkpointless.recovery.moment import Moment, Stage
+from checkpointless.recovery.training.repeated_steps import repeated_steps
 from checkpointless.transfer.tensor_entry import Key
 
 if TYPE_CHECKING:
@@ -217,7 +218,10 @@ class BridgeTraining(MegatronTraining):
         self._ready_buffers = self.copy_buffers()
         self._ready_step = step
         manager.keep_buffers(step, Stage.COMMITTED, self._ready_buffers)
-        manager.store_rng_states(step, own={"outcome": self._outcome().to_plain(), **self._largest()})
+        outcome = self._outcome().to_plain()
+        losses = [float(values.sum()) for _, values in outcome["losses"].values()]
+        repeated_steps.compute(step, sum(losses) if losses else None)
+        manager.store_rng_states(step, own={"outcome": outcome, **self._largest()})
         manager.replicate_rng_states(step)
         call.parameter_update_lock.mark_ready(step)
 

@@ -6,6 +6,7 @@ import shlex
 from pathlib import Path
 
 from checkpointless.posix.errands import Errands
+from checkpointless.report.incidents import Outcome
 from checkpointless.report.summary import build_report
 from checkpointless.telemetry.event_names import EventName
 from checkpointless.telemetry.events import read_events
@@ -45,7 +46,9 @@ def _facts(run_dir: Path) -> str:
         said.append(plural(report.run.last_step - first + 1, "step"))
     if report.incidents and report.spent is not None:
         lost_s = report.spent.recovery_s + (report.spent.repeated_s or 0.0)
-        said += [plural(len(report.incidents), "incident"), f"{duration(lost_s)} lost"]
+        inexact = report.outcomes[Outcome.INEXACT]
+        count = plural(len(report.incidents), "incident") + (f" ({inexact} not exact)" if inexact else "")
+        said += [count, f"{duration(lost_s)} lost"]
     elif said:
         said.append("no incidents")
     return ", ".join(said)

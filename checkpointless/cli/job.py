@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from checkpointless.agent.launch import LaunchConfig
 
 _WORST = 2  # findings that are said before a job
+_STRICT_HELP = "end the job if a step that is made again after a fault is not exact (default: say so)"
 _RECORD_HELP = (
     "record for `verify` what each rank computes: per step loss, learning rates, loss scale and digests of "
     "parameters, buffers, callbacks, module and data; validations; checkpoints. Takes a pass over the model's "
@@ -80,6 +81,7 @@ def add_job_options(parser: argparse.ArgumentParser, default_ranks: str = "1") -
     add("--log-bytes", type=nbytes, default=1 << 30, metavar="N", help=_LOG_BYTES_HELP)
     add("--log-level", choices=tuple(LEVELS), help="how much ranks and agent log (default: warning; debug: all)")
     add("--warm-spares", type=count, default=0, metavar="N", help=_WARM_SPARES_HELP)
+    add("--strict", action="store_true", help=_STRICT_HELP)
     add("--term-grace", *both("--shutdown-timeout"), type=seconds, metavar="S", help=_TERM_GRACE_HELP)
     add("--exit-grace", type=seconds, metavar="S", help=_EXIT_GRACE_HELP)
     add = parser.add_argument_group("several nodes").add_argument
@@ -175,6 +177,7 @@ def _configured(options: argparse.Namespace, program: Program, more: Mapping[str
             cpu=options.cpu,
             faults=tuple(options.faults),
             record_steps=options.record_steps,
+            strict=options.strict,
             job=program.name,
             script=program.script,
             script_args=program.script_args,

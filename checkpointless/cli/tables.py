@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from checkpointless.faults.spec import EXPECTED, SUPPORT, VARIANTS, FaultPhase
-from checkpointless.report.incidents import IncidentSummary, Outcome
+from checkpointless.report.incidents import IncidentSummary
 from checkpointless.report.restart import Comparison
 from checkpointless.report.summary import PHASE_OF, PHASES, Report
 from checkpointless.report.verify import Quantity, Steps, Verdict
@@ -116,14 +116,15 @@ def incident_table(report: Report) -> Table:
     table.add_column("took", no_wrap=True, justify="right")
     for number, incident in list(enumerate(incidents, start=1))[hidden:]:
         ended = incident.outcome.value
-        if incident.outcome is Outcome.RESUMED and incident.resumed_after is not None:
-            ended = f"step {incident.resumed_after}"
+        if incident.has_resumed and incident.resumed_after is not None:
+            ended = f"step {incident.resumed_after}" + (", not exact" if incident.inexact else "")
+        why = incident.reason or incident.inexact
         table.add_row(
             str(number),
             wording.printable(incident.kind, 24),
             wording.printable(incident.cause or "unknown", _LONGEST_CAUSE),
             _rung(incident),
-            ended + (f": {wording.printable(incident.reason, _LONGEST_CAUSE)}" if incident.reason else ""),
+            ended + (f": {wording.printable(why, _LONGEST_CAUSE)}" if why else ""),
             _lost(incident, report),
             _sources(incident),
             "" if incident.headline_s is None else wording.duration(incident.headline_s),
@@ -175,7 +176,7 @@ def _sources(incident: IncidentSummary) -> str:
 
 
 def _lost(incident: IncidentSummary, report: Report) -> str:
-    if incident.outcome is not Outcome.RESUMED:
+    if not incident.has_resumed:
         return ""
     lost, samples = incident.steps_lost, report.samples(incident.steps_lost)
     if lost is None:

@@ -28,6 +28,7 @@ from checkpointless.wire.messages import (
     Go,
     HandOver,
     Hello,
+    Inexact,
     Inquire,
     LineBuffer,
     ProtocolError,
@@ -152,6 +153,14 @@ class RankClient(abc.ABC):
     def done(self, generation: int) -> None:
         """Report that the block has returned."""
         self._send(Done(generation))
+
+    def report_inexact(self, generation: int, reason: str) -> None:
+        """Report that a step is not the one that it was before the fault.
+
+        Args:
+            reason: what is another, in one line.
+        """
+        self._send(Inexact(generation, reason))
 
     def give_up(self, generation: int, reason: str, code: int = 1, is_lost: bool = False) -> None:
         """End the job, with ``reason`` as its last message and ``code`` as its exit code.

@@ -37,6 +37,7 @@ from checkpointless.wire.node_messages import (
     Progress,
     RankDone,
     RankEnded,
+    RankInexact,
     RankReady,
     Searching,
     Silent,
@@ -117,6 +118,11 @@ class Coordinator:
         return self._job.generation
 
     @property
+    def inexact(self) -> int:
+        """The number of incidents after which the job resumed, and was another one."""
+        return self._job.incidents.inexact
+
+    @property
     def high_water(self) -> int:
         """The highest optimizer step that any rank was seen to commit (-1: none)."""
         return self._job.high_water
@@ -174,6 +180,9 @@ class Coordinator:
                 self.end(FAILED, message.reason)
             case Leaving():
                 self._membership.lose_for_good(node, message.reason)
+            case RankInexact():
+                rank = self._job.roster.rank_of(message.rank, node)
+                self._job.incidents.not_exact(rank.number, message.generation, message.reason)
             case Holding():
                 self._bad_devices.note_holding(node, message)
             case Progress():

@@ -19,8 +19,9 @@ from typing import Any
 from checkpointless.coordinator.incident_policy import GiveUpDecision, History
 from checkpointless.telemetry.event_names import EventName
 from checkpointless.telemetry.events import Edge, EventLog
-from checkpointless.telemetry.narration import detected_line, escalated_line, recovered_line
+from checkpointless.telemetry.narration import detected_line, escalated_line, inexact_line, recovered_line
 from checkpointless.telemetry.rungs import Rung
+from checkpointless.telemetry.wording import plural
 from checkpointless.wire.board import NO_STEP
 from checkpointless.wire.causes import Cause, CauseKind, attribute, culprit
 
@@ -43,6 +44,7 @@ class Incident:
         rung: how far up its recovery goes.
         steps_lost: how many committed steps storage did not bring back.
         restarted: whether the whole job begins again because of it.
+        inexact: what is not exact after it, by rank.
     """
 
     id: str
@@ -59,6 +61,17 @@ class Incident:
     rung: Rung = Rung.IN_PROCESS
     steps_lost: int = 0
     restarted: bool = False
+    inexact: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def deviation(self) -> str:
+        """What is not exact after it, in one line; "" as long as nothing is known to be."""
+        if not self.inexact:
+            return ""
+        first = min(self.inexact)
+        others = len(self.inexact) - 1
+        more = f" ({plural(others, 'other rank')} too)" if others else ""
+        return f"rank {first}: {self.inexact[first]}{more}"
 
     @property
     def fault_at_s(self) -> float:
@@ -83,12 +96,15 @@ class IncidentTracker:
         generation: the generation that began last (-1: none).
         open: the incident whose ranks are not together again.
         recovering: the incident whose ranks are together again and make the lost step.
+        inexact: the number of incidents after which the job resumed, and was another one.
     """
 
     def __init__(self, max_incidents: int | None, events: EventLog, say: Callable[[str], None]) -> None:
         self.generation = -1
         self.open: Incident | None = None
         self.recovering: Incident | None = None
+        self.inexact = 0
+        self._resumed: Incident | None = None  # the last one that the job resumed after
         self._overtaken: Incident | None = None  # until it is known whether its step had been made
         self._count = 0
         self._history = History(max_incidents)
@@ -193,6 +209,25 @@ class IncidentTracker:
             self.step_up(Rung.JOB, why)
             self._say(f"incident {self.recovering.id}: {why}")
 
+    def not_exact(self, rank: int, generation: int, reason: str) -> None:
+        """Record that a step that is made again is not the one that it was.
+
+        Args:
+            rank: the rank that says so.
+            generation: the generation in which the rank makes the step.
+            reason: what is another, in one line.
+        """
+        if generation != self.generation:
+            return
+        incident = self.recovering or self._overtaken or self._resumed
+        if incident is None:
+            self._say(f"the job is not exact since its last incident: rank {rank}: {reason}")
+            return
+        incident.inexact.setdefault(rank, reason)
+        if incident is self._resumed and len(incident.inexact) == 1:  # its last line has said nothing of it
+            self.inexact += 1
+            self._say(inexact_line(incident.id, incident.deviation))
+
     def recovered(self, newest: int) -> None:
         """Record that every rank has made the step that was interrupted, or that the block has returned.
 
@@ -208,6 +243,8 @@ class IncidentTracker:
         seconds, rung = max(0.0, at_s - incident.fault_at_s), incident.rung.label
         lost, step = (None, None) if newest == NO_STEP else (incident.steps_lost, newest)
         made = newest >= incident.target
+        self._resumed = incident
+        self.inexact += bool(incident.inexact)
         self.emit(
             EventName.RECOVERED,
             "point",
@@ -217,8 +254,9 @@ class IncidentTracker:
             steps_lost=lost,
             step=step,
             made=made,
+            inexact=incident.deviation,
         )
-        self._say(recovered_line(incident.id, seconds, rung, lost, made))
+        self._say(recovered_line(incident.id, seconds, rung, lost, made, incident.deviation))
 
     def _judge_overtaken(self, incident: Incident, high_water: int, oldest: int, following: Incident) -> None:
         """Record whether the step of an incident had been made when the following one came, as all boards say."""

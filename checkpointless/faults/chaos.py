@@ -60,7 +60,7 @@ def outcome_of(code: int, incidents: Sequence[IncidentSummary]) -> Outcome | Non
     if code == 0:
         if not incidents:
             return Outcome.NOTHING
-        if incidents[-1].outcome is not Ending.RESUMED:
+        if incidents[-1].outcome is not Ending.RESUMED or any(each.inexact for each in incidents):
             return None
         return _OF_RUNG[max(incident.rung for incident in incidents)]
     return Outcome.REFUSED if code == 1 and incidents else None

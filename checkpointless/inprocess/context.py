@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
 
-from checkpointless.environment import own_generation
-from checkpointless.inprocess import active_call_wrapper
+from checkpointless.environment import STRICT_ENV, YES, own_generation, own_rank
+from checkpointless.inprocess import UnrecoverableError, active_call_wrapper
 from checkpointless.inprocess.communicators.helper_thread import HelperThread
 from checkpointless.telemetry.event_names import EventName
 from checkpointless.telemetry.events import event_log
@@ -36,6 +37,25 @@ def tell(name: EventName, **fields: Any) -> None:
     call = active_call_wrapper()
     generation = call.generation if call is not None else own_generation()
     event_log().emit(name, "point", generation=generation, incident=call.incident if call else None, **fields)
+
+
+def not_exact(step: int, reason: str, **fields: Any) -> None:
+    """Report that a step, which is made again after a fault, is not the one that it was.
+
+    Args:
+        step: the step.
+        reason: what is another, in one line.
+        **fields: what the event says besides.
+
+    Raises:
+        UnrecoverableError: the job is to end then (``--strict``).
+    """
+    tell(EventName.INEXACT, step=step, reason=reason, **fields)
+    call = active_call_wrapper()
+    if call is not None:
+        call.client.report_inexact(call.generation, reason)
+    if os.environ.get(STRICT_ENV) == YES:
+        raise UnrecoverableError(f"rank {own_rank()}: {reason}: the job ends, as --strict ({STRICT_ENV}) asks for")
 
 
 def putting_back() -> AbstractContextManager[None]:

@@ -49,8 +49,8 @@ class Measured:
         stages: durations of each stage; each incident counts with the rank of this node that took longest.
         transfer_bytes: how many bytes the ranks of this node received from living replicas.
         faults: number of faults injected into the ranks of this node, by kind; unknown kinds count as ``other``.
-        inexact: number of generations in which a rank of this node found that it no longer computes what an
-            undisturbed run computes.
+        inexact: number of generations in which a rank of this node found that a step is another one since it was
+            made again.
     """
 
     stages: Mapping[str, Durations]

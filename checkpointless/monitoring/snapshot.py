@@ -103,6 +103,7 @@ class JobStatus:
             :class:`~checkpointless.report.incidents.Rung`).
         steps_lost: how many committed steps storage did not bring back.
         given_up: how many nodes were given up for a spare because of a device.
+        inexact: after how many incidents the job resumed, and was another one.
     """
 
     nodes: tuple[JobNode, ...]
@@ -115,6 +116,7 @@ class JobStatus:
     rungs: Mapping[str, Durations]
     steps_lost: int = 0
     given_up: int = 0
+    inexact: int = 0
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from checkpointless.report.incidents import IncidentSummary, Outcome
+from checkpointless.report.incidents import IncidentSummary
 from checkpointless.telemetry.event_names import EventName
 from checkpointless.telemetry.events import Event
 
@@ -232,7 +232,7 @@ def step_time_s(events: Iterable[Event], incidents: Sequence[IncidentSummary]) -
 
 
 def _repeated_s(incidents: Iterable[IncidentSummary], step_s: float | None) -> float | None:
-    lost = [incident.steps_lost for incident in incidents if incident.outcome is Outcome.RESUMED]
+    lost = [incident.steps_lost for incident in incidents if incident.has_resumed]
     if any(each is None for each in lost):
         return None
     steps = sum(each for each in lost if each is not None)

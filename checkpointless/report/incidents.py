@@ -14,7 +14,9 @@ from checkpointless.telemetry.rungs import Rung
 _NS_PER_S = 1e9
 _NOTICING = frozenset({EventName.DETECT, EventName.NOTIFY})
 #: Their reasons are why something was noticed or was not kept, and not why a recovery did not finish.
-_WITH_OTHER_REASONS = frozenset({EventName.DETECT, EventName.WARM, EventName.DATASETS, EventName.WORKERS})
+_WITH_OTHER_REASONS = frozenset(
+    {EventName.DETECT, EventName.WARM, EventName.DATASETS, EventName.WORKERS, EventName.INEXACT}
+)
 _CLEANING_UP = frozenset({EventName.ABORT, EventName.FINALIZE, EventName.HEALTH})
 #: Stages that belong to the new generation; the earlier stages belong to the generation that ended.
 _STARTING = frozenset(STAGES[STAGES.index(EventName.ENTER) :])
@@ -24,6 +26,7 @@ class Outcome(enum.Enum):
     """How an incident ended."""
 
     RESUMED = "resumed"  # every rank committed its first step of the new generation, or no step was left
+    INEXACT = "resumed, not exact"  # the same, and a step that was made again was another one than before
     ESCALATED = "escalated"  # the next fault came before a step was made
     FAILED = "failed"  # the log ends before either
 
@@ -61,6 +64,7 @@ class IncidentSummary:
         resumed_after: step after which training actually resumed; None if no event says so.
         outcome: how the incident ended.
         reason: why recovery was refused or broke off ("" if it was not).
+        inexact: in what training is another one than before the fault ("" if it is not, as far as is known).
     """
 
     incident: str
@@ -86,11 +90,17 @@ class IncidentSummary:
     resumed_after: int | None = None
     outcome: Outcome = Outcome.FAILED
     reason: str = ""
+    inexact: str = ""
+
+    @property
+    def has_resumed(self) -> bool:
+        """Whether training resumed after it."""
+        return self.outcome in (Outcome.RESUMED, Outcome.INEXACT)
 
     @property
     def steps_lost(self) -> int | None:
         """The number of committed steps that had to be repeated; None if unknown or if training did not resume."""
-        if self.outcome is not Outcome.RESUMED or self.committed is None or self.resumed_after is None:
+        if not self.has_resumed or self.committed is None or self.resumed_after is None:
             return None
         return max(0, self.committed - self.resumed_after)
 
@@ -103,9 +113,10 @@ class IncidentSummary:
     def sentence(self) -> str:
         """The incident in one line."""
         what = f"generation {self.generation}: {self.cause or 'unknown cause'}"
-        if self.outcome is Outcome.RESUMED:
+        if self.has_resumed:
             after = "" if self.target is None else f" after step {self.target}"
-            return f"{what}; resumed{after} in {self.headline_s:.2f} s"
+            why = f", not exact: {self.inexact}" if self.inexact else ""
+            return f"{what}; resumed{after} in {self.headline_s:.2f} s{why}"
         return f"{what}; {self.outcome.value}" + (f": {self.reason}" if self.reason else "")
 
 
@@ -189,8 +200,9 @@ def _summary(incident: str, events: Sequence[Event], log: _Log, superseded: bool
     target = next((target for target in targets if isinstance(target, int)), None)
     ups = _steps_up(events)
     fills = [event for event in ends if event.stage == EventName.TRANSFER and _ranks(event.fields.get("sources"))]
+    inexact = _inexact(events)
     if end is not None:
-        outcome = Outcome.RESUMED
+        outcome = Outcome.INEXACT if inexact else Outcome.RESUMED
     else:
         outcome = Outcome.ESCALATED if superseded else Outcome.FAILED
     return IncidentSummary(
@@ -220,7 +232,14 @@ def _summary(incident: str, events: Sequence[Event], log: _Log, superseded: bool
         resumed_after=_resumed_after(events, generation, target),
         outcome=outcome,
         reason="" if end is not None else _reason(events, None if superseded else job_end),
+        inexact=inexact,
     )
+
+
+def _inexact(events: Sequence[Event]) -> str:
+    """Return in what a step is another one since it was made again, as the first of the ranks says."""
+    said = {event.rank: event.fields.get("reason") for event in events if event.stage == EventName.INEXACT}
+    return next((f"rank {rank}: {why or 'another step'}" for rank, why in said.items()), "")
 
 
 def _tiers(ends: Sequence[Event]) -> dict[str, tuple[int, ...]]:

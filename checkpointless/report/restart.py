@@ -231,7 +231,7 @@ def _chains(incidents: Sequence[IncidentSummary]) -> tuple[list[list[IncidentSum
         open_chain.append(incident)
         if incident.outcome is Outcome.ESCALATED:
             continue
-        if incident.outcome is Outcome.RESUMED:
+        if incident.has_resumed:
             chains.append(open_chain)
         else:
             left_out += len(open_chain)

@@ -33,7 +33,7 @@ PHASES: Mapping[str, tuple[EventName, ...]] = {
 }
 PHASE_OF: Mapping[str, str] = {stage: phase for phase, stages in PHASES.items() for stage in stages}
 
-_OF_STEPS_IN_PROGRESS = (EventName.FAULT_INJECTED, EventName.STALL)
+_OF_STEPS_IN_PROGRESS = (EventName.FAULT_INJECTED, EventName.STALL, EventName.INEXACT)
 
 
 class RunState(enum.Enum):
@@ -135,7 +135,7 @@ class Report:
     @property
     def steps_lost(self) -> int | None:
         """The number of committed steps that had to be repeated; None if one incident does not tell."""
-        lost = [incident.steps_lost for incident in self.incidents if incident.outcome is Outcome.RESUMED]
+        lost = [incident.steps_lost for incident in self.incidents if incident.has_resumed]
         known = [each for each in lost if each is not None]
         return sum(known) if len(known) == len(lost) else None
 

@@ -21,7 +21,7 @@ class EventName(str, enum.Enum):
     BAD_DEVICE = "bad_device"  # a rank's device must not be used, and what is done about it
     STANDBY = "standby"  # a standby process of a node waits, or is no more and was not used
     TRAINED = "trained"  # a rank has made its last step
-    INEXACT = "inexact"  # a repeated step has another loss than before the fault: this run is another one
+    INEXACT = "inexact"  # a step is another one when it is made again: so is what follows it
     SAVE_FAILED = "save_failed"  # a checkpoint could not be saved, and why; training goes on
 
     # The stages of an incident, in their order.

@@ -47,7 +47,9 @@ def detected_line(incident: str, cause: str) -> str:
     return f"{INCIDENT}{incident}: {cause}; recovering"
 
 
-def recovered_line(incident: str, seconds: float, rung: str, steps_lost: int | None, made: bool = True) -> str:
+def recovered_line(
+    incident: str, seconds: float, rung: str, steps_lost: int | None, made: bool = True, inexact: str = ""
+) -> str:
     """Return the line that says that an incident is over.
 
     Args:
@@ -56,12 +58,19 @@ def recovered_line(incident: str, seconds: float, rung: str, steps_lost: int | N
         rung: level to which the recovery escalated.
         steps_lost: number of committed steps that have to be repeated; None if nobody said which were committed.
         made: whether a step was made; otherwise the block has returned without one.
+        inexact: why training is no longer what it would be without the fault ("": it is, as far as is known).
     """
-    lost = {None: "", 0: "; nothing was lost", 1: "; 1 step is made once more"}
+    lost = {None: "", 0: "" if inexact else "; nothing was lost", 1: "; 1 step is made once more"}
     many = f"; {steps_lost} steps are made once more"
     left = "" if made or steps_lost is None else "; no step was left to make"
     level = "new process, own state" if rung == Rung.OWN_STATE.label else rung
-    return f"{INCIDENT}{incident}: recovered in {seconds:.2f} s ({level}){lost.get(steps_lost, many)}{left}"
+    how, why = ("resumed, not exact,", f"; {inexact}") if inexact else ("recovered", "")
+    return f"{INCIDENT}{incident}: {how} in {seconds:.2f} s ({level}){lost.get(steps_lost, many)}{left}{why}"
+
+
+def inexact_line(incident: str, why: str) -> str:
+    """Return the line that corrects that an incident was recovered from."""
+    return f"{INCIDENT}{incident}: resumed, not exact: {why}"
 
 
 def escalated_line(incident: str, following: str) -> str:
@@ -245,6 +254,7 @@ class Narrator:
                 str(fields.get("rung")),
                 fields.get("steps_lost"),
                 fields.get("made", True),
+                str(fields.get("inexact", "")),
             )
 
     def _rank_said(self, event: Event, rank: int) -> None:

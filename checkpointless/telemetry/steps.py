@@ -129,6 +129,7 @@ class StepLog:
         self._validations = self.path.with_name(f"{_VALIDATIONS}{rank}.jsonl")
         self._checkpoints = self.path.with_name(_CHECKPOINTS)
         self._error: OSError | None = None
+        self._earlier: dict[int, StepRecord] | None = None  # by step; None: not read yet
         scribe.flush()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         for path in (self.path, self._validations):
@@ -202,6 +203,14 @@ class StepLog:
             append_line(path, line)
         except OSError as error:
             self._error = error
+
+    def earlier(self, step: int) -> StepRecord | None:
+        """Return what was last recorded of ``step`` before this log began to record; None if nothing was."""
+        if self._earlier is None:
+            scribe.flush()
+            found = _read(self.path) if self.path.exists() else []
+            self._earlier = {record.step: record for record in found if record.step >= step}
+        return self._earlier.pop(step, None)
 
     def last_step(self) -> int | None:
         """Return the highest step that this process or an earlier one of this rank recorded; None without any."""

@@ -14,7 +14,7 @@ import msgspec
 from checkpointless.wire.causes import Cause
 from checkpointless.wire.plain import Int
 
-PROTOCOL_VERSION: Final = 4
+PROTOCOL_VERSION: Final = 5
 MAX_MESSAGE_BYTES = 256 * 1024
 _SHORTENED = "[... shortened ...]"
 _LEAST_CHARACTERS = 1024  # a shorter text is not shortened
@@ -38,7 +38,7 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         v: the version of the protocol.
     """
 
-    v: Literal[4] = PROTOCOL_VERSION
+    v: Literal[5] = PROTOCOL_VERSION
 
     @property
     def type(self) -> str:
@@ -96,6 +96,13 @@ class Done(Message, frozen=True, tag="done"):
     """The rank's block has returned; it waits for ``finish``, or for ``fault`` if another rank still needs it."""
 
     generation: Int
+
+
+class Inexact(Message, frozen=True, tag="inexact"):
+    """A step of ``generation`` is not the one that it was before the fault; ``reason`` says in what, in a line."""
+
+    generation: Int
+    reason: str
 
 
 class GiveUp(Message, frozen=True, tag="giveup"):
@@ -191,7 +198,7 @@ class Ending(Message, frozen=True, tag="ending"):
     """The job is ending: a block that has returned is let go, and none is entered again."""
 
 
-RankMessage = Hello | FaultReport | Barrier | Replace | Done | GiveUp | Answer
+RankMessage = Hello | FaultReport | Barrier | Replace | Done | Inexact | GiveUp | Answer
 AgentMessage = Go | FaultNotice | HandOver | Inquire | Finish | Ending
 
 
@@ -241,7 +248,7 @@ class Vocabulary:
 
 
 _VOCABULARIES = {
-    Sender.RANK: Vocabulary("rank", Hello, FaultReport, Barrier, Replace, Done, GiveUp, Answer),
+    Sender.RANK: Vocabulary("rank", Hello, FaultReport, Barrier, Replace, Done, Inexact, GiveUp, Answer),
     Sender.AGENT: Vocabulary("agent", Go, FaultNotice, HandOver, Inquire, Finish, Ending),
 }
 

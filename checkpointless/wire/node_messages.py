@@ -199,6 +199,14 @@ class RankDone(Message, frozen=True, tag="rank-done"):
     committed: Int = -1
 
 
+class RankInexact(Message, frozen=True, tag="rank-inexact"):
+    """A step that ``rank`` makes again in ``generation`` is not the one that it was; ``reason`` says in what."""
+
+    rank: Int
+    generation: Int
+    reason: str
+
+
 class Answered(Message, frozen=True, tag="answered"):
     """A rank has answered the inquiry ``id``; the other fields are those of its answer."""
 
@@ -385,6 +393,7 @@ NodeMessage = (
     | RankEnded
     | DeviceBad
     | RankDone
+    | RankInexact
     | Answered
     | Silent
     | Progress

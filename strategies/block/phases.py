@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from checkpointless.inprocess import HPCallWrapper
+from checkpointless.recovery.training.repeated_steps import repeated_steps
 
 if TYPE_CHECKING:
     from megatron.core import ModelParallelConfig
@@ -30,7 +31,7 @@ def announce_gradient_sync(config: ModelParallelConfig, call: HPCallWrapper) -> 
 
 
 class PhasedIterator(Iterator[Any]):
-    """An iterator over batches that announces the phases ``data`` and ``forward`` of the step in the making.
+    """An iterator over batches that announces the phases of the step in the making, and notes what the step takes.
 
     Args:
         inner: the iterator that Lightning hands to the training step.
@@ -41,13 +42,10 @@ class PhasedIterator(Iterator[Any]):
         self._inner = inner
         self._call = call
 
-    @classmethod
-    def around(cls, inner: Iterator[Any], call: HPCallWrapper) -> Iterator[Any]:
-        """Return ``inner``, wrapped if the wrapper causes faults."""
-        return cls(inner, call) if call.faults is not None else inner
-
     def __next__(self) -> Any:
-        self._call.enter_phase("data", self._call.steps.making)
+        step = self._call.steps.making
+        self._call.enter_phase("data", step)
         item = next(self._inner)
-        self._call.enter_phase("forward", self._call.steps.making)
+        repeated_steps.take(step, item)
+        self._call.enter_phase("forward", step)
         return item

@@ -11,6 +11,7 @@ from checkpointless.inprocess import HPCallWrapper
 from checkpointless.recovery import CheckpointManager
 from checkpointless.recovery.moment import Stage
 from checkpointless.recovery.own.agreement import require_equal_replicas
+from checkpointless.recovery.training.repeated_steps import repeated_steps
 from checkpointless.strategies.boundary.epoch_metrics import Accumulated, own_part
 from checkpointless.strategies.boundary.live_state import TrainerLiveState
 from checkpointless.strategies.boundary.steps import Guard, Steps
@@ -100,6 +101,7 @@ class StepKeeper:
             accumulated = Accumulated(self._trainer)
             buffers = self.live.copy_buffers()
             self.live.ready(step, self.steps.outcome(accumulated), buffers)
+            repeated_steps.compute(step, call.steps.loss)
             manager.keep_buffers(step, Stage.COMMITTED, buffers)
             manager.store_rng_states(step, call.steps.loss, Stage.COMMITTED, _own_of(accumulated))
             manager.replicate_rng_states(step)

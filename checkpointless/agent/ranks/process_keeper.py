@@ -125,6 +125,11 @@ class ProcessKeeper:
         if wanted and not self._starter_lost:
             self._starter.keep(wanted)
 
+    def hear_ranks(self) -> None:
+        """Take what the ranks have said until now."""
+        for rank in self.ranks.values():
+            self._hear_rank(rank)
+
     def _hear_starter(self) -> None:
         if self._starter_lost:
             return

@@ -19,10 +19,19 @@ from checkpointless.wire.messages import (
     FaultReport,
     GiveUp,
     Hello,
+    Inexact,
     RankMessage,
     Replace,
 )
-from checkpointless.wire.node_messages import Answered, JobOver, NodeMessage, RankDone, RankReady, Trouble
+from checkpointless.wire.node_messages import (
+    Answered,
+    JobOver,
+    NodeMessage,
+    RankDone,
+    RankInexact,
+    RankReady,
+    Trouble,
+)
 from checkpointless.wire.rank_state import COUNTED, IN_BLOCK, RankState
 
 logger = logging.getLogger(__name__)
@@ -85,6 +94,8 @@ class RankReports:
         elif isinstance(message, FaultReport):
             rank.last_words = message.cause.message
             self._trouble(rank, msgspec.structs.replace(message.cause, rank=rank.number))
+        elif isinstance(message, Inexact):
+            self._report(RankInexact(rank.number, message.generation, message.reason))
         elif isinstance(message, Barrier):
             self._is_ready(rank, entered=True, unfit=message.unfit)
         elif isinstance(message, Done) and rank.state is RankState.RUNNING:

@@ -98,7 +98,7 @@ class LoopTraining(TrainingTensors, ABC):
         if call.steps.loops:
             raise UnrecoverableError(_TWO_LOOPS.format(name=type(self).__name__))
         call.steps.loops += 1
-        repeated_steps.begin_entry()
+        repeated_steps.begin_entry(call.is_first)
         self.step = 0
         self._schedulers = list(schedulers)
         self._call = call
@@ -238,7 +238,7 @@ class LoopTraining(TrainingTensors, ABC):
                 extras_of(self, self._manager, self._exits.own()["call"]),
             )
             self._call.leave_if_over()  # what aborted collectives have left is not recorded
-            self._log.record(self.step, loss, params, extras)
+            repeated_steps.record(self._log, self.step, loss, params, extras)
 
     def _keep_again(self) -> None:
         """Keep state, buffers and streams as the loop leaves them to the next step: it may have drawn some.

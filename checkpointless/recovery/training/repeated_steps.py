@@ -1,7 +1,7 @@
-"""Whether a step that is made again takes the data that it took before the fault.
+"""Whether a step that is made again is the one that it was before the fault.
 
 A loop of one's own has to take the batches of a step by its number. A loader that it goes through over several
-steps begins anew after a fault, and nothing else would notice. What a step takes from loaders is therefore noted in
+steps begins anew after a fault, and nothing else would notice. What a step takes and computes is therefore noted in
 few bytes, and compared where the step is made again.
 """
 
@@ -11,6 +11,7 @@ import functools
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,22 +19,18 @@ import xxhash
 from torch.utils.data import dataloader
 
 from checkpointless.inprocess import active_call_wrapper
-from checkpointless.inprocess.context import tell
+from checkpointless.inprocess.context import not_exact
 from checkpointless.patches import Patch, Patches
 from checkpointless.serialization.tensor_memory import tensor_bytes
-from checkpointless.telemetry.event_names import EventName
+from checkpointless.telemetry.steps import StepLog
 
 _BYTES = 4096  # of each tensor
 _DEEPEST = 4  # containers within containers
-_OTHER_BATCHES = (
-    "step %d is made again after the fault and takes another batch from its DataLoader than before: what follows "
-    "is not what an undisturbed run computes. A loader that is gone through over several steps begins anew: let"
-    " its sampler begin where the step says, or take the batches of a step by its number"
-)
-_OTHER_LOSS = (
-    "step %d is made again after the fault and has the loss %r, where it had %r before: unless kernels are not "
-    "deterministic, what follows is not what an undisturbed run computes. Batches have to follow from the step's "
-    "number, and what the loop keeps for itself is not brought back"
+_STEPS = 1024  # a recovery from a copy or from storage goes back by so many at most
+_HINT = (
+    "%s: unless kernels are not deterministic, what follows is not what an undisturbed run computes. Batches have "
+    "to follow from the step's number: a loader that is gone through over several steps begins anew, so let its "
+    "sampler begin where the step says. What a loop keeps for itself has to be declared"
 )
 _WHY = "a step that is made again is to take the batches that it took before the fault"
 _patches = Patches()
@@ -76,10 +73,24 @@ class LoaderPasses:
         return self._epoch, was_validated
 
 
-class RepeatedSteps:
-    """What the newest step of this process took and computed, also in the generation before.
+@dataclass
+class _Made:
+    """What is known of a step from before a fault.
 
-    One of a process is enough, since a block runs once at a time: :data:`repeated_steps`.
+    Attributes:
+        taken: for each time that the step was begun, a digest of each batch that it took.
+        loss: its loss (None: not known).
+    """
+
+    taken: list[list[str]] = field(default_factory=list)
+    loss: float | None = None
+
+
+class RepeatedSteps:
+    """What steps took and computed, so that those that are made again can be compared.
+
+    One of a process is enough, since a block runs once at a time: :data:`repeated_steps`. A step is compared with
+    what it was at first, however many faults have come since.
 
     Attributes:
         passes: which loaders gave the batches.
@@ -88,17 +99,27 @@ class RepeatedSteps:
     def __init__(self) -> None:
         self._step = 0
         self._taken: list[str] = []  # a digest of each batch
+        self._arrived = ""  # a digest of the batch that is about to be used
         self._loss: float | None = None
-        self._before: tuple[int, list[str], float | None] = (0, [], None)
+        self._is_computed = False  # what is taken from then on is none of the step's
+        self._before: dict[int, _Made] = {}  # by step; those of this entry are among them once they are over
+        self._is_first = True
         self._is_told = False
         self._listeners = 0
         self.passes = LoaderPasses()
 
-    def begin_entry(self) -> None:
-        """Note that the block was entered: what was noted until now was before the fault."""
-        if self._step > 0:
-            self._before = self._step, self._taken, self._loss
-        self._step, self._taken, self._loss, self._is_told = 0, [], None, False
+    def begin_entry(self, is_first: bool) -> None:
+        """Note that the block was entered: what was noted until now was before the fault.
+
+        Args:
+            is_first: whether nothing comes before this entry: there was another block, or the job begins again.
+        """
+        self._is_first = is_first
+        if is_first:
+            self._before = {}
+        else:
+            self._end_step()
+        self._step, self._arrived, self._is_told = 0, "", False
         self.passes = LoaderPasses()
 
     @contextmanager
@@ -118,35 +139,91 @@ class RepeatedSteps:
     def take(self, step: int, batch: object) -> None:
         """Note a batch that ``step`` takes from a loader."""
         self._begin(step)
-        self._taken.append(digest_batch(batch))
+        if not self._is_computed:
+            self._taken.append(digest_batch(batch))
 
     def batch_of(self, step: int) -> str | None:
         """Return the digest of the last batch that ``step`` took from a loader; None if it took none."""
         return self._taken[-1] if self._step == step and self._taken else None
+
+    def arrive(self, batch: object) -> None:
+        """Note a batch that may be left out; see :meth:`use`."""
+        self._arrived = digest_batch(batch)
+
+    def use(self, step: int) -> None:
+        """Note that ``step`` takes the batch that has arrived, if it has not done so yet."""
+        if self._arrived:
+            self._begin(step)
+            self._taken.append(self._arrived)
+            self._arrived = ""
 
     def compute(self, step: int, loss: float | None) -> None:
         """Note the loss of ``step``, whose gradients are final; compare it, and what the step has taken.
 
         A loop may go past the batches of earlier steps first, and the fault may have come before the last batch:
         what was taken before the fault has to be, in one piece, among what is taken now.
+
+        Raises:
+            UnrecoverableError: the step is another one, and the job is to end then (``--strict``).
         """
+        call = active_call_wrapper()
+        if call is not None:
+            call.leave_if_over()  # a loss that aborted collectives have left says nothing
         self._begin(step)
-        self._loss = loss
-        at, taken, before = self._before
-        if at == step and not _has_piece(self._taken, taken):
-            self._tell(_OTHER_BATCHES, step)
-        if at == step and loss is not None and before is not None and float(loss).hex() != float(before).hex():
-            tell(EventName.INEXACT, step=step, loss=loss, before=before)
-            self._tell(_OTHER_LOSS, step, loss, before)
+        self._loss, self._is_computed = loss, True
+        before = self._before.get(step)
+        if before is None:
+            return
+        others: list[str] = []
+        facts: dict[str, float] = {}
+        if not all(_has_piece(self._taken, each) for each in before.taken):
+            others.append("takes another batch than before the fault")
+        if loss is not None and before.loss is not None and float(loss).hex() != float(before.loss).hex():
+            others.append(f"has the loss {loss!r}, where it had {before.loss!r} before")
+            facts = {"loss": loss, "before": before.loss}
+        if others:
+            self._tell(step, " and ".join(others), **facts)
+
+    def record(self, log: StepLog, step: int, loss: float, params: str, *more: Any) -> None:
+        """Record a step with ``log``, and compare it with what was recorded of it before a fault.
+
+        Args:
+            log: the log of recorded steps.
+            step: the step, which is committed.
+            loss: its loss on this rank.
+            params: the digest of this rank's parameters after it.
+            *more: what :meth:`~checkpointless.telemetry.steps.StepLog.record` takes besides.
+
+        Raises:
+            UnrecoverableError: the step is another one, and the job is to end then (``--strict``).
+        """
+        before = None if self._is_first else log.earlier(step)
+        log.record(step, loss, params, *more)
+        if before is not None and (before.loss, before.params) != (float(loss).hex(), params):
+            what = "another loss" if before.loss != float(loss).hex() else "other parameters"
+            self._tell(step, f"ends with {what} than before the fault")
 
     def _begin(self, step: int) -> None:
         if step != self._step:
-            self._step, self._taken, self._loss = step, [], None
+            self._end_step()
+            self._step, self._taken, self._loss, self._is_computed = step, [], None, False
 
-    def _tell(self, message: str, *values: object) -> None:
+    def _end_step(self) -> None:
+        if self._step <= 0:
+            return
+        made = self._before.setdefault(self._step, _Made())
+        if self._taken not in made.taken:
+            made.taken.append(self._taken)
+        if made.loss is None:
+            made.loss = self._loss
+        while len(self._before) > _STEPS:
+            del self._before[min(self._before)]
+
+    def _tell(self, step: int, what: str, **facts: float) -> None:
         if not self._is_told:
             self._is_told = True
-            logger.error(message, *values)
+            logger.error(_HINT, f"step {step} {what}")
+            not_exact(step, f"step {step} {what}", **facts)
 
 
 repeated_steps = RepeatedSteps()

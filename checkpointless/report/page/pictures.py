@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from checkpointless.report.incidents import IncidentSummary, Outcome
+from checkpointless.report.incidents import IncidentSummary
 from checkpointless.report.restart import Comparison
 from checkpointless.report.summary import PHASE_OF, Report
 from checkpointless.report.trace import Thread, threads
@@ -92,7 +92,7 @@ def incident_marks(report: Report) -> tuple[Dot, ...]:
         Dot(
             x=min(100.0, 100 * max(0, incident.start_ns - begin_ns) / span_ns),
             y=0.0,
-            css=incident.outcome.value,
+            css=incident.outcome.name.lower(),
             title=f"incident {number}: {_headline(incident)}",
         )
         for number, incident in enumerate(report.incidents, start=1)
@@ -207,8 +207,8 @@ def _role(rank: int | None, incident: IncidentSummary) -> str:
 
 def _headline(incident: IncidentSummary) -> str:
     kind = printable(incident.kind, 40)
-    if incident.outcome is Outcome.RESUMED:
-        return f"{kind}, {duration(incident.headline_s)}"
+    if incident.has_resumed:
+        return f"{kind}, {duration(incident.headline_s)}{', not exact' if incident.inexact else ''}"
     return f"{kind}, {incident.outcome.value}"
 
 

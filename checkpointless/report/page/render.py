@@ -205,7 +205,7 @@ def _kinds(report: Report) -> list[KindView]:
             KindView(
                 kind=kind,
                 count=count,
-                resumed=sum(1 for each in by_kind[kind] if each.outcome is Outcome.RESUMED),
+                resumed=sum(1 for each in by_kind[kind] if each.has_resumed),
                 median_s=median(took) if took else None,
                 longest_s=max(took, default=None),
                 rungs=tuple(rung.label for rung in rungs),

@@ -13,7 +13,9 @@ import pytest
 
 from checkpointless.agent.launch_config import DEFAULT_TERM_GRACE_S
 from checkpointless.agent.ranks.process_keeper import LEAVE_S
+from checkpointless.agent.ranks.rank_link import RankLink
 from checkpointless.wire.address import LOOPBACK
+from checkpointless.wire.messages import Inexact, encode
 from checkpointless.wire.node_messages import (
     AllDone,
     Ask,
@@ -26,6 +28,7 @@ from checkpointless.wire.node_messages import (
     OpenStore,
     Progress,
     RankEnded,
+    RankInexact,
     RankStanding,
     Silent,
     Spawn,
@@ -220,6 +223,23 @@ def test_a_job_shows_progress_with_the_second_beat_of_a_block(training: Training
     training.later(0.3)
     training.later(0.3)
     assert training.told(Progress)[-1].shows
+
+
+def test_what_a_rank_said_before_it_committed_is_reported_before_that(node: CommandedNode) -> None:
+    """The loop has looked at the connection already when the rank writes to it, and to its board."""
+    node.agent.obey(Begin(1, "1", {}, 3, 4))
+    rank = node.agent.ranks[0]
+    ours, theirs = socket.socketpair()
+    with theirs:
+        rank.disconnect()
+        rank.link, rank.state = RankLink(0, ours, node.selector, lambda: None), RankState.RUNNING
+        theirs.sendall(encode(Inexact(1, "step 4 takes another batch")))
+        for each in node.agent.ranks.values():
+            each.board.set_committed(4)
+        node.said.clear()
+        node.tick()
+    assert [type(said) for said in node.said[:2]] == [RankInexact, Progress]
+    assert node.said[0] == RankInexact(0, 1, "step 4 takes another batch")
 
 
 def test_a_kill_of_who_hangs_spares_who_has_moved(node: CommandedNode) -> None:

@@ -52,11 +52,14 @@ def test_one_rank_that_is_asked_for_nothing_gets_nothing_more(run_dir: Path) -> 
 
 
 def test_what_was_asked_for_reaches_the_ranks(run_dir: Path) -> None:
-    found = environment(run_dir, cpu=True, faults=("sigkill@forward:rank=0,step=1",), record_steps=True)
+    found = environment(
+        run_dir, cpu=True, faults=("sigkill@forward:rank=0,step=1",), record_steps=True, strict=True
+    )
     assert json.loads(found.pop("CHECKPOINTLESS_FAULTS")) == ["sigkill@forward:rank=0,step=1"]
     assert found == {
         "CHECKPOINTLESS_CPU": "1",
         "CHECKPOINTLESS_RECORD_STEPS": "1",
+        "CHECKPOINTLESS_STRICT": "1",
         "TORCH_FR_BUFFER_SIZE": "0",
     }
 

@@ -34,6 +34,16 @@ def test_it_says_steps_incidents_seconds_and_where_the_report_is(tmp_path: Path)
     )
 
 
+def test_it_counts_what_is_not_exact(tmp_path: Path) -> None:
+    run = MadeUpRun()
+    run.start(at_s=10)
+    run.incident(31.0, "1", committed=21)
+    run.add(31.5, "inexact", "point", 1, incident="1", step=22, reason="step 22 takes another batch")
+    run.incident(51.0, "2", committed=41)
+    run.end(100.0, step=85)
+    assert "85 steps, 2 incidents (1 not exact), " in closing_line(written(tmp_path / "run", run), 0)
+
+
 def test_only_the_steps_of_this_run_count(tmp_path: Path) -> None:
     run = MadeUpRun(ranks=1)
     run.span(10.0, "first_step", 0, step=101)

@@ -108,3 +108,42 @@ def test_where_steps_are_not_known_an_incident_lasts_until_all_ranks_are_in_thei
     (detect,) = tracked.events("detect")
     assert event.fields["seconds"] < (event.ts - detect.ts) / 1e9 - 0.15
     assert tracked.said[-1].endswith("(in-process)")
+
+
+def test_what_is_not_exact_is_in_the_last_line(tracked: Tracked) -> None:
+    tracked.fault(ERROR)
+    tracked.regroup(high_water=6, oldest=6, target=7)
+    for rank in (1, 0, 1):
+        tracked.tracker.not_exact(rank, generation=1, reason="step 7 takes another batch")
+    tracked.tracker.recovered(7)
+    assert tracked.said[-1].startswith("incident 1: resumed, not exact, in ")
+    assert tracked.said[-1].endswith(" s (in-process); rank 0: step 7 takes another batch (1 other rank too)")
+    (recovered,) = tracked.events("recovered")
+    assert recovered.fields["inexact"] == "rank 0: step 7 takes another batch (1 other rank too)"
+    assert tracked.tracker.inexact == 1
+
+
+def test_a_second_line_corrects_the_last_one_once(tracked: Tracked) -> None:
+    tracked.fault(ERROR)
+    tracked.regroup(high_water=6, oldest=4, target=5)
+    tracked.tracker.recovered(5)
+    before = len(tracked.said)
+    for rank in (1, 0):
+        tracked.tracker.not_exact(rank, generation=1, reason="step 6 has another loss")
+    assert tracked.said[before:] == ["incident 1: resumed, not exact: rank 1: step 6 has another loss"]
+    assert tracked.tracker.inexact == 1
+
+
+def test_a_word_of_an_older_generation_is_ignored(tracked: Tracked) -> None:
+    tracked.fault(ERROR)
+    tracked.regroup(high_water=6, oldest=6, target=7)
+    tracked.tracker.not_exact(1, generation=0, reason="step 7 has another loss")
+    tracked.tracker.recovered(7)
+    assert tracked.said[-1].endswith("nothing was lost")
+    assert tracked.tracker.inexact == 0
+
+
+def test_a_coordinator_that_has_taken_the_job_over_says_it_without_the_incident(tracked: Tracked) -> None:
+    tracked.tracker.adopt(3, 3)
+    tracked.tracker.not_exact(1, generation=3, reason="step 7 has another loss")
+    assert tracked.said == ["the job is not exact since its last incident: rank 1: step 7 has another loss"]

@@ -145,7 +145,7 @@ def test_what_ranks_measured_has_every_stage_and_kind_from_the_start() -> None:
 def test_a_coordinator_in_a_process_of_its_own_tells_of_the_job_alone() -> None:
     watch = Watch(OUTSIDE)
     watch.log(None).emit(EventName.DETECT, "point", generation=0, incident="1", how="hang")
-    job: dict[str, Any] = {"nodes": [], "ranks": [], "spares": []}
+    job: dict[str, Any] = {"nodes": [], "ranks": [], "spares": [], "inexact": 2}
     known = {"generation": 2, "high_water": 7, "outcome": None, **job}
     watch.look_from_outside(cast(Any, SimpleNamespace(**known)), time.monotonic())
     pages = Pages(watch)

@@ -9,16 +9,18 @@ import pytest
 import torch
 from torch.utils.data import dataloader
 
+from checkpointless.inprocess import UnrecoverableError
 from checkpointless.recovery.training.repeated_steps import RepeatedSteps
 from checkpointless.telemetry.events import read_events
+from checkpointless.telemetry.steps import StepLog
 
 NAN = float("nan")
 
 
 def again(first: float, batch: torch.Tensor, second: float, other: torch.Tensor) -> None:
     steps = RepeatedSteps()
-    for loss, taken in ((first, batch), (second, other)):
-        steps.begin_entry()
+    for is_first, loss, taken in ((True, first, batch), (False, second, other)):
+        steps.begin_entry(is_first)
         steps.take(3, {"x": [taken]})
         steps.compute(3, loss)
 
@@ -42,16 +44,39 @@ def test_what_differs_is_said_once(
     assert len(caplog.records) == bool(says)
 
 
-@pytest.mark.parametrize(("second", "other"), [(2.0, torch.ones(2)), (2.0, torch.zeros(2)), (1.0, torch.ones(2))])
-def test_another_loss_is_an_event_even_if_the_batch_was_told_of(
-    second: float, other: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("second", "other", "reason"),
+    [
+        (2.0, torch.ones(2), "step 3 has the loss 2.0, where it had 1.0 before"),
+        (1.0, torch.zeros(2), "step 3 takes another batch than before the fault"),
+        (
+            2.0,
+            torch.zeros(2),
+            "step 3 takes another batch than before the fault and has the loss 2.0, where it had 1.0 before",
+        ),
+        (1.0, torch.ones(2), ""),
+    ],
+)
+def test_what_differs_is_an_event(
+    second: float, other: torch.Tensor, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CHECKPOINTLESS_RUN_DIR", str(tmp_path))
     monkeypatch.setenv("RANK", "3")
     again(1.0, torch.ones(2), second, other)
     told = [(event.stage, event.rank, event.fields) for event in read_events(tmp_path)]
-    expected = ("inexact", 3, {"step": 3, "loss": 2.0, "before": 1.0})
-    assert told == ([expected] if second == 2.0 else [])
+    losses = {"loss": 2.0, "before": 1.0} if second == 2.0 else {}
+    assert told == ([("inexact", 3, {"step": 3, "reason": reason, **losses})] if reason else [])
+
+
+def test_a_strict_job_ends_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CHECKPOINTLESS_STRICT", "1")
+    monkeypatch.setenv("RANK", "3")
+    again(1.0, torch.ones(2), 1.0, torch.ones(2))
+    with pytest.raises(UnrecoverableError) as caught:
+        again(1.0, torch.ones(2), 1.0, torch.zeros(2))
+    assert str(caught.value).startswith(
+        "rank 3: step 3 takes another batch than before the fault: the job ends, as"
+    )
 
 
 def test_a_loss_that_is_no_number_twice_is_the_same(caplog: pytest.LogCaptureFixture) -> None:
@@ -76,12 +101,96 @@ def test_the_batches_that_the_step_used_are_compared(
     before: list[int], now: list[int], differs: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     steps = RepeatedSteps()
-    for taken in (before, now):
-        steps.begin_entry()
+    for is_first, taken in ((True, before), (False, now)):
+        steps.begin_entry(is_first)
         for each in taken:
             steps.take(3, torch.tensor(each))
         steps.compute(3, 1.0)
     assert ("takes another batch" in caplog.text) is differs
+
+
+def _make(steps: RepeatedSteps, step: int, batch: int, loss: float) -> None:
+    steps.take(step, torch.tensor(batch))
+    steps.compute(step, loss)
+
+
+def test_every_step_that_is_made_again_is_compared(caplog: pytest.LogCaptureFixture) -> None:
+    """A copy in a tier, or a checkpoint, is older than the newest step."""
+    steps = RepeatedSteps()
+    steps.begin_entry(is_first=True)
+    for step in range(1, 6):
+        _make(steps, step, step, float(step))
+    steps.begin_entry(is_first=False)
+    for step in (3, 4):
+        _make(steps, step, step, float(step))
+    assert not caplog.records
+    _make(steps, 5, 5, 7.0)
+    assert "step 5 has the loss 7.0, where it had 5.0 before" in caplog.text
+
+
+def test_a_step_is_compared_with_what_it_was_at_first(caplog: pytest.LogCaptureFixture) -> None:
+    steps = RepeatedSteps()
+    steps.begin_entry(is_first=True)
+    _make(steps, 3, 3, 1.0)
+    for _ in range(2):
+        caplog.clear()
+        steps.begin_entry(is_first=False)
+        _make(steps, 3, 4, 2.0)
+        assert "takes another batch" in caplog.text
+
+
+def test_what_a_validation_takes_after_a_step_is_not_the_steps(caplog: pytest.LogCaptureFixture) -> None:
+    steps = RepeatedSteps()
+    steps.begin_entry(is_first=True)
+    _make(steps, 3, 3, 1.0)
+    steps.take(3, torch.tensor(99))
+    _make(steps, 4, 4, 1.0)
+    steps.begin_entry(is_first=False)
+    _make(steps, 3, 3, 1.0)
+    assert not caplog.records
+
+
+def test_another_block_makes_other_steps(caplog: pytest.LogCaptureFixture) -> None:
+    steps = RepeatedSteps()
+    for batch in (3, 4):
+        steps.begin_entry(is_first=True)
+        _make(steps, 3, batch, float(batch))
+    assert not caplog.records
+
+
+def test_a_batch_that_is_left_out_is_not_the_steps(caplog: pytest.LogCaptureFixture) -> None:
+    """``on_train_batch_start`` may return -1; what loads a batch and what computes it are apart."""
+    steps = RepeatedSteps()
+    for is_first, batches in ((True, (8, 3)), (False, (3,))):
+        steps.begin_entry(is_first)
+        for batch in batches:
+            steps.arrive(torch.tensor(batch))
+        steps.use(3)
+        steps.use(3)  # a closure that is called again
+        steps.compute(3, 1.0)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("loss", "params", "says"),
+    [(1.0, "a", ""), (2.0, "b", "ends with another loss than"), (1.0, "b", "ends with other parameters than")],
+)
+def test_what_is_recorded_of_a_step_is_compared_with_what_was(
+    loss: float, params: str, says: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of what another process computed, too."""
+    StepLog(tmp_path, 0).record(4, 1.0, "a")
+    first, later = RepeatedSteps(), RepeatedSteps()
+    first.begin_entry(is_first=True)
+    first.record(StepLog(tmp_path, 0), 3, 1.0, "a")
+    later.begin_entry(is_first=False)
+    log = StepLog(tmp_path, 0)
+    later.record(log, 3, 1.0, "a")
+    assert not caplog.records
+    later.record(log, 4, loss, params)
+    assert says in caplog.text
+    assert len(caplog.records) == bool(says)
+    later.record(log, 5, 1.0, "z")
 
 
 def test_a_loop_that_a_fault_has_ended_and_that_is_still_referred_to_notes_nothing_twice() -> None:

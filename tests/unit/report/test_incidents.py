@@ -108,6 +108,29 @@ def test_a_resumed_incident_from_fault_to_first_step() -> None:
     assert (summary.target, summary.nbytes, summary.sources, summary.respawned) == (7, 500, (0, 2), (1,))
 
 
+def test_a_step_that_is_another_one_is_an_outcome() -> None:
+    script = Script()
+    script.detect(100, 3, "i1", culprit=1)
+    script.recovery(140, 3, "i1", ranks=3, lengths={})
+    for rank in (2, 0):
+        script.add(150, EventName.INEXACT, "point", rank, 4, "i1", step=8, reason="step 8 has another loss")
+    summary = one(script)
+    assert (summary.outcome, summary.has_resumed) == (Outcome.INEXACT, True)
+    assert summary.inexact == "rank 2: step 8 has another loss"
+    assert summary.reason == ""
+    assert summary.sentence.endswith(" s, not exact: rank 2: step 8 has another loss")
+
+
+def test_what_is_not_exact_is_no_reason_why_a_recovery_did_not_finish() -> None:
+    script = Script()
+    script.detect(0, 0, "i1", culprit=1)
+    script.recovery(10, 0, "i1", ranks=3, lengths={})
+    script.events.pop()  # this is the last rank's end of first_step
+    script.add(15, EventName.INEXACT, "point", 0, 1, "i1", step=8, reason="step 8 has another loss")
+    summary = one(script)
+    assert (summary.outcome, summary.reason) == (Outcome.FAILED, "")
+
+
 def test_without_an_injected_fault_the_clock_starts_at_detection() -> None:
     script = Script()
     script.detect(130, 0, "i1", culprit=None)

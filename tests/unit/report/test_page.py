@@ -134,6 +134,17 @@ def test_three_hundred_incidents_are_still_a_page() -> None:
         assert f'<span class="chip kind">{kind.lower()}</span>' in text
 
 
+def test_what_is_not_exact_is_named() -> None:
+    run = MadeUpRun()
+    run.start()
+    run.incident(31.0, "1", committed=21)
+    run.add(31.5, "inexact", "point", 1, incident="1", step=22, reason="step 22 takes another batch")
+    text = page_of(run.events)
+    check(text)
+    assert "resumed, not exact</span> after step 21: rank 1: step 22 takes another batch" in text
+    assert "0 resumed, 1 not exact, 0 escalated" in text
+
+
 def test_of_a_thousand_ranks_those_are_shown_that_the_incident_was_about() -> None:
     run = MadeUpRun(ranks=1000)
     run.start()

@@ -1,0 +1,56 @@
+"""Test that a step that is another one when it is made again is an outcome, and ends a strict job."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from checkpointless.report.incidents import Outcome
+from checkpointless.telemetry.events import read_events
+from tests.ranks.agent_job import SCRIPTS
+from tests.ranks.jobs import Job, run_job
+from tests.ranks.nemo_zygote import Zygote
+
+pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(200)]
+
+TRAINERS = pytest.mark.parametrize("trainer", ["plain", "lightning"])
+SAYS = {"batch": "step 4 takes another batch than before the fault", "loss": "step 4 has the loss "}
+
+
+def _train(zygote: Zygote, run_dir: Path, trainer: str, what: str, strict: bool = False) -> Job:
+    phase = "before_optimizer" if what == "loss" else "forward"  # by then rank 0 has a loss
+    faults = (f"exception@{phase}:rank=1,step=4",)
+    script = str(SCRIPTS / "not_exact.py")
+    return run_job(zygote, run_dir, 2, script=script, args=(trainer, what), faults=faults, strict=strict)
+
+
+@TRAINERS
+@pytest.mark.parametrize("what", ["batch", "loss"])
+def test_an_inexact_incident_is_an_outcome(nemo_zygote: Zygote, tmp_path: Path, trainer: str, what: str) -> None:
+    job = _train(nemo_zygote, tmp_path / "run", trainer, what)
+    assert job.code == 0, job.story()
+    (line,) = (line for line in job.said if line.startswith("incident 1: re"))
+    assert line.startswith("incident 1: resumed, not exact, in "), job.story()
+    assert SAYS[what] in line
+    assert "nothing was lost" not in line
+    (incident,) = job.incidents
+    assert incident.outcome is Outcome.INEXACT
+    assert SAYS[what] in incident.inexact
+    assert SAYS[what] in job.log(0)
+
+
+@TRAINERS
+def test_a_strict_job_ends_with_why(nemo_zygote: Zygote, tmp_path: Path, trainer: str) -> None:
+    job = _train(nemo_zygote, tmp_path / "run", trainer, "batch", strict=True)
+    assert job.code == 1, job.story()
+    assert job.said[-1].endswith(f"{SAYS['batch']}: the job ends, as --strict (CHECKPOINTLESS_STRICT) asks for")
+    assert not any("recovered" in line for line in job.said), job.story()
+
+
+@TRAINERS
+def test_a_strict_job_that_is_exact_says_nothing(nemo_zygote: Zygote, tmp_path: Path, trainer: str) -> None:
+    job = _train(nemo_zygote, tmp_path / "run", trainer, "nothing", strict=True)
+    assert job.code == 0, job.story()
+    assert any(line.endswith("nothing was lost") for line in job.said), job.story()
+    assert not any(event.stage == "inexact" for event in read_events(job.run_dir))
