@@ -45,7 +45,7 @@ class DiskStorage:
     read counts as missing, with a warning.
 
     Args:
-        root: the directory, which is made if it does not exist.
+        root: the directory, which is made if it does not exist, now and at each write: scratch may be purged.
 
     Raises:
         OSError: the directory cannot be made, or other users can write to it.
@@ -53,14 +53,10 @@ class DiskStorage:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.make()
+        self._make()
 
-    def make(self) -> None:
-        """Make the directory, for this user only, if it does not exist.
-
-        Raises:
-            OSError: the directory cannot be made, or other users can write to it.
-        """
+    def _make(self) -> None:
+        """Make the directory, for this user only, if it does not exist."""
         self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         about = self.root.stat()
         if about.st_uid != os.geteuid() or about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
@@ -75,6 +71,7 @@ class DiskStorage:
         Raises:
             OSError: a part could not be written, or the disk has no room for it; nothing is left of that part.
         """
+        self._make()
         needed, about = sum(content.nbytes for _, content in parts), os.statvfs(self.root)
         if needed > about.f_bavail * about.f_frsize:
             free = about.f_bavail * about.f_frsize

@@ -391,7 +391,6 @@ class LocalCheckpointManager:
     def _keep(self, part: PartId, content: Content) -> None:
         """Write a part that came from a peer, so that it is in two places again. The load succeeds without it."""
         try:
-            self._storage.make()
             self._storage.write([(part, content)], own_rank(), world_size())
         except OSError as error:
             logger.warning("%s was loaded from a peer and cannot be kept here: %s", part.words, error)

@@ -68,9 +68,6 @@ class MemoryStorage:
         copied._parts = self._parts
         return copied
 
-    def make(self) -> None:
-        """Do nothing: memory is there."""
-
     def write(self, parts: Sequence[tuple[PartId, Content]], holder: int, world_size: int) -> None:
         """Keep parts, and compute their digests."""
         kept = {}

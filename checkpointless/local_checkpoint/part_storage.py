@@ -46,13 +46,6 @@ class PartStorage(Protocol):
     A copy that is damaged or cannot be read counts as missing, with a warning.
     """
 
-    def make(self) -> None:
-        """Make the place ready to be written to.
-
-        Raises:
-            OSError: this is not possible.
-        """
-
     def write(self, parts: Sequence[tuple[PartId, Content]], holder: int, world_size: int) -> None:
         """Write parts durably: each is whole and survives a loss of power, or is not there at all.
 

@@ -134,6 +134,20 @@ def summarize(events: Iterable[Event]) -> list[IncidentSummary]:
     ]
 
 
+def gone_back(events: Iterable[Event]) -> frozenset[int]:
+    """Return the committed steps that a run had to make again, because no living rank held the state after them.
+
+    Args:
+        events: all events of the run, in any order.
+    """
+    steps: set[int] = set()
+    for each in summarize(events):
+        is_due = each.tiers or each.rung is Rung.JOB
+        if is_due and each.committed is not None and each.resumed_after is not None:
+            steps.update(range(each.resumed_after + 1, each.committed + 1))
+    return frozenset(steps)
+
+
 def by_incident(events: Iterable[Event]) -> dict[str, list[Event]]:
     """Return the events of each incident, sorted by time; the incidents are in the order in which they began.
 

@@ -6,7 +6,7 @@ import enum
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,12 +123,14 @@ class Verdict:
         difference: first difference, ordered by step and then by rank; None if there is none.
         steps: number of distinct steps that were compared.
         ranks: ranks that were compared.
-        repeated: steps that a run recorded more than once.
+        repeated: steps that a run recorded more than once, although no rank had lost them.
         missing: steps that a run did not record although it or the other run should have them.
         repeated_validations: steps after which a run recorded validations with different results.
         missing_validations: steps after which only the other run recorded a validation.
         again: validations that a run recorded more than once with the same results. If a fault comes when one rank
             has finished a validation and another is still in it, all ranks validate again, from the same state.
+        made_again: steps that a run recorded more than once because it went back to a copy or to storage; every
+            record of them is compared.
         not_compared: what only one of the runs ever recorded, and which run that was.
     """
 
@@ -141,6 +143,7 @@ class Verdict:
     repeated_validations: tuple[StepPlace, ...] = ()
     missing_validations: tuple[StepPlace, ...] = ()
     again: tuple[StepPlace, ...] = ()
+    made_again: tuple[StepPlace, ...] = ()
     not_compared: tuple[str, ...] = ()
 
     @property
@@ -149,6 +152,8 @@ class Verdict:
         left_out = (
             f"; validated again, with the same results, after steps: {_places(self.again)}" if self.again else ""
         )
+        if self.made_again:
+            left_out += f"; gone back, and made again: steps {_places(self.made_again)}"
         left_out += f"; not compared: {', '.join(self.not_compared)}" if self.not_compared else ""
         if self.equal:
             return f"equal: {self.steps} steps on {len(self.ranks)} ranks, bit by bit{left_out}"
@@ -183,17 +188,25 @@ def differences(a: Steps, b: Steps) -> Iterator[Difference]:
     yield from _checkpoint_differences(a, b, max((step for run in last for _, step in run), default=0))
 
 
-def compare(a: Steps, b: Steps, without: Set[What] = frozenset()) -> Verdict:
+def compare(
+    a: Steps,
+    b: Steps,
+    without: Set[What] = frozenset(),
+    *,
+    gone_back: tuple[Collection[int], Collection[int]] = (frozenset(), frozenset()),
+) -> Verdict:
     """Compare two runs.
 
-    Every rank of either run should have every step from the first to the last step of each fit of either run. If
-    a step was recorded more than once, its last record is compared. What one of the runs never recorded (an older
-    recording, or a callback that only the other run has) is not compared, and the verdict says so.
+    Every rank of either run should have every step from the first to the last step of each fit of either run, once.
+    If a step was recorded more than once, its last record is compared; if the run had to go back, because no rank
+    held the newest state, every record is. What one of the runs never recorded (an older recording, or a callback
+    that only the other run has) is not compared, and the verdict says so.
 
     Args:
         a: steps of run A, as :func:`~checkpointless.telemetry.steps.read_steps` returns them.
         b: steps of run B, as :func:`~checkpointless.telemetry.steps.read_steps` returns them.
         without: what is not compared.
+        gone_back: for each run, the committed steps that no rank held any more, so that they were made again.
     """
     ranks = sorted({*a, *b})
     expected = _expected(record for run in (a, b) for records in run.values() for record in records)
@@ -208,11 +221,14 @@ def compare(a: Steps, b: Steps, without: Set[What] = frozenset()) -> Verdict:
         for step in expected
         if (rank, step) not in last[run]
     )
-    repeated = tuple(place for run, steps in ((Run.A, a), (Run.B, b)) for place in _repeated(run, steps))
+    twice = [place for run, steps in ((Run.A, a), (Run.B, b)) for place in _repeated(run, steps)]
+    made_again = tuple(place for place in twice if place.step in gone_back[place.run is Run.B])
+    repeated = tuple(place for place in twice if place not in made_again)
     shared = last[Run.A].keys() & last[Run.B].keys()
     common = _Common.of(a, b)
     validations = _Validations.of(a, b)
-    found = (each for each in differences(a, b) if each.what not in without)
+    all_found = itertools.chain(differences(a, b), common.differences_made_again(made_again, {Run.A: a, Run.B: b}))
+    found = (each for each in all_found if each.what not in without)
     difference = min(found, key=lambda each: each.step, default=None)
     irregular = (repeated, missing, validations.repeated, validations.missing)
     return Verdict(
@@ -225,6 +241,7 @@ def compare(a: Steps, b: Steps, without: Set[What] = frozenset()) -> Verdict:
         repeated_validations=validations.repeated,
         missing_validations=validations.missing,
         again=validations.again,
+        made_again=made_again,
         not_compared=(*common.not_compared, *validations.not_compared, *_checkpoints_not_compared(a, b)),
     )
 
@@ -291,6 +308,16 @@ class _Common:
             values = [(getattr(each.extras, _BY_NAME[quantity]) or {}).get(name) for each in (a, b)]
             if values[0] != values[1]:
                 yield Difference(a.step, rank, quantity, _shown(values[0]), _shown(values[1]), None, name)
+
+
+    def differences_made_again(
+        self, places: Iterable[StepPlace], runs: Mapping[Run, Steps]
+    ) -> Iterator[Difference]:
+        """Yield the differences between the first and each later record of steps that one run has made again."""
+        for place in places:
+            first, *later = (each for each in runs[place.run][place.rank] if each.step == place.step)
+            for record in later:
+                yield from self.differences(place.rank, first, record)
 
 
 @dataclass(frozen=True)

@@ -28,17 +28,20 @@ def verify(options: argparse.Namespace) -> int:
         UsageError: there is no such run, or nothing was recorded of it.
     """
     from checkpointless.cli.tables import console, verdict_table
+    from checkpointless.report.incidents import gone_back
     from checkpointless.report.verify import compare
+    from checkpointless.telemetry.events import read_events
     from checkpointless.telemetry.steps import read_steps
 
-    steps = []
+    steps, again = [], []
     for run_dir in (options.run_a, options.run_b):
         check_run_dir(run_dir)
         try:
             steps.append(read_steps(run_dir))
+            again.append(gone_back(read_events(run_dir)))
         except (OSError, ValueError) as error:
             raise UsageError(str(error)) from error
-    verdict = compare(steps[0], steps[1])
+    verdict = compare(steps[0], steps[1], gone_back=(again[0], again[1]))
     console().print(verdict_table(verdict, steps[0], steps[1], (str(options.run_a), str(options.run_b))))
     out(verdict.sentence)
     return 0 if verdict.equal else 1

@@ -19,10 +19,6 @@ class UnusableStorage:
     def __init__(self, problem: str) -> None:
         self._problem = problem
 
-    def make(self) -> None:
-        """Raise ``OSError``."""
-        raise OSError(self._problem)
-
     def write(self, parts: Sequence[tuple[PartId, Content]], holder: int, world_size: int) -> None:
         """Raise ``OSError``."""
         raise OSError(self._problem)

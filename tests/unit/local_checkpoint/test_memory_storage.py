@@ -22,7 +22,6 @@ def written(storage: MemoryStorage, save: SaveId = SAVES[0], part: int = 0) -> t
 
 def test_what_was_written_is_read() -> None:
     storage = MemoryStorage()
-    storage.make()
     written(storage)
     found = read_any(storage.shelf(0, 2)[SAVES[0]][0])
     assert found is not None

@@ -31,6 +31,22 @@ def run(ranks: int, steps: int) -> Recorded:
 runs = st.builds(run, st.integers(1, 4), st.integers(1, 8))
 
 
+def test_a_step_that_was_lost_and_made_again_is_compared() -> None:
+    """With the other run, and with what it was before."""
+    calm, rough = run(2, 5), run(2, 5)
+    rough[1].insert(4, rough[1][3])
+    verdict = compare(calm, rough, gone_back=(frozenset(), frozenset({4})))
+    assert verdict.equal, verdict.sentence
+    assert verdict.made_again == (StepPlace(Run.B, 1, 4),)
+    assert verdict.sentence.endswith("bit by bit; gone back, and made again: steps 4 on rank 1 of run B")
+    assert not compare(calm, rough).equal
+    assert not compare(calm, rough, gone_back=(frozenset({4}), frozenset())).equal, "it is the other run that went back"
+    rough[1][3] = replace(rough[1][3], loss=(0.5).hex())
+    verdict = compare(calm, rough, gone_back=(frozenset(), frozenset({4})))
+    assert not verdict.equal
+    assert "loss of step 4 on rank 1 differs" in verdict.sentence
+
+
 def test_equal_runs() -> None:
     verdict = compare(run(2, 5), run(2, 5))
     assert verdict.equal

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -102,3 +103,12 @@ def test_each_tier_is_given_once_and_the_cheapest_is_asked_first(tmp_path: Path)
 def test_adapters_have_no_tiers() -> None:
     with pytest.raises(ValueError, match="leave out tiers"):
         PEFTCheckpointManager(tiers=[NeighborMemory()])
+
+
+def test_a_folder_that_was_purged_is_made_again_at_the_next_copy(tmp_path: Path) -> None:
+    storage = SharedDirectory(tmp_path / "shared").open("abc", 3)
+    assert isinstance(storage, DiskStorage)
+    shutil.rmtree(tmp_path / "shared")
+    storage.write([], 3, 4)
+    assert storage.root.is_dir()
+    assert storage.root.stat().st_mode & 0o777 == 0o700
