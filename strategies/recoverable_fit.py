@@ -29,6 +29,7 @@ from checkpointless.strategies.boundary.restoration import Restoration
 from checkpointless.strategies.boundary.step_keeper import StepKeeper
 from checkpointless.strategies.boundary.steps import Steps
 from checkpointless.strategies.checkpoints.save_failed import SaveFailed
+from checkpointless.strategies.data.from_storage import StoredPosition
 from checkpointless.strategies.data.position import (
     DataPosition,
     ahead_of_steps,
@@ -96,6 +97,7 @@ class RecoverableFit:
     Attributes:
         manager: the manager, as given.
         keeper: takes the state; None: a PEFT run has neither adapters nor an optimizer yet.
+        is_from_storage: whether the state is that of a checkpoint on storage, older than that of the fault.
     """
 
     def __init__(
@@ -114,9 +116,10 @@ class RecoverableFit:
         self._data = data
         self._worker_seed = worker_seed
         self._loggers = LoggerFacts(trainer, call.facts)
+        self._stored = StoredPosition(trainer, call.facts)
         self.keeper: StepKeeper | None = None
         self._restoration: Restoration | None = None
-        self._restored_without_adapters = False
+        self._restored_without_adapters = self.is_from_storage = False
         self._validation_data: ValidationData | None = None
         if manager is not None:
             repeated_steps.begin_entry(call.is_first)
@@ -233,6 +236,10 @@ class RecoverableFit:
         self._worker_seed.agree(manager.rng_of(step))
         if self._restoration is not None and self._restoration.is_pending:
             self._restoration.resume()
+        elif self.is_from_storage:
+            self._stored.resume(step)
+        else:
+            self._stored.begin(step)
         if self.keeper is None:
             self._restored_without_adapters = True
         else:
@@ -287,6 +294,7 @@ class RecoverableFit:
                 epochs: Any = self._trainer.fit_loop.epoch_progress
                 _set_sampler_epoch(loader, epochs.current.processed)
             self._data.made(loader, self.manager, position)
+            self._stored.made(loader)
         elif self._validation_data is not None and self._trainer.state.fn == TrainerFn.FITTING:
             self._validation_data.made(loader)
 

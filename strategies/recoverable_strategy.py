@@ -108,6 +108,11 @@ class RecoverableStrategy(ParallelStrategy):
         assert self._fit is not None
         self._fit.restored_from_memory(objects)
 
+    def restores_from_storage(self) -> None:
+        """Note that a checkpoint on storage is loaded, because no rank holds the state of the fault."""
+        assert self._fit is not None
+        self._fit.is_from_storage = True
+
     def restored(self) -> None:
         """Prepare to train with the state, which is whole: from memory, from storage, or that of a new job."""
         if self._fit is not None:

@@ -83,13 +83,17 @@ class CheckpointlessCompatibleConnector(_CheckpointConnector):
     ) -> None:
         path = self._storage_path(checkpoint_path)
         if not path and call.high_water > 0 and manager.verdict is not Verdict.START:
+            looked = getattr(getattr(self.trainer, "fresume", None), "looks_in", None)
+            where = "fit() was given no ckpt_path" if looked is None else f"looked for in {looked}"
             reason = (
                 f"{manager.refusal or 'no rank holds the state in memory'}; "
-                "there is no checkpoint on storage to fall back to"
+                f"there is no checkpoint on storage to fall back to ({where})"
             )
             if not manager.allow_restart_from_scratch:
                 raise StateLostError(reason)
             logger.error("%s: starting over at step 0, as allow_restart_from_scratch allows", reason)
+        elif path and manager.verdict is not Verdict.START:
+            self.trainer.strategy.restores_from_storage()
         require_anew = getattr(self.trainer.strategy, "require_anew", None)
         if require_anew is not None:
             require_anew(whole=bool(path))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 
+from checkpointless.inprocess import StateLostError
 from checkpointless.strategies.checkpoints.connector import CheckpointlessCompatibleConnector
 
 pytestmark = pytest.mark.nemo
@@ -22,3 +23,21 @@ def test_how_storage_is_read_is_passed_on(monkeypatch: pytest.MonkeyPatch, optio
     trainer: Any = SimpleNamespace(strategy=SimpleNamespace(), lightning_module=None)
     CheckpointlessCompatibleConnector(trainer).resume_start("a.ckpt", **options)
     assert asked == [("a.ckpt", options)]
+
+
+@pytest.mark.parametrize(
+    ("delayed", "where"),
+    [
+        (None, "(fit() was given no ckpt_path)"),
+        (SimpleNamespace(looks_in="runs/gpt/checkpoints", setup=lambda *_, **__: None), "(looked for in runs/gpt"),
+    ],
+)
+def test_the_last_line_says_where_a_checkpoint_was_looked_for(delayed: Any, where: str) -> None:
+    trainer: Any = SimpleNamespace(
+        strategy=SimpleNamespace(), lightning_module=None, ckpt_path=None, fresume=delayed
+    )
+    manager = SimpleNamespace(refusal="all holders died", verdict=None, allow_restart_from_scratch=False)
+    call = SimpleNamespace(high_water=4)
+    with pytest.raises(StateLostError) as caught:
+        CheckpointlessCompatibleConnector(trainer)._from_storage(None, {}, manager, call)
+    assert f"all holders died; there is no checkpoint on storage to fall back to {where}" in str(caught.value)
