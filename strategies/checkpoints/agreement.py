@@ -24,7 +24,7 @@ class Agreement:
         failed: the background saves whose writer failed on some rank, and that are not begun anew.
         lost: the background saves that nobody will finish.
         forgotten: those of ``lost`` that no rank passes again.
-        lost_paths: the known paths of ``lost``.
+        lost_paths: the known paths of ``lost``, the newest first.
         going_on: the paths of the background saves that continue.
         continues: whether the pending background saves of all ranks, if there are any, can continue.
         is_cut_off: whether there are some that cannot, because a rank has lost its writer.
@@ -80,7 +80,7 @@ class Agreement:
             failed=frozenset(failed),
             lost=frozenset(lost),
             forgotten=frozenset(lost - {number for each in again for number, *_ in each.values()}),
-            lost_paths=tuple(path_of[number] for number in lost if number in path_of),
+            lost_paths=tuple(path_of[number] for number in sorted(lost, reverse=True) if number in path_of),
             going_on=frozenset(path_of[number] for number in kept[0] if number in path_of and number not in lost),
             continues=continues,
             is_cut_off=is_cut_off,

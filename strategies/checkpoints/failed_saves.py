@@ -158,6 +158,14 @@ class FailedSaves:
                 self._given_up.setdefault(folder, {})[rank] = reason
         self.raised = {}
 
+    def replaced_by(self, paths: Iterable[str]) -> list[tuple[str, BookkeepingOfSave]]:
+        """Return, for each save that was lost, its folder and what it has changed in books. Collective.
+
+        Args:
+            paths: the paths that were saved to in the background, the same on every rank.
+        """
+        return [(folder, self._changed_by(folder)) for folder in map(folder_of, paths)]
+
     # --- parts ----------------------------------------------------------------------------------------------------
 
     def _looking_first(self, save: Callable[..., Any]) -> Callable[..., Any]:
@@ -260,14 +268,19 @@ class FailedSaves:
 
     def _undo(self, path: str) -> None:
         """Undo what a background save that failed has changed in the bookkeeping of callbacks. Collective."""
-        kept = self._replaced.pop(folder_of(path), None)
+        before = self._changed_by(folder_of(path))
+        for each in self._strategy().trainer.callbacks:
+            undo(each, folder_of(path), before)
+
+    def _changed_by(self, folder: str) -> BookkeepingOfSave:
+        """Return what the background save to ``folder`` has changed in books, and forget it. Collective."""
+        kept = self._replaced.get(folder)
         if kept is not None:
             kept.drop_removals()
         said = all_gather_json(kept.to_plain() if kept is not None else None)
+        self._replaced.pop(folder, None)  # not earlier: a fault may come while the ranks agree
         known = next((each for each in said if each is not None), None)
-        before = kept or BookkeepingOfSave.from_plain(known or {})
-        for each in self._strategy().trainer.callbacks:
-            undo(each, folder_of(path), before)
+        return kept or BookkeepingOfSave.from_plain(known or {})
 
 
 def _reason(error: BaseException) -> str:

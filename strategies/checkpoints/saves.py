@@ -26,6 +26,7 @@ from nemo.lightning.pytorch.callbacks import ModelCheckpoint
 from checkpointless.recovery.moment import Stage
 from checkpointless.strategies.checkpoints.agreement import Agreement
 from checkpointless.strategies.checkpoints.background import PendingSaves, let_go, report_separately, reset_reports
+from checkpointless.strategies.checkpoints.bookkeeping import BookkeepingOfSave, undo
 from checkpointless.strategies.checkpoints.failed_saves import FailedSaves
 from checkpointless.strategies.checkpoints.unfinished import leave_unfinished, remove, remove_unfinished
 from checkpointless.transfer.exchange import all_gather_json
@@ -85,6 +86,7 @@ class Saves:
         self._again: set[str] = set()  # paths that will be saved to again
         self._whole: dict[str, int | None] = {}  # those of them that miss nothing, with their numbers
         self._resumed_step = -1  # the step that training resumed at
+        self._lost: list[tuple[str, BookkeepingOfSave]] = []  # their folders, and what they had changed in books
         self._going_on: set[str] = set()  # paths of background saves that continue
 
     def save(
@@ -185,6 +187,7 @@ class Saves:
         agreed = Agreement.of(everyone, calls is not None)
         self._again, self._whole = set(agreed.again), dict(agreed.whole)
         self._going_on, self.has_lost = set(agreed.going_on), bool(agreed.lost)
+        self._lost = self.failed.replaced_by(agreed.lost_paths)
         if agreed.failed:
             logger.warning("a checkpoint that was written in the background could not be finished, and is lost")
         if agreed.continues:
@@ -223,6 +226,8 @@ class Saves:
         """Make callbacks forget checkpoints that were lost but that the state they were given still knows."""
         going_on = {str(ckpt_to_dir(path)) for path in self._going_on}
         for each in callbacks:
+            for folder, of_save in self._lost:
+                undo(each, folder, of_save)  # what its end was to remove has its place again
             if self.has_lost and isinstance(each, ModelCheckpoint) and each.save_top_k != 0:
                 unfinished = each.is_checkpoint_unfinished
                 vars(each)["is_checkpoint_unfinished"] = lambda path, unfinished=unfinished: (

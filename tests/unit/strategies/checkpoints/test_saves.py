@@ -36,9 +36,10 @@ def test_each_save_has_its_own_reports(tmp_path: Path) -> None:
 
 @pytest.fixture
 def alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    from checkpointless.strategies.checkpoints import saves
+    from checkpointless.strategies.checkpoints import failed_saves, saves
 
-    monkeypatch.setattr(saves, "all_gather_json", lambda value: [value, value])
+    for module in (saves, failed_saves):
+        monkeypatch.setattr(module, "all_gather_json", lambda value: [value, value])
 
 
 class Job:
@@ -350,3 +351,31 @@ def test_a_callback_does_not_count_a_checkpoint_that_was_lost(is_lost: bool, tmp
     saves.forget_lost([callback, object()])
     assert set(callback.best_k_models) == ({whole} if is_lost else {whole, lost})
     assert callback.best_model_path == (whole if is_lost else lost)
+
+
+@pytest.mark.usefixtures("alike")
+@pytest.mark.parametrize("is_new_process", [False, True])
+def test_what_a_lost_save_was_to_remove_has_its_place_again(tmp_path: Path, is_new_process: bool) -> None:
+    """Else the next save would not remove it, and it would stay for ever."""
+    from nemo.lightning.pytorch.callbacks import ModelCheckpoint
+
+    from checkpointless.strategies.checkpoints.bookkeeping import BookkeepingOfSave
+    from checkpointless.strategies.checkpoints.saves import Saves
+
+    older, lost = str(tmp_path / "step=1-last.ckpt"), str(tmp_path / "step=3-last.ckpt")
+    job = Job()
+    job.save(lost, 9)
+    removal = [older]
+    of_save = BookkeepingOfSave(last=older, removals=[removal], removal=removal)
+    job.saves.failed.keep(lost, of_save)
+    job.queue.async_calls.popleft()  # its end has begun, and failed
+    job.leave()
+    job.saves.agree((10, Stage.TURNED), job.strategy)
+    callback = ModelCheckpoint(dirpath=str(tmp_path), save_last=True, save_top_k=0)
+    callback.last_model_path = lost
+    if is_new_process:
+        job.saves, books = Saves(), job.saves._lost
+        job.saves._lost = [(folder, BookkeepingOfSave.from_plain(each.to_plain())) for folder, each in books]
+    job.saves.forget_lost([callback, object()])
+    assert callback.last_model_path == older
+    assert of_save.removals == []
