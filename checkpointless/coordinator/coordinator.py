@@ -288,4 +288,4 @@ class Coordinator:
         elif isinstance(message, Trouble):
             self._regrouping.fault(message.cause)
         else:
-            self._regrouping.done(rank)
+            self._regrouping.done(rank, message)

@@ -20,11 +20,16 @@ from checkpointless.telemetry.rungs import Rung
 from checkpointless.telemetry.wording import plural
 from checkpointless.wire.board import NO_STEP
 from checkpointless.wire.causes import Cause, CauseKind, culprit, exit_cause, refusal_cause
-from checkpointless.wire.node_messages import AllDone, Begin, FaultNotice, OneEnded, RankEnded
+from checkpointless.wire.node_messages import AllDone, Begin, FaultNotice, OneEnded, RankDone, RankEnded
 from checkpointless.wire.rank_state import COUNTED, IN_BLOCK, RankState
 
 _NO_RESTARTS = "; or begin again from the script's own checkpoint: --max-restarts N"
 _FIRST_STEP = 1
+_RETURN_TOGETHER_S = 1.0  # ranks that leave their training in the same step return within this time
+_RETURNED = (
+    "rank {} has returned from its block in step {}, which is not made, and other ranks have not: they wait for it "
+    "until they count as stalled. A block that catches an exception hides a fault: let it leave the function"
+)
 
 
 class Regrouping:
@@ -44,6 +49,7 @@ class Regrouping:
         self._hangs = hangs
         self._notify_at_s: float | None = None  # when ranks are interrupted that might raise the same by themselves
         self._began_over = NO_STEP  # the newest step that was committed when the generation began
+        self._returned: tuple[float, str] | None = None  # a rank within a step: when to say so, and what
         self._one_ended = False  # whether a process has ended well since the job began, or began again
 
     # ---- from a fault to the barrier
@@ -70,6 +76,7 @@ class Regrouping:
         job = self._job
         self._incidents.begin(cause, since_s)
         self._hangs.forget()
+        self._returned = None
         if job.phase is Phase.RUNNING:
             job.enter(Phase.GATHERING)
             if job.generation == job.origin and may_be_certain([cause]):
@@ -83,7 +90,10 @@ class Regrouping:
         self._processes.ensure_store()
 
     def tick(self, now_s: float) -> None:
-        """Interrupt the ranks if not all have raised in time what the first one has."""
+        """Interrupt the ranks if not all have raised in time what the first one has; name one that has returned."""
+        if self._returned is not None and now_s >= self._returned[0]:
+            self._job.say(self._returned[1])
+            self._returned = None
         if self._notify_at_s is not None and now_s >= self._notify_at_s:
             self._notify()
 
@@ -312,10 +322,13 @@ class Regrouping:
 
     # ---- the end
 
-    def done(self, rank: Rank) -> None:
+    def done(self, rank: Rank, done: RankDone) -> None:
         """Note that the block of ``rank`` has returned."""
         if rank.state is RankState.RUNNING:
             self._roster.move(rank, RankState.DONE)
+            if done.making > done.committed and self._roster.in_state[RankState.DONE] == 1:
+                at_s = self._job.clock() + _RETURN_TOGETHER_S
+                self._returned = at_s, _RETURNED.format(rank.number, done.making)
             self.finish_if_all_are_done()
 
     def finish_if_all_are_done(self) -> None:
@@ -326,6 +339,7 @@ class Regrouping:
     def finish(self) -> None:
         """Have all processes end, since every rank's block has returned."""
         self._job.enter(Phase.FINISHING)
+        self._returned = None
         self._incidents.recovered(self._job.high_water)
         for rank in self._roster.ranks:
             if rank.state in IN_BLOCK:

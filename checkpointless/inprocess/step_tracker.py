@@ -109,6 +109,8 @@ class StepTracker:
 
     def end_training(self, step: int) -> None:
         """Report that ``step`` was the last step; what remains to be done is not training."""
+        if self._board is not None:
+            self._board.begin_step(step)  # a step that has begun, and is not made, was given up
         event_log().emit(EventName.TRAINED, "point", generation=self._generation.number, step=step)
 
     def _begin_stage(self, stage: EventName, **fields: Any) -> None:

@@ -192,11 +192,17 @@ class DeviceBad(Message, frozen=True, tag="device"):
 
 
 class RankDone(Message, frozen=True, tag="rank-done"):
-    """The block of a rank has returned in ``generation``, after the step ``committed`` (-1: none)."""
+    """The block of a rank has returned in ``generation``.
+
+    Attributes:
+        committed: the last committed optimizer step on the rank's board (-1: none).
+        making: the step in the making on the rank's board (-1: none).
+    """
 
     rank: Int
     generation: Int
     committed: Int = -1
+    making: Int = -1
 
 
 class RankInexact(Message, frozen=True, tag="rank-inexact"):
