@@ -10,12 +10,17 @@ from lightning.pytorch.trainer.connectors.checkpoint_connector import _Checkpoin
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
-from checkpointless.inprocess import StateLostError, active_call_wrapper
+from checkpointless.inprocess import StateLostError, UnrecoverableError, active_call_wrapper
+from checkpointless.inprocess.block.end import is_victim
+from checkpointless.inprocess.exceptions import line_of
 from checkpointless.recovery.decide import Verdict
 from checkpointless.strategies.boundary.kinds import InMemoryCheckpoint, copy_to_load
 from checkpointless.telemetry.event_names import EventName
 from checkpointless.telemetry.events import event_log
+from checkpointless.telemetry.wording import printable
 
+_WEIGHTS = "weights"  # the folder in a checkpoint of NeMo's that it resumes from
+_LONGEST = 200  # characters of an error
 logger = logging.getLogger(__name__)
 
 
@@ -105,7 +110,12 @@ class CheckpointlessCompatibleConnector(_CheckpointConnector):
             reason=manager.refusal,
             storage=str(path) if path else None,
         )
-        self._load(path, options)
+        try:
+            self._load(path, options)
+        except Exception as error:
+            if not path or isinstance(error, UnrecoverableError) or is_victim(error):
+                raise
+            raise UnrecoverableError(_cannot_be_loaded(Path(path), error)) from error
         manager.delete_checkpoint()
 
     def _load(self, path: Any, options: dict[str, Any]) -> None:
@@ -122,3 +132,19 @@ class CheckpointlessCompatibleConnector(_CheckpointConnector):
             delayed.setup(self.trainer, self.trainer.lightning_module, force_setup=True)
             return self.trainer.ckpt_path
         return checkpoint_path
+
+
+def _cannot_be_loaded(path: Path, error: Exception) -> str:
+    """Return which checkpoint could not be fallen back to, and which others are there."""
+    path = path.parent if path.name == _WEIGHTS else path
+    others = [each for each in path.parent.glob("*") if each != path and (each.is_dir() or each.suffix == ".ckpt")]
+    newest = max(others, key=lambda each: each.stat().st_mtime, default=None)
+    last = (
+        f"no other is in {path.parent}"
+        if newest is None
+        else f"remove it, and start the job again from the one before it, {newest.name}"
+    )
+    return (
+        f"no rank holds the state in memory, and the checkpoint {path} cannot be loaded "
+        f"({printable(line_of(error), _LONGEST)}): {last}"
+    )

@@ -169,14 +169,12 @@ class Saves:
             for each in self._made
             if resumed_at is not None and each.after >= resumed_at
         ]
-        numbers = pending.numbers() if pending is not None else []
-        newest = pending.newest if pending else -1
         paths = [[each.number, each.path] for each in self._made if each.is_unfinished]
         everyone = all_gather_json(
             {
                 "again": mine,
-                "pending": numbers,
-                "newest": newest,
+                "pending": pending.numbers() if pending is not None else [],
+                "newest": pending.newest if pending else -1,
                 "failed": failed,
                 "paths": paths,
                 "raised": self.failed.raised,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 
-from checkpointless.inprocess import StateLostError
+from checkpointless.inprocess import StateLostError, UnrecoverableError
 from checkpointless.strategies.checkpoints.connector import CheckpointlessCompatibleConnector
 
 pytestmark = pytest.mark.nemo
@@ -41,3 +42,24 @@ def test_the_last_line_says_where_a_checkpoint_was_looked_for(delayed: Any, wher
     with pytest.raises(StateLostError) as caught:
         CheckpointlessCompatibleConnector(trainer)._from_storage(None, {}, manager, call)
     assert f"all holders died; there is no checkpoint on storage to fall back to {where}" in str(caught.value)
+
+
+@pytest.mark.parametrize("others", [["x-step=1-last"], []])
+def test_a_checkpoint_that_cannot_be_loaded_is_named_and_the_one_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, others: list[str]
+) -> None:
+    def resume_start(*_: Any, **__: Any) -> None:
+        raise RuntimeError("PytorchStreamReader failed reading zip archive: failed finding central directory")
+
+    monkeypatch.setattr(_CheckpointConnector, "resume_start", resume_start)
+    damaged = tmp_path / "x-step=3-last" / "weights"
+    for folder in (*(tmp_path / each for each in others), damaged):
+        folder.mkdir(parents=True)
+    known = {"strategy": SimpleNamespace(restores_from_storage=lambda: None), "lightning_module": None}
+    manager = SimpleNamespace(refusal="all holders died", verdict=None)
+    call = SimpleNamespace(high_water=4, generation=1, incident="1")
+    with pytest.raises(UnrecoverableError) as caught:
+        CheckpointlessCompatibleConnector(SimpleNamespace(**known))._from_storage(damaged, {}, manager, call)
+    said = str(caught.value)
+    assert f"the checkpoint {damaged.parent} cannot be loaded (RuntimeError: PytorchStreamReader failed" in said
+    assert ("the one before it, x-step=1-last" if others else f"no other is in {tmp_path}") in said
