@@ -10,7 +10,7 @@ import pytest
 
 from checkpointless.inprocess.facts import Facts
 from checkpointless.strategies.data.from_storage import StoredPosition
-from checkpointless.telemetry.events import read_events
+from checkpointless.telemetry.events import flush_events, read_events
 
 
 def sampler(**options: Any) -> Any:
@@ -42,6 +42,7 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def told(run_dir: Path) -> list[str]:
+    assert flush_events()
     return [event.fields["reason"] for event in read_events(run_dir)] if (run_dir / "events.jsonl").exists() else []
 
 
