@@ -309,7 +309,6 @@ class _Common:
             if values[0] != values[1]:
                 yield Difference(a.step, rank, quantity, _shown(values[0]), _shown(values[1]), None, name)
 
-
     def differences_made_again(
         self, places: Iterable[StepPlace], runs: Mapping[Run, Steps]
     ) -> Iterator[Difference]:

@@ -40,7 +40,9 @@ def test_a_step_that_was_lost_and_made_again_is_compared() -> None:
     assert verdict.made_again == (StepPlace(Run.B, 1, 4),)
     assert verdict.sentence.endswith("bit by bit; gone back, and made again: steps 4 on rank 1 of run B")
     assert not compare(calm, rough).equal
-    assert not compare(calm, rough, gone_back=(frozenset({4}), frozenset())).equal, "it is the other run that went back"
+    assert not compare(calm, rough, gone_back=(frozenset({4}), frozenset())).equal, (
+        "it is the other run that went back"
+    )
     rough[1][3] = replace(rough[1][3], loss=(0.5).hex())
     verdict = compare(calm, rough, gone_back=(frozenset(), frozenset({4})))
     assert not verdict.equal
