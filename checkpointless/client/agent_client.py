@@ -122,7 +122,8 @@ class RankClient(abc.ABC):
             if self.is_ending:
                 raise SystemExit(1)
             if self._hand_over is not None and self._hand_over.generation == after_generation:
-                raise SuccessorWantedError(self._hand_over.high_water)
+                wanted, self._hand_over = self._hand_over, None
+                raise SuccessorWantedError(wanted.high_water)
             return self._go if self._go is not None and self._go.generation > after_generation else None
 
         return self._wait(arrived, timeout_s, f"a go after generation {after_generation}")

@@ -40,6 +40,7 @@ class Incident:
         said: the cause that the terminal was told.
         killed_the_late: whether the ranks that did not come in time have been replaced.
         counted: whether the limits know it.
+        handed_over: whether processes were asked to hand their state to new ones.
         stillborn: how many successors ended before they entered the block.
         rung: how far up its recovery goes.
         steps_lost: how many committed steps storage did not bring back.
@@ -57,6 +58,7 @@ class Incident:
     said: Cause | None = None
     killed_the_late: bool = False
     counted: bool = False
+    handed_over: bool = False
     stillborn: int = 0
     rung: Rung = Rung.IN_PROCESS
     steps_lost: int = 0

@@ -112,11 +112,11 @@ class Processes:
         entered = [rank for rank in job.roster.ranks if rank.entered]
         why = next((rank.unfit for rank in entered if rank.unfit), job.reenters_by_new_processes)
         incident = job.incidents.open
-        if not why or not entered or incident is None:
+        if not why or not entered or incident is None or incident.handed_over:
             return False
         if not job.reenters_by_new_processes:
             job.say(f"incident {incident.id}: {why}; new processes take over, now and at every further fault")
-        job.reenters_by_new_processes = why
+        job.reenters_by_new_processes, incident.handed_over = why, True
         job.gather_by_s = job.clock() + job.limits.regroup_timeout_s
         job.incidents.step_up(Rung.OWN_STATE, why)
         for node in job.roster.nodes:

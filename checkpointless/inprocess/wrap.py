@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
 
-from checkpointless.client import HPAgentK8sAPIFactory, RankClient, SuccessorWantedError
+from checkpointless.client import HPAgentK8sAPIFactory, RankClient
 from checkpointless.environment import RANK_ENV, own_generation, own_rank
 from checkpointless.faults.inject import FaultInjector, from_environment
 from checkpointless.faults.spec import FaultPhase, FaultSpecError
@@ -302,10 +302,7 @@ class HPCallWrapper:
         with self._now.span(EventName.BARRIER):
             if not entering_first:
                 self.client.barrier(self.generation, self._succession.unfit)
-            try:
-                go = self.client.wait_go(after)
-            except SuccessorWantedError as wanted:
-                self._succession.hand_over(self.checkpoint_manager, wanted.high_water)
+            go = self._succession.wait_go(after, self.checkpoint_manager)
         process_groups.release()
         os.environ.update(go.env)
         with self._departure.between_generations():

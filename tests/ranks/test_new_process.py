@@ -97,18 +97,24 @@ def test_new_processes_at_every_fault_if_they_are_asked_for(calm: Calm, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("word", "line"),
+    ("once", "word", "line"),
     [
-        ("damaged", "what the process before this one handed over cannot be used"),
-        ("full", "rank 1 is replaced: its state could not be handed over"),
+        ("process", "damaged", "what the process before this one handed over cannot be used"),
+        ("registry", "full", "rank 1 is replaced: its state could not be handed over"),
     ],
 )
 def test_a_replica_fills_a_rank_whose_state_does_not_arrive(
-    calm: Calm, tmp_path: Path, word: str, line: str
+    calm: Calm, tmp_path: Path, once: str, word: str, line: str
 ) -> None:
-    job, incidents = disturbed(calm, tmp_path / "run", "ddp", "process", word)
+    job, incidents = disturbed(calm, tmp_path / "run", "ddp", once, word)
     assert incidents[-1].sources == (0,), job.err
     assert line in job.out, job.out
+
+
+def test_without_room_a_process_stays_where_new_ones_are_only_asked_for(calm: Calm, tmp_path: Path) -> None:
+    job, incidents = disturbed(calm, tmp_path / "run", "sharded", "process", "full")
+    assert "rank 1 stays in its process: its state could not be handed over" in job.out, job.out
+    assert incidents[-1].respawned == (0,), job.err
 
 
 def test_without_a_replica_the_job_ends_with_the_reason(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from checkpointless.client import AgentClient, AgentLostError, RankClient
+from checkpointless.client import AgentClient, AgentLostError, RankClient, SuccessorWantedError
 from checkpointless.environment import RANK_ENV
 from checkpointless.inprocess.block.blocks import Blocks
 from checkpointless.inprocess.block.end import is_victim
@@ -23,6 +23,7 @@ from checkpointless.inprocess.state_keeper import StateKeeper
 from checkpointless.inprocess.step_tracker import StepTracker
 from checkpointless.telemetry.event_names import EventName
 from checkpointless.telemetry.scribe import flush_all
+from checkpointless.wire.messages import Go
 
 logger = logging.getLogger(__name__)
 
@@ -98,18 +99,41 @@ class Succession:
                 f"stands there; move {place} in front of the function that HPWrapper wraps"
             )
 
-    def hand_over(self, keeper: StateKeeper | None, high_water: int) -> NoReturn:
-        """Hand the state to a successor of this process, and end.
+    def wait_go(self, after_generation: int, keeper: StateKeeper | None) -> Go:
+        """Wait at the barrier for the next generation; or hand the state to a successor, and end this process.
+
+        A process whose state finds no room enters its block again, unless it is known that it cannot.
+
+        Args:
+            after_generation: the generation that this rank has left.
+            keeper: keeps the state; None: nothing does.
+        """
+        try:
+            return self._client.wait_go(after_generation)
+        except SuccessorWantedError as wanted:
+            problem = self._hand_over(keeper, wanted.high_water)
+        logger.error("rank %s stays in its process: %s", os.environ.get(RANK_ENV), problem)
+        self._client.barrier(self._generation.number)
+        return self._client.wait_go(after_generation)
+
+    def _hand_over(self, keeper: StateKeeper | None, high_water: int) -> str:
+        """Hand the state to a successor of this process, and end; return only if the process had better stay.
 
         Args:
             keeper: keeps the state; None: nothing does.
             high_water: the highest optimizer step that any rank was ever seen to commit (-1: none).
+
+        Returns:
+            Why the state could not be handed over.
         """
         with self._generation.span(EventName.HAND_OVER) as fields:
             nbytes, problem = keeper.hand_over(high_water) if keeper is not None else (0, "")
             fields.update(bytes=nbytes, reason=problem)
+        problem = f"its state could not be handed over: {problem}" if problem else ""
+        if problem and self.unfit == _ASKED_FOR:
+            return problem
         if problem:
-            self.replace(f"its state could not be handed over: {problem}")
+            self.replace(problem)
         self._end("a successor takes its place", handed_over=nbytes > 0, level=logging.INFO)
 
     def replace(self, reason: str) -> NoReturn:

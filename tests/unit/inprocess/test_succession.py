@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import os
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from checkpointless.client import RankClient
 from checkpointless.inprocess import HPWrapper
+from checkpointless.inprocess.block import succession
 from checkpointless.inprocess.block.blocks import Blocks
 from checkpointless.inprocess.block.succession import Succession
 from checkpointless.inprocess.facts import Facts
 from checkpointless.inprocess.generation import Generation
 from checkpointless.inprocess.step_tracker import StepTracker
+from checkpointless.wire.messages import Barrier as BarrierMessage
+from checkpointless.wire.messages import Go, HandOver, RankMessage, Replace
 
 
 def block() -> None:
@@ -77,6 +83,45 @@ def test_what_the_engine_raises_says_nothing_of_the_script() -> None:
     rank.entry(None, made=1)
     of_the_engine = raised(lambda: HPWrapper(abort_timeout=-1))
     assert [rank.entry(of_the_engine), rank.entry(of_the_engine)] == ["", ""]
+
+
+class Barrier(RankClient):
+    """An agent that wants a successor once, and then begins the next generation."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.sent: list[RankMessage] = []
+        self._hear(HandOver(0, 5, [0]))
+
+    def close(self) -> None:
+        pass
+
+    def _send(self, message: RankMessage) -> None:
+        self.sent.append(message)
+        if isinstance(message, BarrierMessage):
+            self._hear(Go(1, None, {}, 5))
+
+
+def test_a_process_whose_state_finds_no_room_stays_if_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    client, ended = Barrier(), []
+    keeper = SimpleNamespace(hand_over=lambda high_water: (0, f"no room at {high_water}"))
+    monkeypatch.setattr(succession, "AgentClient", Barrier)
+    it = Succession(Generation(0), client, StepTracker(Generation(0), None), Blocks(Facts(None)), "process")
+    assert it.unfit
+    assert it.wait_go(0, cast(Any, keeper)).generation == 1
+    assert client.sent == [BarrierMessage(0)]
+
+    def end(code: int) -> None:
+        ended.append(code)
+        raise SystemExit
+
+    monkeypatch.setattr(os, "_exit", end)
+    client = Barrier()
+    it = Succession(Generation(0), client, StepTracker(Generation(0), None), Blocks(Facts(None)), "in-process")
+    with pytest.raises(SystemExit):
+        it.wait_go(0, cast(Any, keeper))
+    assert client.sent == [Replace(0, "its state could not be handed over: no room at 5")]
+    assert ended == [75]
 
 
 def test_there_are_two_ways_to_restart() -> None:
