@@ -17,12 +17,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from checkpointless.environment import HANDOVER_ENV, LOCAL_WORLD_SIZE_ENV, own_rank, own_world_size
 from checkpointless.inprocess.context import own_board
 from checkpointless.inprocess.exceptions import line_of
+from checkpointless.inprocess.memory import free_host_memory
 from checkpointless.inprocess.parameter_update_lock import CommitState
 from checkpointless.local_checkpoint.content import Content
 from checkpointless.local_checkpoint.disk_storage import DiskStorage
@@ -134,7 +134,7 @@ def _root() -> Path | None:
 def _lacking_room(nbytes: int, folder: Path) -> str:
     """Return why ``folder`` has no room for so many bytes of each rank of the node; "" if it has."""
     about, ranks = os.statvfs(folder), int(os.environ.get(LOCAL_WORLD_SIZE_ENV, "1"))
-    free = min(about.f_bavail * about.f_frsize, psutil.virtual_memory().available)
+    free = min(about.f_bavail * about.f_frsize, free_host_memory())
     if nbytes * ranks <= free:
         return ""
     return f"{size(nbytes * ranks)} are needed in {folder.parent} for the ranks of this node, {size(free)} are free"

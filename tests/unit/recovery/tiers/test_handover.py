@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from checkpointless.environment import HANDOVER_ENV
+from checkpointless.inprocess import memory
 from checkpointless.inprocess.parameter_update_lock import CommitState
 from checkpointless.recovery.held_state import HeldState
 from checkpointless.recovery.moment import Moment, Stage
@@ -18,6 +19,7 @@ from checkpointless.recovery.own.state import OwnState
 from checkpointless.recovery.rng import RngStates
 from checkpointless.recovery.tiers import handover
 from checkpointless.recovery.tiers.handover import Estate, clear, hand_over, take_over
+from checkpointless.telemetry.wording import size
 from checkpointless.transfer.tensor_entry import Key
 
 WEIGHT, BUFFER = ("model", 0, "weight"), ("model", 0, "running")
@@ -92,11 +94,20 @@ def test_what_is_damaged_is_not_used(folder: Path, at: str, caplog: pytest.LogCa
     assert "handed over cannot be used" in caplog.text
 
 
-def test_nothing_is_written_without_room(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=5, f_frsize=4096))
+@pytest.mark.parametrize("where", ["folder", "container"])
+def test_nothing_is_written_without_room(folder: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    if where == "folder":
+        monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=5, f_frsize=4096))
+    else:
+        group = folder.parent / "group"
+        group.mkdir()
+        for name, value in {"max": "100000", "current": "90000", "stat": "anon 1\ninactive_file 9000"}.items():
+            (group / f"memory.{name}").write_text(f"{value}\n")
+        monkeypatch.setattr(memory, "_CONTROL_GROUP", group)
     nbytes, problem = hand_over(Estate(held()), OwnState(0), 7)
     assert nbytes == 0
     assert "are needed in" in problem
+    assert problem.endswith(f"{size(20480 if where == 'folder' else 19000)} are free")
     assert not list(folder.iterdir())
 
 
