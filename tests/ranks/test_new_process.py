@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,7 +28,9 @@ Calm = Callable[..., Recording]
 
 
 def train(run_dir: Path, *args: str, faults: tuple[str, ...] = ()) -> Ended:
-    options = {"fork_here": False} if "spawn" in args else {}  # the processes of tests have a start method
+    options: dict[str, Any] = (
+        {"fork_here": False} if "spawn" in args else {}
+    )  # the processes of tests have a start method
     job = Job(run_dir, "once.py", str(STEPS), *args, nproc=2, faults=faults, record_steps=True, **options)
     ended = job.end(120)
     assert not handed_over_in(job).exists(), "something is left in shared memory"

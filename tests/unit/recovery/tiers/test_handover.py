@@ -37,7 +37,7 @@ def held(torn: bool = False) -> HeldState:
     moment = Moment({"step": 7, "groups": [[{"lr": 0.1, "exp": torch.full((5000,), 2.0)}]]}, {BUFFER: buffer})
     tensors = {WEIGHT: torch.randn(4, 3, dtype=torch.bfloat16), BUFFER: buffer, ("optimizer", 0): torch.tensor(3.0)}
     moments = {Stage.COMMITTED: moment, Stage.CHECKED: moment}
-    buffers = {(7, Stage.COMMITTED): {BUFFER: buffer}}
+    buffers: Any = {(7, Stage.COMMITTED): {BUFFER: buffer}}
     return HeldState(
         CommitState(7, ready=False, torn=torn), tensors, moments, {(0, 1): "abc"}, buffers=buffers, fit=2
     )
