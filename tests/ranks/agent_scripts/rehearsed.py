@@ -58,7 +58,8 @@ def main() -> None:
         loss.backward()
         training.update(loss.item())
         if dist.get_rank() == 0:
-            kept.write_text(str(step))
+            kept.with_suffix(".new").write_text(str(step))
+            kept.with_suffix(".new").replace(kept)  # the job may be stopped meanwhile
     dist.barrier()
 
 
