@@ -83,7 +83,7 @@ class StepRecorder(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Note the batch; a strategy may give an iterator in its place."""
-        self._batch = None if isinstance(batch, Iterator) else digest_batch(batch)
+        self._batch = None if isinstance(batch, Iterator) else digest_batch(batch) or None
 
     @override
     def on_train_batch_end(

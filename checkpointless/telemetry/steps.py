@@ -91,6 +91,11 @@ class ValidationRecord:
     callbacks: Mapping[str, str] = field(default_factory=dict)
 
 
+def exact_loss(loss: float | None) -> str:
+    """Return a loss as it is recorded."""
+    return NO_LOSS if loss is None else float(loss).hex()
+
+
 class Recording(dict[int, Sequence[StepRecord]]):
     """The steps of a run by rank, in the order in which they were written, and what else was recorded.
 
@@ -161,8 +166,7 @@ class StepLog:
         """
         known = {name: value for name, value in vars(extras).items() if value is not None}
         later = {"fit": fit} if fit > 1 else {}
-        exact = NO_LOSS if loss is None else float(loss).hex()
-        self._append(self.path, {"step": step, "loss": exact, "params": params, **known, **later})
+        self._append(self.path, {"step": step, "loss": exact_loss(loss), "params": params, **known, **later})
 
     def record_validation(self, step: int, metrics: Mapping[str, float], callbacks: Mapping[str, str]) -> None:
         """Append one validation.

@@ -22,7 +22,7 @@ from checkpointless.inprocess import active_call_wrapper
 from checkpointless.inprocess.context import not_exact
 from checkpointless.patches import Patch, Patches
 from checkpointless.serialization.tensor_memory import tensor_bytes
-from checkpointless.telemetry.steps import StepLog
+from checkpointless.telemetry.steps import StepLog, exact_loss
 
 _BYTES = 4096  # of each tensor
 _DEEPEST = 4  # containers within containers
@@ -144,7 +144,7 @@ class RepeatedSteps:
 
     def batch_of(self, step: int) -> str | None:
         """Return the digest of the last batch that ``step`` took from a loader; None if it took none."""
-        return self._taken[-1] if self._step == step and self._taken else None
+        return (self._taken[-1] or None) if self._step == step and self._taken else None
 
     def arrive(self, batch: object) -> None:
         """Note a batch that may be left out; see :meth:`use`."""
@@ -184,13 +184,13 @@ class RepeatedSteps:
         if others:
             self._tell(step, " and ".join(others), **facts)
 
-    def record(self, log: StepLog, step: int, loss: float, params: str, *more: Any) -> None:
+    def record(self, log: StepLog, step: int, loss: float | None, params: str, *more: Any) -> None:
         """Record a step with ``log``, and compare it with what was recorded of it before a fault.
 
         Args:
             log: the log of recorded steps.
             step: the step, which is committed.
-            loss: its loss on this rank.
+            loss: its loss on this rank; None if it is not known.
             params: the digest of this rank's parameters after it.
             *more: what :meth:`~checkpointless.telemetry.steps.StepLog.record` takes besides.
 
@@ -199,8 +199,9 @@ class RepeatedSteps:
         """
         before = None if self._is_first else log.earlier(step)
         log.record(step, loss, params, *more)
-        if before is not None and (before.loss, before.params) != (float(loss).hex(), params):
-            what = "another loss" if before.loss != float(loss).hex() else "other parameters"
+        exact = exact_loss(loss)
+        if before is not None and (before.loss, before.params) != (exact, params):
+            what = "another loss" if before.loss != exact else "other parameters"
             self._tell(step, f"ends with {what} than before the fault")
 
     def _begin(self, step: int) -> None:
@@ -252,13 +253,13 @@ def _has_piece(items: list[str], piece: list[str]) -> bool:
 
 
 def digest_batch(batch: object) -> str:
-    """Return the digest of a batch: of its shapes, and of the first bytes of each tensor on the CPU."""
-    digest = xxhash.xxh3_64()
-    for tensor in _tensors_in(batch):
+    """Return the digest of a batch, of its shapes and first bytes of tensors on the CPU; "" without tensors."""
+    digest, tensors = xxhash.xxh3_64(), list(_tensors_in(batch))
+    for tensor in tensors:
         digest.update(str(tuple(tensor.shape)).encode())
         if tensor.device.type == "cpu" and tensor.layout is torch.strided and tensor.numel():
             digest.update(tensor_bytes(tensor.detach().reshape(-1)[: _BYTES // tensor.element_size()]).numpy().data)
-    return digest.hexdigest()
+    return digest.hexdigest() if tensors else ""
 
 
 def _tensors_in(value: object, depth: int = 0) -> Iterator[torch.Tensor]:

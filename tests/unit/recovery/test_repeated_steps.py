@@ -10,9 +10,9 @@ import torch
 from torch.utils.data import dataloader
 
 from checkpointless.inprocess import UnrecoverableError
-from checkpointless.recovery.training.repeated_steps import RepeatedSteps
+from checkpointless.recovery.training.repeated_steps import RepeatedSteps, digest_batch
 from checkpointless.telemetry.events import read_events
-from checkpointless.telemetry.steps import StepLog
+from checkpointless.telemetry.steps import StepLog, read_steps
 
 NAN = float("nan")
 
@@ -206,3 +206,21 @@ def test_a_loop_that_a_fault_has_ended_and_that_is_still_referred_to_notes_nothi
     assert iterator.__next__ is listens, "the new loop is still in its steps"
     new.__exit__(None, None, None)
     assert iterator.__next__ is original
+
+
+def test_a_batch_without_tensors_is_not_known() -> None:
+    steps = RepeatedSteps()
+    steps.take(3, torch.ones(2))
+    assert steps.batch_of(3) == digest_batch([torch.ones(2)]) != ""
+    steps.take(3, iter([torch.ones(2)]))
+    assert steps.batch_of(3) is None
+    assert steps.batch_of(2) is None
+
+
+def test_a_step_whose_loss_is_not_known_is_recorded(tmp_path: Path) -> None:
+    steps, log = RepeatedSteps(), StepLog(tmp_path, 0)
+    steps.begin_entry(is_first=True)
+    steps.record(log, 1, None, "p")
+    steps.begin_entry(is_first=False)
+    steps.record(log, 1, None, "p")
+    assert [(each.loss, each.params) for each in read_steps(tmp_path)[0]] == [("-", "p")] * 2
