@@ -409,16 +409,13 @@ def write_parts(
         holder: this rank.
         world_size: the number of ranks of the job.
     """
-    _, problem = attempt(storage.make)
-    for part, content in parts if problem is None else ():
+    for part, content in parts:
         try:
             storage.write([(part, content)], holder, world_size)
         except OSError as error:
             logger.warning("%s cannot be written by rank %d: %s", part.words, holder, error)
         except Exception:
             logger.exception("%s cannot be written by rank %d", part.words, holder)
-    if problem is not None:
-        logger.warning("rank %d can write no local checkpoint: %s", holder, problem)
 
 
 def _in_place(content: Content) -> Tree:

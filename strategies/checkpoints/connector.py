@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from lightning.pytorch.trainer.states import TrainerFn
@@ -86,7 +86,7 @@ class CheckpointlessCompatibleConnector(_CheckpointConnector):
     def _from_storage(
         self, checkpoint_path: str | Path | None, options: dict[str, Any], manager: Any, call: Any
     ) -> None:
-        path = self._storage_path(checkpoint_path)
+        path, strategy = self._storage_path(checkpoint_path), cast("Any", self.trainer.strategy)
         if not path and call.high_water > 0 and manager.verdict is not Verdict.START:
             looked = getattr(getattr(self.trainer, "fresume", None), "looks_in", None)
             where = "fit() was given no ckpt_path" if looked is None else f"looked for in {looked}"
@@ -98,8 +98,8 @@ class CheckpointlessCompatibleConnector(_CheckpointConnector):
                 raise StateLostError(reason)
             logger.error("%s: starting over at step 0, as allow_restart_from_scratch allows", reason)
         elif path and manager.verdict is not Verdict.START:
-            self.trainer.strategy.restores_from_storage()
-        require_anew = getattr(self.trainer.strategy, "require_anew", None)
+            strategy.restores_from_storage()
+        require_anew = getattr(strategy, "require_anew", None)
         if require_anew is not None:
             require_anew(whole=bool(path))
         event_log().emit(

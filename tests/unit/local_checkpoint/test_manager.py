@@ -214,7 +214,7 @@ def test_a_directory_that_cannot_be_used_costs_the_copies(
     folder.touch()
     manager.save({}, 1)
     assert manager.find_latest() == -1
-    assert "rank 0 can write no local checkpoint" in caplog.text
+    assert "part 0 of iteration 1 cannot be written by rank 0" in caplog.text
     assert "rank 0 cannot look at its local checkpoints" in caplog.text
 
 

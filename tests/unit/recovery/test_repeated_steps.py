@@ -173,10 +173,15 @@ def test_a_batch_that_is_left_out_is_not_the_steps(caplog: pytest.LogCaptureFixt
 
 @pytest.mark.parametrize(
     ("loss", "params", "says"),
-    [(1.0, "a", ""), (2.0, "b", "ends with another loss than"), (1.0, "b", "ends with other parameters than")],
+    [
+        (1.0, "a", ""),
+        (None, "a", ""),
+        (2.0, "b", "ends with another loss than"),
+        (1.0, "b", "ends with other parameters than"),
+    ],
 )
 def test_what_is_recorded_of_a_step_is_compared_with_what_was(
-    loss: float, params: str, says: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    loss: float | None, params: str, says: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Of what another process computed, too."""
     StepLog(tmp_path, 0).record(4, 1.0, "a")
