@@ -65,6 +65,17 @@ def test_a_module_from_outside_is_as_good_under_lightning(nemo_zygote: Zygote, t
     require_equal(nemo_zygote, tmp_path, "outside", *faults)
 
 
+def test_ranks_that_have_no_state_yet_begin_with_the_weights_of_the_first(
+    nemo_zygote: Zygote, tmp_path: Path
+) -> None:
+    """After a fault DDP wraps without its first broadcast, as ranks may hold the state; here none does."""
+    calm, job = (fit(nemo_zygote, tmp_path / word, word) for word in ("apart", "apart-raises"))
+    assert (calm.code, job.code, len(job.incidents)) == (0, 0, 1), job.story()
+    verdict = compare(calm.steps, job.steps)
+    assert verdict.equal, f"{verdict.sentence}\n{job.story()}"
+    assert calm.steps[0][-1].params == calm.steps[1][-1].params, "or nothing was shown"
+
+
 def test_a_module_from_outside_that_gets_the_weights_of_a_new_process_is_no_source(
     nemo_zygote: Zygote, tmp_path: Path
 ) -> None:

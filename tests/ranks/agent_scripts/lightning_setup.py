@@ -1,7 +1,8 @@
 """Fit with Lightning, in ways in which a block hands itself something past its arguments: ``STEPS WORD``.
 
 The data module's ``setup`` tells the LightningModule of the data, in an ``attribute``, its ``hparams`` or a
-``buffer``, or tells nobody (``nothing``). ``outside``: the LightningModule is made outside of the block.
+``buffer``, or tells nobody (``nothing``). ``outside``: the LightningModule is made outside of the block. ``apart``:
+each rank makes another one, and ``apart-raises``: rank 1 raises the first time, when it has no state yet.
 """
 
 import os
@@ -13,6 +14,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from checkpointless import HPWrapper
+from checkpointless.environment import own_generation
 from checkpointless.strategies import CheckpointlessDDPStrategy
 
 STEPS, WORD = int(sys.argv[1]), sys.argv[2]
@@ -49,6 +51,8 @@ class Net(pl.LightningModule):
         return scale * torch.nn.functional.mse_loss(self.net(x), y)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
+        if WORD == "apart-raises" and os.environ["RANK"] == "1" and own_generation() == 0:
+            raise RuntimeError("the first time")
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
@@ -68,6 +72,8 @@ def main() -> None:
         enable_progress_bar=False,
         enable_checkpointing=False,
     )
+    if WORD.startswith("apart"):
+        torch.manual_seed(int(os.environ["RANK"]))
     trainer.fit(outside if WORD == "outside" else Net(), Data())
 
 
