@@ -34,6 +34,7 @@ def train(monkeypatch: pytest.MonkeyPatch) -> Callable[..., PlainTraining]:
         module = torch.nn.Linear(3, 2) if module is None else module
         call: Any = SimpleNamespace(
             generation=generation,
+            is_first=generation == 0,
             high_water=generation,
             checkpoint_manager=CheckpointManager(),
             faults=None,
