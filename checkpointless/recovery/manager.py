@@ -318,8 +318,6 @@ class CheckpointManager(FitKeeper):
         self.resumed_at = None
         if self._held is not None:
             self._held.use()
-        else:
-            self._take_over()
         decision = self._ask_memory(live)
         if self.refusal and self._copies and self._take_copies():
             decision = self._ask_memory(live)
@@ -379,6 +377,8 @@ class CheckpointManager(FitKeeper):
 
     def _decide(self, live: LiveState, compare_digests: bool = True) -> Decision:
         self.bytes_received = 0
+        if self._held is None:
+            self._take_over()
         return decide_together(
             live,
             self._held,
