@@ -8,10 +8,12 @@ state (``full``), or successors ``wait`` before the block.
 
 import multiprocessing
 import os
+import random
 import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -76,6 +78,8 @@ def main(caller: HPCallWrapper) -> None:
     model = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     torch.manual_seed(100 + RANK)
+    np.random.seed(RANK)
+    random.seed(RANK)
     norms: list[float] = []
     training = PlainTraining(caller, [model], [optimizer], state={"norms": norms})
     if RANK == 1 and "full" in sys.argv:
