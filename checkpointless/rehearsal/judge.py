@@ -12,7 +12,7 @@ from checkpointless.faults.ledger import not_fired
 from checkpointless.faults.spec import parse
 from checkpointless.rehearsal.jobs import Ended
 from checkpointless.rehearsal.plan import Course, Trial
-from checkpointless.report.incidents import IncidentSummary, summarize
+from checkpointless.report.incidents import IncidentSummary, gone_back, summarize
 from checkpointless.report.verify import Difference, Quantity, What, compare, differences
 from checkpointless.telemetry.events import read_events
 from checkpointless.telemetry.steps import Recording, read_steps
@@ -123,7 +123,8 @@ def judge(trial: Trial, ended: Ended, calm: Recording, course: Course, without: 
         whole: whether the run without faults ended by itself.
     """
     run_dir = ended.run_dir
-    incidents = summarize(read_events(run_dir))
+    events = read_events(run_dir)
+    incidents = summarize(events)
     last = incidents[-1] if incidents else None
     took_s = last.headline_s if last is not None else None
     rung = last.rung.label if last is not None and took_s is not None else ""
@@ -135,11 +136,10 @@ def judge(trial: Trial, ended: Ended, calm: Recording, course: Course, without: 
         points = cited([why, *messages]) or ((6,) if _fails_at_reentry(incidents) else ())
         return Result(trial, Outcome.NOT_RECOVERED, why, points, _citing(points, messages), run_dir=run_dir)
     run = cut(read_steps(run_dir), course, whole and ended.code is not None)
-    verdict = compare(calm, run, without)
-    is_again = not verdict.equal and verdict.difference is None and not verdict.missing
-    if verdict.equal or (is_again and not verdict.repeated_validations and not verdict.missing_validations):
-        steps = len({place.step for place in verdict.repeated})
-        again = f"{plural(steps, 'step')} made again" if steps else ""
+    verdict = compare(calm, run, without, gone_back=(frozenset(), gone_back(events)))
+    if verdict.equal:
+        steps = len({place.step for place in verdict.made_again})
+        again = f"went back, and made {plural(steps, 'step')} again" if steps else ""
         return Result(trial, Outcome.EXACT, again, took_s=took_s, rung=rung, run_dir=run_dir)
     found = [each for each in differences(calm, run) if each.what not in without]
     points = blamed(found, messages, course.is_lightning)

@@ -107,6 +107,13 @@ def test_a_run_that_differs_is_inexact_with_what_the_engine_said_of_it(tmp_path:
     assert Job(tmp_path / "short", *"pqr").judged().outcome is Outcome.INEXACT
 
 
+def test_a_finished_step_that_is_made_twice_is_not_exact(tmp_path: Path) -> None:
+    job = Job(tmp_path / "run", *"pqrs")
+    StepLog(job.run_dir, 0).record(3, None, "r", StepExtras(buffers="b", batch="x"))
+    found = job.judged()
+    assert (found.outcome, found.why) == (Outcome.INEXACT, "repeated steps: 3 on rank 0 of run B")
+
+
 def test_a_run_that_ends_is_not_recovered(tmp_path: Path) -> None:
     found = Job(tmp_path / "run", *"pq").judged(1)
     assert (found.outcome, found.why) == (Outcome.NOT_RECOVERED, "rank 0 raised KeyError: 'x'")
