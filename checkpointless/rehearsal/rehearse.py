@@ -69,6 +69,7 @@ def rehearse(rehearsal: Rehearsal, say: Callable[[str], None]) -> Page:
     try:
         recordings = [_read(each) for each in calm]
         course = course_of(recordings[0], plan.steps)
+        _require_begin(recordings[1], course.first)
         whole = all(each.code is not None for each in calm)
         reference, other = (cut(each, course, whole) for each in recordings)
         without = _unsteady(reference, other)
@@ -130,7 +131,6 @@ def _unsteady(first: Recording, second: Recording) -> frozenset[What]:
     Raises:
         NotRehearsed: they computed different things.
     """
-    _require_begin(second, min(each.step for records in first.values() for each in records))
     difference, without = unsteady(first, second)
     unseeded = [name.rpartition(" ")[2] for _, name in without if is_random(name)]
     if difference is not None:
