@@ -80,11 +80,19 @@ def rehearse(rehearsal: Rehearsal, say: Callable[[str], None]) -> Page:
         warnings = tuple(messages_of([each.run_dir for each in calm]))
         return Page(name, str(error), course, warnings=warnings, folder=plan.folder, seed=rehearsal.seed)
     ended = run({each: (trial.fault,) for each, trial in trials.items()})
-    results = [judge(trial, each, reference, course, without, whole) for trial, each in zip(trials.values(), ended)]
-    is_tried = any(each.outcome is not Outcome.NOT_TRIED for each in results)
+    results: list[Result] = []
+    try:
+        for each in ended:
+            _require_begin(_read(each, may_fail=True), course.first)
+        pairs = zip(trials.values(), ended, strict=True)
+        results += [judge(trial, each, reference, course, without, whole) for trial, each in pairs]
+        is_tried = any(each.outcome is not Outcome.NOT_TRIED for each in results)
+        problem = "" if is_tried else "none of the faults came: the runs never reached those points"
+    except NotRehearsed as error:
+        problem = str(error)
     return Page(
         name,
-        "" if is_tried else "none of the faults came: the runs never reached those points",
+        problem,
         course,
         tuple(results),
         tuple(sorted(f"{each.value}{name and ' '}{name}" for each, name in without if not is_random(name))),
