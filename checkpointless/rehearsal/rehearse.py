@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from checkpointless.rehearsal.jobs import Ended, Plan, import_once, run_jobs
-from checkpointless.rehearsal.judge import Outcome, cut, is_random, judge, messages_of, unsteady, why_ended
+from checkpointless.rehearsal.judge import Outcome, Result, cut, is_random, judge, messages_of, unsteady, why_ended
 from checkpointless.rehearsal.page import Page
 from checkpointless.rehearsal.plan import Course, course_of, draw
 from checkpointless.report.incidents import summarize
