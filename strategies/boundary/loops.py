@@ -173,6 +173,12 @@ class ResumableFitLoop(_FitLoop):
             if self._combined_loader is not None:
                 self.epoch_loop.observer.data_is_set_up(self._combined_loader.flattened)
 
+    @property
+    def has_spare_iterator(self) -> bool:
+        """Whether the epoch loop makes an iterator when it is run next, after the one of :meth:`setup_data`."""
+        begins = self.resumption.begins_epoch if self.resumption is not None else not self.epoch_loop.restarting
+        return begins and self.trainer.current_epoch > 0
+
     @contextmanager
     def _as_in(self, epoch: int, step: int) -> Iterator[None]:
         """Let ``train_dataloader()`` see the epoch and the step in which the loader was made at first."""

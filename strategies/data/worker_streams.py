@@ -83,7 +83,7 @@ def repeat_worker_draws(loader: Iterable[object], seed: int, trainer: pl.Trainer
             seed,
             rank=rank,
             stream="training" if training else "evaluation",
-            place=functools.partial(_place, trainer, from_the_beginning) if training else _SAME_EACH_TIME,
+            place=functools.partial(_place, trainer, loader, from_the_beginning) if training else _SAME_EACH_TIME,
         )
     except (TypeError, ValueError) as error:
         _warn_once(f"{error}: random numbers that its workers draw are others after a fault")
@@ -110,8 +110,10 @@ def _tell(is_kept: bool, reason: str, seconds: float) -> None:
     tell(EventName.WORKERS, kept=is_kept, seconds=seconds, **why)
 
 
-def _place(trainer: pl.Trainer, from_the_beginning: bool) -> Place:
+def _place(trainer: pl.Trainer, loader: Iterable[object], from_the_beginning: bool) -> Place:
     """Return where the loop stands when it makes an iterator; the loop counts steps, the loader microbatches."""
+    if getattr(loader, "persistent_workers", False) and getattr(trainer.fit_loop, "has_spare_iterator", False):
+        return Place(trainer.current_epoch - 1)  # of these workers' next iterator the epoch is one more
     if from_the_beginning:
         return Place(trainer.current_epoch)
     steps = trainer.fit_loop.epoch_loop.batch_progress.current.ready

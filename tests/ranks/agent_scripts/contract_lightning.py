@@ -42,7 +42,7 @@ class Data(pl.LightningDataModule):
         self.taken = 0
 
     def train_dataloader(self) -> Any:
-        return DataLoader(Rows(), batch_size=4, shuffle=True)
+        return DataLoader(Rows(), batch_size=4, shuffle=True, num_workers=1, persistent_workers=True)
 
     def val_dataloader(self) -> Any:
         return DataLoader(Rows(), batch_size=4, num_workers=1, persistent_workers=True)
