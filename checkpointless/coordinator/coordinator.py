@@ -23,6 +23,7 @@ from checkpointless.coordinator.regrouping import Regrouping
 from checkpointless.coordinator.roster import Node, Rank
 from checkpointless.telemetry.event_names import EventName
 from checkpointless.telemetry.events import EventLog
+from checkpointless.wire.board import NO_STEP
 from checkpointless.wire.node_messages import (
     Alive,
     Answered,
@@ -288,4 +289,4 @@ class Coordinator:
         elif isinstance(message, Trouble):
             self._regrouping.fault(message.cause)
         else:
-            self._regrouping.done(rank, message)
+            self._regrouping.done(rank, message.making if message.making > message.committed else NO_STEP)

@@ -20,7 +20,7 @@ from checkpointless.telemetry.rungs import Rung
 from checkpointless.telemetry.wording import plural
 from checkpointless.wire.board import NO_STEP
 from checkpointless.wire.causes import Cause, CauseKind, culprit, exit_cause, refusal_cause
-from checkpointless.wire.node_messages import AllDone, Begin, FaultNotice, OneEnded, RankDone, RankEnded
+from checkpointless.wire.node_messages import AllDone, Begin, FaultNotice, OneEnded, RankEnded
 from checkpointless.wire.rank_state import COUNTED, IN_BLOCK, RankState
 
 _NO_RESTARTS = "; or begin again from the script's own checkpoint: --max-restarts N"
@@ -322,13 +322,18 @@ class Regrouping:
 
     # ---- the end
 
-    def done(self, rank: Rank, done: RankDone) -> None:
-        """Note that the block of ``rank`` has returned."""
+    def done(self, rank: Rank, unmade: int = NO_STEP) -> None:
+        """Note that the block of ``rank`` has returned.
+
+        Args:
+            rank: the rank.
+            unmade: the step that it has begun and not made (-1: none that is known).
+        """
         if rank.state is RankState.RUNNING:
             self._roster.move(rank, RankState.DONE)
-            if done.making > done.committed and self._roster.in_state[RankState.DONE] == 1:
+            if unmade != NO_STEP and self._roster.in_state[RankState.DONE] == 1:
                 at_s = self._job.clock() + _RETURN_TOGETHER_S
-                self._returned = at_s, _RETURNED.format(rank.number, done.making)
+                self._returned = at_s, _RETURNED.format(rank.number, unmade)
             self.finish_if_all_are_done()
 
     def finish_if_all_are_done(self) -> None:

@@ -54,6 +54,7 @@ _FIELDS = {
 #: The fields that have a value for each name.
 _BY_NAME = {Quantity.OWN: "own", Quantity.CALLBACK: "callbacks"}
 _NOTHING = "-"
+STREAM = "random stream "  # how the names of the libraries' streams begin, among the rank-local state
 
 #: A quantity, and the name of the callback, attribute or metric ("" if there is none).
 What = tuple[Quantity, str]
@@ -265,6 +266,19 @@ def _validated_again(
                 yield StepPlace(run, rank, step)
 
 
+def _is_unseeded(what: What, a: Steps, b: Steps) -> bool:
+    """Return whether a library's random stream differs in the first step already, so that nobody has seeded it."""
+    quantity, name = what
+    if quantity is not Quantity.OWN or not name.startswith(STREAM):
+        return False
+    for rank in a.keys() & b.keys():
+        first = [min(run[rank], key=lambda each: each.step, default=None) for run in (a, b)]
+        values = [(each.extras.own or {}).get(name) for each in first if each is not None]
+        if len(values) == 2 and values[0] != values[1]:
+            return True
+    return False
+
+
 @dataclass(frozen=True)
 class _Common:
     """What both runs recorded of their steps.
@@ -284,10 +298,12 @@ class _Common:
         quantities = [_recorded(run) for run in (a, b)]
         named = [[(each, name) for each in _BY_NAME for name in sorted(_names(each, run))] for run in (a, b)]
         both = quantities[0] & quantities[1]
+        unseeded = {name for name in set(named[0]) & set(named[1]) if _is_unseeded(name, a, b)}
         return cls(
             tuple(quantity for quantity in _FIELDS if quantity in both),
-            tuple(each for each in named[0] if each in named[1]),
+            tuple(each for each in named[0] if each in named[1] and each not in unseeded),
             (
+                *(f"{name} (another one from the first step on: it is not seeded)" for _, name in sorted(unseeded)),
                 *_one_sided([each.value for each in _FIELDS if each in run] for run in quantities),
                 *_one_sided([f"{each.value} {name}" for each, name in run] for run in named),
             ),

@@ -31,9 +31,9 @@ def folder(tmp_path: Path) -> Path:
     return folder
 
 
-def rehearse(zygote: Zygote, folder: Path, *words: str) -> tuple[int, str]:
+def rehearse(zygote: Zygote, folder: Path, *words: str | Path) -> tuple[int, str]:
     """Rehearse in ``folder``; return the exit status, and what was said."""
-    argv = ["rehearse", "--cpu", "--nproc-per-node", "2", *words]
+    argv = ["rehearse", "--cpu", "--nproc-per-node", "2", *map(str, words)]
     (answer,) = zygote.run(
         1, "tests.ranks.docs_commands:command_here", {"argv": argv, "folder": str(folder)}, limit_s=240
     )

@@ -12,6 +12,7 @@ import random
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -59,7 +60,7 @@ def do_once() -> None:
     names.add("model")
 
 
-def build() -> torch.nn.Module:
+def build() -> Any:
     first, last = torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, WIDTH)
     model = torch.nn.Sequential(first, torch.nn.Dropout(0.1), torch.nn.BatchNorm1d(WIDTH), last)
     if LAYOUT == "ddp":
