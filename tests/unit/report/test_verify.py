@@ -31,6 +31,22 @@ def run(ranks: int, steps: int) -> Recorded:
 runs = st.builds(run, st.integers(1, 4), st.integers(1, 8))
 
 
+def with_stream(*digests: str) -> Recorded:
+    records = run(1, len(digests))[0]
+    return {
+        0: [replace(each, extras=StepExtras(own={"random stream numpy": d})) for each, d in zip(records, digests)]
+    }
+
+
+def test_a_random_stream_that_nobody_has_seeded_is_not_compared() -> None:
+    verdict = compare(with_stream("a", "b"), with_stream("c", "d"))
+    assert verdict.equal, verdict.sentence
+    assert "random stream numpy" in verdict.sentence
+    verdict = compare(with_stream("a", "b"), with_stream("a", "d"))
+    assert verdict.difference is not None
+    assert (verdict.difference.step, verdict.difference.quantity) == (2, Quantity.OWN)
+
+
 def test_a_step_that_was_lost_and_made_again_is_compared() -> None:
     """With the other run, and with what it was before."""
     calm, rough = run(2, 5), run(2, 5)
