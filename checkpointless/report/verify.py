@@ -303,7 +303,6 @@ class _Common:
             tuple(quantity for quantity in _FIELDS if quantity in both),
             tuple(each for each in named[0] if each in named[1] and each not in unseeded),
             (
-                *(f"{name} (another one from the first step on: it is not seeded)" for _, name in sorted(unseeded)),
                 *_one_sided([each.value for each in _FIELDS if each in run] for run in quantities),
                 *_one_sided([f"{each.value} {name}" for each, name in run] for run in named),
             ),

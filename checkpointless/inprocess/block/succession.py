@@ -87,12 +87,12 @@ class Succession:
         if self._steps.has_begun:
             self._has_trained, self._failures = self._has_trained or self._steps.since_entry > 0, 0
             return
-        is_own = error is not None and not is_victim(error)
-        if error is None or not is_own or not self._has_trained or _is_of_the_engine(error) or self._blocks.left:
+        if error is None or is_victim(error) or isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+            return  # memory is freed, and the block entered again in place
+        if not self._has_trained or _is_of_the_engine(error) or self._blocks.left:
             return
         self._failures += 1
-        is_short = isinstance(error, (torch.OutOfMemoryError, MemoryError))
-        if self._failures > (self._steps.recovers or is_short) and not self.unfit:
+        if self._failures > self._steps.recovers and not self.unfit:
             rank, place = os.environ.get(RANK_ENV, "0"), _place_of(error, fn) or "what raised that"
             self.unfit = (
                 f"rank {rank} could not enter its block again ({line_of(error)}): a process can do only once what "

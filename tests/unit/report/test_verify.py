@@ -41,7 +41,6 @@ def with_stream(*digests: str) -> Recorded:
 def test_a_random_stream_that_nobody_has_seeded_is_not_compared() -> None:
     verdict = compare(with_stream("a", "b"), with_stream("c", "d"))
     assert verdict.equal, verdict.sentence
-    assert "random stream numpy" in verdict.sentence
     verdict = compare(with_stream("a", "b"), with_stream("a", "d"))
     assert verdict.difference is not None
     assert (verdict.difference.step, verdict.difference.quantity) == (2, Quantity.OWN)
