@@ -266,17 +266,11 @@ def _validated_again(
                 yield StepPlace(run, rank, step)
 
 
-def _is_unseeded(what: What, a: Steps, b: Steps) -> bool:
-    """Return whether a library's random stream differs in the first step already, so that nobody has seeded it."""
-    quantity, name = what
-    if quantity is not Quantity.OWN or not name.startswith(STREAM):
-        return False
-    for rank in a.keys() & b.keys():
-        first = [min(run[rank], key=lambda each: each.step, default=None) for run in (a, b)]
-        values = [(each.extras.own or {}).get(name) for each in first if each is not None]
-        if len(values) == 2 and values[0] != values[1]:
-            return True
-    return False
+def _is_of_the_run(what: What, a: Steps, b: Steps) -> bool:
+    """Return whether rank-local state differs from the first step on: a stream without a seed, a time, a path."""
+    first = [[min(run[rank], key=lambda each: each.step) for rank in sorted(a.keys() & b.keys())] for run in (a, b)]
+    own = [[(each.extras.own or {}).get(what[1]) for each in records] for records in first]
+    return what[0] is Quantity.OWN and any(one != other for one, other in zip(*own))
 
 
 @dataclass(frozen=True)
@@ -298,11 +292,12 @@ class _Common:
         quantities = [_recorded(run) for run in (a, b)]
         named = [[(each, name) for each in _BY_NAME for name in sorted(_names(each, run))] for run in (a, b)]
         both = quantities[0] & quantities[1]
-        unseeded = {name for name in set(named[0]) & set(named[1]) if _is_unseeded(name, a, b)}
+        of_run = [each for each in named[0] if each in named[1] and _is_of_the_run(each, a, b)]
         return cls(
             tuple(quantity for quantity in _FIELDS if quantity in both),
-            tuple(each for each in named[0] if each in named[1] and each not in unseeded),
+            tuple(each for each in named[0] if each in named[1] and each not in of_run),
             (
+                *(f"{name} (differs from the first step on)" for _, name in of_run if not name.startswith(STREAM)),
                 *_one_sided([each.value for each in _FIELDS if each in run] for run in quantities),
                 *_one_sided([f"{each.value} {name}" for each, name in run] for run in named),
             ),

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from checkpointless.posix.temp_folder import private_temp_folder
+from checkpointless.posix.temp_folder import private_folder, private_temp_folder
 from tests.ranks.agent_job import is_alive, wait_until
 from tests.ranks.jobs import Scene, run_nodes
 from tests.ranks.nemo_zygote import Zygote
@@ -60,7 +60,8 @@ def leaves_nothing(
 ) -> Callable[[list[psutil.Process], int], None]:
     """Return a function that kills processes, and waits until their ports and files are gone, too.
 
-    An agent that is killed leaves the folder of its ranks' sockets; the next one on its node removes it.
+    If all are killed at once, the folders of the ranks' sockets and of hand-overs stay; the next agent on the node
+    removes them.
     """
     monkeypatch.setenv("TMPDIR", str(short_folder))
     before = files(SHARED_MEMORY, short_folder)
@@ -75,7 +76,7 @@ def leaves_nothing(
         def nothing_is_left() -> bool:
             with monkeypatch.context() as here:
                 here.setattr(tempfile, "tempdir", str(short_folder))
-                with private_temp_folder():
+                with private_temp_folder(), private_folder(lambda: SHARED_MEMORY, "none"):
                     pass
             return not files(SHARED_MEMORY, short_folder) - before
 

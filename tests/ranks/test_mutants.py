@@ -190,7 +190,8 @@ def test_a_mutant_trains_on_and_its_steps_show_it(
     job = run(nemo_zygote, tmp_path, scene, defect)
     assert job.code == 0, job.story()
     (incident,) = job.incidents
-    assert (incident.outcome, incident.target) == (Outcome.RESUMED, target)
+    assert incident.outcome in (Outcome.RESUMED, Outcome.INEXACT)  # peers may have seen another loss
+    assert incident.target == target
     verdict = compare(undisturbed(4, ARGS), job.steps)
     assert not verdict.equal, "nobody noticed"
     assert not verdict.missing

@@ -31,17 +31,17 @@ def run(ranks: int, steps: int) -> Recorded:
 runs = st.builds(run, st.integers(1, 4), st.integers(1, 8))
 
 
-def with_stream(*digests: str) -> Recorded:
-    records = run(1, len(digests))[0]
-    return {
-        0: [replace(each, extras=StepExtras(own={"random stream numpy": d})) for each, d in zip(records, digests)]
-    }
+def with_own(name: str, *digests: str) -> Recorded:
+    extras = [StepExtras(own={name: digest}) for digest in digests]
+    return {0: [replace(record, extras=each) for record, each in zip(run(1, len(digests))[0], extras)]}
 
 
-def test_a_random_stream_that_nobody_has_seeded_is_not_compared() -> None:
-    verdict = compare(with_stream("a", "b"), with_stream("c", "d"))
+@pytest.mark.parametrize("name", ["random stream numpy", "Speed.began"])
+def test_rank_local_state_that_differs_from_the_first_step_on_is_not_compared(name: str) -> None:
+    verdict = compare(with_own(name, "a", "b"), with_own(name, "c", "d"))
     assert verdict.equal, verdict.sentence
-    verdict = compare(with_stream("a", "b"), with_stream("a", "d"))
+    assert ("Speed.began (differs from the first step on)" in verdict.sentence) is (name == "Speed.began")
+    verdict = compare(with_own(name, "a", "b"), with_own(name, "a", "d"))
     assert verdict.difference is not None
     assert (verdict.difference.step, verdict.difference.quantity) == (2, Quantity.OWN)
 
