@@ -114,6 +114,7 @@ def fitted(**options: Any) -> Any:
     """Return a trainer whose loops have begun."""
     silent: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer: Any = pl.Trainer(accelerator="cpu", max_steps=2, limit_val_batches=0, **silent, **options)
+    trainer.fit_loop.val_made, trainer.fit_loop.made_at_step = None, 0  # as resumable loops have
     trainer.fit(BoringModel(), datamodule=OwnsAsData())
     return trainer
 

@@ -63,6 +63,8 @@ def fit(loader: Any) -> tuple[pl.Trainer, Compares]:
     trainer = pl.Trainer(
         accelerator="cpu", max_epochs=2, accumulate_grad_batches=2, callbacks=[compares], barebones=False, **options
     )
+    fit_loop: Any = trainer.fit_loop
+    fit_loop.val_made, fit_loop.made_at_step = None, 0  # as resumable loops have
     trainer.fit(BoringModel(), loader, torch.utils.data.DataLoader(RandomDataset(32, 4)))
     return trainer, compares
 
