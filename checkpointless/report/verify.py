@@ -54,7 +54,6 @@ _FIELDS = {
 #: The fields that have a value for each name.
 _BY_NAME = {Quantity.OWN: "own", Quantity.CALLBACK: "callbacks"}
 _NOTHING = "-"
-STREAM = "random stream "  # how the names of the libraries' streams begin, among the rank-local state
 
 #: A quantity, and the name of the callback, attribute or metric ("" if there is none).
 What = tuple[Quantity, str]
@@ -209,7 +208,6 @@ def compare(
         without: what is not compared.
         gone_back: for each run, the committed steps that no rank held any more, so that they were made again.
     """
-    ranks = sorted({*a, *b})
     expected = _expected(record for run in (a, b) for records in run.values() for record in records)
     last = {
         run: {(rank, record.step): record for rank, records in steps.items() for record in records}
@@ -218,7 +216,7 @@ def compare(
     missing = tuple(
         StepPlace(run, rank, step)
         for run in Run
-        for rank in ranks
+        for rank in sorted({*a, *b})
         for step in expected
         if (rank, step) not in last[run]
     )
@@ -226,11 +224,13 @@ def compare(
     made_again = tuple(place for place in twice if place.step in gone_back[place.run is Run.B])
     repeated = tuple(place for place in twice if place not in made_again)
     shared = last[Run.A].keys() & last[Run.B].keys()
-    common = _Common.of(a, b)
-    validations = _Validations.of(a, b)
+    common, validations = _Common.of(a, b), _Validations.of(a, b)
     all_found = itertools.chain(differences(a, b), common.differences_made_again(made_again, {Run.A: a, Run.B: b}))
-    found = (each for each in all_found if each.what not in without)
+    of_run = _of_each_run(a, b) - without
+    own = sorted(f"{name} (from the first step on)" for _, name in of_run if not name.startswith("random stream"))
+    found = (each for each in all_found if each.what not in without | of_run)
     difference = min(found, key=lambda each: each.step, default=None)
+    not_compared = (*own, *common.not_compared, *validations.not_compared, *_checkpoints_not_compared(a, b))
     irregular = (repeated, missing, validations.repeated, validations.missing)
     return Verdict(
         equal=bool(shared) and difference is None and not any(irregular),
@@ -243,7 +243,7 @@ def compare(
         missing_validations=validations.missing,
         again=validations.again,
         made_again=made_again,
-        not_compared=(*common.not_compared, *validations.not_compared, *_checkpoints_not_compared(a, b)),
+        not_compared=not_compared,
     )
 
 
@@ -266,11 +266,15 @@ def _validated_again(
                 yield StepPlace(run, rank, step)
 
 
-def _is_of_the_run(what: What, a: Steps, b: Steps) -> bool:
-    """Return whether rank-local state differs from the first step on: a stream without a seed, a time, a path."""
-    first = [[min(run[rank], key=lambda each: each.step) for rank in sorted(a.keys() & b.keys())] for run in (a, b)]
-    own = [[(each.extras.own or {}).get(what[1]) for each in records] for records in first]
-    return what[0] is Quantity.OWN and any(one != other for one, other in zip(*own))
+def _of_each_run(a: Steps, b: Steps) -> Set[What]:
+    """Return the rank-local state that differs in the first step of both: unseeded streams, times, paths."""
+    found: set[What] = set()
+    for rank in a.keys() & b.keys():
+        own = [{each.step: each.extras.own or {} for each in run[rank]} for run in (a, b)]
+        shared = own[0].keys() & own[1].keys()
+        one, other = (each[min(shared)] if shared else {} for each in own)
+        found |= {(Quantity.OWN, name) for name in one.keys() & other.keys() if one[name] != other[name]}
+    return found
 
 
 @dataclass(frozen=True)
@@ -292,12 +296,10 @@ class _Common:
         quantities = [_recorded(run) for run in (a, b)]
         named = [[(each, name) for each in _BY_NAME for name in sorted(_names(each, run))] for run in (a, b)]
         both = quantities[0] & quantities[1]
-        of_run = [each for each in named[0] if each in named[1] and _is_of_the_run(each, a, b)]
         return cls(
             tuple(quantity for quantity in _FIELDS if quantity in both),
-            tuple(each for each in named[0] if each in named[1] and each not in of_run),
+            tuple(each for each in named[0] if each in named[1]),
             (
-                *(f"{name} (differs from the first step on)" for _, name in of_run if not name.startswith(STREAM)),
                 *_one_sided([each.value for each in _FIELDS if each in run] for run in quantities),
                 *_one_sided([f"{each.value} {name}" for each, name in run] for run in named),
             ),

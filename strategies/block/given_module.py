@@ -31,6 +31,10 @@ class GivenModule:
         self._attributes = {name: value for name, value in attributes.items() if name not in _TRAINER}
         self._tables = {name: dict(attributes[name]) for name in _TABLES}
 
+    def is_of(self, module: pl.LightningModule) -> bool:
+        """Return whether this is what was noted of ``module``."""
+        return self._module() is module
+
     def put_back(self) -> None:
         """Take out what was added since, and let go of everything."""
         module = self._module()
@@ -46,6 +50,17 @@ class GivenModule:
         self._attributes, self._tables = {}, {}
 
 
+_given: dict[int, GivenModule] = {}  # of this generation, by the identity of the module
+
+
 def note(module: pl.LightningModule) -> None:
-    """Note a module, which is put back when the generation ends."""
-    register_cleanup("given module", GivenModule(module).put_back)
+    """Note a module before its first fit of a generation. It is put back when the generation ends."""
+    known = _given.get(id(module))
+    if known is None or not known.is_of(module):
+        _given[id(module)] = GivenModule(module)
+    register_cleanup("given modules", _put_back)
+
+
+def _put_back() -> None:
+    while _given:
+        _given.popitem()[1].put_back()

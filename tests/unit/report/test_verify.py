@@ -40,7 +40,8 @@ def with_own(name: str, *digests: str) -> Recorded:
 def test_rank_local_state_that_differs_from_the_first_step_on_is_not_compared(name: str) -> None:
     verdict = compare(with_own(name, "a", "b"), with_own(name, "c", "d"))
     assert verdict.equal, verdict.sentence
-    assert ("Speed.began (differs from the first step on)" in verdict.sentence) is (name == "Speed.began")
+    assert ("Speed.began (from the first step on)" in verdict.sentence) is (name == "Speed.began")
+    assert not compare({0: []}, with_own(name, "a")).equal, "no step of one of them"
     verdict = compare(with_own(name, "a", "b"), with_own(name, "a", "d"))
     assert verdict.difference is not None
     assert (verdict.difference.step, verdict.difference.quantity) == (2, Quantity.OWN)

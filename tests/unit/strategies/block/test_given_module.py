@@ -9,7 +9,8 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
-from checkpointless.strategies.block.given_module import GivenModule
+from checkpointless.inprocess.finalize import clean_up_frameworks
+from checkpointless.strategies.block.given_module import GivenModule, note
 
 
 class Model(pl.LightningModule):
@@ -52,6 +53,16 @@ def test_what_a_generation_added_is_gone_and_what_was_given_is_left() -> None:
     given.put_back()  # which has nothing left to do
     assert not hasattr(model, "module")
     assert model.kept.weight is weight
+
+
+def test_all_modules_of_all_fits_are_as_they_were_before_the_first_one() -> None:
+    models = [Model(), Model()]
+    for _ in range(2):
+        for model in models:
+            note(model)
+            set_up(model)
+    clean_up_frameworks()
+    assert not any(hasattr(model, "module") for model in models)
 
 
 def test_a_module_of_one_generation_is_not_kept() -> None:
