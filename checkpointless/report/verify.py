@@ -53,7 +53,7 @@ _FIELDS = {
 }
 #: The fields that have a value for each name.
 _BY_NAME = {Quantity.OWN: "own", Quantity.CALLBACK: "callbacks"}
-_NOTHING = "-"
+_NOTHING, _LEFT_OUT = "-", ""  # the latter is the digest of what is no plain data and begins anew after a fault
 
 #: A quantity, and the name of the callback, attribute or metric ("" if there is none).
 What = tuple[Quantity, str]
@@ -271,9 +271,10 @@ def _of_each_run(a: Steps, b: Steps) -> Set[What]:
     found: set[What] = set()
     for rank in a.keys() & b.keys():
         own = [{each.step: each.extras.own or {} for each in run[rank]} for run in (a, b)]
-        shared = own[0].keys() & own[1].keys()
-        one, other = (each[min(shared)] if shared else {} for each in own)
-        found |= {(Quantity.OWN, name) for name in one.keys() & other.keys() if one[name] != other[name]}
+        first = min(own[0].keys() & own[1].keys(), default=None)
+        one, other = (each[first] if first is not None else {} for each in own)
+        both = {name for name in one.keys() & other.keys() if _LEFT_OUT not in (one[name], other[name])}
+        found |= {(Quantity.OWN, name) for name in both if one[name] != other[name]}
     return found
 
 
@@ -318,7 +319,7 @@ class _Common:
                 yield Difference(a.step, rank, quantity, _shown(values[0]), _shown(values[1]), None)
         for quantity, name in self.named:
             values = [(getattr(each.extras, _BY_NAME[quantity]) or {}).get(name) for each in (a, b)]
-            if values[0] != values[1]:
+            if values[0] != values[1] and _LEFT_OUT not in values:
                 yield Difference(a.step, rank, quantity, _shown(values[0]), _shown(values[1]), None, name)
 
     def differences_made_again(
@@ -432,9 +433,8 @@ def _one_sided(names: Iterable[Sequence[str]]) -> Iterator[str]:
 
 
 def _shown(value: Any) -> str:
-    if value is None:
-        return _NOTHING
-    return " ".join(value) if isinstance(value, tuple) else str(value)
+    shown = " ".join(value) if isinstance(value, tuple) else str(value)
+    return _NOTHING if value is None else shown
 
 
 def _distance(a: str, b: str) -> float | None:

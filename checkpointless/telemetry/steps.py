@@ -35,7 +35,7 @@ class StepExtras:
         data: digest of the data module's state.
         optimizer: digest of this rank's part of the optimizers' state.
         own: digest of each value of the rank-local state (plain attributes or declared state) and of the random
-            streams, by name.
+            streams, by name; "" of what is left out, as it is no plain data or too large.
         batch: digest of the last batch that the step got.
         epoch: a number that changes with the epoch; not compared.
         validated: whether a loop of one's own used another loader since the step before; not compared.

@@ -96,6 +96,8 @@ class Restoration:
             self._waiting = None
             manager.restore_streams()
             return
+        if replays and objects["base"] == Stage.LOADED:  # the beginning of the loops draws what it drew then
+            manager.restore_streams_of(step - 1, Stage.LOADED)
         self._trainer.fit_loop.resumption = Resumption(  # type: ignore[attr-defined]
             stage,
             partial(self._go_on, objects),
@@ -133,7 +135,7 @@ class Restoration:
         self._loggers.forget_rows(fit_loop.epoch_loop._batches_that_stepped, step, int(stage))
         if stage is Stage.COMMITTED:  # what led to the step is replayed, with the streams from before it
             base = Stage(objects["base"])
-            if not manager.restore_streams_of(step - 1, base) and base is not Stage.LOADED:
+            if base is not Stage.LOADED and not manager.restore_streams_of(step - 1, base):
                 logger.warning("random numbers drawn between steps %d and %d are drawn again", step - 1, step)
         else:
             manager.restore_streams()

@@ -66,9 +66,11 @@ class Job:
         try:
             out, err = self.process.communicate(timeout_s)
             code = self.process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
+        except subprocess.TimeoutExpired as error:
+            stacks = "".join(_stack(each) for each in self.left())
             self.process.send_signal(signal.SIGKILL)
-            raise
+            logs = [f"--- {path.name}\n{path.read_text()}" for path in sorted(self.run_dir.glob("logs/*.log"))]
+            raise AssertionError("\n".join([f"the job did not end in {timeout_s:g} s", stacks, *logs])) from error
         assert self.left() == []
         return Ended(code, out, err)
 
@@ -105,6 +107,15 @@ class Job:
         """Return the process that ranks are forked from."""
         (zygote,) = psutil.Process(self.process.pid).children()
         return zygote
+
+
+def _stack(process: psutil.Process) -> str:
+    """Return what a process is and what the kernel knows of what it waits for."""
+    try:
+        waits = Path(f"/proc/{process.pid}/wchan").read_text()
+        return f"{process.pid} ({process.status()}, {waits}): {' '.join(process.cmdline())[:200]}\n"
+    except (OSError, psutil.Error):
+        return ""
 
 
 def imports_torch(script: Path) -> bool:

@@ -13,6 +13,8 @@ from checkpointless.environment import FAULTS_ENV
 from checkpointless.inprocess import active_call_wrapper
 from checkpointless.transfer.tensor_entry import Key
 
+_before: dict[Key, torch.Tensor] = {}  # no attribute, which would be recorded as rank-local state
+
 
 class StepBehind(Callback):
     """Gives ``rank`` the bits and the commit of the step before when it leaves a run with faults after ``step``.
@@ -27,7 +29,6 @@ class StepBehind(Callback):
     def __init__(self, rank: int, step: int) -> None:
         self.rank = rank
         self.step = step
-        self._before: dict[Key, torch.Tensor] = {}
 
     def _due(self, making: int) -> bool:
         call = active_call_wrapper()
@@ -37,7 +38,7 @@ class StepBehind(Callback):
     def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
         if self._due(trainer.global_step + 1):
             state: Any = trainer.strategy
-            self._before = {key: tensor.clone() for key, tensor in state.live_state().tensors().items()}
+            _before.update({key: tensor.clone() for key, tensor in state.live_state().tensors().items()})
 
     def on_exception(self, trainer: pl.Trainer, *args: Any) -> None:
         if self._due(trainer.global_step):
@@ -46,6 +47,6 @@ class StepBehind(Callback):
             state: Any = trainer.strategy
             with torch.no_grad():
                 for key, tensor in state.live_state().tensors().items():
-                    assert not torch.equal(tensor, self._before[key]) or not tensor.is_floating_point()
-                    tensor.copy_(self._before[key])
+                    assert not torch.equal(tensor, _before[key]) or not tensor.is_floating_point()
+                    tensor.copy_(_before[key])
             call.parameter_update_lock.set_committed(self.step - 1)

@@ -326,6 +326,12 @@ def test_a_step_of_the_modules_own(train: Train, features: str) -> None:
     train("ddp", 6, *faults, "exception@between:rank=0,step=5", features=features, ranks=2)
 
 
+@pytest.mark.parametrize("fault", ["exception@after_optimizer:rank=0,step=1", "sigkill@optimizer:rank=0,step=1"])
+def test_the_end_of_the_first_step_gets_the_batch_of_the_first_step(train: Train, fault: str) -> None:
+    """The samples draw numbers behind what the iterator draws when it is made."""
+    train("ddp", 5, fault, ranks=2)
+
+
 def test_a_state_of_the_modules_that_differs_from_rank_to_rank_is_named(train: Train) -> None:
     """A new process gets a peer's, and this is said of what differs alone."""
     job = train("ddp", 5, "exception@forward:rank=0,step=2", "sigkill@forward:rank=2,step=4", features="own-state")

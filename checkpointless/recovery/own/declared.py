@@ -129,6 +129,9 @@ class DeclaredState:
         owners: returns the owners, in an order of their own.
         limit: how many bytes are kept, the smallest values first. Default: ``CHECKPOINTLESS_RANK_STATE_BYTES``, or
             1 MiB.
+
+    Attributes:
+        left_out: what the last :meth:`take` left out, because it is no plain data or too large.
     """
 
     def __init__(self, owners: Callable[[], Iterable[Owner]], limit: int | None = None) -> None:
@@ -136,6 +139,7 @@ class DeclaredState:
         self._limit = limit if limit is not None else _limit()
         self._taken: dict[str, _Taken] = {}
         self._streams: dict[str, bytes] = {}
+        self.left_out: list[str] = []
 
     @property
     def kept(self) -> Mapping[str, bytes]:
@@ -160,6 +164,7 @@ class DeclaredState:
                 continue
             room -= size
             streams[_PREFIX + key] = each.encoded
+        self.left_out = left_out
         self._name(left_out)
         if streams.keys() != self._streams.keys() or any(
             each is not self._streams[key] for key, each in streams.items()
@@ -407,8 +412,12 @@ def keeps_declared(key: str) -> bool:
 
 
 def digest_declared(streams: Mapping[str, bytes]) -> dict[str, str]:
-    """Return digests of what :func:`take_declared` returned, by name, but of lists of attributes."""
-    return {
+    """Return digests of what :func:`take_declared` returned, by name, but of lists of attributes.
+
+    What was left out at the last capture has the digest "": its value is not known.
+    """
+    digests = dict.fromkeys(_declared.left_out if _declared is not None else (), "")
+    return digests | {
         name.removeprefix(_PREFIX): digest_value(_decoded(encoded))
         for name, encoded in sorted(streams.items())
         if is_declared(name) and not name.endswith(".vars()")

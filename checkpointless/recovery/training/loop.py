@@ -105,7 +105,7 @@ class LoopTraining(TrainingTensors, ABC):
         self._ready_step = 0
         self._exits = LoopExits()
         call.blocks.begin_training(self._exits.warn_if_left)
-        self._done = 0  # before the job; a block that is entered again may have loaded another checkpoint
+        self._done = 0  # before the job; a block that is entered again may load another checkpoint
         self._left = Owned(self._trained, samples)  # as a call of steps() leaves it
         parameters = [each for module in self.modules for each in module.parameters()]
         restored = [self, call, state, *known, *self.modules, *schedulers, *parameters]
@@ -287,9 +287,10 @@ class LoopTraining(TrainingTensors, ABC):
                 if not manager.allow_restart_from_scratch:
                     raise StateLostError(reason)
                 logger.error("%s: starting over at step %d, as allow_restart_from_scratch allows", reason, done)
-            self.step = objects["step"] if objects is not None else done
+            self.step, self._done = (objects["step"], objects["done"]) if objects is not None else (done, done)
             states = manager.rng_of(self.step)
-            if self._log is not None and states is not None and (self._log.last_step() or 0) < self.step:
+            recorded = max(self._done, self._log.last_step() or 0) if self._log is not None else self.step
+            if recorded < self.step and states is not None:
                 self._record(states.loss)  # committed, but the fault came before it was recorded
             if objects is not None:
                 self._exits.put(objects.get("exits", {}))
@@ -357,7 +358,14 @@ class LoopTraining(TrainingTensors, ABC):
         if self._updated_buffers:
             more = {**more, UPDATED_BUFFERS: sorted(self._updated_buffers)}
         return _Taken(
-            lambda: {"step": step, "groups": groups(), "schedulers": schedulers, "exits": exits, **more},
+            lambda: {
+                "step": step,
+                "done": self._done,
+                "groups": groups(),
+                "schedulers": schedulers,
+                "exits": exits,
+                **more,
+            },
             self.copy_buffers(),
         )
 

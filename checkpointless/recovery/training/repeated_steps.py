@@ -199,9 +199,11 @@ class RepeatedSteps:
         """
         before = None if self._is_first else log.earlier(step)
         log.record(step, loss, params, *more)
-        exact = exact_loss(loss)
-        if before is not None and (before.loss, before.params) != (exact, params):
-            what = "another loss" if before.loss != exact else "other parameters"
+        if before is None:
+            return
+        is_other = before.loss != exact_loss(loss) and exact_loss(None) not in (before.loss, exact_loss(loss))
+        if is_other or before.params != params:
+            what = "another loss" if is_other else "other parameters"
             self._tell(step, f"ends with {what} than before the fault")
 
     def _begin(self, step: int) -> None:

@@ -47,6 +47,15 @@ def test_rank_local_state_that_differs_from_the_first_step_on_is_not_compared(na
     assert (verdict.difference.step, verdict.difference.quantity) == (2, Quantity.OWN)
 
 
+def test_an_attribute_that_is_no_plain_data_in_one_run_is_not_compared() -> None:
+    """Such as one that is None until it is made: after a fault it is None again until then."""
+    verdict = compare(with_own("module.reduction", "a", "", "a"), with_own("module.reduction", "a", "b", "a"))
+    assert verdict.equal, verdict.sentence
+    verdict = compare(with_own("module.reduction", "", "", "a"), with_own("module.reduction", "a", "b", "c"))
+    assert verdict.difference is not None
+    assert verdict.difference.step == 3
+
+
 def test_a_step_that_was_lost_and_made_again_is_compared() -> None:
     """With the other run, and with what it was before."""
     calm, rough = run(2, 5), run(2, 5)

@@ -23,6 +23,7 @@ from checkpointless.posix import process_tree
 from checkpointless.posix.process_tree import wait_for_killed
 from checkpointless.wire.board import Board
 from checkpointless.wire.node_messages import RankEnded, Spawn
+from checkpointless.wire.rank_state import RankState
 from tests.descriptors import descriptors
 from tests.unit.agent.commanded_node import CommandedNode
 
@@ -192,7 +193,9 @@ def test_a_rank_that_waits_for_its_process_is_killed_by_cancelling_it(tmp_path: 
     assert node.starter.cancelled == [(0, 0)]
     node.starter.coming = [Refused(0, 0, "", is_final=True)]
     node.tick()
-    assert node.starter.coming == [Started(0, 1, 1000)]
+    node.tick()
+    rank = node.agent.ranks[0]
+    assert (rank.state, rank.incarnation, rank.pid) == (RankState.STARTING, 1, 1000)
     node.agent.close()
 
 
