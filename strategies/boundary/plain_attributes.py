@@ -20,6 +20,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from checkpointless.recovery.own.declared import (
+    ATTRIBUTES,
     is_generator,
     keeps_declared,
     put_object,
@@ -34,7 +35,6 @@ _PLAIN_OF_TORCH = (torch.Size, torch.dtype, torch.device)
 _NUMBERS = (bool, int, float, complex, str, bytes, enum.Enum, torch.Tensor, np.ndarray, np.generic)
 _PLAIN = (*_NUMBERS, *_PLAIN_OF_TORCH, list, tuple, dict, set, frozenset, deque)
 _STATE = "state_dict()"
-_NAMES = "vars()"  # which attributes there were: others have been added or deleted since
 _HPARAM = "hparams."
 _OBJECT = ".state"  # an attribute's object stays, and gets its state back
 _NO_OBJECT = (
@@ -113,7 +113,7 @@ class Part:
             names.append(name)
         for of_module in ("_modules", "_parameters", "_buffers"):
             names += vars(self._part).get(of_module, ())  # an attribute that became a module is no attribute
-        found[_NAMES] = names
+        found[ATTRIBUTES] = names  # others have been added or deleted since
         for name, value in self._hparams().items():
             if not self._is_code(value):
                 found[_HPARAM + name] = value
@@ -124,7 +124,7 @@ class Part:
     def put(self, values: Mapping[str, Any]) -> None:
         """Put back what :meth:`values` returned, and delete attributes that there were not."""
         values = dict(values)
-        state, names = values.pop(_STATE, None), values.pop(_NAMES, None)
+        state, names = values.pop(_STATE, None), values.pop(ATTRIBUTES, None)
         if state:
             self._part.load_state_dict(state)
         now = dict(self._attributes())

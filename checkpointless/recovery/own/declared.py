@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 DEFAULT_BYTES = 1024 * 1024
 _MOST_BYTES = Board.SLOT_BYTES - 256 * 1024  # beside the random streams
 _PREFIX = "plain:"
+ATTRIBUTES = "vars()"  # the name of the list of an owner's attributes
 _named: set[str] = set()  # once in a process
 _CONSTANTS = frozenset({type(None), bool, int, float, complex, str, bytes})
 _NUMBERS = frozenset({type(None), bool, int, float})
@@ -129,9 +130,6 @@ class DeclaredState:
         owners: returns the owners, in an order of their own.
         limit: how many bytes are kept, the smallest values first. Default: ``CHECKPOINTLESS_RANK_STATE_BYTES``, or
             1 MiB.
-
-    Attributes:
-        left_out: what the last :meth:`take` left out, because it is no plain data or too large.
     """
 
     def __init__(self, owners: Callable[[], Iterable[Owner]], limit: int | None = None) -> None:
@@ -139,7 +137,6 @@ class DeclaredState:
         self._limit = limit if limit is not None else _limit()
         self._taken: dict[str, _Taken] = {}
         self._streams: dict[str, bytes] = {}
-        self.left_out: list[str] = []
 
     @property
     def kept(self) -> Mapping[str, bytes]:
@@ -164,7 +161,6 @@ class DeclaredState:
                 continue
             room -= size
             streams[_PREFIX + key] = each.encoded
-        self.left_out = left_out
         self._name(left_out)
         if streams.keys() != self._streams.keys() or any(
             each is not self._streams[key] for key, each in streams.items()
@@ -412,16 +408,15 @@ def keeps_declared(key: str) -> bool:
 
 
 def digest_declared(streams: Mapping[str, bytes]) -> dict[str, str]:
-    """Return digests of what :func:`take_declared` returned, by name, but of lists of attributes.
-
-    What was left out at the last capture has the digest "": its value is not known.
-    """
-    digests = dict.fromkeys(_declared.left_out if _declared is not None else (), "")
-    return digests | {
-        name.removeprefix(_PREFIX): digest_value(_decoded(encoded))
-        for name, encoded in sorted(streams.items())
-        if is_declared(name) and not name.endswith(".vars()")
-    }
+    """Return digests of what :func:`take_declared` returned, by name; "" of attributes that it left out."""
+    digests: dict[str, str] = {}
+    for name, encoded in streams.items():
+        owner, is_list, _ = name.removeprefix(_PREFIX).partition(ATTRIBUTES)
+        if is_list:
+            digests = {f"{owner}{each}": "" for each in _decoded(encoded)} | digests
+        elif is_declared(name):
+            digests[owner] = digest_value(_decoded(encoded))
+    return dict(sorted(digests.items()))
 
 
 def is_declared(name: str) -> bool:
