@@ -34,7 +34,8 @@ def _train(run_dir: Path, script: Path, *faults: str, record_steps: bool = False
     args += ["--tensorboard", str(run_dir / "tensorboard")]
     # In an interpreter of its own, since the tests' nursery has daemons, which may not start data-loader workers.
     settings = {"fork_here": False, "faults": list(faults), "record_steps": record_steps}
-    job = Job(run_dir, str(script), *args, nproc=ranks_of(script.stem), env=None, **settings)
+    command = [str(script)] if script.is_relative_to(EXAMPLES) else ["stock.py", str(script)]
+    job = Job(run_dir, *command, *args, nproc=ranks_of(script.stem), env=None, **settings)
     ended = job.end(LIMIT_S)
     assert ended.code == 0, ended.out + ended.err
     assert fired(run_dir) == dict.fromkeys(faults, 1)

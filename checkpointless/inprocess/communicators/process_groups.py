@@ -64,7 +64,9 @@ class ProcessGroups:
             each.install()
 
     def uninstall(self) -> None:
-        """Restore torch's functions."""
+        """Restore torch's functions, and keep what the block has made from its destructors."""
+        self.hold()
+        self._shared.made.clear()
         for each in reversed(self._patchers):
             each.uninstall()
         self._sockets.release()
@@ -143,7 +145,7 @@ class ProcessGroups:
 
     def hold(self) -> None:
         """Hold every group, so that no thread has to wait in its destructor."""
-        bury([*c10d._world.pg_map, *self._shared.backends])
+        bury([*c10d._world.pg_map, *self._shared.backends, *self._shared.made])
 
     def destroy(self) -> None:
         """Destroy every process group of this process, in the main thread, after the abort.

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -26,6 +27,7 @@ import torch.distributed.distributed_c10d as c10d
 
 from checkpointless.patches import Patch, Patches
 
+_MOST_MADE = 64  # a block that makes and destroys more in turn needs their descriptors
 _FACTORY = "_new_process_group_helper"  # every process group, default or not, is made by this one function
 
 _Backend = TypeVar("_Backend")
@@ -49,9 +51,16 @@ class _Making(threading.local):
 
 
 class SharedBackends:
-    """Knows the backend that a group needs which is being made, if there is one already."""
+    """Knows the backend that a group needs which is being made, if there is one already.
+
+    Attributes:
+        made: the newest groups that were made. C++ may have the last reference to a group that the block has
+            destroyed, as DistributedDataParallel's reducer does. The destructor is run with the interpreter's lock
+            then, and joins threads that may wait for it (https://github.com/pytorch/pytorch/issues/56297).
+    """
 
     def __init__(self) -> None:
+        self.made: deque[Any] = deque(maxlen=_MOST_MADE)
         self._patches = Patches()
         self._shared: dict[_Key, Any] = {}
         self._now = _Making()
@@ -91,7 +100,10 @@ class SharedBackends:
                 now.key = now.among, tuple(ranks), kw.get("timeout")
             now.is_group, now.backend = True, None
             try:
-                return original(group_size, group_rank, ranks, *more, **kw)
+                made = original(group_size, group_rank, ranks, *more, **kw)
+                if made[0] is not c10d.GroupMember.NON_GROUP_MEMBER:
+                    self.made.append(made[0])
+                return made
             finally:
                 now.is_group, now.backend, now.key = False, None, None
 
@@ -130,7 +142,8 @@ class SharedBackends:
         return list(self._shared.values())
 
     def forget(self) -> None:
-        """Forget the backends that are shared, whose groups are destroyed."""
+        """Forget the backends that are shared, whose groups are destroyed, and what was made."""
         self._shared = {}
+        self.made.clear()
         now = self._now  # an interruption may have left it
         now.is_group, now.backend, now.key, now.among = False, None, None, None

@@ -17,7 +17,14 @@ from hypothesis import strategies as st
 from checkpointless.environment import RANK_STATE_BYTES_ENV
 from checkpointless.recovery.moment import Stage
 from checkpointless.recovery.own import declared
-from checkpointless.recovery.own.declared import DeclaredState, begin_declared, put_declared, take_declared
+from checkpointless.recovery.own.declared import (
+    ATTRIBUTES,
+    DeclaredState,
+    begin_declared,
+    digest_declared,
+    put_declared,
+    take_declared,
+)
 from checkpointless.recovery.own.streams import OwnStreams
 from checkpointless.recovery.rng import RngStates
 from checkpointless.serialization import plain_values
@@ -230,3 +237,11 @@ def test_declared_state_that_cannot_be_kept_is_refused() -> None:
     DeclaredState(lambda: [Box(norms=[])]).require_all()
     with pytest.raises(ValueError, match=r"box\.ema is no plain data or larger than the limit of 500 bytes"):
         DeclaredState(lambda: [Box(norms=[], ema={"weight": torch.zeros(999)})], limit=500).require_all()
+
+
+def test_what_is_left_out_has_an_empty_digest() -> None:
+    """As an attribute that is a module has, which no value is taken of."""
+    box = Box(plain=1, odd=object(), **{ATTRIBUTES: ["plain", "odd", "module"]})
+    digests = digest_declared(DeclaredState(lambda: [box]).take())
+    assert digests.pop("box.plain")
+    assert digests == {"box.odd": "", "box.module": ""}

@@ -304,10 +304,11 @@ def test_a_group_that_shares_its_connections_opens_none(
     shared = SharedBackends()
     make_group = listings.make_group
 
-    def make(*_: object, **__: object) -> None:
+    def make(*_: object, **__: object) -> tuple[object, None]:
         """Make a backend unless there is one, as ``gloo_connect`` does, while another thread opens a connection."""
-        shared.get(lambda: make_group() or object())
+        backend = shared.get(lambda: make_group() or object())
         another.make_group()
+        return backend, None
 
     another = Listings()
     monkeypatch.setattr(c10d, gloo_sockets._FACTORY, make)

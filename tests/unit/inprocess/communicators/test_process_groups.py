@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,6 +51,27 @@ def test_the_name_of_a_group_that_was_being_made_is_free_again(
     total = torch.ones(2)
     dist.all_reduce(total)
     assert total.tolist() == [1.0, 1.0]
+
+
+def run_loops() -> int:
+    """Return how many of gloo's threads this process has."""
+    names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+    return sum(name.startswith("pt_gloo_runloop") for name in names)
+
+
+def test_a_group_that_the_block_destroys_is_kept_from_its_destructor(groups: ProcessGroups) -> None:
+    """C++ may refer to it, too, and would run it with the interpreter's lock, for which gloo's threads may wait."""
+    before = run_loops()
+    make()
+    made = run_loops() - before
+    dist.destroy_process_group()
+    assert run_loops() - before == made > 0
+    groups.destroy()
+    groups.reap()
+    deadline_s = time.monotonic() + 60
+    while run_loops() > before and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert run_loops() == before
 
 
 class FakeNCCL:
