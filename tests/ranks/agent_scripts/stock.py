@@ -1,6 +1,6 @@
 """Run a script of anybody's, named by the first argument, and let no destructor of its process groups run.
 
-Gloo's joins threads, with the interpreter's lock if C++ had the last reference (as DistributedDataParallel's reducer
+Gloo's joins threads, with the interpreter's lock if C++ had the last reference (as DDP's reducer
 has). On a busy machine such a thread waits for that lock: https://github.com/pytorch/pytorch/issues/56297.
 """
 
