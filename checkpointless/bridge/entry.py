@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 from megatron.bridge.training import pretrain as bridge
 
@@ -24,6 +26,8 @@ def pretrain(
     config: ConfigContainer,
     forward_step_func: ForwardStepCallable,
     callbacks: list[Callback] | CallbackManager | None = None,
+    *,
+    state: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
     """Train as ``megatron.bridge.training.pretrain.pretrain`` does, and resume from memory after a fault.
 
@@ -33,9 +37,12 @@ def pretrain(
     Args:
         config: Bridge's configuration.
         forward_step_func: the function that makes a forward step.
-        callbacks: Bridge's callbacks. Their own state is not kept; the function that makes them runs again.
+        callbacks: Bridge's callbacks. What they keep for themselves begins anew, unless it is declared.
+        state: what callbacks and the forward step change from step to step, by name, as
+            :class:`~checkpointless.PlainTraining` takes it. Outside of a wrapped function it is left alone.
 
     Raises:
+        ValueError: an object in ``state`` has no state, or one that cannot be kept.
         UnrecoverableError: something that is configured cannot be carried through a fault; or steps were committed
             and neither memory nor storage holds them any more.
     """
@@ -50,26 +57,32 @@ def pretrain(
         cpu_platform.install()  # with what Bridge needs, now that it is imported
     cleanup.install()
     config = _copied(config)
-    with entered(BridgeGeneration(call, config)):
+    with entered(BridgeGeneration(call, config, state)):
         bridge.pretrain(config, forward_step_func, callbacks)
 
 
-def finetune(config: ConfigContainer, forward_step_func: ForwardStepCallable) -> None:
+def finetune(
+    config: ConfigContainer,
+    forward_step_func: ForwardStepCallable,
+    *,
+    state: Mapping[str, Any] = MappingProxyType({}),
+) -> None:
     """Train as ``megatron.bridge.training.finetune.finetune`` does, and resume from memory after a fault.
 
     Args:
         config: Bridge's configuration, with a checkpoint to begin with.
         forward_step_func: the function that makes a forward step.
+        state: see :func:`pretrain`.
 
     Raises:
-        ValueError: the configuration names no checkpoint.
+        ValueError: the configuration names no checkpoint, or see :func:`pretrain`.
         UnrecoverableError: see :func:`pretrain`.
     """
     if config.checkpoint.pretrained_checkpoint is None and config.checkpoint.load is None:
         raise ValueError(
             "finetune begins with a checkpoint: set checkpoint.pretrained_checkpoint or checkpoint.load"
         )
-    pretrain(config, forward_step_func)
+    pretrain(config, forward_step_func, state=state)
 
 
 def _copied(config: ConfigContainer) -> ConfigContainer:

@@ -30,6 +30,7 @@ class BridgeGeneration:
     Args:
         call: the running wrapper.
         config: the configuration of this entry.
+        declared: the declared state, by name.
 
     Attributes:
         call: the running wrapper.
@@ -38,9 +39,10 @@ class BridgeGeneration:
         loaders: the data loaders; None: they are not being built yet.
     """
 
-    def __init__(self, call: HPCallWrapper, config: ConfigContainer) -> None:
+    def __init__(self, call: HPCallWrapper, config: ConfigContainer, declared: Mapping[str, Any]) -> None:
         self.call = call
         self._config = config
+        self._declared = declared
         self.state: GlobalState | None = None
         self.training: BridgeTraining | None = None
         self.loaders: Loaders | None = None
@@ -60,7 +62,7 @@ class BridgeGeneration:
         assert self.state is not None
         self.call.beat()
         optimizer, scheduler = made
-        self.training = BridgeTraining(self.call, chunks, optimizer, scheduler, self.state)
+        self.training = BridgeTraining(self.call, chunks, optimizer, scheduler, self.state, self._declared)
         self.training.recover(lambda: bool(checkpoint_exists(self._config.checkpoint.load)))
         self.call.beat()
 

@@ -44,6 +44,7 @@ class BridgeTraining(MegatronTraining):
         optimizer: Megatron's optimizer.
         scheduler: the scheduler of learning rate and weight decay.
         state: Bridge's global state.
+        declared: what callbacks and the forward step change from step to step, by name.
 
     Raises:
         UnrecoverableError: the update cannot be guarded, or the state cannot be carried over.
@@ -63,8 +64,9 @@ class BridgeTraining(MegatronTraining):
         optimizer: MegatronOptimizer,
         scheduler: OptimizerParamScheduler,
         state: GlobalState,
+        declared: Mapping[str, Any],
     ) -> None:
-        super().__init__(call, chunks, optimizer, schedulers=[scheduler])
+        super().__init__(call, chunks, optimizer, schedulers=[scheduler], state=declared)
         self._state = state
         self._norms = NotedNorms(optimizer)
         self._losses: Losses = []

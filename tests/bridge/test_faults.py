@@ -90,6 +90,19 @@ def test_precisions_and_layouts(train: Train, layout: str, kill: str) -> None:
     train(8, f"{layout} evaluate=3", kill, "exception@optimizer:rank=0,step=5", "exception@between:rank=2,step=6")
 
 
+def test_declared_state(train: Train) -> None:
+    """What a callback and the forward step count is as without faults, and the loss depends on it."""
+    faults = (
+        "exception@backward:rank=1,step=2",
+        "sigkill@optimizer:rank=3,step=4",
+        "exception@between:rank=0,step=5",
+    )
+    job = train(7, "state=1 evaluate=3", *faults, "exception@between:rank=0,step=5")
+    for rank in range(4):
+        (said,) = re.findall(r"events: (.*)", job.log(rank))
+        assert said.count("start") == said.count("end") == 7, said
+
+
 @pytest.mark.parametrize("data", ["single", "cyclic", "batch"])
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.long)])
 def test_the_position_in_the_data(train: Train, data: str, workers: int) -> None:

@@ -3,7 +3,8 @@
 ``tp``, ``pp``, ``instances``, ``bf16``, ``fp16``, ``overlap``, ``batch`` (global), ``evaluate`` (interval), ``log``
 (interval), ``workers``: each a number; ``data`` is ``mock``, ``single``, ``cyclic`` or ``batch``; ``save=FOLDER``
 saves every second step. ``tune=FOLDER`` begins with the weights of a checkpoint, and ``sft=FOLDER`` takes its
-samples from that folder's files, all of one length with ``pad``. ``break=EVENT:KIND:RANK:STEP`` has one rank raise
+samples from that folder's files, all of one length with ``pad``. ``state`` declares what a callback and the forward
+step count. ``break=EVENT:KIND:RANK:STEP`` has one rank raise
 or die at an event of Bridge's.
 """
 
@@ -14,7 +15,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from checkpointless import CheckpointManager, HPCallWrapper, HPWrapper
+from checkpointless import CheckpointManager, HPCallWrapper, HPWrapper, Value
 from checkpointless.bridge import finetune, pretrain
 from checkpointless.recovery import NeighborMemory
 
@@ -70,6 +71,35 @@ class NoisyData(bridge.DatasetProvider):  # type: ignore[misc]
             Noisy(wanted if endless else SAMPLES)
             for wanted in (context.train_samples, context.valid_samples, context.test_samples)
         )
+
+
+class Counted(Callback):  # type: ignore[misc]
+    """Counts what happens in steps, together with the forward step. What it does must not be done twice."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.mean = Value(0.0)
+
+    def state(self) -> dict[str, Any]:
+        return {"events": self.events, "mean": self.mean}
+
+    def on_train_step_start(self, context: Any) -> None:
+        self.events.append(f"start {context.state.train_state.step}")
+
+    def on_train_step_end(self, context: Any) -> None:
+        self.events.append(f"end {context.state.train_state.step}")
+
+    def forward_step(self, state: Any, iterator: Any, model: Any, *more: Any) -> Any:
+        """Make a step whose loss depends on what the steps before have left."""
+        output, loss_of = forward_step(state, iterator, model, *more)
+
+        def counted(out: Any) -> Any:
+            loss, *rest = loss_of(out)
+            scaled = loss * (1 + self.mean.value / 100)
+            self.mean.value = 0.5 * self.mean.value + 0.5 * float(loss) / max(1, loss.numel())
+            return scaled, *rest
+
+        return output, counted
 
 
 class Break(Callback):  # type: ignore[misc]
@@ -216,4 +246,9 @@ def main(caller: HPCallWrapper) -> None:
     if ASKED.get("tune"):
         finetune(configuration(), forward_step)
     else:
-        pretrain(configuration(), forward_step, callbacks=[broken])
+        counted = Counted() if "state" in ASKED else None
+        if counted is not None:
+            pretrain(configuration(), counted.forward_step, [broken, counted], state=counted.state())
+            print(f"events: {counted.events}", flush=True)
+        else:
+            pretrain(configuration(), forward_step, callbacks=[broken])
