@@ -175,6 +175,7 @@ def test_a_killed_zygote_takes_its_standbys_with_it(tmp_path: Path) -> None:
     assert (ended.code, ended.err) == (1, "the process that starts ranks was killed by SIGKILL\n")
 
 
+@pytest.mark.long
 @pytest.mark.nemo
 @pytest.mark.timeout(400)
 def test_every_step_is_that_of_an_undisturbed_run(disturb: Disturb) -> None:

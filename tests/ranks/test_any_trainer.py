@@ -27,6 +27,7 @@ def test_steps_are_recorded_and_a_fault_that_is_survived_changes_nothing(tmp_pat
     assert steps == read_steps(calm.run_dir)[0]
 
 
+@pytest.mark.long
 def test_a_fault_that_is_not_survived_ends_the_job_with_it(tmp_path: Path) -> None:
     fault = "exception@before_optimizer:rank=0,step=3"
     job = Job(tmp_path, "plain_lightning.py", nproc=1, faults=[fault])

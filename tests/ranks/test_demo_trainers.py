@@ -46,6 +46,7 @@ def residues(job: Job, rank: int) -> list[tuple[int, int, int]]:
     ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("trainer", "incidents"), SCRIPTED)
 def test_many_incidents_leave_nothing_behind(
     nemo_zygote: Zygote, tmp_path: Path, trainer: str, incidents: int

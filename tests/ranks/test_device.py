@@ -112,6 +112,7 @@ def test_a_reentry_in_which_all_is_built_anew_fits_into_a_fifth_more_memory(
 COUNTS = pytest.mark.parametrize("count", [2, pytest.param(10, marks=pytest.mark.long)])
 
 
+@pytest.mark.long
 @COUNTS
 def test_survivors_need_no_more_memory_than_training(nemo_zygote: Zygote, tmp_path: Path, count: int) -> None:
     """The device has 4 % more than a step takes, in which nobody can build a model anew."""
@@ -125,6 +126,7 @@ def test_survivors_need_no_more_memory_than_training(nemo_zygote: Zygote, tmp_pa
     assert "out of memory" in cold.story()
 
 
+@pytest.mark.long
 @COUNTS
 def test_a_model_that_cannot_be_kept_is_built_in_the_memory_of_the_old_one(
     nemo_zygote: Zygote, tmp_path: Path, count: int
@@ -138,6 +140,7 @@ def test_a_model_that_cannot_be_kept_is_built_in_the_memory_of_the_old_one(
     assert {incident.respawned for incident in job.incidents} == {()}, job.story()
 
 
+@pytest.mark.long
 def test_an_update_that_is_still_to_be_made_gives_way_to_a_model_that_is_built(
     nemo_zygote: Zygote, tmp_path: Path
 ) -> None:

@@ -89,7 +89,9 @@ def test_a_script_comes_through_its_faults(
     assert verdict.steps >= 6
 
 
-@pytest.mark.parametrize("workplace", WORKPLACES)
+@pytest.mark.parametrize(
+    "workplace", ["all", *(pytest.param(each, marks=pytest.mark.long) for each in sorted(ALONE))]
+)
 def test_the_commands_do_what_they_say(nemo_zygote: Zygote, folder: Path, workplace: str) -> None:
     done: dict[str, Any] = {}
     for document in WORKPLACES[workplace]:

@@ -29,7 +29,9 @@ def _train(zygote: Zygote, run_dir: Path, *options: str, faults: tuple[str, ...]
     return run_job(zygote, run_dir, nproc, script=SCRIPT, args=args, faults=faults)
 
 
-@pytest.mark.parametrize("options", [(), ("--lora",)], ids=["pretrain", "lora"])
+@pytest.mark.parametrize(
+    "options", [(), pytest.param(("--lora",), marks=pytest.mark.long)], ids=["pretrain", "lora"]
+)
 def test_every_object_is_made_anew_and_every_bit_is_the_same(
     nemo_zygote: Zygote, tmp_path: Path, options: tuple[str, ...]
 ) -> None:

@@ -117,6 +117,7 @@ def saved(job: Job) -> set[str]:
             },
             {"users-step=1", "users-step=7", "users-step=11", "users-step=12-last"},
             id="in-the-background",
+            marks=pytest.mark.long,
         ),
         pytest.param(
             "modelckpt",

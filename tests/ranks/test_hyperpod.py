@@ -91,6 +91,7 @@ def test_a_killed_rank_comes_back_and_the_other_keeps_its_process(jobs: list[Job
     assert re.findall(r"high water (-?\d+)", survivor) == re.findall(r"high water (-?\d+)", newcomer)
 
 
+@pytest.mark.long
 def test_a_rank_0_that_was_killed_is_met_again(jobs: list[Job], tmp_path: Path) -> None:
     """The store that all meet in goes with it."""
     jobs.append(job := Job(tmp_path, "wait"))

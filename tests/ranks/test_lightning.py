@@ -154,7 +154,7 @@ def test_a_callback_that_changes_how_many_batches_a_step_has(train: Train, kind:
     [
         pytest.param("reads", marks=pytest.mark.long),
         pytest.param("reads,reloads", marks=pytest.mark.long),
-        "reads,reloads,validation",
+        pytest.param("reads,reloads,validation", marks=pytest.mark.long),
     ],
 )
 def test_a_loader_that_follows_from_where_it_is_made(train: Train, features: str, kind: str) -> None:
@@ -269,6 +269,7 @@ def test_what_the_second_step_shows_is_refused(nemo_zygote: Zygote, tmp_path: Pa
     assert {len(steps) for steps in job.steps.values()} == {1}, "nothing was trained behind that"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_parameters_that_are_frozen_and_trained_again_by_hooks(train: Train, kind: str) -> None:
     """A hook does so at the beginning of an epoch, another after a validation; neither does it again later."""

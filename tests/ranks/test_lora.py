@@ -101,6 +101,7 @@ def test_faults(disturb: Disturb) -> None:
             assert incident.target == 2 + 2 * index
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", [pytest.param("exception", marks=pytest.mark.long), "sigkill"])
 def test_first_step(disturb: Disturb, kind: str) -> None:
     job = disturb(3, f"{kind}@forward:rank=3,step=1", args=DROPOUT)
@@ -139,6 +140,7 @@ def test_the_base_model_is_kept_when_the_rest_of_a_recovery_fails(disturb: Distu
     assert base[1] == 0, "it came in the recovery before"
 
 
+@pytest.mark.long
 def test_checksums_and_offload(disturb: Disturb) -> None:
     args = ("checkpointless.enable_checksum=true", "checkpointless.enable_offload=true")
     job = disturb(5, "sigkill@backward:rank=2,step=2", "exception@optimizer:rank=0,step=4", args=args)
@@ -174,6 +176,7 @@ def resume(restore: Path | None = None, **more: Any) -> str:
     return f"resume={json.dumps(fields)}"
 
 
+@pytest.mark.long
 def test_pretrained_weights_are_read_at_the_first_start_only(
     disturb: Disturb, undisturbed: Callable[..., Steps], pretrained: Path
 ) -> None:
@@ -185,6 +188,7 @@ def test_pretrained_weights_are_read_at_the_first_start_only(
     assert started < float.fromhex(undisturbed(("trainer.max_steps=5",))[0][0].loss)
 
 
+@pytest.mark.long
 def test_both_holders_gone_falls_back_to_base_and_adapter_checkpoints(
     nemo_zygote: Zygote, undisturbed: Callable[..., Steps], pretrained: Path, tmp_path: Path
 ) -> None:
@@ -204,6 +208,7 @@ def test_both_holders_gone_falls_back_to_base_and_adapter_checkpoints(
     assert {place.step for place in verdict.repeated} == {4}, "it went on from the checkpoint after step 3"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "args",
     [

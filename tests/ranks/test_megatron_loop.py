@@ -82,6 +82,7 @@ def test_modules_that_no_longer_train_stay_so(train: Train) -> None:
     train(2, 6, "stills=2", "exception@forward:rank=0,step=4", "sigkill@forward:rank=1,step=6")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("precision", ["", pytest.param(" bf16=1", marks=pytest.mark.long)], ids=["fp32", "bf16"])
 def test_dense_parameters_come_from_more_ranks_than_experts(train: Train, precision: str) -> None:
     """All ranks hold the dense parameters, and ranks 1 and 3 the same experts."""

@@ -98,6 +98,7 @@ def test_a_hang_on_another_node_is_found_and_replaced(disturb_nodes: Run, kind: 
     assert incident.respawned == (2,)
 
 
+@pytest.mark.long
 def test_ranks_of_two_nodes_lost_one_after_the_other(disturb_nodes: Run) -> None:
     job = disturb_nodes("sigkill@forward:rank=0,step=4", "sigkill@recovery:rank=3,step=3")
     assert job.incidents[-1].target == 3
@@ -152,6 +153,7 @@ def test_a_coordinator_killed_and_started_again_while_the_ranks_train(
     assert any("is back" in line for line in job.said)
 
 
+@pytest.mark.long
 def test_a_node_cut_off_for_longer_than_the_limit_and_coming_back(
     disturb_nodes: Run, hosts: Network | None
 ) -> None:

@@ -62,6 +62,7 @@ def test_hsdp_in_every_phase(train: Train, kind: str) -> None:
         ]
 
 
+@pytest.mark.long
 def test_hsdp_with_tensor_parallelism(train: Train) -> None:
     """The parts of tensor-parallel ranks differ, and those of the two replicas do not."""
     job = train(WITH_TP, 8, "sigkill@backward:rank=1,step=3", "exception@forward:rank=6,step=5")
@@ -77,6 +78,7 @@ def test_both_replicas_of_a_shard_are_lost(nemo_zygote: Zygote, tmp_path: Path) 
     assert "no living rank holds the shard of ranks 1, 3" in job.said[-1]
 
 
+@pytest.mark.long
 def test_fully_sharded_with_copies_at_a_neighbor(train: Train) -> None:
     """No rank holds what another one does; exceptions cost nothing, and a rank that dies comes back from a copy."""
     job = train(FULLY_SHARDED, 8, "exception@backward:rank=2,step=3", "sigkill@forward:rank=1,step=6")

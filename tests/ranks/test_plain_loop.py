@@ -57,6 +57,7 @@ def test_a_filled_rank_has_used_its_groups_more_often_than_others(
     assert compare(undisturbed.steps, job.steps).equal
 
 
+@pytest.mark.long
 def test_ranks_that_hold_different_parts_of_the_model_are_filled_from_their_own_replicas(
     nemo_zygote: Zygote, tmp_path: Path
 ) -> None:

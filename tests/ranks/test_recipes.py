@@ -137,6 +137,7 @@ def test_without_its_block_a_recipe_is_plain_nemo(nemo_zygote: Zygote, recipe: s
         assert "checkpointless" not in rank["callbacks"]
 
 
+@pytest.mark.long
 def test_a_dry_run_is_plain_text_and_starts_nothing(nemo_zygote: Zygote, tmp_path: Path) -> None:
     argv = ["train", "tiny_moe_cpu", "--dry-run", "trainer.max_steps=7"]
     arguments = {"argv": argv, "folder": str(tmp_path)}

@@ -66,6 +66,7 @@ def test_a_loop_that_does_not_declare_is_inexact(nemo_zygote: Zygote, folder: Pa
     assert (folder / "kept" / "fault-1" / "events.jsonl").is_file()
 
 
+@pytest.mark.long
 def test_attributes_of_a_lightning_module_are_compared(nemo_zygote: Zygote, folder: Path) -> None:
     """Epochs have 6 steps, and a validation comes after every third."""
     code, said = rehearse(nemo_zygote, folder, "--steps", "14", str(SCRIPTS / "contract_lightning.py"), "clip")

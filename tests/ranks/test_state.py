@@ -29,6 +29,7 @@ EP2_FOUR_HOLDERS = (*EP2, "strategy.num_distributed_optimizer_instances=4")  # o
 CHECKSUM = ("checkpointless.enable_checksum=true",)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "args",
     [

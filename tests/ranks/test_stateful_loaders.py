@@ -26,6 +26,7 @@ def at_the_edges(kind: str) -> list[str]:
     ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("features", "kind"),
     [
@@ -91,8 +92,8 @@ def test_torchdata_where_an_epoch_begins_and_ends(
         pytest.param("own-batches,workers", marks=pytest.mark.long),
         pytest.param("own-batches,own-draws,validation", marks=pytest.mark.long),
         "own-batches,own-draws,workers",
-        "own-batches,counts,validation",
-        "own-batches,in-place",
+        pytest.param("own-batches,counts,validation", marks=pytest.mark.long),
+        pytest.param("own-batches,in-place", marks=pytest.mark.long),
         pytest.param("own-batches,counts,workers", marks=pytest.mark.long),
         pytest.param("shuffled", marks=pytest.mark.long),
         "shuffled,buffer,workers",

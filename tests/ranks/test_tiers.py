@@ -97,6 +97,7 @@ def test_one_instance_loses_no_finished_step(kept: Kept, args: tuple[str, ...]) 
         assert incident.steps_lost == (phase == "optimizer"), phase
 
 
+@pytest.mark.long
 def test_pipeline_stages(kept: Kept) -> None:
     """Megatron has groups of single stages, so ranks of different stages have made different numbers of groups."""
     faults = ("sigkill@forward:rank=0,step=3", "sigkill@backward:rank=3,step=5")
@@ -142,6 +143,7 @@ def test_a_damaged_copy_is_taken_from_its_copy_on_another_rank(kept: Kept, tmp_p
     assert "taken for missing" in job.log(0), "nobody was told"
 
 
+@pytest.mark.long
 def test_the_first_two_tiers_are_damaged(kept: Kept, tmp_path: Path) -> None:
     """Of rank 0 only the third tier has a copy, of an older step: all ranks go back to that one."""
     names = ("tests.ranks.tier_defects.DamagedMemory", "tests.ranks.tier_defects.DamagedDirectory")

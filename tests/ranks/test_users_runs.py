@@ -129,7 +129,7 @@ def test_what_was_a_lost_nodes_own_is_kept_by_another(
 @pytest.mark.parametrize(
     ("run", "where", "how"),
     [
-        pytest.param(LONG_SHORT, "setup 1", "kill", id="set-up-of-a-shorter-fit-kill"),
+        pytest.param(LONG_SHORT, "setup 1", "kill", id="set-up-of-a-shorter-fit-kill", marks=pytest.mark.long),
         pytest.param(VALIDATES, "validate 0", "raise", id="validation-after-the-first-raise"),
         *(
             pytest.param(*row, id=name, marks=pytest.mark.long)

@@ -56,12 +56,12 @@ def told(job: Job) -> list[Mapping[str, Any]]:
         pytest.param((*SMALL, *DROPOUT), marks=pytest.mark.long),  # bf16 has dropout on four replicas, too
         pytest.param((*TP2, *SMALL, *DROPOUT), marks=pytest.mark.long),  # test_worker_streams.py has such ranks
         pytest.param((*PP2, *SMALL), marks=pytest.mark.long),  # vpp-overlap has stages, too
-        (*EP2, *SMALL),
+        pytest.param((*EP2, *SMALL), marks=pytest.mark.long),
         (*BF16, *SMALL, *DROPOUT),
         pytest.param((*OVERLAP, *SMALL), marks=pytest.mark.long),
         pytest.param((*VPP, *DROPOUT), marks=pytest.mark.long),
         pytest.param((*VPP, *BF16, *DROPOUT), marks=pytest.mark.long),
-        (*VPP, *OVERLAP, *DROPOUT, "data.micro_batch_size=4"),
+        pytest.param((*VPP, *OVERLAP, *DROPOUT, "data.micro_batch_size=4"), marks=pytest.mark.long),
     ],
     ids=["dp4", "tp2", "pp2", "ep2", "bf16", "overlap", "vpp", "vpp-bf16", "vpp-overlap"],
 )
@@ -98,6 +98,7 @@ def test_datasets_are_built_once_unless_a_rank_is_made_anew(disturb: Disturb) ->
     assert sorted((job.run_dir / "setups").read_text().split()) == sorted("01" * 2)  # and after the kill
 
 
+@pytest.mark.long
 def test_data_loader_workers_stay_at_work(disturb: Disturb) -> None:
     """They do in ranks that live, as long as their dataset stays, and that do not wait for a batch just then."""
     faults = (
@@ -184,6 +185,7 @@ def test_a_callback_that_acts_before_the_restore_finds_a_new_model(
     assert len(told(job)) == 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "args", [(*PP2, *SMALL), pytest.param((*VPP, *BF16), marks=pytest.mark.long)], ids=["pp2", "vpp-bf16"]
 )
@@ -195,6 +197,7 @@ def test_stages_that_tie_their_embeddings_are_kept(disturb: Disturb, args: tuple
     assert [each["kept"] for each in told(job)] == [True] * 10, told(job)
 
 
+@pytest.mark.long
 def test_an_update_that_is_made_again_without_main_parameters(disturb: Disturb) -> None:
     """In fp32 without the distributed optimizer, the held gradients are those of the parameters themselves."""
     plain = (
@@ -213,6 +216,7 @@ def test_a_second_fault_while_the_first_is_handled(disturb: Disturb) -> None:
     assert all(each["kept"] for each in told(job))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "more", [(), pytest.param((*BF16, HOOKS), marks=pytest.mark.long)], ids=["kept", "in-old-memory"]
 )

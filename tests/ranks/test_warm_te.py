@@ -52,6 +52,7 @@ def undisturbed(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -
     return known_steps(nemo_zygote, tmp_path_factory)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "args",
     [

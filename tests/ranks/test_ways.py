@@ -97,6 +97,7 @@ def test_a_parameter_gather_that_overlaps_with_the_next_step(disturb: Disturb) -
     through_faults(disturb, "strategy.ddp.overlap_grad_reduce=true", "strategy.ddp.overlap_param_gather=true")
 
 
+@pytest.mark.long
 def test_a_step_that_only_some_ranks_have_recorded_before_a_fault(disturb: Disturb) -> None:
     """What is recorded is gathered by all ranks: also by those that have recorded the step already."""
     slow = f"callbacks.slow={{_target_: {WAYS}.slow_state.SlowToRecord, rank: 1, step: 2, seconds: 3}}"
@@ -112,6 +113,7 @@ FP8 = (
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", [(), pytest.param(TP2, marks=pytest.mark.long)], ids=["dp4", "tp2"])
 def test_scales_that_follow_from_earlier_steps(disturb: Disturb, layout: tuple[str, ...]) -> None:
     validates = ("trainer.val_check_interval=2", "trainer.limit_val_batches=1")

@@ -45,6 +45,7 @@ def test_augmentation_in_workers_is_repeated(disturb: Disturb, short_folder: Pat
     assert list(short_folder.iterdir()) == []
 
 
+@pytest.mark.long
 @pytest.mark.nemo
 @pytest.mark.parametrize(
     ("layout", "fault"),
@@ -65,6 +66,7 @@ def test_what_iterators_draw_does_not_move_the_training_streams(disturb: Disturb
     disturb(2, STEPS, *faults, args=(*NOISY, *NOISY_TRAINING, *VALIDATION))
 
 
+@pytest.mark.long
 @pytest.mark.nemo
 def test_the_seed_is_that_of_the_first_start(disturb: Disturb) -> None:
     args = ("data._target_=tests.ranks.noisy_text.ReseedingDataModule", "data.num_workers=2")
@@ -154,6 +156,7 @@ def test_single_samples_are_known_by_their_index() -> None:
     assert list(loader(Drawing(), sampler=range(5, 12), **plain)) == samples[5:]
 
 
+@pytest.mark.long
 def test_spawned_workers_draw_the_same() -> None:
     assert list(loader(Drawing(4), multiprocessing_context="spawn")) == list(loader(Drawing(4)))
 

@@ -343,6 +343,11 @@ CASES = (
 #: Each of these has another case that goes the same way.
 LONG = frozenset(
     {
+        "around the end of an epoch",
+        "counters of the global aux loss",
+        "in a fit behind a validation",
+        "one in the background, sigkill in the next step",
+        "own buffers of Megatron's",
         "a monitored checkpoint in NeMo's folder",
         "average, exception before the update",
         "checkpoints in the background, exceptions",
