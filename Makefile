@@ -19,6 +19,8 @@ BIN := .venv/bin
 GPU_PYTHON ?= $(firstword $(wildcard $(BIN)/python) python3)
 # Of that machine, for the wheels of make gpu-kit.
 GPU_VERSION ?= 3.12
+# Of its GPU, for NCCL's library: 90 for H100 and H200, 0 for none.
+GPU_ARCH ?= 90
 ONLY ?=
 RESULTS ?= build/gpu
 STAMP := .venv/.installed
@@ -68,7 +70,7 @@ dist-check: $(STAMP) ## build both, install them into an environment of their ow
 	$(BIN)/python -m tests.wheel.check --torch "$(TORCH)"
 
 gpu-kit: ## collect the wheels that make gpu needs beside torch, for a machine without a network, into build/gpu-kit
-	$(GPU_PYTHON) -m tests.gpu.kit --python $(GPU_VERSION)
+	$(GPU_PYTHON) -m tests.gpu.kit --python $(GPU_VERSION) --arch $(GPU_ARCH)
 
 gpu: ## run what needs a GPU, with its Python's torch and build/gpu-kit (25 minutes; a part of it: ONLY=part2)
 	$(GPU_PYTHON) -m tests.gpu.run --only "$(ONLY)" --results "$(RESULTS)"

@@ -17,11 +17,12 @@ import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from tests.gpu import nccl_library
 from tests.wheel.contents import FOLDERS
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "build" / "gpu-kit"
-MOST_BYTES = 60_000_000
+MOST_BYTES = 55_000_000
 MEGATRON = "megatron-core"
 #: Of the development tools, those that the tests import.
 TOOLS = ("pytest", "pytest-timeout", "hypothesis")
@@ -43,7 +44,7 @@ WITH_TORCH = frozenset(
 )
 #: The folders and files that our wheel is made of.
 SOURCES = (*FOLDERS, "pyproject.toml", "setup.py", "README.md", "LICENSE")
-_PLATFORMS = (*(f"manylinux_2_{minor}_x86_64" for minor in (28, 27, 24, 17)), "manylinux2014_x86_64")
+_PLATFORMS = (*(f"manylinux_2_{minor}_x86_64" for minor in (28, 27, 24, 18, 17)), "manylinux2014_x86_64")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -97,7 +98,7 @@ def check_size(sizes: Mapping[str, int]) -> None:
     """Check that the kit is small enough to be carried.
 
     Args:
-        sizes: of each wheel, in bytes.
+        sizes: of each file, in bytes.
 
     Raises:
         KitError: it is not.
@@ -107,7 +108,7 @@ def check_size(sizes: Mapping[str, int]) -> None:
         largest = max(sizes, key=lambda name: sizes[name])
         raise KitError(
             f"the kit has {total / 1e6:.0f} MB and may have {MOST_BYTES / 1e6:.0f}: "
-            f"the largest wheel is {largest} with {sizes[largest] / 1e6:.0f}"
+            f"the largest file is {largest} with {sizes[largest] / 1e6:.0f}"
         )
 
 
@@ -140,12 +141,13 @@ def unpack(wheel: Path, site: Path) -> None:
             target.write_bytes(archive.read(name))
 
 
-def make(folder: Path, python: str) -> list[Path]:
-    """Fill ``folder`` with wheels, and return them.
+def make(folder: Path, python: str, arch: int) -> list[Path]:
+    """Fill ``folder`` with wheels and NCCL's library, and return them.
 
     Args:
         folder: is emptied first.
         python: the version of the interpreter on the machine with the GPU, for example ``3.12``.
+        arch: that the library is for, for example 90; 0: there is to be none.
 
     Raises:
         KitError: a wheel cannot be had, or the kit is not whole, or too large.
@@ -167,8 +169,17 @@ def make(folder: Path, python: str) -> list[Path]:
     missing = lacking({each.name.partition("-")[0]: required_by(each) for each in wheels})
     if missing:
         raise KitError(f"the kit is not whole: {'; '.join(missing)}: add it to BESIDE in tests/gpu/kit.py")
-    check_size({each.name: each.stat().st_size for each in wheels})
-    return wheels
+    if arch:
+        print(f"gpu-kit: fetching {nccl_library.WHEEL}, of which little stays; about 250 MB", flush=True)
+        with tempfile.TemporaryDirectory() as name:
+            _run([*pip, "download", *chosen, *platforms, "-d", name, nccl_library.WHEEL])
+            try:
+                nccl_library.collect(next(Path(name).glob("*.whl")), arch, folder)
+            except (ValueError, OSError, subprocess.CalledProcessError) as error:
+                raise KitError(f"NCCL's library cannot be cut: {error}") from error
+    files = sorted(folder.iterdir())
+    check_size({each.name: each.stat().st_size for each in files})
+    return files
 
 
 def _list(pyproject: str, name: str) -> list[str]:
@@ -203,15 +214,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--python", default="3.12", help="of the machine with the GPU (default: 3.12)")
+    options.add_argument("--arch", type=int, default=90, help="90 for H100 and H200; 0: no NCCL (default: 90)")
     options.add_argument("--folder", type=Path, default=FOLDER, help="where the wheels go (default: build/gpu-kit)")
     chosen = options.parse_args(arguments)
     try:
-        wheels = make(chosen.folder, chosen.python)
+        files = make(chosen.folder, chosen.python, chosen.arch)
     except KitError as error:
         print(f"gpu-kit: {error}", file=sys.stderr)
         return 1
-    total = sum(each.stat().st_size for each in wheels)
-    print(f"gpu-kit: {len(wheels)} wheels, {total / 1e6:.1f} MB, in {chosen.folder}")
+    total = sum(each.stat().st_size for each in files)
+    print(f"gpu-kit: {len(files)} files, {total / 1e6:.1f} MB, in {chosen.folder}")
     return 0
 
 

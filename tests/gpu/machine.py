@@ -17,6 +17,8 @@ def machine() -> dict[str, str]:
     """Return the date, the commit, and the versions of what the results depend on, as text by name."""
     import torch
 
+    from tests.gpu import nccl_library
+
     found = {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "commit": _said("git", "-C", str(ROOT), "describe", "--always", "--dirty") or "unknown",
@@ -33,7 +35,7 @@ def machine() -> dict[str, str]:
             "GPU": torch.cuda.get_device_name(0),
             "GPUs": str(torch.cuda.device_count()),
             "GPU memory": f"{memory / 2**30:.0f} GiB",
-            "NCCL": ".".join(map(str, torch.cuda.nccl.version())),
+            "NCCL": ".".join(map(str, nccl_library.in_force())) or "none",
             "driver": _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()[0]
             if _said("nvidia-smi", "-L")
             else "unknown",

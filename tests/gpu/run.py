@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.gpu import kit, results
+from tests.gpu import kit, nccl_library, results
 from tests.wheel.contents import differing
 
 ROOT = Path(__file__).parents[2]
@@ -130,8 +130,11 @@ def command(part: Part, folder: Path, has_cuda: bool) -> list[str]:
     return [sys.executable, "-u", "-m", "pytest", *paths, *options]
 
 
-def install(folder: Path, site: Path) -> None:
+def install(folder: Path, site: Path) -> Path | None:
     """Install a kit's wheels into ``site``, without a network.
+
+    Returns:
+        NCCL's library; None if the kit has none.
 
     Raises:
         kit.KitError: our wheel is of other sources than this tree, or the kit is for another Python.
@@ -149,6 +152,7 @@ def install(folder: Path, site: Path) -> None:
     shutil.rmtree(site, ignore_errors=True)
     for wheel in wheels:
         kit.unpack(wheel, site)
+    return nccl_library.unpack(folder, site)
 
 
 def environment(site: Path | None) -> dict[str, str]:
@@ -274,13 +278,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         (folder / name).unlink(missing_ok=True)
     try:
         parts = chosen(args.only)
-        site = SITE if args.kit.is_dir() else None
+        site, nccl = SITE if args.kit.is_dir() else None, None
         if site is not None:
-            install(args.kit.resolve(), site)
+            nccl = install(args.kit.resolve(), site)
         else:
             print("gpu: there is no kit (make gpu-kit): what this Python has installed is used", flush=True)
         env = environment(site)
         has_cuda = look(folder, env)
+        if has_cuda and nccl is not None:
+            env |= {**nccl_library.SETTINGS, "LD_PRELOAD": str(nccl)}
+            look(folder, env)  # again, as the version in force is another one
     except (ValueError, kit.KitError) as error:
         print(f"gpu: {error}", file=sys.stderr)
         return 2
