@@ -57,6 +57,7 @@ PYTHONUNBUFFERED_ENV = "PYTHONUNBUFFERED"  # "1": what a rank prints is in its l
 TORCH_NCCL_ASYNC_ERROR_HANDLING_ENV = "TORCH_NCCL_ASYNC_ERROR_HANDLING"  # what torch's watchdog does at an error
 TORCH_NCCL_RETHROW_CUDA_ERRORS_ENV = "TORCH_NCCL_RETHROW_CUDA_ERRORS"  # "1": the watchdog raises errors of CUDA
 TORCH_NCCL_ENABLE_MONITORING_ENV = "TORCH_NCCL_ENABLE_MONITORING"  # "1": a slow watchdog ends the process
+TORCH_DIST_USE_NCCL2_ENV = "TORCH_DIST_USE_NCCL2"  # "0": nccl means what it meant before torch 2.15
 TORCH_NCCL_DUMP_ON_TIMEOUT_ENV = "TORCH_NCCL_DUMP_ON_TIMEOUT"  # "1": ranks tell each other to dump at a timeout
 PYTORCH_NVML_BASED_CUDA_CHECK_ENV = "PYTORCH_NVML_BASED_CUDA_CHECK"  # "1": torch asks NVML whether there is a GPU
 TORCH_NCCL_USE_COMM_NONBLOCKING_ENV = "TORCH_NCCL_USE_COMM_NONBLOCKING"  # "1": making one can be aborted

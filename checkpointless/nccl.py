@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from checkpointless.environment import (
     NCCL_NVLS_ENABLE_ENV,
+    TORCH_DIST_USE_NCCL2_ENV,
     TORCH_NCCL_ASYNC_ERROR_HANDLING_ENV,
     TORCH_NCCL_DUMP_ON_TIMEOUT_ENV,
     TORCH_NCCL_ENABLE_MONITORING_ENV,
@@ -49,6 +50,9 @@ SETTINGS: Mapping[str, Setting] = {
     TORCH_NCCL_DUMP_ON_TIMEOUT_ENV: Setting(_OFF, "a timeout of one rank ends the others"),
     TORCH_NCCL_USE_COMM_NONBLOCKING_ENV: Setting(
         _ON, "a rank that makes a communicator with a lost peer cannot be freed, and its state is lost"
+    ),
+    TORCH_DIST_USE_NCCL2_ENV: Setting(
+        _OFF, "from torch 2.15 on, nccl then means ProcessGroupNCCL2, with which no recovery has been tried"
     ),
     NCCL_NVLS_ENABLE_ENV: Setting(_OFF, "multicast over NVLink cannot be set up again after an abort"),
 }

@@ -13,8 +13,10 @@ from collections.abc import MutableMapping
 import torch
 import torch.distributed as dist
 
+from checkpointless.environment import TORCH_DIST_USE_NCCL2_ENV, own_rank
 from checkpointless.nccl import SETTINGS, is_torchruns, problem_of_version
 
+_NCCL2_SINCE = (2, 15)  # where nothing is said, nccl means ProcessGroupNCCL2
 logger = logging.getLogger(__name__)
 
 
@@ -42,7 +44,10 @@ def apply_where_there_is_nccl() -> None:
     """Call :func:`apply` for this process and look at the version of NCCL, unless this build of torch has none."""
     if not dist.is_nccl_available():
         return
+    is_ours = TORCH_DIST_USE_NCCL2_ENV not in os.environ
     apply()
+    if is_ours and own_rank() == 0 and tuple(map(int, torch.__version__.split(".")[:2])) >= _NCCL2_SINCE:
+        logger.info("nccl means torch's former ProcessGroupNCCL in this job (%s=0)", TORCH_DIST_USE_NCCL2_ENV)
     problem = problem_of_version(torch.cuda.nccl.version())
     if problem is not None:
         logger.warning("%s", problem)

@@ -60,3 +60,24 @@ def test_groups_are_made_with_these_settings_where_there_is_nccl(
 )
 def test_a_version_whose_aborts_may_deadlock_is_named(version: tuple[int, ...], is_fine: bool) -> None:
     assert (problem_of_version(version) is None) is is_fine
+
+
+@pytest.mark.parametrize(
+    ("version", "users", "said"),
+    [("2.13.0", None, 0), ("2.15.0+cu132", None, 1), ("3.0", None, 1), ("2.15.0", "0", 0)],
+)
+def test_nccl_means_what_it_meant_before_torch_2_15(
+    version: str, users: str | None, said: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", nccl_settings.__name__)
+    monkeypatch.setattr(torch, "__version__", version)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 30, 7))
+    monkeypatch.setattr(nccl_settings.dist, "is_nccl_available", lambda: True)
+    for name in SETTINGS:
+        monkeypatch.setenv(name, "to be restored")
+        monkeypatch.delenv(name)
+    if users is not None:
+        monkeypatch.setenv("TORCH_DIST_USE_NCCL2", users)
+    nccl_settings.apply_where_there_is_nccl()
+    assert nccl_settings.os.environ["TORCH_DIST_USE_NCCL2"] == "0"
+    assert [text.startswith("nccl means torch's former") for text in caplog.messages] == [True] * said
