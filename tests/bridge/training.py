@@ -78,7 +78,7 @@ class Counted(Callback):  # type: ignore[misc]
 
     def __init__(self) -> None:
         self.events: list[str] = []
-        self.mean = Value(0.0)
+        self.mean: Any = Value(0.0)
 
     def state(self) -> dict[str, Any]:
         return {"events": self.events, "mean": self.mean}

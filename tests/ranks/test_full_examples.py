@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,7 +34,7 @@ def _train(run_dir: Path, script: Path, *faults: str, record_steps: bool = False
         args = ["--steps", "13", "--checkpoints", str(run_dir / "checkpoints")]
     args += ["--tensorboard", str(run_dir / "tensorboard")]
     # In an interpreter of its own, since the tests' nursery has daemons, which may not start data-loader workers.
-    settings = {"fork_here": False, "faults": list(faults), "record_steps": record_steps}
+    settings: dict[str, Any] = {"fork_here": False, "faults": list(faults), "record_steps": record_steps}
     command = [str(script)] if script.is_relative_to(EXAMPLES) else ["stock.py", str(script)]
     job = Job(run_dir, *command, *args, nproc=ranks_of(script.stem), env=None, **settings)
     ended = job.end(LIMIT_S)
