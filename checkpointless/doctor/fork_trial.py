@@ -21,7 +21,7 @@ from checkpointless.agent.ranks import preload as preloading
 from checkpointless.agent.ranks.platforms import install_platform
 from checkpointless.agent.ranks.rank_process import Script, die_with_parent
 from checkpointless.agent.ranks.zygote import can_fork
-from checkpointless.devices.cuda_sign import cuda_sign
+from checkpointless.cuda_sign import cuda_sign
 
 _TASKS = Path("/proc/self/task")
 

@@ -19,7 +19,7 @@ from checkpointless.agent.rank_program import import_environment
 from checkpointless.agent.ranks.platforms import CPU
 from checkpointless.agent.ranks.rank_process import Script
 from checkpointless.agent.ranks.starters import zygote_env
-from checkpointless.devices.cuda_sign import TORCH_SIGN
+from checkpointless.cuda_sign import TORCH_SIGN
 from checkpointless.doctor.findings import Family, Finding, Severity
 from checkpointless.telemetry.wording import duration, plural, printable
 

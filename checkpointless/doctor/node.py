@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from checkpointless.agent.ranks.rank_process import Script
-from checkpointless.devices.health import START_S
-from checkpointless.devices.survey import DeviceSurvey
 from checkpointless.doctor import (
     clock,
     devices,
@@ -74,7 +72,6 @@ class Examination:
 def examine(
     question: Question,
     progress: Callable[[str], None],
-    look: Callable[[float], DeviceSurvey],
     environ: Mapping[str, str] | None = None,
 ) -> Examination:
     """Examine this machine.
@@ -82,24 +79,24 @@ def examine(
     Args:
         question: what it is examined for.
         progress: called with a line for people before and in whatever may take more than two seconds.
-        look: looks at the devices, within so many seconds.
         environ: environment that the ranks will have (None: that of this process).
     """
     environ = os.environ if environ is None else environ
     facts: dict[str, str] = variables.facts(environ)
-    surveys: list[DeviceSurvey] = []
+    cuda = ""
 
-    def survey() -> list[Finding]:
-        surveys.append(look(devices.LOOK_TIMEOUT_S))
-        return devices.judge(surveys[0])
+    def looked() -> tuple[Finding, ...]:
+        nonlocal cuda
+        seen = devices.read()
+        cuda = seen.cuda
+        return seen.findings
 
     def asked() -> list[Finding]:
-        driver, cuda = (surveys[0].driver_version, surveys[0].cuda_driver_version) if surveys else ("", "")
-        found = versions.read(driver, cuda, question.ask_torch)
+        found = versions.read(cuda, question.ask_torch)
         facts.update(versions.facts(found))
         return versions.judge(found)
 
-    findings = checked(Family.DEVICES, survey, START_S + devices.LOOK_TIMEOUT_S + _QUICK_S)
+    findings = checked(Family.DEVICES, looked, devices.SMI_TIMEOUT_S + _QUICK_S)
     if question.ask_torch:
         progress("asking torch for its versions, in a child process")
     findings += checked(Family.VERSIONS, asked, versions.TORCH_TIMEOUT_S + _QUICK_S)

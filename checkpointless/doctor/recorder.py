@@ -18,7 +18,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from checkpointless.agent.ranks.rank_process import die_with_parent
-from checkpointless.devices.health import look
 from checkpointless.doctor.findings import Finding
 from checkpointless.doctor.node import Question, examine
 from checkpointless.doctor.records import NodeRecord, write
@@ -90,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         cpu=options.cpu,
         ask_torch=has_driver() and not options.cpu,  # elsewhere there is no NCCL to ask for
     )
-    found = examine(question, lambda line: None, look)
+    found = examine(question, lambda line: None)
     findings: tuple[Finding, ...] = found.findings
     host, at_s = socket.gethostname(), time.time()
     record = NodeRecord(

@@ -84,11 +84,10 @@ def judge(versions: Versions) -> list[Finding]:
     ]
 
 
-def read(driver: str = "", driver_cuda: str = "", ask_torch: bool = True) -> Versions:
+def read(driver_cuda: str = "", ask_torch: bool = True) -> Versions:
     """Read the versions of this machine.
 
     Args:
-        driver: version of NVIDIA's driver, where NVML has told it; "": the kernel is asked.
         driver_cuda: newest version of CUDA that the driver supports.
         ask_torch: whether to import torch in a child process, which takes seconds and tells the versions of
             CUDA and NCCL that it uses.
@@ -106,7 +105,7 @@ def read(driver: str = "", driver_cuda: str = "", ask_torch: bool = True) -> Ver
         needed=needed,
         needed_python=python,
         torch=_torch() if ask_torch and "torch" in packages else None,
-        driver=driver or _driver(),
+        driver=_driver(),
         driver_cuda=driver_cuda,
     )
 

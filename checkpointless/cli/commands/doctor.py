@@ -122,7 +122,6 @@ def _of_run(run_dir: Path) -> list[Finding]:
 def _of_machine(options: argparse.Namespace) -> list[Finding]:
     from checkpointless.agent.launch_config import endpoint_of
     from checkpointless.agent.ranks.rank_process import Script
-    from checkpointless.devices.health import look
     from checkpointless.doctor.node import Question, examine
 
     memory: list[Finding] = []
@@ -146,7 +145,7 @@ def _of_machine(options: argparse.Namespace) -> list[Finding]:
         preload=preload,
         script=None if options.script is None else Script(options.script, (), options.module),
     )
-    return [*examine(question, say, look).findings, *memory]
+    return [*examine(question, say).findings, *memory]
 
 
 def _of_memory(options: argparse.Namespace) -> list[Finding]:

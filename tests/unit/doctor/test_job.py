@@ -195,13 +195,15 @@ def test_before_a_run_nothing_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> 
     assert time.monotonic() - began_s < 2.0
 
 
-def test_a_look_that_fails_is_a_finding(tmp_path: Path) -> None:
-    def fails(timeout_s: float) -> None:
-        raise RuntimeError("NVML is odd")
+def test_a_look_that_fails_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> None:
+        raise RuntimeError("nvidia-smi is odd")
+
+    monkeypatch.setattr("checkpointless.doctor.devices.read", fails)
 
     question = Question(ask_torch=False, run_dir=tmp_path)
-    found = examine(question, lambda line: None, fails, {})  # type: ignore[arg-type]
+    found = examine(question, lambda line: None, {})
     failed = [each for each in found.findings if each.is_to_change]
-    assert [each.seen for each in failed] == ["the check failed: RuntimeError: NVML is odd"]
+    assert [each.seen for each in failed] == ["the check failed: RuntimeError: nvidia-smi is odd"]
     families = {each.family for each in found.findings}
     assert families == set(Family) - {Family.MEMORY, Family.NODES}

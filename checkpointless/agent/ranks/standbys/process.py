@@ -20,7 +20,7 @@ from checkpointless.agent.ranks.platforms import install_platform
 from checkpointless.agent.ranks.preload import preload, prepare
 from checkpointless.agent.ranks.rank_process import Script, die_with_parent, process_parser
 from checkpointless.agent.ranks.standbys.place import SPOILED, become_rank, say, wait_for_place
-from checkpointless.devices.cuda_sign import INIT_SIGN, cuda_sign
+from checkpointless.cuda_sign import INIT_SIGN, cuda_sign
 from checkpointless.posix.background import low_priority
 
 

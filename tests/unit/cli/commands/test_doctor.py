@@ -11,9 +11,9 @@ import pytest
 
 from checkpointless.agent import launch as launch_module
 from checkpointless.cli import main
-from checkpointless.devices import health
-from checkpointless.devices.survey import NO_DRIVER, Device, DeviceSurvey, Problem, ProblemKind
-from checkpointless.doctor import storage, versions
+from checkpointless.doctor import devices, storage, versions
+from checkpointless.doctor.devices import Devices
+from checkpointless.doctor.findings import Family, Finding, Severity
 from checkpointless.doctor.records import write
 from checkpointless.doctor.versions import Torch
 from checkpointless.nccl import SETTINGS
@@ -25,7 +25,7 @@ def _healthy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Be on a machine without a GPU, and do not import torch."""
     for name in SETTINGS:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(health, "look", lambda timeout_s: DeviceSurvey(error=NO_DRIVER))
+    monkeypatch.setattr(devices, "has_driver", lambda: False)
     monkeypatch.setattr(versions, "_torch", lambda: Torch("2.13.0"))
 
 
@@ -49,8 +49,8 @@ def test_a_healthy_machine_has_nothing_to_change(shown: Callable[..., str]) -> N
 def test_what_is_wrong_comes_first_with_what_to_do(
     shown: Callable[..., str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    lost = Device(3, "GPU-x", "H100", "0:0", (Problem(ProblemKind.LOST, "NVML says that it is lost", True),))
-    monkeypatch.setattr(health, "look", lambda timeout_s: DeviceSurvey((lost,), "570.1", "12.8"))
+    lost = Finding(Family.DEVICES, Severity.ERROR, "GPU 3 is lost")
+    monkeypatch.setattr(devices, "read", lambda: Devices("12.8", (lost,)))
     monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
     text = shown(1, "--run-dir", str(tmp_path / "new"))
     rows = [line for line in text.splitlines() if line.startswith("│")]
