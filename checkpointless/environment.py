@@ -8,7 +8,8 @@ from pathlib import Path
 # Set by the user, before a job starts.
 TOKEN_ENV = "CHECKPOINTLESS_TOKEN"  # secret that the agents of a job share, at least 16 characters; not for ranks
 CPU_ENV = "CHECKPOINTLESS_CPU"  # "1": Megatron-core and NeMo train on CPUs; else they do not
-DEVICE_GUARD_ENV = "CHECKPOINTLESS_DEVICE_GUARD"  # "1": agents ask NVML before a rank is started again
+DEVICE_CHECK_ENV = "CHECKPOINTLESS_DEVICE_CHECK"  # command that is run before a rank is started again
+DEVICE_CHECK_TIMEOUT_ENV = "CHECKPOINTLESS_DEVICE_CHECK_TIMEOUT"  # seconds that it may take; default: 30
 EAGER_INIT_ENV = "CHECKPOINTLESS_EAGER_INIT"  # "1": NCCL's communicators are made with the groups, by splitting
 FLIGHT_RECORDS_ENV = "CHECKPOINTLESS_FLIGHT_RECORDS"  # "active" or "all": collectives kept at a fault
 LAUNCH_AHEAD_ENV = "CHECKPOINTLESS_LAUNCH_AHEAD"  # how many layers launches may run ahead of the GPU; default: 8
@@ -73,10 +74,6 @@ TORCH_DISTRIBUTED_DEBUG_ENV = "TORCH_DISTRIBUTED_DEBUG"  # "DETAIL": every group
 
 # Read by Python: where temporary files are.
 TMPDIR_ENV = "TMPDIR"  # path of a folder; default: /tmp
-
-# Read by CUDA, when a process uses it first.
-CUDA_VISIBLE_DEVICES_ENV = "CUDA_VISIBLE_DEVICES"  # which devices a process sees, and in which order
-CUDA_DEVICE_ORDER_ENV = "CUDA_DEVICE_ORDER"  # "PCI_BUS_ID": devices are counted as NVML counts them
 
 # Set by SageMaker HyperPod's agent for its ranks.
 HYPERPOD_SOCKET_ENV = "HYPERPOD_ELASTICAGENT_SOCKET_SERVER_PATH"  # path of the agent's socket

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from checkpointless.agent.ranks.device_check import DEFAULT_DEVICE_CHECK_TIMEOUT_S, DeviceCheck
 from checkpointless.agent.ranks.script_end import DEFAULT_EXIT_GRACE_S
 from checkpointless.coordinator.hangs.policy import Heartbeat
 from checkpointless.coordinator.hosting import Meeting
@@ -27,6 +28,7 @@ _LIMITS = (
     "join_timeout_s",
     "term_grace_s",
     "exit_grace_s",
+    "device_check_timeout_s",
 )
 
 
@@ -71,13 +73,16 @@ class LaunchConfig:
             for all nodes.
         term_grace_s: how many seconds the ranks have to end once the job was told to end, or has failed.
         exit_grace_s: how many seconds a rank's process may be idle once its script, or else its block, has ended.
+        device_check: command that is run before a rank's process is started again, and that exits with 0 if the
+            rank's device may be used ("": none).
+        device_check_timeout_s: how many seconds it may take, less than ``regroup_timeout_s``.
         http_port: port on which health, status and metrics are served over HTTP (0: any free port; None: they are
             not served).
         http_host: address to which the HTTP port is bound.
         job: name of the job, for its metrics (default: that of the script).
 
     Raises:
-        ValueError: a value is out of range, or the script does not exist.
+        ValueError: a value is out of range, or the script or the device check does not exist.
     """
 
     nproc_per_node: int
@@ -110,6 +115,8 @@ class LaunchConfig:
     join_timeout_s: float = DEFAULT_JOIN_TIMEOUT_S
     term_grace_s: float = DEFAULT_TERM_GRACE_S
     exit_grace_s: float = DEFAULT_EXIT_GRACE_S
+    device_check: str = ""
+    device_check_timeout_s: float = DEFAULT_DEVICE_CHECK_TIMEOUT_S
     http_port: int | None = None
     http_host: str = DEFAULT_HTTP_HOST
     job: str = ""
@@ -138,6 +145,11 @@ class LaunchConfig:
     def logs(self) -> Path:
         """The directory of the logs."""
         return self.log_dir or self.run_dir / "logs"
+
+    @property
+    def check(self) -> DeviceCheck | None:
+        """The device check (None: none)."""
+        return DeviceCheck.of(self.device_check, self.device_check_timeout_s) if self.device_check else None
 
     @property
     def own_ranks(self) -> range:
@@ -169,6 +181,10 @@ class LaunchConfig:
         if self.max_incidents is not None and self.max_incidents < 0:
             raise ValueError(f"max_incidents must be 0 or more, not {self.max_incidents}")
         _check_http_port(self.http_port)
+        limit_s, regroup_s = self.device_check_timeout_s, self.regroup_timeout_s
+        if self.check is not None and limit_s >= regroup_s:
+            said = f"{limit_s:g} s must be less than --regroup-timeout, {regroup_s:g} s"
+            raise ValueError(f"--device-check-timeout, {said}")
         if self.module:
             if not _module_exists(self.script):
                 raise ValueError(f"there is no module {self.script!r}")

@@ -24,6 +24,7 @@ from checkpointless.wire.node_messages import (
     Command,
     End,
     JobOver,
+    Joined,
     NodeMessage,
     RankInexact,
     Searching,
@@ -248,7 +249,7 @@ class GuestLink(Link):
             elif agent.ranks:
                 self._channel.send(agent.standing())
             elif agent.joined:
-                self._channel.send(agent.joining())
+                self._channel.send(Joined())
 
     def _open(self, joining: Joining) -> Channel:
         self._where = joining.where

@@ -12,7 +12,7 @@ from checkpointless.agent.beat_watch import BeatWatch
 from checkpointless.agent.exit_watch import ExitWatch
 from checkpointless.agent.generation_store import GenerationStore
 from checkpointless.agent.launch_config import DEFAULT_TERM_GRACE_S
-from checkpointless.agent.ranks.device_guard import DeviceGuard
+from checkpointless.agent.ranks.device_check import DeviceCheck
 from checkpointless.agent.ranks.known_job import KnownJob
 from checkpointless.agent.ranks.local_rank import EXIT_GRACE_S, LocalRank
 from checkpointless.agent.ranks.process_keeper import ProcessKeeper
@@ -35,7 +35,6 @@ from checkpointless.wire.node_messages import (
     Discard,
     End,
     JobOver,
-    Joined,
     Kill,
     Leaving,
     NodeMessage,
@@ -71,7 +70,7 @@ class NodeAgent:
         say: called with each line for the terminal.
         clock: clock of the times given to :meth:`tick`; it should stand still while this process does not run, so
             that ranks are not blamed for what the agent did not see.
-        guard: knows which devices of this node must not be used; None if the ranks use none.
+        device_check: what is run before a rank is started again (None: nothing).
         warm_spares: how many standbys to keep.
         term_grace_s: how many seconds the ranks have to end once the job has ended.
         exit_grace_s: how many seconds a process may be idle that has only to end.
@@ -97,7 +96,7 @@ class NodeAgent:
         events: EventLog,
         say: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
-        guard: DeviceGuard | None = None,
+        device_check: DeviceCheck | None = None,
         warm_spares: int = 0,
         term_grace_s: float = DEFAULT_TERM_GRACE_S,
         exit_grace_s: float = DEFAULT_EXIT_GRACE_S,
@@ -127,7 +126,7 @@ class NodeAgent:
             say=say,
             clock=clock,
             on_lost=self._leave,
-            guard=guard,
+            device_check=device_check,
             warm_spares=warm_spares,
         )
         self._exits = ExitWatch(exit_grace_s, heartbeat.ceiling_s(0.0), self._processes.signal, say)
@@ -314,10 +313,6 @@ class NodeAgent:
             self._exits.elsewhere = command.rank
         elif isinstance(command, End):
             self.end(command)
-
-    def joining(self) -> Joined:
-        """Return what says that this node can start processes."""
-        return self._processes.joined()
 
     def standing(self) -> Standing:
         """Return what a coordinator that has just begun needs to know of the ranks that run here."""

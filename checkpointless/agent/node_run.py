@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import selectors
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -14,7 +13,6 @@ from checkpointless.agent.launch_config import LaunchConfig
 from checkpointless.agent.links import Link
 from checkpointless.agent.node import NodeAgent
 from checkpointless.agent.rank_program import RankProgram
-from checkpointless.agent.ranks.device_guard import DeviceGuard
 from checkpointless.agent.ranks.local_rank import LocalRank
 from checkpointless.agent.ranks.output import Output
 from checkpointless.agent.ranks.platforms import PlatformMissingError
@@ -23,7 +21,6 @@ from checkpointless.agent.server import serve
 from checkpointless.agent.watch import Watch
 from checkpointless.coordinator.coordinator import FAILED
 from checkpointless.coordinator.hangs.policy import Heartbeat
-from checkpointless.environment import DEVICE_GUARD_ENV, YES
 from checkpointless.posix.awake_clock import AwakeClock
 from checkpointless.telemetry.event_names import EventName
 from checkpointless.telemetry.events import EventLog
@@ -93,12 +90,6 @@ class NodeRun:
         self._output.start()  # not earlier: an agent that is not admitted must leave the logs alone
         return self._serve(self._agent(link), link)
 
-    def _guard(self) -> DeviceGuard | None:
-        if self._config.cpu or os.environ.get(DEVICE_GUARD_ENV) != YES:
-            return None
-        environment = {**os.environ, **self._program.environment}
-        return DeviceGuard(environment, self._config.nproc_per_node, clock=self._clock)
-
     def _agent(self, link: Link) -> NodeAgent:
         return NodeAgent(
             index=self._config.node_rank,
@@ -113,7 +104,7 @@ class NodeRun:
             events=self._events,
             say=self._say,
             clock=self._clock,
-            guard=self._guard(),
+            device_check=self._config.check,
             warm_spares=self._config.warm_spares,
             term_grace_s=self._config.term_grace_s,
             exit_grace_s=self._config.exit_grace_s,

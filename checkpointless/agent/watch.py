@@ -92,7 +92,7 @@ class Watch:
             incident=agent.incident,
             respawns=self._tally.respawns,
             from_standbys=self._tally.from_standbys,
-            device_problems=dict(self._tally.device_problems),
+            device_checks_failed=self._tally.device_checks_failed,
             exit_code=None if agent.outcome is None else agent.outcome.code,
             ranks=ranks,
             job=None if coordinator is None else self._job(coordinator),

@@ -16,6 +16,7 @@ from checkpointless.cli.fault_specs import add_fault_option, fault_specs
 from checkpointless.cli.output import say, say_worst
 from checkpointless.cli.run_directory import RUNS_DIR, new_run_dir
 from checkpointless.cli.values import UsageError, both, count, nbytes, nodes, ranks, seconds
+from checkpointless.environment import DEVICE_CHECK_ENV, DEVICE_CHECK_TIMEOUT_ENV
 from checkpointless.telemetry.log_level import LEVELS, LOG_LEVEL_ENV, apply_log_level
 from checkpointless.telemetry.wording import plural
 
@@ -36,6 +37,11 @@ _WARM_SPARES_HELP = (
     "processes per node that have imported what ranks need and wait to take a dead rank's place, at most one per "
     "rank (default: 0; --spares is about nodes)"
 )
+_DEVICE_CHECK_HELP = (
+    "command that is run on the node before a rank's process is started again (not at its first start), with the "
+    "rank's environment; unless it exits with 0, the device is given up (default: no check)"
+)
+_DEVICE_CHECK_TIMEOUT_HELP = "seconds that it may take, less than --regroup-timeout (default: 30)"
 
 _LOG_BYTES_HELP = (
     "size of a rank's log (1048576, 1024K, 1M): four files, of which the oldest is deleted when they are full "
@@ -81,6 +87,9 @@ def add_job_options(parser: argparse.ArgumentParser, default_ranks: str = "1") -
     add("--log-bytes", type=nbytes, default=1 << 30, metavar="N", help=_LOG_BYTES_HELP)
     add("--log-level", choices=tuple(LEVELS), help="how much ranks and agent log (default: warning; debug: all)")
     add("--warm-spares", type=count, default=0, metavar="N", help=_WARM_SPARES_HELP)
+    add("--device-check", default=os.environ.get(DEVICE_CHECK_ENV, ""), metavar="CMD", help=_DEVICE_CHECK_HELP)
+    limit_s = os.environ.get(DEVICE_CHECK_TIMEOUT_ENV) or None
+    add("--device-check-timeout", type=seconds, default=limit_s, metavar="S", help=_DEVICE_CHECK_TIMEOUT_HELP)
     add("--strict", action="store_true", help=_STRICT_HELP)
     add("--term-grace", *both("--shutdown-timeout"), type=seconds, metavar="S", help=_TERM_GRACE_HELP)
     add("--exit-grace", type=seconds, metavar="S", help=_EXIT_GRACE_HELP)
@@ -157,8 +166,9 @@ def _configured(options: argparse.Namespace, program: Program, more: Mapping[str
     from checkpointless.wire.handshake import TOKEN_ENV
 
     settings = coordination_settings(options)
-    graces = {"term_grace_s": options.term_grace, "exit_grace_s": options.exit_grace}
-    settings |= {name: value for name, value in graces.items() if value is not None}
+    limits = {"term_grace_s": options.term_grace, "exit_grace_s": options.exit_grace}
+    limits["device_check_timeout_s"] = options.device_check_timeout
+    settings |= {name: value for name, value in limits.items() if value is not None}
     if options.log_level is not None:
         os.environ[LOG_LEVEL_ENV] = options.log_level  # the ranks inherit it
         apply_log_level()
@@ -178,6 +188,7 @@ def _configured(options: argparse.Namespace, program: Program, more: Mapping[str
             faults=tuple(options.faults),
             record_steps=options.record_steps,
             strict=options.strict,
+            device_check=options.device_check,
             job=program.name,
             script=program.script,
             script_args=program.script_args,

@@ -83,12 +83,11 @@ def restart_table(comparison: Comparison) -> Table:
 
 
 def device_table(report: Report) -> Table:
-    """Return a table of what was wrong with devices, and what was done about it."""
-    table = Table("node", "device", "what was wrong", "done", title="devices", title_justify="left")
+    """Return a table of the device checks that failed, and what was done about it."""
+    table = Table("node", "rank", "why", "done", title="device checks that failed", title_justify="left")
     for each in report.devices:
-        what = wording.printable(each.what, _LONGEST_CAUSE)
-        done = ", ".join(each.remedies) if each.is_fatal else "a warning"
-        table.add_row(str(each.node), wording.printable(each.device, _LONGEST_CAUSE), what, done)
+        row = (each.node, str(each.rank), each.why, each.remedy)
+        table.add_row(*(wording.printable(text, _LONGEST_CAUSE) for text in row))
     return table
 
 

@@ -166,7 +166,7 @@ class Coordinator:
             case Alive():
                 pass
             case Joined():
-                self._membership.joined(node, message.bad_device)
+                self._membership.joined(node)
             case Standing():
                 self._takeover.standing(node, message)
             case StoreOpened():

@@ -28,8 +28,8 @@ class Node:
         back_by_s: until when it had to come back, on the coordinator's clock; if it is gone again before it has
             said what its ranks do, it has no longer than that.
         speaks_by_s: until when a node that is back has to say so, on the coordinator's clock.
-        tried: devices, and the ranks of which a process was started on them although they are bad, with the
-            incarnation of the process and the highest committed step of that time.
+        tried: the ranks of which a process was started although their device is bad, with its incarnation and the
+            highest committed step of that time.
     """
 
     index: int
@@ -41,7 +41,7 @@ class Node:
     is_back: bool = False
     back_by_s: float = 0.0
     speaks_by_s: float = 0.0
-    tried: dict[tuple[str, int], tuple[int, int]] = field(default_factory=dict)
+    tried: dict[int, tuple[int, int]] = field(default_factory=dict)
 
 
 @dataclass
@@ -105,7 +105,7 @@ class Roster:
     def fell_back(self, step: int) -> None:
         """Note that the job resumes after ``step``, earlier than what was committed."""
         for node in self.nodes:
-            node.tried = {key: (number, min(after, step)) for key, (number, after) in node.tried.items()}
+            node.tried = {rank: (number, min(after, step)) for rank, (number, after) in node.tried.items()}
 
     def put_in_place(self, node: Node, index: int) -> None:
         """Give ``node`` the number ``index`` and the ranks that belong to it."""

@@ -22,7 +22,7 @@ from prometheus_client.registry import Collector
 from checkpointless.monitoring.accounting import Account
 from checkpointless.monitoring.durations import Durations
 from checkpointless.monitoring.measured import Measured
-from checkpointless.monitoring.snapshot import FATAL, OUTSIDE, WARNING, JobNames, JobStatus, Snapshot
+from checkpointless.monitoring.snapshot import OUTSIDE, JobNames, JobStatus, Snapshot
 from checkpointless.wire.rank_state import RankState
 
 __all__ = ["CONTENT_TYPE", "render"]
@@ -89,11 +89,10 @@ _OF_NODE: tuple[Metric[Snapshot], ...] = (
         lambda now: now.from_standbys,
     ),
     Metric(
-        "device_problems",
+        "device_checks_failed",
         _COUNTER,
-        "What was wrong with devices of this node.",
-        lambda now: {FATAL: 0, WARNING: 0, **now.device_problems},
-        "severity",
+        "Device checks that failed on this node.",
+        lambda now: now.device_checks_failed,
     ),
 )
 _OF_RANKS: tuple[Metric[Measured], ...] = (

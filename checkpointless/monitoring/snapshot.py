@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 RECOVERY_BUCKETS_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 OUTSIDE = -1  # in place of a node's number: a coordinator in a separate process is no node
 STALE_S = 5.0  # a loop that has not turned for this long counts as stuck
-FATAL, WARNING = "fatal", "warning"
 _RUNGS = tuple(rung.label for rung in Rung)
 _NO_RECOVERIES = Durations.none(RECOVERY_BUCKETS_S)
 
@@ -132,7 +131,7 @@ class Snapshot:
         incident: the incident that the ranks are being brought together for (None: none).
         respawns: how many processes were started in place of dead ones.
         from_standbys: how many of these had waited as standbys, of those that have come to their block.
-        device_problems: how many fatal problems and how many warnings were found with devices of this node.
+        device_checks_failed: how many device checks have failed on this node.
         exit_code: the job's exit code (None: the job has not ended).
         job: the whole job; None where the coordinator does not run.
     """
@@ -145,7 +144,7 @@ class Snapshot:
     incident: str | None = None
     respawns: int = 0
     from_standbys: int = 0
-    device_problems: Mapping[str, int] = field(default_factory=dict)
+    device_checks_failed: int = 0
     exit_code: int | None = None
     ranks: tuple[RankStatus, ...] = ()
     job: JobStatus | None = None
@@ -181,7 +180,7 @@ class Tally:
         respawns, from_standbys: see :class:`Snapshot`.
         steps_lost: see :class:`JobStatus`.
         given_up: see :class:`JobStatus`.
-        device_problems: see :class:`Snapshot`.
+        device_checks_failed: see :class:`Snapshot`.
     """
 
     incidents: int = 0
@@ -193,7 +192,7 @@ class Tally:
     from_standbys: int = 0
     steps_lost: int = 0
     given_up: int = 0
-    device_problems: Counter[str] = field(default_factory=Counter)
+    device_checks_failed: int = 0
 
     def event(self, stage: EventName, edge: str, incident: str | None, fields: Mapping[str, Any]) -> None:
         """Count an event; of several ``detect`` events of an incident, the last knows best how it came about."""
@@ -201,8 +200,8 @@ class Tally:
             self.respawns += 1
         elif stage == EventName.RESPAWN:
             self.from_standbys += fields["standby"]
-        elif stage == EventName.DEVICE:
-            self.device_problems[FATAL if fields["is_fatal"] else WARNING] += 1
+        elif stage == EventName.DEVICE_CHECK:
+            self.device_checks_failed += bool(fields["why"])
         elif stage == EventName.BAD_DEVICE:
             self.given_up += fields["remedy"] == "give_up"
         elif stage == EventName.DETECT and incident is not None:

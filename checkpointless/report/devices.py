@@ -1,4 +1,4 @@
-"""What was wrong with the devices of a run's nodes, and what was done about it, as its events say."""
+"""Which devices must not be used, by the user's check, and what was done about it, as the events of a run say."""
 
 from __future__ import annotations
 
@@ -10,35 +10,31 @@ from checkpointless.telemetry.events import Event
 
 
 @dataclass(frozen=True)
-class DeviceTrouble:
-    """One thing that was wrong with a device of a node.
+class BadDevice:
+    """A device check that failed.
 
     Attributes:
-        node: number of the node, as its agent was started.
-        device: the device, for people.
-        what: what was wrong with it.
-        is_fatal: whether it must not be used.
-        remedies: what was done because of the device: ``give_up`` (a spare took the node's place), ``try`` (a
-            process was started on it once more) and ``end`` (the job ended).
+        node: number of the node in the job, as the coordinator wrote it.
+        rank: the rank that was to be started.
+        why: how the check failed.
+        remedy: what was done: ``give_up`` (a spare took the node's place) or ``try`` (the rank was started).
     """
 
-    node: int
-    device: str
-    what: str
-    is_fatal: bool
-    remedies: tuple[str, ...] = ()
+    node: str
+    rank: int | None
+    why: str
+    remedy: str
 
 
-def device_troubles(events: Sequence[Event]) -> tuple[DeviceTrouble, ...]:
-    """Return what was wrong with devices, in the order in which it was found."""
-    remedies: dict[str, list[str]] = {}
-    for event in events:
-        if event.stage == EventName.BAD_DEVICE:
-            remedies.setdefault(str(event.fields.get("device")), []).append(str(event.fields.get("remedy")))
-    found = []
-    for event in sorted(events, key=lambda event: event.ts):
-        if event.stage == EventName.DEVICE:
-            device, is_fatal = str(event.fields.get("device")), bool(event.fields.get("is_fatal"))
-            done = tuple(remedies.get(device, ())) if is_fatal else ()
-            found.append(DeviceTrouble(event.node, device, str(event.fields.get("what")), is_fatal, done))
-    return tuple(found)
+def bad_devices(events: Sequence[Event]) -> tuple[BadDevice, ...]:
+    """Return the device checks that failed, in their order."""
+    return tuple(
+        BadDevice(
+            str(event.fields.get("node_number")),
+            event.rank,
+            str(event.fields.get("why")),
+            str(event.fields.get("remedy")),
+        )
+        for event in sorted(events, key=lambda event: event.ts)
+        if event.stage == EventName.BAD_DEVICE
+    )

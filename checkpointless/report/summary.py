@@ -11,7 +11,7 @@ from datetime import datetime, timezone
 from statistics import median
 from typing import Any
 
-from checkpointless.report.devices import DeviceTrouble, device_troubles
+from checkpointless.report.devices import BadDevice, bad_devices
 from checkpointless.report.ettr import TimeAccount, account, milestones, step_time_s
 from checkpointless.report.failed_saves import FailedSave, failed_saves
 from checkpointless.report.incidents import IncidentSummary, Outcome, summarize
@@ -109,7 +109,7 @@ class Report:
         stages: times of the stages over all incidents, in the order of the stages.
         spent: what the run's time was spent on; None without events.
         comparison: what restarts from a checkpoint would have cost; None without events.
-        devices: what was wrong with devices.
+        devices: the device checks that failed.
         failed_saves: checkpoints on storage that could not be saved.
     """
 
@@ -118,7 +118,7 @@ class Report:
     stages: tuple[StageFigures, ...] = ()
     spent: TimeAccount | None = None
     comparison: Comparison | None = None
-    devices: tuple[DeviceTrouble, ...] = ()
+    devices: tuple[BadDevice, ...] = ()
     failed_saves: tuple[FailedSave, ...] = ()
 
     @property
@@ -199,7 +199,7 @@ def build_report(
         lines_left_out=lines_left_out,
     )
     return Report(
-        run, incidents, _stage_figures(incidents), spent, comparison, device_troubles(events), failed_saves(events)
+        run, incidents, _stage_figures(incidents), spent, comparison, bad_devices(events), failed_saves(events)
     )
 
 

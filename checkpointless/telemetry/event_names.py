@@ -17,7 +17,7 @@ class EventName(str, enum.Enum):
     STACK = "stack"  # where the main thread of a rank that hangs is
     ADOPT = "adopt"  # a new coordinator has taken over the job in progress
     BACK = "back"  # a node that was not connected is connected again
-    DEVICE = "device"  # something is wrong with a device of a node
+    DEVICE_CHECK = "device_check"  # a rank is to be started again, and its device has passed the check, or not
     BAD_DEVICE = "bad_device"  # a rank's device must not be used, and what is done about it
     STANDBY = "standby"  # a standby process of a node waits, or is no more and was not used
     TRAINED = "trained"  # a rank has made its last step

@@ -14,7 +14,7 @@ import msgspec
 from checkpointless.wire.causes import Cause
 from checkpointless.wire.plain import Int
 
-PROTOCOL_VERSION: Final = 5
+PROTOCOL_VERSION: Final = 6
 MAX_MESSAGE_BYTES = 256 * 1024
 _SHORTENED = "[... shortened ...]"
 _LEAST_CHARACTERS = 1024  # a shorter text is not shortened
@@ -38,7 +38,7 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         v: the version of the protocol.
     """
 
-    v: Literal[5] = PROTOCOL_VERSION
+    v: Literal[6] = PROTOCOL_VERSION
 
     @property
     def type(self) -> str:

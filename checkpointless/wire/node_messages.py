@@ -60,13 +60,7 @@ class SilentRank(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 
 
 class Joined(Message, frozen=True, tag="joined"):
-    """The node can start processes now.
-
-    Attributes:
-        bad_device: a device of the node's ranks that must not be used, and why, in one line ("": none is known).
-    """
-
-    bad_device: str = ""
+    """The node can start processes now."""
 
 
 class Standing(Message, frozen=True, tag="standing"):
@@ -181,13 +175,11 @@ class DeviceBad(Message, frozen=True, tag="device"):
 
     Attributes:
         incarnation: incarnation of the process that was asked for.
-        device: the device, for people.
-        why: what is wrong with it, in one line.
+        why: how its device check has failed, in one line.
     """
 
     rank: Int
     incarnation: Int
-    device: str
     why: str
 
 

@@ -1,57 +1,44 @@
-"""Test real jobs in which the device of a killed rank turns bad; a module on the path plays NVML."""
+"""Test real jobs with a device check, which a rank that was killed passes or does not."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from checkpointless.environment import DEVICE_GUARD_ENV, YES
-from checkpointless.faults.ledger import FAULTS_DIR, fired
+from checkpointless.faults.ledger import fired
 from checkpointless.report.verify import compare
 from checkpointless.telemetry.event_names import EventName
 from checkpointless.telemetry.events import read_events
 from checkpointless.telemetry.steps import read_steps
 from tests.ranks.agent_job import Job
-from tests.ranks.test_agent_nodes import NPROC, Nodes
+from tests.ranks.test_agent_nodes import Nodes
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
 
-FAKE = Path(__file__).parents[1] / "fake_nvml"
+SCRIPT = "plain_batch_norm.py"
 STEPS = 8
 FAULT = "sigkill@before_optimizer:rank=2,step=4"
-BAD = "the driver wants a reset"
+WHY = "the device check exited with 1: a row of rank 2 is bad"
 
 
-class NodesWithDevices(Nodes):
-    """A job whose nodes have two devices each; device 0 of node 1 turns bad when the fault is injected.
+class CheckedNodes(Nodes):
+    """A job of two nodes of two ranks each; node 1's device check fails, those of the others note what they see.
 
     Args:
-        folder: folder of the files that say what NVML says.
-        monkeypatch: sets the environment of the agents.
+        folder: folder of the check.
     """
 
-    def __init__(
-        self, run_dir: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, *faults: str, **options: Any
-    ) -> None:
-        self._folder, self._monkeypatch = folder, monkeypatch
-        monkeypatch.setenv("PYTHONPATH", str(FAKE))
-        monkeypatch.setenv(DEVICE_GUARD_ENV, YES)
-        options |= {"script": "plain_batch_norm.py", "record_steps": True, "faults": faults}
+    def __init__(self, run_dir: Path, folder: Path, *faults: str, **options: Any) -> None:
+        self.seen = folder / "seen"
+        self._check = folder / "check.sh"
+        self._check.write_text('[ "$1" = 1 ] && echo "a row of rank $RANK is bad" && exit 1; echo "$RANK" >> "$2"')
+        options |= {"script": SCRIPT, "record_steps": True, "faults": faults, "device_check_timeout_s": 15.0}
         super().__init__(run_dir, 2, str(STEPS), **options)
 
     def start(self, node: int, **options: Any) -> Job:
-        devices: list[dict[str, Any]] = [
-            {"uuid": f"GPU-{node}-{n}", "name": "H100", "recovery": 0} for n in range(NPROC)
-        ]
-        if node == 1:
-            devices[0] |= {"when": str(self.run_dir / FAULTS_DIR), "then": {"recovery": 1}}
-        path = self._folder / f"nvml-{node}-{len(list(self._folder.glob('nvml-*')))}.json"
-        path.write_text(json.dumps({"devices": devices}))
-        self._monkeypatch.setenv("FAKE_NVML", str(path))
-        return super().start(node, **options)
+        return super().start(node, device_check=f"sh '{self._check}' {node} '{self.seen}'", **options)
 
 
 def bad_devices(run_dir: Path) -> list[tuple[Any, ...]]:
@@ -62,37 +49,41 @@ def bad_devices(run_dir: Path) -> list[tuple[Any, ...]]:
     ]
 
 
-def test_a_spare_takes_the_place_of_a_node_whose_device_turned_bad(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    undisturbed = NodesWithDevices(tmp_path / "undisturbed", tmp_path, monkeypatch)
+def checks(run_dir: Path) -> list[tuple[int | None, int, str]]:
+    """The rank, the agent's node and the outcome of each check."""
+    events = read_events(run_dir)
+    return [(each.rank, each.node, each.fields["why"]) for each in events if each.stage == EventName.DEVICE_CHECK]
+
+
+def test_a_spare_takes_the_place_of_a_node_whose_device_does_not_pass(tmp_path: Path) -> None:
+    undisturbed = CheckedNodes(tmp_path / "undisturbed", tmp_path)
     assert [ended.code for ended in undisturbed.end()] == [0, 0]
+    assert not undisturbed.seen.exists(), "no first start is checked"
 
     run_dir = tmp_path / "run"
-    nodes = NodesWithDevices(run_dir, tmp_path, monkeypatch, FAULT, spares=1)
+    nodes = CheckedNodes(run_dir, tmp_path, FAULT, spares=1)
     first, given_up, spare = nodes.end()
     assert (first.code, spare.code) == (0, 0), first.err + spare.err
     assert fired(run_dir) == {FAULT: 1}
     assert given_up.code == 1
-    assert f"of rank 2 must not be used: {BAD}" in given_up.err
-    assert "node 1 is given up for a spare: GPU 0 (H100, GPU-1-0) of rank 2" in first.err
+    assert f"rank 2: {WHY}" in given_up.err
+    assert f"node 1 is given up for a spare: the device of rank 2 must not be used: {WHY}" in first.err
     assert bad_devices(run_dir) == [(2, 1, "give_up")]
-    respawned = [
-        (event.rank, event.node)
-        for event in read_events(run_dir)
-        if event.stage == EventName.RESPAWN and event.edge == "begin"
-    ]
-    assert sorted(respawned) == [(2, 2), (3, 2)]  # by the spare's agent, none by that of node 1
+    assert sorted(nodes.seen.read_text().split()) == ["2", "3"]
+    assert sorted(checks(run_dir)) == [(2, 1, WHY), (2, 2, ""), (3, 2, "")]
     verdict = compare(read_steps(tmp_path / "undisturbed"), read_steps(run_dir))
     assert verdict.equal, verdict.sentence
     assert verdict.steps == STEPS
 
 
-@pytest.mark.long
-def test_without_a_spare_the_device_is_used_once_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_dir = tmp_path / "run"
-    nodes = NodesWithDevices(run_dir, tmp_path, monkeypatch, FAULT)
-    first, second = nodes.end()
-    assert (first.code, second.code) == (0, 0), first.err + second.err
-    assert "rank 2 is started on it once more" in first.err
-    assert bad_devices(run_dir) == [(2, 1, "try")]
+@pytest.mark.parametrize("passes", [True, False])
+def test_without_a_spare_the_rank_is_started_with_a_warning_unless_its_device_passes(
+    tmp_path: Path, passes: bool
+) -> None:
+    command = f"sh -c 'echo a row of rank $RANK is bad; exit {int(not passes)}'"
+    job = Job(tmp_path / "run", SCRIPT, str(STEPS), faults=(FAULT,), device_check=command)
+    ended = job.end()
+    assert ended.code == 0, ended.err
+    assert checks(job.run_dir) == [(2, 0, "" if passes else WHY)]
+    assert bad_devices(job.run_dir) == ([] if passes else [(2, 0, "try")])
+    assert ("rank 2 is started on it once more" in ended.err) is not passes

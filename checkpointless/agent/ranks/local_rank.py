@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from checkpointless.agent.ranks.output import Printed
 from checkpointless.agent.ranks.rank_link import RankLink
-from checkpointless.wire.board import NO_STEP, Board
+from checkpointless.wire.board import Board
 from checkpointless.wire.messages import AgentMessage
 from checkpointless.wire.node_messages import RankEnded
 from checkpointless.wire.rank_state import RankState
@@ -50,9 +50,6 @@ class LocalRank:
         handed_over: whether the process has handed its state to its successor.
         beats: the beats of the generation.
         started_at_s: when the living process was started, on the monotonic clock.
-        local: the rank within this node.
-        last_words: the reason or message that the living process gave in this generation for leaving its block.
-        began_after: the last committed optimizer step on the board when the living process was started.
         ended: how the last process ended, once it has.
         was_standby: whether the living process had waited as a standby.
         is_cut_off: whether the process is killed because it does not end.
@@ -72,9 +69,6 @@ class LocalRank:
     handed_over: bool = False
     beats: Beats = field(default_factory=Beats)
     started_at_s: float = 0.0
-    local: int = 0
-    last_words: str = ""
-    began_after: int = NO_STEP
     ended: RankEnded | None = None
     was_standby: bool = False
     is_cut_off: bool = False
@@ -95,7 +89,7 @@ class LocalRank:
         Args:
             now_s: the current time on the agent's clock.
         """
-        self.state, self.last_words = RankState.RUNNING, ""
+        self.state = RankState.RUNNING
         beat = self.board.read().beat
         self.beats = Beats(beat, beat, now_s)
 

@@ -9,8 +9,7 @@ import socket
 import time
 from collections.abc import Callable
 
-from checkpointless.agent.ranks.device_guard import DeviceGuard
-from checkpointless.agent.ranks.held_spawns import HeldSpawns
+from checkpointless.agent.ranks.device_check import DeviceCheck, DeviceChecks
 from checkpointless.agent.ranks.known_job import KnownJob
 from checkpointless.agent.ranks.local_rank import LocalRank
 from checkpointless.agent.ranks.rank_link import RankLink
@@ -27,8 +26,7 @@ from checkpointless.agent.ranks.starters import (
     Starter,
     StarterLostError,
 )
-from checkpointless.devices.evidence import blames_device
-from checkpointless.environment import FAULT_AT_ENV, INCARNATION_ENV, LOCAL_RANK_ENV, TORCHELASTIC_RUN_ID_ENV
+from checkpointless.environment import FAULT_AT_ENV, INCARNATION_ENV, TORCHELASTIC_RUN_ID_ENV
 from checkpointless.posix.signals import ENDING, is_default
 from checkpointless.telemetry.event_names import EventName
 from checkpointless.telemetry.wording import numbered
@@ -56,7 +54,7 @@ class ProcessKeeper:
         say: called with each line for the terminal.
         clock: clock of the times after which a process is killed.
         on_lost: called with the reason when no process can be started any more.
-        guard: knows which devices must not be used; None if the ranks use none.
+        device_check: what is run before a rank is started again (None: nothing).
         warm_spares: how many standbys to keep.
 
     Attributes:
@@ -79,7 +77,7 @@ class ProcessKeeper:
         say: Callable[[str], None],
         clock: Callable[[], float],
         on_lost: Callable[[str], None],
-        guard: DeviceGuard | None = None,
+        device_check: DeviceCheck | None = None,
         warm_spares: int = 0,
     ) -> None:
         self.ranks: dict[int, LocalRank] = {}
@@ -97,11 +95,9 @@ class ProcessKeeper:
         self._say = say
         self._clock = clock
         self._on_lost = on_lost
-        self._guard = guard
-        self._held = HeldSpawns(job, guard, report, say, clock)
+        self._checks = DeviceChecks(job, device_check, report, say, clock)
         self._standbys = StandbyUpkeep(job, warm_spares, say, clock)
         self._next: dict[int, Spawn] = {}  # to be started when the living process of the rank has ended
-        self._is_ready = False
         self._killed_at_s: dict[int, float] = {}  # by rank, while its process has not ended
         self._told_of: set[int] = set()  # signals that ranks have no handlers for
         if starter.readable is not None:
@@ -112,11 +108,10 @@ class ProcessKeeper:
         return [rank for rank in self.ranks.values() if rank.state is not RankState.GONE]
 
     def hear(self) -> None:
-        """Take what has happened to processes and devices since the last call."""
+        """Take what has happened to processes and device checks since the last call."""
         if self._starter_lost:
             return
-        self._join_when_ready()
-        for spawn in self._held.released():
+        for spawn in self._checks.passed():
             self._start(self.ranks[spawn.rank], spawn)
         if any(rank.link is None for rank in self.alive()):  # nobody else would say that it has ended
             self._starter.ask()
@@ -165,29 +160,29 @@ class ProcessKeeper:
                 self._on_exit(rank, item.code)
 
     def spawn(self, spawn: Spawn) -> None:
-        """Start a process of a rank, once its device has been looked at if it had a process before.
+        """Start a process of a rank, once its device has passed the check if it had a process before.
 
         If the rank's last process lives, it is killed first: the coordinator counts on the new one only.
         """
-        if spawn.anyway and not self._held.is_of(spawn):
+        held = self._checks.held(spawn.rank)
+        if spawn.anyway and held != spawn.incarnation:
             logger.info("rank %d: nothing holds its process %d any more", spawn.rank, spawn.incarnation)
             return
         if spawn.rank not in self.ranks:
             self.ranks[spawn.rank] = self._make_rank(spawn.rank)
         rank, job = self.ranks[spawn.rank], self._job
-        if rank.state is not RankState.GONE and not self._held.has(rank.number):
+        if rank.state is not RankState.GONE and held is None:
             self._replace(rank, spawn)
             return
         rank.incarnation = spawn.incarnation
         job.generation = max(job.generation, spawn.generation - 1)  # a spare's agent has seen no generation yet
         job.incident = spawn.incident or None
         job.run_id = spawn.env.get(TORCHELASTIC_RUN_ID_ENV, "")
-        rank.local = int(spawn.env.get(LOCAL_RANK_ENV, "0"))
         rank.state, rank.pid, rank.kill_at_s = RankState.STARTING, None, None
         rank.said_hello, rank.forgiven, rank.ended, rank.was_standby = False, False, None, False
         rank.is_cut_off = rank.handed_over = False
         rank.board.set_exit_code(None)
-        if not self._held.hold(spawn, rank.local):
+        if not self._checks.hold(spawn, {**self._rank_env, **spawn.env}):
             self._start(rank, spawn)
 
     def _start(self, rank: LocalRank, spawn: Spawn) -> None:
@@ -204,8 +199,7 @@ class ProcessKeeper:
         self._starter.start(order, Descriptors(rank.log.begin(), theirs.fileno(), rank.board.fd))
         theirs.close()
         rank.link = RankLink(rank.number, ours, self._selector, lambda: self._hear_rank(rank))
-        rank.started_at_s, rank.last_words = time.monotonic(), ""
-        rank.began_after = rank.board.read().committed
+        rank.started_at_s = time.monotonic()
 
     def _replace(self, rank: LocalRank, spawn: Spawn) -> None:
         """Start a process once the rank's living process has ended."""
@@ -216,7 +210,7 @@ class ProcessKeeper:
 
     def report_again(self) -> None:
         """Report anew what a coordinator may not have heard of: bad devices, and how processes ended."""
-        self._held.report_again()
+        self._checks.report_again()
         for rank in self.ranks.values():
             if rank.ended is not None:
                 self._report(rank.ended)
@@ -226,7 +220,7 @@ class ProcessKeeper:
         for rank in self.alive():
             rank.send(Ending())
         for rank in self.alive():
-            if self._held.drop(rank.number):
+            if self._checks.drop(rank.number):
                 rank.state = RankState.GONE
             elif rank.pid is not None:
                 self._starter.signal(rank.pid, number)
@@ -267,7 +261,7 @@ class ProcessKeeper:
         rank.kill_at_s = None
         if rank.state is RankState.GONE or rank.number in self._killed_at_s:
             return
-        if self._held.drop(rank.number):  # there is no process, and it does not come
+        if self._checks.drop(rank.number):  # there is no process, and it does not come
             self._ended(rank, -signal.SIGKILL, was_started=False)
         elif rank.pid is None:
             self._killed_at_s[rank.number] = self._clock()
@@ -304,8 +298,7 @@ class ProcessKeeper:
 
     def close(self) -> None:
         """Kill and reap the remaining processes, and release all resources."""
-        if self._guard is not None:
-            self._guard.close()
+        self._checks.close()
         self._starter.close()
         for rank in self.ranks.values():
             rank.close()
@@ -325,20 +318,8 @@ class ProcessKeeper:
             self._unwatch_starter()
             self._starter.close()
             self._starter = self._fresh_starter()
-        self._is_ready = True
-        self._join_when_ready()
-
-    def _join_when_ready(self) -> None:
-        """Report that processes can be started, as soon as it is known which devices there are."""
-        if not self._is_ready or self.can_start or (self._guard is not None and not self._guard.has_begun):
-            return
         self.can_start = True
-        self._held.tell_of_begin()
-        self._report(self.joined())
-
-    def joined(self) -> Joined:
-        """Return what says that this node can start processes."""
-        return Joined(self._held.bad_at_begin)
+        self._report(Joined())
 
     def _on_exit(self, rank: LocalRank, code: int) -> None:
         self._hear_rank(rank)  # take what it said before it ended
@@ -348,11 +329,6 @@ class ProcessKeeper:
             code = scripts  # nothing of the script was cut off
         self.failures += code != 0
         lines = rank.log.last_lines() if code != 0 else []
-        if self._guard is not None and not self._job.finished and self._job.outcome is None:
-            blames = code not in (0, -signal.SIGKILL) and blames_device("\n".join([rank.last_words, *lines]))
-            # After a fallback to storage the board shows an earlier step than before.
-            self._guard.note_end(rank.local, blames, rank.board.read().committed != rank.began_after)
-            self._guard.begin_look(rank.local)  # meanwhile the others abort
         self._ended(rank, code, lines)
         self._spawn_next(rank)
 
@@ -416,7 +392,7 @@ class ProcessKeeper:
     def _join_when_empty(self) -> None:
         if self.is_discarding and not self.alive():
             self.is_discarding = False
-            self._report(self.joined())
+            self._report(Joined())
 
     def _hear_rank(self, rank: LocalRank) -> None:
         if rank.pid is None:

@@ -92,7 +92,6 @@ class RankReports:
         elif message.generation != self._job.generation or rank.state not in (*IN_BLOCK, RankState.LEAVING):
             logger.info("rank %d: %s of generation %d is stale", rank.number, message.type, message.generation)
         elif isinstance(message, FaultReport):
-            rank.last_words = message.cause.message
             self._trouble(rank, msgspec.structs.replace(message.cause, rank=rank.number))
         elif isinstance(message, Inexact):
             self._report(RankInexact(rank.number, message.generation, message.reason))
@@ -115,7 +114,7 @@ class RankReports:
         self._is_ready(rank)
 
     def _on_replace(self, rank: LocalRank, message: Replace) -> None:
-        rank.forgiven, rank.last_words, rank.handed_over = True, message.reason, message.handed_over
+        rank.forgiven, rank.handed_over = True, message.handed_over
         rank.kill_at_s = self._clock() + EXIT_GRACE_S
         if rank.state in IN_BLOCK:
             step = rank.board.read().making

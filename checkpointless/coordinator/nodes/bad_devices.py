@@ -89,7 +89,7 @@ class BadDevices:
         is_meant = rank.state is RankState.STARTING and rank.incarnation == message.incarnation
         if not is_meant or job.phase is not Phase.GATHERING:
             return
-        tried, tried_after = node.tried.get((message.device, rank.number), (-1, -1))
+        tried, tried_after = node.tried.get(rank.number, (-1, -1))
         if tried == message.incarnation:
             self._processes.start_anyway(rank)  # the answer may be lost, and one that comes twice is ignored
             return
@@ -99,13 +99,12 @@ class BadDevices:
             is_last_holder=is_last_holder(node, job.roster.ranks, job.roster.fresh),
             was_tried=tried >= 0 and job.high_water <= tried_after,
         )
-        why = f"{message.device} of rank {rank.number} must not be used: {message.why}"
+        why = f"the device of rank {rank.number} must not be used: {message.why}"
         job.incidents.emit(
             EventName.BAD_DEVICE,
             "point",
             rank=rank.number,
             node_number=node.index,
-            device=message.device,
             why=message.why,
             remedy=chosen.value,
         )
@@ -113,7 +112,7 @@ class BadDevices:
             job.say(f"node {node.index} is given up for a spare: {why}")
             self._membership.give_up(node, why)
         else:
-            node.tried[message.device, rank.number] = message.incarnation, job.high_water
+            node.tried[rank.number] = message.incarnation, job.high_water
             todo = "is started on it once more" if tried < 0 else "is started on it again: add a spare node"
             job.say(f"node {node.index} cannot be given up: {why}; rank {rank.number} {todo}")
             self._processes.start_anyway(rank)

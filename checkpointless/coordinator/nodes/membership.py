@@ -73,22 +73,8 @@ class Membership:
             roster.put_in_place(node, index)
         return node
 
-    def joined(self, node: Node, bad_device: str = "") -> None:
-        """Note that the agent of ``node`` can start processes.
-
-        Args:
-            bad_device: what is wrong with a device of the node ("": nothing is known to be). With it, a node waits
-                for no place, so that a node that was given up does not come back as if it were in order; and a node
-                that comes into a job that has begun leaves its place to a spare that is ready. If nobody else is
-                there, it is taken: the device may work yet.
-        """
-        is_wanted = self._roster.is_in_place(node) or self._vacant() is not None
-        has_spare = self._job.phase is not Phase.JOINING and any(each.joined for each in self._roster.spares)
-        if bad_device and (has_spare or not is_wanted):
-            self._job.say(f"a node is sent away: {bad_device}")
-            node.send(End(FAILED, [f"this node is not taken into the job: {bad_device}"]))
-            self.lose_for_good(node, bad_device)
-            return
+    def joined(self, node: Node) -> None:
+        """Note that the agent of ``node`` can start processes."""
         if node.is_back and not self.begin_anew(node, "its agent was started anew"):
             return
         node.joined = True

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from checkpointless.agent.node import NodeAgent
-from checkpointless.agent.ranks.device_guard import DeviceGuard
+from checkpointless.agent.ranks.device_check import DeviceCheck
 from checkpointless.agent.ranks.local_rank import LocalRank
 from checkpointless.agent.ranks.output import Printed
 from checkpointless.agent.ranks.starters import Descriptors, Exited, News, Order, Ready, Started, Starter
@@ -60,7 +60,7 @@ class CommandedNode:
     Args:
         folder: where the ranks' logs are written.
         heartbeat_timeout_s: how long a rank may show no progress (None: without end).
-        guard: knows which devices must not be used.
+        device_check: what is run before a rank is started again.
         clock: the agent's clock.
         warm_spares: how many standbys to keep.
     """
@@ -69,7 +69,7 @@ class CommandedNode:
         self,
         folder: Path,
         heartbeat_timeout_s: float | None = None,
-        guard: DeviceGuard | None = None,
+        device_check: DeviceCheck | None = None,
         clock: Callable[[], float] = time.monotonic,
         warm_spares: int = 0,
     ) -> None:
@@ -90,7 +90,7 @@ class CommandedNode:
             events=EventLog(None),
             say=self.printed.append,
             clock=clock,
-            guard=guard,
+            device_check=device_check,
             warm_spares=warm_spares,
         )
 

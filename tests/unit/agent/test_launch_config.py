@@ -26,6 +26,8 @@ TOKEN = "t" * 32
         ({"max_incidents": -1}, "max_incidents"),
         ({"warm_spares": -1}, "warm spares must be from 0 to 2, one per rank of the node, not -1"),
         ({"warm_spares": 3}, "warm spares must be from 0 to 2, one per rank of the node, not 3"),
+        ({"device_check": "no-such-program"}, "there is no such program"),
+        ({"device_check": "true", "regroup_timeout_s": 30.0}, "30 s must be less than --regroup-timeout, 30 s"),
         ({"http_port": -1}, "HTTP port"),
         ({"http_port": 65536}, "HTTP port"),
         ({"script": "nowhere.py"}, "no script 'nowhere.py'"),

@@ -113,7 +113,7 @@ def test_the_metrics_are_those_of_the_snapshot() -> None:
         ("30.0", "0.0"),
     ] + [(bound, "1.0") for bound in ("60.0", "120.0", "300.0", "600.0", "+Inf")]
     assert (found["steps_lost_total", ""], found["nodes_given_up_total", ""]) == (3, 1)
-    assert (found["device_problems_total", "fatal"], found["device_problems_total", "warning"]) == (1, 0)
+    assert found["device_checks_failed_total", ""] == 1
     assert found["job_nodes", "absent"] == found["job_nodes", "joined"] == found["job_spares", ""] == 1
     assert found["job_ranks", "gone"] == 1
 
@@ -126,7 +126,7 @@ def test_what_is_not_known_has_no_sample() -> None:
         "ranks",
         "respawns_total",
         "respawns_from_standbys_total",
-        "device_problems_total",
+        "device_checks_failed_total",
     }
     assert json.loads(get(pages_of(Snapshot(1)), "/status")[1])["job"] is None
 
@@ -198,11 +198,11 @@ def test_an_incident_is_counted_when_the_ranks_are_together_again_and_by_its_las
     assert (tally.recoveries.counts[-1], tally.recoveries.seconds) == (1, 0.07)
     assert {rung: found.counts[-1] for rung, found in tally.rungs.items() if found.counts[-1]} == {"process": 1}
     assert tally.steps_lost == 2
-    for is_fatal in (True, False, False):
-        tally.event(EventName.DEVICE, "point", "2", {"is_fatal": is_fatal})
+    for why in ("", "the device check exited with 1"):
+        tally.event(EventName.DEVICE_CHECK, "point", "2", {"why": why})
     for remedy in ("try", "give_up"):
         tally.event(EventName.BAD_DEVICE, "point", "2", {"remedy": remedy})
-    assert (dict(tally.device_problems), tally.given_up) == ({"fatal": 1, "warning": 2}, 1)
+    assert (tally.device_checks_failed, tally.given_up) == (1, 1)
 
 
 def test_the_snapshot_is_replaced_a_few_times_per_second(monkeypatch: pytest.MonkeyPatch) -> None:

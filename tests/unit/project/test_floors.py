@@ -24,7 +24,6 @@ FLOORS = {
     "kernels": 0,
     "nccl": 0,
     "patches": 0,
-    "devices": 0,
     "cuda_sign": 0,
     "environment": 0,
     "posix": 0,
@@ -60,7 +59,6 @@ STANDARD_LIBRARY_ONLY = (
     "kernels",
     "nccl",
     "patches",
-    "devices",
     "cuda_sign",
     "environment",
     "posix",
@@ -69,7 +67,6 @@ STANDARD_LIBRARY_ONLY = (
     "coordinator",
     "faults",
 )
-NVML_ASKER = f"{PACKAGE}.devices.nvml_process"  # it runs in a process of its own, and only where pynvml is
 TYPED_MESSAGES = (
     "wire",
     "coordinator",
@@ -191,8 +188,6 @@ def test_the_engine_knows_no_framework(module: str) -> None:
 @pytest.mark.parametrize("module", [module for module in MODULES if part_of(module) in STANDARD_LIBRARY_ONLY])
 def test_what_runs_outside_of_ranks_uses_the_standard_library_only(module: str) -> None:
     allowed = {*sys.stdlib_module_names, PACKAGE, *(("msgspec",) if part_of(module) in TYPED_MESSAGES else ())}
-    if module == NVML_ASKER:
-        allowed.add("pynvml")
     found = {name for name in imports(module) if name.partition(".")[0] not in allowed}
     assert not found, f"{module} imports {', '.join(sorted(found))}"
 

@@ -115,7 +115,7 @@ FIELDS += (
     "spec",
     "path",
     "peak_growth_bytes",
-    "is_fatal",
+    "is_final",
     "nproc",
 )
 

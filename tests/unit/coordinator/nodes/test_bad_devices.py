@@ -7,15 +7,15 @@ import itertools
 import pytest
 
 from checkpointless.coordinator.nodes.bad_devices import Remedy, remedy
-from checkpointless.wire.node_messages import Begin, DeviceBad, End, Holding, Joined, Progress, RankEnded, Spawn
+from checkpointless.wire.node_messages import Begin, DeviceBad, End, Holding, Progress, RankEnded, Spawn
 from tests.unit.messaged_job import Job
 
-WHY = "the driver wants a reset"
+WHY = "the device check exited with 1: no"
 
 
 def bad(job: Job, rank: int) -> None:
     """Have the node of the rank refuse to start its next process."""
-    job.tell(rank, DeviceBad(rank, job.coordinator.ranks[rank].incarnation, "GPU 0 (H100, GPU-a)", WHY))
+    job.tell(rank, DeviceBad(rank, job.coordinator.ranks[rank].incarnation, WHY))
 
 
 def commits(job: Job, step: int) -> None:
@@ -43,14 +43,14 @@ def test_with_a_spare_the_node_is_given_up() -> None:
     bad(job, 2)
     ends = job.take(End)
     assert [(node, end.code) for node, end in ends] == [(1, 1)]
-    assert ends[0][1].last_words == [f"GPU 0 (H100, GPU-a) of rank 2 must not be used: {WHY}"]
+    assert ends[0][1].last_words == [f"the device of rank 2 must not be used: {WHY}"]
     assert job.coordinator.nodes[1] is spare
     assert {each[1:] for each in spawns(job)} == {(2, 1, False), (2, 2, False), (3, 1, False)}
-    assert "node 1 is given up for a spare: GPU 0 (H100, GPU-a) of rank 2" in job.said[-2]
+    assert "node 1 is given up for a spare: the device of rank 2 must not be used" in job.said[-2]
     job.ready(*job.ranks)
     assert [node for node, _ in job.take(Begin)] == [0, 1]
     job.sent.clear()
-    job.hear(given_up, DeviceBad(2, 2, "GPU 0", WHY))  # it is no part of the job any more
+    job.hear(given_up, DeviceBad(2, 2, WHY))  # it is no part of the job any more
     assert job.sent == []
 
 
@@ -114,48 +114,9 @@ def test_a_report_of_an_earlier_process_is_ignored() -> None:
     job.join(-1)
     job.ends(2)
     job.sent.clear()
-    job.tell(2, DeviceBad(2, 0, "GPU 0", WHY))
-    job.tell(3, DeviceBad(3, 0, "GPU 0", WHY))  # its process lives
+    job.tell(2, DeviceBad(2, 0, WHY))
+    job.tell(3, DeviceBad(3, 0, WHY))  # its process lives
     assert job.sent == []
-
-
-def test_a_machine_with_a_bad_device_is_no_spare() -> None:
-    job = Job().begin()
-    spare = job.admit(-1)
-    job.hear(spare, Joined("GPU 0: the driver wants a reset"))
-    assert [end.last_words for _, end in job.take(End)] == [
-        ["this node is not taken into the job: GPU 0: the driver wants a reset"]
-    ]
-    assert job.coordinator.spares == []
-
-
-def test_it_does_not_take_the_place_that_it_lost_but_may_begin_a_job() -> None:
-    job = Job()
-    nodes = [job.admit(index) for index in (0, 1)]
-    for node in nodes:
-        job.hear(node, Joined("GPU 0: a row of memory could not be remapped"))
-    job.ready(*job.ranks)
-    assert [node for node, _ in job.take(Begin)] == [0, 1]
-    job.lose(nodes[1], "it was given up")
-    again = job.admit(1)
-    spare = job.join(-1)
-    job.hear(again, Joined("GPU 0: a row of memory could not be remapped"))
-    assert again.lost
-    assert job.coordinator.nodes[1] is spare
-    job.ready(*job.ranks)
-    assert len(job.take(Begin)) == 4
-
-
-def test_without_a_spare_a_node_of_the_job_comes_back_with_its_bad_device() -> None:
-    job = Job().begin()
-    job.lose(job.coordinator.nodes[1], "its machine was started anew")
-    again = job.admit(1)
-    job.hear(again, Joined("GPU 0: a row of memory could not be remapped"))
-    assert not again.lost
-    assert {each[1:] for each in spawns(job)} == {(2, 1, False), (3, 1, False)}
-    job.sent.clear()
-    bad(job, 2)
-    assert spawns(job) == [(1, 2, 1, True)]
 
 
 def test_a_device_that_has_worked_since_is_tried_again() -> None:
@@ -231,15 +192,6 @@ def test_a_process_that_was_never_started_is_not_stillborn() -> None:
         ended = RankEnded(2, rank.incarnation, -9, True, 3, 4, "rank-2.log", [], was_started=False)
         job.tell(2, RankEnded(2, 0, -9, False, 3, 4, "rank-2.log", []) if rank.incarnation == 0 else ended)
     assert job.outcome is None
-
-
-def test_a_machine_with_a_bad_device_takes_a_place_for_which_there_is_no_other() -> None:
-    job = Job().begin()
-    job.lose(job.coordinator.nodes[1], "its machine was started anew")
-    node = job.admit(-1)
-    job.hear(node, Joined("GPU 0: a row of memory could not be remapped"))
-    assert job.coordinator.nodes[1] is node
-    assert {each[1:] for each in spawns(job)} == {(2, 1, False), (3, 1, False)}
 
 
 def test_the_device_is_tried_when_there_is_a_store_again() -> None:

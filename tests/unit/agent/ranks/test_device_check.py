@@ -1,0 +1,222 @@
+"""Test the device check with real processes, under an agent whose ranks are not real."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from checkpointless.agent.ranks.device_check import REPORT_AGAIN_S, DeviceCheck
+from checkpointless.posix.process_state import ProcessLook
+from checkpointless.wire.node_messages import DeviceBad, End, Kill, NodeMessage, RankEnded, Spawn
+from checkpointless.wire.rank_state import RankState
+from tests.unit.agent.commanded_node import CommandedNode
+
+
+class CheckedNode(CommandedNode):
+    """Represents the agent of rank 0, whose first process runs, with a shell script as its device check."""
+
+    def __init__(self, folder: Path, script: str, timeout_s: float = 60.0) -> None:
+        self.later_s = 0.0
+        path = folder / "check.sh"
+        path.write_text(f"cd '{folder}'\n{script}\n")
+        check = DeviceCheck.of(f"sh '{path}'", timeout_s)
+        super().__init__(folder, device_check=check, clock=lambda: time.monotonic() + self.later_s)
+        self.until(lambda: self.agent.joined)
+        self.spawn(0)
+        self.until(lambda: self.is_started)
+
+    @property
+    def is_started(self) -> bool:
+        return self.agent.ranks[0].pid is not None
+
+    @property
+    def reports(self) -> list[NodeMessage]:
+        return [message for message in self.said if isinstance(message, DeviceBad)]
+
+    def spawn(self, incarnation: int, anyway: bool = False) -> None:
+        env = {"RANK": "0", "LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": "5"}
+        self.agent.obey(Spawn(0, incarnation, 0, "1", env, anyway))
+
+    def replace(self, incarnation: int = 1) -> None:
+        """Have the process end, and another one asked for."""
+        self.ends(0)
+        self.spawn(incarnation)
+
+    def until(self, holds: Callable[[], bool]) -> None:
+        deadline_s = time.monotonic() + 20
+        while not holds():
+            assert time.monotonic() < deadline_s
+            self.tick()
+            time.sleep(0.005)
+
+
+Make = Callable[..., CheckedNode]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    made: list[CheckedNode] = []
+
+    def make_node(script: str, **more: float) -> CheckedNode:
+        made.append(CheckedNode(tmp_path, script, **more))
+        return made[-1]
+
+    yield make_node
+    for node in made:
+        node.agent.close()
+        node.selector.close()
+    assert psutil.Process().children() == [], "every check is reaped"
+
+
+def pids(path: Path, count: int) -> list[int]:
+    """Return what a check has written of its processes, once it has."""
+    deadline_s = time.monotonic() + 20
+    while not path.exists() or len(path.read_text().split()) < count:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+    return [int(word) for word in path.read_text().split()]
+
+
+def are_dead(found: list[int]) -> bool:
+    """Whether processes have ended; a child of a check is reaped by whoever adopts it."""
+    return all(ProcessLook.at(pid).letter in (0, *b"ZX") for pid in found)
+
+
+def test_only_a_process_after_the_first_is_checked_with_the_environment_of_its_rank(
+    make: Make, tmp_path: Path
+) -> None:
+    node = make('echo "$RANK $LOCAL_RANK $CUDA_VISIBLE_DEVICES" >> seen')
+    assert not (tmp_path / "seen").exists()
+    node.replace()
+    assert not node.is_started
+    assert node.agent.ranks[0].state is RankState.STARTING
+    node.until(lambda: node.is_started)
+    assert (tmp_path / "seen").read_text() == "0 0 5\n"
+    assert (node.reports, node.printed) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("script", "how"),
+    [
+        ("exit 1", "exited with 1"),
+        ("echo fine; echo 'row 3 is bad' >&2; echo; exit 7", "exited with 7: row 3 is bad"),
+        ("kill -SEGV $$", "was killed by SIGSEGV"),
+        ("yes much | head -c 1000000; printf 'the last'; exit 2", "exited with 2: the last"),
+        ("printf '\\377\\033[31mred\\n'; exit 3", "exited with 3: �\\x1b[31mred"),
+    ],
+)
+def test_a_rank_is_not_started_if_the_check_fails_unless_it_is_said_so(make: Make, script: str, how: str) -> None:
+    node = make(script)
+    node.replace()
+    node.until(lambda: bool(node.reports))
+    assert node.reports == [DeviceBad(0, 1, f"the device check {how}")]
+    assert node.printed == [f"rank 0: the device check {how}"]
+    for _ in range(5):
+        node.tick()
+    assert not node.is_started
+    assert len(node.reports) == 1
+    node.spawn(1, anyway=True)
+    node.until(lambda: node.is_started)
+
+
+def test_at_its_limit_a_check_is_killed_with_its_children_and_the_loop_goes_on(make: Make, tmp_path: Path) -> None:
+    script = "sleep 100 & echo $! > pids; setsid sleep 100 & echo $! >> pids; echo waits; echo $$ >> pids; wait"
+    node = make(script, timeout_s=60.0)
+    node.replace()
+    found = pids(tmp_path / "pids", 3)
+    began_s = time.monotonic()
+    for _ in range(20):
+        node.tick()
+    assert time.monotonic() - began_s < 5
+    assert not node.is_started
+    node.later_s += 60.0
+    node.until(lambda: bool(node.reports))
+    assert node.printed == ["rank 0: the device check was not over within 60 s: waits"]
+    node.until(lambda: are_dead(found))
+
+
+def test_what_a_check_leaves_behind_is_killed_and_not_waited_for(make: Make, tmp_path: Path) -> None:
+    node = make("sleep 100 & echo $! > pids; exit 0")
+    node.replace()
+    node.until(lambda: node.is_started)
+    node.until(lambda: are_dead(pids(tmp_path / "pids", 1)))
+
+
+def test_each_start_has_a_check_of_its_own(make: Make, tmp_path: Path) -> None:
+    node = make("echo >> runs; test $(wc -l < runs) -ne 2")
+    node.replace(1)
+    node.until(lambda: node.is_started)
+    node.replace(2)
+    node.until(lambda: bool(node.reports))
+    assert node.reports == [DeviceBad(0, 2, "the device check exited with 1")]
+    node.spawn(3)
+    node.until(lambda: node.is_started)
+    assert (tmp_path / "runs").read_text() == "\n\n\n"
+
+
+def test_a_failed_check_is_reported_again_until_there_is_an_answer(make: Make) -> None:
+    node = make("exit 1")
+    node.replace()
+    node.until(lambda: len(node.reports) == 1)
+    node.agent.standing()  # to a coordinator that has not heard of it
+    node.until(lambda: len(node.reports) == 2)
+    node.later_s += REPORT_AGAIN_S
+    node.until(lambda: len(node.reports) == 3)
+    assert len(node.printed) == 1, "it is run, and said, once"
+
+
+def test_a_rank_that_is_killed_during_its_check_has_ended_with_it(make: Make, tmp_path: Path) -> None:
+    node = make("echo $$ > pids; exec sleep 100")
+    node.replace()
+    found = pids(tmp_path / "pids", 1)
+    node.agent.obey(Kill(0, 1, -1))
+    assert isinstance(node.said[-1], RankEnded)
+    assert (node.said[-1].forgiven, node.said[-1].was_started) == (True, False)
+    assert node.agent.ranks[0].state is RankState.GONE
+    node.until(lambda: are_dead(found))
+    node.spawn(1, anyway=True)  # an answer that comes too late
+    assert not node.is_started
+
+
+def test_a_check_ends_with_the_job(make: Make, tmp_path: Path) -> None:
+    node = make("echo $$ > pids; exec sleep 100")
+    node.replace()
+    found = pids(tmp_path / "pids", 1)
+    node.agent.end(End(1, ["it is over"]))
+    assert node.agent.alive() == []
+    node.until(lambda: are_dead(found))
+
+
+def test_a_check_that_cannot_be_run_any_more_says_nothing_of_the_device(tmp_path: Path) -> None:
+    program = tmp_path / "check"
+    program.write_text("#!/bin/sh\nexit 0\n")
+    program.chmod(0o755)
+    node = CommandedNode(tmp_path, device_check=DeviceCheck.of(str(program), 60.0))
+    node.tick()
+    node.agent.obey(Spawn(0, 0, 0, "", {}))
+    node.tick()
+    program.unlink()
+    node.ends(0)
+    node.agent.obey(Spawn(0, 1, 0, "1", {}))
+    node.tick()
+    assert node.agent.ranks[0].pid is not None
+    assert node.printed[0].startswith("rank 0 is started without a device check, which cannot be run: [Errno 2]")
+    node.agent.close()
+    node.selector.close()
+
+
+def test_a_command_is_divided_as_in_a_shell() -> None:
+    assert DeviceCheck.of("sh -c 'exit 1'", 30.0) == DeviceCheck(("sh", "-c", "exit 1"), 30.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [("no-such-program -x", "there is no such program"), (" ", "no such"), ("sh -c 'exit", "No closing quotation")],
+)
+def test_a_command_that_is_not_there_is_refused(text: str, why: str) -> None:
+    with pytest.raises(ValueError, match=f"^the device check '?.*cannot be run: .*{why}"):
+        DeviceCheck.of(text, 30.0)

@@ -1,0 +1,91 @@
+"""Test the options of the device check, and their environment variables."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from checkpointless.agent import launch as launch_module
+from checkpointless.agent.launch_config import LaunchConfig
+from checkpointless.agent.ranks.device_check import DeviceCheck
+from checkpointless.cli import main
+
+COMMAND, LIMIT = "CHECKPOINTLESS_DEVICE_CHECK", "CHECKPOINTLESS_DEVICE_CHECK_TIMEOUT"
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[LaunchConfig]:
+    """What would have been launched, from a working directory that holds only ``train.py``."""
+    configs: list[LaunchConfig] = []
+
+    def record(config: LaunchConfig, *_more: object) -> int:
+        configs.append(config)
+        return 0
+
+    monkeypatch.setattr(launch_module, "launch", record)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    return configs
+
+
+@pytest.mark.parametrize(
+    ("variables", "words", "check"),
+    [
+        ({}, [], None),
+        ({}, ["--device-check", "sh -c 'exit 1'"], DeviceCheck(("sh", "-c", "exit 1"), 30.0)),
+        ({COMMAND: "true", LIMIT: "7"}, [], DeviceCheck(("true",), 7.0)),
+        (
+            {COMMAND: "false", LIMIT: "7"},
+            ["--device-check", "true", "--device-check-timeout", "9"],
+            DeviceCheck(("true",), 9.0),
+        ),
+        ({COMMAND: "true"}, ["--device-check", ""], None),
+    ],
+)
+def test_an_option_wins_over_its_variable(
+    launched: list[LaunchConfig],
+    monkeypatch: pytest.MonkeyPatch,
+    variables: dict[str, str],
+    words: list[str],
+    check: DeviceCheck | None,
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert main(["run", *words, "train.py"]) == 0
+    assert launched[0].check == check
+
+
+@pytest.mark.parametrize(
+    ("variables", "words", "says"),
+    [
+        ({}, ["--device-check", "no-such-program"], "'no-such-program' cannot be run: there is no such program"),
+        ({COMMAND: "sh -c 'x"}, [], "cannot be run: No closing quotation"),
+        ({}, ["--device-check", "true", "--device-check-timeout", "0"], "above 0"),
+        ({COMMAND: "true", LIMIT: "soon"}, [], "--device-check-timeout: 'soon' is not a number of seconds above 0"),
+        (
+            {},
+            ["--device-check", "true", "--device-check-timeout", "120"],
+            "120 s must be less than --regroup-timeout, 120 s",
+        ),
+    ],
+)
+def test_a_check_that_cannot_be_made_is_refused_in_one_line(
+    launched: list[LaunchConfig],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    variables: dict[str, str],
+    words: list[str],
+    says: str,
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    try:
+        status = main(["run", *words, "train.py"])
+    except SystemExit as left:
+        status = int(left.code or 0)
+    error = capsys.readouterr().err
+    assert (status, launched) == (2, [])
+    assert error.startswith("checkpointless: error: ")
+    assert error.count("\n") == 1
+    assert says in error
