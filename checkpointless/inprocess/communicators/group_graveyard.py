@@ -21,6 +21,7 @@ def bury(groups: list[Any]) -> None:
     held = {id(group) for group in _buried}
     for group in groups:
         if id(group) not in held:
+            held.add(id(group))
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
             _buried.append(group)
 

@@ -82,7 +82,7 @@ def main(caller: HPCallWrapper) -> None:
         if TENSOR_PARALLEL == 1:  # else torch makes a mesh of both
             spread: list[Any] = [*model.parameters(), *(each["exp_avg"] for each in optimizer.state.values())]
             assert all(each.device_mesh is hsdp for each in spread), "a mesh of an earlier generation"
-        if AVERAGED:
+        if AVERAGED and dist.get_rank() < SHARDS:  # in one replica: the other one keeps the trained weights
             raw = [parameter.detach().clone() for parameter in model.parameters()]
             with torch.no_grad():
                 for parameter in model.parameters():
