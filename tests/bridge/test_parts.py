@@ -157,7 +157,8 @@ def test_a_rank_that_has_a_moment_also_has_its_streams(monkeypatch: pytest.Monke
     manager: Any = SimpleNamespace(keep_buffers=lambda *_: None, store_rng_states=interrupted)
     training._manager = manager
     monkeypatch.setattr(training, "_moment", lambda _: Moment({}, {}))
-    monkeypatch.setattr(training, "_note_versions", lambda: None)
+    boundary: Any = SimpleNamespace(note=lambda: None)
+    training._at_boundary = boundary
     with pytest.raises(Interrupted):
         training._take(Stage.CHECKED, {})
     assert training.moments(4) == {}
