@@ -13,7 +13,6 @@ DEVICE_CHECK_TIMEOUT_ENV = "CHECKPOINTLESS_DEVICE_CHECK_TIMEOUT"  # seconds that
 EAGER_INIT_ENV = "CHECKPOINTLESS_EAGER_INIT"  # "1": NCCL's communicators are made with the groups, by splitting
 FLIGHT_RECORDS_ENV = "CHECKPOINTLESS_FLIGHT_RECORDS"  # "active" or "all": collectives kept at a fault
 LAUNCH_AHEAD_ENV = "CHECKPOINTLESS_LAUNCH_AHEAD"  # how many layers launches may run ahead of the GPU; default: 8
-MEMORY_READS_ENV = "CHECKPOINTLESS_MEMORY_READS"  # "0": no rank reads from the memory of another one on its node
 RANK_STATE_BYTES_ENV = "CHECKPOINTLESS_RANK_STATE_BYTES"  # limit of declared state and attributes; default: 1 MiB
 LOG_LEVEL_ENV = "CHECKPOINTLESS_LOG_LEVEL"  # "debug", "info", "warning" or "error"; default: messages go nowhere
 STRICT_ENV = "CHECKPOINTLESS_STRICT"  # "1": a step that is not exact when it is made again ends the job (--strict)
@@ -79,7 +78,6 @@ TMPDIR_ENV = "TMPDIR"  # path of a folder; default: /tmp
 HYPERPOD_SOCKET_ENV = "HYPERPOD_ELASTICAGENT_SOCKET_SERVER_PATH"  # path of the agent's socket
 
 YES = "1"  # value of a variable that switches something on
-NO = "0"  # value of one that switches something off
 
 
 def own_run_dir() -> Path | None:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from checkpointless.serialization import checksum, pending_digests
-from checkpointless.transfer import exchange, memory_offer, staging, transfer, window, wire
+from checkpointless.transfer import exchange, staging, transfer, window, wire
 
 #: How often each was called: ``digests`` (fetches of digests), ``control`` (all other waits of the host for a
 #: device), ``batches`` and ``messages``.
@@ -23,7 +23,7 @@ _is_fetching = False
 def install() -> None:
     """Play it in this process from now on, and count."""
     modules: Any
-    for modules in (exchange, wire, window, transfer, memory_offer):
+    for modules in (exchange, wire, window, transfer):
         modules.runs_ahead = lambda: True
     for modules in (pending_digests, checksum, staging):
         modules.is_on_host = lambda tensor: False

@@ -23,13 +23,11 @@ from benchmarks.common import ROOT, TARGETS, install_beside, machine, progress, 
 HERE = Path(__file__).resolve().parent
 TORCHFT_VERSION = "0.2.0"
 TORCHFT_TARGET = TARGETS / f"torchft-{TORCHFT_VERSION}"
-SIDES = ("raw", "memory_1", "ours_1", "memory_2", "ours_2", "torchft_http", "torchft_pg")
+SIDES = ("raw", "ours_1", "ours_2", "torchft_http", "torchft_pg")
 LABELS = {
     "raw": "gloo, raw, 256 MiB a send",
-    "memory_1": "checkpointless, from memory, one holder",
-    "ours_1": "checkpointless, over sockets, one holder",
-    "memory_2": "checkpointless, from memory, two holders",
-    "ours_2": "checkpointless, over sockets, two holders",
+    "ours_1": "checkpointless, one holder",
+    "ours_2": "checkpointless, two holders",
     "torchft_http": "torchft HTTPTransport, 10 chunks",
     "torchft_pg": "torchft PGTransport, in place",
 }

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from checkpointless.environment import MEMORY_READS_ENV, NO, YES
 from checkpointless.inprocess.communicators.gloo_wait import InterruptibleWait
 from checkpointless.inprocess.communicators.helper_thread import HelperThread
 from checkpointless.serialization.checksum import MemoryChecksumManager
@@ -53,10 +52,8 @@ class Rank:
         """Those of ``names``, in their order."""
         known: dict[str, Side] = {
             "raw": self.raw,
-            "memory_1": lambda: self.ours((1,), YES),
-            "ours_1": lambda: self.ours((1,), NO),
-            "memory_2": lambda: self.ours((1, 2), YES),
-            "ours_2": lambda: self.ours((1, 2), NO),
+            "ours_1": lambda: self.ours((1,)),
+            "ours_2": lambda: self.ours((1, 2)),
             "torchft_http": self.torchft_http,
             "torchft_pg": self.torchft_pg,
         }
@@ -80,9 +77,8 @@ class Rank:
         """Touch the buffer that :meth:`raw` uses."""
         self._raw_buffer = torch.ones(RAW_BYTES, dtype=torch.uint8)
 
-    def ours(self, holders: tuple[int, ...], from_memory: str) -> dict[str, Any]:
-        """``receive_state`` from ``holders``, interruptible as in a job, from their memory or over sockets."""
-        os.environ[MEMORY_READS_ENV] = from_memory
+    def ours(self, holders: tuple[int, ...]) -> dict[str, Any]:
+        """``receive_state`` from ``holders``, interruptible as in a job."""
         patch, helper = InterruptibleWait(), HelperThread()
         patch.install()
         try:
@@ -93,8 +89,6 @@ class Rank:
                     )
                 )
                 assert isinstance(report, TransferReport)
-                if (report.by_memory > 0) != (from_memory == YES):
-                    raise RuntimeError(f"{report.by_memory} bytes were read from memory")
                 return {"bytes": report.bytes, "digest": report.digest}
             if self.rank in holders:
                 fill = Fill(0, holders.index(self.rank), len(holders))

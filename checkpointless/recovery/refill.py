@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
@@ -177,17 +177,17 @@ def announce_transfer(target: int) -> OnBucket:
         target: the optimizer step whose state is moved.
     """
 
-    def on_bucket(position: int, count: int, copy: Callable[[], torch.Tensor]) -> torch.Tensor | None:
+    def on_bucket(position: int, count: int, payload: torch.Tensor) -> torch.Tensor:
         call = active_call_wrapper()
         if call is None or position != count // 2:
-            return None
+            return payload
         copies: list[torch.Tensor] = []
 
-        def damaged() -> torch.Tensor:
-            copies.append(copy())
+        def copy() -> torch.Tensor:
+            copies.append(payload.clone())  # the bucket itself may be a part of the state
             return copies[0]
 
-        call.enter_phase("transfer", target, damaged)
-        return copies[0] if copies else None
+        call.enter_phase("transfer", target, copy)
+        return copies[0] if copies else payload
 
     return on_bucket

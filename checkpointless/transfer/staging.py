@@ -52,23 +52,6 @@ def in_place(tensors: Sequence[torch.Tensor], bucket: Bucket) -> torch.Tensor | 
     return flat_bytes(tensor)[part.start : part.stop]
 
 
-def addresses_of(tensors: Sequence[torch.Tensor], bucket: Bucket) -> list[int] | None:
-    """Return where the bucket's parts lie in this process; None if one is not one piece of the host's memory."""
-    addresses: list[int] = []
-    for part in bucket:
-        tensor = tensors[part.index]
-        if not tensor.is_contiguous() or not is_on_host(tensor):
-            return None
-        addresses.append(tensor.data_ptr() + part.start)
-    return addresses
-
-
-def copy_of(tensors: Sequence[torch.Tensor], bucket: Bucket) -> torch.Tensor:
-    """Return a copy of the bucket's bytes, flat uint8, on the device that the wire uses."""
-    pieces = [tensor_bytes(tensors[part.index])[part.start : part.stop] for part in bucket]
-    return torch.cat([piece.to(wire_device()) for piece in pieces])
-
-
 def pack(tensors: Sequence[torch.Tensor], bucket: Bucket, slot: torch.Tensor, pinned: PinnedCopies) -> torch.Tensor:
     """Copy the bucket's bytes into ``slot``, one part after the other, and return the filled part of it."""
     offset = 0

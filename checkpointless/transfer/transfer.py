@@ -2,13 +2,11 @@
 
 All messages are point to point, in this order, between one rank to fill (D) and each of its holders (S0, S1, ...):
 
-1. D to each S: whether it wants a digest of every tensor, because it holds some of them already; and whether it
-   would read from S's memory (:mod:`checkpointless.transfer.memory_offer`).
-2. Each S to D: the metadata (dtype, shape, device, digest) of the large tensors inside its non-tensor state, and
-   whether its memory can be read. S0 also sends the metadata of the shard (with keys, and with digests if D asked
-   for them) and the skeleton of the non-tensor state.
-3. D to each S: the tensors that it wants, the size of a bucket, S's share of the objects' tensors, and whether it
-   reads from S's memory.
+1. D to each S: whether it wants a digest of every tensor, because it holds some of them already.
+2. Each S to D: the metadata (dtype, shape, device, digest) of the large tensors inside its non-tensor state. S0
+   also sends the metadata of the shard (with keys, and with digests if D asked for them) and the skeleton of the
+   non-tensor state.
+3. D to each S: the tensors that it wants, the size of a bucket, and S's share of the objects' tensors.
 4. The buckets of these tensors, in rounds (:mod:`checkpointless.transfer.bucket_rounds`).
 
 The non-tensor state comes from S0. Large tensors inside it come in buckets like the others, from those holders that
@@ -39,8 +37,6 @@ from checkpointless.transfer.bucket_rounds import (
 )
 from checkpointless.transfer.buckets import Bucket, Shares, Slice, bucket_bytes_of, plan_buckets, stripe
 from checkpointless.transfer.exchange import receive_bytes, receive_json, send_bytes, send_json
-from checkpointless.transfer.memory_offer import MemoryOffers, accepted, own_reader
-from checkpointless.transfer.memory_reads import MemoryReads
 from checkpointless.transfer.tensor_entry import Key, TensorEntry
 from checkpointless.transfer.wire import runs_ahead
 
@@ -58,7 +54,6 @@ class TransferReport:
         seconds: how long the fill took, in seconds.
         fetched_again: how many buckets arrived damaged and were fetched again.
         digest: the digest of the digests of everything that arrived, hex ("" if nothing arrived).
-        by_memory: how many of ``bytes`` were read from the memory of holders on this node.
         gb_per_s: ``bytes`` in 10^9 bytes per second of the whole fill.
     """
 
@@ -68,7 +63,6 @@ class TransferReport:
     seconds: float = 0.0
     fetched_again: int = 0
     digest: str = ""
-    by_memory: int = 0
     gb_per_s: float = 0.0
 
     @classmethod
@@ -82,7 +76,6 @@ class TransferReport:
             seconds=seconds,
             fetched_again=sum(each.fetched_again for each in reports),
             digest="".join(each.digest for each in reports),
-            by_memory=sum(each.by_memory for each in reports),
             gb_per_s=nbytes / seconds / 1e9 if seconds > 0 else 0.0,
         )
 
@@ -119,32 +112,28 @@ def send_state(
             that have the same ones.
         fills: the ranks to fill.
         on_bucket: called just before a bucket is sent, with the bucket's number in the sequence, the number of
-            buckets and a function that makes a copy of the bucket's bytes, a flat uint8 tensor. It returns such a
-            tensor to send instead, so that a fault on the way can be caused on purpose, or None. A bucket that is
-            read from memory is not sent; what is returned is digested instead of it.
+            buckets and the bucket's bytes, a flat uint8 tensor, which may be a part of the state. It returns what
+            to send, so that a fault on the way can be caused on purpose.
 
     Raises:
         StateTreeError: an object cannot travel.
         TransferError: a rank asks for what does not exist.
     """
-    asked = {fill: receive_json(fill.destination) for fill in fills}
+    asked = {fill: receive_json(fill.destination)["digests"] for fill in fills}
     skeleton, inside = state_tree.split(objects)
     striped = any(fill.places > 1 for fill in fills)
     inside_entries = [
         entry.to_json() for entry in _entries({(index,): tensor for index, tensor in enumerate(inside)}, striped)
     ]
-    with MemoryOffers() as offers:
-        for fill in fills:
-            offer = offers.to(asked[fill]["reader"])
-            send_json({"inside": inside_entries, "offer": offer}, fill.destination)
-            if fill.place == 0:
-                entries = _entries(tensors, asked[fill]["digests"])
-                send_json([entry.to_json() for entry in entries], fill.destination)
-                send_bytes(skeleton, fill.destination)
-        ordered = [*tensors.values(), *inside]
-        plans: dict[str, list[Bucket]] = {}
-        orders = [_hear_order(fill, ordered, len(tensors), plans) for fill in fills]
-        send_buckets(ordered, orders, on_bucket)
+    for fill in fills:
+        send_json(inside_entries, fill.destination)
+        if fill.place == 0:
+            send_json([entry.to_json() for entry in _entries(tensors, asked[fill])], fill.destination)
+            send_bytes(skeleton, fill.destination)
+    ordered = [*tensors.values(), *inside]
+    plans: dict[str, list[Bucket]] = {}
+    orders = [_hear_order(fill, ordered, len(tensors), plans) for fill in fills]
+    send_buckets(ordered, orders, on_bucket)
 
 
 def receive_state(
@@ -169,28 +158,22 @@ def receive_state(
         TransferError: something arrived damaged and could not be mended.
     """
     began_s = time.monotonic()
-    with MemoryReads() as reads:
-        told = _hear_metadata(sources, wants_digests=bool(known))
-        room = allocate(told.entries)
-        _check_room(told.entries, room)
-        kept = _keep(told.entries, known or {}, room)
-        missing = [index for index, entry in enumerate(told.entries) if entry.key not in kept]
-        ahead = runs_ahead()
-        bucket_bytes = bucket_bytes_of(memory_budget_bytes, ahead)
-        for place, source in enumerate(sources):
-            share = [told.alike.index(place), len(told.alike)] if place in told.alike else None
-            reads_it = told.pids[place] is not None
-            send_json(
-                {"wanted": missing, "bucket_bytes": bucket_bytes, "objects": share, "reads": reads_it}, source
-            )
-        inside = [
-            torch.empty(entry.shape, dtype=entry.dtype, device=own_device(entry.device)) for entry in told.inside
-        ]
-        arriving = [*(room[told.entries[index].key] for index in missing), *inside]
-        wanted_bytes = [told.entries[index].nbytes for index in missing]
-        inside_bytes = list(map(_nbytes, inside))
-        shares = Shares.of(wanted_bytes, inside_bytes, bucket_bytes, len(sources), told.alike, ahead)
-        digests, again, by_memory = receive_buckets(sources, shares, arriving, told.pids, reads)
+    told = _hear_metadata(sources, wants_digests=bool(known))
+    room = allocate(told.entries)
+    _check_room(told.entries, room)
+    kept = _keep(told.entries, known or {}, room)
+    missing = [index for index, entry in enumerate(told.entries) if entry.key not in kept]
+    ahead = runs_ahead()
+    bucket_bytes = bucket_bytes_of(memory_budget_bytes, ahead)
+    for place, source in enumerate(sources):
+        share = [told.alike.index(place), len(told.alike)] if place in told.alike else None
+        send_json({"wanted": missing, "bucket_bytes": bucket_bytes, "objects": share}, source)
+    inside = [torch.empty(entry.shape, dtype=entry.dtype, device=own_device(entry.device)) for entry in told.inside]
+    arriving = [*(room[told.entries[index].key] for index in missing), *inside]
+    wanted_bytes = [told.entries[index].nbytes for index in missing]
+    inside_bytes = list(map(_nbytes, inside))
+    shares = Shares.of(wanted_bytes, inside_bytes, bucket_bytes, len(sources), told.alike, ahead)
+    digests, again = receive_buckets(sources, shares, arriving)
     seconds, nbytes = time.monotonic() - began_s, sum(map(_nbytes, arriving))
     return state_tree.join(told.skeleton, inside), TransferReport(
         bytes=nbytes,
@@ -199,7 +182,6 @@ def receive_state(
         seconds=seconds,
         fetched_again=again,
         digest=xxhash.xxh3_64_hexdigest(json.dumps(digests).encode()) if digests else "",
-        by_memory=by_memory,
         gb_per_s=nbytes / seconds / 1e9 if seconds > 0 else 0.0,
     )
 
@@ -244,7 +226,7 @@ def _hear_order(fill: Fill, tensors: Sequence[torch.Tensor], count: int, plans: 
         if not 0 <= place < places <= fill.places:
             raise TransferError(f"a rank asks for part {place} of {places}")
         wanted += [first + index for index in stripe(len(buckets) - first, place, places)]
-    return Order(fill.destination, buckets, wanted, order["bucket_bytes"], is_reader=bool(order["reads"]))
+    return Order(fill.destination, buckets, wanted, order["bucket_bytes"])
 
 
 def _numbered(tensors: Sequence[torch.Tensor], chosen: Sequence[int], bucket_bytes: int) -> list[Bucket]:
@@ -267,32 +249,27 @@ class _Metadata:
         inside: the tensors inside the objects of the first holder.
         skeleton: the rest of the objects.
         alike: the places of the holders whose objects contain the same tensors.
-        pids: for each holder, its process if this one can read its memory.
     """
 
     entries: Sequence[TensorEntry]
     inside: Sequence[TensorEntry]
     skeleton: bytes
     alike: Sequence[int]
-    pids: Sequence[int | None]
 
 
 def _hear_metadata(sources: Sequence[int], wants_digests: bool) -> _Metadata:
-    """Ask the holders for the metadata, and find out whose memory can be read."""
-    reader = own_reader()
+    """Ask the holders for the metadata."""
     for source in sources:
-        send_json({"digests": wants_digests, "reader": reader}, source)
-    hellos = [receive_json(sources[0])]
+        send_json({"digests": wants_digests}, source)
+    insides = [receive_json(sources[0])]
     entries = [TensorEntry.from_json(each) for each in receive_json(sources[0])]
     skeleton = receive_bytes(sources[0])
-    hellos += [receive_json(source) for source in sources[1:]]
-    insides = [hello["inside"] for hello in hellos]
+    insides += [receive_json(source) for source in sources[1:]]
     return _Metadata(
         entries,
         [TensorEntry.from_json(each) for each in insides[0]],
         skeleton,
         [place for place, theirs in enumerate(insides) if theirs == insides[0]],
-        [accepted(hello["offer"]) if reader is not None else None for hello in hellos],
     )
 
 

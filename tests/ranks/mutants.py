@@ -235,7 +235,6 @@ class TensorLeftOut(Callback):
         elif where in ("wire", "nowhere"):
             _replace(TrainerLiveState, "room", self._found)
             _replace(bucket_rounds, "in_place", self._never_in_place)
-            _replace(bucket_rounds, "addresses_of", self._never_in_place)
             _replace(bucket_rounds, "unpack", lambda original: self._lost(original, lose=where == "wire"))
         elif where == "order":
             _replace(transfer, "_keep", self._not_asked_for)

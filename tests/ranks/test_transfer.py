@@ -14,7 +14,7 @@ pytestmark = pytest.mark.ranks
 FILL = "tests.ranks.transfer_ranks:fill"
 FILL_OBJECTS = "tests.ranks.transfer_ranks:fill_objects"
 MB = 1024 * 1024
-STRIDED = 64 * 96 * 4  # bytes of a tensor with gaps, which is always sent
+STRIDED = 64 * 96 * 4  # bytes of a tensor with gaps
 # This covers several copies of the skeleton with its 9 MB of bytes, and what gloo and torch take for themselves.
 SLACK_MB = 60
 
@@ -23,99 +23,45 @@ def whole(outcome: dict[str, Any]) -> bool:
     return bool(outcome["equal"] and outcome["keys"] and outcome["objects"])
 
 
-@pytest.fixture(params=["read", "sockets"])
-def way(request: pytest.FixtureRequest) -> str:
-    """Return the two ways from a holder on the same node: from its memory, or over sockets."""
-    return str(request.param)
-
-
 @pytest.mark.parametrize(("world", "destinations"), [(2, [0]), (4, [0]), (4, [0, 1])])
-def test_every_bit_key_and_object_arrives(
-    nemo_zygote: Zygote, world: int, destinations: list[int], way: str
-) -> None:
-    outcomes = nemo_zygote.run(world, FILL, {"destinations": destinations, "way": way})
+def test_every_bit_key_and_object_arrives(nemo_zygote: Zygote, world: int, destinations: list[int]) -> None:
+    outcomes = nemo_zygote.run(world, FILL, {"destinations": destinations})
     for destination in destinations:
         assert whole(outcomes[destination])
         report = outcomes[destination]["report"]
         assert report["bytes"] == total_bytes()
         assert report["kept"] == report["fetched_again"] == 0
-        assert report["by_memory"] == (total_bytes() - STRIDED if way == "read" else 0)
         assert report["gb_per_s"] == pytest.approx(report["bytes"] / report["seconds"] / 1e9)
         assert report["sources"] == [rank for rank in range(world) if rank not in destinations]
     assert len({outcomes[destination]["report"]["digest"] for destination in destinations}) == 1
 
 
-def test_both_ways_bring_the_same_digest(nemo_zygote: Zygote) -> None:
-    read, sent = (nemo_zygote.run(2, FILL, {"destinations": [0], "way": each}) for each in ("read", "sockets"))
-    assert read[0]["report"]["digest"] == sent[0]["report"]["digest"]
-
-
-@pytest.mark.parametrize("refusal", ["refused", "wrong"])
-def test_where_memory_cannot_be_read_everything_is_sent(nemo_zygote: Zygote, refusal: str) -> None:
-    outcomes = nemo_zygote.run(3, FILL, {"destinations": [0], "way": refusal})
-    assert whole(outcomes[0])
-    assert outcomes[0]["report"]["by_memory"] == outcomes[0]["report"]["fetched_again"] == 0
-
-
-def test_reads_that_the_kernel_cuts_go_on(nemo_zygote: Zygote) -> None:
-    outcomes = nemo_zygote.run(2, FILL, {"destinations": [0], "way": "torn"})
-    assert whole(outcomes[0])
-    assert outcomes[0]["report"]["by_memory"] == total_bytes() - STRIDED
-    assert outcomes[0]["report"]["fetched_again"] == 0
-
-
-@pytest.mark.parametrize("trouble", ["revoked", "holes", "damaging"])
-def test_what_is_not_read_or_read_damaged_is_sent(nemo_zygote: Zygote, trouble: str) -> None:
-    outcomes = nemo_zygote.run(3, FILL, {"destinations": [0], "way": trouble})
-    assert whole(outcomes[0])
-    report = outcomes[0]["report"]
-    assert report["bytes"] == total_bytes()
-    assert 0 < report["by_memory"] < total_bytes() - STRIDED
-    assert report["fetched_again"] == 1 if trouble == "damaging" else report["fetched_again"] > 1
-
-
-def test_one_holder_is_read_and_one_of_another_node_sends(nemo_zygote: Zygote) -> None:
-    outcomes = nemo_zygote.run(3, FILL, {"destinations": [0], "way": "apart"})
-    assert whole(outcomes[0])
-    assert 0.3 * total_bytes() < outcomes[0]["report"]["by_memory"] < 0.7 * total_bytes()
-    assert outcomes[0]["report"]["fetched_again"] == 0
-
-
-def test_what_belongs_where_there_are_gaps_is_read_too(nemo_zygote: Zygote) -> None:
+def test_what_belongs_where_there_are_gaps_arrives(nemo_zygote: Zygote) -> None:
     outcomes = nemo_zygote.run(2, FILL, {"destinations": [0], "gaps": True})
     assert whole(outcomes[0])
-    assert outcomes[0]["report"]["by_memory"] == total_bytes() - STRIDED
 
 
-def test_memory_that_is_shared_or_forked_or_mapped(nemo_zygote: Zygote, tmp_path: Path) -> None:
-    filled, _ = nemo_zygote.run(2, "tests.ranks.transfer_ranks:fill_odd_memory", {"folder": str(tmp_path)})
-    assert filled["equal"]
-    assert filled["child"], "a child of the filled rank saw something else"
-    assert filled["report"]["by_memory"] == filled["report"]["bytes"] == 3 * 30_000 * 4
-    assert filled["report"]["fetched_again"] == 0
-
-
-def test_a_bucket_that_two_ranks_want_is_made_once(nemo_zygote: Zygote, way: str) -> None:
-    one = nemo_zygote.run(2, FILL, {"destinations": [0], "way": way})
-    two = nemo_zygote.run(3, FILL, {"destinations": [0, 1], "way": way})
+def test_a_bucket_that_two_ranks_want_is_made_once(nemo_zygote: Zygote) -> None:
+    one = nemo_zygote.run(2, FILL, {"destinations": [0]})
+    two = nemo_zygote.run(3, FILL, {"destinations": [0, 1]})
     assert two[2]["sent"] == one[1]["sent"] > 20
 
 
-def test_a_damaged_bucket_is_fetched_again_from_another_holder(nemo_zygote: Zygote, way: str) -> None:
-    outcomes = nemo_zygote.run(3, FILL, {"destinations": [0], "damaged": [1], "way": way})
+def test_a_damaged_bucket_is_fetched_again_from_another_holder(nemo_zygote: Zygote) -> None:
+    outcomes = nemo_zygote.run(3, FILL, {"destinations": [0], "damaged": [1]})
     assert whole(outcomes[0])
     assert outcomes[0]["report"]["fetched_again"] == 1
     assert outcomes[2]["sent"] - outcomes[1]["sent"] in (0, 1, 2)  # each sends about half, rank 2 one more
 
 
-def test_the_only_holder_sends_a_damaged_bucket_again(nemo_zygote: Zygote, way: str) -> None:
-    outcomes = nemo_zygote.run(2, FILL, {"destinations": [0], "damaged": [1], "way": way})
+def test_the_only_holder_sends_a_damaged_bucket_again(nemo_zygote: Zygote) -> None:
+    outcomes = nemo_zygote.run(2, FILL, {"destinations": [0], "damaged": [1]})
     assert whole(outcomes[0])
     assert outcomes[0]["report"]["fetched_again"] == 1
 
 
-def test_what_stays_damaged_is_refused(nemo_zygote: Zygote, way: str) -> None:
-    arguments = {"destinations": [0], "damaged": [1], "damage_always": True, "way": way}
+def test_what_stays_damaged_is_refused(nemo_zygote: Zygote) -> None:
+    arguments = {"destinations": [0], "damaged": [1], "damage_always": True}
     outcomes = nemo_zygote.run(2, FILL, arguments)
     assert "stayed damaged after 4 tries" in outcomes[0]["error"]
 
@@ -143,8 +89,8 @@ def test_on_a_wire_that_runs_ahead_digests_are_waited_for_once_a_round(
         assert outcome["counts"]["batches"] < outcome["counts"]["messages"]
 
 
-def test_what_a_rank_has_already_is_not_sent(nemo_zygote: Zygote, way: str) -> None:
-    outcomes = nemo_zygote.run(2, FILL, {"destinations": [0], "known": "large", "way": way})
+def test_what_a_rank_has_already_is_not_sent(nemo_zygote: Zygote) -> None:
+    outcomes = nemo_zygote.run(2, FILL, {"destinations": [0], "known": "large"})
     assert whole(outcomes[0])
     report = outcomes[0]["report"]
     assert report["kept"] == 4 * 100_003
@@ -158,8 +104,8 @@ def test_what_a_rank_has_that_is_stale_is_sent(nemo_zygote: Zygote) -> None:
     assert kept == STRIDED, "only the strided one, in which no bit was flipped"
 
 
-def test_large_objects_arrive_in_buckets_within_the_budget(nemo_zygote: Zygote, way: str) -> None:
-    filled, *holders = nemo_zygote.run(3, FILL_OBJECTS, {"count": 16, "way": way})
+def test_large_objects_arrive_in_buckets_within_the_budget(nemo_zygote: Zygote) -> None:
+    filled, *holders = nemo_zygote.run(3, FILL_OBJECTS, {"count": 16})
     assert filled["equal"]
     assert filled["shared"]
     assert filled["strides"]
@@ -179,25 +125,15 @@ def test_objects_that_differ_come_from_one_holder_alone(nemo_zygote: Zygote) -> 
     assert other["sent"] < MB, "of the shard alone"
 
 
-@pytest.mark.parametrize(("way", "call"), [("sockets", 0), ("read", 0), ("read", 1), ("read", 20)])
-def test_a_holder_killed_in_the_middle_of_large_objects(
-    nemo_zygote: Zygote, tmp_path: Path, way: str, call: int
-) -> None:
+def test_a_holder_killed_in_the_middle_of_large_objects(nemo_zygote: Zygote, tmp_path: Path) -> None:
     meeting = str(tmp_path / "meeting")
-    arguments = {"count": 6, "killed": True, "meeting": meeting, "way": way, "killed_at_call": call}
+    arguments = {"count": 6, "killed": True, "meeting": meeting}
     filled, holder, killed = nemo_zygote.run(3, FILL_OBJECTS, arguments, expendable=(2,))
     assert killed is None
     assert filled["error"]
     assert filled["again"]["equal"]
     assert filled["again"]["report"]["sources"] == [1]
     assert "sent" in holder["again"]
-
-
-def test_a_rank_that_dies_while_it_reads_frees_its_holder(nemo_zygote: Zygote) -> None:
-    function = "tests.ranks.transfer_ranks:die_while_reading"
-    _, holder = nemo_zygote.run(2, function, expendable=(0,))
-    assert holder["error"]
-    assert holder["seconds"] < 20
 
 
 def test_messages_of_several_chunks_reach_every_rank(nemo_zygote: Zygote) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import collections
 import os
 import signal
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from checkpointless.transfer.exchange import all_gather_json, receive_bytes
 from checkpointless.transfer.tensor_entry import Key, TensorEntry
 from checkpointless.transfer.transfer import Fill, receive_state, send_state
 from tests import ahead_wire
-from tests.ranks import memory_ways
 
 BUDGET = 64 * 1024  # this makes buckets of 16 KiB
 
@@ -74,7 +72,6 @@ def fill(
     damage_always: bool = False,
     known: str = "nothing",
     ahead: bool = False,
-    way: str = "read",
     gaps: bool = False,
 ) -> dict[str, Any]:
     """Fill ``destinations`` from all other ranks.
@@ -84,14 +81,12 @@ def fill(
         damage_always: they damage all of them, again and again.
         known: what a destination has already, as :func:`held_before` takes it.
         ahead: the wire is played to run ahead.
-        way: how memory is read, as :func:`~tests.ranks.memory_ways.take` takes it.
         gaps: the large tensor and each second small one have gaps in the memory of destinations.
     """
     dist.init_process_group("gloo", timeout=timedelta(seconds=20))
     if ahead:
         ahead_wire.install()
     rank, holders = dist.get_rank(), [each for each in range(dist.get_world_size()) if each not in destinations]
-    memory_ways.take(way, holders, rank)
     original = state()
     objects = {"loops": {1: "one", "1": (2, None)}, "empty": {}}
     outcome: dict[str, Any] = {}
@@ -112,13 +107,12 @@ def fill(
     else:
         seen: list[int] = []
 
-        def on_bucket(position: int, count: int, copy: Callable[[], torch.Tensor]) -> torch.Tensor | None:
+        def on_bucket(position: int, count: int, payload: torch.Tensor) -> torch.Tensor:
             seen.append(position)
             first_round = len(seen) <= count
-            if rank not in damaged or not (damage_always or (first_round and position == count // 2)):
-                return None
-            payload = copy()
-            flip_a_bit(payload)
+            if rank in damaged and (damage_always or (first_round and position == count // 2)):
+                payload = payload.clone()
+                flip_a_bit(payload)
             return payload
 
         fills = [Fill(destination, holders.index(rank), len(holders)) for destination in destinations]
@@ -176,22 +170,13 @@ def averages(count: int, seed: int = 3) -> dict[str, Any]:
     }
 
 
-def fill_objects(
-    count: int,
-    apart: bool = False,
-    killed: bool = False,
-    meeting: str = "",
-    way: str = "read",
-    killed_at_call: int = 0,
-) -> dict[str, Any]:
+def fill_objects(count: int, apart: bool = False, killed: bool = False, meeting: str = "") -> dict[str, Any]:
     """Fill rank 0 with objects of ``count`` large tensors, from all others.
 
     Args:
         apart: the last rank holds other tensors in its objects.
         killed: the last rank is killed in the middle; then rank 0 is filled by rank 1 alone.
         meeting: a file that does not exist, where the two meet then.
-        way: how memory is read, as :func:`~tests.ranks.memory_ways.take` takes it.
-        killed_at_call: rank 0 kills the last rank before this read of memory, from 1; 0: it does not.
     """
     dist.init_process_group("gloo", timeout=timedelta(seconds=30))
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -200,12 +185,12 @@ def fill_objects(
     shard: dict[Key, torch.Tensor] = {("shard", index): torch.full((999,), float(index)) for index in range(40)}
     sent = 0
 
-    def on_bucket(position: int, total: int, copy: Callable[[], torch.Tensor]) -> torch.Tensor | None:
+    def on_bucket(position: int, total: int, payload: torch.Tensor) -> torch.Tensor:
         nonlocal sent
-        sent += copy().numel()
-        if killed and not killed_at_call and rank == world - 1 and position == total // 2:
+        sent += payload.numel()
+        if killed and rank == world - 1 and position == total // 2:
             os.kill(os.getpid(), signal.SIGKILL)
-        return None
+        return payload
 
     def attempt(holders: Sequence[int]) -> dict[str, Any]:
         before = _peak_kb(reset=True)
@@ -219,10 +204,6 @@ def fill_objects(
         )
         return _compared_objects(arrived, objects, vars(report), (_peak_kb() - before) // 1024)
 
-    memory_ways.take(way, range(1, world), rank)
-    pids = all_gather_json(os.getpid())
-    if killed_at_call and rank == 0:
-        memory_ways.kill_at_call(killed_at_call, pids[-1])
     outcome: dict[str, Any] = {}
     try:
         outcome = attempt(range(1, world))
@@ -248,68 +229,6 @@ def _compared_objects(arrived: Any, objects: Any, report: dict[str, Any], grown_
         "report": report,
         "grown_mb": grown_mb,
     }
-
-
-def fill_odd_memory(folder: str) -> dict[str, Any]:
-    """Fill rank 0 from rank 1, both with memory that they share with a child, a file, or nobody.
-
-    Args:
-        folder: where rank 1 may write a file.
-    """
-    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
-    rank = dist.get_rank()
-    held: dict[Key, torch.Tensor] = {(name,): torch.arange(30_000.0) + index for index, name in enumerate("abc")}
-    if rank == 1:
-        path = Path(folder) / "weights"
-        held["c",].numpy().tofile(path)
-        held["c",] = torch.from_numpy(np.memmap(path, np.float32, mode="c"))
-        held["b",].share_memory_()
-        child = _child(lambda: True)
-        send_state(held, {}, [Fill(0, 0, 1)])
-        _release(child)
-        return {}
-    room: dict[Key, torch.Tensor] = {key: torch.zeros(30_000) for key in held}
-    room["a",].share_memory_()
-    child = _child(lambda: torch.equal(room["a",], held["a",]) and not room["b",].any() and not room["c",].any())
-    _, report = receive_state([1], lambda entries: room)
-    return {
-        "equal": all(torch.equal(room[key], held[key]) for key in held),
-        "child": _release(child),
-        "report": vars(report),
-    }
-
-
-def _child(finds: Callable[[], bool]) -> tuple[int, int]:
-    """Fork a child, which says what it finds when it is released; return its pid and what releases it."""
-    waits, releases = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.read(waits, 1)
-        os._exit(0 if finds() else 1)
-    return pid, releases
-
-
-def _release(child: tuple[int, int]) -> bool:
-    """Return what the child finds."""
-    pid, releases = child
-    os.write(releases, b"x")
-    return os.waitpid(pid, 0)[1] == 0
-
-
-def die_while_reading() -> dict[str, Any]:
-    """Let rank 0 end in the middle of its reads, and return what its holder is told, and after how many seconds."""
-    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
-    tensors: dict[Key, torch.Tensor] = {(index,): torch.ones(_MB) for index in range(8)}
-    if dist.get_rank() == 0:
-        memory_ways.kill_at_call(5, os.getpid())
-        receive_state([1], lambda entries: tensors)
-        return {}
-    began_s = time.monotonic()
-    try:
-        send_state(tensors, {}, [Fill(0, 0, 1)])
-    except RuntimeError as error:
-        return {"error": str(error), "seconds": time.monotonic() - began_s}
-    return {}
 
 
 def gather(length: int) -> list[int]:

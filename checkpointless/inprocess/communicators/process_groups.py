@@ -24,7 +24,6 @@ from checkpointless.inprocess.communicators.group_graveyard import bury, reap
 from checkpointless.inprocess.communicators.point_to_point import PointToPointCounts
 from checkpointless.inprocess.communicators.shared_backends import SharedBackends
 from checkpointless.inprocess.communicators.store_wait import InterruptibleStore
-from checkpointless.transfer import memory_reads
 
 MOST_COUNTS = 2_000  # of which each takes about 20 bytes of a message
 
@@ -91,8 +90,7 @@ class ProcessGroups:
         (https://github.com/NVIDIA/nccl/issues/1013). It also waits for CUDA graphs, which are given up meanwhile.
 
         Raises:
-            RuntimeError: NCCL could not abort a group, CUDA could not reset a graph, or a transfer's read from
-                another process's memory does not end.
+            RuntimeError: NCCL could not abort a group, or CUDA could not reset a graph.
         """
         errors: list[Exception] = []
 
@@ -115,15 +113,8 @@ class ProcessGroups:
             raise errors[0]
 
     def cut(self) -> None:
-        """Cut gloo's connections, also those of a group that is just being made, and end reads from memory.
-
-        Raises:
-            RuntimeError: a read does not end.
-        """
-        try:
-            self._sockets.shutdown()
-        finally:
-            memory_reads.stop_all()
+        """Cut gloo's connections, also those of a group that is just being made."""
+        self._sockets.shutdown()
 
     def launched(self) -> dict[str, int]:
         """Return how many collectives this rank has launched in each of its groups, and messages with each peer.

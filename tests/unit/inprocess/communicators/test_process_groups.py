@@ -14,9 +14,6 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from checkpointless.inprocess.communicators.process_groups import MOST_COUNTS, ProcessGroups
-from checkpointless.posix import process_memory
-from checkpointless.transfer import memory_reads
-from checkpointless.transfer.memory_reads import BucketRead, MemoryReads, ReadsStopped
 from checkpointless.wire.messages import Answer, Sender, decode, encode
 
 
@@ -154,30 +151,3 @@ def test_counts_that_fit_into_no_message_are_left_out_altogether() -> None:
     assert decode(encode(answer).rstrip(), Sender.RANK) is not None
     groups.messages.counts["group 123/1>2"] = 1
     assert groups.launched() == {}
-
-
-def test_an_abort_ends_reads_from_memory_or_says_that_they_do_not_end(
-    groups: ProcessGroups, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    entered, opened = threading.Event(), threading.Event()
-
-    def read(*_: object) -> int:
-        entered.set()
-        assert opened.wait(20)
-        return 4
-
-    monkeypatch.setattr(process_memory, "read", read)
-    monkeypatch.setattr(memory_reads.stop_all, "__defaults__", (0.05,))
-    place = torch.zeros(8, dtype=torch.uint8)
-    bucket = BucketRead(0, 1, [8], [place.data_ptr()], [8], place)
-    with MemoryReads(threads=1) as reads:
-        reads.start([bucket])
-        assert entered.wait(20)
-        with pytest.raises(RuntimeError, match="did not end"):
-            groups.abort()
-        opened.set()
-        with pytest.raises(ReadsStopped):
-            reads.finish()
-        groups.abort()
-        with pytest.raises(ReadsStopped):
-            reads.fetch(bucket)
