@@ -7,7 +7,7 @@ import os
 import sys
 
 TORCH_SIGN = "torch.cuda.is_initialized()"  # what torch knows, it says to forked children
-INIT_SIGN = "cuInit"  # the driver has been asked for devices, and none of their memory is taken
+_INIT_SIGN = "cuInit"  # the driver has been asked for devices, and none of their memory is taken
 _LIBCUDA = "libcuda.so.1"
 _CUDA_SUCCESS, _CUDA_NOT_INITIALIZED = 0, 3  # of CUresult
 
@@ -24,7 +24,7 @@ def cuda_sign() -> str:
     context = ctypes.c_void_p()
     if driver.cuCtxGetCurrent(ctypes.byref(context)) == _CUDA_NOT_INITIALIZED:
         return ""
-    return "a context of the CUDA driver" if context.value or _has_primary_context(driver) else INIT_SIGN
+    return "a context of the CUDA driver" if context.value or _has_primary_context(driver) else _INIT_SIGN
 
 
 def _has_primary_context(driver: ctypes.CDLL) -> bool:

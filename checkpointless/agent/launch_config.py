@@ -63,7 +63,6 @@ class LaunchConfig:
         nnodes: how many nodes train.
         node_rank: this node's number, from 0; the number of a spare is ``nnodes`` or more.
         spares: how many nodes wait to take the place of a lost node.
-        warm_spares: how many standby processes wait on the node to take the place of a rank's process.
         rdzv_endpoint: ``HOST[:PORT]`` of the coordinator, as all nodes reach it; required if there are several
             nodes. Node 0 coordinates, unless HOST is not its own address or ``checkpointless coordinator`` listens
             there.
@@ -108,7 +107,6 @@ class LaunchConfig:
     nnodes: int = 1
     node_rank: int = 0
     spares: int = 0
-    warm_spares: int = 0
     rdzv_endpoint: str = ""
     token: str = field(default="", repr=False)
     node_timeout_s: float = DEFAULT_NODE_TIMEOUT_S
@@ -165,11 +163,6 @@ class LaunchConfig:
         if not 0 <= self.node_rank < self.nnodes + self.spares:
             last = self.nnodes + self.spares - 1
             raise ValueError(f"the node rank must be from 0 to {last} (spares included), not {self.node_rank}")
-        if not 0 <= self.warm_spares <= self.nproc_per_node:
-            ranks = self.nproc_per_node
-            raise ValueError(
-                f"warm spares must be from 0 to {ranks}, one per rank of the node, not {self.warm_spares}"
-            )
         if any(rank >= self.nproc_per_node for rank in self.local_ranks_filter or ()):
             raise ValueError(f"the local ranks to show must be from 0 to {self.nproc_per_node - 1}")
         if not self.is_alone:

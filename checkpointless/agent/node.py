@@ -71,7 +71,6 @@ class NodeAgent:
         clock: clock of the times given to :meth:`tick`; it should stand still while this process does not run, so
             that ranks are not blamed for what the agent did not see.
         device_check: what is run before a rank is started again (None: nothing).
-        warm_spares: how many standbys to keep.
         term_grace_s: how many seconds the ranks have to end once the job has ended.
         exit_grace_s: how many seconds a process may be idle that has only to end.
         hosts: whether the coordinator ends with this agent.
@@ -97,7 +96,6 @@ class NodeAgent:
         say: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
         device_check: DeviceCheck | None = None,
-        warm_spares: int = 0,
         term_grace_s: float = DEFAULT_TERM_GRACE_S,
         exit_grace_s: float = DEFAULT_EXIT_GRACE_S,
         hosts: bool = True,
@@ -127,7 +125,6 @@ class NodeAgent:
             clock=clock,
             on_lost=self._leave,
             device_check=device_check,
-            warm_spares=warm_spares,
         )
         self._exits = ExitWatch(exit_grace_s, heartbeat.ceiling_s(0.0), self._processes.signal, say)
 

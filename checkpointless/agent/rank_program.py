@@ -11,8 +11,7 @@ from checkpointless.agent.ranks.output import Output
 from checkpointless.agent.ranks.platforms import CPU, find_platform
 from checkpointless.agent.ranks.preload import preloads_of
 from checkpointless.agent.ranks.rank_process import Script
-from checkpointless.agent.ranks.standbys.interpreters import StandbyProgram
-from checkpointless.agent.ranks.starters import FreshStarter, ZygoteStarter, zygote_env
+from checkpointless.agent.ranks.starters import FreshStarter, ZygoteStarter
 from checkpointless.environment import (
     AGENT_PID_ENV,
     CPU_ENV,
@@ -81,17 +80,9 @@ class RankProgram:
             fork_here=self._config.fork_here,
         )
 
-    def interpreters(self, output: Output) -> FreshStarter:
-        """Return what starts each rank in an interpreter of its own.
-
-        Args:
-            output: takes what standbys print.
-        """
-        log = output.fork_server.begin()
-        standbys = StandbyProgram(
-            self._script, self._preload(), self._platform, zygote_env(self.environment), log, self._folder
-        )
-        return FreshStarter(standbys)
+    def interpreters(self) -> FreshStarter:
+        """Return what starts each rank in an interpreter of its own."""
+        return FreshStarter(self._script, self._platform, self._folder)
 
     def _preload(self) -> tuple[str, ...]:
         preload = self._config.preload

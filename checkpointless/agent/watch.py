@@ -91,7 +91,6 @@ class Watch:
             high_water=_known(agent.began_after) if committed is None else committed,
             incident=agent.incident,
             respawns=self._tally.respawns,
-            from_standbys=self._tally.from_standbys,
             device_checks_failed=self._tally.device_checks_failed,
             exit_code=None if agent.outcome is None else agent.outcome.code,
             ranks=ranks,

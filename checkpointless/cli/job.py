@@ -33,10 +33,6 @@ _RECORD_HELP = (
 _ENDPOINT_HELP = "node 0, as all nodes reach it (P: 29400, if it is left out)"
 _TERM_GRACE_HELP = "seconds that ranks have to end after SIGTERM, SIGINT or SIGHUP (default: 30)"
 _EXIT_GRACE_HELP = "seconds that a rank may be idle after its script has ended, and then is ended (default: 30)"
-_WARM_SPARES_HELP = (
-    "processes per node that have imported what ranks need and wait to take a dead rank's place, at most one per "
-    "rank (default: 0; --spares is about nodes)"
-)
 _DEVICE_CHECK_HELP = (
     "command that is run on the node before a rank's process is started again (not at its first start), with the "
     "rank's environment; unless it exits with 0, the device is given up (default: no check)"
@@ -86,7 +82,6 @@ def add_job_options(parser: argparse.ArgumentParser, default_ranks: str = "1") -
     add(*both("--log-dir"), type=Path, metavar="D", help="where logs are written (default: RUN_DIR/logs)")
     add("--log-bytes", type=nbytes, default=1 << 30, metavar="N", help=_LOG_BYTES_HELP)
     add("--log-level", choices=tuple(LEVELS), help="how much ranks and agent log (default: warning; debug: all)")
-    add("--warm-spares", type=count, default=0, metavar="N", help=_WARM_SPARES_HELP)
     add("--device-check", default=os.environ.get(DEVICE_CHECK_ENV, ""), metavar="CMD", help=_DEVICE_CHECK_HELP)
     limit_s = os.environ.get(DEVICE_CHECK_TIMEOUT_ENV) or None
     add("--device-check-timeout", type=seconds, default=limit_s, metavar="S", help=_DEVICE_CHECK_TIMEOUT_HELP)
@@ -178,7 +173,6 @@ def _configured(options: argparse.Namespace, program: Program, more: Mapping[str
             nnodes=options.nnodes,
             node_rank=options.node_rank,
             spares=options.spares,
-            warm_spares=options.warm_spares,
             rdzv_endpoint=options.rdzv_endpoint,
             token=os.environ.pop(TOKEN_ENV, ""),  # not for the ranks
             run_dir=options.run_dir or RUNS_DIR,

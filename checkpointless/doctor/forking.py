@@ -26,7 +26,6 @@ from checkpointless.telemetry.wording import duration, plural, printable
 TIMEOUT_S = 300.0
 _TELL_S = 2.0  # after which a person wonders whether something goes on
 _SOURCE = "the imports, made in a child process"
-_STANDBYS = "or have standbys wait: --warm-spares N"
 _INSTEAD = "import it in the function that uses it, or leave it out of --preload"
 _MOST_BYTES = 10**6  # of what the child may say
 _LONGEST = 200
@@ -74,10 +73,10 @@ def judge(trial: Trial) -> list[Finding]:
         findings.append(_finding(Severity.ERROR, seen, _INSTEAD))
     elif trial.cuda:
         seen = f"importing {trial.cuda_by} initialised CUDA ({trial.cuda}): {anew}"
-        findings.append(_finding(Severity.WARNING, seen, f"{_INSTEAD}, {_STANDBYS}"))
+        findings.append(_finding(Severity.WARNING, seen, _INSTEAD))
     elif not trial.can_fork:
         seen = f"torch says that forked ranks could not use CUDA: {anew}"
-        todo = f"look for an import that asks torch for its devices, {_STANDBYS}"
+        todo = "look for an import that asks torch for its devices"
         findings.append(_finding(Severity.WARNING, seen, todo))
     for name, module in trial.threads:
         seen = f"importing {module} started the thread {name}: forked ranks lack it, and may wait for its locks"

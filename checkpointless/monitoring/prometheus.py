@@ -83,12 +83,6 @@ _OF_NODE: tuple[Metric[Snapshot], ...] = (
     ),
     Metric("respawns", _COUNTER, "Processes started on this node in place of dead ones.", lambda now: now.respawns),
     Metric(
-        "respawns_from_standbys",
-        _COUNTER,
-        "Of these, those that had waited as standbys.",
-        lambda now: now.from_standbys,
-    ),
-    Metric(
         "device_checks_failed",
         _COUNTER,
         "Device checks that failed on this node.",

@@ -130,7 +130,6 @@ class Snapshot:
         high_water: the highest committed step that this node knows of (None: none yet).
         incident: the incident that the ranks are being brought together for (None: none).
         respawns: how many processes were started in place of dead ones.
-        from_standbys: how many of these had waited as standbys, of those that have come to their block.
         device_checks_failed: how many device checks have failed on this node.
         exit_code: the job's exit code (None: the job has not ended).
         job: the whole job; None where the coordinator does not run.
@@ -143,7 +142,6 @@ class Snapshot:
     high_water: int | None = None
     incident: str | None = None
     respawns: int = 0
-    from_standbys: int = 0
     device_checks_failed: int = 0
     exit_code: int | None = None
     ranks: tuple[RankStatus, ...] = ()
@@ -177,7 +175,7 @@ class Tally:
         causes: how many of the other incidents there were, by how the cause came about.
         recoveries: see :class:`JobStatus`.
         rungs: see :class:`JobStatus`.
-        respawns, from_standbys: see :class:`Snapshot`.
+        respawns: see :class:`Snapshot`.
         steps_lost: see :class:`JobStatus`.
         given_up: see :class:`JobStatus`.
         device_checks_failed: see :class:`Snapshot`.
@@ -189,17 +187,14 @@ class Tally:
     recoveries: Durations = _NO_RECOVERIES
     rungs: dict[str, Durations] = field(default_factory=lambda: dict.fromkeys(_RUNGS, _NO_RECOVERIES))
     respawns: int = 0
-    from_standbys: int = 0
     steps_lost: int = 0
     given_up: int = 0
     device_checks_failed: int = 0
 
     def event(self, stage: EventName, edge: str, incident: str | None, fields: Mapping[str, Any]) -> None:
         """Count an event; of several ``detect`` events of an incident, the last knows best how it came about."""
-        if stage == EventName.RESPAWN and edge == "begin":
-            self.respawns += 1
-        elif stage == EventName.RESPAWN:
-            self.from_standbys += fields["standby"]
+        if stage == EventName.RESPAWN:
+            self.respawns += edge == "begin"
         elif stage == EventName.DEVICE_CHECK:
             self.device_checks_failed += bool(fields["why"])
         elif stage == EventName.BAD_DEVICE:

@@ -19,7 +19,6 @@ class EventName(str, enum.Enum):
     BACK = "back"  # a node that was not connected is connected again
     DEVICE_CHECK = "device_check"  # a rank is to be started again, and its device has passed the check, or not
     BAD_DEVICE = "bad_device"  # a rank's device must not be used, and what is done about it
-    STANDBY = "standby"  # a standby process of a node waits, or is no more and was not used
     TRAINED = "trained"  # a rank has made its last step
     INEXACT = "inexact"  # a step is another one when it is made again: so is what follows it
     SAVE_FAILED = "save_failed"  # a checkpoint could not be saved, and why; training goes on

@@ -1,10 +1,12 @@
 """Test how ranks that fail, die or hang under a real agent come together again."""
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
 
-from tests.ranks.agent_job import Job
+from tests.ranks.agent_job import Job, wait_until
 
 pytestmark = pytest.mark.ranks
 
@@ -53,6 +55,25 @@ def test_a_rank_that_dies_is_respawned_alone(tmp_path: Path, what: str, said: st
     assert [event.edge for event in job.events("respawn")] == ["begin", "end"]
     assert all(n["high_water"] >= 3 for n in job.notes("go") if n["generation"] == 1)
     assert job.log(1).count("begins") == 2
+
+
+@pytest.mark.parametrize("preload", [("numpy",), ("numpy", "sets_up_cuda")], ids=["forked", "fresh"])
+def test_a_respawned_rank_is_like_its_first_process(tmp_path: Path, preload: tuple[str, ...]) -> None:
+    """Where an import sets up CUDA, it is an interpreter of its own, as its first process was."""
+    job = Job(tmp_path, "traits.py", env={"STEPS": "100000"}, preload=preload)
+    wait_until(lambda: job.notes("step", 1))
+    first = job.notes("go", 1)[-1]["pid"]
+    os.kill(first, signal.SIGKILL)
+    wait_until(lambda: job.notes("step", 1)[-1]["pid"] != first)
+    before, after = ({**n, "pid": 0, "mono": 0} for n in job.notes("traits", 1))
+    assert after == before
+    drawn = job.notes("drawn")
+    assert len(drawn) == 4
+    assert len({n["numpy"] for n in drawn}) == len({n["python"] for n in drawn}) == 4
+    job.process.send_signal(signal.SIGINT)
+    ended = job.end()
+    assert ended.err.splitlines()[-1] == "stopped by SIGINT"
+    assert ("has initialized CUDA, so ranks are started as new processes" in ended.err) == (len(preload) == 2)
 
 
 def test_two_faults_one_after_the_other(tmp_path: Path) -> None:

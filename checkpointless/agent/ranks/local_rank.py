@@ -51,7 +51,6 @@ class LocalRank:
         beats: the beats of the generation.
         started_at_s: when the living process was started, on the monotonic clock.
         ended: how the last process ended, once it has.
-        was_standby: whether the living process had waited as a standby.
         is_cut_off: whether the process is killed because it does not end.
         is_shown: whether all that it prints is on the terminal of the job, which has no other node.
         kill_at_s: when the agent kills the process if it still runs, on the agent's clock (None: never).
@@ -70,7 +69,6 @@ class LocalRank:
     beats: Beats = field(default_factory=Beats)
     started_at_s: float = 0.0
     ended: RankEnded | None = None
-    was_standby: bool = False
     is_cut_off: bool = False
     is_shown: bool = False
     kill_at_s: float | None = None

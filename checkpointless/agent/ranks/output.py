@@ -183,7 +183,7 @@ class Output:
         say: called with each line for the terminal.
 
     Attributes:
-        fork_server: what the process that starts ranks prints, and with it the standbys.
+        fork_server: what the process that starts ranks prints.
     """
 
     def __init__(

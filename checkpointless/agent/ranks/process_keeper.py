@@ -15,8 +15,6 @@ from checkpointless.agent.ranks.local_rank import LocalRank
 from checkpointless.agent.ranks.rank_link import RankLink
 from checkpointless.agent.ranks.rank_reports import RankReports
 from checkpointless.agent.ranks.retried_starts import RETRY_S, Refused
-from checkpointless.agent.ranks.standbys.pool import StandbyNews
-from checkpointless.agent.ranks.standbys.upkeep import StandbyUpkeep
 from checkpointless.agent.ranks.starters import (
     Descriptors,
     Exited,
@@ -55,7 +53,6 @@ class ProcessKeeper:
         clock: clock of the times after which a process is killed.
         on_lost: called with the reason when no process can be started any more.
         device_check: what is run before a rank is started again (None: nothing).
-        warm_spares: how many standbys to keep.
 
     Attributes:
         ranks: every rank that this node has started a process of, by number.
@@ -78,7 +75,6 @@ class ProcessKeeper:
         clock: Callable[[], float],
         on_lost: Callable[[str], None],
         device_check: DeviceCheck | None = None,
-        warm_spares: int = 0,
     ) -> None:
         self.ranks: dict[int, LocalRank] = {}
         self.can_start = self.is_discarding = False
@@ -96,7 +92,6 @@ class ProcessKeeper:
         self._clock = clock
         self._on_lost = on_lost
         self._checks = DeviceChecks(job, device_check, report, say, clock)
-        self._standbys = StandbyUpkeep(job, warm_spares, say, clock)
         self._next: dict[int, Spawn] = {}  # to be started when the living process of the rank has ended
         self._killed_at_s: dict[int, float] = {}  # by rank, while its process has not ended
         self._told_of: set[int] = set()  # signals that ranks have no handlers for
@@ -116,9 +111,6 @@ class ProcessKeeper:
         if any(rank.link is None for rank in self.alive()):  # nobody else would say that it has ended
             self._starter.ask()
         self._hear_starter()
-        wanted = self._standbys.wanted(self.ranks.values())
-        if wanted and not self._starter_lost:
-            self._starter.keep(wanted)
 
     def hear_ranks(self) -> None:
         """Take what the ranks have said until now."""
@@ -142,16 +134,11 @@ class ProcessKeeper:
             if isinstance(item, Ready):
                 self._on_starter_ready(item)
                 continue
-            if isinstance(item, StandbyNews):
-                self._standbys.note(item)
-                continue
             rank = self.ranks[item.rank]
             if item.incarnation != rank.incarnation:
                 continue
             if isinstance(item, Started):
-                rank.pid, rank.was_standby = item.pid, item.standby
-                if item.standby:
-                    self._standbys.note_used()
+                rank.pid = item.pid
                 if self._job.outcome is not None or rank.number in self._killed_at_s:
                     self._starter.signal(item.pid, signal.SIGKILL)
             elif isinstance(item, Refused):
@@ -179,7 +166,7 @@ class ProcessKeeper:
         job.incident = spawn.incident or None
         job.run_id = spawn.env.get(TORCHELASTIC_RUN_ID_ENV, "")
         rank.state, rank.pid, rank.kill_at_s = RankState.STARTING, None, None
-        rank.said_hello, rank.forgiven, rank.ended, rank.was_standby = False, False, None, False
+        rank.said_hello, rank.forgiven, rank.ended = False, False, None
         rank.is_cut_off = rank.handed_over = False
         rank.board.set_exit_code(None)
         if not self._checks.hold(spawn, {**self._rank_env, **spawn.env}):
@@ -396,7 +383,7 @@ class ProcessKeeper:
 
     def _hear_rank(self, rank: LocalRank) -> None:
         if rank.pid is None:
-            self._hear_starter()  # which process this is: a standby may say hello as soon as the starter tells
+            self._hear_starter()  # which process this is, if both have spoken since the last look
         try:
             self._reports.hear(rank)
         except ProtocolError as error:

@@ -108,8 +108,8 @@ class RankReports:
             return
         if rank.incarnation > 0 and not rank.said_hello:
             seconds = time.monotonic() - rank.started_at_s
-            told = {"incarnation": rank.incarnation, "standby": rank.was_standby}
-            self._job.emit(EventName.RESPAWN, "end", rank=rank.number, seconds=seconds, **told)
+            incarnation = rank.incarnation
+            self._job.emit(EventName.RESPAWN, "end", rank=rank.number, seconds=seconds, incarnation=incarnation)
         rank.said_hello = True
         self._is_ready(rank)
 

@@ -20,8 +20,6 @@ from typing import Any, TypeAlias
 
 from checkpointless.agent.ranks.rank_process import Script
 from checkpointless.agent.ranks.retried_starts import Refused, RetriedStarts
-from checkpointless.agent.ranks.standbys.interpreters import InterpreterStandbys, StandbyProgram
-from checkpointless.agent.ranks.standbys.pool import StandbyNews
 from checkpointless.environment import AGENT_FD_ENV, BOARD_FD_ENV, RANK_ENV
 from checkpointless.posix.awake_clock import AwakeClock
 from checkpointless.posix.forked_process import ForkedProcess
@@ -61,16 +59,11 @@ class Descriptors:
 
 @dataclass(frozen=True)
 class Started:
-    """A process was started.
-
-    Attributes:
-        standby: whether it had waited as a standby.
-    """
+    """A process was started."""
 
     rank: int
     incarnation: int
     pid: int
-    standby: bool = False
 
 
 @dataclass(frozen=True)
@@ -96,7 +89,7 @@ class Ready:
     seconds: float
 
 
-News: TypeAlias = Started | Refused | Exited | Ready | StandbyNews
+News: TypeAlias = Started | Refused | Exited | Ready
 
 
 class StarterLostError(RuntimeError):
@@ -114,7 +107,7 @@ class Starter(abc.ABC):
 
     @abc.abstractmethod
     def start(self, order: Order, descriptors: Descriptors) -> None:
-        """Start one process, or give its place to a standby; :class:`Started` follows.
+        """Start one process; :class:`Started` follows.
 
         A process that the kernel refuses is tried again for a while; :class:`Refused` comes before or instead.
         """
@@ -122,10 +115,6 @@ class Starter(abc.ABC):
     @abc.abstractmethod
     def cancel(self, rank: int, incarnation: int) -> None:
         """Give up a process that the kernel has refused so far; a last :class:`Refused` follows."""
-
-    @abc.abstractmethod
-    def keep(self, standbys: int) -> None:
-        """Begin to make what is missing of so many standbys; :class:`StandbyNews` follows for each."""
 
     @abc.abstractmethod
     def signal(self, pid: int, number: int) -> None:
@@ -224,9 +213,6 @@ class ZygoteStarter(Starter):
     def cancel(self, rank: int, incarnation: int) -> None:
         self._request({"type": "cancel", "rank": rank, "incarnation": incarnation}, [])
 
-    def keep(self, standbys: int) -> None:
-        self._request({"type": "standbys", "count": standbys}, [])
-
     def signal(self, pid: int, number: int) -> None:
         self._request({"type": "signal", "pid": pid, "signal": int(number)}, [])
 
@@ -317,9 +303,7 @@ class ZygoteStarter(Starter):
             return Ready(body["can_fork"], tuple(body["failed"]), body["seconds"])
         if body["type"] == "started":
             self._pids.add(body["pid"])
-            return Started(body["rank"], body["incarnation"], body["pid"], body["standby"])
-        if body["type"] == "standby":
-            return StandbyNews.from_json(body)
+            return Started(body["rank"], body["incarnation"], body["pid"])
         if body["type"] == "refused":
             return Refused(body["rank"], body["incarnation"], body["why"], body["is_final"])
         self._pids.discard(body["pid"])
@@ -357,18 +341,20 @@ class FreshStarter(Starter):
     """Starts every rank in a separate interpreter.
 
     Args:
-        program: what the ranks run; standbys have imported what it says before they are ranks.
+        script: what the ranks run.
+        platform: name of the platform that a rank installs before the script
+            (:mod:`checkpointless.agent.ranks.platforms`); None: none.
+        folder: folder in which the ranks keep their sockets (:mod:`checkpointless.posix.temp_folder`).
     """
 
-    def __init__(self, program: StandbyProgram) -> None:
+    def __init__(self, script: Script, platform: str | None, folder: Path | None) -> None:
         self._command = [sys.executable, "-m", "checkpointless.agent.ranks.rank_process"]
-        self._command += ["--parent", str(os.getpid()), "--script", program.script.to_json()]
-        if program.folder is not None:
-            self._command += ["--temp-folder", str(program.folder)]
-        self._folder = program.folder
-        if program.platform is not None:
-            self._command += ["--platform", program.platform]
-        self._standbys = InterpreterStandbys(program)
+        self._command += ["--parent", str(os.getpid()), "--script", script.to_json()]
+        if folder is not None:
+            self._command += ["--temp-folder", str(folder)]
+        self._folder = folder
+        if platform is not None:
+            self._command += ["--platform", platform]
         self._processes: dict[int, tuple[Order, subprocess.Popen[bytes], ProcessTree]] = {}
         self._news: list[News] = []
         self._starts = RetriedStarts(self._note)
@@ -385,13 +371,18 @@ class FreshStarter(Starter):
         self._news.append(refused)
 
     def _start(self, order: Order, descriptors: Descriptors) -> None:
-        taken = self._standbys.take(order.env, (descriptors.log, descriptors.agent, descriptors.board))
-        process, tree = self._interpreter(order, descriptors) if taken is None else taken
-        self._processes[process.pid] = (order, process, tree)
-        self._news.append(Started(order.rank, order.incarnation, process.pid, taken is not None))
-
-    def keep(self, standbys: int) -> None:
-        self._standbys.keep(standbys)
+        inherited = {AGENT_FD_ENV: str(descriptors.agent), BOARD_FD_ENV: str(descriptors.board)}
+        process = subprocess.Popen(
+            self._command,
+            env={**os.environ, **order.env, **inherited},
+            stdin=subprocess.DEVNULL,
+            stdout=descriptors.log,
+            stderr=descriptors.log,
+            pass_fds=[descriptors.agent, descriptors.board],
+            start_new_session=True,
+        )
+        self._processes[process.pid] = (order, process, ProcessTree(process.pid, self._folder))
+        self._news.append(Started(order.rank, order.incarnation, process.pid))
 
     def signal(self, pid: int, number: int) -> None:
         if pid not in self._processes:
@@ -406,7 +397,6 @@ class FreshStarter(Starter):
 
     def news(self) -> list[News]:
         self._starts.go_on()
-        self._news += self._standbys.news()
         for pid, (order, process, tree) in list(self._processes.items()):
             if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                 continue
@@ -421,22 +411,8 @@ class FreshStarter(Starter):
         self._starts.close()
         for _, _, tree in self._processes.values():
             tree.kill()
-        self._standbys.close(_CLOSE_TIMEOUT_S)
         deadline = time.monotonic() + _CLOSE_TIMEOUT_S
         for _, process, tree in self._processes.values():
             wait_for_killed(process, max(0.1, deadline - time.monotonic()))
             tree.clean()
         self._processes.clear()
-
-    def _interpreter(self, order: Order, descriptors: Descriptors) -> tuple[subprocess.Popen[bytes], ProcessTree]:
-        inherited = {AGENT_FD_ENV: str(descriptors.agent), BOARD_FD_ENV: str(descriptors.board)}
-        process = subprocess.Popen(
-            self._command,
-            env={**os.environ, **order.env, **inherited},
-            stdin=subprocess.DEVNULL,
-            stdout=descriptors.log,
-            stderr=descriptors.log,
-            pass_fds=[descriptors.agent, descriptors.board],
-            start_new_session=True,
-        )
-        return process, ProcessTree(process.pid, self._folder)

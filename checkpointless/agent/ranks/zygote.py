@@ -1,8 +1,7 @@
 """A process that has imported the frameworks once and forks ranks: ``python -m checkpointless.agent.ranks.zygote``.
 
 It talks to the agent over a socket that keeps message boundaries. Each request to start a rank carries three
-descriptors: the rank's log, its connection to the agent, and its board. A standby is a child that was forked ahead
-of that request, and gets the descriptors over a connection of its own. Each request is answered at the end by
+descriptors: the rank's log, its connection to the agent, and its board. Each request is answered at the end by
 ``done``, so that the agent notices a process that does nothing any more.
 
 It adopts the orphans of ranks. When the agent ends, however it ends, all that ranks have started is ended, too.
@@ -21,22 +20,22 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from checkpointless.agent.ranks.platforms import install_platform
 from checkpointless.agent.ranks.preload import preload, prepare
-from checkpointless.agent.ranks.rank_process import Script, die_with_parent, process_parser
+from checkpointless.agent.ranks.rank_process import Script, die_with_parent, process_parser, run_script
 from checkpointless.agent.ranks.retried_starts import Refused, RetriedStarts
-from checkpointless.agent.ranks.standbys.place import MAX_REQUEST_BYTES, Place, become_rank, wait_for_place
-from checkpointless.agent.ranks.standbys.pool import Fate, StandbyNews, StandbyPool
-from checkpointless.environment import HANDOVER_ENV
+from checkpointless.environment import AGENT_FD_ENV, BOARD_FD_ENV, HANDOVER_ENV, RANK_ENV
+from checkpointless.posix import temp_folder
 from checkpointless.posix.process_tree import ProcessTree, adopt_orphans, kill_descendants
 from checkpointless.posix.signals import ENDING, PASSED_ON
 
 logger = logging.getLogger(__name__)
 
+MAX_REQUEST_BYTES = 128 * 1024
 _KILL_GRACE_S = 5.0
 #: A child has ended; or the agent has, which is sent as a signal that a stopped process gets, too.
 _AWAKES = (signal.SIGCHLD, signal.SIGCONT)
@@ -68,7 +67,6 @@ class Zygote:
         self._selector = selectors.DefaultSelector()
         self._selector.register(connection, selectors.EVENT_READ, self._on_request)
         self._selector.register(self._wakeup, selectors.EVENT_READ, self._on_awake)
-        self._pool = StandbyPool(self._tell_of_standby, self._selector)
         self._starts = RetriedStarts(self._tell_of_refusal)
         self._open = True
 
@@ -101,59 +99,12 @@ class Zygote:
             self._starts.begin(request["rank"], request["incarnation"], start, tuple(descriptors))
         elif request["type"] == "cancel":
             self._starts.cancel(request["rank"], request["incarnation"])
-        elif request["type"] == "standbys":
-            self._make_standbys(request["count"])
         elif request["type"] == "signal":
             self._signal(request["pid"], request["signal"])
         self.say(type="done")
 
     def _start(self, request: dict[str, Any], descriptors: list[int]) -> None:
-        """Start a process of a rank, or give its place to a standby.
-
-        Raises:
-            OSError: the kernel refuses a process.
-        """
-        log, agent, board = descriptors
-        standby = self._pool.take(request["env"], (log, agent, board))
-        if standby is not None:
-            pid, tree = standby.pid, standby.tree
-        else:
-            place = Place(request["env"], log, agent, board)
-            pid = self._fork(lambda: become_rank(place, self._script, self._folder))
-            tree = ProcessTree(pid, self._folder)
-        self._ranks[pid] = (request["rank"], request["incarnation"], tree)
-        told = {"rank": request["rank"], "incarnation": request["incarnation"], "pid": pid}
-        self.say(type="started", **told, standby=standby is not None)
-
-    def _make_standbys(self, count: int) -> None:
-        """Fork what is missing of ``count`` standbys."""
-        while self._pool.count() < count:
-            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-
-            def stand_by(ours: socket.socket = ours, theirs: socket.socket = theirs) -> None:
-                ours.close()
-                become_rank(wait_for_place(theirs), self._script, self._folder)
-
-            try:
-                pid = self._fork(stand_by)
-            except OSError as error:
-                ours.close()
-                self._tell_of_standby(StandbyNews(0, Fate.LOST, f"it cannot be forked: {error.strerror}", 0.0))
-                return
-            finally:
-                theirs.close()
-            self._pool.add(pid, ours, ProcessTree(pid, self._folder))
-
-    def _tell_of_standby(self, news: StandbyNews) -> None:
-        if self._open:
-            self.say(type="standby", **news.to_json())
-
-    def _tell_of_refusal(self, refused: Refused) -> None:
-        if self._open:
-            self.say(type="refused", **vars(refused))
-
-    def _fork(self, function: Callable[[], None]) -> int:
-        """Run ``function``, which does not return, in a child that has left the zygote; return its number.
+        """Start a process of a rank.
 
         Raises:
             OSError: the kernel refuses a process.
@@ -161,10 +112,16 @@ class Zygote:
         zygote_pid = os.getpid()
         pid = os.fork()
         if pid == 0:
-            self._run_child(zygote_pid, function)
-        return pid
+            self._become_rank(zygote_pid, request["env"], *descriptors)
+        self._ranks[pid] = (request["rank"], request["incarnation"], ProcessTree(pid, self._folder))
+        self.say(type="started", rank=request["rank"], incarnation=request["incarnation"], pid=pid)
 
-    def _run_child(self, zygote_pid: int, function: Callable[[], None]) -> NoReturn:
+    def _tell_of_refusal(self, refused: Refused) -> None:
+        if self._open:
+            self.say(type="refused", **vars(refused))
+
+    def _become_rank(self, zygote_pid: int, env: dict[str, str], log: int, agent: int, board: int) -> NoReturn:
+        """Run the script in the forked child."""
         try:
             os.setsid()  # the terminal's Ctrl-C is for the agent, and the rank's own children die with its group
             die_with_parent(zygote_pid)
@@ -174,11 +131,24 @@ class Zygote:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             signal.pthread_sigmask(signal.SIG_SETMASK, [])
             self._selector.close()
-            for own in (self._connection, self._wakeup, self._wake, *self._pool.sockets()):
+            for own in (self._connection, self._wakeup, self._wake):
                 own.close()
             for descriptor in self._starts.descriptors():
                 os.close(descriptor)
-            function()
+            for stream in (sys.stdout, sys.stderr):
+                stream.flush()  # what was printed before belongs to the log of before
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            os.close(log)
+            os.environ.update(env)
+            os.environ[AGENT_FD_ENV] = str(agent)
+            os.environ[BOARD_FD_ENV] = str(board)
+            _tell_rank(int(env[RANK_ENV]))
+            if "numpy" in sys.modules:
+                sys.modules["numpy"].random.seed()  # a fresh interpreter's state differs from rank to rank
+            logging.getLogger().handlers.clear()  # the zygote's own handlers
+            temp_folder.use(self._folder)
+            run_script(self._script)
         finally:
             os._exit(1)
 
@@ -196,9 +166,6 @@ class Zygote:
             return False
         if ended is None:
             return False
-        if ended.si_pid in self._pool:
-            self._reap_standby(ended.si_pid)
-            return True
         if ended.si_pid not in self._ranks:
             os.waitpid(ended.si_pid, 0)
             return True
@@ -209,10 +176,6 @@ class Zygote:
         self.say(type="exited", rank=rank, incarnation=incarnation, pid=ended.si_pid, code=code)
         tree.clean()
         return True
-
-    def _reap_standby(self, pid: int) -> None:
-        _, status = os.waitpid(pid, 0)
-        self._pool.ended(pid, os.waitstatus_to_exitcode(status)).tree.clean()
 
     def _signal(self, pid: int, number: int) -> None:
         if pid not in self._ranks:
@@ -226,12 +189,17 @@ class Zygote:
         for pid, (_, _, tree) in self._ranks.items():
             tree.kill()
             os.kill(pid, signal.SIGKILL)
-        for pid in self._pool.pids():
-            self._pool.kill(pid, "the job has ended")
         while kill_descendants(os.getpid()) and time.monotonic() < deadline:
             while self._reap(os.WNOHANG):
                 pass
             time.sleep(0.005)
+
+
+def _tell_rank(rank: int) -> None:
+    """Tell Lightning the rank: it notes the rank when it is imported, and no rank was known then."""
+    module = sys.modules.get("lightning_utilities.core.rank_zero")
+    if module is not None:
+        module.rank_zero_only.rank = rank
 
 
 def can_fork() -> bool:

@@ -26,7 +26,6 @@ class NoProcesses(Starter):
 
     def __init__(self) -> None:
         self.coming: list[News] = [Ready(True, (), 0.0)]
-        self.kept: list[int] = []
         self.signals: list[tuple[int, int]] = []
         self.cancelled: list[tuple[int, int]] = []
 
@@ -36,9 +35,6 @@ class NoProcesses(Starter):
 
     def cancel(self, rank: int, incarnation: int) -> None:
         self.cancelled.append((rank, incarnation))
-
-    def keep(self, standbys: int) -> None:
-        self.kept.append(standbys)
 
     def signal(self, pid: int, number: int) -> None:
         self.signals.append((pid, number))
@@ -62,7 +58,6 @@ class CommandedNode:
         heartbeat_timeout_s: how long a rank may show no progress (None: without end).
         device_check: what is run before a rank is started again.
         clock: the agent's clock.
-        warm_spares: how many standbys to keep.
     """
 
     def __init__(
@@ -71,7 +66,6 @@ class CommandedNode:
         heartbeat_timeout_s: float | None = None,
         device_check: DeviceCheck | None = None,
         clock: Callable[[], float] = time.monotonic,
-        warm_spares: int = 0,
     ) -> None:
         self.starter = NoProcesses()
         self.said: list[NodeMessage] = []
@@ -91,7 +85,6 @@ class CommandedNode:
             say=self.printed.append,
             clock=clock,
             device_check=device_check,
-            warm_spares=warm_spares,
         )
 
     def _log(self, path: Path) -> Printed:

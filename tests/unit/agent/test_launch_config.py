@@ -24,8 +24,6 @@ TOKEN = "t" * 32
         ({"heartbeat_timeout_s": 0.0}, "heartbeat_timeout_s"),
         ({"regroup_timeout_s": float("nan")}, "regroup_timeout_s"),
         ({"max_incidents": -1}, "max_incidents"),
-        ({"warm_spares": -1}, "warm spares must be from 0 to 2, one per rank of the node, not -1"),
-        ({"warm_spares": 3}, "warm spares must be from 0 to 2, one per rank of the node, not 3"),
         ({"device_check": "no-such-program"}, "there is no such program"),
         ({"device_check": "true", "regroup_timeout_s": 30.0}, "30 s must be less than --regroup-timeout, 30 s"),
         ({"http_port": -1}, "HTTP port"),

@@ -64,7 +64,6 @@ def refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["run", "--nproc-per-node", "two", "train.py"], "at least 1"),
         (["run", "--heartbeat-timeout", "-1", "train.py"], "above 0"),
         (["run", "--max-incidents", "-1", "train.py"], "at least 0"),
-        (["run", "--nproc-per-node", "4", "--warm-spares", "5", "train.py"], "must be from 0 to 4"),
         (["run", "--http-port", "65536", "train.py"], "not a port"),
         (["run", "--http-port", "http", "train.py"], "at least 0"),
         (["run", "--http-host", "0.0.0.0", "train.py"], "--http-port"),
@@ -232,13 +231,13 @@ assert cli.main(["run", "--preload", "no_such_module_anywhere", {str(scripts / "
 
 
 def test_run_launches_what_was_asked(launched: list[LaunchConfig]) -> None:
-    words = "--nproc-per-node 4 --warm-spares 2 --cpu --record-steps --max-incidents 3"
+    words = "--nproc-per-node 4 --cpu --record-steps --max-incidents 3"
     words += " --heartbeat-timeout 20 --regroup-timeout 30"
     fault = "sigkill@backward:rank=3,step=5"
     argv = ["run", *words.split(), "--preload", "json,email.policy", "--run-dir", "here", "--fault", fault]
     assert main([*argv, "train.py", "--lr", "1", "--fault", "his own"]) == 7
     (config,) = launched
-    assert (config.nproc_per_node, config.warm_spares, config.script, config.module) == (4, 2, "train.py", False)
+    assert (config.nproc_per_node, config.script, config.module) == (4, "train.py", False)
     assert config.script_args == ("--lr", "1", "--fault", "his own")
     assert (config.cpu, config.record_steps, config.max_incidents) == (True, True, 3)
     assert (config.heartbeat_timeout_s, config.regroup_timeout_s) == (20.0, 30.0)

@@ -34,7 +34,6 @@ SNAPSHOT = Snapshot(
     high_water=7,
     incident="4",
     respawns=1,
-    from_standbys=1,
     device_checks_failed=1,
     ranks=(RankStatus(0, "leaving", 4242, 1, 7, 8, 0.25), RankStatus(2, "starting", None, 2, None, None, None)),
     job=JOB,

@@ -96,7 +96,7 @@ def test_the_metrics_are_those_of_the_snapshot() -> None:
     assert found["committed_step", "0"] == 7
     assert ("committed_step", "2") not in found
     assert found["beat_age_seconds", "0"] == 0.25
-    assert found["respawns_total", ""] == found["respawns_from_standbys_total", ""] == 1
+    assert found["respawns_total", ""] == 1
     causes = {label: value for (name, label), value in found.items() if name == "incidents_total"}
     zeros = dict.fromkeys(("exception", "exit", "hang", "node", "replace"), 0)
     assert causes == {"SIGKILL": 2, "SIGSEGV": 1, **zeros}
@@ -125,7 +125,6 @@ def test_what_is_not_known_has_no_sample() -> None:
         "incident_in_progress",
         "ranks",
         "respawns_total",
-        "respawns_from_standbys_total",
         "device_checks_failed_total",
     }
     assert json.loads(get(pages_of(Snapshot(1)), "/status")[1])["job"] is None
@@ -189,12 +188,12 @@ def test_an_incident_is_counted_when_the_ranks_are_together_again_and_by_its_las
     tally.event(EventName.DETECT, "point", "1", {"how": "SIGKILL"})
     tally.event(EventName.RESPAWN, "begin", "1", {})
     assert (tally.incidents, tally.open, dict(tally.causes)) == (1, {"1": "SIGKILL"}, {})
-    tally.event(EventName.RESPAWN, "end", "1", {"standby": True})
+    tally.event(EventName.RESPAWN, "end", "1", {})
     tally.event(EventName.GO, "point", "1", {})
     tally.event(EventName.RECOVERED, "point", "1", {"seconds": 0.07, "rung": "process", "steps_lost": 2})
     tally.event(EventName.DETECT, "point", "2", {"how": "hang"})
     assert (tally.incidents, tally.open, dict(tally.causes)) == (2, {"2": "hang"}, {"SIGKILL": 1})
-    assert (tally.respawns, tally.from_standbys) == (1, 1)
+    assert tally.respawns == 1
     assert (tally.recoveries.counts[-1], tally.recoveries.seconds) == (1, 0.07)
     assert {rung: found.counts[-1] for rung, found in tally.rungs.items() if found.counts[-1]} == {"process": 1}
     assert tally.steps_lost == 2

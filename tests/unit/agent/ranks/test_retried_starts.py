@@ -17,7 +17,6 @@ import pytest
 from checkpointless.agent.ranks import starters
 from checkpointless.agent.ranks.rank_process import Script
 from checkpointless.agent.ranks.retried_starts import PAUSE_S, RETRY_S, Refused, RetriedStarts
-from checkpointless.agent.ranks.standbys.interpreters import StandbyProgram
 from checkpointless.agent.ranks.starters import Descriptors, Exited, FreshStarter, News, Order, Started
 from checkpointless.posix import process_tree
 from checkpointless.posix.process_tree import wait_for_killed
@@ -126,8 +125,7 @@ def test_a_start_that_waits_can_be_cancelled() -> None:
 @pytest.fixture
 def fresh(tmp_path: Path) -> FreshStarter:
     (tmp_path / "train.py").write_text("print('trained')")
-    script = Script(str(tmp_path / "train.py"))
-    return FreshStarter(StandbyProgram(script, (), None, dict(os.environ), 2, None))
+    return FreshStarter(Script(str(tmp_path / "train.py")), None, None)
 
 
 def refusing(times: int) -> Callable[..., subprocess.Popen[bytes]]:
@@ -212,14 +210,15 @@ def test_a_child_that_does_not_end_in_time_is_left(
         assert wait_for_killed(process, 60) == -9
 
 
-def test_a_standby_that_the_kernel_holds_does_not_keep_the_rest_from_being_closed(
+def test_an_interpreter_that_the_kernel_holds_does_not_keep_the_rest_from_being_closed(
     tmp_path: Path, fresh: FreshStarter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As one that waits for a disk or a driver: SIGKILL takes effect when it comes back."""
     before = descriptors()
-    another = FreshStarter(fresh._standbys._program)
-    another.keep(2)
-    held = list(another._standbys._processes.values())
+    with open(os.devnull, "r+b") as null, closing(Board.create(0)) as board:
+        for rank in range(2):
+            fresh.start(Order(rank, 0, {"RANK": str(rank)}), Descriptors(null.fileno(), null.fileno(), board.fd))
+    held = [process for _, process, _ in fresh._processes.values()]
     waits: list[float] = []
 
     def wait(timeout: float) -> int:
@@ -228,10 +227,9 @@ def test_a_standby_that_the_kernel_holds_does_not_keep_the_rest_from_being_close
 
     for each in held:
         monkeypatch.setattr(each, "wait", wait)
-    another.close()
+    fresh.close()
     assert len(waits) == 2
     assert descriptors() <= before
     monkeypatch.undo()
     assert [each.wait(60) for each in held] == [-9, -9]
     assert process_tree.wait_for_killed(held[0], 1) == -9
-    fresh.close()
