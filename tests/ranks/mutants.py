@@ -310,11 +310,9 @@ class TensorLeftOut(Callback):
     def _not_taken_back(self, original: Any) -> Any:
         def take_back(live: TrainerLiveState, tensors: dict[Key, torch.Tensor]) -> Any:
             chosen = self._chosen(tensors)
-            place = live.room([TensorEntry.of(chosen, tensors[chosen])])[chosen]
-            before = place.clone()
             report = original(live, tensors)
-            with torch.no_grad():
-                place.copy_(before)
+            with torch.no_grad():  # what was there before is the tensor itself, where the model is kept
+                live.room([TensorEntry.of(chosen, tensors[chosen])])[chosen].zero_()
             return report
 
         return staticmethod(take_back)
