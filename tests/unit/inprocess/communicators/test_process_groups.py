@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -59,22 +59,26 @@ def run_loops() -> set[str]:
     }
 
 
+def wait_until(is_so: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
 @pytest.mark.parametrize("by_the_block", [True, False])
 def test_no_destructor_of_a_group_runs_before_it_is_reaped(groups: ProcessGroups, by_the_block: bool) -> None:
     """C++ may refer to it, too, and would run it with the interpreter's lock, for which gloo's threads may wait."""
     before = run_loops()
     make()
+    wait_until(lambda: bool(run_loops() - before))  # a thread names itself
     made = run_loops() - before
-    assert made
     if by_the_block:
         dist.destroy_process_group()
     groups.destroy()
     assert run_loops() >= made
     groups.reap()
-    deadline_s = time.monotonic() + 60
-    while run_loops() & made and time.monotonic() < deadline_s:
-        time.sleep(0.01)
-    assert not run_loops() & made
+    wait_until(lambda: not run_loops() & made)
 
 
 class FakeNCCL:

@@ -133,6 +133,8 @@ def test_a_place_that_does_not_answer_is_waited_for_once(
     assert kept(copies) == {SAVES[1]: {1.0}}
     slow.go_on.set()
     wait_until(lambda: not slow.shelf(0, 1))
+    wait_until(lambda: not any(copies.prepare()._writing.values()))  # it is removed before its writer is free
+    monkeypatch.setattr(keeper, "_WRITE_S", 60.0)
     save(copies, 2)
     assert slow.shelf(0, 1).keys() == {SAVES[2]}
 
