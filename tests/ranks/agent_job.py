@@ -67,7 +67,7 @@ class Job:
             out, err = self.process.communicate(timeout_s)
             code = self.process.wait(timeout_s)
         except subprocess.TimeoutExpired as error:
-            stacks = "".join(_stack(each) for each in self.left())
+            stacks = "".join(_described(each) for each in self.left())
             self.process.send_signal(signal.SIGKILL)
             logs = [f"--- {path.name}\n{path.read_text()}" for path in sorted(self.run_dir.glob("logs/*.log"))]
             raise AssertionError("\n".join([f"the job did not end in {timeout_s:g} s", stacks, *logs])) from error
@@ -109,7 +109,7 @@ class Job:
         return zygote
 
 
-def _stack(process: psutil.Process) -> str:
+def _described(process: psutil.Process) -> str:
     """Return what a process is and what the kernel knows of what it waits for."""
     try:
         waits = Path(f"/proc/{process.pid}/wchan").read_text()

@@ -63,8 +63,8 @@ class ProcessGroups:
             each.install()
 
     def uninstall(self) -> None:
-        """Restore torch's functions, and keep what the block has made from its destructors."""
-        self.hold()
+        """Restore torch's functions, and hold the groups that the block has destroyed."""
+        bury([each for each in self._shared.made if each not in c10d._world.pg_map])  # torch holds the others
         self._shared.made.clear()
         for each in reversed(self._patchers):
             each.uninstall()

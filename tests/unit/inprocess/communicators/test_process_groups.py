@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
+from checkpointless.inprocess.communicators import process_groups as group_owner
 from checkpointless.inprocess.communicators.process_groups import MOST_COUNTS, ProcessGroups
 from checkpointless.wire.messages import Answer, Sender, decode, encode
 
@@ -155,3 +156,19 @@ def test_counts_that_fit_into_no_message_are_left_out_altogether() -> None:
     assert decode(encode(answer).rstrip(), Sender.RANK) is not None
     groups.messages.counts["group 123/1>2"] = 1
     assert groups.launched() == {}
+
+
+def test_after_the_last_block_only_groups_that_it_has_destroyed_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that it leaves are torch's, and end as without us."""
+    held: list[object] = []
+    monkeypatch.setattr(group_owner, "bury", held.extend)
+    groups = ProcessGroups()
+    groups.install()
+    make()
+    destroyed: Any = dist.new_group([0])
+    dist.destroy_process_group(destroyed)
+    left = dist.group.WORLD
+    groups.uninstall()
+    assert held == [destroyed]
+    assert left in c10d._world.pg_map
+    groups.destroy()
