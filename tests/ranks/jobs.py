@@ -74,7 +74,7 @@ def run_job(
     script: str = RUNNER,
     args: tuple[str, ...] = (),
     faults: tuple[str, ...] = (),
-    limit_s: float = 90.0,
+    limit_s: float = 180.0,
     **settings: Any,
 ) -> Job:
     """Run a job to its end.
@@ -118,7 +118,7 @@ def run_nodes(
     script: str = RUNNER,
     args: tuple[str, ...] = (),
     faults: tuple[str, ...] = (),
-    limit_s: float = 90.0,
+    limit_s: float = 180.0,
     spares: int = 0,
     late: float | None = None,
     lost: tuple[int, ...] = (),
