@@ -160,11 +160,13 @@ def blamed(found: Sequence[Difference], messages: Iterable[str], is_lightning: b
     points = []
     if any(each.quantity is Quantity.BATCH for each in earliest):
         points.append(5)
+    of_state = [1 for each in earliest if each.quantity in _OF_HOOKS]
     for each in earliest:
         if each.quantity is Quantity.OWN and not is_random(each.name):
-            points.append(3 if each.name.startswith("state.") else 2)
-        if each.quantity in _OF_HOOKS:
-            points.append(1)
+            of_state.append(3 if each.name.startswith("state.") else 2)
+    if of_state and not points and any(each.quantity is Quantity.LOSS for each in earliest):
+        points += cited(messages) or [4]  # state at the end of a step may follow from the step's loss
+    points += of_state
     if not points:
         points += cited(messages)
     if not points and any(each.quantity is Quantity.OWN and is_random(each.name) for each in earliest):
