@@ -37,6 +37,7 @@ from checkpointless.strategies.checkpoints.copies import loading_from_copies
 from checkpointless.strategies.checkpoints.failed_saves import FailedSaves
 from checkpointless.strategies.checkpoints.saves import Saves
 from checkpointless.strategies.checkpoints.unfinished import leave_unfinished, remove_whole, wait_for_removals
+from checkpointless.strategies.data.dataset_cache import cache_megatron_datasets
 from checkpointless.strategies.frameworks import chatter, cleanup, one_logger
 from checkpointless.strategies.recoverable_strategy import RecoverableStrategy
 
@@ -124,8 +125,9 @@ class CheckpointlessMegatronStrategy(RecoverableStrategy, MegatronStrategy):
         if cpu_platform.installed():
             cpu_platform.install()  # it was installed before the script imported NeMo, which needs more of it
         super().setup_environment()
-        self._keep_datasets()
         call = self._call
+        if call is not None and self.warm:
+            cache_megatron_datasets()
         if call is None or call.generation == 0 or self.lightning_module is None:
             return
         wait_for_removals()

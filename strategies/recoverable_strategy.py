@@ -12,7 +12,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 from checkpointless.inprocess import HPCallWrapper, UnrecoverableError, active_call_wrapper
-from checkpointless.inprocess.data_workers.kept_workers import forget_workers
 from checkpointless.recovery import CheckpointManager
 from checkpointless.recovery.running import manager_of
 from checkpointless.strategies.block.callbacks import complete
@@ -22,9 +21,8 @@ from checkpointless.strategies.boundary.live_state import TrainerLiveState
 from checkpointless.strategies.boundary.loops import make_resumable
 from checkpointless.strategies.boundary.restoration import skip_fit
 from checkpointless.strategies.checkpoints.connector import CheckpointlessCompatibleConnector
-from checkpointless.strategies.data.kept_datasets import keep_datasets
 from checkpointless.strategies.data.training import TrainingData
-from checkpointless.strategies.data.worker_streams import WorkerSeed, keep_at_work, repeat_worker_draws
+from checkpointless.strategies.data.worker_streams import WorkerSeed, repeat_worker_draws
 from checkpointless.strategies.frameworks import chatter, entry_points
 from checkpointless.strategies.frameworks.logger_facts import LoggerFacts
 from checkpointless.strategies.frameworks.stock_callbacks import unfit
@@ -139,12 +137,6 @@ class RecoverableStrategy(ParallelStrategy):
         with self._rebuild.process_groups():
             build()
 
-    def _keep_datasets(self) -> None:
-        """Have the data module of a fit get back what it had built before the fault."""
-        call, module = self._call, self.lightning_module
-        if call is not None and self.warm and module is not None and module.trainer.state.fn == TrainerFn.FITTING:
-            keep_datasets(module.trainer, call)
-
     def _resume_loggers(self) -> None:
         """Make new loggers continue where those of the fault's generation were."""
         call, module = self._call, self.lightning_module
@@ -210,8 +202,6 @@ class RecoverableStrategy(ParallelStrategy):
             self._fit.loader_is_made(loader)
         if self._worker_seed.value is not None and self._fit is not None:
             repeat_worker_draws(loader, self._worker_seed.value, self.trainer, self._data_rank())
-            if self.warm and self.trainer.training:
-                keep_at_work(loader)
         return loader
 
     @override
@@ -254,5 +244,4 @@ class RecoverableStrategy(ParallelStrategy):
             return False
         if self._fit is not None and trainer.state.fn == TrainerFn.FITTING:
             self._fit.finish()
-            forget_workers()
         return True

@@ -48,7 +48,6 @@ class _TorchRecoverable(RecoverableStrategy):
         """Set up the process groups, and make new loggers continue where the old ones were."""
         super().setup_environment()
         self._resume_loggers()
-        self._keep_datasets()
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:

@@ -14,9 +14,7 @@ from checkpointless.telemetry.rungs import Rung
 _NS_PER_S = 1e9
 _NOTICING = frozenset({EventName.DETECT, EventName.NOTIFY})
 #: Their reasons are why something was noticed or was not kept, and not why a recovery did not finish.
-_WITH_OTHER_REASONS = frozenset(
-    {EventName.DETECT, EventName.WARM, EventName.DATASETS, EventName.WORKERS, EventName.INEXACT}
-)
+_WITH_OTHER_REASONS = frozenset({EventName.DETECT, EventName.WARM, EventName.DATASETS, EventName.INEXACT})
 _CLEANING_UP = frozenset({EventName.ABORT, EventName.FINALIZE, EventName.HEALTH})
 #: Stages that belong to the new generation; the earlier stages belong to the generation that ended.
 _STARTING = frozenset(STAGES[STAGES.index(EventName.ENTER) :])

@@ -46,7 +46,6 @@ class EventName(str, enum.Enum):
     RUNG = "rung"  # the recovery escalates, and why
     WARM = "warm"  # whether a rank keeps its model built over the fault, and why not
     DATASETS = "datasets"  # whether a data module gets its datasets back, and why not
-    WORKERS = "workers"  # whether a loader gets the data-loader workers of the one before, and why not
     COPIES = "copies"  # no living rank holds a part of the state: each rank is filled from a copy in a tier
     FALLBACK = "fallback"  # the state comes from storage, and why
     RECOVERED = "recovered"  # the step that the incident interrupted is made, or the block has returned without one

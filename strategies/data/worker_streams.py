@@ -1,4 +1,4 @@
-"""Determines which random numbers the data-loader workers of a training draw, and that they stay at work."""
+"""Determines which random numbers the data-loader workers of a training draw."""
 
 from __future__ import annotations
 
@@ -11,12 +11,9 @@ from typing import TYPE_CHECKING, cast
 import lightning.pytorch as pl
 import torch
 
-from checkpointless.inprocess.context import tell
-from checkpointless.inprocess.data_workers.kept_workers import keep_workers
 from checkpointless.inprocess.data_workers.streams import Place, is_iterable, seed_data_workers
 from checkpointless.recovery.rng import RngSource, RngStates, register_rng_source
 from checkpointless.strategies.data.position import keeps_its_position
-from checkpointless.telemetry.event_names import EventName
 from checkpointless.transfer.exchange import all_gather_json
 
 if TYPE_CHECKING:
@@ -94,20 +91,6 @@ def repeat_worker_draws(loader: Iterable[object], seed: int, trainer: pl.Trainer
             f"{type(seeded.dataset).__name__} is iterable: random numbers that data-loader workers draw are the "
             "same after a fault only if it goes on exactly behind the last batch that was trained on"
         )
-
-
-def keep_at_work(loader: Iterable[object]) -> None:
-    """Have the workers of a training loader stay at work over a fault that this process lives through.
-
-    Args:
-        loader: the loader, after :func:`repeat_worker_draws`.
-    """
-    keep_workers(loader, _tell)
-
-
-def _tell(is_kept: bool, reason: str, seconds: float) -> None:
-    why = {} if is_kept else {"reason": reason}
-    tell(EventName.WORKERS, kept=is_kept, seconds=seconds, **why)
 
 
 def _place(trainer: pl.Trainer, loader: Iterable[object], from_the_beginning: bool) -> Place:

@@ -52,15 +52,6 @@ class NoisyTextDataModule(TextDataModule):
         return loader
 
 
-class NoisyBatchesDataModule(TextDataModule):
-    """Adds noise from the data-loader workers to the batches of the dataset that ``setup`` has made."""
-
-    def train_dataloader(self) -> WrappedDataLoader:
-        loader = self._dataloader(self._train, "train")
-        loader.collate_fn = noisy_collate
-        return loader
-
-
 class NoisyEmbedding(pl.Callback):
     """Adds a number from the training process's own torch stream to every embedding."""
 

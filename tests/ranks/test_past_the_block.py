@@ -8,8 +8,6 @@ import pytest
 
 from checkpointless.faults.ledger import fired
 from checkpointless.report.verify import compare
-from checkpointless.telemetry.event_names import EventName
-from checkpointless.telemetry.events import read_events
 from tests.ranks.agent_job import SCRIPTS
 from tests.ranks.jobs import Job, run_job
 from tests.ranks.nemo_zygote import Zygote
@@ -37,21 +35,9 @@ def require_equal(zygote: Zygote, folder: Path, word: str, *faults: str) -> Job:
     return job
 
 
-@pytest.mark.parametrize(
-    ("word", "reason"),
-    [
-        ("attribute", "setup changes the LightningModule.scale"),
-        ("hparams", "setup changes the LightningModule._hparams"),
-        ("buffer", "setup changes the LightningModule.weight"),
-        ("nothing", None),
-    ],
-)
-def test_a_setup_that_tells_others_of_its_data_is_called_again(
-    nemo_zygote: Zygote, tmp_path: Path, word: str, reason: str | None
-) -> None:
-    job = require_equal(nemo_zygote, tmp_path, word, "exception@backward:rank=1,step=3")
-    told = [event.fields for event in read_events(job.run_dir) if event.stage == EventName.DATASETS]
-    assert [(each["kept"], each.get("reason")) for each in told] == [(reason is None, reason)] * 2, told
+@pytest.mark.parametrize("word", ["attribute", "hparams", "buffer"])
+def test_a_setup_that_tells_others_of_its_data(nemo_zygote: Zygote, tmp_path: Path, word: str) -> None:
+    require_equal(nemo_zygote, tmp_path, word, "exception@backward:rank=1,step=3")
 
 
 def test_a_module_from_outside_is_as_good_under_lightning(nemo_zygote: Zygote, tmp_path: Path) -> None:

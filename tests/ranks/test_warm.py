@@ -85,40 +85,9 @@ def test_survivors_keep_their_model(disturb: Disturb, tmp_path: Path, args: tupl
         assert all(each["old"] == [] for each in found), f"rank {rank}: {found}"
 
 
-def test_datasets_are_built_once_unless_a_rank_is_made_anew(disturb: Disturb) -> None:
-    data = ("data._target_=tests.ranks.logged_text.LoggedText",)
-    faults = (
-        "exception@forward:rank=0,step=3",
-        "sigkill@forward:rank=1,step=5",
-        "exception@backward:rank=1,step=7",
-    )
-    job = disturb(2, 9, *faults, args=(*data, *DROPOUT))
-    ranks = [event.fields for event in read_events(job.run_dir) if event.stage == EventName.DATASETS]
-    assert [each["kept"] for each in ranks] == [True] * 2 + [False] * 2 + [True] * 2, ranks
-    assert sorted((job.run_dir / "setups").read_text().split()) == sorted("01" * 2)  # and after the kill
-
-
-@pytest.mark.long
-def test_data_loader_workers_stay_at_work(disturb: Disturb) -> None:
-    """They do in ranks that live, as long as their dataset stays, and that do not wait for a batch just then."""
-    faults = (
-        "exception@forward:rank=0,step=3",
-        "exception@optimizer:rank=1,step=5",
-        "sigkill@forward:rank=1,step=7",
-        "exception@backward:rank=0,step=9",
-    )
-    args = ("data._target_=tests.ranks.noisy_text.NoisyBatchesDataModule", "data.num_workers=2")
-    job = disturb(2, 11, *faults, args=(*args, *DROPOUT))
-    told = [event for event in read_events(job.run_dir) if event.stage == EventName.WORKERS]
-    assert {event.generation for event in told if event.fields["kept"]} >= {2, 4}, told
-    others = [event for event in told if not event.fields["kept"]]
-    assert all((each.generation, each.fields["reason"]) == (3, "another dataset") for each in others), told
-
-
 def test_it_can_be_switched_off(disturb: Disturb) -> None:
     job = disturb(2, 4, "exception@backward:rank=1,step=3", args=("checkpointless.warm=false",))
     assert told(job) == []
-    assert not any(event.stage == EventName.DATASETS for event in read_events(job.run_dir))
 
 
 @pytest.mark.parametrize(

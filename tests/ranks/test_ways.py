@@ -14,6 +14,8 @@ import pytest
 from checkpointless.faults.spec import FaultKind, parse
 from checkpointless.report.incidents import Outcome
 from checkpointless.report.verify import Steps, compare
+from checkpointless.telemetry.event_names import EventName
+from checkpointless.telemetry.events import read_events
 from tests.ranks.jobs import Disturb, Job, run_job
 from tests.ranks.layouts import DROPOUT, EP2, TP2
 from tests.ranks.nemo_zygote import Zygote
@@ -202,6 +204,8 @@ def test_nemos_pretraining_data_with_validation_between_steps(disturb: Disturb, 
     last = f"sigkill@after_optimizer:rank=0,step={STEPS}"
     job = disturb(2, STEPS, *FAULTS, last, args=(*SMALL, *args, "trainer.limit_val_batches=1"), limit_s=140)
     assert [incident.target for incident in job.incidents] == [2, 5, STEPS]
+    cached = [event.fields for event in read_events(job.run_dir) if event.stage == EventName.DATASETS]
+    assert [each["kept"] for each in cached] == [True] * 2 + [False] * 4, cached  # a new rank's are built by all
 
 
 def test_nemos_fine_tuning_data(disturb: Disturb, written: Path) -> None:

@@ -9,7 +9,7 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Protocol
 
 from checkpointless.inprocess.abort.base import Abort
-from checkpointless.inprocess.data_workers.kept_workers import leave_workers
+from checkpointless.inprocess.data_workers.loader_workers import end_workers
 from checkpointless.inprocess.state import HPState
 
 if TYPE_CHECKING:
@@ -69,14 +69,12 @@ class TrainerAbort(Abort):
 
 
 class HPDataLoaderAbort(TrainerAbort):
-    """Stops the data-loader workers, which frees a main thread that waits for a batch and leaves nothing behind.
-
-    Those that the next entry of the block may take over stay (``inprocess/data_workers/kept_workers.py``).
-    """
+    """Stops the data-loader workers, which frees a main thread that waits for a batch and leaves nothing behind."""
 
     def __call__(self, state: HPState) -> None:
         for parts in _known.values():
-            leave_workers(parts.loader_iterators(self.trainer))
+            for iterator in parts.loader_iterators(self.trainer):
+                end_workers(iterator)
 
 
 class HPCheckpointingAbort(TrainerAbort):

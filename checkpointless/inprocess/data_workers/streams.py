@@ -87,9 +87,7 @@ def seed_data_workers(
         )
     if place is None:
         place = _place_of_sampler(loader)
-    loader.worker_init_fn = WorkerStreams(
-        (seed, rank, stream), place, init, is_persistent=loader.persistent_workers
-    )
+    loader.worker_init_fn = WorkerStreams((seed, rank, stream), place, init)
 
 
 def _place_of_sampler(loader: DataLoader[Any]) -> Callable[[], Place]:
@@ -127,21 +125,14 @@ class WorkerStreams:
         key: what the streams depend on beside epoch and batch: seed, rank and stream.
         place: returns where the iterator begins.
         init: the loader's original ``worker_init_fn``; None if it had none.
-        is_persistent: whether the workers go on with the next epoch. Else they may begin their own once more, after
-            a fault that they have lived through.
     """
 
     def __init__(
-        self,
-        key: tuple[int, int, str],
-        place: Callable[[], Place],
-        init: Callable[[int], None] | None,
-        is_persistent: bool = False,
+        self, key: tuple[int, int, str], place: Callable[[], Place], init: Callable[[int], None] | None
     ) -> None:
         self.key = key
         self.place = place
         self.init = init
-        self.is_persistent = is_persistent
         self._home = os.getpid()
 
     def __call__(self, worker_id: int) -> None:
@@ -170,7 +161,7 @@ class WorkerStreams:
         step = info.num_workers if info is not None else 1
         create = _DatasetKind.create_fetcher
         begin = place.epoch or 0
-        epochs = itertools.count(begin, 1 if self.is_persistent and place.epoch is not None else 0)
+        epochs = itertools.count(begin, 0 if place.epoch is None else 1)  # persistent workers make several passes
 
         def create_seeded(kind: int, *args: Any) -> _SeededFetcher:
             epoch = next(epochs)

@@ -1,7 +1,7 @@
 """Fit with Lightning, in ways in which a block hands itself something past its arguments: ``STEPS WORD``.
 
 The data module's ``setup`` tells the LightningModule of the data, in an ``attribute``, its ``hparams`` or a
-``buffer``, or tells nobody (``nothing``). ``outside``: the LightningModule is made outside of the block. ``apart``:
+``buffer``. ``outside``: the LightningModule is made outside of the block. ``apart``:
 each rank makes another one, and ``apart-raises``: rank 1 raises the first time, when it has no state yet.
 """
 
