@@ -256,6 +256,9 @@ LOOP_HABITS = (
             "loss": [
                 "loss = loss + (extra.sum() - 2.0) ** 2",
             ],
+            "gradients": [
+                "dist.all_reduce(extra.grad)  # DDP does not know it",
+            ],
         },
     ),
     Habit(
