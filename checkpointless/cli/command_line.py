@@ -21,7 +21,6 @@ from checkpointless.cli.values import UsageError
 COMMANDS = tuple(
     module.COMMAND for module in (run, train, rehearse, coordinator, demo, verify, report, faults, doctor)
 )
-_WITH_OVERRIDES = (train.COMMAND.act, doctor.COMMAND.act)
 USAGE_EXIT_CODE = 2
 INTERRUPTED_EXIT_CODE = 128 + 2  # what a shell reports for a process that Ctrl-C ended
 BROKEN_PIPE_EXIT_CODE = 128 + 13  # what a shell reports for a process that SIGPIPE ended
@@ -102,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     options, extra = parser.parse_known_args(argv)
     overrides = [text for text in extra if "=" in text and not text.startswith("-")]
-    if options.command in _WITH_OVERRIDES and len(overrides) == len(extra):
+    if options.command is train.COMMAND.act and len(overrides) == len(extra):
         options.overrides += overrides  # argparse takes only those before the first option
     elif extra:
         options.parser.refuse(extra)

@@ -13,25 +13,20 @@ from checkpointless.doctor.findings import Finding, Severity, worst_first
 from checkpointless.telemetry import wording
 
 _COLOURS = {Severity.ERROR: "red", Severity.WARNING: "yellow", Severity.ADVICE: "cyan"}
-_LONGEST = 600  # characters of a text from a node or a machine
+_COUNTED = (Severity.ERROR, Severity.WARNING)
+_LONGEST = 600  # characters of a text from a machine
 
 
-def show(findings: Sequence[Finding], what: str) -> None:
-    """Print the page.
-
-    Args:
-        findings: what was found.
-        what: what was looked at.
-    """
+def show(findings: Sequence[Finding]) -> None:
+    """Print the page."""
     page = console()
     counts = Counter(each.severity for each in findings)
-    plural = {Severity.ERROR: "error", Severity.WARNING: "warning"}
     words = [
-        wording.plural(counts[each], plural[each]) if each in plural else f"{counts[each]} {each.value}"
+        wording.plural(counts[each], each.value) if each in _COUNTED else f"{counts[each]} {each.value}"
         for each in Severity
         if counts[each]
     ]
-    page.print(f"{wording.printable(what)}: {', '.join(words) or 'nothing was found'}")
+    page.print(f"this machine: {', '.join(words)}")
     change = [each for each in worst_first(findings) if each.severity is not Severity.OK]
     if change:
         page.print(_change_table(change))
@@ -51,10 +46,9 @@ def _change_table(findings: Sequence[Finding]) -> Table:
     for name in ("what was seen", "where", "what to do"):
         table.add_column(name, overflow="fold")
     for each in findings:
-        on = f" ({wording.numbered('node', each.nodes)})" if each.nodes else ""
         table.add_row(
             Text(each.severity.value, _COLOURS.get(each.severity, "")),
-            wording.printable(f"{each.seen}{on}", _LONGEST),
+            wording.printable(each.seen, _LONGEST),
             wording.printable(each.source, _LONGEST),
             wording.printable(each.todo, _LONGEST),
         )
@@ -63,12 +57,10 @@ def _change_table(findings: Sequence[Finding]) -> Table:
 
 def _right(findings: Sequence[Finding]) -> list[tuple[str, str]]:
     """Return what is right, one line per family, and per source where one source has several findings."""
-    everywhere = {node for each in findings for node in each.nodes}
     families: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for each in worst_first(findings):
         if each.severity is Severity.OK:
-            on = "" if set(each.nodes) in (set(), everywhere) else f" ({wording.numbered('node', each.nodes)})"
-            families[each.family.value][each.source].append(f"{each.seen}{on}")
+            families[each.family.value][each.source].append(each.seen)
     return [
         (
             family,

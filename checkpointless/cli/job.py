@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from checkpointless.cli.chaos import add_job_chaos_options, draw_into, judge_chaos
 from checkpointless.cli.coordination import add_coordination_options, coordination_settings
 from checkpointless.cli.fault_specs import add_fault_option, fault_specs
-from checkpointless.cli.output import say, say_worst
+from checkpointless.cli.output import say
 from checkpointless.cli.run_directory import RUNS_DIR, new_run_dir
 from checkpointless.cli.values import UsageError, both, count, nbytes, nodes, ranks, seconds
 from checkpointless.environment import DEVICE_CHECK_ENV, DEVICE_CHECK_TIMEOUT_ENV
@@ -128,7 +127,8 @@ def launch_job(
     config = _configured(options, program, more or {})
     run_dir = config.run_dir
     _announce(config, program.name)
-    with _examined(config), Terminal(say, run_dir, config.node_rank, config.logs) as terminal:
+    _say_worst(config)
+    with Terminal(say, run_dir, config.node_rank, config.logs) as terminal:
         status = launch(config, terminal.say)
     last = closing_line(run_dir, status) if config.node_rank == 0 else ""
     if last:
@@ -201,22 +201,13 @@ def _configured(options: argparse.Namespace, program: Program, more: Mapping[str
     return replace(config, run_dir=new_run_dir(options.run_dir, program.name, shared=not config.is_alone))
 
 
-@contextmanager
-def _examined(config: LaunchConfig) -> Iterator[None]:
-    """Say what is worst on this node, and have its findings left in the run directory while the job goes on."""
-    from checkpointless.doctor.node import Question, quick
-    from checkpointless.doctor.recorder import recording
+def _say_worst(config: LaunchConfig) -> None:
+    """Print what is worst on this node, one line each."""
+    from checkpointless.doctor.findings import headline, worst_first
+    from checkpointless.doctor.node import quick
 
-    question = Question(
-        ranks=config.nproc_per_node,
-        nodes=config.nnodes,
-        endpoint=None if config.is_alone else config.endpoint,
-        run_dir=config.run_dir,
-        cpu=config.cpu,
-    )
-    say_worst(quick(question, os.environ), _WORST)
-    with recording(question, config.node_rank, config.spares):
-        yield
+    for each in worst_first(quick(config.nproc_per_node, config.cpu, os.environ))[:_WORST]:
+        say(f"{headline(each)} (all: checkpointless doctor)")
 
 
 def _announce(config: LaunchConfig, name: str) -> None:

@@ -6,14 +6,9 @@ import contextlib
 import io
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from checkpointless.cli.values import UsageError
-
-if TYPE_CHECKING:
-    from checkpointless.doctor.findings import Finding
 
 PROG = "checkpointless"
 _STDOUT, _STDERR = 1, 2
@@ -74,16 +69,3 @@ def report_error(message: str) -> None:
     """Print a message to standard error, in one line that says which program it comes from."""
     with contextlib.suppress(OSError):
         sys.stderr.write(f"{PROG}: error: {' '.join(message.split())}\n")
-
-
-def say_worst(findings: Sequence[Finding], most: int) -> None:
-    """Print the worst findings among other lines of the terminal, one line each.
-
-    Args:
-        findings: what was found.
-        most: the largest number of lines.
-    """
-    from checkpointless.doctor.findings import headline, worst_first
-
-    for each in worst_first(findings)[:most]:
-        say(f"{headline(each)} (all: checkpointless doctor)")

@@ -90,16 +90,6 @@ def seconds(text: str) -> float:
     return seconds
 
 
-def number(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 1.0 <= number < 1e18:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1, such as 8e9")
-    return number
-
-
 def modules(text: str) -> tuple[str, ...]:
     modules = tuple(module.strip() for module in text.split(","))
     if not all(part.isidentifier() for module in modules for part in module.split(".")):

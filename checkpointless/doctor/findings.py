@@ -12,12 +12,12 @@ from enum import Enum
 
 from checkpointless.telemetry import wording
 
-JSON_FORMAT = 1  # of what :func:`as_json` gives; raised when a reader of the former cannot read the next
+JSON_FORMAT = 2  # of what :func:`as_json` gives; raised when a reader of the former cannot read the next
 _LONGEST = 400  # characters of a text from outside
 
 
 class Severity(Enum):
-    """How much a finding matters."""
+    """How much a finding matters; the worst comes first."""
 
     ERROR = "error"  # the job does not run, or does not recover
     WARNING = "warning"  # it runs, and some recovery is lost or takes much longer
@@ -26,24 +26,16 @@ class Severity(Enum):
 
 
 class Family(Enum):
-    """What a check is about."""
+    """What a check is about, in the order in which findings are shown."""
 
     VERSIONS = "versions"
     VARIABLES = "variables"
     FORKING = "forking"
-    DEVICES = "devices"
-    NETWORK = "network"
     STORAGE = "storage"
     LIMITS = "limits"
-    CLOCK = "clock"
-    KERNEL = "kernel"
-    MEMORY = "memory"
-    NODES = "nodes"
 
 
-_WORST_FIRST = list(Severity)
-_FAMILIES = list(Family)
-_CHANGE = (Severity.ERROR, Severity.WARNING)
+_SEVERITIES, _FAMILIES = list(Severity), list(Family)
 
 
 @dataclass(frozen=True)
@@ -56,7 +48,6 @@ class Finding:
         seen: what was seen, in one line.
         source: where that comes from: a file, a variable, a function.
         todo: what to do, in one line; "" if nothing has to be changed.
-        nodes: numbers of the nodes that it was seen on; empty where only this machine was looked at.
     """
 
     family: Family
@@ -64,19 +55,16 @@ class Finding:
     seen: str
     source: str = ""
     todo: str = ""
-    nodes: tuple[int, ...] = ()
 
     @property
     def is_to_change(self) -> bool:
         """Whether this is a warning or an error."""
-        return self.severity in _CHANGE
+        return self.severity in (Severity.ERROR, Severity.WARNING)
 
 
 def worst_first(findings: Iterable[Finding]) -> list[Finding]:
     """Return the findings in the order in which they are shown: by severity, then by family."""
-    return sorted(
-        findings, key=lambda each: (_WORST_FIRST.index(each.severity), _FAMILIES.index(each.family), each.nodes)
-    )
+    return sorted(findings, key=lambda each: (_SEVERITIES.index(each.severity), _FAMILIES.index(each.family)))
 
 
 def exit_code(findings: Iterable[Finding]) -> int:
@@ -84,19 +72,14 @@ def exit_code(findings: Iterable[Finding]) -> int:
     return int(any(each.is_to_change for each in findings))
 
 
-def as_json(findings: Iterable[Finding], what: str) -> str:
-    """Return the findings as a JSON document, worst first.
-
-    Args:
-        findings: what was found.
-        what: what was looked at.
-    """
+def as_json(findings: Iterable[Finding]) -> str:
+    """Return the findings as a JSON document, worst first."""
     rows = [
         {**asdict(each), "family": each.family.value, "severity": each.severity.value}
         for each in worst_first(findings)
     ]
     worst = rows[0]["severity"] if rows else Severity.OK.value
-    return json.dumps({"format": JSON_FORMAT, "looked_at": what, "worst": worst, "findings": rows}, indent=1)
+    return json.dumps({"format": JSON_FORMAT, "worst": worst, "findings": rows}, indent=1)
 
 
 def headline(finding: Finding) -> str:
@@ -111,7 +94,7 @@ def checked(family: Family, check: Callable[[], Sequence[Finding]], timeout_s: f
     Args:
         family: what the check is about.
         check: reads the machine, and judges.
-        timeout_s: how many seconds it may take. A thread that takes longer is left behind.
+        timeout_s: how many seconds it may take. A thread that takes longer is left running.
     """
     result: Future[Sequence[Finding]] = Future()
 
@@ -125,10 +108,7 @@ def checked(family: Family, check: Callable[[], Sequence[Finding]], timeout_s: f
     try:
         return list(result.result(timeout_s))
     except OutOfTimeError:
-        seen, todo = (
-            f"the check did not end within {timeout_s:g} s",
-            "look for a disk or device that does not answer",
-        )
+        seen, todo = f"the check did not end within {timeout_s:g} s", "look for a disk that does not answer"
     except Exception as error:  # noqa: BLE001 - whatever the check ran into is what is to be shown
         seen = wording.printable(f"the check failed: {type(error).__name__}: {error}", _LONGEST)
         todo = "report this line as a bug of checkpointless, unless it explains itself"

@@ -1,34 +1,43 @@
-"""Whether a zygote may fork ranks: what the modules that it imports do to CUDA, and which threads they start."""
+"""Whether the fork server may fork ranks: what its imports do to CUDA, and which threads they start.
+
+``python -m checkpointless.doctor.forking`` is the child process that makes these imports. It writes JSON objects,
+one per line, into a file that it inherits: what it is importing, and in the end the trial.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import importlib.machinery
 import json
+import logging
 import os
-import selectors
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from types import ModuleType
 from typing import Any
 
 from checkpointless.agent.rank_program import import_environment
-from checkpointless.agent.ranks.platforms import CPU
-from checkpointless.agent.ranks.rank_process import Script
+from checkpointless.agent.ranks import preload as preloading
+from checkpointless.agent.ranks.platforms import CPU, install_platform
+from checkpointless.agent.ranks.rank_process import Script, die_with_parent
 from checkpointless.agent.ranks.starters import zygote_env
-from checkpointless.cuda_sign import TORCH_SIGN
+from checkpointless.agent.ranks.zygote import can_fork
+from checkpointless.cuda_sign import TORCH_SIGN, cuda_sign
 from checkpointless.doctor.findings import Family, Finding, Severity
-from checkpointless.telemetry.wording import duration, plural, printable
+from checkpointless.telemetry.wording import duration, plural
 
 TIMEOUT_S = 300.0
-_TELL_S = 2.0  # after which a person wonders whether something goes on
-_SOURCE = "the imports, made in a child process"
 _INSTEAD = "import it in the function that uses it, or leave it out of --preload"
-_MOST_BYTES = 10**6  # of what the child may say
-_LONGEST = 200
+
+
+def _finding(severity: Severity, seen: str, todo: str = "") -> Finding:
+    return Finding(Family.FORKING, severity, seen, "the imports, made in a child process", todo)
 
 
 @dataclass(frozen=True)
@@ -42,7 +51,6 @@ class Trial:
         cuda_by: module that did it.
         can_fork: whether a forked child may use CUDA, as far as torch knows.
         threads: name of each thread that was left running, and the module that started it.
-        native_threads: number of threads that Python does not know.
         seconds: how many seconds all of it took.
         error: why the trial did not come to its end ("" if it did).
     """
@@ -53,7 +61,6 @@ class Trial:
     cuda_by: str = ""
     can_fork: bool = True
     threads: tuple[tuple[str, str], ...] = ()
-    native_threads: int = 0
     seconds: float = 0.0
     error: str = ""
 
@@ -61,143 +68,174 @@ class Trial:
 def judge(trial: Trial) -> list[Finding]:
     """Return whether ranks can be forked after these imports."""
     if trial.error:
-        todo = "import less: --preload names what is imported once"
-        return [_finding(Severity.WARNING, trial.error, todo)]
+        return [_finding(Severity.WARNING, trial.error, "import less: --preload names what is imported once")]
     findings = []
-    anew = f"each replaced rank imports everything anew ({duration(trial.seconds)})"
+    cost = f"each replaced rank imports everything again ({duration(trial.seconds)})"
+    by = f"importing {trial.cuda_by} initialised CUDA ({trial.cuda})"
     if trial.cuda and trial.can_fork and trial.cuda != TORCH_SIGN:
-        seen = (
-            f"importing {trial.cuda_by} initialised CUDA ({trial.cuda}), which torch does not know: "
-            "forked ranks fail at their first use of CUDA"
-        )
+        seen = f"{by}, which torch does not know: forked ranks fail at their first use of CUDA"
         findings.append(_finding(Severity.ERROR, seen, _INSTEAD))
     elif trial.cuda:
-        seen = f"importing {trial.cuda_by} initialised CUDA ({trial.cuda}): {anew}"
-        findings.append(_finding(Severity.WARNING, seen, _INSTEAD))
+        findings.append(_finding(Severity.WARNING, f"{by}: {cost}", _INSTEAD))
     elif not trial.can_fork:
-        seen = f"torch says that forked ranks could not use CUDA: {anew}"
-        todo = "look for an import that asks torch for its devices"
+        seen, todo = f"torch says that forked ranks could not use CUDA: {cost}", "look for an import that uses CUDA"
         findings.append(_finding(Severity.WARNING, seen, todo))
     for name, module in trial.threads:
         seen = f"importing {module} started the thread {name}: forked ranks lack it, and may wait for its locks"
         findings.append(_finding(Severity.WARNING, seen, f"start it when it is used, or {_INSTEAD}"))
-    for why in trial.failed:
-        findings.append(_finding(Severity.ADVICE, why, "leave it out of --preload, or make it importable"))
-    native = f", with {plural(trial.native_threads, 'thread')} of libraries" if trial.native_threads > 0 else ""
-    if not any(each.is_to_change for each in findings):
-        seen = (
-            f"{plural(len(trial.names), 'name')} imported in {duration(trial.seconds)}{native}; ranks can be forked"
-        )
+    if not findings:
+        seen = f"{plural(len(trial.names), 'name')} imported in {duration(trial.seconds)}; ranks can be forked"
         findings.append(_finding(Severity.OK, seen))
-    return findings
+    todo = "leave it out of --preload, or make it importable"
+    return [*findings, *(_finding(Severity.ADVICE, why, todo) for why in trial.failed)]
 
 
 def read(
-    preload: tuple[str, ...],
-    script: Script | None,
-    *,
-    ranks: int,
-    cpu: bool,
-    progress: Callable[[str], None],
-    timeout_s: float = TIMEOUT_S,
+    preload: tuple[str, ...], script: Script | None, *, ranks: int, cpu: bool, timeout_s: float = TIMEOUT_S
 ) -> Trial:
-    """Import what a zygote would in a child process, and see what that does.
+    """Import what the fork server would in a child process, and see what that does.
 
     Args:
         preload: names to import; empty: what the script imports from installed packages.
-        script: what the ranks run; None: modules beside it are not found.
+        script: what the ranks run; None: modules in its folder are not found.
         ranks: number of ranks on the node.
         cpu: whether the job trains on CPUs (``--cpu``).
-        progress: called with a line for people, when there was none for two seconds.
         timeout_s: how many seconds the imports may take.
     """
-    ours, theirs = os.pipe()
-    command = [sys.executable, "-m", "checkpointless.doctor.fork_trial", "--fd", str(theirs)]
-    command += ["--parent", str(os.getpid()), "--preload", ",".join(preload)]
-    command += ["--script", script.to_json()] if script is not None else []
-    command += ["--platform", CPU] if cpu else []
-    with tempfile.TemporaryFile() as errors, open(ours, "rb", buffering=0) as said:
+    with tempfile.TemporaryFile() as said, tempfile.TemporaryFile() as errors:
+        command = [sys.executable, "-m", "checkpointless.doctor.forking", str(said.fileno()), str(os.getpid())]
+        command += [CPU if cpu else "", "" if script is None else script.to_json(), *preload]
+        process = subprocess.Popen(
+            command,
+            env=zygote_env(import_environment(ranks, cpu)),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+            pass_fds=[said.fileno()],
+            start_new_session=True,
+        )
         try:
-            process = subprocess.Popen(
-                command,
-                env=zygote_env(import_environment(ranks, cpu)),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=errors,
-                pass_fds=[theirs],
-                start_new_session=True,
-            )
-        finally:
-            os.close(theirs)
-        heard = _Heard()
-        try:
-            for line in _lines(said.fileno(), time.monotonic() + timeout_s, lambda: progress(heard.progress())):
-                heard.take(line)
+            code = process.wait(timeout_s)
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        except subprocess.TimeoutExpired:
+            how = f"did not end within {timeout_s:g} s"
         finally:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # it has a session of its own
+                os.killpg(process.pid, signal.SIGKILL)  # with what the imports have started
             process.wait()
-        if heard.trial is not None:
-            return heard.trial
+        said.seek(0)
         errors.seek(0)
-        last = (errors.read()[-4096:].decode(errors="replace").strip().splitlines() or [""])[-1]
-    return Trial(error=heard.error(process.returncode, last, timeout_s))
+        lines = [json.loads(line) for line in said.read().splitlines()]
+        reasons = errors.read()[-4096:].decode(errors="replace").strip().splitlines()
+    if lines and "names" in lines[-1]:
+        return Trial(**{name: _frozen(value) for name, value in lines[-1].items()})
+    at = f" at {lines[-1]['importing']}" if lines else ""
+    return Trial(error=f"the process that imports {how}{at}{f': {reasons[-1]}' if reasons else ''}")
 
 
-@dataclass
-class _Heard:
-    """What the child has said so far."""
-
-    importing: str = ""
-    failed: list[str] = field(default_factory=list)
-    trial: Trial | None = None
-    _began_s: float = field(default_factory=time.monotonic)
-
-    def take(self, line: bytes) -> None:
-        said: dict[str, Any] = json.loads(line)
-        if "importing" in said:
-            self.importing = f"{said['importing']} ({said['number'] + 1} of {said['of']})"
-        elif "failed" in said:
-            self.failed.append(printable(said["failed"], _LONGEST))
-        else:
-            self.trial = Trial(
-                names=tuple(said["names"]),
-                failed=tuple(self.failed),
-                cuda=said["cuda"],
-                cuda_by=printable(said["by"], _LONGEST),
-                can_fork=said["can_fork"],
-                threads=tuple((printable(n, _LONGEST), printable(by, _LONGEST)) for n, by in said["threads"]),
-                native_threads=said["native"],
-                seconds=said["seconds"],
-            )
-
-    def progress(self) -> str:
-        return f"importing {self.importing or 'Python'}: {duration(time.monotonic() - self._began_s)} so far"
-
-    def error(self, code: int, last: str, timeout_s: float) -> str:
-        at = f" at {self.importing}" if self.importing else ""
-        if time.monotonic() - self._began_s >= timeout_s:
-            return f"the imports did not end within {timeout_s:g} s; they are{at}"
-        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-        return printable(f"the process that imports was {how}{at}{last and ': '}{last}", 2 * _LONGEST)
+def _frozen(value: Any) -> Any:
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
 
-def _lines(descriptor: int, deadline_s: float, wait: Callable[[], None]) -> Iterator[bytes]:
-    """Yield the lines that come, until the other end closes or the time is over; call ``wait`` in long pauses."""
-    rest, size = b"", 0
-    with selectors.DefaultSelector() as selector:
-        selector.register(descriptor, selectors.EVENT_READ)
-        while (left_s := deadline_s - time.monotonic()) > 0 and size < _MOST_BYTES:
-            if not selector.select(min(left_s, _TELL_S)):
-                wait()
-                continue
-            data = os.read(descriptor, 64 * 1024)
-            if not data:
-                return
-            size += len(data)
-            *lines, rest = (rest + data).split(b"\n")
-            yield from lines
+class ImportWatch:
+    """Looks for signs of CUDA and for threads before and after the body of every module that is imported.
+
+    A sign is put down to the module whose body ran when it came: the one that just ended, or the one that was about
+    to import another.
+
+    Attributes:
+        preloaded: the name that is being preloaded.
+        cuda: how CUDA was initialised, and by which module; ("", "") if it was not.
+        threads: for each thread of Python, by its identifier, its name and the module that was being imported.
+    """
+
+    def __init__(self) -> None:
+        self.preloaded = ""
+        self.cuda = ("", "")
+        self.threads: dict[int | None, tuple[str, str]] = {}
+        self._running = ["what was preloaded"]
+        self._known = {thread.ident for thread in threading.enumerate()}
+
+    def install(self) -> None:
+        """Wrap the loaders of Python's own and of compiled modules, for the rest of this process."""
+        for loader in (importlib.machinery.SourceFileLoader, importlib.machinery.ExtensionFileLoader):
+            setattr(loader, "exec_module", self._watched(loader.exec_module))  # noqa: B010 - mypy: a method
+
+    def look(self, module: str) -> None:
+        """Note what is new, and that ``module`` did it."""
+        if self.preloaded and not self.preloaded.startswith(module):
+            module = f"{module} (which {self.preloaded} needs)"
+        if not self.cuda[0] and (how := cuda_sign()):
+            self.cuda = how, module
+        for thread in threading.enumerate():
+            if thread.ident not in self._known:
+                self._known.add(thread.ident)
+                self.threads[thread.ident] = thread.name, module
+
+    def alive(self) -> tuple[tuple[str, str], ...]:
+        """Return name and module of each of these threads that has not ended."""
+        alive = {thread.ident for thread in threading.enumerate()}
+        return tuple(named for ident, named in self.threads.items() if ident in alive)
+
+    def _watched(self, execute: Callable[[Any, ModuleType], None]) -> Callable[[Any, ModuleType], None]:
+        def exec_module(loader: Any, module: ModuleType) -> None:
+            self.look(self._running[-1])
+            self._running.append(module.__name__)
+            try:
+                execute(loader, module)
+            finally:
+                self._running.pop()
+                self.look(module.__name__)
+
+        return exec_module
 
 
-def _finding(severity: Severity, seen: str, todo: str = "") -> Finding:
-    return Finding(Family.FORKING, severity, seen, _SOURCE, todo)
+class _Failures(logging.Handler):
+    """Keeps why modules could not be imported, in the words of what imports them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def main() -> None:
+    """Import, fork once, and write down what was seen.
+
+    The arguments are the descriptor to write to, the parent's process id, the platform and the script (each "" if
+    there is none), and the names to import.
+    """
+    descriptor, parent, platform, given, *names = sys.argv[1:]
+    die_with_parent(int(parent))
+    os.set_inheritable(int(descriptor), False)
+
+    def say(fields: dict[str, Any]) -> None:
+        os.write(int(descriptor), (json.dumps(fields) + "\n").encode())
+
+    failures = _Failures()
+    preloading.logger.addHandler(failures)
+    began_s = time.monotonic()
+    script = Script.from_json(given) if given else None
+    if not names and script is not None:
+        names = list(preloading.preloads_of(script))
+    watch = ImportWatch()
+    watch.install()
+    for number, name in enumerate(names, start=1):
+        say({"importing": f"{name} ({number} of {len(names)})"})
+        watch.preloaded = name
+        preloading.preload((name,), script)
+        watch.look(name)
+    if platform:
+        watch.preloaded = ""
+        install_platform(platform)
+        watch.look(f"the platform {platform}")
+    seconds = time.monotonic() - began_s
+    trial = Trial(tuple(names), tuple(failures.lines), *watch.cuda, can_fork(), watch.alive(), seconds)
+    say(asdict(trial))
+    os._exit(0)  # what was imported may take long to shut down
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,4 @@
-"""The versions of Python, torch, the frameworks, NCCL, CUDA and the driver, against what a recovery needs."""
+"""The versions of Python, torch, the frameworks and NCCL, against what a recovery needs and what fits together."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 
@@ -21,32 +22,37 @@ PACKAGES = ("torch", "lightning", "rich", "nemo_toolkit", "megatron-core")
 _REQUIRED = PACKAGES[:3]
 _OWN = "checkpointless"
 _DRIVER = Path("/proc/driver/nvidia/version")
+_INSTALLED, _TORCH = "installed packages", "torch, imported in a child process"
 
-# Prints what only torch itself knows; no call of it initialises CUDA.
+# Prints what only torch itself knows: its NCCL, and whether it can use a GPU or what it warns of instead.
 _ASK_TORCH = """
-import json, warnings
-warnings.simplefilter("ignore")
+import json, os, warnings
 import torch, torch.distributed as dist
+os.environ.pop("PYTORCH_NVML_BASED_CUDA_CHECK", None)
+with warnings.catch_warnings(record=True) as said:
+    usable = torch.cuda.is_available()
 there = dist.is_available() and dist.is_nccl_available()
 nccl = torch.cuda.nccl.version() if there else ()
-print(json.dumps({"version": torch.__version__, "cuda": torch.version.cuda or "", "nccl": list(nccl)}))
+print(json.dumps({"nccl": nccl, "has_gpu": usable, "warning": str(said[-1].message) if said else ""}))
 """
+
+_finding = partial(Finding, Family.VERSIONS)
 
 
 @dataclass(frozen=True)
 class Torch:
-    """What torch says of its build.
+    """What torch says of its build and of the machine.
 
     Attributes:
-        version: its own version.
-        cuda: version of CUDA that it was built for ("": none).
         nccl: version of the NCCL that it uses (empty: none).
+        has_gpu: whether it can use a GPU.
+        warning: what it warns of when it looks for one.
         error: why nothing is known ("" if it is).
     """
 
-    version: str = ""
-    cuda: str = ""
     nccl: tuple[int, ...] = ()
+    has_gpu: bool = False
+    warning: str = ""
     error: str = ""
 
 
@@ -57,40 +63,33 @@ class Versions:
     Attributes:
         python: version of this interpreter.
         packages: version of each installed package of :data:`PACKAGES`.
-        needed: what checkpointless asks of each package, as in ``>=2.6`` ("": any version).
-        needed_python: what it asks of Python.
-        torch: what torch says; None if it was not asked.
-        driver: version of NVIDIA's driver ("": there is none, or it is not known).
-        driver_cuda: newest version of CUDA that the driver supports ("": not known).
+        needed: what checkpointless asks of each package, and of Python, as in ``>=2.6`` ("": any version).
+        torch: what torch says; None if it is not installed.
+        wants_gpu: whether there is a driver of NVIDIA's, and the job is to use it.
     """
 
     python: str
     packages: Mapping[str, str]
     needed: Mapping[str, str]
-    needed_python: str = ""
     torch: Torch | None = None
-    driver: str = ""
-    driver_cuda: str = ""
+    wants_gpu: bool = False
 
 
 def judge(versions: Versions) -> list[Finding]:
     """Return what the versions mean for a recovery."""
     return [
-        _of_package("Python", versions.python, versions.needed_python),
-        *(_of_package_or_none(name, versions) for name in PACKAGES),
-        *_of_rich(versions),
-        *_of_torch(versions),
-        *_of_driver(versions),
+        _of_package("Python", versions.python, versions.needed.get("Python", "")),
+        *(_of_package(name, versions.packages.get(name), versions.needed.get(name, "")) for name in PACKAGES),
+        *_of_rich(versions.packages),
+        *([] if versions.torch is None else _of_torch(versions.torch, versions.wants_gpu)),
     ]
 
 
-def read(driver_cuda: str = "", ask_torch: bool = True) -> Versions:
-    """Read the versions of this machine.
+def read(cpu: bool = False) -> Versions:
+    """Read the versions of this machine; torch is imported in a child process, which takes seconds.
 
     Args:
-        driver_cuda: newest version of CUDA that the driver supports.
-        ask_torch: whether to import torch in a child process, which takes seconds and tells the versions of
-            CUDA and NCCL that it uses.
+        cpu: whether the job trains on CPUs although there may be GPUs.
     """
     packages = {}
     for name in PACKAGES:
@@ -98,16 +97,8 @@ def read(driver_cuda: str = "", ask_torch: bool = True) -> Versions:
             packages[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    needed, python = _needed()
-    return Versions(
-        python=platform.python_version(),
-        packages=packages,
-        needed=needed,
-        needed_python=python,
-        torch=_torch() if ask_torch and "torch" in packages else None,
-        driver=_driver(),
-        driver_cuda=driver_cuda,
-    )
+    torch = _torch() if "torch" in packages else None
+    return Versions(platform.python_version(), packages, _needed(), torch, has_driver() and not cpu)
 
 
 def has_driver() -> bool:
@@ -115,119 +106,74 @@ def has_driver() -> bool:
     return _DRIVER.exists()
 
 
-def facts(versions: Versions) -> dict[str, str]:
-    """Return what should be the same on all nodes of a job, by name."""
-    torch = versions.torch or Torch()
-    return {
-        "Python": versions.python,
-        **dict(versions.packages),
-        "CUDA of torch": torch.cuda,
-        "NCCL": _dotted(torch.nccl),
-        "NVIDIA driver": versions.driver,
-    }
-
-
-def _of_package_or_none(name: str, versions: Versions) -> Finding:
-    if name in versions.packages:
-        return _of_package(name, versions.packages[name], versions.needed.get(name, ""))
-    if name in _REQUIRED:
-        todo = f"pip install '{name}{versions.needed.get(name, '')}'"
-        return Finding(Family.VERSIONS, Severity.ERROR, f"{name} is not installed", "installed packages", todo)
-    seen = f"{name} is not installed; only NeMo's jobs need it"
-    return Finding(Family.VERSIONS, Severity.OK, seen, "installed packages")
-
-
-def _of_package(name: str, version: str, needed: str) -> Finding:
+def _of_package(name: str, version: str | None, needed: str) -> Finding:
     from packaging.specifiers import SpecifierSet
-    from packaging.version import InvalidVersion, Version
 
-    source = "this interpreter" if name == "Python" else "installed packages"
-    try:
-        fits = SpecifierSet(needed).contains(Version(version), prereleases=True)
-    except InvalidVersion:
-        seen = f"{name} {version}, which is no version that can be compared with {needed or 'others'}"
-        return Finding(Family.VERSIONS, Severity.ADVICE, seen, source, f"compare it yourself: {needed or 'any'}")
-    if fits:
-        return Finding(Family.VERSIONS, Severity.OK, f"{name} {version}", source)
-    seen = f"{name} {version}; checkpointless needs {needed}"
-    todo = "use another interpreter" if name == "Python" else f"pip install '{name}{needed}'"
-    return Finding(Family.VERSIONS, Severity.ERROR, seen, source, todo)
+    install = f"pip install '{name}{needed}'"
+    if version is None and name in _REQUIRED:
+        return _finding(Severity.ERROR, f"{name} is not installed", _INSTALLED, install)
+    if version is None:
+        return _finding(Severity.OK, f"{name} is not installed; only NeMo's jobs need it", _INSTALLED)
+    if SpecifierSet(needed).contains(version, prereleases=True):
+        return _finding(Severity.OK, f"{name} {version}", _INSTALLED)
+    todo = "use another interpreter" if name == "Python" else install
+    return _finding(Severity.ERROR, f"{name} {version}; checkpointless needs {needed}", _INSTALLED, todo)
 
 
-def _of_rich(versions: Versions) -> list[Finding]:
+def _of_rich(packages: Mapping[str, str]) -> list[Finding]:
     """Judge two versions together: Lightning before 2.5.3 clears a display of rich that later ones do not have."""
-    rich, lightning = (versions.packages.get(name, "") for name in ("rich", "lightning"))
-    if not rich or not lightning or _numbers(rich) < (14, 1) or _numbers(lightning, 3) >= (2, 5, 3):
+    from packaging.version import Version
+
+    rich, lightning = packages.get("rich"), packages.get("lightning")
+    if not rich or not lightning or Version(rich) < Version("14.1") or Version(lightning) >= Version("2.5.3"):
         return []
     seen = f"with rich {rich} and lightning {lightning}, a fit with RichProgressBar ends in an IndexError"
     todo = "pip install 'rich<14.1'; or 'lightning>=2.5.3', without NeMo 2.7"
-    return [Finding(Family.VERSIONS, Severity.WARNING, seen, "installed packages", todo)]
+    return [_finding(Severity.WARNING, seen, _INSTALLED, todo)]
 
 
-def _of_torch(versions: Versions) -> list[Finding]:
-    torch = versions.torch
-    if torch is None:
-        return []
-    source = "torch, imported in a child process"
+def _of_torch(torch: Torch, wants_gpu: bool) -> list[Finding]:
     if torch.error:
         todo = f"make `{Path(sys.executable).name} -c 'import torch'` work"
-        return [Finding(Family.VERSIONS, Severity.ERROR, torch.error, source, todo)]
+        return [_finding(Severity.ERROR, torch.error, _TORCH, todo)]
     if not torch.nccl:
-        build = "this build of torch has no NCCL: ranks meet over gloo"
-        if versions.driver:
+        seen = "this build of torch has no NCCL: ranks meet over gloo"
+        if wants_gpu:
             todo = "install a torch that is built for CUDA"
-            return [Finding(Family.VERSIONS, Severity.WARNING, f"{build}, though there is a GPU", source, todo)]
-        return [Finding(Family.VERSIONS, Severity.OK, build, source)]
+            return [_finding(Severity.WARNING, f"{seen}, though there is a GPU", _TORCH, todo)]
+        return [_finding(Severity.OK, seen, _TORCH)]
+    findings = [_finding(Severity.OK, f"NCCL {'.'.join(map(str, torch.nccl))}", _TORCH)]
     problem = problem_of_version(torch.nccl)
-    if problem is None:
-        return [Finding(Family.VERSIONS, Severity.OK, f"NCCL {_dotted(torch.nccl)}", source)]
-    seen, _, todo = problem.partition("; ")
-    return [Finding(Family.VERSIONS, Severity.WARNING, seen, source, todo)]
+    if problem is not None:
+        seen, _, todo = problem.partition("; ")
+        findings = [_finding(Severity.WARNING, seen, _TORCH, todo)]
+    if wants_gpu and not torch.has_gpu:
+        why = f": {torch.warning}" if torch.warning else ""
+        todo = "look at nvidia-smi; install a driver for torch's CUDA, or a torch for the driver's; or use --cpu"
+        seen = f"there is NVIDIA's driver, and torch can use no GPU{why}"
+        findings.append(_finding(Severity.ERROR, seen, _TORCH, todo))
+    return findings
 
 
-def _of_driver(versions: Versions) -> list[Finding]:
-    """Judge the driver: an older one serves a newer CUDA of the same major version only.
-
-    Source: https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html
-    """
-    if not versions.driver:
-        return []
-    cuda = versions.torch.cuda if versions.torch is not None else ""
-    known = f"driver {versions.driver}" + (f" for CUDA {versions.driver_cuda}" if versions.driver_cuda else "")
-    if not cuda or not versions.driver_cuda:
-        return [Finding(Family.VERSIONS, Severity.OK, known, "NVIDIA's driver")]
-    has, wants = _numbers(versions.driver_cuda), _numbers(cuda)
-    if has[:1] < wants[:1]:
-        seen, todo = f"{known}; torch is built for CUDA {cuda}", "install a newer driver, or a torch for that CUDA"
-        return [Finding(Family.VERSIONS, Severity.ERROR, seen, "NVIDIA's driver", todo)]
-    if has < wants:
-        seen = f"{known}; torch is built for CUDA {cuda}, and new features of it are missing"
-        return [Finding(Family.VERSIONS, Severity.ADVICE, seen, "NVIDIA's driver", "install a newer driver")]
-    return [Finding(Family.VERSIONS, Severity.OK, f"{known}, torch for CUDA {cuda}", "NVIDIA's driver")]
-
-
-def _needed() -> tuple[dict[str, str], str]:
+def _needed() -> dict[str, str]:
     """Return what the installed checkpointless asks of other packages, and of Python, according to its metadata."""
     from packaging.requirements import Requirement
 
     try:
         own = metadata.metadata(_OWN)
     except metadata.PackageNotFoundError:
-        return {}, ""
+        return {}
     wanted = [Requirement(text) for text in own.get_all("Requires-Dist") or ()]
     wanted.sort(key=lambda each: "extra" not in str(each.marker))  # what all need comes last, and counts
     needed = {each.name: str(each.specifier) for each in wanted if each.name in PACKAGES}
-    return needed, (own.get_all("Requires-Python") or [""])[0]
+    return {**needed, "Python": (own.get_all("Requires-Python") or [""])[0]}
 
 
 def _torch() -> Torch:
+    command = [sys.executable, "-W", "ignore", "-c", _ASK_TORCH]
     try:
         ended = subprocess.run(
-            [sys.executable, "-c", _ASK_TORCH],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=TORCH_TIMEOUT_S,
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TORCH_TIMEOUT_S
         )
     except subprocess.TimeoutExpired:
         return Torch(error=f"torch was not imported within {TORCH_TIMEOUT_S:g} s")
@@ -235,24 +181,4 @@ def _torch() -> Torch:
         last = (ended.stderr.strip().splitlines() or [f"exit code {ended.returncode}"])[-1]
         return Torch(error=f"torch cannot be imported: {last}")
     said = json.loads(ended.stdout.strip().splitlines()[-1])
-    return Torch(said["version"], said["cuda"], tuple(said["nccl"]))
-
-
-def _driver() -> str:
-    """Return the version of NVIDIA's kernel module, or "".
-
-    The file's first line is ``NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Thu ...``.
-    """
-    try:
-        words = _DRIVER.read_text().splitlines()[0].split()
-    except (OSError, IndexError):
-        return ""
-    return next((word for word in words if word.count(".") and word.replace(".", "").isdigit()), "")
-
-
-def _numbers(version: str, parts: int = 2) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split(".")[:parts] if part.isdigit())
-
-
-def _dotted(version: tuple[int, ...]) -> str:
-    return ".".join(map(str, version))
+    return Torch(**{**said, "nccl": tuple(said["nccl"])})

@@ -33,7 +33,7 @@ def folder(tmp_path: Path) -> Path:
 
 def tried(folder: Path, *names: str, timeout_s: float = 200.0) -> Trial:
     script = Script(str(folder / "train.py"))
-    return read(names, script, ranks=2, cpu=False, progress=lambda line: None, timeout_s=timeout_s)
+    return read(names, script, ranks=2, cpu=False, timeout_s=timeout_s)
 
 
 def fake_driver(folder: Path, primary: int) -> Path:
@@ -75,7 +75,7 @@ def test_what_torch_initialised_is_put_down_to_the_module_that_did(folder: Path)
     found = worst(trial)
     assert found.severity is Severity.WARNING
     assert "importing inner (which outer needs) initialised CUDA" in found.seen
-    assert "each replaced rank imports everything anew" in found.seen
+    assert "each replaced rank imports everything again" in found.seen
 
 
 @pytest.mark.parametrize(("primary", "how"), [(-1, "cuInit"), (1, "a context of the CUDA driver")])
@@ -106,7 +106,7 @@ def test_a_thread_that_goes_on_is_named(folder: Path) -> None:
 
 def test_what_cannot_be_imported_is_left_to_the_script(folder: Path) -> None:
     trial = tried(folder, "not_there", "json")
-    (failed, fine) = judge(trial)
+    (fine, failed) = judge(trial)
     assert (failed.severity, fine.severity) == (Severity.ADVICE, Severity.OK)
     assert failed.seen == "preloading not_there failed: ModuleNotFoundError: No module named 'not_there'"
 
@@ -116,7 +116,7 @@ def test_an_import_that_ends_the_process_is_told(folder: Path) -> None:
     (folder / "ends.py").write_text(source)
     found = worst(tried(folder, "ends"))
     assert found.severity is Severity.WARNING
-    assert found.seen == "the process that imports was ended with code 7 at ends (1 of 1): no licence"
+    assert found.seen == "the process that imports ended with code 7 at ends (1 of 1): no licence"
 
 
 def test_an_import_that_does_not_end_is_killed_in_time(folder: Path) -> None:
@@ -124,7 +124,7 @@ def test_an_import_that_does_not_end_is_killed_in_time(folder: Path) -> None:
     began_s = time.monotonic()
     found = worst(tried(folder, "hangs", timeout_s=8.0))
     assert time.monotonic() - began_s < 60
-    assert found.seen == "the imports did not end within 8 s; they are at hangs (1 of 1)"
+    assert found.seen == "the process that imports did not end within 8 s at hangs (1 of 1)"
 
 
 def test_a_script_says_itself_what_is_imported(folder: Path) -> None:

@@ -1,44 +1,32 @@
-"""Test the checks that ask the kernel of this machine: variables, folders, limits, features, network."""
+"""Test the checks of variables, folders and descriptors, and of what is said before a job."""
 
 from __future__ import annotations
 
 import os
 import resource
 import shutil
-import socket
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from checkpointless.doctor import kernel, limits, network, storage, variables
-from checkpointless.doctor.findings import Finding, Severity
-from checkpointless.doctor.limits import Limits
-from checkpointless.doctor.network import Endpoint, Network
-from checkpointless.doctor.storage import LEAST_SHARED_BYTES, Folder
+from checkpointless.doctor import machine, node
+from checkpointless.doctor.findings import Family, Finding, Severity
+from checkpointless.doctor.machine import open_files
 from checkpointless.nccl import SETTINGS
-from checkpointless.posix.temp_folder import LONGEST_TMPDIR
 
 HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-GB = 10**9
-WELL = Limits(65536, 65536, 100_000, None, has_rdma=True, has_gpu=True)
-MEETS = Network("node0", "", "10.0.0.1", "")
-
-
-def worst(findings: list[Finding]) -> Finding:
-    order = list(Severity)
-    return min(findings, key=lambda each: order.index(each.severity))
+UNLIMITED = resource.RLIM_INFINITY
 
 
 def of(name: str, environ: dict[str, str]) -> Finding:
-    (found,) = [each for each in variables.judge(environ) if each.seen.startswith(f"{name}=")]
+    (found,) = [each for each in machine.variables(environ) if each.seen.startswith(f"{name}=")]
     return found
 
 
 def test_without_variables_the_defaults_are_in_force() -> None:
-    found = variables.judge({"PATH": "/bin", "NCCL": "x"})
+    found = machine.variables({"PATH": "/bin", "NCCL": "x"})
     assert {each.severity for each in found} == {Severity.OK}
     assert [each.seen for each in found] == [f"{name}={setting.value}" for name, setting in SETTINGS.items()]
     assert {each.source for each in found} == {"the default that checkpointless sets"}
@@ -73,151 +61,85 @@ def test_what_torchrun_sets_is_no_users_wish() -> None:
 )
 def test_other_variables(name: str, value: str, severity: Severity) -> None:
     assert of(name, {name: value}).severity is severity
-    assert variables.facts({name: value, "HOME": "/"}) == {name: value}
 
 
-@pytest.mark.parametrize(
-    ("folder", "severity"),
-    [
-        (Folder("/dev/shm", 25 * GB, 25 * GB), Severity.OK),
-        (Folder("/dev/shm", LEAST_SHARED_BYTES, LEAST_SHARED_BYTES), Severity.OK),
-        (Folder("/dev/shm", 64 * 2**20, 64 * 2**20), Severity.WARNING),
-        (Folder("/dev/shm", 25 * GB, GB // 2), Severity.WARNING),
-        (Folder("/dev/shm", error="Permission denied"), Severity.ERROR),
-    ],
-)
-def test_shared_memory(folder: Folder, severity: Severity) -> None:
-    (found,) = storage.judge_shared_memory(folder)
-    assert found.severity is severity
-    assert bool(found.todo) is (severity is not Severity.OK)
+def test_a_folder_is_written_and_left_as_it_was(tmp_path: Path) -> None:
+    fine = machine.folder(tmp_path, 1, "here", "free it")
+    assert (fine.severity, fine.source, fine.todo) == (Severity.OK, "here", "")
+    full = machine.folder(tmp_path, 10**18, "here", "free it")
+    assert (full.severity, full.todo) == (Severity.WARNING, "free it")
+    assert " of it free" in full.seen
+    missing = machine.folder(tmp_path / "not", 1, "here", "free it")
+    assert (missing.severity, missing.seen) == (
+        Severity.ERROR,
+        f"{tmp_path / 'not'} cannot be written: No such file or directory",
+    )
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_a_small_file_system_is_measured(tmp_path: Path) -> None:
+def test_shared_memory_of_a_container_is_measured(tmp_path: Path) -> None:
     unshare = shutil.which("unshare")
-    code = f"from checkpointless.doctor.storage import *; print(shared_memory(Path({str(tmp_path)!r}))[0].seen)"
+    code = f"from checkpointless.doctor.machine import *; print(shared_memory(Path({str(tmp_path)!r})))"
     command = f"mount -t tmpfs -o size=32m none {tmp_path} && exec {sys.executable} -c {code!r}"
     if unshare is None or subprocess.run([unshare, "-rm", "true"], capture_output=True).returncode != 0:
         pytest.skip("no mount namespace can be made here")
     done = subprocess.run([unshare, "-rm", "sh", "-c", command], capture_output=True, text=True, timeout=120)
-    assert "has 33.6 MB, 33.6 MB of it free: NCCL and data-loader workers die" in done.stdout, done.stderr
+    assert "has 33.6 MB, 33.6 MB of it free" in done.stdout, done.stderr
+    assert "NCCL and data-loader workers die of SIGBUS" in done.stdout
 
 
-def test_temporary_files(tmp_path: Path) -> None:
-    (fine,) = storage.judge_temporary_files(Folder("/tmp", 9 * GB, 9 * GB), "TMPDIR")
-    assert fine.severity is Severity.OK
-    deep = tmp_path / ("x" * LONGEST_TMPDIR)
-    deep.mkdir()
-    (long,) = storage.temporary_files(str(deep))
-    assert (long.severity, long.source) == (Severity.WARNING, "TMPDIR")
-    assert f"{len(str(deep))} bytes" in long.seen
-    (missing,) = storage.temporary_files("/nowhere")
-    assert (missing.severity, missing.todo) == (
-        Severity.WARNING,
-        "create /nowhere, or set TMPDIR to a folder that can be written",
-    )
-    (nowhere,) = storage.judge_temporary_files(Folder("/tmp", error="Read-only file system"), "the default")
-    assert nowhere.severity is Severity.ERROR
-    (full,) = storage.judge_temporary_files(Folder("/tmp", 9 * GB, 10**6), "TMPDIR")
-    assert full.severity is Severity.WARNING
+def test_a_folder_for_temporary_files_that_does_not_exist_is_a_warning() -> None:
+    (missing,) = [each for each in machine.folders({"TMPDIR": "/nowhere"}, None) if each.source == "TMPDIR"]
+    assert missing.severity is Severity.WARNING
+    assert missing.todo.startswith("create /nowhere, ")
 
 
-def test_a_run_directory_is_written_and_left_as_it_was(tmp_path: Path) -> None:
-    (found,) = storage.run_directory(tmp_path / "not" / "yet")
-    assert "the run directory's disk takes" in found.seen
+def test_a_run_directory_is_not_made(tmp_path: Path) -> None:
+    found = machine.folders({}, tmp_path / "not" / "yet")[-1]
+    assert (found.severity, found.source) == (Severity.OK, "--run-dir")
     assert list(tmp_path.iterdir()) == []
-    (slow,) = storage.judge_run_directory(Folder("d", GB, GB, 2.5))
-    assert (slow.severity, "2.50 s" in slow.seen) == (Severity.ADVICE, True)
-    (refused,) = storage.judge_run_directory(Folder("d", error="Read-only file system"))
-    assert refused.severity is Severity.ERROR
 
 
 @pytest.mark.parametrize(
-    ("changed", "severity", "todo"),
+    ("files", "hard", "severity", "todo"),
     [
-        ({}, Severity.OK, ""),
-        ({"files": None}, Severity.OK, ""),
-        ({"files": 100}, Severity.ERROR, "ulimit -n 65536 "),
-        ({"files": 512, "files_hard": 4096}, Severity.WARNING, "ulimit -n 4096 "),
-        ({"files": 512, "files_hard": None}, Severity.WARNING, "ulimit -n 65536 "),
-        ({"files": 512, "files_hard": 512}, Severity.WARNING, "limits.conf"),
-        ({"files": 1024, "files_hard": 2048}, Severity.ADVICE, "ulimit -n 2048 "),
-        ({"files": 1024, "has_gpu": False}, Severity.OK, ""),
-        ({"processes": 500}, Severity.WARNING, "ulimit -u"),
-        ({"processes": None}, Severity.OK, ""),
-        ({"locked_bytes": 65536}, Severity.WARNING, "memlock"),
-        ({"locked_bytes": 65536, "has_rdma": False}, Severity.ADVICE, "memlock"),
-        ({"locked_bytes": 65536, "has_rdma": False, "has_gpu": False}, Severity.OK, ""),
+        (65536, 65536, Severity.OK, ""),
+        (UNLIMITED, UNLIMITED, Severity.OK, ""),
+        (1024, 2048, Severity.OK, ""),
+        (100, 65536, Severity.ERROR, "ulimit -n 65536 "),
+        (512, 4096, Severity.WARNING, "ulimit -n 4096 "),
+        (512, UNLIMITED, Severity.WARNING, "ulimit -n 65536 "),
+        (512, 512, Severity.WARNING, "limits.conf"),
     ],
 )
-def test_limits(changed: dict[str, int | None], severity: Severity, todo: str) -> None:
-    found = worst(limits.judge(replace(WELL, **changed), 8))  # type: ignore[arg-type]
+def test_descriptors(files: int, hard: int, severity: Severity, todo: str) -> None:
+    found = open_files(files, hard, 8)
     assert found.severity is severity
     assert todo in found.todo
 
 
-def test_limits_are_those_of_the_shell(tmp_path: Path) -> None:
-    code = "from checkpointless.doctor.limits import *; print(judge(read(False), 4)[0].seen)"
-    command = f"ulimit -n 200 && exec {sys.executable} -c {code!r}"
-    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=120)
-    assert done.stdout.startswith("200 open files for each process: connections"), done.stderr
-    assert limits.read(True).files in (resource.getrlimit(resource.RLIMIT_NOFILE)[0], None)
+def test_before_a_job_only_what_is_to_change_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(machine, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(node.versions, "has_driver", lambda: False)
+    harmful = {"NCCL_NVLS_ENABLE": "1"}
+    assert node.quick(1, False, {}) == []
+    assert node.quick(1, False, harmful) == []  # there is no GPU
+    (missing,) = node.quick(1, False, {"TMPDIR": "/nowhere"})
+    assert (missing.severity, missing.source) == (Severity.WARNING, "TMPDIR")
+    monkeypatch.setattr(node.versions, "has_driver", lambda: True)
+    (found,) = node.quick(1, False, harmful)
+    assert (found.family, found.severity) == (Family.VARIABLES, Severity.WARNING)
+    assert node.quick(1, True, harmful) == []
+    assert os.listdir(tmp_path) == []
 
 
-def test_the_control_groups_processes_count(tmp_path: Path) -> None:
-    (tmp_path / "pids.max").write_text("400\n")
-    (tmp_path / "pids.current").write_text("150\n")
-    assert limits.read(False, tmp_path, tmp_path / "none").processes == 250
-    (tmp_path / "pids.max").write_text("max\n")
-    assert limits.read(False, tmp_path, tmp_path / "none").processes != 250
+def test_a_check_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(cpu: bool) -> None:
+        raise RuntimeError("no metadata")
 
-
-def test_this_kernel_has_what_is_used() -> None:
-    (found,) = kernel.judge(kernel.read())
-    assert (found.severity, found.seen) == (Severity.OK, "memfd, PR_SET_PDEATHSIG, SOCK_SEQPACKET, pidfd work")
-
-
-def test_a_feature_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(name: str, flags: int) -> int:
-        raise PermissionError(1, "Operation not permitted")
-
-    monkeypatch.setattr(os, "memfd_create", refused)
-    monkeypatch.delattr(os, "pidfd_open")
-    memfd, pidfd = kernel.judge(kernel.read())
-    assert (memfd.severity, pidfd.severity) == (Severity.ERROR, Severity.ADVICE)
-    assert "memfd does not work ([Errno 1] Operation not permitted): a rank has no board" in memfd.seen
-
-
-def test_a_port_of_this_machine_is_bound_and_reached() -> None:
-    found = network.judge(network.read(None, 1), 1)
-    assert found[0].seen == "ports of 127.0.0.1 can be bound and reached"
-    assert not any(each.is_to_change for each in found)
-
-
-def test_endpoints_of_this_machine() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-        assert network.read(("127.0.0.1", port), 2).endpoint == Endpoint(f"127.0.0.1:{port}")
-    nobody = network.read(("127.0.0.1", port), 2).endpoint
-    assert nobody is not None
-    assert nobody.is_refused
-    unknown = network.read(("no-such-host.invalid", 1), 2)
-    assert unknown.endpoint is not None
-    assert unknown.endpoint.name_error
-    assert worst(network.judge(unknown, 2)).severity is Severity.ERROR
-
-
-@pytest.mark.parametrize(
-    ("seen", "nodes", "severity"),
-    [
-        (MEETS, 1, Severity.OK),
-        (MEETS, 2, Severity.ADVICE),  # the endpoint is not known
-        (replace(MEETS, endpoint=Endpoint("n:1")), 2, Severity.OK),
-        (replace(MEETS, endpoint=Endpoint("n:1", connect_error="refused", is_refused=True)), 2, Severity.OK),
-        (replace(MEETS, endpoint=Endpoint("n:1", connect_error="timed out")), 2, Severity.ERROR),
-        (replace(MEETS, endpoint=Endpoint("n:1"), host_error="unknown"), 2, Severity.WARNING),
-        (replace(MEETS, host_error="unknown"), 1, Severity.ADVICE),
-        (replace(MEETS, address_error="refused"), 1, Severity.ERROR),
-    ],
-)
-def test_what_the_network_means(seen: Network, nodes: int, severity: Severity) -> None:
-    assert worst(network.judge(seen, nodes)).severity is severity
+    monkeypatch.setattr(node.versions, "read", fails)
+    said: list[str] = []
+    found = node.examine(ranks=1, run_dir=None, cpu=True, preload=(), script=None, progress=said.append)
+    assert "the check failed: RuntimeError: no metadata" in {each.seen for each in found}
+    assert {each.family for each in found} == set(Family)
+    assert said == ["asking torch for its versions, in a child process"]
