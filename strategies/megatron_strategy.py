@@ -5,32 +5,37 @@ from __future__ import annotations
 import inspect
 import logging
 import os
-from collections.abc import Iterable
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
+import torch
 import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 from nemo.lightning.ckpt_utils import ckpt_to_dir
+from nemo.lightning.pytorch.callbacks import PEFT
 from nemo.lightning.pytorch.strategies import MegatronStrategy
 from typing_extensions import override
 
 from checkpointless.callbacks.step_recorder import loss_of
+from checkpointless.inprocess import HPCallWrapper
 from checkpointless.inprocess.communicators import launch_bound
+from checkpointless.inprocess.finalize import register_cleanup
 from checkpointless.megatron import cleanup as megatron_cleanup
 from checkpointless.megatron import cpu_platform
+from checkpointless.megatron.replicas import replicas
+from checkpointless.megatron.state import MegatronTensors
 from checkpointless.recovery.running import BuildAnewError, manager_of
-from checkpointless.strategies.block import given_module
-from checkpointless.strategies.block.phases import PhasedIterator, announce_gradient_sync
+from checkpointless.recovery.training.repeated_steps import repeated_steps
 from checkpointless.strategies.block.warm_start import WarmStart
 from checkpointless.strategies.boundary.live_state import TrainerLiveState
 from checkpointless.strategies.boundary.megatron_steps import KeptReduction, MegatronSteps
-from checkpointless.strategies.boundary.peft import StateBeforeAdapters, peft_of, trained_names
 from checkpointless.strategies.checkpoints import callbacks as checkpoint_callbacks
 from checkpointless.strategies.checkpoints.background import PendingSaves
 from checkpointless.strategies.checkpoints.copies import loading_from_copies
@@ -40,7 +45,14 @@ from checkpointless.strategies.checkpoints.unfinished import leave_unfinished, r
 from checkpointless.strategies.data.dataset_cache import cache_megatron_datasets
 from checkpointless.strategies.frameworks import chatter, cleanup, one_logger
 from checkpointless.strategies.recoverable_strategy import RecoverableStrategy
+from checkpointless.transfer.rank_groups import Group
+from checkpointless.transfer.tensor_entry import Key
 
+if TYPE_CHECKING:
+    from megatron.core import ModelParallelConfig
+
+_TABLES = ("_parameters", "_buffers", "_modules")
+_TRAINER = ("_trainer", "_fabric")  # of the generation that is over
 logger = logging.getLogger(__name__)
 
 
@@ -97,7 +109,7 @@ class CheckpointlessMegatronStrategy(RecoverableStrategy, MegatronStrategy):
     def connect(self, model: pl.LightningModule) -> None:
         """Take the module of a trainer. What NeMo adds to it goes when the generation ends."""
         if self._call is not None:
-            given_module.note(model)
+            note(model)
         super().connect(model)
 
     def is_peft(self) -> bool:
@@ -367,3 +379,146 @@ def _signature() -> inspect.Signature:
 
 
 CheckpointlessMegatronStrategy.__signature__ = _signature()  # type: ignore[attr-defined]
+
+
+# --- A LightningModule as its script gave it to the trainer -------------------------------------------------------
+#
+# A module that was made outside of the block is the same object at each entry. NeMo leaves in it the model that
+# it built, over process groups that no longer exist, and functions bound to the old strategy. What was added is
+# taken out when the generation ends, so that NeMo can set up again.
+
+
+class GivenModule:
+    """Notes what a module consists of.
+
+    Args:
+        module: the module, which no strategy has set up yet.
+    """
+
+    def __init__(self, module: pl.LightningModule) -> None:
+        attributes = vars(module)
+        self._module = weakref.ref(module)
+        self._attributes = {name: value for name, value in attributes.items() if name not in _TRAINER}
+        self._tables = {name: dict(attributes[name]) for name in _TABLES}
+
+    def is_of(self, module: pl.LightningModule) -> bool:
+        """Return whether this is what was noted of ``module``."""
+        return self._module() is module
+
+    def put_back(self) -> None:
+        """Take out what was added since, and let go of everything."""
+        module = self._module()
+        if module is not None and self._tables:
+            attributes = vars(module)
+            unbound: dict[str, Any] = {name: None for name in _TRAINER if name in attributes}
+            tables = {name: attributes[name] for name in _TABLES}
+            attributes.clear()
+            attributes.update(self._attributes, **unbound, **tables)
+            for name, table in tables.items():
+                table.clear()
+                table.update(self._tables[name])
+        self._attributes, self._tables = {}, {}
+
+
+_given: dict[int, GivenModule] = {}  # of this generation, by the identity of the module
+
+
+def note(module: pl.LightningModule) -> None:
+    """Note a module before its first fit of a generation. It is put back when the generation ends."""
+    known = _given.get(id(module))
+    if known is None or not known.is_of(module):
+        _given[id(module)] = GivenModule(module)
+    register_cleanup("given modules", _put_back)
+
+
+def _put_back() -> None:
+    while _given:
+        _given.popitem()[1].put_back()
+
+
+# Tells a running wrapper which phase of a step begins, where neither Lightning nor Megatron has a hook for it.
+
+
+def announce_gradient_sync(config: ModelParallelConfig, call: HPCallWrapper) -> None:
+    """Announce the phase ``sync`` before Megatron reduces the gradients, if the wrapper causes faults.
+
+    Args:
+        config: the model's configuration, whose ``finalize_model_grads_func`` reduces the gradients.
+        call: the running wrapper.
+    """
+    finalize = config.finalize_model_grads_func
+    if call.faults is None or finalize is None:
+        return
+
+    def announced(*args: Any, **kwargs: Any) -> Any:
+        call.enter_phase("sync", call.steps.making)
+        return finalize(*args, **kwargs)
+
+    config.finalize_model_grads_func = announced
+
+
+class PhasedIterator(Iterator[Any]):
+    """An iterator over batches that announces the phases of the step in the making, and notes what the step takes.
+
+    Args:
+        inner: the iterator that Lightning hands to the training step.
+        call: the running wrapper.
+    """
+
+    def __init__(self, inner: Iterator[Any], call: HPCallWrapper) -> None:
+        self._inner = inner
+        self._call = call
+
+    def __next__(self) -> Any:
+        step = self._call.steps.making
+        self._call.enter_phase("data", step)
+        item = next(self._inner)
+        repeated_steps.take(step, item)
+        self._call.enter_phase("forward", step)
+        return item
+
+
+# --- Parameter-efficient fine-tuning (PEFT) -----------------------------------------------------------------------
+
+
+def peft_of(trainer: pl.Trainer) -> PEFT | None:
+    """Return NeMo's PEFT callback among those of ``trainer``, or None."""
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    return next((callback for callback in callbacks if isinstance(callback, PEFT)), None)
+
+
+def trained_names(chunks: Iterable[torch.nn.Module]) -> set[str]:
+    """Return the names, as in the state's keys, of all that training may change: all but frozen parameters."""
+    names: set[str] = set()
+    for chunk in chunks:
+        names |= {name for name, parameter in chunk.named_parameters() if parameter.requires_grad}
+        names |= {name for name, _ in chunk.named_buffers()}
+    return names
+
+
+class StateBeforeAdapters(TrainerLiveState):
+    """The state of a trainer whose adapters have not been added yet: enough to decide where to resume.
+
+    Args:
+        trainer: a trainer whose strategy has been set up.
+    """
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        strategy: Any = trainer.strategy
+        super().__init__(trainer, MegatronTensors(strategy.megatron_parallel, None))
+
+    @override
+    def group(self) -> tuple[int, ...]:
+        """Return the ranks that will hold the same shard."""
+        return replicas(self._will_be_distributed)
+
+    @override
+    def parts(self, keys: Iterable[Key]) -> Mapping[Group, Sequence[Key]]:
+        """Return ``keys`` by the ranks that will hold the same under them."""
+        return {self.group(): list(keys)} if self._will_be_distributed else super().parts(keys)
+
+    @property
+    def _will_be_distributed(self) -> bool:
+        """Whether the optimizers will be Megatron's distributed ones."""
+        strategy: Any = self.trainer.strategy
+        return bool(getattr(strategy.ddp_config, "use_distributed_optimizer", False))

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
@@ -11,11 +14,12 @@ from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
+from checkpointless.callbacks import CheckpointlessCallback, HPFaultInjectionCallback, StepRecorder
+from checkpointless.callbacks.external import asked_for, parted
 from checkpointless.inprocess import HPCallWrapper, UnrecoverableError, active_call_wrapper
+from checkpointless.inprocess.finalize import register_cleanup
 from checkpointless.recovery import CheckpointManager
 from checkpointless.recovery.running import manager_of
-from checkpointless.strategies.block.callbacks import complete
-from checkpointless.strategies.block.rebuild import Rebuild
 from checkpointless.strategies.boundary.kinds import InMemoryCheckpoint
 from checkpointless.strategies.boundary.live_state import TrainerLiveState
 from checkpointless.strategies.boundary.loops import make_resumable
@@ -27,6 +31,8 @@ from checkpointless.strategies.frameworks import chatter, entry_points
 from checkpointless.strategies.frameworks.logger_facts import LoggerFacts
 from checkpointless.strategies.frameworks.stock_callbacks import unfit
 from checkpointless.strategies.recoverable_fit import RecoverableFit, begin_manager
+from checkpointless.telemetry.event_names import EventName
+from checkpointless.telemetry.events import event_log
 
 logger = logging.getLogger(__name__)
 
@@ -245,3 +251,77 @@ class RecoverableStrategy(ParallelStrategy):
         if self._fit is not None and trainer.state.fn == TrainerFn.FITTING:
             self._fit.finish()
         return True
+
+
+# --- Callbacks that a fit in the block needs ----------------------------------------------------------------------
+
+
+def complete(present: list[Any]) -> CheckpointlessCallback:
+    """Put the callbacks that the environment asks for after all others, and add what is missing.
+
+    Args:
+        present: the trainer's own list of callbacks, which is changed in place. What is added misses its ``setup``
+            hook.
+
+    Returns:
+        The trainer's :class:`CheckpointlessCallback`, with the settings of the recovery.
+    """
+    bound = [weakref.ref(each) for each in present]
+    register_cleanup("callbacks", lambda: _unbind([callback for each in bound if (callback := each())]))
+    scripts, external = parted(present)
+    for callback in scripts:
+        if isinstance(callback, HPFaultInjectionCallback):
+            callback.listen()  # it may have been made before the block was entered
+    if not any(isinstance(callback, CheckpointlessCallback) for callback in scripts):
+        scripts.append(CheckpointlessCallback())
+    has_recorder = any(isinstance(callback, StepRecorder) for callback in scripts)
+    newest = {type(callback): callback for callback in external}  # a script may give one list to several trainers
+    for callback in newest.values() or asked_for():
+        if not (has_recorder and isinstance(callback, StepRecorder)):
+            scripts.append(callback)
+    present[:] = scripts
+    return next(callback for callback in present if isinstance(callback, CheckpointlessCallback))
+
+
+def _unbind(callbacks: Iterable[Any]) -> None:
+    """Drop what Lightning binds callbacks to, which would keep the module of the generation that is over."""
+    for each in callbacks:
+        for name in ("log", "log_dict"):
+            vars(each).pop(name, None)
+
+
+# --- Time to build process groups, model and optimizer ------------------------------------------------------------
+
+
+class Rebuild:
+    """Times the build of one generation.
+
+    Args:
+        call: the running wrapper.
+    """
+
+    def __init__(self, call: HPCallWrapper) -> None:
+        self._call = call
+        self._began_s = 0.0
+
+    @contextmanager
+    def process_groups(self) -> Iterator[None]:
+        """Time the build of the process groups, which the context makes; the rest begins when it ends."""
+        call = self._call
+        call.steps.entered()
+        call.enter_phase("init", call.high_water)
+        with event_log().span(EventName.INIT, generation=call.generation, incident=call.incident):
+            yield
+        call.beat()
+        self._began_s = time.monotonic()
+        event_log().emit(EventName.REBUILD, "begin", generation=call.generation, incident=call.incident)
+
+    def end(self) -> None:
+        """Record that everything is built anew and waits for its state."""
+        event_log().emit(
+            EventName.REBUILD,
+            "end",
+            generation=self._call.generation,
+            incident=self._call.incident,
+            seconds=time.monotonic() - self._began_s,
+        )

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from checkpointless.serialization import checksum, pending_digests
-from checkpointless.transfer import exchange, staging, transfer, window, wire
+from checkpointless.transfer import bucket_rounds as staging
+from checkpointless.transfer import exchange, transfer, window, wire
 
 #: How often each was called: ``digests`` (fetches of digests), ``control`` (all other waits of the host for a
 #: device), ``batches`` and ``messages``.

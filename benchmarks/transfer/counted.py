@@ -17,7 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from checkpointless.transfer import bucket_rounds, staging
+from checkpointless.transfer import bucket_rounds
+from checkpointless.transfer import bucket_rounds as staging
 from checkpointless.transfer import transfer as transfer_module
 from checkpointless.transfer.transfer import Fill, receive_state, send_state
 

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.common import ROOT, interruptible, machine, progress, search_path
 from checkpointless.agent.launch_config import LaunchConfig
-from checkpointless.demo.nursery import Ended, Nursery
+from checkpointless.demo.chaos import Ended, Nursery
 from checkpointless.demo.trainers.nemo import NeMo
 from checkpointless.faults.chaos import DEADLY, HANGING, NODES
 from checkpointless.faults.ledger import fired, not_fired

@@ -6,6 +6,7 @@ import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +16,6 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from typing_extensions import override
 
-from checkpointless.bridge.outcome import Losses, StepOutcome
 from checkpointless.inprocess import HPCallWrapper, StateLostError, UnrecoverableError
 from checkpointless.megatron.training import MegatronTraining
 from checkpointless.megatron.update import NotedNorms, gather_parameters
@@ -26,6 +26,7 @@ from checkpointless.transfer.tensor_entry import Key
 if TYPE_CHECKING:
     from megatron.bridge.training.state import GlobalState
 
+Losses = Sequence[Mapping[str, torch.Tensor]]
 logger = logging.getLogger(__name__)
 
 
@@ -300,3 +301,47 @@ class BridgeTraining(MegatronTraining):
 def _gathers_late(optimizer: MegatronOptimizer) -> bool:
     """Return whether parameters are gathered in the forward pass that follows an update."""
     return bool(getattr(getattr(optimizer, "ddp_config", None), "overlap_param_gather", False))
+
+
+# The outcome of a step whose update is applied, with which Megatron-Bridge can go through the rest of it again.
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What forward, backward and update of one step gave this rank.
+
+    Attributes:
+        losses: for each microbatch the values to report, by name, each of one or two elements; empty on a rank
+            that is not in the last pipeline stage.
+        succeeded: whether the update was not skipped.
+        grad_norm: norm of all gradients, if it was computed.
+        num_zeros: number of gradients that are zero, if they were counted.
+        samples: number of samples that the step took, of all ranks.
+    """
+
+    losses: Losses
+    succeeded: bool
+    grad_norm: float | None
+    num_zeros: float | None
+    samples: int
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return the outcome as plain data, with one tensor for each name."""
+        names = list(self.losses[0]) if self.losses else []
+        stacked = {name: torch.stack([each[name].detach().view(-1) for each in self.losses]) for name in names}
+        return {
+            "losses": {name: (tensor.device.type, tensor.cpu()) for name, tensor in stacked.items()},
+            "succeeded": self.succeeded,
+            "grad_norm": self.grad_norm,
+            "num_zeros": self.num_zeros,
+            "samples": self.samples,
+        }
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> StepOutcome:
+        """Return the outcome that :meth:`to_plain` gave."""
+        stacked = {name: tensor.to(device) for name, (device, tensor) in plain["losses"].items()}
+        microbatches = len(next(iter(stacked.values()))) if stacked else 0
+        losses = [{name: tensor[number] for name, tensor in stacked.items()} for number in range(microbatches)]
+        rest = {name: value for name, value in plain.items() if name != "losses"}
+        return cls(losses, **rest)

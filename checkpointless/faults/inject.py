@@ -8,13 +8,14 @@ import logging
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from checkpointless.environment import FAULTS_ENV, own_run_dir
-from checkpointless.faults import device, loader, node
-from checkpointless.faults.damage import flip_a_bit
+from checkpointless.environment import AGENT_PID_ENV, FAULTS_ENV, own_run_dir
+from checkpointless.faults import loader
 from checkpointless.faults.ledger import FaultLedger
 from checkpointless.faults.spec import (
     NODE_KINDS,
@@ -25,14 +26,53 @@ from checkpointless.faults.spec import (
     FaultSpecError,
     parse_all,
 )
+from checkpointless.posix.signals import CUT_SIGNAL
 from checkpointless.telemetry.event_names import EventName
 from checkpointless.telemetry.events import event_log
 from checkpointless.telemetry.scribe import flush_all
 
+_NOTICED_S = 10.0  # by then the job has noticed what was done to the agent
+_TURN_S = 0.02  # short, so that this thread can be interrupted
+_NO_HOST_HAS_BYTES = 1 << 62  # more than the address space holds, so that the kernel refuses at once
 logger = logging.getLogger(__name__)
-
 INJECTED_EXIT_CODE = 17
 _HANG_S = 3600.0
+
+
+# --- Faults of a node, which a rank causes through its agent ------------------------------------------------------
+
+
+def agent_pid() -> int | None:
+    """Return the process id of this node's agent in a job of several nodes, or None in any other job."""
+    pid = os.environ.get(AGENT_PID_ENV)
+    return None if pid is None else int(pid)
+
+
+def lose(agent: int) -> None:
+    """Kill the agent, and with it this process."""
+    os.kill(agent, signal.SIGKILL)
+    time.sleep(_HANG_S)
+
+
+def cut_off(agent: int, seconds: float) -> None:
+    """Stop the agent for ``seconds`` seconds, with all its connections open, as if the network were gone.
+
+    The process that wakes the agent up again outlives this process, which may be killed meanwhile.
+    """
+    subprocess.Popen(
+        ["/bin/sh", "-c", 'sleep "$0"; kill -CONT "$1"', f"{seconds:g}", str(agent)],
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    os.kill(agent, signal.SIGSTOP)
+
+
+def drop_coordinator(agent: int) -> None:
+    """Make the agent close its connection to the coordinator, and wait for what follows."""
+    os.kill(agent, CUT_SIGNAL)
+    until_s = time.monotonic() + _NOTICED_S
+    while time.monotonic() < until_s:
+        time.sleep(_TURN_S)
 
 
 class InjectedFault(RuntimeError):
@@ -140,13 +180,13 @@ class FaultInjector:
         if spec.kind is FaultKind.SLOW:
             return lambda: time.sleep(spec.duration_s)
         if spec.kind is FaultKind.OOM:
-            if not device.has_torch():
+            if not has_torch():
                 raise _impossible(text, "this process has not imported torch, so torch cannot run out of memory")
-            return lambda: _must_raise(device.run_out_of_memory, text)
+            return lambda: _must_raise(run_out_of_memory, text)
         if spec.kind is FaultKind.CUDA:
-            if not device.has_cuda():
+            if not has_cuda():
                 raise _impossible(text, "it needs ranks on GPUs, and CUDA is not available here")
-            return lambda: _must_raise(device.fail_device_assert, text)
+            return lambda: _must_raise(fail_device_assert, text)
         if spec.kind is FaultKind.DATALOADER:
             batches = self.batches() if self.batches is not None else None
             if batches is None:
@@ -156,12 +196,12 @@ class FaultInjector:
             error = InjectedFault(f"injected fault {text}")
             return lambda: _must_raise(lambda: loader.raise_in_worker(batches, error), text)
         if spec.kind in NODE_KINDS:
-            agent = node.agent_pid()
+            agent = agent_pid()
             if agent is None:
                 raise _impossible(text, "a node can only be lost in a job of several nodes")
             if spec.kind is FaultKind.PARTITION:
-                return lambda: node.cut_off(agent, spec.duration_s)
-            return lambda: (node.lose if spec.kind is FaultKind.NODE else node.drop_coordinator)(agent)
+                return lambda: cut_off(agent, spec.duration_s)
+            return lambda: (lose if spec.kind is FaultKind.NODE else drop_coordinator)(agent)
         if spec.kind is FaultKind.BITFLIP:
             if target is None:
                 raise _impossible(text, "the strategy does not say where this rank's state is")
@@ -200,6 +240,8 @@ _ENDS: dict[FaultKind, Callable[[], Any]] = {
     ),  # unlike CDLL, PyDLL does not release the GIL in a call
     FaultKind.HANG: _hang,
 }
+
+
 #: Kinds after which this process runs no more code.
 _NEVER_RETURN = frozenset({FaultKind.SIGKILL, FaultKind.EXIT, FaultKind.SEGFAULT, FaultKind.ABORT})
 
@@ -226,3 +268,67 @@ def from_environment(rank: int) -> FaultInjector | None:
         return None
     specs = parse_all(texts, world_size=None, max_steps=None)
     return FaultInjector(specs, rank, FaultLedger(own_run_dir()), of_job=True)
+
+
+# --- Damage to tensors --------------------------------------------------------------------------------------------
+#
+# Tensors are torch's, and are not typed as such: this room does not import torch, a process that trains has done
+# so.
+
+
+def flip_a_bit(tensor: Any) -> None:  # Any: a tensor, of a package that this room does not import
+    """Flip the lowest bit of the byte in the middle of ``tensor``.
+
+    Args:
+        tensor: a torch tensor of any dtype and shape, contiguous and not empty.
+    """
+    flat = tensor.detach().reshape(-1).view(sys.modules["torch"].uint8)
+    flat[flat.numel() // 2] ^= 1
+
+
+# --- Faults of memory and of the GPU ------------------------------------------------------------------------------
+#
+# Torch is looked up, not imported, because a process that trains has imported it.
+
+
+def has_torch() -> bool:
+    """Return whether this process has imported torch."""
+    return "torch" in sys.modules
+
+
+def has_cuda() -> bool:
+    """Return whether this process can train on a GPU with CUDA."""
+    return has_torch() and bool(_torch().cuda.is_available())
+
+
+def run_out_of_memory() -> None:
+    """Request more memory than exists: on the current GPU if CUDA is in use, otherwise on the host.
+
+    No memory is kept, because it is requested in one piece, which is refused.
+
+    Raises:
+        RuntimeError: torch refused the memory; on a GPU this is ``torch.OutOfMemoryError``.
+    """
+    torch = _torch()
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        device = torch.device("cuda", torch.cuda.current_device())
+        nbytes = 2 * torch.cuda.get_device_properties(device).total_memory
+    else:
+        device, nbytes = torch.device("cpu"), _NO_HOST_HAS_BYTES
+    torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+
+def fail_device_assert() -> None:
+    """Make a kernel read outside a tensor on the current GPU, and wait until it has done so.
+
+    Raises:
+        RuntimeError: torch reports the assertion that failed. This process's CUDA context is lost.
+    """
+    torch = _torch()
+    outside = torch.ones(1, dtype=torch.int64, device="cuda")
+    torch.zeros(1, device="cuda")[outside]
+    torch.cuda.synchronize()
+
+
+def _torch() -> Any:
+    return sys.modules["torch"]

@@ -27,17 +27,24 @@ outside a fork on what would have been a CUDA tensor. It uses the CPU's generato
 much part of the state to be recovered, but is not the stream that a GPU would have used.
 """
 
+from __future__ import annotations
+
 import os
+import sys
 
 import torch
 import torch.utils._device
 
 from checkpointless.environment import CPU_ENV
-from checkpointless.megatron.cpu import draws, megatron_bridge, megatron_core, nemo, placement, torch_cuda
+from checkpointless.megatron.cpu import draws, megatron_bridge, megatron_core, placement, torch_cuda
 from checkpointless.megatron.cpu.device_stream import inside_fork, set_stream_bytes, stream, stream_bytes
-from checkpointless.megatron.cpu.replacements import replacements
+from checkpointless.megatron.cpu.replacements import itself, replacements
 from checkpointless.patches import Patch
 from checkpointless.recovery.rng import RngSource, register_rng_source
+
+_CHECKPOINT_IO = "nemo.lightning.io.pl"
+_LORA = "nemo.collections.llm.peft.lora"
+_PEFT_UTILS = "nemo.collections.llm.peft.utils"
 
 
 def requested() -> bool:
@@ -89,4 +96,32 @@ def _table() -> list[Patch]:
 
 def _rows_of_what_is_imported() -> list[Patch]:
     """Return the replacements in NeMo and Megatron-Bridge, as far as they have been imported."""
-    return [*nemo.rows(), *megatron_bridge.rows()]
+    return [*rows(), *megatron_bridge.rows()]
+
+
+# --- Replacements in NeMo -----------------------------------------------------------------------------------------
+
+
+def rows() -> list[Patch]:
+    """Return the replacements in those modules of NeMo that have been imported.
+
+    The other modules are skipped, because importing NeMo takes ten seconds.
+    """
+    table: list[Patch] = []
+    checkpoint_io = sys.modules.get(_CHECKPOINT_IO)
+    if checkpoint_io is not None:
+        why = "it wants CUDA to be initialized, to move what was loaded to the current device"
+        table.append(Patch(checkpoint_io, "_fix_tensors_device", lambda _: itself, why))
+    lora = sys.modules.get(_LORA)
+    if lora is not None and not getattr(lora, "HAVE_TE", True):
+        why = "it asks of every layer whether it is TransformerEngine's, which raises where that is not installed"
+        table.append(Patch(lora, "te", lambda _: _NoTransformerEngine, why))
+        why = "it takes Megatron's names of TransformerEngine's layers for the layers, where they are None"
+        table.append(Patch(sys.modules[_PEFT_UTILS], "HAVE_TE", lambda _: False, why))
+    return table
+
+
+class _NoTransformerEngine:
+    """Stand-in for `transformer_engine.pytorch`, of whose layers no instance exists."""
+
+    Linear = type("Linear", (), {})

@@ -3,7 +3,7 @@
 Such a parameter is a tensor of TransformerEngine's that has no storage of its own: it shows 16 bits, and keeps
 bytes and scales beside each other. It is never held or sent. Like a 16-bit parameter it is derived from the main
 parameters of all ranks, to the same bits: quantising depends on them, and with delayed scaling on the scales, which
-are buffers (:mod:`checkpointless.megatron.scales`).
+are buffers (:mod:`checkpointless.megatron.state`).
 
 Megatron quantises inside the update, but agrees with the other ranks on the largest values meanwhile. Behind the
 lock of an update a rank must not wait for another one. So quantising is separated from the update, and is done

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, cast
@@ -22,7 +23,7 @@ from checkpointless.recovery.held_state import HeldState, stays_built
 from checkpointless.recovery.ladder import hold_snapshot, snapshot_of, take_copies
 from checkpointless.recovery.live_state import Built, LiveState, LiveStrategy, LiveTrainer
 from checkpointless.recovery.moment import Stage
-from checkpointless.recovery.own.fits import FitKeeper
+from checkpointless.recovery.own.keeper import OwnStateKeeper
 from checkpointless.recovery.own.state import OwnState
 from checkpointless.recovery.refill import Refill, announce_transfer
 from checkpointless.recovery.tiers.copies import Copies
@@ -30,9 +31,59 @@ from checkpointless.recovery.tiers.handover import Estate, clear, hand_over, tak
 from checkpointless.recovery.tiers.tier import Tier
 from checkpointless.serialization.checksum import MemoryChecksumManager
 from checkpointless.telemetry.event_names import EventName
+from checkpointless.transfer.exchange import share_plain
 from checkpointless.transfer.transfer import MEMORY_BUDGET_BYTES
 
 logger = logging.getLogger(__name__)
+
+
+# --- Fits of a block, whose steps are counted on ------------------------------------------------------------------
+
+
+class FitKeeper(OwnStateKeeper):
+    """Counts the fits of a block, and keeps how those ended that are over.
+
+    Args:
+        own: what is kept of a rank's own.
+
+    Attributes:
+        fit: the fit of the running block that is under way, counted from 1 (0: none has begun).
+        finished: by fit, the non-tensor state in which the fit ended.
+    """
+
+    def __init__(self, own: OwnState) -> None:
+        super().__init__(own)
+        self.fit = 0
+        self.finished: dict[int, dict[str, Any]] = {}
+
+    @abstractmethod
+    def finish_copies(self) -> None:
+        """Finish the copies that are being made, and make no more of this training, which is over."""
+
+    def begin_fit(self) -> None:
+        """Begin a fit of the block. Its steps are counted on from those of the fits before it."""
+        self.fit += 1
+        self.offset = self.parameter_update_lock.committed + 1 if self.fit > 1 else 0
+
+    def finish_fit(self, objects: dict[str, Any]) -> None:
+        """Record that the fit under way is over, on all ranks.
+
+        Args:
+            objects: the non-tensor state in which the fit ended, for a block that is entered again later.
+        """
+        self.finished = {**self.finished, self.fit: objects}
+        self.finish_copies()
+
+    def finished_fit(self) -> dict[str, Any] | None:
+        """Return the non-tensor state in which the fit under way ended before the fault. Collective.
+
+        Returns:
+            The state, from this rank's memory or a peer's; None if no rank has it.
+        """
+        objects: dict[str, Any] | None = share_plain(self.finished.get(self.fit))
+        if objects is not None:
+            self.finished = {**self.finished, self.fit: objects}
+        return objects
 
 
 class CheckpointManager(FitKeeper):

@@ -13,22 +13,25 @@ fetched once per round.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
+from checkpointless.serialization.checksum import digest_parts
 from checkpointless.serialization.pending_digests import PendingDigests
-from checkpointless.transfer.buckets import Bucket, Shares, size_of
+from checkpointless.serialization.tensor_memory import flat_bytes, is_on_host, tensor_bytes
+from checkpointless.transfer.buckets import PACKED_BYTES, Bucket, Shares, size_of
 from checkpointless.transfer.exchange import receive_json, send_json
-from checkpointless.transfer.staging import Staging, in_place, pack, unpack
 from checkpointless.transfer.window import Parcel, Window
-from checkpointless.transfer.wire import Message
+from checkpointless.transfer.wire import Message, wire_device
 
+PINNED_BYTES = 16 * 1024 * 1024
+_BUFFERS = 2
 logger = logging.getLogger(__name__)
-
 MAX_ROUNDS = 4
-
 #: Called with a bucket's number in the sequence, the number of buckets and its bytes; returns what to send.
 OnBucket = Callable[[int, int, torch.Tensor], torch.Tensor]
 
@@ -201,3 +204,182 @@ def _receive_round(
     window.close()
     staging.pinned.settle()
     return [(index, digest) for (index, _), digest in zip(incoming, digests.fetch(), strict=True)]
+
+
+# The bytes of a bucket in memory: where they lie, or in a buffer that they are packed into and unpacked from.
+
+
+class Staging:
+    """Reusable buffers for buckets that cannot be sent from, or received into, the place where they belong.
+
+    A buffer may be taken again as soon as the wait for its message is over. On a wire that runs ahead the message
+    may not be done by then, but whatever is launched to fill or to read the buffer comes after it on the device.
+
+    Attributes:
+        pinned: copies between buffers on a device and tensors on the host.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[torch.Tensor] = []
+        self.pinned = PinnedCopies()
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """Return a flat uint8 tensor of at least ``nbytes`` bytes, on the device that the wire uses."""
+        for index, buffer in enumerate(self._free):
+            if buffer.numel() >= nbytes:
+                return self._free.pop(index)
+        self._free.clear()  # too small: only the buffers in flight remain, within the budget
+        return torch.empty(max(nbytes, PACKED_BYTES), dtype=torch.uint8, device=wire_device())
+
+    def give_back(self, buffer: torch.Tensor) -> None:
+        """Take back a buffer that :meth:`take` returned and that nobody uses any more."""
+        self._free.append(buffer)
+
+
+def in_place(tensors: Sequence[torch.Tensor], bucket: Bucket) -> torch.Tensor | None:
+    """Return the bucket's bytes where they lie, if they are one piece on the device that the wire uses."""
+    if len(bucket) != 1:
+        return None
+    (part,) = bucket
+    tensor = tensors[part.index].detach()
+    if not tensor.is_contiguous() or tensor.device.type != wire_device().type:
+        return None
+    return flat_bytes(tensor)[part.start : part.stop]
+
+
+def pack(tensors: Sequence[torch.Tensor], bucket: Bucket, slot: torch.Tensor, pinned: PinnedCopies) -> torch.Tensor:
+    """Copy the bucket's bytes into ``slot``, one part after the other, and return the filled part of it."""
+    offset = 0
+    for part in bucket:
+        source = tensor_bytes(tensors[part.index])[part.start : part.stop]
+        place = slot[offset : offset + part.nbytes]
+        if is_on_host(source) and not is_on_host(slot):
+            pinned.to_device(place, source)
+        else:
+            place.copy_(source)
+        offset += part.nbytes
+    return slot[:offset]
+
+
+def unpack(
+    tensors: Sequence[torch.Tensor],
+    bucket: Bucket,
+    landed: torch.Tensor,
+    digests: PendingDigests,
+    pinned: PinnedCopies,
+) -> None:
+    """Put the bucket's bytes where they belong, and digest them (on the CPU, where they then are).
+
+    What goes through pinned memory is there when that has settled.
+    """
+    offset = 0
+    for part in bucket:
+        target = tensors[part.index].detach()
+        body = landed[offset : offset + part.nbytes]
+        if not target.is_contiguous():  # its storage has gaps: go through a contiguous copy
+            pinned.settle()
+            whole = target.contiguous()
+            flat_bytes(whole)[part.start : part.stop].copy_(body)
+            target.copy_(whole)
+        elif is_on_host(target) and not is_on_host(landed):
+            pinned.to_host(flat_bytes(target)[part.start : part.stop], body)
+        else:
+            flat_bytes(target)[part.start : part.stop].copy_(body)
+        offset += part.nbytes
+    if is_on_host(landed):
+        digests.add_known(
+            digest_parts(tensor_bytes(tensors[part.index])[part.start : part.stop] for part in bucket)
+        )
+    else:
+        digests.add(landed)
+
+
+# --- Copies between host and device through pinned memory ---------------------------------------------------------
+
+
+class Event(Protocol):
+    """What is used of ``torch.cuda.Event``."""
+
+    def record(self) -> None:
+        """Record everything that was launched so far."""
+
+    def synchronize(self) -> None:
+        """Wait until what was recorded is done, without the interpreter lock."""
+
+
+class _Pinned:
+    """A buffer, and what the host has to wait for, and then to do, before it is used again."""
+
+    def __init__(self, memory: torch.Tensor, event: Event) -> None:
+        self.memory, self._event = memory, event
+        self._is_used = False
+        self._target: torch.Tensor | None = None
+
+    def launched(self, target: torch.Tensor | None = None) -> None:
+        """Note that the device uses it until what was launched is done; then ``target`` takes what it has."""
+        self._event.record()
+        self._is_used, self._target = True, target
+
+    def settle(self) -> None:
+        """Wait for the device, and give the bytes to their target."""
+        if self._is_used:
+            self._event.synchronize()
+        if self._target is not None:
+            self._target.copy_(self.memory[: self._target.numel()])
+        self._is_used, self._target = False, None
+
+
+class PinnedCopies:
+    """Copies bytes through two pinned buffers in turn: the host uses one while the device uses the other.
+
+    Args:
+        nbytes: the size of each buffer.
+        allocate: makes a buffer; default: pinned memory.
+        make_event: makes an event; default: of CUDA's.
+        copy: launches a copy from the second of two tensors to the first.
+    """
+
+    def __init__(
+        self,
+        nbytes: int = PINNED_BYTES,
+        allocate: Callable[[int], torch.Tensor] | None = None,
+        make_event: Callable[[], Event] | None = None,
+        copy: Callable[[torch.Tensor, torch.Tensor], object] | None = None,
+    ) -> None:
+        self._nbytes = nbytes
+        self._allocate = allocate or (lambda size: torch.empty(size, dtype=torch.uint8, pin_memory=True))
+        self._make_event = make_event or (lambda: torch.cuda.Event(blocking=True))
+        self._copy = copy or (lambda target, source: target.copy_(source, non_blocking=True))
+        self._buffers: deque[_Pinned] = deque()
+
+    def to_device(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Launch a copy of ``source``, on the host, to ``target``, both flat uint8; ``source`` may then change."""
+        for start, pinned in self._pieces(source.numel()):
+            piece = source[start : start + self._nbytes]
+            pinned.memory[: piece.numel()].copy_(piece)
+            self._copy(target[start : start + piece.numel()], pinned.memory[: piece.numel()])
+            pinned.launched()
+
+    def to_host(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Launch a copy of ``source`` to ``target``, on the host, both flat uint8.
+
+        It is there after :meth:`settle`.
+        """
+        for start, pinned in self._pieces(source.numel()):
+            piece = source[start : start + self._nbytes]
+            self._copy(pinned.memory[: piece.numel()], piece)
+            pinned.launched(target[start : start + piece.numel()])
+
+    def settle(self) -> None:
+        """Wait for all copies, those to the host in the order of their launch."""
+        for pinned in self._buffers:
+            pinned.settle()
+
+    def _pieces(self, nbytes: int) -> Iterator[tuple[int, _Pinned]]:
+        for start in range(0, nbytes, self._nbytes):
+            if len(self._buffers) < _BUFFERS:
+                self._buffers.append(_Pinned(self._allocate(self._nbytes), self._make_event()))
+            else:
+                self._buffers.rotate(-1)  # the oldest one comes last
+                self._buffers[-1].settle()
+            yield start, self._buffers[-1]

@@ -18,10 +18,8 @@ from megatron.bridge.training import pretrain, train
 
 from checkpointless.bridge import finetune, seams
 from checkpointless.bridge.data import Loaders
-from checkpointless.bridge.entry import _copied
-from checkpointless.bridge.outcome import StepOutcome
-from checkpointless.bridge.refusals import _REFUSALS, refusal
-from checkpointless.bridge.training import BridgeTraining
+from checkpointless.bridge.entry import _REFUSALS, _copied, refusal
+from checkpointless.bridge.training import BridgeTraining, StepOutcome
 from checkpointless.recovery.moment import Moment, Stage
 from checkpointless.serialization import state_tree
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-import checkpointless.faults.device
+import checkpointless.faults.inject
 from tests.device.communicator import THREAD
 from tests.device.device import Device
 from tests.device.events import event_class
@@ -56,7 +56,7 @@ def install() -> None:
     cuda.max_memory_allocated = lambda *_: memory.most
     for name in ("numpy", "tolist", "__repr__"):  # these read memory without an operation
         setattr(torch.Tensor, name, _after_waiting(getattr(torch.Tensor, name)))
-    faults: Any = checkpointless.faults.device
+    faults: Any = checkpointless.faults.inject
     faults.has_cuda, faults.fail_device_assert = lambda: True, _fail
     dist.is_nccl_available = lambda: True
     torch.cuda.nccl.version = lambda: (2, 27, 3)

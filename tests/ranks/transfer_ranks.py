@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from checkpointless.faults.damage import flip_a_bit
+from checkpointless.faults.inject import flip_a_bit
 from checkpointless.serialization import state_tree
 from checkpointless.serialization.checksum import MemoryChecksumManager
 from checkpointless.transfer.bucket_rounds import TransferError

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,12 +16,12 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.utils import get_model_config
+from torch.autograd.graph import get_gradient_edge
 
 from checkpointless.inprocess.communicators.launch_bound import LaunchBound
 from checkpointless.megatron.fp8_parameters import fp8_parameters
 from checkpointless.megatron.update import sub_optimizers
 from checkpointless.megatron.warm import transformer_engine
-from checkpointless.megatron.warm.accumulation import hooks_of_accumulation
 from checkpointless.megatron.warm.bindings import rebind
 from checkpointless.megatron.warm.known_classes import blueprint_of, unknown_class
 from checkpointless.recovery.rng import RngStates
@@ -289,3 +289,34 @@ def _marks(optimizer: Any) -> list[object]:
         )
         for each in parts
     ]
+
+
+# --- Hooks where torch adds up a parameter's gradient, which C++ keeps beside the parameter -----------------------
+
+
+def hooks_of_accumulation(parameters: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
+    """Return how many hooks are called before and after each parameter's gradient is added up.
+
+    Megatron's ``DistributedDataParallel`` has one behind each. What nobody holds has none, and is made anew when it
+    is needed.
+    """
+    return [_hooks_of(each) for each in parameters]
+
+
+def _hooks_of(parameter: torch.Tensor) -> tuple[int, int]:
+    if not parameter.requires_grad:
+        return 0, 0
+    node: Any = get_gradient_edge(parameter).node
+    return _count(node.register_prehook), _count(node.register_hook)
+
+
+def _count(register: Any) -> int:
+    """Return how many hooks there are, which are known by who registers a further one."""
+    handle = register(_nothing)
+    count = len(handle.hooks_dict_ref()) - 1
+    handle.remove()
+    return count
+
+
+def _nothing(*_: object) -> None:
+    """Do nothing: it is never called."""

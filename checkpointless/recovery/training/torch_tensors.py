@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from checkpointless.inprocess import UnrecoverableError
@@ -20,14 +21,16 @@ from checkpointless.inprocess.communicators.process_groups import process_groups
 from checkpointless.kernels import unabortable
 from checkpointless.precision import unsupported_in_a_loop
 from checkpointless.recovery.rng import RngStates
-from checkpointless.recovery.training.ddp_buckets import settle_buckets
-from checkpointless.recovery.training.module_state import ModuleState, unfit_hooks
 from checkpointless.recovery.training.param_groups import ParamGroups, grown, has_buffers, sizes_of, version_of
+from checkpointless.serialization import state_tree
 from checkpointless.transfer.module_tensors import TrainingTensors
 from checkpointless.transfer.rank_groups import Group
 from checkpointless.transfer.sharded_tensors import HoldersByMesh, is_sharded
 from checkpointless.transfer.tensor_entry import Key
 
+_training = operator.attrgetter("training")
+#: TransformerEngine's modules save FP8's scales so, in a pickle; FP8 is refused in loops of one's own.
+_SAVES_NOTHING = "transformer_engine"
 _COMMUNICATES = (
     "an optimizer communicates in its step (torch.optim.Muon does with DTensors, and any does whose gradients are "
     "still to be reduced over tensor-parallel ranks), so that a fault in an update would find ranks on both sides "
@@ -41,8 +44,6 @@ _NEEDS_CLOSURE = (
     "computes gradients several times in one step, between changes of the weights, so that its update cannot be "
     "guarded: use an optimizer that makes one update from one gradient"
 )
-
-
 _FREED = (
     "the parameter {} is trained now and had requires_grad=False when DistributedDataParallel was made, which does "
     "not reduce its gradients: let it be trained when it is wrapped, and freeze it behind that"
@@ -314,3 +315,160 @@ class TorchTensors(TrainingTensors):
 
     def derive(self) -> None:
         """Do nothing: each tensor comes from its holders, so nothing follows from other ranks' shards."""
+
+
+# --- Buckets of DistributedDataParallel, the same in every generation ---------------------------------------------
+#
+# DDP reduces gradients in buckets. It begins with one bucket and, after the first backward pass, makes others in
+# the order in which gradients became ready (``Reducer::rebuild_buckets``,
+# torch/csrc/distributed/c10d/reducer.cpp). Where an element lies in a bucket decides in which order an all-reduce
+# adds up its parts, and with it the bits of the sum. A job that made DDP anew after a fault would therefore leave
+# the path of an undisturbed one. Here the order is given before the first step, in every generation alike: from
+# the last parameter to the first, which is about the order in which gradients become ready.
+
+
+def settle_buckets(modules: Iterable[torch.nn.Module]) -> None:
+    """Give each ``DistributedDataParallel`` among ``modules`` and their parts its lasting buckets. Collective.
+
+    Gradients are cleared. A module whose buckets stay as they are (``find_unused_parameters=True``), or are made
+    already, is left alone.
+
+    Args:
+        modules: modules of which no backward pass is under way.
+
+    Raises:
+        UnrecoverableError: a module's buckets follow from its first backward pass in another way.
+    """
+    for module in modules:
+        for part in module.modules():
+            if isinstance(part, DistributedDataParallel):
+                _settle(part)
+
+
+def _settle(ddp: DistributedDataParallel) -> None:
+    if ddp.static_graph:
+        raise UnrecoverableError(
+            "DistributedDataParallel(static_graph=True) reduces gradients in another order in its first step than "
+            "later, so that no recovery could be exact: leave static_graph out"
+        )
+    if ddp.find_unused_parameters:
+        return
+    reducer: Any = ddp.reducer
+    if reducer._rebuild_buckets():  # a backward pass before the training, as is made in every generation
+        return
+    parameters = [parameter for parameter in ddp._module_parameters if parameter.requires_grad]
+    sparse = {
+        id(part.weight)
+        for part in ddp.modules()
+        if isinstance(part, torch.nn.Embedding | torch.nn.EmbeddingBag) and part.sparse
+    }
+    reducer.prepare_for_forward()
+    reducer.prepare_for_backward([])
+    with torch.enable_grad():
+        chain = torch.zeros((), device=parameters[0].device, requires_grad=True)
+        for parameter in parameters:
+            chain = _GivesNothing.apply(parameter, chain, id(parameter) in sparse)
+    with _without_hooks(parameters):
+        chain.backward()
+    for parameter in parameters:
+        parameter.grad = None  # it may be a part of the buckets, which are given up before there are new ones
+    reducer._rebuild_buckets()
+
+
+class _GivesNothing(torch.autograd.Function):
+    """Gives a parameter a gradient of zeros before anything below it in the chain has its own."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: torch.Tensor, below: torch.Tensor, is_sparse: bool) -> torch.Tensor:
+        ctx.save_for_backward(parameter)
+        ctx.is_sparse = is_sparse
+        return below.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        (parameter,) = ctx.saved_tensors
+        if not ctx.is_sparse:
+            return torch.zeros_like(parameter), grads[0], None
+        rows = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
+        values = parameter.new_empty(0, *parameter.shape[1:])
+        return torch.sparse_coo_tensor(rows, values, parameter.shape), grads[0], None
+
+
+@contextmanager
+def _without_hooks(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Keep users' hooks on ``parameters`` from seeing gradients that are none."""
+    names = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    kept = [(parameter, name, getattr(parameter, name)) for parameter in parameters for name in names]
+    calls = [(hooks, dict(hooks)) for _, _, hooks in kept if hooks]
+    for hooks, _ in calls:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, inner in calls:
+            hooks.update(inner)
+
+
+# --- State of modules that is no tensor: whether they train, and their extra state --------------------------------
+
+
+class ModuleState:
+    """Takes and puts back what modules have beside parameters and buffers.
+
+    Args:
+        modules: the modules; those in them belong to them.
+    """
+
+    def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
+        self._parts = [part for module in modules for part in module.modules()]
+        self._saving: list[tuple[int, Any]] = [
+            (index, part)
+            for index, part in enumerate(self._parts)
+            if type(part).get_extra_state is not torch.nn.Module.get_extra_state
+            and not type(part).__module__.startswith(_SAVES_NOTHING)
+        ]
+
+    def take(self) -> dict[str, Any]:
+        """Return, as nobody changes it, which modules train, and what ``get_extra_state`` of each returns."""
+        state: dict[str, Any] = {"modes": list(map(_training, self._parts))}
+        if self._saving:
+            state["extra"] = {index: state_tree.copy(part.get_extra_state()) for index, part in self._saving}
+        return state
+
+    def put(self, state: Mapping[str, Any]) -> None:
+        """Put back what :meth:`take` returned; nothing that is not in ``state``."""
+        self.put_modes(state.get("modes", ()))
+        for index, part in self._saving:
+            if index in state.get("extra", {}):
+                part.set_extra_state(state_tree.copy(state["extra"][index]))
+
+    def put_modes(self, modes: Iterable[bool]) -> None:
+        """Let those modules train that do in ``modes``, and no others."""
+        for part, training in zip(self._parts, modes):
+            part.training = training
+
+    def unfit(self) -> str | None:
+        """Return why a module's extra state cannot be carried over to another process; None: each can be."""
+        for _, part in self._saving:
+            try:
+                state_tree.check(part.get_extra_state())
+            except state_tree.StateTreeError as error:
+                return f"{type(part).__name__}.get_extra_state returns what cannot travel ({error})"
+        return None
+
+
+def unfit_hooks(modules: Iterable[torch.nn.Module]) -> str | None:
+    """Return why a communication hook of DDP's cannot be protected; None: there is none that keeps something.
+
+    Args:
+        modules: the modules that are trained.
+    """
+    for module in modules:
+        for hook, state in getattr(module, "_comm_hooks", ()):
+            if state is not None and not isinstance(state, torch.distributed.ProcessGroup):
+                return (
+                    f"the communication hook {getattr(hook, '__name__', hook)} keeps a {type(state).__name__} from "
+                    "step to step, which no recovery would bring back: use one without a state "
+                    "(fp16_compress_hook, bf16_compress_hook)"
+                )
+    return None

@@ -11,7 +11,7 @@ pl = pytest.importorskip("lightning.pytorch")
 
 from lightning.pytorch.loggers import Logger  # noqa: E402
 
-from checkpointless.callbacks.incident_metrics import incident_metrics, log_incident  # noqa: E402
+from checkpointless.callbacks.checkpointless_callback import incident_metrics, log_incident  # noqa: E402
 from checkpointless.inprocess import HPCallWrapper, RankShouldRestart  # noqa: E402
 from checkpointless.recovery import CheckpointManager  # noqa: E402
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from checkpointless.faults.damage import flip_a_bit
+from checkpointless.faults.inject import flip_a_bit
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool])

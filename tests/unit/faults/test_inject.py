@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from checkpointless.environment import FAULTS_ENV, RUN_DIR_ENV
-from checkpointless.faults import device, inject, ledger
+from checkpointless.faults import inject, ledger
+from checkpointless.faults import inject as device
 from checkpointless.faults.inject import FaultInjector, InjectedFault, from_environment
 from checkpointless.faults.ledger import FaultLedger, fired, not_fired
 from checkpointless.faults.spec import FaultKind, FaultPhase, FaultSpecError, parse

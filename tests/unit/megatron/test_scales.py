@@ -12,8 +12,7 @@ import torch
 pytest.importorskip("megatron.core", reason="needs Megatron-core")
 
 from checkpointless.inprocess import UnrecoverableError
-from checkpointless.megatron.scales import Scales
-from checkpointless.megatron.state import MegatronTensors
+from checkpointless.megatron.state import MegatronTensors, Scales
 
 pytestmark = pytest.mark.nemo
 

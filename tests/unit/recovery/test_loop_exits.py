@@ -6,8 +6,8 @@ import logging
 
 import pytest
 
-from checkpointless.recovery.training import loop_exits
-from checkpointless.recovery.training.loop_exits import LoopExits
+from checkpointless.recovery.training import loop as loop_exits
+from checkpointless.recovery.training.loop import LoopExits
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from checkpointless.recovery.training.module_state import ModuleState, unfit_hooks
+from checkpointless.recovery.training.torch_tensors import ModuleState, unfit_hooks
 from checkpointless.transfer.module_tensors import TrainingTensors
 
 

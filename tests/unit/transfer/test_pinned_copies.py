@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from checkpointless.transfer.pinned_copies import PinnedCopies
+from checkpointless.transfer.bucket_rounds import PinnedCopies
 
 NBYTES = 16
 

@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 
 from checkpointless.serialization.checksum import digest_bytes
 from checkpointless.serialization.pending_digests import PendingDigests
-from checkpointless.transfer import staging
+from checkpointless.transfer import bucket_rounds as staging
+from checkpointless.transfer.bucket_rounds import PinnedCopies, Staging, in_place, pack, unpack
 from checkpointless.transfer.buckets import PACKED_BYTES, Slice, plan_buckets, size_of
-from checkpointless.transfer.pinned_copies import PinnedCopies
-from checkpointless.transfer.staging import Staging, in_place, pack, unpack
 
 
 @pytest.fixture(autouse=True)

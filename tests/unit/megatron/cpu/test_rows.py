@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from checkpointless.megatron import cpu_platform
-from checkpointless.megatron.cpu import draws, megatron_core, nemo, placement, torch_cuda
+from checkpointless.megatron import cpu_platform as nemo
+from checkpointless.megatron.cpu import draws, megatron_core, placement, torch_cuda
 from checkpointless.patches import Patch
 
 

@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import Callback
 from checkpointless.callbacks import CheckpointlessCallback, HPFaultInjectionCallback, StepRecorder
 from checkpointless.callbacks.external import asked_for
 from checkpointless.environment import FAULTS_ENV, RECORD_STEPS_ENV, RUN_DIR_ENV, YES
-from checkpointless.strategies.block.callbacks import complete
+from checkpointless.strategies.recoverable_strategy import complete
 
 pytestmark = pytest.mark.nemo
 

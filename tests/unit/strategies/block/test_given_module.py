@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import torch
 
 from checkpointless.inprocess.finalize import clean_up_frameworks
-from checkpointless.strategies.block.given_module import GivenModule, note
+from checkpointless.strategies.megatron_strategy import GivenModule, note
 
 
 class Model(pl.LightningModule):

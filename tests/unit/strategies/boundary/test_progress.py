@@ -13,8 +13,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from lightning.pytorch.loops.progress import _Progress
 
-from checkpointless.strategies.boundary.kinds import take_state
-from checkpointless.strategies.boundary.progress import LoopProgress, progress_of
+from checkpointless.strategies.boundary.kinds import LoopProgress, progress_of, take_state
 
 pytestmark = pytest.mark.nemo
 

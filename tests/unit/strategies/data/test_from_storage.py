@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from checkpointless.inprocess.facts import Facts
-from checkpointless.strategies.data.from_storage import StoredPosition
+from checkpointless.strategies.recoverable_fit import StoredPosition
 from checkpointless.telemetry.events import flush_events, read_events
 
 

@@ -15,8 +15,8 @@ from checkpointless.inprocess import UnrecoverableError
 from checkpointless.recovery import rng
 from checkpointless.recovery.rng import RngStates
 from checkpointless.strategies.data import position as position_module
-from checkpointless.strategies.data.iterables import repeat_items
 from checkpointless.strategies.data.position import DataPosition
+from checkpointless.strategies.data.training import repeat_items
 
 pytestmark = pytest.mark.nemo
 

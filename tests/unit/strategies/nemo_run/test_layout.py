@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("nemo.collections.llm", reason="needs NeMo")
 
 from checkpointless.layout import Layout
-from checkpointless.strategies.nemo_run.layout import require
+from checkpointless.strategies.nemo_run.changes import require
 
 pytestmark = pytest.mark.nemo
 
