@@ -19,6 +19,7 @@ from checkpointless.telemetry.events import read_events
 from checkpointless.telemetry.rungs import Rung
 from checkpointless.telemetry.steps import Recording, read_steps
 from tests.ranks.agent_job import Ended, Job
+from tests.ranks.test_agent_nodes import Nodes
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
 
@@ -85,6 +86,22 @@ def test_every_rank_hands_its_state_to_a_new_process(
     assert job.err.count("could not enter its block again") == 1
     assert job.err.count("(new process, own state); nothing was lost") == 2, job.err
     assert job.out.count("found 600 in 700") == 4, job.out
+
+
+def test_ranks_of_two_nodes_hand_their_states_over(tmp_path: Path) -> None:
+    """No two ranks hold the same, so that nothing else could restore them."""
+    args = (str(STEPS), "sharded", "registry")
+    calm = Nodes(tmp_path / "calm", 2, *args, script="once.py", record_steps=True)
+    assert [each.code for each in calm.end()] == [0, 0]
+    faults = (EXCEPTION, "exception@between:rank=2,step=4")
+    nodes = Nodes(tmp_path / "run", 2, *args, script="once.py", record_steps=True, faults=faults)
+    first, second = nodes.end()
+    assert (first.code, second.code) == (0, 0), first.err
+    verdict = compare(read_steps(calm.run_dir), read_steps(nodes.run_dir))
+    assert verdict.equal, f"{verdict.sentence}\n{first.err}"
+    rungs = [each.rung for each in summarize(read_events(nodes.run_dir))]
+    assert rungs == [Rung.IN_PROCESS, Rung.OWN_STATE, Rung.OWN_STATE], first.err
+    assert not any(handed_over_in(agent).exists() for agent in nodes.agents)
 
 
 def test_a_replica_fills_the_one_that_was_killed(calm: Calm, tmp_path: Path) -> None:
