@@ -59,7 +59,7 @@ test-long: $(STAMP) ## run what takes longer: long tests, many more drawn inputs
 test-bridge: $(BRIDGE_STAMP) ## run the tests with Megatron-Bridge, in .venv-bridge (3 minutes; made once, 3 GB)
 	$(BRIDGE_BIN)/python -m pytest -n 2 --dist loadfile -m "not long" tests/bridge tests/unit/megatron
 
-compat: $(STAMP) ## run the fast tests with other Pythons, the newest Lightning and torch 2.14 (2.7 GB to download), where they install
+compat: $(STAMP) ## run the fast tests with other Pythons, the newest Lightning, torch 2.14 and 2.15 (2.7 GB each), where they install
 	$(BIN)/python tests/compat.py $(FAST)
 
 dist: $(STAMP) ## build the sdist, and from it the wheel, into dist/

@@ -7,6 +7,7 @@ machine is said in the table at the end; only tests that fail make the exit stat
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -15,13 +16,16 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "build" / "compat"
 TORCH = "torch==2.13.0"
 NEWER_TORCH = "torch==2.14.1"
+NEWEST_TORCH = "torch==2.15.0"
 BIG = "its wheels are builds for CUDA: 2.7 GB to download, and 6 GB of disk while it is tested"
 WITHOUT_NEMO = ("tests/ranks/test_block.py", "tests/ranks/test_staged.py")
+LOOPS = ("tests/ranks/test_plain_ddp.py", "tests/ranks/test_plain_fsdp2.py")
 LIGHTNING_ONLY = ("tests/ranks/test_any_trainer.py", "tests/ranks/test_bare_import.py")
 SAYS_AFTER_S = 30.0
 #: This prints the versions that were installed in the environment, as JSON.
@@ -43,6 +47,7 @@ class Environment:
         requirements: what pip installs.
         further: test files to run beside those of the command line.
         note: what is said before it is installed, for example how much that downloads.
+        plain_pip: whether pip reads no configuration of this machine, which may cap versions.
     """
 
     name: str
@@ -50,6 +55,7 @@ class Environment:
     requirements: tuple[str, ...]
     further: tuple[str, ...] = ()
     note: str = ""
+    plain_pip: bool = False
 
 
 @dataclass(frozen=True)
@@ -74,6 +80,9 @@ ENVIRONMENTS = (
     Environment("Python 3.12", "3.12", ("-e", ".[dev]", TORCH)),
     Environment("newest Lightning", "3.11", ("--upgrade", "-e", ".[dev]", TORCH, "lightning"), LIGHTNING_ONLY),
     Environment("newer torch", "3.11", ("-e", ".[dev]", NEWER_TORCH), (*LIGHTNING_ONLY, *WITHOUT_NEMO), BIG),
+    Environment(
+        "newest torch", "3.12", ("-e", ".[dev]", NEWEST_TORCH), (*LOOPS, *WITHOUT_NEMO), BIG, plain_pip=True
+    ),
     Environment("newer Lightning with NeMo", "3.11", ("-e", ".[nemo,dev]", TORCH, "lightning>2.4"), LIGHTNING_ONLY),
 )
 
@@ -92,20 +101,23 @@ def interpreter(version: str) -> Path | None:
     return None
 
 
-def watched(what: str, command: Sequence[str | Path], log: Path) -> int:
+def watched(what: str, command: Sequence[str | Path], log: Path, plain_pip: bool = False) -> int:
     """Run a command into a log, and say now and then that it is still running.
 
     Args:
         what: it does, for people.
         command: its words.
         log: takes all its output.
+        plain_pip: whether pip reads no configuration of this machine.
 
     Returns:
         Its exit status.
     """
+    env = {**os.environ, "PIP_CONFIG_FILE": os.devnull} if plain_pip else None
     print(f"compat: {what}", flush=True)
     began_s = time.monotonic()
-    with log.open("w") as out, subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT) as process:
+    streams: dict[str, Any] = {"stdout": log.open("w"), "stderr": subprocess.STDOUT}
+    with streams["stdout"], subprocess.Popen(command, cwd=ROOT, env=env, **streams) as process:
         while True:
             try:
                 return process.wait(SAYS_AFTER_S)
@@ -159,7 +171,7 @@ def attempt(environment: Environment, tests: Sequence[str]) -> Outcome:
             "installing, which takes minutes": [home / "bin" / "pip", "install", *environment.requirements],
         }
         for what, step in steps.items():
-            if watched(f"{name}: {what}", step, log) != 0:
+            if watched(f"{name}: {what}", step, log, environment.plain_pip) != 0:
                 return Outcome(name, f"Python {environment.python}", why_not_installed(log.read_text()))
         said = subprocess.run([home / "bin" / "python", "-c", VERSIONS], capture_output=True, text=True, check=True)
         versions = ", ".join(f"{key} {value}" for key, value in json.loads(said.stdout).items())
