@@ -109,7 +109,7 @@ class CheckpointlessMegatronStrategy(RecoverableStrategy, MegatronStrategy):
     def connect(self, model: pl.LightningModule) -> None:
         """Take the module of a trainer. What NeMo adds to it goes when the generation ends."""
         if self._call is not None:
-            note(model)
+            note_given_module(model)
         super().connect(model)
 
     def is_peft(self) -> bool:
@@ -423,7 +423,7 @@ class GivenModule:
 _given: dict[int, GivenModule] = {}  # of this generation, by the identity of the module
 
 
-def note(module: pl.LightningModule) -> None:
+def note_given_module(module: pl.LightningModule) -> None:
     """Note a module before its first fit of a generation. It is put back when the generation ends."""
     known = _given.get(id(module))
     if known is None or not known.is_of(module):

@@ -7,10 +7,13 @@ import weakref
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
 
 from checkpointless.inprocess.finalize import clean_up_frameworks
-from checkpointless.strategies.megatron_strategy import GivenModule, note
+from checkpointless.strategies.megatron_strategy import GivenModule, note_given_module
+
+pytestmark = pytest.mark.nemo
 
 
 class Model(pl.LightningModule):
@@ -59,7 +62,7 @@ def test_all_modules_of_all_fits_are_as_they_were_before_the_first_one() -> None
     models = [Model(), Model()]
     for _ in range(2):
         for model in models:
-            note(model)
+            note_given_module(model)
             set_up(model)
     clean_up_frameworks()
     assert not any(hasattr(model, "module") for model in models)
