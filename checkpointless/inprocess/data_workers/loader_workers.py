@@ -41,7 +41,7 @@ def end_workers(iterator: _MultiProcessingDataLoaderIter) -> None:
         iterator: torch's iterator over a data loader with workers.
     """
     workers = list(iterator._workers)
-    watch_no_more(iterator)
+    _watch_no_more(iterator)
     for worker in workers:
         if _is_alive(worker):
             worker.terminate()
@@ -61,17 +61,12 @@ def end_workers(iterator: _MultiProcessingDataLoaderIter) -> None:
         logger.warning("sockets of data-loader workers are not removed: %s", error)
 
 
-def watch_no_more(iterator: _MultiProcessingDataLoaderIter) -> None:
+def _watch_no_more(iterator: _MultiProcessingDataLoaderIter) -> None:
     """Keep torch's SIGCHLD handler, which raises wherever the main thread is, from reporting a failure."""
     if getattr(iterator, "_worker_pids_set", False):
         iterator._worker_pids_set = False
         with contextlib.suppress(ValueError):  # the main thread did so at the same time
             signal_handling._remove_worker_pids(id(iterator))
-
-
-def are_alive(iterator: _MultiProcessingDataLoaderIter) -> bool:
-    """Return whether all workers of one iterator are at work."""
-    return not iterator._shutdown and all(map(_is_alive, iterator._workers))
 
 
 def _have_ended(workers: Sequence[BaseProcess]) -> bool:
