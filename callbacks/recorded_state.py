@@ -15,8 +15,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from checkpointless.inprocess import active_call_wrapper
 from checkpointless.recovery.running import manager_of
-from checkpointless.serialization.checksum import MemoryChecksumManager, digest_buffers
-from checkpointless.serialization.value_digest import digest_value
+from checkpointless.serialization.digest import MemoryChecksumManager, digest_buffers, digest_value
 from checkpointless.telemetry.steps import StepExtras
 
 _CHECKPOINT_SUFFIX = ".ckpt"

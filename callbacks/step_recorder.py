@@ -21,7 +21,7 @@ from checkpointless.callbacks.recorded_state import (
 from checkpointless.inprocess import active_call_wrapper
 from checkpointless.recovery.running import manager_of
 from checkpointless.recovery.training.repeated_steps import digest_batch, repeated_steps
-from checkpointless.serialization.checksum import digest_parameters
+from checkpointless.serialization.digest import digest_parameters
 from checkpointless.telemetry.steps import StepLog
 
 _Loss = torch.Tensor | float

@@ -32,7 +32,7 @@ CLASSES = {
     "CliqueReplicationStrategy": "checkpointless/local_checkpoint/replication.py",
     "CheckpointlessFinalizeCleanup": "checkpointless/inprocess/finalize.py",
     "CudaHealthCheck": "checkpointless/inprocess/health_check.py",
-    "MemoryChecksumManager": "checkpointless/serialization/checksum.py",
+    "MemoryChecksumManager": "checkpointless/serialization/digest.py",
     "HPFaultInjectionCallback": "callbacks/fault_injection.py",
 }
 

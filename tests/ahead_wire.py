@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from checkpointless.serialization import checksum, pending_digests
+from checkpointless.serialization import digest
 from checkpointless.transfer import bucket_rounds as staging
 from checkpointless.transfer import exchange, transfer, window, wire
 
@@ -26,12 +26,12 @@ def install() -> None:
     modules: Any
     for modules in (exchange, wire, window, transfer):
         modules.runs_ahead = lambda: True
-    for modules in (pending_digests, checksum, staging):
+    for modules in (digest, staging):
         modules.is_on_host = lambda tensor: False
     tensor: Any = torch.Tensor
     for name in _WAITS:
         setattr(tensor, name, _counting(getattr(tensor, name)))
-    digests: Any = pending_digests.PendingDigests
+    digests: Any = digest.PendingDigests
     digests.fetch = _fetching(digests.fetch)
     module: Any = dist
     module.batch_isend_irecv = _batching(module.batch_isend_irecv)

@@ -23,8 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 from benchmarks.common import interruptible, machine, progress, spread
-from checkpointless.serialization.checksum import MemoryChecksumManager, digest_bytes
 from checkpointless.serialization.device_digest import digest_on_device
+from checkpointless.serialization.digest import MemoryChecksumManager, digest_bytes
 from checkpointless.serialization.state_tree import tensor_bytes
 
 MIB = 1 << 20

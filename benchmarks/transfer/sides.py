@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from checkpointless.inprocess.communicators.gloo_wait import InterruptibleWait
 from checkpointless.inprocess.communicators.helper_thread import HelperThread
-from checkpointless.serialization.checksum import MemoryChecksumManager
+from checkpointless.serialization.digest import MemoryChecksumManager
 from checkpointless.transfer.tensor_entry import Key
 from checkpointless.transfer.transfer import Fill, TransferReport, receive_state, send_state
 

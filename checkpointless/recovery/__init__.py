@@ -19,7 +19,7 @@ from checkpointless.recovery.tiers.neighbor_memory import NeighborMemory
 from checkpointless.recovery.tiers.tier import Tier
 from checkpointless.recovery.training.loop_state import Value
 from checkpointless.recovery.training.plain import PlainTraining
-from checkpointless.serialization.checksum import MemoryChecksumManager
+from checkpointless.serialization.digest import MemoryChecksumManager
 
 __all__ = [
     "CheckpointManager",

@@ -14,7 +14,7 @@ from checkpointless.recovery.decide import Decision
 from checkpointless.recovery.held_state import HeldState
 from checkpointless.recovery.host_memory import HostMemory
 from checkpointless.recovery.refill import Refill
-from checkpointless.serialization.checksum import MemoryChecksumManager
+from checkpointless.serialization.digest import MemoryChecksumManager
 from checkpointless.telemetry.event_names import EventName
 from checkpointless.transfer.exchange import all_gather_json
 from checkpointless.transfer.rank_groups import Group

@@ -15,8 +15,7 @@ from checkpointless.recovery.host_memory import HostMemory
 from checkpointless.recovery.live_state import Built, BuiltState, ChangingState, LiveState
 from checkpointless.recovery.moment import Moment, Stage
 from checkpointless.serialization import state_tree
-from checkpointless.serialization.checksum import MemoryChecksumManager
-from checkpointless.serialization.samples import samples
+from checkpointless.serialization.digest import MemoryChecksumManager, samples
 from checkpointless.telemetry.event_names import EventName
 from checkpointless.transfer.rank_groups import Group
 from checkpointless.transfer.state_tensors import split

@@ -29,7 +29,7 @@ from checkpointless.recovery.refill import Refill, announce_transfer
 from checkpointless.recovery.tiers.copies import Copies
 from checkpointless.recovery.tiers.handover import Estate, clear, hand_over, take_over
 from checkpointless.recovery.tiers.tier import Tier
-from checkpointless.serialization.checksum import MemoryChecksumManager
+from checkpointless.serialization.digest import MemoryChecksumManager
 from checkpointless.telemetry.event_names import EventName
 from checkpointless.transfer.exchange import share_plain
 from checkpointless.transfer.transfer import MEMORY_BUDGET_BYTES

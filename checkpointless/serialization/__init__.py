@@ -1,5 +1,5 @@
 """Values and tensors as bytes, and their digests. Nothing is pickled or evaluated."""
 
-from checkpointless.serialization.checksum import MemoryChecksumManager
+from checkpointless.serialization.digest import MemoryChecksumManager
 
 __all__ = ["MemoryChecksumManager"]

@@ -1,6 +1,6 @@
-"""The plain values that travel by name: a fixed table of types, and the classes that both sides have registered.
+"""The types that may travel, each with its parts: a fixed table, and the classes that both sides have registered.
 
-A name from the wire is looked up in these tables and nowhere else, so no name can make a rank import or call
+A name that arrives is looked up in these tables and nowhere else, so no name can make a rank import or call
 anything.
 """
 
@@ -11,25 +11,22 @@ import dataclasses
 import datetime
 import enum
 import fractions
-import math
 import pathlib
 from collections.abc import Callable
 from decimal import Decimal
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
+import numpy
 import torch
 
 from checkpointless.serialization.tensor_memory import dtype_name, dtype_of, own_device
-
-if TYPE_CHECKING:
-    from checkpointless.wire.plain import Json
 
 #: A nested state: containers of tensors, arrays, plain values and values of registered classes. Which classes are
 #: registered is known only when the program runs, so a state is checked when it is encoded.
 Tree: TypeAlias = Any
 
+MAX_DEPTH = 100  # of containers in containers
 _Class = TypeVar("_Class", bound=type)
-_PLAIN_INT_BITS = 64  # a larger int is written in hexadecimal: Python limits the length of decimal ones
 
 
 class Refused(Exception):
@@ -43,105 +40,94 @@ class Refused(Exception):
         return f"state{''.join(reversed(self.path))} {self.why}"
 
 
-def number(value: int) -> int | str:
-    """Return ``value`` in a form that JSON can hold, whatever its size."""
-    return value if value.bit_length() <= _PLAIN_INT_BITS else hex(value)
+class PlainType(NamedTuple):
+    """How values of one type travel.
+
+    Attributes:
+        kind: the type; subclasses do not travel.
+        parts: the types of the values that a value is made of, for msgspec.
+        take_apart: returns the parts of a value.
+        make: makes a value from its parts.
+        name: the name of the type where it travels.
+    """
+
+    kind: type
+    parts: Any
+    take_apart: Callable[[Any], tuple[Any, ...]]
+    make: Callable[..., Any]
+    name: str
 
 
-def number_of(body: int | str) -> int:
-    """Return the integer from which :func:`number` made ``body``."""
-    return int(body, 16) if isinstance(body, str) else body
+def _plain(
+    kind: type, parts: Any, take_apart: Callable[[Any], tuple[Any, ...]], make: Any = None, name: str = ""
+) -> PlainType:
+    return PlainType(kind, parts, take_apart, make or kind, name or kind.__name__)
 
 
-def _slice(value: slice) -> list[int | str | None]:
+def _slice_parts(value: slice) -> tuple[Any, ...]:
     parts = (value.start, value.stop, value.step)
     if any(part is not None and type(part) is not int for part in parts):
         raise Refused("is a slice with other bounds than numbers: keep its bounds in a tuple")
-    return [None if part is None else number(part) for part in parts]
+    return parts
 
 
-def _clock(value: datetime.datetime | datetime.time) -> list[Any]:
+def _clock_parts(value: datetime.datetime | datetime.time) -> tuple[str, int]:
     zone = value.tzinfo
     offset = value.utcoffset()
     if zone is not None and (offset is None or repr(zone) != repr(_zone(offset))):
         raise Refused("is in a time zone with rules or a name: keep it in UTC")
-    return [value.isoformat(), value.fold]
+    return value.isoformat(), value.fold
 
 
 def _zone(offset: datetime.timedelta) -> datetime.timezone:
     return datetime.timezone(offset) if offset else datetime.timezone.utc
 
 
-def _datetime(body: str | list[Any]) -> datetime.datetime:
-    text, fold = (body, 0) if isinstance(body, str) else body
-    return datetime.datetime.fromisoformat(text).replace(fold=fold)
+def _device(kind: str, index: int | None) -> torch.device:
+    if kind == "cuda" and index is not None:
+        return own_device(kind)
+    return torch.device(kind) if index is None else torch.device(kind, index)
 
 
-def _device(value: torch.device) -> list[Any]:
-    return [value.type, value.index]
-
-
-def _device_of(body: list[Any]) -> torch.device:
-    kind, index = body
-    return own_device(kind) if kind == "cuda" and index is not None else torch.device(kind, index)
-
-
-# Exact types whose values are one small JSON value: the type, its name on the wire, the encoder and the decoder.
-_CODECS: list[tuple[type, str, Callable[[Any], Any], Callable[[Any], Any]]] = [
-    (
-        complex,
-        "complex",
-        lambda value: [value.real.hex(), value.imag.hex()],
-        lambda body: complex(*map(_float, body)),
+#: Types whose values nobody can change, except None, bool, int, float, str and bytes.
+PLAIN_TYPES = [
+    _plain(complex, tuple[float, float], lambda value: (value.real, value.imag)),
+    _plain(range, tuple[int, int, int], lambda value: (value.start, value.stop, value.step)),
+    _plain(slice, tuple[int | None, int | None, int | None], _slice_parts),
+    _plain(datetime.timedelta, tuple[int, int, int], lambda value: (value.days, value.seconds, value.microseconds)),
+    _plain(
+        datetime.datetime,
+        tuple[str, int],
+        _clock_parts,
+        lambda text, fold: datetime.datetime.fromisoformat(text).replace(fold=fold),
     ),
-    (
-        range,
-        "range",
-        lambda value: [number(value.start), number(value.stop), number(value.step)],
-        lambda body: range(*map(number_of, body)),
-    ),
-    (slice, "slice", _slice, lambda body: slice(*(None if part is None else number_of(part) for part in body))),
-    (
-        datetime.timedelta,
-        "timedelta",
-        lambda value: [value.days, value.seconds, value.microseconds],
-        lambda body: datetime.timedelta(*body),
-    ),
-    (datetime.datetime, "datetime", _clock, _datetime),
-    (datetime.date, "date", lambda value: value.isoformat(), datetime.date.fromisoformat),
-    (
+    _plain(datetime.date, tuple[str], lambda value: (value.isoformat(),), datetime.date.fromisoformat),
+    _plain(
         datetime.time,
-        "time",
-        _clock,
-        lambda body: datetime.time.fromisoformat(body[0]).replace(fold=body[1]),
+        tuple[str, int],
+        _clock_parts,
+        lambda text, fold: datetime.time.fromisoformat(text).replace(fold=fold),
     ),
-    (Decimal, "decimal", str, Decimal),
-    (
-        fractions.Fraction,
-        "fraction",
-        lambda value: [number(value.numerator), number(value.denominator)],
-        lambda body: fractions.Fraction(*map(number_of, body)),
-    ),
-    (pathlib.PurePosixPath, "path", str, pathlib.PurePosixPath),
-    (pathlib.PureWindowsPath, "windows_path", str, pathlib.PureWindowsPath),
-    (type(pathlib.Path()), "file_path", str, pathlib.Path),
-    (torch.Size, "size", list, lambda body: torch.Size(body)),
-    (torch.dtype, "dtype", dtype_name, dtype_of),
-    (torch.device, "device", _device, _device_of),
+    _plain(Decimal, tuple[str], lambda value: (str(value),)),
+    _plain(fractions.Fraction, tuple[int, int], lambda value: (value.numerator, value.denominator)),
+    _plain(pathlib.PurePosixPath, tuple[str], lambda value: (str(value),)),
+    _plain(pathlib.PureWindowsPath, tuple[str], lambda value: (str(value),)),
+    _plain(type(pathlib.Path()), tuple[str], lambda value: (str(value),), pathlib.Path, "Path"),
+    _plain(torch.Size, tuple[int, ...], tuple, lambda *lengths: torch.Size(lengths)),
+    _plain(torch.dtype, tuple[str], lambda value: (dtype_name(value),), dtype_of),
+    _plain(torch.device, tuple[str, int | None], lambda value: (value.type, value.index), _device),
+    _plain(numpy.str_, tuple[str], lambda value: (str(value),)),
+    _plain(numpy.bytes_, tuple[bytes], lambda value: (bytes(value),)),
 ]
 
-
-def _float(body: str) -> float:
-    return float.fromhex(body)
-
-
-TO_JSON = {kind: (tag, to_json) for kind, tag, to_json, _ in _CODECS}
-FROM_JSON = {
-    "int": number_of,
-    "float": _float,
-    "str": lambda body: "".join(map(chr, body)),
-    **{tag: from_json for _, tag, _, from_json in _CODECS},
-}
+#: Numbers and texts that MessagePack cannot hold: integers of over 64 bits, and text with lone surrogates.
+LARGE_INT = _plain(int, tuple[str], lambda value: (hex(value),), lambda text: int(text, 16))
+ODD_TEXT = _plain(
+    str,
+    tuple[bytes],
+    lambda value: (value.encode("utf-8", "surrogatepass"),),
+    lambda data: data.decode("utf-8", "surrogatepass"),
+)
 
 # The factories with which a defaultdict may make its values.
 FACTORIES: dict[str, Any] = {
@@ -149,16 +135,6 @@ FACTORIES: dict[str, Any] = {
     **{made.__name__: made for made in (list, dict, set, int, float, str, bool, tuple, bytes, complex)},
     **{made.__name__: made for made in (collections.OrderedDict, collections.Counter, collections.deque)},
 }
-
-
-def scalar(value: float | str) -> Json:
-    """Return a float or a str (exactly these types) in a form that JSON holds without loss."""
-    if type(value) is float:
-        return value if math.isfinite(value) else {"t": "float", "v": value.hex()}
-    assert isinstance(value, str)
-    if not value.isascii() and any("\ud800" <= each <= "\udfff" for each in value):
-        return {"t": "str", "v": [ord(each) for each in value]}  # JSON would join two surrogates
-    return value
 
 
 # --- the user's classes ------------------------------------------------------------------------------------------
@@ -200,7 +176,7 @@ def is_named_tuple(kind: type) -> bool:
 
 
 def registered_name(kind: type) -> str | None:
-    """Return the name of a registered class on the wire; None if the class is not registered."""
+    """Return the name under which a registered class travels; None if the class is not registered."""
     name = _name(kind)
     return name if _registered.get(name) is kind else None
 

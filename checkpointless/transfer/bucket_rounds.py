@@ -20,8 +20,7 @@ from typing import Protocol
 
 import torch
 
-from checkpointless.serialization.checksum import digest_parts
-from checkpointless.serialization.pending_digests import PendingDigests
+from checkpointless.serialization.digest import PendingDigests, digest_parts
 from checkpointless.serialization.tensor_memory import flat_bytes, is_on_host, tensor_bytes
 from checkpointless.transfer.buckets import PACKED_BYTES, Bucket, Shares, size_of
 from checkpointless.transfer.exchange import receive_json, send_json

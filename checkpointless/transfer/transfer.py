@@ -24,7 +24,7 @@ import torch
 import xxhash
 
 from checkpointless.serialization import state_tree
-from checkpointless.serialization.pending_digests import PendingDigests
+from checkpointless.serialization.digest import PendingDigests
 from checkpointless.serialization.plain_values import Tree
 from checkpointless.serialization.tensor_memory import dtype_name, own_device, tensor_bytes
 from checkpointless.transfer.bucket_rounds import (

@@ -21,8 +21,8 @@ from checkpointless.recovery.held_state import HeldState
 from checkpointless.recovery.host_memory import HostMemory
 from checkpointless.recovery.refill import Refill
 from checkpointless.recovery.rng import RngStates
-from checkpointless.serialization.checksum import MemoryChecksumManager
 from checkpointless.serialization.device_digest import digest_on_device
+from checkpointless.serialization.digest import MemoryChecksumManager
 from checkpointless.serialization.tensor_memory import tensor_bytes
 from checkpointless.transfer.module_tensors import TrainingTensors
 from tests.gpu.spin import Spin

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from checkpointless.inprocess import UnrecoverableError
-from checkpointless.serialization.checksum import MemoryChecksumManager
+from checkpointless.serialization.digest import MemoryChecksumManager
 from checkpointless.transfer.exchange import all_gather_json
 from checkpointless.transfer.rank_groups import CompactGroups, Group, all_groups, compact, names
 from checkpointless.transfer.state_tensors import StateTensors, groups_of, split

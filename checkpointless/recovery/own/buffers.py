@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from checkpointless.recovery.moment import Stage
-from checkpointless.serialization.checksum import digest_bytes
+from checkpointless.serialization.digest import digest_bytes
 from checkpointless.serialization.tensor_memory import tensor_bytes
 from checkpointless.transfer.exchange import all_gather_json
 from checkpointless.transfer.tensor_entry import Key, TensorEntry

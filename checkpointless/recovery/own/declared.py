@@ -25,8 +25,8 @@ import torch
 
 from checkpointless.environment import RANK_STATE_BYTES_ENV, own_rank
 from checkpointless.serialization import state_tree
+from checkpointless.serialization.digest import digest_value
 from checkpointless.serialization.plain_values import is_named_tuple
-from checkpointless.serialization.value_digest import digest_value
 from checkpointless.wire.board import Board
 
 logger = logging.getLogger(__name__)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from checkpointless.recovery.training.repeated_steps import repeated_steps
-from checkpointless.serialization.checksum import MemoryChecksumManager, digest_buffers
+from checkpointless.serialization.digest import MemoryChecksumManager, digest_buffers
 from checkpointless.telemetry.steps import StepExtras
 
 if TYPE_CHECKING:

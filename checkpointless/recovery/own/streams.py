@@ -11,7 +11,7 @@ from checkpointless.recovery.moment import Stage
 from checkpointless.recovery.own.declared import digest_declared, is_declared, put_declared, take_declared
 from checkpointless.recovery.own.streams_on_board import DATA_SERIES, StreamsOnBoard
 from checkpointless.recovery.rng import RngStates
-from checkpointless.serialization.value_digest import digest_value
+from checkpointless.serialization.digest import digest_value
 from checkpointless.wire.board import Board
 
 _LIBRARIES = ("python", "numpy", "torch", "cuda")  # other sources keep what is no state of a step, too

@@ -29,8 +29,7 @@ from checkpointless.recovery.training.owned import Owned, put_back
 from checkpointless.recovery.training.param_groups import BoundaryWeights
 from checkpointless.recovery.training.repeated_steps import repeated_steps
 from checkpointless.serialization import state_tree
-from checkpointless.serialization.checksum import digest_parameters
-from checkpointless.serialization.samples import samples
+from checkpointless.serialization.digest import digest_parameters, samples
 from checkpointless.telemetry.steps import StepLog
 from checkpointless.transfer.exchange import all_gather_json, true_on_all
 from checkpointless.transfer.module_tensors import TrainingTensors

@@ -17,8 +17,7 @@ import numpy as np
 import torch
 
 from checkpointless.recovery.own.declared import has_state, put_object, put_value, take_object
-from checkpointless.serialization.samples import samples
-from checkpointless.serialization.value_digest import digest_value
+from checkpointless.serialization.digest import digest_value, samples
 
 _CONTAINERS = (list, dict, set, deque, torch.Tensor, np.ndarray)
 _NUMBERS = (bool, int, float, complex, str, bytes)

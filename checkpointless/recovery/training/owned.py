@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from checkpointless.inprocess import UnrecoverableError
-from checkpointless.serialization.checksum import MemoryChecksumManager
+from checkpointless.serialization.digest import MemoryChecksumManager
 from checkpointless.serialization.tensor_memory import local_part
 from checkpointless.transfer.tensor_entry import Key
 

@@ -13,7 +13,7 @@ import torch
 from checkpointless.inprocess.parameter_update_lock import CommitState
 from checkpointless.recovery.held_state import HeldState
 from checkpointless.recovery.moment import Moment, Stage
-from checkpointless.serialization.checksum import MemoryChecksumManager
+from checkpointless.serialization.digest import MemoryChecksumManager
 from tests.unit.recovery.made_up_state import MadeUpState
 
 

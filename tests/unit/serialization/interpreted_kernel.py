@@ -7,8 +7,7 @@ import sys
 
 import torch
 
-from checkpointless.serialization.device_digest import unsigned
-from checkpointless.serialization.fused_digest import launch, load_kernel
+from checkpointless.serialization.device_digest import launch, load_kernel, unsigned
 
 
 def main() -> None:

@@ -18,9 +18,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointless.serialization import device_digest, fused_digest
-from checkpointless.serialization.device_digest import digest_tensor, torch_digest, unsigned
-from checkpointless.serialization.fused_digest import BLOCK_LANES, FusedDigest, launch
+from checkpointless.serialization import device_digest
+from checkpointless.serialization.device_digest import (
+    BLOCK_LANES,
+    FusedDigest,
+    digest_tensor,
+    launch,
+    torch_digest,
+    unsigned,
+)
 from tests.drawn import examples
 from tests.unit.serialization.played_triton import KERNEL, played_kernel
 
@@ -171,7 +177,7 @@ def test_what_does_not_work_is_tried_once_and_said_once(
         tries.append(failure)
         raise failure
 
-    monkeypatch.setattr(fused_digest, "load_kernel", fail)
+    monkeypatch.setattr(device_digest, "load_kernel", fail)
     flat: Any = OnGpu()
     digest = FusedDigest()
     with caplog.at_level(logging.WARNING):
@@ -183,6 +189,6 @@ def test_what_does_not_work_is_tried_once_and_said_once(
 
 def test_bytes_on_the_host_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded: list[Callable[..., Any]] = []
-    monkeypatch.setattr(fused_digest, "load_kernel", lambda: loaded.append(print))
+    monkeypatch.setattr(device_digest, "load_kernel", lambda: loaded.append(print))
     assert FusedDigest()(random_bytes(8), CHUNK) is None
     assert not loaded

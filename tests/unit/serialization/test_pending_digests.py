@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from checkpointless.serialization import pending_digests
-from checkpointless.serialization.checksum import MemoryChecksumManager, digest_bytes
+from checkpointless.serialization import digest
 from checkpointless.serialization.device_digest import digest_on_device
-from checkpointless.serialization.pending_digests import PendingDigests
+from checkpointless.serialization.digest import MemoryChecksumManager, PendingDigests, digest_bytes
 
 PARTS = [torch.arange(count, dtype=torch.uint8) for count in (0, 1, 8, 100)]
 
@@ -23,7 +22,7 @@ def fetches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         found.append(tensor.numel())
         return tolist(tensor)
 
-    monkeypatch.setattr(pending_digests, "is_on_host", lambda flat: False)
+    monkeypatch.setattr(digest, "is_on_host", lambda flat: False)
     monkeypatch.setattr(torch.Tensor, "tolist", counting)
     monkeypatch.setattr(torch.Tensor, "item", None)
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from checkpointless.serialization.samples import samples
+from checkpointless.serialization.digest import samples
 
 TENSORS = {
     "many": torch.arange(100.0).reshape(10, 10),

@@ -97,7 +97,7 @@ def test_what_is_damaged_is_not_used(folder: Path, at: str, caplog: pytest.LogCa
 @pytest.mark.parametrize("where", ["folder", "container"])
 def test_nothing_is_written_without_room(folder: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     if where == "folder":
-        monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=5, f_frsize=4096))
+        monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=4, f_frsize=4096))
     else:
         group = folder.parent / "group"
         group.mkdir()
@@ -107,7 +107,7 @@ def test_nothing_is_written_without_room(folder: Path, monkeypatch: pytest.Monke
     nbytes, problem = hand_over(Estate(held()), OwnState(0), 7)
     assert nbytes == 0
     assert "are needed in" in problem
-    assert problem.endswith(f"{size(20480 if where == 'folder' else 19000)} are free")
+    assert problem.endswith(f"{size(16384 if where == 'folder' else 19000)} are free")
     assert not list(folder.iterdir())
 
 

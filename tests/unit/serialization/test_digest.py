@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from unittest import mock
 
@@ -12,12 +13,15 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from checkpointless.serialization import device_digest
-from checkpointless.serialization.checksum import (
-    MemoryChecksumManager,
-    digest_bytes,
-    digest_parts,
-)
 from checkpointless.serialization.device_digest import digest_on_device
+from checkpointless.serialization.digest import (
+    MemoryChecksumManager,
+    digest_buffers,
+    digest_bytes,
+    digest_parameters,
+    digest_parts,
+    digest_value,
+)
 from checkpointless.serialization.state_tree import tensor_bytes
 from tests.drawn import examples
 
@@ -259,3 +263,19 @@ def test_the_digest_is_the_same_on_every_device() -> None:
     for length in (0, 1, 7, 8, 9, 31, 32, 33, 1000):
         tensor = filled((length,), torch.uint8)
         assert digest_bytes(tensor.cuda()) == digest_on_device(tensor)
+
+
+def test_digests_that_step_files_record_stay_the_same() -> None:
+    """A run that was recorded before is read by ``verify`` after."""
+    module = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+    with torch.no_grad():
+        for index, parameter in enumerate(module.parameters()):
+            parameter.copy_(torch.arange(parameter.numel()).reshape(parameter.shape) * 0.1 + index)
+    tensor = torch.arange(37, dtype=torch.float32)
+    assert digest_parameters([module]) == "206cca8c0ed12e014dbacc605fa75ba7"
+    assert digest_buffers([module]) == "f0a7f844ee339a9f12a560b09b846a08"
+    all_of = MemoryChecksumManager().digest_all({("a", 1): tensor, ("b",): tensor.to(torch.bfloat16)})
+    assert all_of == "52f8c2b2035c71056bcc69391b8362f7"
+    assert digest_value({"b": 1, "a": (1, [2])}) == "edc24cf7d225787d8deb3ba1ba66c713"
+    assert digest_value(OrderedDict(a=tensor)) == "8c8135ba42d32e7fe5b108f8489afd70"
+    assert digest_value(-0.0) == "5bd1bc2cd392072df907d805a86cb36e"
