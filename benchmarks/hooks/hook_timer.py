@@ -262,7 +262,7 @@ def _install_inside(watch: Stopwatch, call: Any, strategy: Any, guarded: Any) ->
     watch.replace(step_keeper, "Accumulated", "take_accumulated")
     watch.replace(strategy.checkpoint_manager, "store_rng_states", "store_rng_states")
     watch.replace(StreamsOnBoard, "put", "put_on_board")
-    watch.replace(rng._streams, "take", "streams")
+    watch.replace(rng, "_take_streams", "streams")
     watch.replace(guarded, "_ready", "ready")
     watch.replace(guarded, "_applied", "applied")
     watch.replace(guarded, "_committed", "committed")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import operator
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -30,7 +28,7 @@ def install() -> None:
     if not getattr(maker, "_checkpointless", False):
         setattr(DistributedDataParallel, _HOOK_MAKER, _weak_hooks(maker))
     register_cleanup("megatron", drop_globals)
-    register_rng_source("megatron", RngSource(_tracker_states, _set_tracker_states, _look_at_tracker))
+    register_rng_source("megatron", RngSource(_tracker_states, _set_tracker_states))
 
 
 def drop_globals() -> None:
@@ -84,59 +82,13 @@ def _weak_hooks(maker: Callable[[Any, torch.nn.Parameter], Callable[..., None]])
     return weak
 
 
-_taken: dict[str, tuple[torch.Tensor, int, bytes]] = {}  # by name: the state, how often it was changed, its bytes
-
-
 def _tracker_states() -> dict[str, bytes]:
-    """Return the tracker's states as bytes, which are cheaper to store than tensors."""
-    return {name: _bytes(name, state) for name, state in get_cuda_rng_tracker().get_states().items()}
+    """Return the tracker's states as bytes; one for CUDA graphs keeps generators."""
+    return {name: _bytes(state) for name, state in get_cuda_rng_tracker().get_states().items()}
 
 
-def _bytes(name: str, state: torch.Tensor | torch.Generator) -> bytes:
-    """Return a state; a tracker for CUDA graphs keeps generators, and another one a new tensor for each draw."""
-    if type(state) is not torch.Tensor:
-        return (state.get_state() if isinstance(state, torch.Generator) else state).numpy().tobytes()
-    known = _taken.get(name)
-    if known is None or known[0] is not state or known[1] != state._version:
-        known = _taken[name] = (state, state._version, state.numpy().tobytes())
-    return known[2]
-
-
-#: The states that were looked at, how often each was changed, their bytes, and what stands for them.
-_looked: tuple[list[torch.Tensor], list[int], list[bytes], object] = ([], [], [], object())
-_version_of = operator.attrgetter("_version")
-
-
-def _look_at_tracker() -> object:
-    """Return an object that stays the same as long as the tracker's states do.
-
-    A fork that draws nothing leaves another tensor with the same bytes.
-    """
-    global _looked
-    states: list[Any] = [*get_cuda_rng_tracker().states_.values()]
-    seen, versions, known, token = _looked
-    if len(states) == len(seen) and list(map(_version_of, seen)) == versions:
-        others = [index for index, state in enumerate(states) if state is not seen[index]]
-        if not others:
-            return token
-        if all([_has_bytes(states[index], known[index]) for index in others]):
-            _looked = states, list(map(_version_of, states)), known, token
-            return token
-    plain = all(map(_is_plain, states))
-    if plain:
-        _looked = states, list(map(_version_of, states)), [state.numpy().tobytes() for state in states], object()
-    return _looked[3] if plain else object()
-
-
-def _is_plain(state: object) -> bool:
-    """Return whether a state is a tensor on the host whose bytes can be looked at where they are."""
-    return type(state) is torch.Tensor and state.is_cpu and state.dtype is torch.uint8 and state.is_contiguous()
-
-
-def _has_bytes(state: object, known: bytes) -> bool:
-    if type(state) is not torch.Tensor or not _is_plain(state) or state.numel() != len(known):
-        return False
-    return known.startswith((ctypes.c_char * len(known)).from_address(state.data_ptr()))
+def _bytes(state: torch.Tensor | torch.Generator) -> bytes:
+    return (state.get_state() if isinstance(state, torch.Generator) else state).numpy().tobytes()
 
 
 def _set_tracker_states(states: dict[str, bytes]) -> None:

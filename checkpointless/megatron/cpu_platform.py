@@ -81,7 +81,7 @@ def install() -> None:
     patches = [*_table(), *_rows_of_what_is_imported()]
     stream.manual_seed(torch.initial_seed() % 2**63)
     replacements.make(patches)
-    register_rng_source("cpu_platform", RngSource(stream_bytes, set_stream_bytes, generators=(stream,)))
+    register_rng_source("cpu_platform", RngSource(stream_bytes, set_stream_bytes))
 
 
 def uninstall() -> None:

@@ -9,24 +9,20 @@ after a fault.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch.callbacks import Callback, Checkpoint
-from lightning.pytorch.loops import _FitLoop, _TrainingEpochLoop
-from lightning.pytorch.loops.loop import _Loop
-from lightning.pytorch.loops.progress import _BaseProgress
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from checkpointless.inprocess import UnrecoverableError
 from checkpointless.serialization import state_tree
-from checkpointless.serialization.later import IMMUTABLE, copies_of, copy_of
+from checkpointless.serialization.later import copies_of
 from checkpointless.strategies.boundary.epoch_metrics import put_accumulated
 from checkpointless.strategies.boundary.trainer_settings import schedulers_of, take_settings
 from checkpointless.strategies.data.position import megatron_sampler, take_sampler
@@ -77,7 +73,6 @@ class _Asked:
             each for each in self.callbacks if type(each).state_dict is not base or "state_dict" in vars(each)
         ]
         self.savers = [each for each in self.callbacks if isinstance(each, Checkpoint)]
-        self.counts_itself = not trainer.lightning_module.automatic_optimization
         self.module = trainer.lightning_module
         self.module_has_own_hook = _SAVE_HOOK in vars(self.module)
         self.has_save_hooks = _has_save_hooks(trainer)
@@ -143,26 +138,28 @@ def take_state(trainer: pl.Trainer) -> Callable[[], dict[str, Any]]:
     savers = _take_savers(asked.savers) if asked.savers else []
     sampler = take_sampler(asked.sampler, asked.datamodule)
     return lambda: {
-        "checkpoint": checkpoint(),
+        "checkpoint": checkpoint,
         "kinds": {"stop": stop, "metrics": metrics(), "savers": savers, SETTINGS: settings()},
         "sampler": sampler(),
     }
 
 
-def _take_checkpoint(trainer: pl.Trainer, asked: _Asked) -> Callable[[], dict[str, Any]]:
+def _take_checkpoint(trainer: pl.Trainer, asked: _Asked) -> dict[str, Any]:
     """Take what Lightning itself writes into a checkpoint, without the tensors of model and optimizer.
 
     These are loops, schedulers, callbacks, data module, precision plugin, and what the hooks ``on_save_checkpoint``
     of callbacks and module add.
 
-    Returns:
-        What makes the checkpoint, as it would be now.
-
     Raises:
         UnrecoverableError: a hook fails on a checkpoint without the model's tensors.
     """
-    loops = _loops(trainer)
     kept: dict[str, Any] = {
+        "epoch": trainer.current_epoch,
+        "global_step": trainer.global_step,
+        "pytorch-lightning_version": pl.__version__,
+        "state_dict": {},
+        "optimizer_states": [],
+        "loops": _loops(trainer),
         "callbacks": {each.state_key: state for each in asked.stateful if (state := each.state_dict())},
         "lr_schedulers": [scheduler.state_dict() for scheduler in asked.schedulers],
     }
@@ -170,14 +167,10 @@ def _take_checkpoint(trainer: pl.Trainer, asked: _Asked) -> Callable[[], dict[st
         kept[type(asked.precision).__qualname__] = precision_state
     if asked.data_has_state:
         kept[type(asked.datamodule).__qualname__] = asked.datamodule.state_dict()
-    if loops is not None and not asked.has_save_hooks and not asked.counts_itself:
-        copies = {name: copy_of(part) for name, part in kept.items()}  # also an empty one, which may be filled yet
-        return lambda: _checkpoint(loops(), {name: made() for name, made in copies.items()})
-    made = _with_counts(trainer.current_epoch, trainer.global_step, loops() if loops is not None else None, kept)
     if asked.has_save_hooks:
-        _call_save_hooks(trainer, made)
-    copied = state_tree.copy(made)
-    return lambda: copied
+        _call_save_hooks(trainer, kept)
+    loops = kept.pop("loops")  # Lightning has just made it
+    return {**state_tree.copy(kept), "loops": loops}
 
 
 def of_save_hooks(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> dict[str, Any]:
@@ -197,40 +190,20 @@ def of_save_hooks(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> dict[str, 
     return {key: value for key, value in checkpoint.items() if key not in known}
 
 
-def _checkpoint(made: dict[str, Any], kept: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the checkpoint of loops that have begun, which know epoch and step."""
-    state = made["fit_loop"]
-    progress = state["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"]
-    return _with_counts(state["epoch_progress"]["current"]["processed"], progress["total"]["completed"], made, kept)
-
-
-def _with_counts(
-    epoch: int, global_step: int, loops: dict[str, Any] | None, kept: Mapping[str, Any]
-) -> dict[str, Any]:
-    counted = {"epoch": epoch, "global_step": global_step, "pytorch-lightning_version": pl.__version__}
-    return {**counted, "state_dict": {}, "optimizer_states": [], "loops": loops, **kept}
-
-
-def _loops(trainer: pl.Trainer) -> Callable[[], dict[str, Any]] | None:
-    """Return what makes the loops' state; None: the loops are at the beginning.
+def _loops(trainer: pl.Trainer) -> dict[str, Any] | None:
+    """Return the loops' state; None: the loops are at the beginning.
 
     Of None Lightning makes something else, once it is loaded.
     """
     fit_loop: Any = trainer.fit_loop
-    begun, state = progress_of(fit_loop).take()
+    begun = fit_loop.epoch_progress.current.ready > 0
     if not begun and not fit_loop.restarting and not fit_loop.epoch_loop.restarting:
         return None
-    loaders = None
+    state: dict[str, Any] = fit_loop.state_dict()
     if fit_loop._combined_loader is None and fit_loop._combined_loader_states_to_load:
-        loaders = state_tree.copy(fit_loop._combined_loader_states_to_load)
-
-    def make() -> dict[str, Any]:
-        made = state()
-        if loaders is not None:
-            made["state_dict"]["combined_loader"] = loaders
-        return {"fit_loop": made}
-
-    return make
+        state["state_dict"]["combined_loader"] = fit_loop._combined_loader_states_to_load
+    saved = {name: state_tree.copy(each) for name, each in state.items() if name.endswith("state_dict")}
+    return {"fit_loop": {**state, **saved}}
 
 
 def _saves(callback: Callback) -> bool:
@@ -389,116 +362,3 @@ def put_kinds(trainer: pl.Trainer, states: dict[str, Any]) -> None:
 #
 # What a loop counts with are numbers in data classes, at places that stay the same as long as the loops do. They
 # are read through their paths, so that it does not matter which object is at a place.
-
-
-class LoopProgress:
-    """Reads the state of one training loop and of the loops in it.
-
-    Args:
-        fit_loop: Lightning's loop over epochs.
-    """
-
-    def __init__(self, fit_loop: _FitLoop) -> None:
-        self._fit_loop = fit_loop
-        self._loops: list[tuple[str, Any]] = []  # the loops, each with the prefix of its keys
-        self._attributes: list[dict[str, Any]] = []  # of each loop
-        self._sizes: list[int] = []  # how many each had when its progress was looked for
-        self._saving: list[tuple[str, Any]] = []  # the loops that save more than their progress
-        self._places: list[tuple[str, ...]] = []  # where each number is in the state
-        self._read: Callable[[Any], tuple[Any, ...]] = lambda _: ()
-        self._loaders: tuple[Any, Any] = (None, None)  # the collection of loaders, and their list
-        self._stateful: list[Any] = []  # those that have a state
-        self._begun_at = 0  # where in what is read is whether an epoch has begun
-
-    def take(self) -> tuple[bool, Callable[[], dict[str, Any]]]:
-        """Return whether an epoch has begun, and what makes what ``fit_loop.state_dict()`` would return now."""
-        if not self._loops or list(map(len, self._attributes)) != self._sizes:
-            self._look()
-        values = self._read(self._fit_loop)
-        kept = [(prefix, self._saved(loop)) for prefix, loop in self._saving]
-        combined = self._fit_loop._combined_loader
-        loaders = combined.flattened if combined is not None else None
-        if combined is not self._loaders[0] or loaders is not self._loaders[1]:
-            self._stateful = [each for each in loaders or () if isinstance(each, _Stateful)]  # which is slow
-            self._loaders = (combined, loaders)
-        states = [state_tree.copy(loader.state_dict()) for loader in self._stateful]
-        loops, places = self._loops, self._places
-
-        def make() -> dict[str, Any]:
-            state: dict[str, Any] = {f"{prefix}state_dict": {} for prefix, _ in loops}
-            state.update({f"{prefix}state_dict": saved for prefix, saved in kept})
-            if states:
-                state["state_dict"]["combined_loader"] = states
-            for place, value in zip(places, values):
-                inner = state
-                for name in place[:-1]:
-                    inner = inner.setdefault(name, {})
-                inner[place[-1]] = value
-            return state
-
-        return values[self._begun_at] > 0, make
-
-    def _look(self) -> None:
-        """Find the loops, and the numbers that they count with."""
-        self._loops, paths, self._places = [], [], []
-        for prefix, path, loop in _loops_of(self._fit_loop):
-            self._loops.append((prefix, loop))
-            for name, value in vars(loop).items():
-                if isinstance(value, _BaseProgress):
-                    for inner in _numbers_of(value):
-                        self._places.append((prefix + name, *inner))
-                        paths.append(".".join((*path, name, *inner)))
-            if type(loop).on_save_checkpoint is _TrainingEpochLoop.on_save_checkpoint:
-                self._places.append((f"{prefix}state_dict", _STEPPED))
-                paths.append(".".join((*path, _STEPPED)))
-        self._attributes = [vars(loop) for _, loop in self._loops]
-        self._sizes = list(map(len, self._attributes))
-        self._saving = [each for each in self._loops if type(each[1]).on_save_checkpoint not in _KNOWN_HOOKS]
-        self._begun_at = paths.index("epoch_progress.current.ready")
-        self._read = operator.attrgetter(*paths)
-
-    def _saved(self, loop: Any) -> dict[str, Any]:
-        """Return what a loop saves beside its progress, as nobody changes it."""
-        saved: dict[str, Any] = loop.on_save_checkpoint()
-        if all(type(value) in IMMUTABLE for value in saved.values()):
-            return dict(saved)
-        return state_tree.copy(saved)
-
-
-_STEPPED = "_batches_that_stepped"
-
-
-#: What the hooks that save more of a loop than its progress save, is read with the progress.
-_KNOWN_HOOKS = (_Loop.on_save_checkpoint, _FitLoop.on_save_checkpoint, _TrainingEpochLoop.on_save_checkpoint)
-
-
-_OF_LOOP = "_checkpointless_progress"
-
-
-def progress_of(fit_loop: _FitLoop) -> LoopProgress:
-    """Return what reads the state of ``fit_loop``, always the same object."""
-    known = vars(fit_loop).get(_OF_LOOP)
-    if known is None:
-        known = LoopProgress(fit_loop)
-        setattr(fit_loop, _OF_LOOP, known)
-    return known
-
-
-def _loops_of(
-    loop: Any, prefix: str = "", path: tuple[str, ...] = ()
-) -> Iterator[tuple[str, tuple[str, ...], Any]]:
-    """Yield a loop and those in it, each with the prefix of its keys and its place."""
-    yield prefix, path, loop
-    for name, value in vars(loop).items():
-        if isinstance(value, _Loop):
-            yield from _loops_of(value, f"{prefix}{name}.", (*path, name))
-
-
-def _numbers_of(progress: Any) -> Iterator[tuple[str, ...]]:
-    """Yield the place of each number in a data class."""
-    for each in fields(progress):
-        value = getattr(progress, each.name)
-        if isinstance(value, _BaseProgress):
-            yield from ((each.name, *inner) for inner in _numbers_of(value))
-        else:
-            yield (each.name,)

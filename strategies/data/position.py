@@ -232,13 +232,9 @@ def keep_own_state(loader: Iterable[object]) -> None:
     dataset = getattr(loader, "dataset", None)
     owners = samplers_within(dataset) if isinstance(dataset, IterableDataset) else samplers_of(loader)
     state = SamplerState([loader, *owners])
-    if state.has_own:
-        source = RngSource(state.take, state.put, look=state.look)
-    else:
-        source = RngSource(state.take, state.put, generators=tuple(state.generators()))
     if state.has_own or state.generators() or _kept:
         _kept[:] = [state]
-        register_rng_source(OWN, source)
+        register_rng_source(OWN, RngSource(state.take, state.put))
 
 
 def place_of_sampler(loader: Iterable[object]) -> str:

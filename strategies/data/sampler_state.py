@@ -20,10 +20,8 @@ from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from torch.utils.data import IterableDataset, Sampler
 
 from checkpointless.inprocess import UnrecoverableError
-from checkpointless.recovery.generator_memory import numpy_memory, python_memory, torch_memory
 from checkpointless.recovery.own.declared import put_value
 from checkpointless.serialization import state_tree
-from checkpointless.serialization.tensor_memory import tensor_bytes
 
 #: Whose samplers are known to keep nothing but ``generator`` between passes, and to draw at a pass's beginning or
 #: from a generator of their own.
@@ -85,8 +83,6 @@ class SamplerState:
         self._owners: list[Any] = [first, *samplers]
         self._whole = [False, *(not is_of_a_library(each) for each in samplers)]
         self._first = [{name for name, _ in self._of(number)} for number in range(len(self._owners))]
-        self._memories: dict[int, tuple[Generator, Any]] = {}
-        self._taken: tuple[object, dict[str, bytes]] = (None, {})
 
     @property
     def has_own(self) -> bool:
@@ -98,10 +94,6 @@ class SamplerState:
         found = [value for _, value, _ in self._kept() if isinstance(value, torch.Generator)]
         return list({id(each): each for each in found}.values())
 
-    def look(self) -> tuple[object, ...]:
-        """Return a value that is equal to an earlier one only if nothing has changed in between."""
-        return tuple((key, self._seen(value, kind)) for key, value, kind in self._kept())
-
     def take(self) -> dict[str, bytes]:
         """Return what is kept, by owner and attribute, each encoded as plain data.
 
@@ -110,9 +102,6 @@ class SamplerState:
         Raises:
             UnrecoverableError: generators alone are too much.
         """
-        seen = self.look()
-        if seen == self._taken[0]:
-            return self._taken[1]
         keys: dict[int, str] = {}
         states: dict[str, bytes] = {}
         for key, value, kind in self._kept():
@@ -135,12 +124,10 @@ class SamplerState:
             room -= size
             if room < 0:
                 del states[key]
-        self._taken = (seen, states)
         return states
 
     def put(self, states: Mapping[str, bytes]) -> None:
         """Put back what :meth:`take` returned, also in another process; an owner of another class is left alone."""
-        self._taken = (None, {})
         places = {self._prefix(number): number for number in range(len(self._owners))}
         made: dict[str, Generator] = {}
         for key, encoded in states.items():
@@ -185,17 +172,6 @@ class SamplerState:
             return attributes(owner)
         generator = getattr(owner, "generator", None)
         return [("generator", generator)] if isinstance(generator, torch.Generator) else []
-
-    def _seen(self, value: Any, kind: str) -> object:
-        if kind:
-            return id(value), _look_at(value, kind, self._memories)
-        if type(value) in _SCALARS:
-            return type(value), value
-        if _is_array(value):
-            array = tensor_bytes(value).numpy() if isinstance(value, torch.Tensor) else value
-            return value.shape, value.dtype, array.tobytes()
-        items = tuple(value.items() if type(value) is dict else value)
-        return type(value), items, tuple(map(type, items))
 
 
 def attributes(owner: object) -> list[tuple[str, Any]]:
@@ -261,27 +237,6 @@ def _kind_of(value: object) -> str:
     if isinstance(value, numpy.random.RandomState):
         return "numpy-legacy"
     return "numpy" if isinstance(value, numpy.random.Generator) else ""
-
-
-def _look_at(value: Generator, kind: str, memories: dict[int, tuple[Generator, Any]]) -> object:
-    """Return what tells whether a generator has moved, from its memory if that is known."""
-    if id(value) not in memories or memories[id(value)][0] is not value:
-        find = {"torch": torch_memory, "python": python_memory}.get(kind)
-        inner = value.bit_generator if kind == "numpy" else None
-        memories[id(value)] = (value, find(value) if find is not None else numpy_memory(inner))
-    memory = memories[id(value)][1]
-    if memory is None:
-        return _frozen(_state_of(value, kind))
-    return memory.raw, value.gauss_next if kind == "python" else None
-
-
-def _frozen(state: Any) -> object:
-    """Return an immutable value for a generator's state."""
-    if isinstance(state, dict):
-        return tuple((key, _frozen(each)) for key, each in state.items())
-    if isinstance(state, tuple):
-        return tuple(map(_frozen, state))
-    return state.tobytes() if hasattr(state, "tobytes") else state
 
 
 def _state_of(value: Generator, kind: str) -> Any:

@@ -34,12 +34,10 @@ class ValidationData:
         self._waiting: dict[str, Any] = {}  # the state of loaders that are not made yet
         self._made = 0
         self._own: dict[int, tuple[object, SamplerState]] = {}  # by the loader's id
-        # Until a loader is made, nothing but what waits for it has a state.
-        register_rng_source(_SOURCE, RngSource(self._take, self._put, functools.partial(getattr, self, "_waiting")))
+        register_rng_source(_SOURCE, RngSource(self._take, self._put))
 
     def made(self, loader: Iterable[object]) -> None:
         """Let the next loader, which has just been made, resume where the one before the fault stood."""
-        register_rng_source(_SOURCE, RngSource(self._take, self._put))
         if self._waiting:
             self._put_own(loader, self._made, self._waiting)
             consumed = self._waiting.get(f"{self._made}")

@@ -38,7 +38,7 @@ class WorkerSeed:
     def __init__(self) -> None:
         self.value: int | None = None
         value = functools.partial(getattr, self, "value")
-        register_rng_source(_SOURCE, RngSource(value, lambda _: None, look=value))
+        register_rng_source(_SOURCE, RngSource(value, lambda _: None))
 
     def agree(self, states: RngStates | None) -> None:
         """Agree with the other ranks on the seed. Collective.

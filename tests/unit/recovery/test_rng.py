@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import sys
 from collections.abc import Callable
-from types import FrameType, SimpleNamespace
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -288,7 +289,6 @@ def test_damaged_streams_are_refused_and_those_of_a_board_are_not_there() -> Non
 
 def test_streams_that_have_not_moved_are_the_same_objects() -> None:
     """By that the board knows that it has them already."""
-    np.random.seed(3)  # a pending second number can be used up without a word being drawn
     first, second = RngStates.capture(), RngStates.capture()
     for name in ("python", "numpy", "torch"):
         assert second.streams[name] is first.streams[name]
@@ -298,32 +298,36 @@ def test_streams_that_have_not_moved_are_the_same_objects() -> None:
     assert moved >= {"python", "numpy", "torch"}
 
 
-def test_pythons_stream_is_looked_at_in_memory_only_where_its_words_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = rng._PythonStream()
-    stream.take()
-    assert stream._generator[1] is not None, "this interpreter keeps them where they are looked for"
-    elsewhere = rng._PythonStream()
-    monkeypatch.setattr(rng, "python_memory", lambda _: SimpleNamespace(raw=b"x" * 2500))
-    for _ in range(3):
-        random.random()
-        assert elsewhere.take() == stream.take()
-    assert elsewhere._generator[1] is None
-
-
 def test_another_generator_of_pythons_is_taken_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = rng._PythonStream()
-    before = stream.take()
-
     class Mine(random.Random):
         """A generator of the user's own."""
 
+    def taken() -> bytes:
+        return RngStates.capture().streams["python"]
+
+    before = taken()
     for generator in (random.Random(5), Mine(6)):
         monkeypatch.setattr(random, "getstate", generator.getstate)
-        assert stream.take() != before
-        taken = stream.take()
+        assert taken() != before
+        before = taken()
         generator.random()
-        assert stream.take() != taken
+        assert taken() != before
         generator.gauss(0, 1)
-        pending = stream.take()
+        pending = taken()
         generator.gauss(0, 1)  # this uses the pending one up: no word changes
-        assert stream.take() != pending
+        assert taken() != pending
+
+
+def test_streams_that_have_not_moved_are_the_same_dictionary_and_any_draw_makes_another() -> None:
+    generator, value = torch.Generator().manual_seed(1), 1
+    register_rng_source("own", RngSource(lambda: {"0": generator.get_state().numpy().tobytes()}, lambda _: None))
+    register_rng_source("value", RngSource(lambda: value, lambda _: None))
+    taken = [RngStates.capture().streams]
+    for move in (random.random, np.random.rand, lambda: torch.rand(1), lambda: torch.rand(1, generator=generator)):
+        assert RngStates.capture().streams is taken[-1]
+        move()
+        taken.append(RngStates.capture().streams)
+    value = 2
+    taken.append(RngStates.capture().streams)
+    assert all(before != after for before, after in itertools.pairwise(taken))
+    assert RngStates(taken[-1]).of_source("value") == 2
