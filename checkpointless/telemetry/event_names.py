@@ -42,7 +42,6 @@ class EventName(str, enum.Enum):
     # What else happens in an incident.
     RESPAWN = "respawn"  # a rank gets a new process
     HAND_OVER = "hand_over"  # a process hands its state to its successor, and ends
-    REFUSED = "refused"  # the kernel gives a rank no process: it is tried again, or given up
     RUNG = "rung"  # the recovery escalates, and why
     WARM = "warm"  # whether a rank keeps its model built over the fault, and why not
     DATASETS = "datasets"  # whether a data module gets its datasets back, and why not

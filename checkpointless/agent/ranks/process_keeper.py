@@ -14,12 +14,12 @@ from checkpointless.agent.ranks.known_job import KnownJob
 from checkpointless.agent.ranks.local_rank import LocalRank
 from checkpointless.agent.ranks.rank_link import RankLink
 from checkpointless.agent.ranks.rank_reports import RankReports
-from checkpointless.agent.ranks.retried_starts import RETRY_S, Refused
 from checkpointless.agent.ranks.starters import (
     Descriptors,
     Exited,
     Order,
     Ready,
+    Refused,
     Started,
     Starter,
     StarterLostError,
@@ -142,7 +142,10 @@ class ProcessKeeper:
                 if self._job.outcome is not None or rank.number in self._killed_at_s:
                     self._starter.signal(item.pid, signal.SIGKILL)
             elif isinstance(item, Refused):
-                self._on_refused(rank, item)
+                rank.disconnect()
+                rank.kill_at_s = None
+                self._ended(rank, 1, refusal=item.why)
+                self._spawn_next(rank)
             elif isinstance(item, Exited):
                 self._on_exit(rank, item.code)
 
@@ -211,8 +214,6 @@ class ProcessKeeper:
                 rank.state = RankState.GONE
             elif rank.pid is not None:
                 self._starter.signal(rank.pid, number)
-            else:
-                self._starter.cancel(rank.number, rank.incarnation)
 
     def pass_on(self, number: int) -> None:
         """Send a signal to every process, but to one that would die of it only if it ends jobs."""
@@ -250,12 +251,9 @@ class ProcessKeeper:
             return
         if self._checks.drop(rank.number):  # there is no process, and it does not come
             self._ended(rank, -signal.SIGKILL, was_started=False)
-        elif rank.pid is None:
-            self._killed_at_s[rank.number] = self._clock()
-            self._starter.cancel(rank.number, rank.incarnation)
         else:
             self._killed_at_s[rank.number] = self._clock()
-            self._starter.signal(rank.pid, signal.SIGKILL)
+            self.signal(rank, signal.SIGKILL)
 
     def kill_overdue(self, now_s: float) -> None:
         """Kill the processes that should have ended by now; once the job is over, do not wait for them any more.
@@ -317,26 +315,6 @@ class ProcessKeeper:
         self.failures += code != 0
         lines = rank.log.last_lines() if code != 0 else []
         self._ended(rank, code, lines)
-        self._spawn_next(rank)
-
-    def _on_refused(self, rank: LocalRank, refused: Refused) -> None:
-        """Tell that the kernel gives a rank no process, and report it once that is final."""
-        why, is_final = refused.why, refused.is_final
-        if why and self._job.outcome is None:
-            incarnation = refused.incarnation
-            self._job.emit(
-                EventName.REFUSED, "point", rank=rank.number, incarnation=incarnation, why=why, is_final=is_final
-            )
-            after = "" if is_final else f"; it is tried again for {RETRY_S:g} s"
-            self._say(f"rank {rank.number} could not be started: {why}{after}")
-        if not is_final:
-            return
-        rank.disconnect()
-        rank.kill_at_s = None
-        if why:
-            self._ended(rank, 1, refusal=why)
-        else:
-            self._ended(rank, -signal.SIGKILL, was_started=False)
         self._spawn_next(rank)
 
     def _spawn_next(self, rank: LocalRank) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-import functools
+import errno
 import json
 import logging
 import os
@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from checkpointless.agent.ranks.rank_process import Script
-from checkpointless.agent.ranks.retried_starts import Refused, RetriedStarts
 from checkpointless.environment import AGENT_FD_ENV, BOARD_FD_ENV, RANK_ENV
 from checkpointless.posix.awake_clock import AwakeClock
 from checkpointless.posix.forked_process import ForkedProcess
@@ -33,6 +32,14 @@ _CLOSE_TIMEOUT_S = 5.0
 ANSWER_LIMIT_S = 20.0  # a zygote answers in milliseconds, or in a second on a machine that is starved
 _ASK_EVERY_S = 1.0
 _CLOSE_SILENT_S = 1.0
+_LIMITS = "raise the limits on processes (ulimit -u, pids.max of the cgroup)"
+_DESCRIPTORS = "raise the limit on open files (ulimit -n)"
+_REMEDIES = {
+    errno.EAGAIN: _LIMITS,
+    errno.ENOMEM: "give the job more memory (memory.max of the cgroup, vm.overcommit_memory)",
+    errno.EMFILE: _DESCRIPTORS,
+    errno.ENFILE: _DESCRIPTORS,
+}
 
 
 @dataclass(frozen=True)
@@ -64,6 +71,21 @@ class Started:
     rank: int
     incarnation: int
     pid: int
+
+
+@dataclass(frozen=True)
+class Refused:
+    """The kernel has refused a rank's process; ``why`` is one line, with what to do."""
+
+    rank: int
+    incarnation: int
+    why: str
+
+    @classmethod
+    def by(cls, number: int, rank: int, incarnation: int) -> Refused:
+        """Make it of the kernel's error number."""
+        remedy = _REMEDIES.get(number)
+        return cls(rank, incarnation, f"{os.strerror(number)}{f'; {remedy}' if remedy else ''}")
 
 
 @dataclass(frozen=True)
@@ -107,14 +129,7 @@ class Starter(abc.ABC):
 
     @abc.abstractmethod
     def start(self, order: Order, descriptors: Descriptors) -> None:
-        """Start one process; :class:`Started` follows.
-
-        A process that the kernel refuses is tried again for a while; :class:`Refused` comes before or instead.
-        """
-
-    @abc.abstractmethod
-    def cancel(self, rank: int, incarnation: int) -> None:
-        """Give up a process that the kernel has refused so far; a last :class:`Refused` follows."""
+        """Start one process; :class:`Started` follows, or :class:`Refused`."""
 
     @abc.abstractmethod
     def signal(self, pid: int, number: int) -> None:
@@ -210,9 +225,6 @@ class ZygoteStarter(Starter):
         }
         self._request(request, [descriptors.log, descriptors.agent, descriptors.board])
 
-    def cancel(self, rank: int, incarnation: int) -> None:
-        self._request({"type": "cancel", "rank": rank, "incarnation": incarnation}, [])
-
     def signal(self, pid: int, number: int) -> None:
         self._request({"type": "signal", "pid": pid, "signal": int(number)}, [])
 
@@ -305,7 +317,7 @@ class ZygoteStarter(Starter):
             self._pids.add(body["pid"])
             return Started(body["rank"], body["incarnation"], body["pid"])
         if body["type"] == "refused":
-            return Refused(body["rank"], body["incarnation"], body["why"], body["is_final"])
+            return Refused.by(body["number"], body["rank"], body["incarnation"])
         self._pids.discard(body["pid"])
         return Exited(body["rank"], body["incarnation"], body["pid"], body["code"])
 
@@ -357,30 +369,22 @@ class FreshStarter(Starter):
             self._command += ["--platform", platform]
         self._processes: dict[int, tuple[Order, subprocess.Popen[bytes], ProcessTree]] = {}
         self._news: list[News] = []
-        self._starts = RetriedStarts(self._note)
 
     def start(self, order: Order, descriptors: Descriptors) -> None:
-        own = Descriptors(os.dup(descriptors.log), os.dup(descriptors.agent), descriptors.board)
-        start = functools.partial(self._start, order, own)
-        self._starts.begin(order.rank, order.incarnation, start, (own.log, own.agent))
-
-    def cancel(self, rank: int, incarnation: int) -> None:
-        self._starts.cancel(rank, incarnation)
-
-    def _note(self, refused: Refused) -> None:
-        self._news.append(refused)
-
-    def _start(self, order: Order, descriptors: Descriptors) -> None:
         inherited = {AGENT_FD_ENV: str(descriptors.agent), BOARD_FD_ENV: str(descriptors.board)}
-        process = subprocess.Popen(
-            self._command,
-            env={**os.environ, **order.env, **inherited},
-            stdin=subprocess.DEVNULL,
-            stdout=descriptors.log,
-            stderr=descriptors.log,
-            pass_fds=[descriptors.agent, descriptors.board],
-            start_new_session=True,
-        )
+        try:
+            process = subprocess.Popen(
+                self._command,
+                env={**os.environ, **order.env, **inherited},
+                stdin=subprocess.DEVNULL,
+                stdout=descriptors.log,
+                stderr=descriptors.log,
+                pass_fds=[descriptors.agent, descriptors.board],
+                start_new_session=True,
+            )
+        except OSError as error:
+            self._news.append(Refused.by(error.errno or errno.EIO, order.rank, order.incarnation))
+            return
         self._processes[process.pid] = (order, process, ProcessTree(process.pid, self._folder))
         self._news.append(Started(order.rank, order.incarnation, process.pid))
 
@@ -396,7 +400,6 @@ class FreshStarter(Starter):
         return  # this process watches them itself
 
     def news(self) -> list[News]:
-        self._starts.go_on()
         for pid, (order, process, tree) in list(self._processes.items()):
             if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                 continue
@@ -408,7 +411,6 @@ class FreshStarter(Starter):
         return found
 
     def close(self) -> None:
-        self._starts.close()
         for _, _, tree in self._processes.values():
             tree.kill()
         deadline = time.monotonic() + _CLOSE_TIMEOUT_S

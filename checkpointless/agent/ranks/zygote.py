@@ -9,7 +9,7 @@ It adopts the orphans of ranks. When the agent ends, however it ends, all that r
 
 from __future__ import annotations
 
-import functools
+import errno
 import gc
 import json
 import logging
@@ -27,7 +27,6 @@ from typing import Any, NoReturn
 from checkpointless.agent.ranks.platforms import install_platform
 from checkpointless.agent.ranks.preload import preload, prepare
 from checkpointless.agent.ranks.rank_process import Script, die_with_parent, process_parser, run_script
-from checkpointless.agent.ranks.retried_starts import Refused, RetriedStarts
 from checkpointless.environment import AGENT_FD_ENV, BOARD_FD_ENV, HANDOVER_ENV, RANK_ENV
 from checkpointless.posix import temp_folder
 from checkpointless.posix.process_tree import ProcessTree, adopt_orphans, kill_descendants
@@ -67,7 +66,6 @@ class Zygote:
         self._selector = selectors.DefaultSelector()
         self._selector.register(connection, selectors.EVENT_READ, self._on_request)
         self._selector.register(self._wakeup, selectors.EVENT_READ, self._on_awake)
-        self._starts = RetriedStarts(self._tell_of_refusal)
         self._open = True
 
     def serve(self) -> None:
@@ -75,9 +73,8 @@ class Zygote:
         adopt_orphans()
         die_with_parent(self._agent, signal.SIGCONT)
         while self._open:
-            for key, _ in self._selector.select(self._starts.pause_s):
+            for key, _ in self._selector.select():
                 key.data()
-            self._starts.go_on()
         self._end_all()
 
     def say(self, **event: Any) -> None:
@@ -95,30 +92,24 @@ class Zygote:
             return
         request = json.loads(data)
         if request["type"] == "start":
-            start = functools.partial(self._start, request, descriptors)
-            self._starts.begin(request["rank"], request["incarnation"], start, tuple(descriptors))
-        elif request["type"] == "cancel":
-            self._starts.cancel(request["rank"], request["incarnation"])
+            self._start(request, descriptors)
+            for descriptor in descriptors:
+                os.close(descriptor)
         elif request["type"] == "signal":
             self._signal(request["pid"], request["signal"])
         self.say(type="done")
 
     def _start(self, request: dict[str, Any], descriptors: list[int]) -> None:
-        """Start a process of a rank.
-
-        Raises:
-            OSError: the kernel refuses a process.
-        """
-        zygote_pid = os.getpid()
-        pid = os.fork()
+        zygote_pid, rank, incarnation = os.getpid(), request["rank"], request["incarnation"]
+        try:
+            pid = os.fork()
+        except OSError as error:
+            self.say(type="refused", rank=rank, incarnation=incarnation, number=error.errno or errno.EIO)
+            return
         if pid == 0:
             self._become_rank(zygote_pid, request["env"], *descriptors)
-        self._ranks[pid] = (request["rank"], request["incarnation"], ProcessTree(pid, self._folder))
-        self.say(type="started", rank=request["rank"], incarnation=request["incarnation"], pid=pid)
-
-    def _tell_of_refusal(self, refused: Refused) -> None:
-        if self._open:
-            self.say(type="refused", **vars(refused))
+        self._ranks[pid] = (rank, incarnation, ProcessTree(pid, self._folder))
+        self.say(type="started", rank=rank, incarnation=incarnation, pid=pid)
 
     def _become_rank(self, zygote_pid: int, env: dict[str, str], log: int, agent: int, board: int) -> NoReturn:
         """Run the script in the forked child."""
@@ -133,8 +124,6 @@ class Zygote:
             self._selector.close()
             for own in (self._connection, self._wakeup, self._wake):
                 own.close()
-            for descriptor in self._starts.descriptors():
-                os.close(descriptor)
             for stream in (sys.stdout, sys.stderr):
                 stream.flush()  # what was printed before belongs to the log of before
             os.dup2(log, 1)
@@ -209,7 +198,7 @@ def can_fork() -> bool:
         return True
     try:
         pid = os.fork()
-    except OSError as error:  # the starts of ranks are tried again, and tell of it
+    except OSError as error:  # the starts of ranks report it
         logger.warning("no child can be asked whether CUDA works there: %s", error)
         return not torch.cuda.is_initialized()
     if pid == 0:

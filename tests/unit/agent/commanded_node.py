@@ -27,14 +27,10 @@ class NoProcesses(Starter):
     def __init__(self) -> None:
         self.coming: list[News] = [Ready(True, (), 0.0)]
         self.signals: list[tuple[int, int]] = []
-        self.cancelled: list[tuple[int, int]] = []
 
     def start(self, order: Order, descriptors: Descriptors) -> None:
         os.close(os.dup(descriptors.agent))  # this raises unless it is open
         self.coming.append(Started(order.rank, order.incarnation, 1000 + order.rank))
-
-    def cancel(self, rank: int, incarnation: int) -> None:
-        self.cancelled.append((rank, incarnation))
 
     def signal(self, pid: int, number: int) -> None:
         self.signals.append((pid, number))
