@@ -20,7 +20,7 @@ examples:
   checkpointless run --nproc-per-node 4 --cpu -m my_package.train --steps 20
   checkpointless run --nproc-per-node 4 --record-steps --fault sigkill@backward:rank=1,step=5 train.py
   checkpointless run --nproc-per-node 8 --nnodes 4 --node-rank 2 --rdzv-endpoint node0:29400 train.py
-  checkpointless run --nproc-per-node 8 --dry-run train.py     what it says of replicas; starts nothing
+  checkpointless run --nproc-per-node 8 --dry-run train.py     starts nothing
 
 What follows the script is the script's own. A rank that fails is recovered in place or replaced, while the others
 keep their state; that needs `@HPWrapper()` on the script's main function.
@@ -42,8 +42,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--dry-run",
         action="store_true",
-        help="show what would be started, and what the script says of how many ranks hold each part of its state; "
-        "start nothing",
+        help="show what would be started, and start nothing",
     )
     add_job_options(parser)
     add_torchrun_options(parser)
@@ -81,31 +80,20 @@ def program_of(options: argparse.Namespace) -> Program:
 
 
 def dry_run(options: argparse.Namespace) -> int:
-    """Show what `run` would start, and what the script says of replicas. The script is read and not run.
+    """Show what `run` would start.
 
     Args:
         options: options of ``run``.
 
     Raises:
-        UsageError: the script cannot be read.
+        UsageError: there is no such script.
     """
-    from checkpointless.cli.script_holders import holders_in
-
     nodes = "this node" if options.nnodes == 1 else f"each of {options.nnodes} nodes"
     ranks = f"{options.nproc_per_node} rank{'' if options.nproc_per_node == 1 else 's'}"
     name = f"the module {options.script}" if options.module else options.script
+    if not options.module and not Path(options.script).is_file():
+        raise UsageError(f"there is no script {options.script}")
     out(f"would start {ranks} of {name} on {nodes}")
-    try:
-        found = [] if options.module else holders_in(Path(options.script).read_text())
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{options.script} cannot be read: {error}") from error
-    for each in found:
-        out(each.text)
-    if not found:
-        out(
-            "how many ranks hold each part of the state is not known without running it: meshes and groups say so. "
-            "If no two do, rank 0 warns of it before the first step (PlainTraining, MegatronTraining)"
-        )
     return 0
 
 
