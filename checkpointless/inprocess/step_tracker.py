@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable
 from typing import Any
 
 from checkpointless.inprocess.communicators.process_groups import process_groups
@@ -31,7 +30,6 @@ class StepTracker:
         has_begun: whether a step was begun since then.
         recovers: whether the recovery of the state was begun since then.
         loops: how many trainings of loops of one's own have begun since then.
-        when_it_begins: is called before the first step after each entry.
     """
 
     def __init__(self, generation: Generation, board: Board | None) -> None:
@@ -40,7 +38,6 @@ class StepTracker:
         self.since_entry = 0
         self.loops = 0
         self.has_begun = self.recovers = False
-        self.when_it_begins: Callable[[], None] = lambda: None
         self._generation = generation
         self._board = board
         self._open_stage: tuple[EventName, float] | None = None  # its name, and when it began
@@ -74,8 +71,6 @@ class StepTracker:
         """Report that optimizer step ``step`` begins."""
         self.making = step
         self.loss = None
-        if self.since_entry == 0:
-            self.when_it_begins()
         self.has_begun = True
         if self._board is not None:
             self._board.begin_step(step)

@@ -16,32 +16,41 @@ from checkpointless.faults.inject import FaultInjector, from_environment
 from checkpointless.faults.spec import FaultPhase, FaultSpecError
 from checkpointless.inprocess import exceptions
 from checkpointless.inprocess.abort import CheckpointlessAbortManager
-from checkpointless.inprocess.abort.composition import communicators_first
-from checkpointless.inprocess.block.arguments import with_caller
+from checkpointless.inprocess.abort.composition import after_block, communicators_first
 from checkpointless.inprocess.block.blocks import Blocks, is_imported_by_child
-from checkpointless.inprocess.block.cleanup import BlockCleanup
 from checkpointless.inprocess.block.end import forget_frames, is_return, is_victim
-from checkpointless.inprocess.block.entry_hooks import EntryHooks
-from checkpointless.inprocess.block.entry_modes import EntryModes
-from checkpointless.inprocess.block.entry_streams import EntryStreams
+from checkpointless.inprocess.block.entry import (
+    EntryModes,
+    EntryStreams,
+    SignalHandlers,
+    require_tracer,
+    tracing,
+    with_caller,
+)
 from checkpointless.inprocess.block.main_thread import MainThread
-from checkpointless.inprocess.block.signal_handlers import SignalHandlers
 from checkpointless.inprocess.block.succession import Succession, restart_of
-from checkpointless.inprocess.block.tracing import tracing
 from checkpointless.inprocess.communicators.process_groups import process_groups
+from checkpointless.inprocess.compose import taken
 from checkpointless.inprocess.data_workers import sockets as worker_sockets
 from checkpointless.inprocess.deadline import bounded, time_limit
 from checkpointless.inprocess.departure import Departure
-from checkpointless.inprocess.exceptions import InternalError, RankShouldRestart, StateLostError, UnrecoverableError
+from checkpointless.inprocess.exceptions import (
+    HealthCheckError,
+    InternalError,
+    RankShouldRestart,
+    StateLostError,
+    UnrecoverableError,
+)
 from checkpointless.inprocess.facts import Facts
-from checkpointless.inprocess.finalize import CheckpointlessFinalizeCleanup
+from checkpointless.inprocess.finalize import CheckpointlessFinalizeCleanup, clean_up_frameworks, collect_garbage
 from checkpointless.inprocess.generation import Generation
 from checkpointless.inprocess.health_check import CudaHealthCheck, wait_for_device
-from checkpointless.inprocess.memory import reset_peak
+from checkpointless.inprocess.memory import memory_status, reset_peak
 from checkpointless.inprocess.parameter_update_lock import ParameterUpdateLock
 from checkpointless.inprocess.state import HPState
 from checkpointless.inprocess.state_keeper import StateKeeper
 from checkpointless.inprocess.step_tracker import StepTracker
+from checkpointless.posix.threads import abandon, waited_for
 from checkpointless.telemetry.event_names import EventName
 from checkpointless.telemetry.tracebacks import keep_traceback, without_own_frames
 from checkpointless.wire.board import Board
@@ -124,7 +133,7 @@ class HPWrapper:
         restart: str = "in-process",
     ) -> None:
         if trace_file_path is not None:
-            tracing.require()
+            require_tracer()
         abort = abort or CheckpointlessAbortManager.get_default_checkpointless_abort()
         self.abort: Callable[[HPState], object] = communicators_first(abort) if early_abort_communicator else abort
         self.finalize: Callable[..., object] = finalize or CheckpointlessFinalizeCleanup()
@@ -202,9 +211,9 @@ class HPCallWrapper:
             raise_before_abort=wrapper.async_raise_before_abort,
             replace=self._succession.replace,
         )
-        self._cleanup = BlockCleanup(self._now, wrapper, self._succession.replace)
+        self._threads = waited_for()
         self._signal_handlers = SignalHandlers()
-        self._entry: tuple[EntryStreams, EntryModes, EntryHooks] | None = None
+        self._entry: tuple[EntryStreams, EntryModes] | None = None
         worker_sockets.share_folder()
         process_groups.install()
         _active = self
@@ -321,8 +330,7 @@ class HPCallWrapper:
             The block's return value and None, or None and the exception that the block raised.
         """
         if self._entry is None:
-            self._entry = EntryStreams.capture(), EntryModes.capture(), EntryHooks.capture()
-            self.steps.when_it_begins = self._entry[2].settle
+            self._entry = EntryStreams.capture(), EntryModes()
         else:
             for each in self._entry:
                 each.restore()
@@ -387,17 +395,48 @@ class HPCallWrapper:
         try:
             if not self._departure.abort(self.generation):
                 raise InternalError("the update in progress did not end")
-            with bounded("the device's work", self.wrapper.abort_timeout.total_seconds(), self._succession.replace):
+            with self._bounded("the device's work"):
                 wait_for_device()  # the state that is kept may be in its memory
             if self.checkpoint_manager is not None:
                 self.checkpoint_manager.hold(term_ex)
             forget_frames(term_ex)
             self._signal_handlers.restore()
-            state = HPState.from_environment(self.generation, self.incident)
-            self._cleanup.run(state, term_ex)
+            self._clean_up(HPState.from_environment(self.generation, self.incident), term_ex)
         except (Exception, RankShouldRestart) as error:
             logger.exception("rank %s cannot restart in this process", os.environ.get(RANK_ENV))
             self._succession.replace(exceptions.line_of(error))
+
+    def _clean_up(self, state: HPState, term_ex: BaseException) -> None:
+        """Clean up after the block, and check this process. A part that takes too long has the process replaced.
+
+        Raises:
+            HealthCheckError: this process must be replaced.
+        """
+        settings = self.wrapper
+        abandon(waited_for() - self._threads)
+        with self._now.span(EventName.FINALIZE) as fields:
+            with self._bounded("the abort"):
+                after_block(settings.abort, state)
+            with self._bounded("the clean-up"):
+                process_groups.hold()  # before any thread can wait in a group's destructor
+                settings.finalize(*taken(settings.finalize, (state, term_ex)))
+                clean_up_frameworks()  # whatever a finalize of the user's does
+            with self._bounded("the destruction of process groups"):
+                process_groups.destroy()
+                collect_garbage()
+            if settings.check_memory_status:
+                fields.update(memory_status())
+        with self._now.span(EventName.HEALTH):
+            own_limit = getattr(settings.health_check, "timeout", None)
+            with self._bounded("the health check", own_limit if isinstance(own_limit, timedelta) else None):
+                try:
+                    settings.health_check(state, term_ex)
+                except Exception as error:
+                    raise HealthCheckError(exceptions.line_of(error)) from error
+
+    def _bounded(self, what: str, beyond: timedelta | None = None) -> AbstractContextManager[None]:
+        limit = self.wrapper.abort_timeout + (beyond or timedelta())
+        return bounded(what, limit.total_seconds(), self._succession.replace)
 
     def shutdown(self) -> None:
         """Stop listening for faults; the process has left the block and does not enter it again."""

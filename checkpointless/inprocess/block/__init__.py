@@ -1,1 +1,1 @@
-"""One run of the re-executable code block: its arguments, random streams and signal handlers, and how it ended."""
+"""One run of the re-executable code block: what it is entered with, and how it ended."""

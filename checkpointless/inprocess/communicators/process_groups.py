@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 from collections.abc import Callable
@@ -13,9 +14,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
+from checkpointless.environment import TORCH_DISTRIBUTED_DEBUG_ENV
 from checkpointless.inprocess.communicators import nccl_settings
 from checkpointless.inprocess.communicators.captured_graphs import CapturedGraphs
-from checkpointless.inprocess.communicators.debug_level import DebugLevel
 from checkpointless.inprocess.communicators.eager_init import EagerInit
 from checkpointless.inprocess.communicators.gloo_connect import InterruptibleConnect
 from checkpointless.inprocess.communicators.gloo_sockets import GlooSockets
@@ -24,6 +25,8 @@ from checkpointless.inprocess.communicators.group_graveyard import bury, reap
 from checkpointless.inprocess.communicators.point_to_point import PointToPointCounts
 from checkpointless.inprocess.communicators.shared_backends import SharedBackends
 from checkpointless.inprocess.communicators.store_wait import InterruptibleStore
+
+logger = logging.getLogger(__name__)
 
 MOST_COUNTS = 2_000  # of which each takes about 20 bytes of a message
 
@@ -49,7 +52,6 @@ class ProcessGroups:
             InterruptibleWait(),
             InterruptibleStore(),
             EagerInit(),
-            DebugLevel(),
             self._graphs,
             self.messages,
             self._shared,
@@ -58,6 +60,7 @@ class ProcessGroups:
     def install(self) -> None:
         """Prepare torch and NCCL for groups that are aborted, and make their waits interruptible (idempotent)."""
         nccl_settings.apply_where_there_is_nccl()
+        _lower_debug_level()
         self._sockets.install()
         for each in self._patchers:
             each.install()
@@ -166,6 +169,22 @@ class ProcessGroups:
     def reap(self) -> None:
         """Release every group that nothing else refers to. Call this after the garbage collector has run."""
         reap()
+
+
+def _lower_debug_level() -> None:
+    """Replace torch's debug level ``DETAIL`` by ``INFO``.
+
+    Torch would compare before each collective how many operations every rank has begun in the group, messages
+    between two ranks included (``ProcessGroupWrapper.cpp``). The two ranks of a refill exchange some that no other
+    rank takes part in.
+    """
+    if dist.get_debug_level() == dist.DebugLevel.DETAIL:
+        logger.warning(
+            "%s=DETAIL is taken for INFO: torch would compare how often all ranks have used a group, "
+            "and only some do to fill a rank",
+            TORCH_DISTRIBUTED_DEBUG_ENV,
+        )
+        dist.set_debug_level(dist.DebugLevel.INFO)
 
 
 def _forget_meshes() -> None:

@@ -31,10 +31,9 @@ from checkpointless.inprocess import (
     RankShouldRestart,
 )
 from checkpointless.inprocess.abort.composition import after_block
-from checkpointless.inprocess.block.arguments import with_caller
 from checkpointless.inprocess.block.end import is_victim
+from checkpointless.inprocess.block.entry import SignalHandlers, with_caller
 from checkpointless.inprocess.block.main_thread import MainThread
-from checkpointless.inprocess.block.signal_handlers import SignalHandlers
 from checkpointless.inprocess.finalize import register_cleanup
 from checkpointless.inprocess.memory import peak_growth, reset_peak
 

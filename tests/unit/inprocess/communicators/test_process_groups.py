@@ -172,3 +172,15 @@ def test_after_the_last_block_only_groups_that_it_has_destroyed_are_held(monkeyp
     assert held == [destroyed]
     assert left in c10d._world.pg_map
     groups.destroy()
+
+
+def test_the_debug_level_detail_is_lowered_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    before, made = dist.get_debug_level(), ProcessGroups()
+    try:
+        dist.set_debug_level(dist.DebugLevel.DETAIL)
+        made.install()
+        assert dist.get_debug_level() == dist.DebugLevel.INFO
+    finally:
+        made.uninstall()
+        dist.set_debug_level(before)
+    assert "TORCH_DISTRIBUTED_DEBUG=DETAIL is taken for INFO" in caplog.text
