@@ -356,9 +356,3 @@ def put_kinds(trainer: pl.Trainer, states: dict[str, Any]) -> None:
     """Put back what :func:`take_state` made of them, and what was accumulated, but not the settings."""
     for kind in KINDS:
         kind.put(trainer, states[kind.name])
-
-
-# The progress of Lightning's training loops, read at every moment in one call instead of by their ``state_dict``.
-#
-# What a loop counts with are numbers in data classes, at places that stay the same as long as the loops do. They
-# are read through their paths, so that it does not matter which object is at a place.
