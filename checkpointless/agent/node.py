@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import selectors
 import signal
+import socket
 import time
 from collections.abc import Callable
 
+from torch.distributed import TCPStore
+
 from checkpointless.agent.beat_watch import BeatWatch
 from checkpointless.agent.exit_watch import ExitWatch
-from checkpointless.agent.generation_store import GenerationStore
 from checkpointless.agent.launch_config import DEFAULT_TERM_GRACE_S
 from checkpointless.agent.ranks.device_check import DeviceCheck
 from checkpointless.agent.ranks.known_job import KnownJob
@@ -24,6 +26,7 @@ from checkpointless.posix.signals import ENDING
 from checkpointless.telemetry.event_names import EventName
 from checkpointless.telemetry.events import EventLog
 from checkpointless.telemetry.wording import numbered
+from checkpointless.wire.address import LOOPBACK
 from checkpointless.wire.board import NO_STEP
 from checkpointless.wire.causes import signal_name
 from checkpointless.wire.messages import FaultNotice, Finish, Go, HandOver, Inquire
@@ -390,3 +393,37 @@ class NodeAgent:
                 rank.kill_at_s = now_s + EXIT_GRACE_S
         seconds = time.monotonic() - began_s
         self._job.emit(EventName.NOTIFY, "end", seconds=seconds, ranks=[rank.number for rank in told])
+
+
+class GenerationStore:
+    """A c10d store for one generation, which runs in the agent: the ranks do not notice if the coordinator is lost.
+
+    It is bound to one address, on a free port. Closing it frees every rank that waits for a key in it.
+
+    Args:
+        generation: the generation that meets at the store.
+        address: numeric address of this node, as the other nodes reach it.
+
+    Raises:
+        OSError, RuntimeError: the store cannot be opened.
+    """
+
+    def __init__(self, generation: int, address: str = LOOPBACK) -> None:
+        self.generation = generation
+        self.address = address
+        listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+        listener.bind((address, 0))
+        listener.listen(1024)
+        self.port: int = listener.getsockname()[1]
+        self._store: TCPStore | None = TCPStore(
+            address,
+            self.port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),  # the store owns it from here on
+            use_libuv=True,
+        )
+
+    def close(self) -> None:
+        """Stop serving and drop every connection."""
+        self._store = None

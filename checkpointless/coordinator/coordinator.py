@@ -15,8 +15,7 @@ from checkpointless.coordinator.hangs.watch import HangWatch
 from checkpointless.coordinator.job import FAILED, Job, Phase
 from checkpointless.coordinator.limits import Limits
 from checkpointless.coordinator.nodes.adoption import Adoption
-from checkpointless.coordinator.nodes.bad_devices import BadDevices
-from checkpointless.coordinator.nodes.membership import Membership
+from checkpointless.coordinator.nodes.membership import BadDevices, Membership
 from checkpointless.coordinator.nodes.takeover import Takeover
 from checkpointless.coordinator.processes import Processes
 from checkpointless.coordinator.regrouping import Regrouping

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import queue
 import threading
 import time
 from collections.abc import Callable
@@ -18,12 +20,14 @@ from checkpointless.inprocess.block.main_thread import MainThread
 from checkpointless.inprocess.communicators.flight_recorder import keep_records
 from checkpointless.inprocess.communicators.process_groups import process_groups
 from checkpointless.inprocess.deadline import bounded
-from checkpointless.inprocess.fault_thread import FaultThread
+from checkpointless.inprocess.exceptions import line_of
 from checkpointless.inprocess.generation import Generation
 from checkpointless.inprocess.parameter_update_lock import ParameterUpdateLock
 from checkpointless.inprocess.state import HPState
 from checkpointless.telemetry.event_names import EventName
 from checkpointless.wire.messages import Answer
+
+logger = logging.getLogger(__name__)
 
 
 class Departure:
@@ -157,3 +161,37 @@ class Departure:
             left = self.abort(generation) and self._main.interrupt_until_left(timeout_s, process_groups.cut)
             if not left:
                 self._replace(f"the main thread did not leave the block within {timeout_s:.0f} s")
+
+
+class FaultThread:
+    """Handles the fault notices of one rank, in order of arrival, while the main thread may be blocked.
+
+    Args:
+        handle: called with the generation that is over; its run time must be bounded.
+        failed: called with the reason if ``handle`` raised; this process cannot be trusted to leave its block then.
+    """
+
+    def __init__(self, handle: Callable[[int], None], failed: Callable[[str], None]) -> None:
+        self._handle = handle
+        self._failed = failed
+        self._notices: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="checkpointless-fault-thread", daemon=True)
+        self._thread.start()
+
+    def notify(self, generation: int) -> None:
+        """Queue a notice and return at once."""
+        self._notices.put(generation)
+
+    def shutdown(self, timeout_s: float = 5.0) -> None:
+        """End the thread."""
+        self._notices.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while (generation := self._notices.get()) is not None:
+            try:
+                self._handle(generation)
+            except Exception as error:
+                logger.exception("the fault of generation %d could not be handled", generation)
+                self._failed(line_of(error))

@@ -29,7 +29,6 @@ _INNERMOST = 10  # number of innermost frames that are inspected
 _COLLECTIVE_FILES = (
     "torch/distributed/",
     "torch/futures/",
-    "inprocess/communicators/gloo_connect.py",
     "inprocess/communicators/gloo_wait.py",
     "recovery/tiers/clique_exchange.py",
 )

@@ -1,27 +1,35 @@
-"""Make a thread that waits for gloo interruptible, even if gloo has lost the operation.
+"""Make a thread that waits for gloo interruptible: for a collective, and for the ranks of a new group.
 
 When a connection breaks, gloo fails the operations that wait for the peer, but forgets a send that is in its
 transmit queue and does not notify its waiter (``Pair::signalException`` in gloo's TCP transport signals only bound
 buffers of that queue). The wait then lasts until the group's timeout, 30 minutes by default. ``Work.wait`` is
 therefore made to wait in short turns, between which an asynchronous exception is delivered. (The destructor of the
-group would wait too: see :mod:`checkpointless.inprocess.communicators.group_graveyard`.)
+group would wait too: see :mod:`checkpointless.inprocess.communicators.process_groups`.)
 """
 
 from __future__ import annotations
 
+import logging
+import os
 import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
+from checkpointless.environment import TORCH_GLOO_LAZY_INIT_ENV, TORCH_YES
 from checkpointless.inprocess.communicators.helper_thread import SpareHelper
+from checkpointless.inprocess.communicators.shared_backends import SharedBackends
 from checkpointless.patches import Patch, Patches
+
+logger = logging.getLogger(__name__)
 
 _TURN = timedelta(milliseconds=50)
 _TIMED_OUT = "Operation timed out"
+_BACKEND = "ProcessGroupGloo"  # its constructor connects; torch makes every group's backend by this name
 # The c10d::OpType of each work whose wait can be split into turns. Of the others, a send or receive fails if its
 # wait times out, and gloo's reduce-scatter (which has no separate type) waits until it completes, whatever the
 # timeout.
@@ -101,3 +109,79 @@ def _wait_in_turns(original: Callable[..., Any], work: Any) -> bool:
             if _TIMED_OUT not in str(error):
                 raise
     return bool(original(work))  # it completed between two turns: this returns, or raises the error of the work
+
+
+class InterruptibleConnect:
+    """Replacement for ``ProcessGroupGloo`` where torch makes groups: the main thread leaves them to a helper.
+
+    Of each two ranks of a group one connects, and the other waits in C++ until it does (``connectAsListener`` of
+    gloo's TCP transport). If the first is lost before it has connected, or leaves its block, there is no connection
+    yet that could be cut, and the wait lasts for five times the group's timeout, which is 30 minutes by default.
+    The helper thread of a group that was left stays that long; nobody waits for it.
+
+    All ranks of a group are connected when it is made. With ``TORCH_GLOO_LAZY_INIT`` gloo would connect two ranks
+    at their first message. Such a connection is not known, so it would not be cut: collectives that are in flight
+    at a fault would go on in gloo's threads, and write to parameters that a rank has kept.
+
+    Args:
+        shared: knows the backends that need not be made again.
+    """
+
+    def __init__(self, shared: SharedBackends) -> None:
+        self._shared = shared
+        self._patches = Patches()
+        self._helper = SpareHelper()
+
+    def install(self) -> None:
+        """Replace torch's class (idempotent)."""
+        if not self._patches.are_made and dist.is_gloo_available():
+            self._patches.make([Patch(c10d, _BACKEND, self._in_helper, "it connects in C++")])
+
+    def uninstall(self) -> None:
+        """Restore torch's class."""
+        self._patches.undo()
+        self._helper.end()
+
+    def _in_helper(self, original: Any) -> _Backend:
+        return _Backend(original, self._helper, self._shared)
+
+
+class _Backend:
+    """Stands for the class of gloo's groups: makes them, and knows them."""
+
+    def __init__(self, original: Any, helper: SpareHelper, shared: SharedBackends) -> None:  # Any: a class of C++
+        self._original = original
+        self._helper = helper
+        self._shared = shared
+
+    def __call__(self, *args: object, **kwargs: object) -> Any:
+        return self._shared.get(lambda: self._connected(*args, **kwargs))
+
+    def _connected(self, *args: object, **kwargs: object) -> Any:
+        _connect_at_once()
+        if threading.current_thread() is not threading.main_thread():
+            return self._original(*args, **kwargs)  # no other thread is interrupted
+        return self._helper.run(lambda: self._original(*args, **kwargs))
+
+    def __instancecheck__(self, instance: object) -> bool:
+        return isinstance(instance, self._original)
+
+    def __subclasscheck__(self, subclass: type) -> bool:
+        return issubclass(subclass, self._original)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_original":  # of a copy, whose attributes have not been copied yet
+            raise AttributeError(name)
+        return getattr(self._original, name)
+
+
+def _connect_at_once() -> None:
+    """Have gloo connect all ranks of a group when it is made, as torch does by default."""
+    asked = os.environ.get(TORCH_GLOO_LAZY_INIT_ENV, "")
+    if asked.lower() in TORCH_YES:
+        logger.warning(
+            "%s=%s is not used: connections that gloo makes within a step cannot be cut at a fault",
+            TORCH_GLOO_LAZY_INIT_ENV,
+            asked,
+        )
+        os.environ[TORCH_GLOO_LAZY_INIT_ENV] = "0"

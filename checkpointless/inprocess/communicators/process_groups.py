@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import logging
+import os
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from importlib import import_module
@@ -14,17 +18,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from checkpointless.environment import TORCH_DISTRIBUTED_DEBUG_ENV
+from checkpointless.environment import EAGER_INIT_ENV, TORCH_DISTRIBUTED_DEBUG_ENV, YES
 from checkpointless.inprocess.communicators import nccl_settings
 from checkpointless.inprocess.communicators.captured_graphs import CapturedGraphs
-from checkpointless.inprocess.communicators.eager_init import EagerInit
-from checkpointless.inprocess.communicators.gloo_connect import InterruptibleConnect
 from checkpointless.inprocess.communicators.gloo_sockets import GlooSockets
-from checkpointless.inprocess.communicators.gloo_wait import InterruptibleWait
-from checkpointless.inprocess.communicators.group_graveyard import bury, reap
-from checkpointless.inprocess.communicators.point_to_point import PointToPointCounts
+from checkpointless.inprocess.communicators.gloo_wait import InterruptibleConnect, InterruptibleWait
 from checkpointless.inprocess.communicators.shared_backends import SharedBackends
 from checkpointless.inprocess.communicators.store_wait import InterruptibleStore
+from checkpointless.patches import Patch, Patches
 
 logger = logging.getLogger(__name__)
 
@@ -217,6 +218,134 @@ def _backend(group: Any, device: str) -> Any:
         return group._get_backend(torch.device(device))
     except RuntimeError:  # the group has no backend for this kind of device
         return None
+
+
+# Release the process groups of earlier generations without making any other thread wait.
+#
+# The destructor of a gloo group joins its threads, and a thread that waits for an operation that gloo has lost
+# (see gloo_wait.py) does not end before the group's timeout, 30 minutes by default. A group is therefore held here
+# until nothing else refers to it, and then released in a separate thread.
+_buried: list[Any] = []
+_REFERENCES = 4  # this list, the one added by bury(), the variable of reap(), and the argument of getrefcount()
+
+
+def bury(groups: list[Any]) -> None:
+    """Hold ``groups`` until :func:`reap` finds no other reference, if necessary past the interpreter's end."""
+    held = {id(group) for group in _buried}
+    for group in groups:
+        if id(group) not in held:
+            held.add(id(group))
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+            _buried.append(group)
+
+
+def reap() -> None:
+    """Release every group that nothing else refers to any more. Call this after the garbage collector has run."""
+    index = 0
+    while index < len(_buried):
+        group = _buried[index]
+        if sys.getrefcount(group) > _REFERENCES:
+            index += 1
+            continue
+        holder = [_buried.pop(index)]
+        del group  # before the thread starts: whichever thread drops the last reference waits for the destructor
+        threading.Thread(target=_let_go, args=(holder,), name="checkpointless-reaper", daemon=True).start()
+
+
+def _let_go(holder: list[Any]) -> None:
+    group = holder.pop()
+    ctypes.pythonapi.Py_DecRef(ctypes.py_object(group))
+    del group  # the destructor runs here, without the GIL
+
+
+_FUNCTION = "init_process_group"
+_WHY = "NeMo and Lightning give it no device"
+
+
+class EagerInit:
+    """Replacement for ``torch.distributed.init_process_group`` that gives it the device of this process.
+
+    NCCL's communicators are then made with the groups, and those of subgroups by splitting the first one
+    (``ncclCommSplit``), which exchanges less than a bootstrap for each of the about twenty of a Megatron job. It is
+    off unless ``CHECKPOINTLESS_EAGER_INIT=1``: a split is a collective of all ranks of the first communicator, also
+    of those that are not in the subgroup.
+    """
+
+    def __init__(self) -> None:
+        self._patches = Patches()
+
+    def install(self) -> None:
+        """Replace torch's function if the user asks for it and this build of torch has NCCL (idempotent)."""
+        asked = os.environ.get(EAGER_INIT_ENV) == YES and dist.is_nccl_available()
+        if asked and not self._patches.are_made:
+            self._patches.make([Patch(module, _FUNCTION, _with_device, _WHY) for module in (c10d, dist)])
+
+    def uninstall(self) -> None:
+        """Restore torch's function."""
+        self._patches.undo()
+
+
+def _with_device(original: Callable[..., None]) -> Callable[..., None]:
+    """Return torch's function, given the current device where it makes groups of NCCL's."""
+
+    @functools.wraps(original)
+    def init(backend: str | None = None, *args: Any, device_id: Any = None, **options: Any) -> None:
+        of_nccl = backend is None or "nccl" in str(backend).lower()
+        if device_id is None and of_nccl and torch.cuda.is_available():
+            device_id = torch.device("cuda", torch.cuda.current_device())
+        original(backend, *args, device_id=device_id, **options)
+
+    return init
+
+
+class PointToPointCounts:
+    """Counts what this rank has sent to, and wants to receive from, each rank: torch counts collectives only.
+
+    Attributes:
+        counts: how often, by group and pair: ``4/0>1`` is from rank 0 of the group that torch calls ``4`` to its
+            rank 1. The sender and the receiver count the same.
+    """
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self._patches = Patches()
+
+    def install(self) -> None:
+        """Count from now on (idempotent)."""
+        if not self._patches.are_made:
+            self._patches.make(
+                [
+                    Patch(dist.ProcessGroup, "send", self.counting_sends, "torch does not count messages"),
+                    Patch(dist.ProcessGroup, "recv", self.counting_receipts, "torch does not count messages"),
+                ]
+            )
+
+    def uninstall(self) -> None:
+        """Restore torch's methods."""
+        self._patches.undo()
+
+    def counting_sends(self, send: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a group's ``send``, counted."""
+
+        @functools.wraps(send)
+        def counting(group: Any, tensors: Any, peer: int, *args: Any, **kwargs: Any) -> Any:
+            self._count(group, group.rank(), peer)
+            return send(group, tensors, peer, *args, **kwargs)
+
+        return counting
+
+    def counting_receipts(self, recv: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a group's ``recv``, counted."""
+
+        @functools.wraps(recv)
+        def counting(group: Any, tensors: Any, peer: int, *args: Any, **kwargs: Any) -> Any:
+            self._count(group, peer, group.rank())
+            return recv(group, tensors, peer, *args, **kwargs)
+
+        return counting
+
+    def _count(self, group: Any, source: int, target: int) -> None:
+        self.counts[f"{c10d._world.pg_names.get(group)}/{source}>{target}"] += 1
 
 
 #: torch registers process groups for the whole process, so one object owns them.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointless.coordinator.progress import ProgressReports
+from checkpointless.coordinator.job import ProgressReports
 from checkpointless.wire.node_messages import (
     Progress,
 )

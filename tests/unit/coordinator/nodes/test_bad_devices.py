@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from checkpointless.coordinator.nodes.bad_devices import Remedy, remedy
+from checkpointless.coordinator.nodes.membership import Remedy, remedy
 from checkpointless.wire.node_messages import Begin, DeviceBad, End, Holding, Progress, RankEnded, Spawn
 from tests.unit.messaged_job import Job
 

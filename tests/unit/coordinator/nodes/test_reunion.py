@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpointless.coordinator.job import Phase
-from checkpointless.coordinator.nodes.reunion import Reunion, assumed, reunite
+from checkpointless.coordinator.nodes.takeover import Reunion, assumed, reunite
 from checkpointless.wire.node_messages import (
     AllDone,
     Begin,

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from checkpointless.environment import EAGER_INIT_ENV
-from checkpointless.inprocess.communicators.eager_init import EagerInit
+from checkpointless.inprocess.communicators.process_groups import EagerInit
 
 
 @pytest.fixture

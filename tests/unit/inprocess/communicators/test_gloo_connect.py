@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from checkpointless.inprocess.block.main_thread import MainThread
-from checkpointless.inprocess.communicators.gloo_connect import InterruptibleConnect
+from checkpointless.inprocess.communicators.gloo_wait import InterruptibleConnect
 from checkpointless.inprocess.communicators.helper_thread import HelperThread
 from checkpointless.inprocess.communicators.shared_backends import SharedBackends
 from checkpointless.inprocess.exceptions import RankShouldRestart

@@ -4,7 +4,7 @@ import sys
 import threading
 import time
 
-from checkpointless.inprocess.communicators.group_graveyard import bury, reap
+from checkpointless.inprocess.communicators.process_groups import bury, reap
 
 
 def test_the_last_reference_is_never_dropped_by_the_thread_that_reaps() -> None:

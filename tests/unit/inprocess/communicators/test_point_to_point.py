@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from checkpointless.inprocess.communicators.point_to_point import PointToPointCounts
+from checkpointless.inprocess.communicators.process_groups import PointToPointCounts
 
 
 class Group:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from checkpointless.inprocess.communicators.gloo_connect import _Backend
+from checkpointless.inprocess.communicators.gloo_wait import _Backend
 from checkpointless.inprocess.communicators.process_groups import ProcessGroups
 
 
