@@ -7,7 +7,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from checkpointless.inprocess.abort.trainer import register_trainer_parts
+from checkpointless.inprocess.abort import register_trainer_parts
 
 
 class LightningTrainerParts:

@@ -15,8 +15,7 @@ from checkpointless.environment import RANK_ENV, own_generation, own_rank
 from checkpointless.faults.inject import FaultInjector, from_environment
 from checkpointless.faults.spec import FaultPhase, FaultSpecError
 from checkpointless.inprocess import exceptions
-from checkpointless.inprocess.abort import CheckpointlessAbortManager
-from checkpointless.inprocess.abort.composition import after_block, communicators_first
+from checkpointless.inprocess.abort import CheckpointlessAbortManager, after_block, communicators_first
 from checkpointless.inprocess.block.blocks import Blocks, is_imported_by_child
 from checkpointless.inprocess.block.end import forget_frames, is_return, is_victim
 from checkpointless.inprocess.block.entry import (

@@ -30,7 +30,7 @@ from checkpointless.inprocess import (
     InternalError,
     RankShouldRestart,
 )
-from checkpointless.inprocess.abort.composition import after_block
+from checkpointless.inprocess.abort import after_block
 from checkpointless.inprocess.block.end import is_victim
 from checkpointless.inprocess.block.entry import SignalHandlers, with_caller
 from checkpointless.inprocess.block.main_thread import MainThread

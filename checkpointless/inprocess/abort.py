@@ -1,0 +1,223 @@
+"""Stop what a rank is doing, from the fault thread, while the main thread may be blocked in it."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any, Protocol
+
+from checkpointless.inprocess.communicators.process_groups import process_groups
+from checkpointless.inprocess.compose import Compose
+from checkpointless.inprocess.data_workers.loader_workers import end_workers
+from checkpointless.inprocess.state import HPState
+
+if TYPE_CHECKING:
+    from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+
+logger = logging.getLogger(__name__)
+
+_FP8 = ("transformer_engine.pytorch.quantization", "transformer_engine.pytorch.fp8")  # 2.8 and later; earlier
+_MODULES = "transformer_engine.pytorch.module.base"
+_ATTENTION = "transformer_engine.pytorch.attention.dot_product_attention.utils"
+_FRAMEWORKS = "checkpointless.frameworks"  # group of entry points that register trainers' parts
+_known: dict[str, TrainerParts] = {}
+
+
+class Abort(ABC):
+    """An action that stops one kind of activity of a rank.
+
+    It runs in the fault thread. It must return soon and be safe to repeat.
+    """
+
+    @abstractmethod
+    def __call__(self, state: HPState) -> None:
+        """Stop the activity.
+
+        Args:
+            state: the rank's place in the job.
+        """
+
+    def after_block(self, state: HPState) -> None:  # noqa: B027 - most have nothing to do then
+        """Stop, in the main thread after the block, what must not be touched while the block still runs.
+
+        Args:
+            state: the rank's place in the job.
+        """
+
+
+class HPAbortTorchDistributed(Abort):
+    """Aborts every communicator: NCCL by ``abort()``, gloo by shutting down its connections.
+
+    A rank that is blocked in a collective of either backend raises at once.
+    """
+
+    def __call__(self, state: HPState) -> None:
+        process_groups.abort()
+
+
+class TrainerParts(Protocol):
+    """Where a framework's trainer keeps what an abort has to stop."""
+
+    def loader_iterators(self, trainer: object) -> Iterable[_MultiProcessingDataLoaderIter]:
+        """Return torch's multiprocessing iterators that are in use."""
+
+    def stop_saves(self, trainer: object) -> None:
+        """Stop asynchronous checkpoint writers, unless the trainer keeps their saves and finishes them later."""
+
+
+def register_trainer_parts(framework: str, parts: TrainerParts) -> None:
+    """Register how to find the parts of a framework's trainer.
+
+    Args:
+        framework: the framework's name; registering a name again replaces what it stood for.
+        parts: finds nothing in a trainer of another framework.
+    """
+    _known[framework] = parts
+
+
+def _load_frameworks() -> None:
+    """Have the installed package register the frameworks that it knows, unless an import has done so."""
+    for entry in entry_points(group=_FRAMEWORKS):
+        entry.load()()
+    if not _known:
+        logger.warning("data-loader workers and checkpoint writers are not stopped: reinstall checkpointless")
+
+
+class TrainerAbort(Abort):
+    """An abort that acts on the running trainer, once there is one."""
+
+    def __init__(self) -> None:
+        self._trainer: weakref.ref[object] | None = None
+
+    def register_attributes(self, trainer: object) -> None:
+        """Keep a weak reference to the running trainer."""
+        if not _known:
+            _load_frameworks()
+        self._trainer = weakref.ref(trainer)
+
+    @property
+    def trainer(self) -> object | None:
+        """The running trainer, or None."""
+        return self._trainer() if self._trainer is not None else None
+
+
+class HPDataLoaderAbort(TrainerAbort):
+    """Stops the data-loader workers, which frees a main thread that waits for a batch and leaves nothing behind."""
+
+    def __call__(self, state: HPState) -> None:
+        for parts in _known.values():
+            for iterator in parts.loader_iterators(self.trainer):
+                end_workers(iterator)
+
+
+class HPCheckpointingAbort(TrainerAbort):
+    """Stops asynchronous checkpoint writers, unless the strategy keeps their saves and finishes them later.
+
+    A save that is not finished is not a checkpoint.
+    """
+
+    def __call__(self, state: HPState) -> None:
+        for parts in _known.values():
+            parts.stop_saves(self.trainer)
+
+
+class AbortTransformerEngine(Abort):
+    """Drops what TransformerEngine keeps for process groups that are gone, once the main thread has left the block.
+
+    TransformerEngine's FP8 state must not be reset while the block is inside ``fp8_autocast``, whose exit relies on
+    it, and its communicators for overlapped tensor parallelism must not be dropped while kernels wait in them. This
+    abort does nothing if TransformerEngine was not imported.
+    """
+
+    def __call__(self, state: HPState) -> None:
+        """Do nothing, because nothing can be dropped while the block still runs."""
+
+    def after_block(self, state: HPState) -> None:
+        """Drop FP8 state, user buffers (``destroy_ub``) and workspaces."""
+        drop()
+
+
+def drop() -> None:
+    """Reset FP8 state and drop the communicators of overlapped tensor parallelism, workspaces and cached tensors.
+
+    This is idempotent. Without it, ``initialize_ub`` fails because communicators exist, and makes the workspace
+    that it finds three times as large.
+    """
+    for name in _FP8:
+        manager = getattr(sys.modules.get(name), "FP8GlobalStateManager", None)
+        if manager is not None:
+            manager.reset()
+            break
+    modules: Any = sys.modules.get(_MODULES)
+    if modules is not None:
+        if getattr(modules, "_ub_communicators", None) or getattr(modules, "_ub_initialized", False):
+            modules.destroy_ub()
+        if hasattr(modules, "_cublas_workspace"):
+            modules._cublas_workspace = None
+    _empty(_MODULES, "_multi_stream_cublas_workspace")
+    _empty(_MODULES, "_dummy_wgrads")
+    _empty(_ATTENTION, "_cu_seqlens_cache")
+
+
+def _empty(module: str, cache: str) -> None:
+    cached: dict[Any, Any] | list[Any] | None = getattr(sys.modules.get(module), cache, None)
+    if cached is not None:
+        cached.clear()
+
+
+class CheckpointlessAbortManager:
+    """Creates and changes compositions of aborts."""
+
+    @staticmethod
+    def get_default_checkpointless_abort() -> Compose:
+        """Return the aborts for TransformerEngine, checkpoint writers, torch.distributed and data loaders.
+
+        They run from last to first.
+        """
+        return Compose(
+            AbortTransformerEngine(), HPCheckpointingAbort(), HPAbortTorchDistributed(), HPDataLoaderAbort()
+        )
+
+    @staticmethod
+    def create_custom_abort(*abort_instances: Abort) -> Compose:
+        """Compose only the given aborts.
+
+        Raises:
+            ValueError: no abort was given.
+        """
+        if not abort_instances:
+            raise ValueError("create_custom_abort() needs at least one abort instance")
+        return Compose(*abort_instances)
+
+    @staticmethod
+    def override_abort(abort_compose: Compose, abort_type: type, new_abort: Abort) -> Compose:
+        """Return a copy of ``abort_compose`` in which ``new_abort`` replaces the instances of ``abort_type``.
+
+        Raises:
+            ValueError: ``abort_compose`` is not a composition, or holds no ``abort_type``.
+        """
+        if not hasattr(abort_compose, "instances"):
+            raise ValueError("abort_compose has no 'instances': pass a Compose")
+        if not any(isinstance(each, abort_type) for each in abort_compose.instances):
+            raise ValueError(f"{abort_compose!r} holds no {abort_type.__name__} to replace")
+        return Compose(*(new_abort if isinstance(each, abort_type) else each for each in abort_compose.instances))
+
+
+def communicators_first(abort: Callable[[HPState], object]) -> Callable[[HPState], object]:
+    """Reorder a composition so that it aborts communicators first (``early_abort_communicator``)."""
+    if not isinstance(abort, Compose):
+        return abort
+    first = [each for each in abort.instances if isinstance(each, HPAbortTorchDistributed)]
+    rest = [each for each in abort.instances if not isinstance(each, HPAbortTorchDistributed)]
+    return Compose(*rest, *first)
+
+
+def after_block(abort: Callable[[HPState], object], state: HPState) -> None:
+    """Run the ``after_block`` of an abort or of a composition's aborts, in the main thread, after the block."""
+    for each in reversed(abort.instances) if isinstance(abort, Compose) else (abort,):
+        if isinstance(each, Abort):
+            each.after_block(state)
