@@ -10,7 +10,7 @@ import pytest
 
 from checkpointless.client import RankClient
 from checkpointless.inprocess import HPWrapper
-from checkpointless.inprocess.block import succession
+from checkpointless.inprocess.block import blocks, succession
 from checkpointless.inprocess.block.blocks import Blocks
 from checkpointless.inprocess.block.succession import Succession
 from checkpointless.inprocess.facts import Facts
@@ -18,6 +18,12 @@ from checkpointless.inprocess.generation import Generation
 from checkpointless.inprocess.step_tracker import StepTracker
 from checkpointless.wire.messages import Barrier as BarrierMessage
 from checkpointless.wire.messages import Go, HandOver, RankMessage, Replace
+
+
+@pytest.fixture(autouse=True)
+def no_block_was_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget the blocks of other tests in this process."""
+    monkeypatch.setattr(blocks, "_left", 0)
 
 
 def block() -> None:
