@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import io
 import logging
 import os
 import sys
@@ -142,7 +143,7 @@ class Undeclared:
         if self._looks == 1:
             self._found = {name for name, value in variables.items() if self._is_candidate(value)}
             for name, value in variables.items():
-                if hasattr(type(value), "__next__") and not has_state(value):
+                if hasattr(type(value), "__next__") and not has_state(value) and not _is_written_to(value):
                     self._warn(name, _ITERATOR, name)
             return
         now = {name: _digest(variables[name], self._known) for name in self._found if name in variables}
@@ -193,6 +194,11 @@ def _variables_of(frame: FrameType) -> dict[str, Any]:
     if frame.f_code.co_flags & inspect.CO_OPTIMIZED and isinstance(variables, dict):
         variables.clear()  # Python 3.12 and older keep this copy, and what it refers to, until the frame ends
     return found
+
+
+def _is_written_to(value: object) -> bool:
+    """Return whether a value is an open file that takes lines, such as a log, although files are iterators."""
+    return isinstance(value, io.IOBase) and not value.closed and value.writable()
 
 
 # --- how state is put back, and looked at -------------------------------------------------------------------------

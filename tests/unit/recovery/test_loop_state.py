@@ -6,6 +6,7 @@ import random
 import sys
 from collections import deque
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -119,6 +120,14 @@ def test_an_iterator_from_before_the_first_step_is_named(caplog: pytest.LogCaptu
         next(batches)
     (said,) = _named(caplog)
     assert "the iterator batches was made before the first step" in said
+
+
+def test_a_log_file_is_no_iterator_of_data(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with (tmp_path / "log").open("a") as log, (tmp_path / "log").open() as rows:
+        for step in _train(Undeclared(LoopState({}), []), 4):
+            print(step, rows.readline(), file=log)
+    (said,) = _named(caplog)
+    assert "the iterator rows was made before the first step" in said
 
 
 def test_a_bar_that_iterates_for_the_loop_is_looked_through(caplog: pytest.LogCaptureFixture) -> None:
