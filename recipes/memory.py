@@ -78,13 +78,15 @@ class Memory:
 
     Attributes:
         parameters, gradients, optimizer: what each of these takes.
-        optimizer_without_replicas: what the optimizer would take with one instance.
+        main_parameters: the part of the optimizer that is a copy of the parameters in fp32.
+        replica: the part of the optimizer that the replicas cost.
     """
 
     parameters: int
     gradients: int
     optimizer: int
-    optimizer_without_replicas: int
+    main_parameters: int
+    replica: int
 
     @property
     def total(self) -> int:
@@ -92,9 +94,15 @@ class Memory:
         return self.parameters + self.gradients + self.optimizer
 
     @property
-    def replica(self) -> int:
-        """The memory that the replicas cost."""
-        return self.optimizer - self.optimizer_without_replicas
+    def peak(self) -> int:
+        """The most that a rank takes on its GPU while it builds a model again and holds the old state.
+
+        First the parameters exist twice, in the new modules and in the buffer that these are moved into; then the
+        new main parameters come on top of the held optimizer, whose moments are taken over. Parameters that are
+        their own main parameters are held as well.
+        """
+        held = self.optimizer if self.main_parameters else self.parameters + self.optimizer
+        return self.parameters + self.gradients + held + max(self.parameters, self.main_parameters)
 
 
 def memory(stage: Stage, layout: Layout, precision: Precision) -> Memory:
@@ -107,11 +115,14 @@ def memory(stage: Stage, layout: Layout, precision: Precision) -> Memory:
     """
     parameters = (stage.dense.total + stage.expert.total) * precision.parameter
     gradients = (stage.dense.trained + stage.expert.trained) * precision.gradient
+    optimizer = _optimizer(stage, layout, precision)
+    mains = _MASTER * optimizer // precision.optimizer if precision.parameter < 4 else 0
     return Memory(
         parameters=parameters,
         gradients=gradients,
-        optimizer=_optimizer(stage, layout, precision),
-        optimizer_without_replicas=_optimizer(stage, replace(layout, instances=1), precision),
+        optimizer=optimizer,
+        main_parameters=mains,
+        replica=optimizer - _optimizer(stage, replace(layout, instances=1), precision),
     )
 
 

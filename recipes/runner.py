@@ -19,10 +19,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from checkpointless.environment import own_world_size
 from checkpointless.megatron import cpu_platform
-from checkpointless.recipes.checks import PLAIN_STRATEGY, check_settings
+from checkpointless.recipes.checks import PLAIN_STRATEGY, check_requirements, check_settings
 from checkpointless.recipes.layout import check_layout, layout_of
 from checkpointless.recipes.objects import ObjectError, make
-from checkpointless.recipes.requirements import Machine, check_requirements
 from checkpointless.recipes.settings import (
     RecipeError,
     checkpointless_enabled,
@@ -241,7 +240,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_layout(config, layout)
         check_settings(config, layout)
         check_tiers(config, layout)
-        check_requirements(config, layout, Machine.here())
+        check_requirements(config, layout)
         train(config)
     except RecipeError as error:
         sys.stderr.write(f"{error}\n")

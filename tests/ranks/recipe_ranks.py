@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from omegaconf import OmegaConf
 
-from checkpointless.recipes import runner, shapes
+from checkpointless.recipes import counting, runner
 from checkpointless.recipes.layout import layout_of
 from checkpointless.recipes.settings import RecipeError, load, parameters
 
@@ -21,9 +21,10 @@ def count(recipe: str, overrides: list[str] | None = None) -> Any:
         os.environ.pop(name, None)
     config = load(recipe, overrides or ())
     try:
-        return [asdict(stage) for stage in shapes.count(config, layout_of(config))]
+        counted = counting.count(config, layout_of(config))
     except RecipeError as error:
-        return f"{type(error).__name__}: {error}"
+        return f"RecipeError: {error}"
+    return counted if isinstance(counted, str) else [asdict(stage) for stage in counted]
 
 
 def unknown_names(recipe: str) -> list[str]:

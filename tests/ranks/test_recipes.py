@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from checkpointless.faults.ledger import fired
-from checkpointless.recipes.dry_run import Plan, show
+from checkpointless.recipes.dry_run import show
 from checkpointless.recipes.layout import layout_of
 from checkpointless.recipes.memory import GIB, Count, Stage, fullest, memory, precision_of
 from checkpointless.recipes.settings import available, load
@@ -82,8 +82,8 @@ def test_lora_trains_adapters_only(stages: Callable[[str], list[Stage]], recipe:
             ["strategy.tensor_model_parallel_size=3", "trainer.devices=6", "data.global_batch_size=8"],
             "RecipeError: 32 attention heads cannot be shared by 3 ranks",
         ),
-        (["model.config.vocab_size=null"], "NotCountedError: the size of the vocabulary is the tokenizer's"),
-        (["model.config.recompute_granularity=nonsense"], "NotCountedError: "),
+        (["model.config.vocab_size=null"], "the size of the vocabulary is the tokenizer's"),
+        (["model.config.recompute_granularity=nonsense"], ""),
     ],
 )
 def test_a_model_that_cannot_be_built_is_one_line(nemo_zygote: Zygote, overrides: list[str], message: str) -> None:
@@ -103,7 +103,7 @@ def test_the_memory_table_is_what_megatron_allocates(
     for instances in (1, 2):
         args = [*overrides, f"strategy.num_distributed_optimizer_instances={instances}"]
         measured = nemo_zygote.run(4, "tests.ranks.recipe_ranks:measure", {"overrides": args})
-        optimizer = expected.optimizer if instances == 2 else expected.optimizer_without_replicas
+        optimizer = expected.optimizer - (expected.replica if instances == 1 else 0)
         assert {rank["parameters"] for rank in measured} == {expected.parameters}
         for rank in measured:
             assert expected.gradients <= rank["gradients"] < expected.gradients * 1.02
@@ -117,7 +117,7 @@ def test_the_documents_show_what_the_dry_run_shows(stages: Callable[[str], list[
     config = load(recipe)
     layout = layout_of(config)
     page = io.StringIO()
-    show(Plan(recipe, (), config, layout, stages(recipe), True, False), Console(file=page, width=160))
+    show(config, layout, stages(recipe), Console(file=page, width=160))
     text = page.getvalue()
     assert f"`{recipe}`:\n\n```text\n{text[text.index('layout') :].rstrip()}\n```" in DOCUMENT
     sizes = f"TP {layout.tensor}, PP {layout.pipeline}, CP {layout.context}, EP {layout.expert}, DP {layout.data}"
@@ -147,7 +147,6 @@ def test_a_dry_run_is_plain_text_and_starts_nothing(nemo_zygote: Zygote, tmp_pat
     assert "\x1b" not in answer["out"]
     assert "max_steps: 7" in answer["out"]
     assert "399,488 parameters in all" in answer["out"]
-    assert "checkpointless train tiny_moe_cpu --cpu --nproc-per-node 4 trainer.max_steps=7" in answer["out"]
     assert not list(tmp_path.iterdir())
 
 

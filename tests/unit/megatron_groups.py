@@ -18,7 +18,7 @@ def megatron(layout: Layout, monkeypatch: pytest.MonkeyPatch, rank: int = 0) -> 
     pytest.importorskip("hydra", reason="recipes need hydra-core")
     from megatron.core import parallel_state
 
-    from checkpointless.recipes.shapes import as_rank
+    from checkpointless.recipes.counting import as_rank
 
     made: dict[str, list[Any]] = {}
     create = parallel_state.create_group

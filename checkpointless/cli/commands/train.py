@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeGuard
 
 from checkpointless.cli.command import Command
 from checkpointless.cli.cuda import has_cuda
 from checkpointless.cli.job import Program, add_job_options, launch_job
+from checkpointless.cli.output import say
 from checkpointless.cli.values import UsageError
 from checkpointless.environment import CPU_ENV
 
@@ -33,7 +36,7 @@ examples:
   checkpointless train tiny_gpt_cpu --cpu --nproc-per-node 4
   checkpointless train my_recipe.yaml --nproc-per-node 8 trainer.max_steps=1000 optim.config.lr=3e-4
   checkpointless train tiny_gpt_cpu --cpu --nproc-per-node 4 --fault exception@forward:rank=2,step=7
-  checkpointless train llama3_70b_pretrain --dry-run     layout, replicas, memory and launch; starts nothing
+  checkpointless train llama3_70b_pretrain --dry-run     layout, replicas and memory; starts nothing
 """
 
 
@@ -44,7 +47,7 @@ def add_train_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="show the resolved recipe, its layout, replicas, memory and how to launch it, and start nothing",
+        help="show the resolved recipe, its layout, replicas and memory, and start nothing",
     )
     parser.add_argument("recipe", metavar="RECIPE", help="a YAML file, or the name of a bundled recipe")
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="a value to set in it, by dotted key")
@@ -122,9 +125,8 @@ def check_train(options: argparse.Namespace, has_cuda: Callable[[], bool]) -> Di
         UsageError: the recipe cannot be trained as asked.
     """
     try:
-        from checkpointless.recipes.checks import check_settings
+        from checkpointless.recipes.checks import check_requirements, check_settings
         from checkpointless.recipes.layout import check_layout, check_replicas, layout_of
-        from checkpointless.recipes.requirements import Machine, check_requirements
         from checkpointless.recipes.settings import (
             RecipeError,
             checkpointless_enabled,
@@ -155,7 +157,7 @@ def check_train(options: argparse.Namespace, has_cuda: Callable[[], bool]) -> Di
         check_settings(config, layout)
         check_tiers(config, layout)
         if not options.dry_run:  # a dry run may be done on another machine
-            check_requirements(config, layout, Machine.here())
+            check_requirements(config, layout)
         if options.dry_run and checkpointless_enabled(config) and not tiers_of(config):
             check_replicas(layout)
     except RecipeError as error:
@@ -175,32 +177,21 @@ def dry_run(options: argparse.Namespace, config: DictConfig) -> int:
         UsageError: the model cannot be laid out as asked.
     """
     from checkpointless.cli.tables import console
-    from checkpointless.recipes.counting import counted
-    from checkpointless.recipes.dry_run import Plan, show
+    from checkpointless.recipes.dry_run import show
     from checkpointless.recipes.layout import layout_of
-    from checkpointless.recipes.settings import RecipeError, checkpointless_enabled, needs_gpu
+    from checkpointless.recipes.settings import RecipeError
 
-    page = console()
+    say("building the model on the meta device, to count its parameters (imports NeMo: 10 to 40 s)")
+    os.environ.update({CPU_ENV: "1", "CUDA_VISIBLE_DEVICES": ""})  # nothing is computed, so no GPU is touched
     layout = layout_of(config, options.nnodes, options.nproc_per_node)
     try:
-        with page.status(
-            "building the model on the meta device, to count its parameters (imports NeMo: 10 to 40 s)"
-        ):
-            stages = counted(options.recipe, options.overrides, layout)
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):  # what NeMo says when it is imported
+            from checkpointless.recipes.counting import count
+
+            stages = count(config, layout)
     except RecipeError as error:
         raise UsageError(str(error)) from error
-    show(
-        Plan(
-            recipe=options.recipe,
-            overrides=tuple(options.overrides),
-            config=config,
-            layout=layout,
-            stages=stages,
-            enabled=checkpointless_enabled(config),
-            cpu=not needs_gpu(config) and config.trainer.get("accelerator") == "cpu",
-        ),
-        page,
-    )
+    show(config, layout, stages, console())
     return 0
 
 

@@ -1,9 +1,8 @@
-"""Test what `train --dry-run` says of a layout, and that the command line takes its launch commands."""
+"""Test what `train --dry-run` says of a layout."""
 
 from __future__ import annotations
 
 import io
-import shlex
 import subprocess
 import sys
 from dataclasses import replace
@@ -19,41 +18,36 @@ from checkpointless.cli import command_line
 from checkpointless.cli.commands import train
 from checkpointless.cli.values import UsageError
 from checkpointless.layout import Layout
-from checkpointless.recipes.dry_run import Plan, launch_lines, replica_lines, show
+from checkpointless.recipes.dry_run import replica_lines, show
 from checkpointless.recipes.layout import layout_of
 from checkpointless.recipes.memory import Count, Stage
-from checkpointless.recipes.settings import available, load
+from checkpointless.recipes.settings import load
 
 GIGA = 10**9
 STAGES = [Stage(dense=Count(GIGA, GIGA), expert=Count(0, 0), whole=GIGA)]
 
 
-def plan_of(recipe: str, *overrides: str, stages: list[Stage] | str = STAGES, enabled: bool = True) -> Plan:
-    config = load(recipe, overrides)
-    cpu = config.trainer.accelerator == "cpu"
-    return Plan(recipe, overrides, config, layout_of(config), stages, enabled, cpu)
-
-
-def shown(plan: Plan) -> str:
-    page = io.StringIO()
-    show(plan, Console(file=page, markup=False, highlight=False, emoji=False, width=160))
+def shown(recipe: str, *overrides: str, stages: list[Stage] | str = STAGES, layout: Layout | None = None) -> str:
+    page, config = io.StringIO(), load(recipe, overrides)
+    console = Console(file=page, markup=False, highlight=False, emoji=False, width=160)
+    show(config, layout or layout_of(config), stages, console)
     return page.getvalue()
 
 
 def test_the_loss_of_a_node_is_said_plainly() -> None:
     apart = replica_lines(Layout(16, 8, instances=2), enabled=True)
-    assert "8 replica groups of 2 ranks, 8 ranks apart (8 ranks are a node): ranks 0 and 8, ranks 7 and 15" in apart
+    assert "8 replica groups of 2 ranks, the first: ranks 0, 8 (8 ranks are a node)." in apart
     assert any(line.startswith("The loss of a whole node: survivable") for line in apart)
     together = replica_lines(Layout(16, 8, pipeline=2, instances=2), enabled=True)
-    assert any("NOT survivable. 8 of 8 groups" in line and "ranks 0 and 4 for example" in line for line in together)
+    assert any("NOT survivable. 8 of 8 groups" in line and "ranks 0, 4 for example" in line for line in together)
     alone = replica_lines(Layout(8, 8, instances=2), enabled=True)
     assert alone[-1] == "The loss of the node: not survivable, there is no other."
     assert replica_lines(Layout(8, 8), enabled=False) == [
         "checkpointless is off in this recipe: nothing is recovered from memory.",
-        "No replicas: each of the 8 shards has one holder, and is lost with its process.",
+        "No replicas: a shard has one holder, and is lost with its process.",
     ]
     assert replica_lines(Layout(8, 8), enabled=True, has_copies=True) == [
-        "No replicas: each of the 8 shards has one holder, and comes from a copy in tiers."
+        "No replicas: a shard has one holder, and comes from a copy in tiers."
     ]
 
 
@@ -72,34 +66,23 @@ def test_one_instance_of_the_optimizer_is_enough_with_copies_in_tiers() -> None:
 
 
 def test_the_cost_of_the_replica_is_said() -> None:
-    text = shown(plan_of("llama3_8b_pretrain"))
+    text = shown("llama3_8b_pretrain")
     assert "1,000,000,000 parameters in all. On every rank: 1,000,000,000." in text
-    assert "The cost of the replica is 0.70 GiB on each GPU." in text  # 12 bytes x (2/16 - 1/16)
+    assert "0.70 GiB of it for the replicas." in text  # 12 bytes x (2/16 - 1/16)
+    assert "up to 8.85 GiB at its peak" in text  # 8 + 12/8 bytes
     assert "buffers take at most 0.12 GiB more" in text
-    assert "not known: no module named x" in shown(plan_of("llama3_8b_pretrain", stages="no module named x"))
+    assert "not known: no module named x" in shown("llama3_8b_pretrain", stages="no module named x")
 
 
 def test_what_it_shows_is_the_recipe_as_it_would_be_trained() -> None:
-    plan = plan_of("llama3_8b_pretrain", "trainer.max_steps=77")
-    text = shown(replace(plan, layout=replace(plan.layout, world_size=12, ranks_per_node=4)))
+    layout = replace(layout_of(load("llama3_8b_pretrain")), world_size=12, ranks_per_node=4)
+    text = shown("llama3_8b_pretrain", "trainer.max_steps=77", layout=layout)
     assert "max_steps: 77" in text
     assert "num_nodes: 3" in text
     assert "devices: 4" in text
     assert "${" not in text
-    assert "paths: ???" in text
-    assert all(line == line.rstrip() for line in text.splitlines() if "GiB" not in line)
-
-
-@pytest.mark.parametrize("recipe", available())
-def test_the_launch_command_is_one_that_parses(recipe: str) -> None:
-    plan = plan_of(recipe, "trainer.max_steps=5")
-    (command,) = (line for line in launch_lines(plan) if line.startswith("checkpointless "))
-    words = [{"I": "0"}.get(word, word) for word in shlex.split(command)[1:]]
-    options, extra = command_line._parser().parse_known_args(words)
-    assert (options.nnodes or 1) * options.nproc_per_node == plan.layout.world_size
-    assert options.recipe == recipe
-    assert "trainer.max_steps=5" in [*options.overrides, *extra]
-    assert options.cpu is recipe.endswith("cpu")
+    assert text.endswith("yours to give\ndata.paths\ndata.tokenizer.pretrained_model_name\n")
+    assert all(line == line.rstrip() for line in text.splitlines())
 
 
 @pytest.mark.parametrize(
@@ -153,9 +136,9 @@ def test_a_real_dry_run_piped_is_plain_text_and_starts_nothing(tmp_path: Path) -
     pytest.importorskip("nemo.lightning")
     command = [sys.executable, "-m", "checkpointless", "train", "tiny_moe_cpu", "--dry-run", "trainer.max_steps=7"]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=500)
-    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.returncode == 0
+    assert ended.stderr.count("\n") == 1
     assert "\x1b" not in ended.stdout
     assert "max_steps: 7" in ended.stdout
     assert "399,488 parameters in all" in ended.stdout
-    assert "checkpointless train tiny_moe_cpu --cpu --nproc-per-node 4 trainer.max_steps=7" in ended.stdout
     assert not list(tmp_path.iterdir())

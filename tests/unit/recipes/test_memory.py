@@ -65,10 +65,18 @@ def test_precision_is_that_of_the_plugin() -> None:
     )
 
 
+@pytest.mark.parametrize("shards", [1, 2, 8, 64])
+def test_the_peak_of_a_model_that_is_built_again(shards: int) -> None:
+    """In bf16 with P parameters and d shards it is max(8P + 12P/d, 6P + 16P/d) bytes; in fp32 all is held, too."""
+    layout = Layout(shards, shards)
+    peak = max(8 * MILLION + 12 * MILLION / shards, 6 * MILLION + 16 * MILLION / shards)
+    assert memory(DENSE, layout, Precision(2, 4)).peak == pytest.approx(peak, abs=4)
+    assert memory(DENSE, layout, Precision(4, 4)).peak == (4 + 4 + 4 + 4 + 8 / shards) * MILLION
+
+
 def test_the_eight_billion_model_on_two_nodes_takes_what_it_does_on_one_without_replicas() -> None:
     config = load("llama3_8b_pretrain")
-    two = layout_of(config)
-    assert memory(DENSE, two, precision_of(config)) == replace(
-        memory(DENSE, replace(two, world_size=two.ranks_per_node, instances=1), precision_of(config)),
-        optimizer_without_replicas=MILLION * 12 // 16,
-    )
+    two, precision = layout_of(config), precision_of(config)
+    one = replace(two, world_size=two.ranks_per_node, instances=1)
+    assert memory(DENSE, two, precision).total == memory(DENSE, one, precision).total
+    assert memory(DENSE, two, precision).replica == MILLION * 12 // 16
