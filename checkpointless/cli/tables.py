@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import io
+from collections.abc import Mapping
+from pathlib import Path
+
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -9,15 +13,17 @@ from rich.text import Text
 from checkpointless.faults.spec import EXPECTED, SUPPORT, VARIANTS, FaultPhase
 from checkpointless.report.incidents import IncidentSummary
 from checkpointless.report.restart import Comparison
-from checkpointless.report.summary import PHASE_OF, PHASES, Report
+from checkpointless.report.summary import PHASE_OF, PHASES, Report, RunState
 from checkpointless.report.verify import Quantity, Steps, Verdict
 from checkpointless.telemetry import wording
+from checkpointless.telemetry.tracebacks import TRACEBACKS_DIR
 
 #: Width, in columns, if the output is a pipe or a file, which has no width.
 _FILE_WIDTH = 160
 _MOST_INCIDENTS = 30
 _MOST_COLUMNS = 8
 _LONGEST_CAUSE = 120
+_LONGEST_LINE, _TRACEBACK_LINES = 600, 60
 _BAR_WIDTH = 20
 _LONG_BAR = 56
 #: How the phases of an incident are drawn, on terminals with and without colours.
@@ -38,6 +44,58 @@ def console() -> Console:
     if not plain.is_terminal:
         plain.width = _FILE_WIDTH
     return plain
+
+
+def show_report(report: Report, page: Console) -> None:
+    """Print the whole report of a run."""
+    run = report.run
+    page.print(f"{run.path}: {wording.plural(len(report.incidents), 'incident')}; {run.state.value}")
+    if run.reason:
+        page.print(f"because: {wording.printable(run.reason, 500)}")
+    for spec, times in (run.caused or {}).items():
+        page.print(f"caused on purpose, {times} x: {wording.printable(spec)}")
+    if run.lines_left_out:
+        lines = wording.plural(run.lines_left_out, "line")
+        why = "is torn or no event" if run.lines_left_out == 1 else "are torn or no events"
+        page.print(f"{lines} of the log {why}, and left out")
+    if run.state is RunState.EMPTY:
+        return
+    if report.incidents:
+        page.print(incident_table(report))
+        page.print(bar_table(report))
+        page.print(stage_table(report))
+    if report.devices:
+        page.print(device_table(report))
+    if report.failed_saves:
+        page.print(failed_save_table(report))
+    page.print(time_table(report))
+    if report.comparison is not None and report.comparison.restarts:
+        page.print(restart_table(report.comparison))
+    steps, samples = wording.number(report.steps_lost), wording.number(report.samples_lost)
+    step = "" if run.step_s is None else f"; a step takes {wording.duration(run.step_s)}"
+    tracebacks = Path(run.path) / TRACEBACKS_DIR
+    if tracebacks.is_dir():
+        page.print(f"tracebacks in full: {wording.printable(str(tracebacks))}")
+    page.print(f"finished steps lost: {steps}; samples used again: {samples}{step}")
+
+
+def html_page(report: Report, tracebacks: Mapping[str, str]) -> str:
+    """Return what the terminal shows as one web page that needs nothing else, with the tracebacks below.
+
+    Args:
+        report: the report of the run.
+        tracebacks: tracebacks of the ranks that failed, by the incident's id.
+    """
+    page = Console(file=io.StringIO(), record=True, width=_FILE_WIDTH, markup=False, highlight=False, emoji=False)
+    show_report(report, page)
+    for number, incident in enumerate(report.incidents, start=1):
+        lines = tracebacks.get(incident.incident, "").splitlines()[-_TRACEBACK_LINES:]
+        if lines:
+            page.print(f"\ntraceback of incident {number}", style="bold")
+        for line in lines:
+            indentation = line[: len(line) - len(line.lstrip(" "))]
+            page.print(indentation + wording.printable(line, _LONGEST_LINE), soft_wrap=True)
+    return page.export_html()
 
 
 def time_table(report: Report) -> Table:
@@ -104,7 +162,7 @@ def incident_table(report: Report) -> Table:
     """Return a table of what each incident was and how it ended; if there are many, only the newest are shown."""
     incidents = report.incidents
     hidden = max(0, len(incidents) - _MOST_INCIDENTS)
-    title = "incidents" + (f" ({hidden} earlier ones are in --json and --html)" if hidden else "")
+    title = "incidents" + (f" ({hidden} earlier ones are in --json)" if hidden else "")
     table = Table("#", title=title, title_justify="left")
     table.add_column("fault", no_wrap=True)
     table.add_column("cause", overflow="fold")

@@ -14,7 +14,7 @@ assumed in favour of the restart, so the result is too low rather than too high.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from checkpointless.report.ettr import Activity, TimeAccount
@@ -146,80 +146,70 @@ def compare_with_restart(
         step_s: duration of an undisturbed step, in seconds; None if not known.
         trained: whether ``spent.startup_s`` is a complete start-up, from the first event to the first step.
     """
-    startup = _startup(options, spent.startup_s if trained else None)
+    assumptions = _assumptions(options, spent.startup_s if trained else None)
+    figures = {each.name: each.seconds for each in assumptions}
     chains, left_out = _chains(incidents)
-    restarts = tuple(_restart(chain, options, startup.seconds or 0.0, spent, step_s) for chain in chains)
+    restarts = tuple(_restart(chain, figures, spent, step_s) for chain in chains)
     restart_s = sum(restart.total_s for restart in restarts)
     recovered_s = sum(restart.recovered_s for restart in restarts)
     ettr = None
     if spent.training_s is not None and spent.wall_s > 0:
         ettr = spent.training_s / max(spent.wall_s - recovered_s + restart_s, spent.training_s)
-    return Comparison(_assumptions(options, startup), restarts, restart_s, recovered_s, ettr, left_out)
+    return Comparison(assumptions, restarts, restart_s, recovered_s, ettr, left_out)
 
 
 def _restart(
-    chain: Sequence[IncidentSummary],
-    options: RestartOptions,
-    startup_s: float,
-    spent: TimeAccount,
-    step_s: float | None,
+    chain: Sequence[IncidentSummary], figures: Mapping[str, float | None], spent: TimeAccount, step_s: float | None
 ) -> Restart:
     """Estimate the restart that would have answered the incidents of one chain."""
     first, last = chain[0], chain[-1]
-    interval_s = DEFAULT_INTERVAL_S if options.interval_s is None else options.interval_s
-    redo_s = min(interval_s / 2, _training_before(spent, first.start_ns))
+    detect_s = figures["detection"]
+    redo_s = min((figures["checkpoint interval"] or 0.0) / 2, _training_before(spent, first.start_ns))
     lost_s = (last.steps_lost or 0) * (step_s or 0.0)
     end_ns = first.start_ns if last.end_ns is None else last.end_ns
     return Restart(
         incidents=tuple(incident.incident for incident in chain),
-        detect_s=first.stages_s.get(EventName.DETECT, 0.0) if options.detect_s is None else options.detect_s,
-        requeue_s=options.requeue_s or 0.0,
-        startup_s=startup_s,
-        load_s=options.load_s or 0.0,
+        detect_s=first.stages_s.get(EventName.DETECT, 0.0) if detect_s is None else detect_s,
+        requeue_s=figures["requeue"] or 0.0,
+        startup_s=figures["start-up"] or 0.0,
+        load_s=figures["checkpoint load"] or 0.0,
         redo_s=redo_s,
         redo_steps=redo_s / step_s if step_s else None,
         recovered_s=max(0.0, (end_ns - first.start_ns) / _NS_PER_S) + lost_s,
     )
 
 
-def _assumptions(options: RestartOptions, startup: Assumption) -> tuple[Assumption, ...]:
-    """Return the figures that the estimate rests on, in the order in which a restart spends them."""
-    return (
-        Assumption(
-            "detection",
-            options.detect_s,
-            Source.MEASURED if options.detect_s is None else Source.GIVEN,
-            "each fault as soon as here; at once where nobody knows when it happened" * (options.detect_s is None),
-            "--restart-detect",
-        ),
-        _figure("requeue", options.requeue_s, 0.0, "the same nodes at once", "--restart-requeue"),
-        startup,
-        _figure("checkpoint load", options.load_s, 0.0, "as if it took no time", "--restart-load"),
-        _figure(
+def _assumptions(options: RestartOptions, startup_s: float | None) -> tuple[Assumption, ...]:
+    """Return the figures that the estimate rests on, in the order in which a restart spends them.
+
+    Args:
+        options: what the user specifies.
+        startup_s: how long this run's own start-up took; None if the log does not say.
+    """
+    startup = (DEFAULT_STARTUP_S, Source.ASSUMED, "the log does not say how long this run's took")
+    if startup_s is not None:
+        why = "processes, imports, model and optimizer, until the first step"
+        startup = (startup_s, Source.MEASURED, why)
+    soon = "each fault as soon as here; at once where nobody knows when it happened"
+    half = "as in NeMo's recipes; half of it is done again"
+    figures = (
+        ("detection", options.detect_s, (None, Source.MEASURED, soon), "--restart-detect"),
+        ("requeue", options.requeue_s, (0.0, Source.ASSUMED, "the same nodes at once"), "--restart-requeue"),
+        ("start-up", options.startup_s, startup, "--restart-startup"),
+        ("checkpoint load", options.load_s, (0.0, Source.ASSUMED, "as if it took no time"), "--restart-load"),
+        (
             "checkpoint interval",
             options.interval_s,
-            DEFAULT_INTERVAL_S,
-            "as in NeMo's recipes; half of it is done again",
+            (DEFAULT_INTERVAL_S, Source.ASSUMED, half),
             "--checkpoint-interval",
         ),
     )
-
-
-def _startup(options: RestartOptions, measured_s: float | None) -> Assumption:
-    option = "--restart-startup"
-    if options.startup_s is not None:
-        return Assumption("start-up", options.startup_s, Source.GIVEN, "", option)
-    if measured_s is None:
-        why = "the log does not say how long this run's took"
-        return Assumption("start-up", DEFAULT_STARTUP_S, Source.ASSUMED, why, option)
-    why = "processes, imports, model and optimizer, until the first step"
-    return Assumption("start-up", measured_s, Source.MEASURED, why, option)
-
-
-def _figure(name: str, given_s: float | None, default_s: float, why: str, option: str) -> Assumption:
-    if given_s is None:
-        return Assumption(name, default_s, Source.ASSUMED, why, option)
-    return Assumption(name, given_s, Source.GIVEN, "", option)
+    return tuple(
+        Assumption(name, seconds, source, why, option)
+        if given_s is None
+        else Assumption(name, given_s, Source.GIVEN, "", option)
+        for name, given_s, (seconds, source, why), option in figures
+    )
 
 
 def _chains(incidents: Sequence[IncidentSummary]) -> tuple[list[list[IncidentSummary]], int]:

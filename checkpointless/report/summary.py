@@ -1,4 +1,4 @@
-"""The report of a run, built once for the terminal, JSON and the page, so that all of them say the same."""
+"""The report of a run, built once for the terminal and JSON, so that both say the same."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from datetime import datetime, timezone
 from statistics import median
 from typing import Any
 
-from checkpointless.report.devices import BadDevice, bad_devices
 from checkpointless.report.ettr import TimeAccount, account, milestones, step_time_s
-from checkpointless.report.failed_saves import FailedSave, failed_saves
 from checkpointless.report.incidents import IncidentSummary, Outcome, summarize
 from checkpointless.report.restart import Comparison, RestartOptions, compare_with_restart
 from checkpointless.telemetry.event_names import STAGES, EventName
@@ -97,6 +95,38 @@ class StageFigures:
     median_s: float
     longest_s: float
     tile_s: float
+
+
+@dataclass(frozen=True)
+class BadDevice:
+    """A device check that failed.
+
+    Attributes:
+        node: number of the node in the job, as the coordinator wrote it.
+        rank: the rank that was to be started.
+        why: how the check failed.
+        remedy: what was done: ``give_up`` (a spare took the node's place) or ``try`` (the rank was started).
+    """
+
+    node: str
+    rank: int | None
+    why: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class FailedSave:
+    """A checkpoint on storage that could not be saved.
+
+    Attributes:
+        path: folder of the checkpoint.
+        reason: what went wrong on the first of the ranks.
+        ranks: the ranks on which something went wrong.
+    """
+
+    path: str
+    reason: str
+    ranks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -201,6 +231,31 @@ def build_report(
     return Report(
         run, incidents, _stage_figures(incidents), spent, comparison, bad_devices(events), failed_saves(events)
     )
+
+
+def bad_devices(events: Sequence[Event]) -> tuple[BadDevice, ...]:
+    """Return the device checks that failed, in their order."""
+    return tuple(
+        BadDevice(str(fields.get("node_number")), rank, str(fields.get("why")), str(fields.get("remedy")))
+        for rank, fields in _in_order(events, EventName.BAD_DEVICE)
+    )
+
+
+def failed_saves(events: Sequence[Event]) -> tuple[FailedSave, ...]:
+    """Return the checkpoints that could not be saved, in the order in which they were due."""
+    return tuple(
+        FailedSave(
+            str(fields.get("path")),
+            str(fields.get("reason")),
+            tuple(rank for rank in fields.get("ranks") or () if isinstance(rank, int)),
+        )
+        for _, fields in _in_order(events, EventName.SAVE_FAILED)
+    )
+
+
+def _in_order(events: Sequence[Event], name: EventName) -> list[tuple[int | None, Mapping[str, Any]]]:
+    found = sorted((event for event in events if event.stage == name), key=lambda event: event.ts)
+    return [(event.rank, event.fields) for event in found]
 
 
 def as_json(report: Report) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from checkpointless.report.failed_saves import failed_saves
+from checkpointless.report.summary import failed_saves
 from checkpointless.telemetry.events import read_events
 from tests.ranks.jobs import Job, run_job
 from tests.ranks.nemo_zygote import Zygote

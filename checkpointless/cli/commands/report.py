@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _EPILOG = """\
 examples:
   checkpointless report runs/20260101T120000Z-train
-  checkpointless report runs/1 --html report.html       one page, with pictures, that needs nothing else
+  checkpointless report runs/1 --html report.html       the same as one page, with tracebacks
   checkpointless report runs/1 --json - | jq .time.ettr
   checkpointless report runs/1 --trace trace.json       for ui.perfetto.dev or chrome://tracing
   checkpointless report runs/1 --restart-startup 420 --restart-load 90 --checkpoint-interval 1800
@@ -95,63 +95,18 @@ def report_command(options: argparse.Namespace) -> int:
     if options.json is not None:
         write(options.json, as_json(report) + "\n")
     if options.html is not None:
-        from checkpointless.report.page import render
+        from checkpointless.cli.tables import html_page
 
-        write(options.html, render(report, events, _tracebacks(run_dir, report)))
+        write(options.html, html_page(report, _tracebacks(run_dir, report)))
     if options.trace is not None:
         from checkpointless.report.trace import write_trace
 
         write(options.trace, write_trace(report, events))
     if STDOUT not in (options.json, options.html, options.trace):
-        _show(report)
+        from checkpointless.cli.tables import console, show_report
+
+        show_report(report, console())
     return 0
-
-
-def _show(report: Report) -> None:
-    from checkpointless.cli.tables import (
-        bar_table,
-        console,
-        device_table,
-        failed_save_table,
-        incident_table,
-        restart_table,
-        stage_table,
-        time_table,
-    )
-    from checkpointless.report.summary import RunState
-    from checkpointless.telemetry import wording
-    from checkpointless.telemetry.tracebacks import TRACEBACKS_DIR
-
-    page = console()
-    run = report.run
-    page.print(f"{run.path}: {wording.plural(len(report.incidents), 'incident')}; {run.state.value}")
-    if run.reason:
-        page.print(f"because: {wording.printable(run.reason, 500)}")
-    for spec, times in (run.caused or {}).items():
-        page.print(f"caused on purpose, {times} x: {wording.printable(spec)}")
-    if run.lines_left_out:
-        lines = wording.plural(run.lines_left_out, "line")
-        why = "is torn or no event" if run.lines_left_out == 1 else "are torn or no events"
-        page.print(f"{lines} of the log {why}, and left out")
-    if run.state is RunState.EMPTY:
-        return
-    if report.incidents:
-        page.print(incident_table(report))
-        page.print(bar_table(report))
-        page.print(stage_table(report))
-    if report.devices:
-        page.print(device_table(report))
-    if report.failed_saves:
-        page.print(failed_save_table(report))
-    page.print(time_table(report))
-    if report.comparison is not None and report.comparison.restarts:
-        page.print(restart_table(report.comparison))
-    steps, samples = wording.number(report.steps_lost), wording.number(report.samples_lost)
-    step = "" if run.step_s is None else f"; a step takes {wording.duration(run.step_s)}"
-    tracebacks = Path(run.path) / TRACEBACKS_DIR
-    if tracebacks.is_dir():
-        page.print(f"tracebacks in full: {wording.printable(str(tracebacks))}")
-    page.print(f"finished steps lost: {steps}; samples used again: {samples}{step}")
 
 
 def _tracebacks(run_dir: Path, report: Report) -> dict[str, str]:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from checkpointless.report.page import render
+from checkpointless.cli.tables import html_page
 from checkpointless.report.summary import as_json, build_report
 from checkpointless.report.trace import write_trace
 from checkpointless.telemetry.event_names import EventName
@@ -141,7 +141,7 @@ def test_odd_fields_end_neither_report_nor_narration(
     report = build_report("r", events)
     json.loads(as_json(report))
     json.loads(write_trace(report, events))
-    render(report, events, {})
+    html_page(report, {})
     narrator = Narrator(tmp_path, 0, 7)
     for event in events:
         list(narrator.take(event, 0.0))

@@ -86,7 +86,7 @@ def test_empty_torn_and_unfinished_logs_are_shown_for_what_they_are(
     outputs = [str(tmp_path / name) for name in ("r.json", "r.html", "t.json")]
     argv = [str(tmp_path), "--json", outputs[0], "--html", outputs[1], "--trace", outputs[2]]
     assert "nothing recorded" in shown(*argv)
-    assert "Nothing was recorded" in Path(outputs[1]).read_text()
+    assert "nothing recorded" in Path(outputs[1]).read_text()
     run, _ = simple_run()
     run.events.pop()
     written(tmp_path, run)
