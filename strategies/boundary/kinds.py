@@ -16,7 +16,6 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback, Checkpoint
-from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
@@ -59,65 +58,6 @@ class Kind:
     put: Callable[[Any, Any], None]
 
 
-class _Asked:
-    """Which parts of a trainer have a state to be taken, as long as the trainer has the same parts.
-
-    Args:
-        trainer: the trainer, whose strategy stays the same.
-    """
-
-    def __init__(self, trainer: Any) -> None:
-        base = Callback.state_dict
-        self.callbacks = list(trainer.callbacks)
-        self.stateful = [
-            each for each in self.callbacks if type(each).state_dict is not base or "state_dict" in vars(each)
-        ]
-        self.savers = [each for each in self.callbacks if isinstance(each, Checkpoint)]
-        self.module = trainer.lightning_module
-        self.module_has_own_hook = _SAVE_HOOK in vars(self.module)
-        self.has_save_hooks = _has_save_hooks(trainer)
-        precision = trainer.precision_plugin
-        self.datamodule: Any = getattr(trainer, "datamodule", None)
-        self.sampler = megatron_sampler(trainer)
-        self.plugin = precision
-        self.own_hooks = list(map(_own_hooks, self.callbacks))
-        self.schedulers = schedulers_of(trainer)
-        self.precision = precision if type(precision).state_dict is not Precision.state_dict else None
-        self.data_has_state = self.datamodule is not None and is_overridden("state_dict", self.datamodule)
-
-    @classmethod
-    def of(cls, trainer: Any) -> _Asked:
-        """Return what is asked of ``trainer``."""
-        known: _Asked | None = vars(trainer.fit_loop).get(_ASKED)
-        if known is None or not known._is_so(trainer):
-            known = cls(trainer)
-            setattr(trainer.fit_loop, _ASKED, known)
-        return known
-
-    def _is_so(self, trainer: Any) -> bool:
-        """Return whether the trainer's parts are those that were looked at."""
-        callbacks = trainer.callbacks
-        return (
-            trainer.lightning_module is self.module
-            and len(callbacks) == len(self.callbacks)
-            and all(map(operator.is_, callbacks, self.callbacks))
-            and list(map(_own_hooks, callbacks)) == self.own_hooks
-            and schedulers_of(trainer) == self.schedulers
-            and getattr(trainer, "datamodule", None) is self.datamodule
-            and trainer.precision_plugin is self.plugin
-            and (_SAVE_HOOK in vars(self.module)) is self.module_has_own_hook
-        )
-
-
-def _own_hooks(callback: Callback) -> tuple[bool, bool]:
-    """Return whether a callback was given ``state_dict`` and ``on_save_checkpoint`` besides those of its class."""
-    given = vars(callback)
-    return "state_dict" in given, _SAVE_HOOK in given
-
-
-_ASKED = "_checkpointless_asked"
-
-
 _SAVE_HOOK = "on_save_checkpoint"
 
 
@@ -132,11 +72,11 @@ def take_state(trainer: pl.Trainer) -> Callable[[], dict[str, Any]]:
     Raises:
         UnrecoverableError: a hook fails on a checkpoint without the model's tensors.
     """
-    asked = _Asked.of(trainer)
     settings = take_settings(trainer)
-    checkpoint, stop, metrics = _take_checkpoint(trainer, asked), bool(trainer.should_stop), _take_metrics(trainer)
-    savers = _take_savers(asked.savers) if asked.savers else []
-    sampler = take_sampler(asked.sampler, asked.datamodule)
+    checkpoint, stop, metrics = _take_checkpoint(trainer), bool(trainer.should_stop), _take_metrics(trainer)
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    savers = _take_savers([each for each in callbacks if isinstance(each, Checkpoint)])
+    sampler = take_sampler(megatron_sampler(trainer), getattr(trainer, "datamodule", None))
     return lambda: {
         "checkpoint": checkpoint,
         "kinds": {"stop": stop, "metrics": metrics(), "savers": savers, SETTINGS: settings()},
@@ -144,7 +84,7 @@ def take_state(trainer: pl.Trainer) -> Callable[[], dict[str, Any]]:
     }
 
 
-def _take_checkpoint(trainer: pl.Trainer, asked: _Asked) -> dict[str, Any]:
+def _take_checkpoint(trainer: Any) -> dict[str, Any]:
     """Take what Lightning itself writes into a checkpoint, without the tensors of model and optimizer.
 
     These are loops, schedulers, callbacks, data module, precision plugin, and what the hooks ``on_save_checkpoint``
@@ -160,14 +100,15 @@ def _take_checkpoint(trainer: pl.Trainer, asked: _Asked) -> dict[str, Any]:
         "state_dict": {},
         "optimizer_states": [],
         "loops": _loops(trainer),
-        "callbacks": {each.state_key: state for each in asked.stateful if (state := each.state_dict())},
-        "lr_schedulers": [scheduler.state_dict() for scheduler in asked.schedulers],
+        "callbacks": {each.state_key: state for each in trainer.callbacks if (state := each.state_dict())},
+        "lr_schedulers": [scheduler.state_dict() for scheduler in schedulers_of(trainer)],
     }
-    if asked.precision is not None and (precision_state := asked.precision.state_dict()):
-        kept[type(asked.precision).__qualname__] = precision_state
-    if asked.data_has_state:
-        kept[type(asked.datamodule).__qualname__] = asked.datamodule.state_dict()
-    if asked.has_save_hooks:
+    precision, data = trainer.precision_plugin, getattr(trainer, "datamodule", None)
+    if precision_state := precision.state_dict():
+        kept[type(precision).__qualname__] = precision_state
+    if data is not None and is_overridden("state_dict", data):
+        kept[type(data).__qualname__] = data.state_dict()
+    if _has_save_hooks(trainer):
         _call_save_hooks(trainer, kept)
     loops = kept.pop("loops")  # Lightning has just made it
     return {**state_tree.copy(kept), "loops": loops}
@@ -257,7 +198,7 @@ def load_again(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> None:
 
 def _empty_those_without_state(trainer: pl.Trainer, states: Mapping[str, Any]) -> None:
     """Give callbacks that have a state now, and had an empty one, the empty one; Lightning leaves them out."""
-    for each in _Asked.of(trainer).stateful:
+    for each in trainer.callbacks:  # type: ignore[attr-defined]
         if each.state_key in states or not each.state_dict():
             continue
         try:

@@ -12,7 +12,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from lightning.pytorch.plugins import Precision
 
 from checkpointless.inprocess import UnrecoverableError
-from checkpointless.strategies.boundary.kinds import _Asked, load_again, of_save_hooks, take_state
+from checkpointless.strategies.boundary.kinds import load_again, of_save_hooks, take_state
 
 pytestmark = pytest.mark.nemo
 
@@ -66,26 +66,16 @@ def test_what_hooks_have_added(module: Any, data: Any, found: dict[str, Any]) ->
 
 def test_who_is_asked_follows_what_the_trainer_has() -> None:
     callback = pl.Callback()
-    trainer = SimpleNamespace(
-        lightning_module=pl.LightningModule(),
-        datamodule=None,
-        callbacks=[callback],
-        precision_plugin=Precision(),
-        strategy=SimpleNamespace(lr_scheduler_configs=[]),
-        fit_loop=SimpleNamespace(),
-    )
-    asked = _Asked.of(trainer)
-    assert _Asked.of(trainer) is asked
-    assert not asked.stateful
+    trainer = fitted(callbacks=[callback])
+    assert take_state(trainer)()["checkpoint"]["callbacks"] == {}
     vars(callback)["state_dict"] = lambda: {"count": 1}
-    assert _Asked.of(trainer).stateful == [callback]
-    assert not _Asked.of(trainer).has_save_hooks
-    vars(callback)["on_save_checkpoint"] = lambda trainer, module, checkpoint: None
-    assert _Asked.of(trainer).has_save_hooks
+    vars(callback)["on_save_checkpoint"] = lambda trainer, module, checkpoint: checkpoint.update(added=1)
+    taken = take_state(trainer)()["checkpoint"]
+    assert (taken["callbacks"], taken["added"]) == ({callback.state_key: {"count": 1}}, 1)
     trainer.datamodule = Positioned()  # of the trainer's next fit
-    assert _Asked.of(trainer).data_has_state
-    trainer.precision_plugin = HalfPrecision()
-    assert _Asked.of(trainer).precision is trainer.precision_plugin
+    trainer.strategy.precision_plugin = HalfPrecision()
+    taken = take_state(trainer)()["checkpoint"]
+    assert (taken["Positioned"], taken["HalfPrecision"]) == ({"position": 3}, {"scale": 2.0})
 
 
 class Owns:
