@@ -31,8 +31,8 @@ logger = logging.getLogger(__name__)
 _PREFIX = "ckpl-"  # short: see the next line
 _LONGEST_SOCKET_PATH = 107  # sockaddr_un's sun_path, without the final zero
 _BELOW = "/ckpl-kernel12345678/4194304/pymp-12345678/listener-12345678"
-LONGEST_TMPDIR = _LONGEST_SOCKET_PATH - len(_BELOW)  # bytes of the path of the folder for temporary files
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_LONGEST_TMPDIR = _LONGEST_SOCKET_PATH - len(_BELOW)  # bytes of the path of the folder for temporary files
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _TRIES = 5
 _NO_FOLDER = "no temporary folder for the ranks; sockets of killed processes may stay"
 
@@ -98,8 +98,8 @@ def remove(folder: Path | None, pid: int) -> None:
 
 def _temporary() -> Path:
     parent = tempfile.gettempdir()
-    if len(os.fsencode(parent)) > LONGEST_TMPDIR:
-        raise OSError(f"{parent} is longer than {LONGEST_TMPDIR} bytes, and so too long for sockets below it")
+    if len(os.fsencode(parent)) > _LONGEST_TMPDIR:
+        raise OSError(f"{parent} is longer than {_LONGEST_TMPDIR} bytes, and so too long for sockets below it")
     return Path(parent)
 
 
@@ -133,7 +133,7 @@ def _remove_abandoned(parent: Path, prefix: str) -> None:
 
 def _kernel() -> str:
     """Return six characters that differ from machine to machine, and from boot to boot."""
-    digest = hashlib.sha256(BOOT_ID.read_bytes()).digest()
+    digest = hashlib.sha256(_BOOT_ID.read_bytes()).digest()
     return base64.urlsafe_b64encode(digest)[:6].decode()
 
 
