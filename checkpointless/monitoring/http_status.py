@@ -1,12 +1,14 @@
 """Health, status and metrics over HTTP, read-only: ``/healthz``, ``/status`` and ``/metrics``, listed at ``/``.
 
 Daemon threads serve them from the snapshot of the agent, or of a coordinator in a separate process: one accepts
-clients, and each client has one. They never make the loop wait: a slow client loses its connection, a flood is
-accepted at a fixed pace, and of all these threads one at a time does more than wait.
+clients, and each client has one. They never make the loop wait: a slow client loses its connection, and a flood is
+accepted at a fixed pace.
 """
 
 from __future__ import annotations
 
+import functools
+import json
 import logging
 import os
 import socket
@@ -15,24 +17,116 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from ipaddress import ip_address
-from typing import Any, cast
+from typing import Protocol, TypeAlias, cast
 from urllib.parse import urlsplit
 
-from checkpointless.monitoring.bounded_connection import BoundedConnection, RequestTooLargeError
-from checkpointless.monitoring.pages import PATHS, TEXT, Page, Pages, Watched
+from checkpointless.monitoring import prometheus
+from checkpointless.monitoring.accounting import Accounting
+from checkpointless.monitoring.durations import Durations
+from checkpointless.monitoring.measured import Measuring
+from checkpointless.monitoring.snapshot import JobNames, Snapshot
 
 logger = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 32  # the oldest connection makes room for a new one
-MAX_REQUEST_BYTES = 8 * 1024
 REQUEST_TIMEOUT_S = 5.0  # from the start of the connection until the client has taken the answer
 _ACCEPT_PAUSE_S = 0.005  # after each connection, which bounds what a flood can cost
-_READ_PAUSE_S = 0.02  # before each read but the first, for the same reason
 _POLL_S = 0.2
 _CLOSE_TIMEOUT_S = 5.0
+_Request: TypeAlias = socket.socket | tuple[bytes, socket.socket]
+
+TEXT = "text/plain; charset=utf-8"
+_JSON = "application/json"
+#: What there is, for ``/`` and for whoever asks for something else.
+PATHS = """\
+/healthz  200 while the job goes on, else 503
+/status   the ranks, and where the coordinator is the job, as JSON
+/metrics  for Prometheus
+"""
+
+
+@dataclass(frozen=True)
+class Page:
+    """An HTTP response."""
+
+    status: HTTPStatus
+    content_type: str
+    body: bytes
+
+
+class Watched(Protocol):
+    """Where a loop leaves what it sees, for another thread to read."""
+
+    @property
+    def snapshot(self) -> Snapshot:
+        """The newest look at the job."""
+
+    @property
+    def measuring(self) -> Measuring | None:
+        """Reads what the ranks of this node measured; None where there is no event log."""
+
+    @property
+    def accounting(self) -> Accounting | None:
+        """Reads what the run's time was spent on; None where there is no event log."""
+
+    @property
+    def names(self) -> JobNames:
+        """What the job is called."""
+
+
+class Pages:
+    """The pages that can be read, each made from a snapshot on request, once per snapshot.
+
+    One thread at a time may use them.
+
+    Args:
+        watch: holds the snapshot.
+    """
+
+    def __init__(self, watch: Watched) -> None:
+        self._watch = watch
+        self._made: dict[str, tuple[Snapshot, Page]] = {}
+        self._pages: dict[str, Callable[[Snapshot], Page]] = {"/status": _status, "/metrics": self._metrics}
+
+    def at(self, path: str) -> Page | None:
+        """Return the page at exactly this path, or None if there is none."""
+        snapshot = self._watch.snapshot
+        if path == "/":
+            return Page(HTTPStatus.OK, TEXT, PATHS.encode())
+        if path == "/healthz":
+            well, words = snapshot.health(time.monotonic())
+            status = HTTPStatus.OK if well else HTTPStatus.SERVICE_UNAVAILABLE
+            return Page(status, TEXT, f"{words}\n".encode())
+        make = self._pages.get(path)
+        if make is None:
+            return None
+        of, page = self._made.get(path, (None, None))
+        if page is None or of is not snapshot:
+            page = make(snapshot)
+            self._made[path] = (snapshot, page)
+        return page
+
+    def _metrics(self, now: Snapshot) -> Page:
+        watch = self._watch
+        measured = watch.measuring.ask() if watch.measuring is not None else None
+        account = None
+        if watch.accounting is not None and now.job is not None:  # the run's, so once for all nodes
+            account = watch.accounting.ask(now.high_water)
+        return Page(HTTPStatus.OK, prometheus.CONTENT_TYPE, prometheus.render(now, measured, account, watch.names))
+
+
+def _status(snapshot: Snapshot) -> Page:
+    return Page(HTTPStatus.OK, _JSON, json.dumps(snapshot, default=_plain).encode() + b"\n")
+
+
+def _plain(value: object) -> dict[str, object]:
+    if isinstance(value, Durations):
+        return {"count": value.counts[-1], "seconds": round(value.seconds, 3)}
+    return {key: item for key, item in vars(value).items() if key != "looked_at_s"}  # on this machine's own clock
 
 
 class StatusHandler(BaseHTTPRequestHandler):
@@ -41,13 +135,6 @@ class StatusHandler(BaseHTTPRequestHandler):
     server: StatusServer
     command = ""
     requestline = ""
-
-    def handle_one_request(self) -> None:
-        """Read a request and answer it."""
-        try:
-            super().handle_one_request()
-        except RequestTooLargeError:
-            self.send_error(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
 
     def parse_request(self) -> bool:
         """Return whether this is a request that a page may answer; any other is refused."""
@@ -63,7 +150,7 @@ class StatusHandler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Send the page, or 404."""
-        page = self.server.pages.at(self.path.partition("?")[0])
+        page = self.server.page_at(self.path.partition("?")[0])
         if page is None:
             self.send_error(HTTPStatus.NOT_FOUND)
         else:
@@ -102,7 +189,7 @@ class StatusHandler(BaseHTTPRequestHandler):
 
 
 class StatusServer(ThreadingHTTPServer):
-    """The standard library's server with limits on connections; :class:`HttpStatus` has its loop.
+    """The standard library's server with limits on connections.
 
     Args:
         where: address and port to bind to.
@@ -119,12 +206,11 @@ class StatusServer(ThreadingHTTPServer):
     def __init__(self, where: tuple[str, int], family: socket.AddressFamily, pages: Pages, name: str = "") -> None:
         self.address_family = family
         self._names = {name.lower(), "localhost"} if ip_address(where[0]).is_loopback else None
-        self.pages = pages
+        self._pages = pages
         self._turn = threading.Lock()
-        self._clients: list[tuple[BoundedConnection, threading.Thread]] = []  # oldest first
-        self._closing = threading.Event()
+        self._clients: list[tuple[socket.socket, threading.Thread, float]] = []  # until when each may stay
+        self._ending = threading.Lock()  # a descriptor that was closed may be another file's already
         super().__init__(where, StatusHandler)
-        self.socket.settimeout(_POLL_S)  # how long to wait for a client, and for one that has gone meanwhile
 
     def answers_to(self, host: str) -> bool:
         """Return whether a request with this ``Host`` is meant for this server.
@@ -138,25 +224,19 @@ class StatusServer(ThreadingHTTPServer):
         except ValueError:
             return False
 
-    def serve(self) -> None:
-        """Accept connections until :meth:`close`."""
-        while not self._closing.wait(_ACCEPT_PAUSE_S):
-            self.handle_request()
+    def page_at(self, path: str) -> Page | None:
+        """Return the page at this path, or None; of all clients one at a time is worked for."""
+        with self._turn:
+            return self._pages.at(path)
 
-    def stop(self) -> None:
-        """End :meth:`serve` soon."""
-        self._closing.set()
-
-    def close(self, by_s: float) -> None:
-        """Close every connection; call it after :meth:`serve` has ended.
-
-        Args:
-            by_s: until when the clients' threads are waited for, on the monotonic clock.
-        """
+    def close(self) -> None:
+        """Stop ``serve_forever``, which runs in another thread, and close every connection."""
+        self.shutdown()
         self.server_close()
-        for connection, _ in self._clients:
-            connection.drop()
-        for _, thread in self._clients:
+        by_s = time.monotonic() + _CLOSE_TIMEOUT_S
+        for request, _, _ in self._clients:
+            self._drop(request)
+        for _, thread, _ in self._clients:
             thread.join(max(0.0, by_s - time.monotonic()))
 
     def server_bind(self) -> None:
@@ -166,26 +246,14 @@ class StatusServer(ThreadingHTTPServer):
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
 
-    def get_request(self) -> tuple[socket.socket, Any]:
-        """Accept a connection, whose time begins."""
-        accepted, address = self.socket.accept()
-        return (
-            BoundedConnection(
-                accepted,
-                turn=self._turn,
-                timeout_s=REQUEST_TIMEOUT_S,
-                max_bytes=MAX_REQUEST_BYTES,
-                pause_s=_READ_PAUSE_S,
-            ),
-            address,
-        )
+    def service_actions(self) -> None:
+        """Drop clients whose time is up; called after each connection, and several times per second."""
+        self._keep(MAX_CONNECTIONS)
+        time.sleep(_ACCEPT_PAUSE_S)
 
-    def process_request(self, request: socket.socket | tuple[bytes, socket.socket], client_address: object) -> None:
+    def process_request(self, request: _Request, client_address: object) -> None:
         """Serve a client in a thread; if there are too many clients, the oldest makes room first."""
-        while len(self._living()) >= MAX_CONNECTIONS and not self._closing.is_set():
-            connection, thread = self._clients[0]
-            connection.drop()
-            thread.join(_POLL_S)
+        self._keep(MAX_CONNECTIONS - 1)
         thread = threading.Thread(
             target=self.process_request_thread,
             args=(request, client_address),
@@ -193,14 +261,14 @@ class StatusServer(ThreadingHTTPServer):
             daemon=True,
         )
         thread.start()
-        self._clients.append((cast(BoundedConnection, request), thread))
+        self._clients.append((cast(socket.socket, request), thread, time.monotonic() + REQUEST_TIMEOUT_S))
 
-    def finish_request(self, request: socket.socket | tuple[bytes, socket.socket], client_address: object) -> None:
-        """Answer a client, as the only thread that works."""
-        with self._turn:
-            super().finish_request(request, client_address)
+    def close_request(self, request: _Request) -> None:
+        """Close a connection whose client was served."""
+        with self._ending:
+            super().close_request(request)
 
-    def handle_error(self, request: socket.socket | tuple[bytes, socket.socket], client_address: object) -> None:
+    def handle_error(self, request: _Request, client_address: object) -> None:
         """Log why a client was not answered."""
         error = sys.exc_info()[1]
         if isinstance(error, OSError):
@@ -208,9 +276,24 @@ class StatusServer(ThreadingHTTPServer):
         else:
             logger.exception("HTTP: a request could not be answered")
 
-    def _living(self) -> list[tuple[BoundedConnection, threading.Thread]]:
+    def _keep(self, most: int) -> None:
+        """Drop clients whose time is up, and the oldest ones while there are more than ``most``."""
         self._clients = [client for client in self._clients if client[1].is_alive()]
-        return self._clients
+        for index, (request, thread, until_s) in enumerate(self._clients):
+            is_surplus = index < len(self._clients) - most
+            if is_surplus or time.monotonic() > until_s:
+                self._drop(request)
+            if is_surplus:
+                thread.join(_POLL_S)
+
+    def _drop(self, request: socket.socket) -> None:
+        with self._ending:
+            if request.fileno() < 0:
+                return
+            try:
+                request.shutdown(socket.SHUT_RDWR)
+            except OSError as error:
+                logger.debug("HTTP: %s", error)
 
 
 class HttpStatus:
@@ -253,17 +336,16 @@ class HttpStatus:
             reason = os.strerror(number) if number > 0 else str(error)
             what = f"cannot serve {_url(host, port)}: {reason}; choose another --http-port or --http-host"
             raise OSError(what) from error
-        self._thread = threading.Thread(target=self._server.serve, name="checkpointless-http", daemon=True)
+        serve = functools.partial(self._server.serve_forever, _POLL_S)
+        self._thread = threading.Thread(target=serve, name="checkpointless-http", daemon=True)
         self._thread.start()
         say(f"health and metrics at {_url(host, self._server.server_port)} (/healthz, /status, /metrics)")
 
     def close(self) -> None:
         """Stop serving and close every connection."""
         if self._server is not None and self._thread is not None:
-            by_s = time.monotonic() + _CLOSE_TIMEOUT_S
-            self._server.stop()
+            self._server.close()
             self._thread.join(_CLOSE_TIMEOUT_S)
-            self._server.close(by_s)
         for reader in (self.watch.measuring, self.watch.accounting):
             if reader is not None:
                 reader.close()

@@ -1,15 +1,12 @@
 """Exchange one request and its reply without a network, and provide a snapshot to ask about."""
 
 import socket
-import threading
 from types import SimpleNamespace
 from typing import Any, cast
 
 from checkpointless.agent.watch import Watch
-from checkpointless.monitoring.bounded_connection import BoundedConnection
 from checkpointless.monitoring.durations import Durations
-from checkpointless.monitoring.http_status import MAX_REQUEST_BYTES, StatusHandler
-from checkpointless.monitoring.pages import Pages
+from checkpointless.monitoring.http_status import Pages, StatusHandler
 from checkpointless.monitoring.snapshot import RECOVERY_BUCKETS_S, JobNode, JobRank, JobStatus, RankStatus, Snapshot
 
 NONE = Durations.none(RECOVERY_BUCKETS_S)
@@ -49,14 +46,12 @@ def pages_of(snapshot: Snapshot) -> Pages:
 def answer(head: bytes, pages: Pages) -> bytes:
     """Send a whole request and return the reply."""
     client, accepted = socket.socketpair()
-    turn = threading.Lock()
-    limits: dict[str, Any] = {"timeout_s": 20.0, "max_bytes": MAX_REQUEST_BYTES, "pause_s": 0.0}
-    with client, BoundedConnection(accepted, turn=turn, **limits) as connection:
+    with client, accepted:
         client.settimeout(20)
         client.sendall(head)
-        with turn:
-            StatusHandler(connection, ("", 0), cast(Any, SimpleNamespace(pages=pages, answers_to=bool)))
-        connection.shutdown(socket.SHUT_WR)
+        client.shutdown(socket.SHUT_WR)
+        StatusHandler(accepted, ("", 0), cast(Any, SimpleNamespace(page_at=pages.at, answers_to=bool)))
+        accepted.shutdown(socket.SHUT_WR)
         return b"".join(iter(lambda: client.recv(65536), b""))
 
 

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from checkpointless.agent.watch import Watch
 from checkpointless.monitoring import http_status
-from checkpointless.monitoring.http_status import MAX_CONNECTIONS, MAX_REQUEST_BYTES, HttpStatus, StatusServer
-from checkpointless.monitoring.pages import Page, Pages
+from checkpointless.monitoring.http_status import MAX_CONNECTIONS, HttpStatus, Page, Pages, StatusServer
 from checkpointless.monitoring.snapshot import JobRank, JobStatus, Snapshot
 from tests.descriptors import descriptors
 from tests.unit.monitoring.http_exchange import NONE, SNAPSHOT, answer, pages_of
@@ -52,9 +51,12 @@ def test_requests(request_line: str, status: int) -> None:
     assert reply.endswith(b"\r\n\r\n") == request_line.startswith("HEAD")
 
 
-@pytest.mark.parametrize("head", [b"GET /status HTTP/1.1\r\n" + b"a:\r\n" * 1000, b"x" * (MAX_REQUEST_BYTES + 1)])
-def test_what_is_too_large_is_refused(head: bytes) -> None:
-    assert answer(head, pages_of(SNAPSHOT)).startswith(b"HTTP/1.0 431 ")
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [(b"GET /status HTTP/1.1\r\n" + b"a:\r\n" * 1000, 431), (b"GET /" + b"x" * 70_000 + b" HTTP/1.1\r\n\r\n", 414)],
+)
+def test_what_is_too_large_is_refused(head: bytes, status: int) -> None:
+    assert answer(head, pages_of(SNAPSHOT)).startswith(f"HTTP/1.0 {status} ".encode())
 
 
 @given(st.binary(max_size=300), st.sampled_from([b"", b"GET ", b"GET /status ", b"HEAD / HTTP/1.1\r\n"]))
@@ -118,7 +120,7 @@ def test_who_is_slow_keeps_nobody_waiting_and_loses_the_connection(monkeypatch: 
         for client in slow[::2]:
             client.sendall(b"GET /st")
         assert b"high_water" in ask(where)
-        assert b"high_water" in ask(where, "/status?" + "x" * (MAX_REQUEST_BYTES - 100))
+        assert b"high_water" in ask(where, "/status?" + "x" * 8000)
         for client in slow:
             with client:
                 try:
@@ -137,7 +139,7 @@ def test_a_request_may_come_byte_by_byte() -> None:
 
 @pytest.mark.slow
 def test_who_asks_and_does_not_listen_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_status, "REQUEST_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(http_status, "REQUEST_TIMEOUT_S", 3.0)
     ranks = tuple(JobRank(rank, 0, "running", 0) for rank in range(200_000))
     large = Snapshot(0, job=JobStatus((), ranks, 0, 0, None, {}, NONE, {}))
     watch, said = Watch(0), list[str]()
@@ -147,7 +149,7 @@ def test_who_asks_and_does_not_listen_is_dropped(monkeypatch: pytest.MonkeyPatch
         where = ("127.0.0.1", int(said[0].split("127.0.0.1:")[1].split()[0]))
         with socket.create_connection(where, timeout=60) as deaf:
             deaf.sendall(b"GET /status HTTP/1.0\r\n\r\n")
-            time.sleep(1.5)
+            time.sleep(4.0)
             assert len(b"".join(received(deaf))) < 10_000_000
         watch.snapshot = SNAPSHOT
         assert b"high_water" in ask(where)
@@ -230,7 +232,7 @@ def test_nothing_is_written_to_the_terminal(
 ) -> None:
     with serving() as where:
         ask(where, "/none")
-        for garbage in (b"\0\0\r\n\r\n", b"GET /status HTTP/1.0\r\n"):
+        for garbage in (b"\0\0\r\n\r\n", b"GET /status HTTP/9.9\r\n"):
             with socket.create_connection(where, timeout=10) as client:
                 client.sendall(garbage)
         monkeypatch.setattr(Pages, "at", lambda *_: 1 / 0)
@@ -247,13 +249,6 @@ def test_what_follows_the_headers_is_not_read() -> None:
         reply = b"".join(iter(lambda: client.recv(65536), b""))
     assert reply.startswith(b"HTTP/1.0 405 ")
     assert b"\r\nAllow: GET, HEAD\r\n" in reply
-
-
-def test_a_request_that_ends_early_has_no_answer() -> None:
-    with serving() as where, socket.create_connection(where, timeout=10) as client:
-        client.sendall(b"GET /status HTTP/1.1\r\nHost: here\r\n")
-        client.shutdown(socket.SHUT_WR)
-        assert client.recv(100) == b""
 
 
 def received(client: socket.socket) -> Iterator[bytes]:

@@ -14,8 +14,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from checkpointless.agent.watch import Watch
 from checkpointless.monitoring import prometheus
 from checkpointless.monitoring.durations import Durations
+from checkpointless.monitoring.http_status import Pages
 from checkpointless.monitoring.measured import MEASURED_STAGES, STAGE_BUCKETS_S, Measured
-from checkpointless.monitoring.pages import Pages
 from checkpointless.monitoring.snapshot import OUTSIDE, STALE_S, JobNames, Snapshot, Tally
 from checkpointless.telemetry.event_names import EventName
 from checkpointless.wire.node_messages import End
