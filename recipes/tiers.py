@@ -33,7 +33,7 @@ def tiers_of(config: DictConfig) -> list[Tier]:
         )
     if OmegaConf.select(config, "peft") is not None:
         raise RecipeError("checkpointless.tiers: when adapters are fine-tuned no copies are kept: leave tiers out")
-    from checkpointless.recovery.tiers.table import make_tiers
+    from checkpointless.recovery.tiers.tier import make_tiers
 
     try:
         return make_tiers(settings)

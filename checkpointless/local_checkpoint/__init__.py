@@ -1,8 +1,6 @@
 """Checkpoints in a directory of the node: the rung below recovery from memory and above shared storage."""
 
-from checkpointless.local_checkpoint.agreement import LocalCheckpointError
 from checkpointless.local_checkpoint.async_request import AsyncRequest, AsyncSave
-from checkpointless.local_checkpoint.cliques import NoReplicasAvailableError
 from checkpointless.local_checkpoint.manager import LocalCheckpointManager
 from checkpointless.local_checkpoint.replication import (
     CliqueReplicationStrategy,
@@ -16,6 +14,7 @@ from checkpointless.local_checkpoint.tensor_aware import (
     TensorAwareStateDict,
     register_form,
 )
+from checkpointless.replication.agreement import LocalCheckpointError, NoReplicasAvailableError
 
 __all__ = [
     "AsyncRequest",

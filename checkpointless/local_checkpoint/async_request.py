@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from checkpointless.local_checkpoint.agreement import LocalCheckpointError
+from checkpointless.replication.agreement import LocalCheckpointError
 
 logger = logging.getLogger(__name__)
 

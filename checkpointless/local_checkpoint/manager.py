@@ -12,11 +12,15 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
-from checkpointless.local_checkpoint.agreement import (
+from checkpointless.local_checkpoint.async_request import AsyncRequest
+from checkpointless.local_checkpoint.replication import ReplicationStrategy
+from checkpointless.local_checkpoint.tensor_aware import content_of, is_tensor_aware, state_of
+from checkpointless.replication.agreement import (
     LocalCheckpointError,
+    NoReplicasAvailableError,
     agree,
     attempt,
     by_rank,
@@ -26,41 +30,13 @@ from checkpointless.local_checkpoint.agreement import (
     words,
     world_size,
 )
-from checkpointless.local_checkpoint.async_request import AsyncRequest
-from checkpointless.local_checkpoint.cliques import NoReplicasAvailableError
-from checkpointless.local_checkpoint.content import Content
-from checkpointless.local_checkpoint.disk_storage import DiskStorage
-from checkpointless.local_checkpoint.part_id import PartId, SaveId
-from checkpointless.local_checkpoint.part_storage import PartStorage, Shelf, StoredPart, any_sound, read_any
-from checkpointless.local_checkpoint.replication import ReplicationStrategy
-from checkpointless.local_checkpoint.tensor_aware import is_tensor_aware
+from checkpointless.replication.parts import Content, Part, PartId, SaveId
+from checkpointless.replication.retrieval import Choice, Copy, Search, bring, choose
+from checkpointless.replication.store import PartStore, open_store, write_parts
 from checkpointless.serialization.state_tree import Tree
 from checkpointless.transfer.bucket_rounds import TransferError
 
 logger = logging.getLogger(__name__)
-
-
-# --- decisions that are equal on all ranks: plain values ----------------------------------------------------------
-
-
-def missing_parts(
-    parts: Sequence[Collection[int]], peers: Sequence[Sequence[int]], world_size: int
-) -> tuple[int, ...]:
-    """Return the ranks whose part is neither on the rank itself nor on one of its peers.
-
-    Args:
-        parts: by rank, the parts that the rank has.
-        peers: by rank, the ranks that it can get parts from.
-        world_size: the number of ranks.
-    """
-    return tuple(
-        rank for rank in range(world_size) if not any(rank in parts[holder] for holder in {rank, *peers[rank]})
-    )
-
-
-def _candidates(inventories: Sequence[Mapping[str, Collection[int]]]) -> list[SaveId]:
-    """Return all saves of which some rank has a part, the newest first."""
-    return sorted({SaveId.parse(name) for inventory in inventories for name in inventory}, reverse=True)
 
 
 # --- the manager --------------------------------------------------------------------------------------------------
@@ -90,12 +66,12 @@ class LocalCheckpointManager:
     process alone.
 
     Args:
-        root_local_ckpt_dir: the directory, on a disk of the node. All ranks of the node use the same one.
+        root_local_ckpt_dir: the directory, on a disk of the node, or another place that
+            :func:`~checkpointless.replication.register_store` has named. All ranks of the node use the same one.
         session_id: tells jobs apart that use the same directory; a name for a folder in it. "": the directory
             belongs to one job.
         repl_strategy: decides which ranks keep copies of which parts; None: no copies. To load a save, the
-            strategy, its parameters and the world size have to be as they were when it was made.
-        storage: makes the :class:`~checkpointless.local_checkpoint.part_storage.PartStorage` of a directory.
+            world size has to be as it was when it was made.
 
     Raises:
         OSError: the directory cannot be made, or other users could write to it.
@@ -107,18 +83,15 @@ class LocalCheckpointManager:
         root_local_ckpt_dir: str | os.PathLike[str],
         session_id: str = "",
         repl_strategy: ReplicationStrategy | None = None,
-        *,
-        storage: Callable[[Path], PartStorage] = DiskStorage,
     ) -> None:
         if session_id in (".", "..") or any(each in session_id for each in "/\0"):
             raise ValueError(f"session_id has to be a name for a folder, not {session_id!r}")
         self.root_local_ckpt_dir = Path(root_local_ckpt_dir)
         self.session_id = session_id
         self.repl_strategy = repl_strategy
-        self._storage = storage(self.local_ckpt_dir)
+        self._store = open_store(root_local_ckpt_dir, *([session_id] if session_id else []))
         self._latest: SaveId | None = None  # the newest that is complete on all ranks
         self._searched = False  # whether _latest is up to date
-        self._shortfall = ""  # why the newest save that was found is not complete
         self._begun = 0  # how many saves this process has begun
         self._latest_order = 0  # which of them _latest is; 0: it was found
         self._writing: dict[SaveId, int] = {}  # asynchronous saves that have not ended, and which ones they are
@@ -153,18 +126,17 @@ class LocalCheckpointManager:
         prepared, problem = attempt(lambda: self._prepare(state_dict, iteration, is_async))
         token, writing = self._open("asynchronous save" if is_async else "save", problem, iteration)
         if not self._searched:
-            self._search()
+            self._find(lambda each: True)
         save = SaveId(iteration, token)
         if self._latest is not None:
-            self._storage.delete_all_but({self._latest, save} | writing)
+            self._delete_all_but({self._latest, save} | writing)
         own, state = present(prepared)
         kept, problem = attempt(lambda: self._replicate(own, state, PartId(save, own_rank())))
         agree(problem, f"replicating iteration {iteration}")
         self._begun += 1
         self._writing[save] = self._begun
-        request = AsyncRequest(
-            write_parts, (self._storage, present(kept), own_rank(), world_size()), [lambda: self._finish(save)]
-        )
+        arguments = self._store, present(kept), own_rank(), world_size()
+        request = AsyncRequest(_write, arguments, [lambda: self._finish(save)])
         if is_async:
             return request
         # Not in a thread: one that outlives an interruption would write tensors that are being trained by then.
@@ -181,7 +153,7 @@ class LocalCheckpointManager:
             The iteration, or -1 if there is none.
         """
         self._open("find_latest")
-        self._search()
+        self._find(lambda save: True)
         return -1 if self._latest is None else self._latest.iteration
 
     def load(self) -> tuple[Tree, str]:
@@ -200,13 +172,23 @@ class LocalCheckpointManager:
                 rank.
         """
         self._open("load")
-        if self._latest is None or not self._searched:
-            self._search()
-        if self._latest is None:
-            if self._shortfall:
-                raise NoReplicasAvailableError(self._shortfall)
+        known = self._latest if self._searched else None
+        choice, read = self._find(lambda save: known in (None, save))
+        if choice.save is None:
+            self._searched = False  # an older save may still be whole
+            lacking = choice.lacking or ({} if known is None else {known: range(world_size())})
+            for save, lost in lacking.items():
+                raise NoReplicasAvailableError(_without_copy(save, lost))
             raise LocalCheckpointError(f"no rank has a local checkpoint; this one looked in {self.local_ckpt_dir}")
-        return self._load(PartId(self._latest, own_rank()))
+        part = PartId(choice.save, own_rank())
+        arrived, problem = attempt(lambda: bring(choice, read))
+        agree(problem, f"fetching iteration {choice.save.iteration}")
+        content, _ = present(arrived)
+        if choice.copies[own_rank()].holder != own_rank():
+            self._keep(part, present(content))
+        state, problem = attempt(lambda: _in_place(present(content)))
+        agree(problem, f"putting iteration {choice.save.iteration} together")
+        return state, str(part)
 
     # --- agreement ------------------------------------------------------------------------------------------------
 
@@ -240,22 +222,24 @@ class LocalCheckpointManager:
 
     def _finish(self, save: SaveId) -> None:
         """End a save whose files are written where they could be: keep it if no part is missing. Collective."""
-        parts = sorted(self._readable_shelf().get(save, {}))
-        told = gather({"save": str(save), "parts": parts, "peers": list(self._peers())})
+        shelf, problem = attempt(lambda: self._store.shelf(world_size()))
+        if problem is not None:
+            logger.warning("rank %d cannot look at its local checkpoints: %s", own_rank(), problem)
+        told = gather({"save": str(save), "parts": sorted((shelf or {}).get(save, {}))})
         if any(each["save"] != told[0]["save"] for each in told):
             raise LocalCheckpointError(by_rank("the ranks end different saves", [each["save"] for each in told]))
         order = self._writing.pop(save, 0)
         if order <= self._latest_order:
             return  # it has ended before, or one that was begun later has
-        lost = missing_parts([each["parts"] for each in told], [each["peers"] for each in told], world_size())
+        lost = sorted({*range(world_size())}.difference(*(each["parts"] for each in told)))
         if lost:
             logger.warning("iteration %d is not kept: %s", save.iteration, _without_copy(save, lost))
-            self._storage.delete(save)
+            self._store.delete(lambda each: each == save)
             return
         before, self._latest, self._searched, self._latest_order = self._latest, save, True, order
         self._writing = {each: number for each, number in self._writing.items() if number > order}
         older = before if before is not None and before < save else None
-        self._storage.delete_all_but({older, save, *self._writing})  # a search would find those of later iterations
+        self._delete_all_but({older, save, *self._writing})  # a search would find those of later iterations
 
     # --- saving ---------------------------------------------------------------------------------------------------
 
@@ -267,9 +251,9 @@ class LocalCheckpointManager:
         """
         if type(iteration) is not int or iteration < 0:
             raise ValueError(f"an iteration must be a whole number of at least 0, not {iteration!r}")
-        content = Content.of(_plain(state))
+        content = content_of(_plain(state))
         content = content.on_host(copy=True) if is_async else content
-        return content, None if self.repl_strategy is None else content.state()
+        return content, None if self.repl_strategy is None else state_of(content)
 
     def _replicate(self, content: Content, state: Tree, part: PartId) -> list[tuple[PartId, Content]]:
         """Return the parts that this rank has to keep."""
@@ -280,147 +264,40 @@ class LocalCheckpointManager:
         except TransferError as error:
             logger.warning("%s is kept without what the peers sent: %s", part.words, error)
             return [(part, content)]
-        return [(PartId.parse(name), Content.of(state)) for state, name in zip(states, names)]
+        return [(PartId.parse(name), content_of(state)) for state, name in zip(states, names)]
 
     # --- finding --------------------------------------------------------------------------------------------------
 
-    def _shelf(self) -> Shelf:
-        return self._storage.shelf(own_rank(), world_size())
+    def _find(self, is_of_use: Callable[[SaveId], bool]) -> tuple[Choice, dict[Copy, Part]]:
+        """Find the newest save of which all parts are undamaged, and read this rank's share of them. Collective."""
+        search = Search({"disk": self._store}, world_size(), lambda copy, is_own: copy.read(is_shared=not is_own))
+        choice, read = search.read(lambda unusable: choose(search.holdings, ["disk"], is_of_use, unusable))
+        for save, lost in choice.lacking.items():
+            logger.warning("%s", _without_copy(save, lost))
+        if choice.save != self._latest:
+            self._latest, self._latest_order = choice.save, 0
+        self._searched = True
+        return choice, read
 
-    def _readable_shelf(self) -> Shelf:
-        """Return the shelf; an empty one, with a warning, if the place cannot be read."""
-        shelf, problem = attempt(self._shelf)
-        if problem is not None:
-            logger.warning("rank %d cannot look at its local checkpoints: %s", own_rank(), problem)
-        return shelf or {}
-
-    def _peers(self) -> tuple[int, ...]:
-        return self.repl_strategy.peers if self.repl_strategy is not None else (own_rank(),)
-
-    def _search(self) -> None:
-        """Find the newest save of which all parts are undamaged. Collective."""
-        peers = self._peers()
-        parts_of = self._readable_shelf()
-        told = gather(
-            {"shelf": {str(each): sorted(parts) for each, parts in parts_of.items()}, "peers": list(peers)}
-        )
-        everybodys_peers = [each["peers"] for each in told]
-        self._latest, self._searched, self._shortfall, self._latest_order = None, True, "", 0
-        for save in _candidates([each["shelf"] for each in told]):
-            parts = [each["shelf"].get(str(save), []) for each in told]
-            lost = missing_parts(parts, everybodys_peers, world_size())
-            lost = lost or self._damaged(parts_of.get(save, {}), everybodys_peers)
-            if not lost:
-                self._latest = save
-                return
-            shortfall = _without_copy(save, lost)
-            logger.warning("%s", shortfall)
-            self._shortfall = self._shortfall or shortfall
-
-    def _damaged(
-        self, parts: Mapping[int, Sequence[StoredPart]], peers: Sequence[Sequence[int]]
-    ) -> tuple[int, ...]:
-        """Return the ranks whose parts of a save are nowhere undamaged. Collective.
-
-        Each rank reads its own part; where that is damaged or missing, the peers read their copies.
-        """
-        sound: set[int] = {own_rank()} if any_sound(parts.get(own_rank(), ())) else set()
-        told = gather(sorted(sound))
-        open_ = [rank for rank in range(world_size()) if rank not in told[rank]]
-        if not open_:
-            return ()
-        sound |= {rank for rank in open_ if own_rank() in peers[rank] and any_sound(parts.get(rank, ()))}
-        return missing_parts(gather(sorted(sound)), peers, world_size())
-
-    # --- loading --------------------------------------------------------------------------------------------------
-
-    def _load(self, part: PartId) -> tuple[Tree, str]:
-        own, problem = attempt(lambda: self._read_copy(part))
-        wanting = [rank for rank, has in enumerate(gather(own is not None)) if not has]
-        if wanting:
-            copies, trouble = attempt(lambda: self._read_copies(part.save, wanting))
-            agree(problem or trouble, f"reading iteration {part.save.iteration}")
-            own = self._exchange(part, own, present(copies))
-        state, problem = attempt(lambda: _in_place(present(own)))
-        agree(problem, f"putting iteration {part.save.iteration} together")
-        return state, str(part)
-
-    def _exchange(self, part: PartId, own: Content | None, copies: Mapping[int, Content]) -> Content:
-        """Give every rank its part, if there is an undamaged copy of each part. Collective."""
-        sound = {own_rank()} if own is not None else set()
-        told = gather({"parts": sorted(sound | copies.keys()), "peers": list(self._peers())})
-        parts = [each["parts"] for each in told]
-        lost = missing_parts(parts, [each["peers"] for each in told], world_size())
-        if lost:
-            self._searched = False  # an older save may still be whole
-            raise NoReplicasAvailableError(_without_copy(part.save, lost))
-        available = {rank: [str(PartId(part.save, each)) for each in numbers] for rank, numbers in enumerate(parts)}
-        held, problem = attempt(
-            lambda: {str(PartId(part.save, number)): content.state() for number, content in copies.items()}
-        )
-        agree(problem, f"reading iteration {part.save.iteration}")
-        wanted = [] if own is not None else [str(part)]
-        arrived, problem = attempt(lambda: self._retrieve(available, wanted, present(held)))
-        agree(problem, f"fetching iteration {part.save.iteration}")
-        if own is None:
-            own = Content.of(present(arrived)[str(part)]).on_host()
-            self._keep(part, own)
-        return own
-
-    def _read_copy(self, part: PartId) -> Content | None:
-        """Return an undamaged copy of ``part`` from this node's directory, or None if there is none."""
-        return read_any(self._shelf().get(part.save, {}).get(part.part, ()))
-
-    def _read_copies(self, save: SaveId, wanting: Sequence[int]) -> dict[int, Content]:
-        """Return the parts that this rank's peers want and this rank has."""
-        found = {}
-        for rank in sorted({*wanting} & {*self._peers()} - {own_rank()}):
-            content = self._read_copy(PartId(save, rank))
-            if content is not None:
-                found[rank] = content
-        return found
-
-    def _retrieve(
-        self, available: Mapping[int, Sequence[str]], wanted: Sequence[str], held: Mapping[str, Tree]
-    ) -> dict[str, Tree]:
-        """Retrieve the parts that this rank wants from its peers."""
-        if self.repl_strategy is None:
-            raise NoReplicasAvailableError("without a replication strategy nobody has copies")
-        return self.repl_strategy.retrieve_execute(self.repl_strategy.retrieve_plan(available, wanted), held)
+    def _delete_all_but(self, keep: Collection[SaveId | None]) -> None:
+        self._store.delete(lambda save: save not in keep)
 
     def _keep(self, part: PartId, content: Content) -> None:
         """Write a part that came from a peer, so that it is in two places again. The load succeeds without it."""
         try:
-            self._storage.write([(part, content)], own_rank(), world_size())
+            self._store.write(Part.sealed(part, world_size(), content), own_rank())
         except OSError as error:
             logger.warning("%s was loaded from a peer and cannot be kept here: %s", part.words, error)
 
 
-def write_parts(
-    storage: PartStorage, parts: Sequence[tuple[PartId, Content]], holder: int, world_size: int
-) -> None:
-    """Write the parts that can be written; a warning says which cannot. It may run in a process of its own.
-
-    Nothing that goes wrong is raised: the other ranks wait to hear which parts there are.
-
-    Args:
-        storage: where to.
-        parts: this rank's own part and those of other ranks.
-        holder: this rank.
-        world_size: the number of ranks of the job.
-    """
-    for part, content in parts:
-        try:
-            storage.write([(part, content)], holder, world_size)
-        except OSError as error:
-            logger.warning("%s cannot be written by rank %d: %s", part.words, holder, error)
-        except Exception:
-            logger.exception("%s cannot be written by rank %d", part.words, holder)
+def _write(store: PartStore, contents: Sequence[tuple[PartId, Content]], holder: int, world_size: int) -> None:
+    """Write the parts of a save, which may be done in a process of its own."""
+    write_parts(store, [Part.sealed(part, world_size, content) for part, content in contents], holder)
 
 
 def _in_place(content: Content) -> Tree:
     """Return the state of a content, a tensor-aware one with its tensors on the devices that they came from."""
-    state = content.state()
+    state = state_of(content)
     if is_tensor_aware(state):
         state.restore_tensor_device(non_blocking=False)
     return state
@@ -436,4 +313,4 @@ def _plain(state: Tree) -> Tree:
 def _without_copy(save: SaveId, lost: Sequence[int]) -> str:
     """Return the message about parts that are gone."""
     parts = ", ".join(PartId(save, rank).words for rank in lost)
-    return f"no undamaged copy is left of {parts}, neither on the rank itself nor with one of its peers"
+    return f"no undamaged copy is left of {parts} on any rank"

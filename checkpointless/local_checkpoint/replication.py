@@ -1,50 +1,41 @@
 """Copies of a rank's checkpoint on other nodes: how they get there, and how a lost part is retrieved.
 
-Cliques and retrieval plans are pure functions (:mod:`checkpointless.local_checkpoint.cliques`); the bytes travel as
-in a recovery from memory (:mod:`checkpointless.transfer.transfer`).
+Parts are exchanged as those of tiers are (:mod:`checkpointless.replication.exchange`); a lost one travels as in a
+recovery from memory (:mod:`checkpointless.transfer.transfer`).
 """
 
 from __future__ import annotations
 
-import logging
-import os
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from checkpointless.environment import LOCAL_WORLD_SIZE_ENV
 from checkpointless.inprocess.context import aside
-from checkpointless.local_checkpoint.cliques import ExchangePlan, PartTransfer, all_cliques, plan_retrieval
-from checkpointless.local_checkpoint.content import Content
-from checkpointless.local_checkpoint.part_transfer import receive_part, send_part
+from checkpointless.local_checkpoint.tensor_aware import content_of, state_of
+from checkpointless.replication.agreement import NoReplicasAvailableError, attempt, present
+from checkpointless.replication.exchange import CliqueExchange, agreed_jump, clique_group
+from checkpointless.replication.host_memory import HostMemoryPool
+from checkpointless.replication.parts import Content, Part, PartId, SaveId
+from checkpointless.replication.retrieval import all_of, receive_part, send_part
+from checkpointless.serialization import state_tree
 from checkpointless.serialization.state_tree import Tree
-from checkpointless.transfer.bucket_rounds import TransferError
-from checkpointless.transfer.exchange import MAX_BYTES, all_gather_json
+from checkpointless.transfer.exchange import all_gather_json
 from checkpointless.transfer.transfer import Fill
-from checkpointless.transfer.wire import wire_device
 
-logger = logging.getLogger(__name__)
-
-_Round = TypeVar("_Round")
 _Eager = TypeVar("_Eager", bound="ReplicationStrategy")
 
 #: How wanted checkpoints come to this rank: each strategy makes plans of its own kind, and alone reads them.
 Plan: TypeAlias = Any
+_UNNAMED = SaveId(0, "0" * 24)  # the name of a checkpoint is in its structure
 
 
 class ReplicationStrategy(ABC):
     """Decides where copies of local checkpoints are kept. All ranks call each method together."""
-
-    @property
-    def peers(self) -> tuple[int, ...]:
-        """The global ranks that this rank exchanges parts with, this rank included. Default: this rank alone."""
-        return (dist.get_rank(),)
 
     @abstractmethod
     def replicate(self, local_ckpt: Tree, id_: str) -> tuple[list[Tree], list[str]]:
@@ -84,6 +75,57 @@ class ReplicationStrategy(ABC):
 
 
 @dataclass(frozen=True)
+class PartTransfer:
+    """One part that is sent to one rank.
+
+    Attributes:
+        id: the part.
+        receiver: the global rank that wants the part.
+        holders: the global ranks that send the part, each of them a share.
+    """
+
+    id: str
+    receiver: int
+    holders: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ExchangePlan:
+    """The transfers of a clique, one after the other; the plan is the same on all members."""
+
+    transfers: tuple[PartTransfer, ...] = ()
+
+
+def plan_retrieval(
+    members: Sequence[int],
+    available: Mapping[int, Collection[str]],
+    wanted: Mapping[int, Collection[str]],
+) -> ExchangePlan:
+    """Plan that every wanted part is sent by all members that have it.
+
+    Args:
+        members: the global ranks of the clique.
+        available: the parts that each rank has; ranks that are not members are ignored.
+        wanted: the parts that each member asks for.
+
+    Raises:
+        NoReplicasAvailableError: no other member has a wanted part.
+    """
+    transfers = []
+    for receiver in sorted(members):
+        for part in sorted(set(wanted.get(receiver, ()))):
+            holders = tuple(
+                rank for rank in sorted(members) if rank != receiver and part in available.get(rank, ())
+            )
+            if not holders:
+                raise NoReplicasAvailableError(
+                    f"rank {receiver} has no copy of {part}, and none of the ranks {sorted(members)} has one"
+                )
+            transfers.append(PartTransfer(part, receiver, holders))
+    return ExchangePlan(tuple(transfers))
+
+
+@dataclass(frozen=True)
 class GroupWrapper:
     """A process group and its members.
 
@@ -117,8 +159,7 @@ class GroupWrapper:
 class CliqueReplicationStrategy(ReplicationStrategy):
     """Keeps, on every member of a process group, a copy of what each of the others saves.
 
-    Parts are sent between two ranks at a time, one member's after the other's, through the default process group,
-    whose timeout limits every wait. All cliques of a job work at the same time.
+    All members send at the same time through that group, whose timeout limits every wait.
 
     Args:
         local_group: the process group of the clique; its members should be in different failure domains.
@@ -130,7 +171,7 @@ class CliqueReplicationStrategy(ReplicationStrategy):
     ) -> None:
         self.local_group = GroupWrapper.wrap(local_group)
         self.target_device = torch.device(target_device)
-        self._members = self.local_group.ranks
+        self._exchange = CliqueExchange(self.local_group.group)
 
     @classmethod
     def from_replication_params(
@@ -152,12 +193,12 @@ class CliqueReplicationStrategy(ReplicationStrategy):
                 to be the size of the node and that is not known.
         """
         jump = agreed_jump(replication_jump, replication_factor)
-        return cls(clique_group(jump, replication_factor, timeout_of_the_job()))
+        return cls(clique_group(jump, replication_factor))
 
     @property
     def peers(self) -> tuple[int, ...]:
         """The global ranks of the clique, in ascending order."""
-        return self._members
+        return self._exchange.members
 
     def replicate(self, local_ckpt: Tree, id_: str) -> tuple[list[Tree], list[str]]:
         """Give this rank's checkpoint to all members and receive theirs. Collective in the clique.
@@ -167,26 +208,31 @@ class CliqueReplicationStrategy(ReplicationStrategy):
             id_: the checkpoint's name.
 
         Returns:
-            The checkpoints of all members in the order of their ranks, this rank's own as it was given, and their
-            names.
+            The checkpoints of the members in the order of their ranks, this rank's own as it was given, and their
+            names. One that arrived damaged again and again, or for which there is no memory, is left out.
 
         Raises:
             StateTreeError: this rank's state cannot travel.
-            RuntimeError: another member's state cannot travel.
-            TransferError: a checkpoint arrived damaged and could not be mended.
+            RuntimeError: another member's state cannot travel, or a member is gone.
         """
-        content = self._agree_tosend_part(local_ckpt)
-        rank = dist.get_rank()
+        content, problem = attempt(lambda: content_of(local_ckpt))
+        problems = all_gather_json(str(problem or ""), self.local_group.group)
+        if problem is not None:
+            raise problem
+        for member, theirs in zip(self.peers, problems):
+            if theirs:
+                raise RuntimeError(f"rank {member} has nothing to replicate: {theirs}")
+        rank, mine = dist.get_rank(), present(content)
+        named = Content(state_tree.dumps([id_, mine.structure]), mine.tensors)
+        part = Part.sealed(PartId(_UNNAMED, rank), len(self.peers), named)
+        arrived = aside(lambda: list(self._exchange.exchange(part, HostMemoryPool())))
         found: dict[int, tuple[Tree, str]] = {rank: (local_ckpt, id_)}
-
-        def exchange_with(sender: int) -> None:
-            if rank == sender:
-                send_part(content, id_, [Fill(other, 0, 1) for other in self._members if other != rank])
-            else:
-                found[sender] = self._receive([sender])
-
-        aside(lambda: _all_of(exchange_with, self._members))
-        return [found[member][0] for member in self._members], [found[member][1] for member in self._members]
+        for sender, theirs in arrived:
+            name, structure = state_tree.loads(theirs.content.structure)
+            tensors = tuple(tensor.to(self.target_device) for tensor in theirs.content.tensors)
+            found[sender] = state_of(Content(structure, tensors)), name
+        members = sorted(found)
+        return [found[member][0] for member in members], [found[member][1] for member in members]
 
     def retrieve_plan(
         self, globally_available_ids: Mapping[int, Sequence[str]], wanted: Sequence[str]
@@ -204,7 +250,7 @@ class CliqueReplicationStrategy(ReplicationStrategy):
             NoReplicasAvailableError: on every member, if no rank in the clique has what one of them wants.
         """
         everybodys = all_gather_json(list(wanted), self.local_group.group)
-        return plan_retrieval(self._members, globally_available_ids, dict(zip(self._members, everybodys)))
+        return plan_retrieval(self.peers, globally_available_ids, dict(zip(self.peers, everybodys)))
 
     def retrieve_execute(self, plan: ExchangePlan, held: Mapping[str, Tree]) -> dict[str, Tree]:
         """Carry a plan out. Collective in the clique.
@@ -221,7 +267,7 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         """
         rank = dist.get_rank()
         sent = {
-            transfer.id: Content.of(held[transfer.id]) for transfer in plan.transfers if rank in transfer.holders
+            transfer.id: content_of(held[transfer.id]) for transfer in plan.transfers if rank in transfer.holders
         }
         arrived: dict[str, Tree] = {}
 
@@ -230,33 +276,11 @@ class CliqueReplicationStrategy(ReplicationStrategy):
                 place = transfer.holders.index(rank)
                 send_part(sent[transfer.id], transfer.id, [Fill(transfer.receiver, place, len(transfer.holders))])
             elif rank == transfer.receiver:
-                arrived[transfer.id], _ = self._receive(transfer.holders)
+                content, _ = receive_part(transfer.holders, self.target_device)
+                arrived[transfer.id] = state_of(content)
 
-        aside(lambda: _all_of(carry_out, plan.transfers))
+        all_of(carry_out, plan.transfers)
         return arrived
-
-    def _agree_tosend_part(self, state: Tree) -> Content:
-        """Return this rank's checkpoint if every member's can travel, so that no rank waits for one that cannot."""
-        content, problem = None, None
-        try:
-            content = Content.of(state)
-            if len(content.structure) > MAX_BYTES // 2:
-                raise ValueError(f"there are {len(content.structure)} bytes of state that is no tensor: too many")
-        except (TypeError, ValueError) as error:
-            problem = error
-        problems = all_gather_json(str(problem or ""), self.local_group.group)
-        if problem is not None:
-            raise problem
-        for member, theirs in zip(self._members, problems):
-            if theirs:
-                raise RuntimeError(f"rank {member} has nothing to replicate: {theirs}")
-        assert content is not None
-        return content
-
-    def _receive(self, holders: Sequence[int]) -> tuple[Tree, str]:
-        """Receive a checkpoint, of which each holder sends a share, and its name."""
-        content, id_ = receive_part(holders, self.target_device)
-        return content.state(), id_
 
 
 class LazyReplicationStrategyBuilder(ReplicationStrategy, Generic[_Eager]):
@@ -282,11 +306,6 @@ class LazyReplicationStrategyBuilder(ReplicationStrategy, Generic[_Eager]):
             self._built = self._eager_build()
             self._built_in = weakref.ref(world)  # a strong one would keep an old generation's communicators
         return self._built
-
-    @property
-    def peers(self) -> tuple[int, ...]:
-        """The global ranks that this rank exchanges parts with, this rank included."""
-        return self.replication_strategy.peers
 
     def replicate(self, local_ckpt: Tree, id_: str) -> tuple[list[Tree], list[str]]:
         """Exchange checkpoints as the strategy does."""
@@ -325,80 +344,3 @@ class LazyCliqueReplicationStrategy(LazyReplicationStrategyBuilder[CliqueReplica
 
     def _eager_build(self) -> CliqueReplicationStrategy:
         return CliqueReplicationStrategy.from_replication_params(self.replication_jump, self.replication_factor)
-
-
-def agreed_jump(jump: int, factor: int) -> int:
-    """Return the distance between the ranks of a clique, if all ranks ask for the same. Collective.
-
-    Args:
-        jump: the distance that this rank asks for; 0: the number of ranks on its node.
-        factor: how many members a clique is to have.
-
-    Raises:
-        ValueError: the ranks ask for different cliques, or the size of the node is not known.
-    """
-    jump = jump or int(os.environ.get(LOCAL_WORLD_SIZE_ENV, "0"))
-    asked = {(each[0], each[1]) for each in all_gather_json([jump, factor])}
-    if len(asked) > 1:
-        raise ValueError(
-            f"the ranks ask for different cliques, as (jump, factor): {sorted(asked)}. "
-            "Where nodes have different numbers of ranks, give replication_jump"
-        )
-    if not jump:
-        raise ValueError(f"{LOCAL_WORLD_SIZE_ENV} is not set: give replication_jump, the ranks of a node")
-    return jump
-
-
-def clique_group(
-    jump: int, factor: int, timeout: timedelta | None, backend: str | None = None
-) -> dist.ProcessGroup:
-    """Make the process groups of all cliques, and return that of this rank's. Collective: every rank calls it.
-
-    All ranks make all groups. torch names a group that only its members make after the groups that each has made
-    before, and these differ from rank to rank where Megatron has groups of single pipeline stages.
-
-    Args:
-        jump: the distance between the ranks of a clique.
-        factor: how many members a clique has.
-        timeout: how long a wait for another member may take; None: as long as torch waits by default.
-        backend: the backend of the groups; None: that of the job.
-
-    Raises:
-        ValueError: the ranks of the job cannot be divided that way.
-    """
-    mine = None
-    for members in all_cliques(dist.get_world_size(), jump, factor):
-        group = dist.new_group(list(members), backend=backend, timeout=timeout)
-        mine = group if dist.get_rank() in members else mine
-    assert mine is not None, "every rank is in a clique"
-    return mine
-
-
-def timeout_of_the_job() -> timedelta | None:
-    """Return the timeout of the default process group, which a new group does not inherit."""
-    world = dist.distributed_c10d._get_default_group()
-    try:
-        return world._get_backend(wire_device()).options._timeout
-    except (
-        AttributeError,
-        RuntimeError,
-    ):  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps the backend in one without options
-        return None
-
-
-def _all_of(exchange: Callable[[_Round], None], rounds: Sequence[_Round]) -> None:
-    """Go through all rounds, even after damage in one: the others in the clique wait for the next round.
-
-    Raises:
-        TransferError: a part did not arrive whole.
-        ValueError: a part cannot be put together here. The first error of all rounds is raised.
-    """
-    damage: TransferError | ValueError | None = None
-    for each in rounds:
-        try:
-            exchange(each)
-        except (TransferError, ValueError) as error:
-            logger.warning("a part arrived incomplete: %s", error)
-            damage = damage or error
-    if damage is not None:
-        raise damage

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from checkpointless.replication.parts import Content
 from checkpointless.serialization.state_tree import StateTreeError, Tree
 
 
@@ -205,6 +206,7 @@ class Form:
     put_together: Callable[[Tree], Any]
 
 
+_FORM = "checkpointless.form"  # the key of a stored state's class
 _forms: dict[str, Form] = {}
 #: Classes of others, with the module of ours that registers their form when it is imported.
 _KNOWN = {
@@ -234,30 +236,38 @@ def is_tensor_aware(state: object) -> bool:
     return all(hasattr(type(state), name) for name in ("pop_tensors", "insert_tensors", "tensors", "is_hollow"))
 
 
-def form_name(state: object) -> str:
-    """Return the name under which the class of a tensor-aware state is known.
+def content_of(state: Tree) -> Content:
+    """Take a nested or tensor-aware state apart, which is not changed; its tensors are referenced, not copied.
 
     Raises:
-        StateTreeError: the class is not known, or the state is hollow.
+        StateTreeError: something in it cannot be stored safely, or its class is not known, or it is hollow.
     """
+    if not is_tensor_aware(state):
+        return Content.of(state)
     name = _name(type(state))
-    if _form(name) is None:
+    form = _form(name)
+    if form is None:
         raise StateTreeError(f"state is a {name}, which is not known: give it to register_form, on every rank")
-    if state.is_hollow:  # type: ignore[attr-defined]
+    if state.is_hollow:
         raise StateTreeError("state is hollow: put its tensors back first (insert_tensors)")
-    return name
+    return Content.of({_FORM: name, "state": form.taken_apart(state)})
 
 
-def form(name: str) -> Form:
-    """Return the form of the class that :func:`form_name` has named.
+def state_of(content: Content) -> Tree:
+    """Return the state that :func:`content_of` took apart, as the class that it was.
 
     Raises:
-        ValueError: no class of that name is known on this rank.
+        ValueError: structure and tensors do not belong together, or the class is not known on this rank.
     """
-    found = _form(name)
-    if found is None:
-        raise ValueError(f"{name} is not known on this rank: call register_form in a module that it imports")
-    return found
+    state = content.state()
+    if not isinstance(state, dict) or _FORM not in state:
+        return state
+    form = _form(state[_FORM])
+    if form is None:
+        raise ValueError(
+            f"{state[_FORM]} is not known on this rank: call register_form in a module that it imports"
+        )
+    return form.put_together(state["state"])
 
 
 def _form(name: str) -> Form | None:

@@ -4,8 +4,6 @@ The package also moves the state and checks it. Of the frameworks it knows only 
 """
 
 from checkpointless.inprocess.data_workers.streams import Place, seed_data_workers
-from checkpointless.local_checkpoint.agreement import LocalCheckpointError
-from checkpointless.local_checkpoint.cliques import NoReplicasAvailableError
 from checkpointless.local_checkpoint.manager import LocalCheckpointManager
 from checkpointless.local_checkpoint.replication import (
     CliqueReplicationStrategy,
@@ -14,11 +12,10 @@ from checkpointless.local_checkpoint.replication import (
 )
 from checkpointless.recovery.manager import CheckpointManager
 from checkpointless.recovery.peft import PEFTCheckpointManager
-from checkpointless.recovery.tiers.directories import LocalDirectory, SharedDirectory
-from checkpointless.recovery.tiers.neighbor_memory import NeighborMemory
-from checkpointless.recovery.tiers.tier import Tier
+from checkpointless.recovery.tiers.tier import LocalDirectory, NeighborMemory, SharedDirectory, Tier
 from checkpointless.recovery.training.loop_state import Value
 from checkpointless.recovery.training.plain import PlainTraining
+from checkpointless.replication.agreement import LocalCheckpointError, NoReplicasAvailableError
 from checkpointless.serialization.digest import MemoryChecksumManager
 
 __all__ = [

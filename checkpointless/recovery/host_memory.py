@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
+from checkpointless.replication.host_memory import lock_pages
 from checkpointless.transfer.tensor_entry import Key
-
-logger = logging.getLogger(__name__)
 
 _ALIGNMENT = 256  # bytes; enough for each dtype, and for copies at full speed
 
@@ -67,38 +64,3 @@ def _is_on_host(tensor: torch.Tensor) -> bool:
 
 def _rounded(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-
-
-def lock_pages(buffer: torch.Tensor) -> bool:
-    """Lock the pages of ``buffer``, so that copies are quick; without it they are right, too.
-
-    Returns:
-        Whether they are locked, and have to be unlocked before the memory is given back.
-    """
-    if not torch.cuda.is_initialized() or buffer.numel() == 0:
-        return False
-    cudart: Any = torch.cuda.cudart()
-    error = cudart.cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0)
-    if int(error) == 0:
-        return True
-    nbytes = buffer.numel()
-    logger.warning("%d bytes of host memory cannot be page-locked (error %s): copies are slower", nbytes, error)
-    _forget_error()
-    return False
-
-
-def unlock_pages(buffer: torch.Tensor) -> None:
-    """Unlock what :func:`lock_pages` locked. A failure is only logged: the device may be gone."""
-    cudart: Any = torch.cuda.cudart()
-    error = cudart.cudaHostUnregister(buffer.data_ptr())
-    if int(error) != 0:
-        logger.debug("the pages of %d bytes cannot be unlocked (error %s)", buffer.numel(), error)
-        _forget_error()
-
-
-def _forget_error() -> None:
-    """Have CUDA forget its last error, which torch would take for that of its next kernel."""
-    try:
-        torch.zeros(1, device="cuda")
-    except RuntimeError as found:
-        logger.debug("%s", found)

@@ -20,7 +20,6 @@ from checkpointless.recovery.base_model import BaseModel, NoBaseModel
 from checkpointless.recovery.conference import Saves, decide_together, find_loss
 from checkpointless.recovery.decide import Decision, Verdict
 from checkpointless.recovery.held_state import HeldState, stays_built
-from checkpointless.recovery.ladder import hold_snapshot, snapshot_of, take_copies
 from checkpointless.recovery.live_state import Built, LiveState, LiveStrategy, LiveTrainer
 from checkpointless.recovery.moment import Stage
 from checkpointless.recovery.own.keeper import OwnStateKeeper
@@ -28,6 +27,8 @@ from checkpointless.recovery.own.state import OwnState
 from checkpointless.recovery.refill import Refill, announce_transfer
 from checkpointless.recovery.tiers.copies import Copies
 from checkpointless.recovery.tiers.handover import Estate, clear, hand_over, take_over
+from checkpointless.recovery.tiers.retrieval import take_copies
+from checkpointless.recovery.tiers.snapshot import hold_snapshot, snapshot_of
 from checkpointless.recovery.tiers.tier import Tier
 from checkpointless.serialization.digest import MemoryChecksumManager
 from checkpointless.telemetry.event_names import EventName
@@ -173,11 +174,6 @@ class CheckpointManager(FitKeeper):
     def tiers(self) -> Sequence[Tier]:
         """The tiers in which copies of the state are kept, the cheapest first."""
         return self._copies.tiers
-
-    @property
-    def copy_bytes(self) -> tuple[int, int]:
-        """How many bytes a copy of this rank's state takes, and how many all take that are in its memory."""
-        return self._copies.nbytes
 
     @property
     def global_step(self) -> int | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,7 +16,6 @@ from megatron.core.parallel_state import get_data_parallel_group
 from nemo.lightning.io.pl import MegatronCheckpointIO
 from typing_extensions import override
 
-from checkpointless.local_checkpoint.disk_storage import DiskStorage
 from checkpointless.megatron.dist_checkpoint import Copies, CopiesLoadStrategy, CopiesSaveStrategy
 from checkpointless.megatron.dist_checkpoint.registration import loading
 
@@ -32,7 +30,8 @@ class KeepCopies(Callback):
     rank writes to a checkpoint, times the replication factor, twice while a checkpoint is written.
 
     Args:
-        disk: a directory on a disk of the node, in which copies are kept as well; "": there is none.
+        disk: a directory on a disk of the node, or another place that ``open_store`` knows, in which copies are
+            kept as well; "": there is none.
         replication_jump: the distance between ranks that keep copies for each other; 0: the number of ranks on a
             node, so that copies are on the next node.
         replication_factor: how many ranks keep each copy. 1: each rank keeps only its own, which dies with it.
@@ -57,11 +56,7 @@ class KeepCopies(Callback):
 @cache
 def _copies(disk: str, jump: int, factor: int) -> Copies:
     """Return the copies of this process, the same ones in every generation."""
-    return Copies(
-        disk=DiskStorage(Path(disk)) if disk else None,
-        replication_jump=jump,
-        replication_factor=factor,
-    )
+    return Copies(disk=disk or None, replication_jump=jump, replication_factor=factor)
 
 
 def keep_copies(checkpoint_io: CheckpointIO, copies: Copies | None = None) -> None:

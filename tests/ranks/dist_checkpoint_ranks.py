@@ -29,7 +29,6 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 )
 from torch.distributed.checkpoint import FileSystemReader
 
-from checkpointless.local_checkpoint.disk_storage import DiskStorage
 from checkpointless.megatron.dist_checkpoint import (
     Copies,
     CopiesLoadStrategy,
@@ -137,8 +136,8 @@ def play(
         What each call returned, or the type and words of what it raised; and what was warned of.
     """
     dist.init_process_group("gloo", timeout=timedelta(seconds=20))
-    storage = DiskStorage(Path(root) / f"disk{dist.get_rank()}") if disk else None
-    copies = Copies(memory=memory, disk=storage, replication_jump=1, replication_factor=factor)
+    folder = Path(root) / f"disk{dist.get_rank()}" if disk else None
+    copies = Copies(memory=memory, disk=folder, replication_jump=1, replication_factor=factor)
     player = Player(Path(root), copies)
     outcomes = []
     for name, *arguments in calls:
@@ -249,7 +248,7 @@ class Player:
         """These ranks have new processes, which have nothing in memory."""
         if self.rank in ranks:
             self.copies = Copies(
-                disk=next((place.storage for place in self.copies.places if place.name == "disk"), None),
+                disk=self.copies.disk,
                 replication_jump=self.copies.replication_jump,
                 replication_factor=self.copies.replication_factor,
             )
@@ -264,10 +263,10 @@ class Player:
     def damage_memory(self, rank: int, part: int) -> None:
         """Flip a bit in what a rank keeps of a part in its memory."""
         if self.rank == rank:
-            storage: Any = self.copies.places[0].storage
-            for id_, kept in storage._parts.items():
+            store: Any = self.copies.stores["memory"]
+            for id_, kept in store._parts.items():
                 if id_.part == part:
-                    next(each for each in kept.content.tensors if each.numel()).view(-1)[0].add_(1)
+                    next(each for each in kept.part.content.tensors if each.numel()).view(-1)[0].add_(1)
 
     def no_room(self, name: str) -> None:
         """Let rank 1 be unable to write the checkpoint: files that cannot be made are in the way."""
@@ -295,10 +294,8 @@ class Player:
     def parts(self) -> list[list[int]]:
         """Return the parts that this rank has, by place."""
         return [
-            sorted(
-                part for parts in place.storage.shelf(self.rank, dist.get_world_size()).values() for part in parts
-            )
-            for place in self.copies.places
+            sorted(part for parts in store.shelf(dist.get_world_size()).values() for part in parts)
+            for store in self.copies.stores.values()
         ]
 
     def _save(self, name: str, state: dict[str, Any], how: str, is_async: bool) -> Any:

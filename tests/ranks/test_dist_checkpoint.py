@@ -124,7 +124,7 @@ def test_a_flipped_bit_on_a_disk_is_found_and_taken_from_the_copy(nemo_zygote: Z
     outcomes = job.run(["damage", "disk0/*part_0.held_0.ckpt"], ["load", "a", 1])
     assert loaded(outcomes, 1)[1] == {"disk"}
     said = warnings(outcomes, 1)
-    assert "part_0.held_0.ckpt is damaged" in said or "part_0.held_0.ckpt is truncated or damaged" in said
+    assert "part_0.held_0.ckpt is truncated or damaged" in said
     outcomes = job.run(["damage", "disk1/*part_0.*"], ["load", "a", 1])
     assert loaded(outcomes, 1)[1] == {"disk", "storage"}, "now both copies are damaged"
 
@@ -138,7 +138,7 @@ def test_a_flipped_bit_in_memory_is_found_and_taken_from_the_next_place(
         ["save", "a", 1], ["damage_memory", 0, 0], ["load", "a", 1], ["damage_memory", 1, 0], ["load", "a", 1]
     )
     assert loaded(outcomes, 2)[1] == {"memory"}
-    assert "part 0 of iteration 0 has changed in memory" in warnings(outcomes, 2)
+    assert "part 0 of iteration 0 is damaged" in warnings(outcomes, 2)
     assert loaded(outcomes, 4)[1] == {"memory", "disk"}
 
 

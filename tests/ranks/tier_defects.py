@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from checkpointless.local_checkpoint.content import Content
-from checkpointless.local_checkpoint.disk_storage import DiskStorage
-from checkpointless.local_checkpoint.memory_storage import MemoryStorage
-from checkpointless.local_checkpoint.part_file import PartName
-from checkpointless.local_checkpoint.part_id import PartId
-from checkpointless.local_checkpoint.part_storage import PartStorage
 from checkpointless.recovery import LocalDirectory, NeighborMemory
+from checkpointless.replication import DirectoryStore, MemoryStore, PartStore
+from checkpointless.replication.directory import FileName
+from checkpointless.replication.parts import Part
 from checkpointless.serialization.tensor_memory import tensor_bytes
 
 
@@ -29,16 +26,15 @@ class DamagedMemory(NeighborMemory):
         super().__init__(**settings)
         self._parts = parts
 
-    def open(self, job: str, rank: int) -> PartStorage:
+    def open(self, job: str, rank: int) -> PartStore:
         parts = self._parts
 
-        class Damaged(MemoryStorage):
-            def write(self, contents: Sequence[tuple[PartId, Content]], holder: int, world_size: int) -> None:
-                super().write(contents, holder, world_size)
-                for part, kept in self._parts.items():
-                    if part.part in parts and part in dict(contents):
-                        large = max(kept.content.tensors, key=lambda tensor: tensor.nbytes)
-                        tensor_bytes(large)[large.nbytes // 2] ^= 1
+        class Damaged(MemoryStore):
+            def write(self, part: Part, holder: int) -> None:
+                super().write(part, holder)
+                if part.id.part in parts:
+                    large = max(self._parts[part.id].part.content.tensors, key=lambda tensor: tensor.nbytes)
+                    tensor_bytes(large)[large.nbytes // 2] ^= 1
 
         return Damaged()
 
@@ -56,17 +52,16 @@ class DamagedDirectory(LocalDirectory):
         super().__init__(**settings)
         self._parts, self._holders = parts, holders
 
-    def open(self, job: str, rank: int) -> PartStorage:
+    def open(self, job: str, rank: int) -> PartStore:
         parts, holders = self._parts, self._holders
 
-        class Damaged(DiskStorage):
-            def write(self, contents: Sequence[tuple[PartId, Content]], holder: int, world_size: int) -> None:
-                super().write(contents, holder, world_size)
-                for part, _ in contents:
-                    if part.part in parts and holder in holders:
-                        _flip_a_bit(self.root / PartName(part, holder, finished=True).file)
+        class Damaged(DirectoryStore):
+            def write(self, part: Part, holder: int) -> None:
+                super().write(part, holder)
+                if part.id.part in parts and holder in holders:
+                    _flip_a_bit(self.root / str(FileName(part.id, part.world_size, holder)))
 
-        return Damaged(self.path / f"job-{job}")
+        return Damaged(Path(self.path) / f"job-{job}")
 
 
 def _flip_a_bit(path: Path) -> None:

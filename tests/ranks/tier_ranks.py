@@ -8,18 +8,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from checkpointless.local_checkpoint.content import Content
-from checkpointless.recovery.tiers import clique_exchange
-from checkpointless.recovery.tiers.clique_exchange import CliqueExchange
-from checkpointless.recovery.tiers.host_part import HostMemoryPool, HostPart, HostPiece, copy_into, laid_out
+from checkpointless.replication import exchange as exchanges
+from checkpointless.replication.exchange import CliqueExchange, clique_group
+from checkpointless.replication.host_memory import HostMemoryPool, copy_into
+from checkpointless.replication.parts import Content, Part, PartId, SaveId
 
 
-def part_of(rank: int, pool: HostMemoryPool) -> HostPart:
-    """Return a part that tells whose it is, of several chunks."""
-    content = Content(f"rank {rank}".encode(), (torch.full((1000 + rank,), float(rank)), torch.tensor(rank)))
-    part = laid_out(content, pool)
-    copy_into(part, content.tensors)
-    return part
+def part_of(rank: int, pool: HostMemoryPool) -> Part:
+    """Return a part that tells whose it is, of several chunks; rank 1's does not lie in one piece of memory."""
+    tensors = torch.full((1000 + rank,), float(rank)), torch.tensor(rank)
+    content = pool.content(f"rank {rank}".encode(), tensors)
+    copy_into(content, tensors)
+    if rank == 1:
+        content = Content(content.structure, tensors)
+    return Part.sealed(PartId(SaveId(1, "0" * 24), rank), dist.get_world_size(), content)
 
 
 def exchange(nothing: list[int], no_room: list[int], flips: dict[str, int], times: int = 1) -> dict[str, Any]:
@@ -33,9 +35,9 @@ def exchange(nothing: list[int], no_room: list[int], flips: dict[str, int], time
     """
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     rank = dist.get_rank()
-    clique_exchange._CHUNK_BYTES = 1024
+    exchanges._CHUNK_BYTES = 1024
     pool, arrivals = HostMemoryPool(), HostMemoryPool()
-    members = CliqueExchange(1, dist.get_world_size(), timedelta(seconds=60))
+    members = CliqueExchange(clique_group(1, dist.get_world_size()))
     damaged = flips.get(str(rank), 0)
     send = dist.isend
 
@@ -50,10 +52,10 @@ def exchange(nothing: list[int], no_room: list[int], flips: dict[str, int], time
     dist.isend = sent
     if rank in no_room:
 
-        def refused(nbytes: int) -> HostPiece:
-            raise MemoryError(f"{nbytes} bytes")
+        def refused(header: bytes) -> Part:
+            raise MemoryError("no memory")
 
-        arrivals.take = refused  # type: ignore[method-assign]
+        arrivals.room_for = refused  # type: ignore[method-assign, assignment]
 
     found: list[dict[int, Any]] = []
     for _ in range(times):

@@ -30,7 +30,7 @@ _COLLECTIVE_FILES = (
     "torch/distributed/",
     "torch/futures/",
     "inprocess/communicators/gloo_wait.py",
-    "recovery/tiers/clique_exchange.py",
+    "replication/exchange.py",
 )
 _WAITING_FILES = (
     "/threading.py",
@@ -49,7 +49,7 @@ _OWNERLESS: dict[str, tuple[str, ...]] = {
     "/weakref.py": ("__call__",),  # of what is called when an object ends, which nobody calls again
     "/torch/multiprocessing/reductions.py": ("rebuild_storage_fd",),
     "/torch/utils/data/dataloader.py": ("_shutdown_workers",),
-    "/checkpointless/local_checkpoint/part_file.py": ("_sync_folder",),
+    "/checkpointless/replication/directory.py": ("_sync_folder",),
     "/checkpointless/recovery/training/owned.py": ("put_back",),  # which looks whether weights are put back
     "/checkpointless/recovery/training/loop.py": ("_keep_again",),  # what belongs together
 }

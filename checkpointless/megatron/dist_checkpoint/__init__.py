@@ -4,7 +4,7 @@ The save strategy keeps a copy of what each rank writes, and the load strategy t
 has, each chunk once.
 """
 
-from checkpointless.megatron.dist_checkpoint.copies import Copies, Place, process_copies
+from checkpointless.megatron.dist_checkpoint.copies import Copies, process_copies
 from checkpointless.megatron.dist_checkpoint.load_strategy import CopiesLoadStrategy, LoadError
 from checkpointless.megatron.dist_checkpoint.registration import are_defaults, register, unregister
 from checkpointless.megatron.dist_checkpoint.save_strategy import CopiesSaveStrategy, DrainError
@@ -15,7 +15,6 @@ __all__ = [
     "CopiesSaveStrategy",
     "DrainError",
     "LoadError",
-    "Place",
     "are_defaults",
     "process_copies",
     "register",

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from enum import Enum
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
+import msgspec
 import torch
 import xxhash
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
 from checkpointless.serialization.tensor_memory import dtype_name, dtype_of
-
-if TYPE_CHECKING:
-    from checkpointless.wire.plain import Json, Parsed
 
 #: A leaf of a sharded state (Megatron-core's ``dist_checkpointing/mapping.py``).
 Leaf: TypeAlias = ShardedTensor | ShardedObject
@@ -33,8 +28,7 @@ class Kind(str, Enum):
     OBJECT = "object"
 
 
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """One chunk. Replicas of it, on any ranks, have the same fields.
 
     Attributes:
@@ -65,10 +59,10 @@ class Chunk:
         bounds = None if flat is None else (int(flat.start), int(flat.stop))
         return cls(Kind.TENSOR, leaf.key, shape, offset, _numbers(leaf.local_shape), bounds, dtype_name(leaf.dtype))
 
-    @cached_property
+    @property
     def id(self) -> str:
         """The name that ranks tell each other: the xxh3-128 of all fields, 32 hexadecimal digits."""
-        return xxhash.xxh3_128_hexdigest(json.dumps(self.to_json()).encode())
+        return xxhash.xxh3_128_hexdigest(msgspec.json.encode(self))
 
     @property
     def words(self) -> str:
@@ -88,33 +82,6 @@ class Chunk:
     def fits(self, tensor: torch.Tensor) -> bool:
         """Return whether ``tensor`` has the dtype and the shape of the chunk."""
         return dtype_name(tensor.dtype) == self.dtype and tuple(tensor.shape) == self.shape
-
-    def to_json(self) -> list[Json]:
-        """Return the chunk as plain data."""
-        return [
-            self.kind.value,
-            self.key,
-            list(self.global_shape),
-            list(self.global_offset),
-            list(self.local_shape),
-            None if self.flat is None else list(self.flat),
-            self.dtype,
-        ]
-
-    @classmethod
-    def from_json(cls, data: Parsed) -> Chunk:
-        """Return the chunk that :meth:`to_json` encoded.
-
-        Raises:
-            ValueError: the data describe no chunk.
-        """
-        try:
-            kind, key, global_shape, global_offset, local_shape, flat, dtype = data
-            start_and_stop = None if flat is None else (int(flat[0]), int(flat[1]))
-            shapes = _numbers(global_shape), _numbers(global_offset), _numbers(local_shape)
-            return cls(Kind(kind), str(key), *shapes, start_and_stop, str(dtype))
-        except (TypeError, IndexError, ValueError) as error:
-            raise ValueError(f"no chunk: {error}") from error
 
 
 def leaves_of(state: State) -> list[Leaf]:

@@ -2,90 +2,45 @@
 
 from __future__ import annotations
 
-import logging
-import queue
-import threading
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 
-from checkpointless.inprocess.context import aside
-from checkpointless.megatron.dist_checkpoint.plan import Delivery
+from checkpointless.megatron.dist_checkpoint.plan import Delivery, rounds_of
+from checkpointless.replication.agreement import own_rank, world_size
+from checkpointless.replication.retrieval import all_of
 from checkpointless.serialization.state_tree import Tree
-from checkpointless.transfer.bucket_rounds import TransferError
 from checkpointless.transfer.tensor_entry import Key, TensorEntry
 from checkpointless.transfer.transfer import Fill, receive_state, send_state
-from checkpointless.transfer.wire import runs_ahead
-
-logger = logging.getLogger(__name__)
-
-_TURN_S = 0.05
 
 
-class Deliveries:
-    """Deliveries to and from this rank, which are carried out in turn while more is read from storage.
-
-    On the CPU they are carried out in a thread. On a wire that runs ahead only one thread may launch messages, so
-    each call of :meth:`add` waits.
+def deliver(
+    deliveries: Sequence[Delivery], values: Mapping[int, Tree], room: Callable[[int], torch.Tensor | None]
+) -> dict[int, Tree]:
+    """Carry deliveries out, those of many pairs of ranks at the same time. All ranks are given the same.
 
     Args:
-        values: what this rank has: tensors, and encoded objects. Chunks are put there before they are sent.
+        deliveries: what has to be sent.
+        values: what this rank has: tensors, and encoded objects.
         room: returns the tensor that a chunk's bytes go to; None: it goes to a new one, on the CPU.
+
+    Returns:
+        What arrived, by chunk.
+
+    Raises:
+        TransferError: something arrived damaged and could not be mended; all other deliveries were made.
     """
+    arrived: dict[int, Tree] = {}
 
-    def __init__(self, values: Mapping[int, Tree], room: Callable[[int], torch.Tensor | None]) -> None:
-        self._values = values
-        self._room = room
-        self._arrived: dict[int, Tree] = {}
-        self._problem: Exception | None = None
-        self._due: queue.SimpleQueue[Sequence[Delivery] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        if not runs_ahead():
-            # A fault that interrupts the load leaves the thread; it ends when its connections do.
-            self._thread = threading.Thread(target=self._run, name="checkpointless-deliver", daemon=True)
-            self._thread.start()
-
-    def add(self, rounds: Sequence[Sequence[Delivery]]) -> None:
-        """Have deliveries carried out. All ranks add the same, as ``rounds_of`` sorts them."""
-        own = [each for one in rounds for each in one if dist.get_rank() in (each.source, each.destination)]
-        if self._thread is None:
-            aside(lambda: self._carry_out(own))
+    def carry_out(delivery: Delivery) -> None:
+        if delivery.source == own_rank():
+            _send(delivery, values)
         else:
-            self._due.put(own)
+            arrived.update(_receive(delivery, room))
 
-    def end(self) -> dict[int, Tree]:
-        """Wait for all deliveries, and return what arrived, by chunk.
-
-        Raises:
-            TransferError: something arrived damaged and could not be mended; all other deliveries were made.
-        """
-        self._due.put(None)
-        while self._thread is not None and self._thread.is_alive():  # in turns, which can be interrupted
-            self._thread.join(_TURN_S)
-        if self._problem is not None:
-            raise self._problem
-        return self._arrived
-
-    def _run(self) -> None:
-        while (own := self._due.get()) is not None:
-            self._carry_out(own)
-            if self._problem is not None and not isinstance(self._problem, TransferError):
-                return  # a connection is broken
-
-    def _carry_out(self, deliveries: Sequence[Delivery]) -> None:
-        for each in deliveries:
-            try:
-                if each.source == dist.get_rank():
-                    _send(each, self._values)
-                else:
-                    self._arrived.update(_receive(each, self._room))
-            except TransferError as error:  # the others wait for this rank's next deliveries
-                logger.warning("rank %d's chunks for rank %d are damaged: %s", each.source, each.destination, error)
-                self._problem = self._problem or error
-            except Exception as error:  # noqa: BLE001 - raised by end(), in the thread that waits
-                self._problem = error
-                return
+    rounds = rounds_of(deliveries, world_size())
+    all_of(carry_out, [each for one in rounds for each in one if own_rank() in (each.source, each.destination)])
+    return arrived
 
 
 def _send(delivery: Delivery, values: Mapping[int, Tree]) -> None:

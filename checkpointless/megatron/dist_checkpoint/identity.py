@@ -7,17 +7,13 @@ and everything comes from storage.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from checkpointless.local_checkpoint.part_id import SaveId
+import msgspec
 
-if TYPE_CHECKING:
-    from checkpointless.wire.plain import Json, Parsed
+from checkpointless.replication.parts import SaveId
 
 logger = logging.getLogger(__name__)
 
@@ -26,36 +22,31 @@ _METADATA = ".metadata"  # what torch writes last of the chunks
 _VERSION = 1
 
 
-@dataclass(frozen=True)
-class Identity:
+class Identity(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """The save that a checkpoint is the result of.
 
     Attributes:
-        save: the save.
+        token: the name of the save.
         name: the names of the checkpoint's directory and of the one around it.
         world_size: how many ranks saved.
     """
 
-    save: SaveId
+    token: str
     name: str
     world_size: int
 
-    def to_json(self) -> list[Json]:
-        """Return the identity as plain data."""
-        return [str(self.save), self.name, self.world_size]
+    @property
+    def save(self) -> SaveId:
+        """The save."""
+        return SaveId.parse(self.token)
 
-    @classmethod
-    def from_json(cls, data: Parsed) -> Identity:
-        """Return the identity that :meth:`to_json` encoded.
 
-        Raises:
-            ValueError: the data are no identity.
-        """
-        try:
-            save, name, world_size = data
-            return cls(SaveId.parse(save), str(name), int(world_size))
-        except TypeError as error:
-            raise ValueError(f"no identity: {error}") from error
+class _File(msgspec.Struct, forbid_unknown_fields=True):
+    """What the file says: the identity, and size and time of ``.metadata``."""
+
+    version: int
+    identity: Identity
+    metadata: list[int]
 
 
 def name_of(checkpoint_dir: str | os.PathLike[str]) -> str:
@@ -75,9 +66,8 @@ def write(identity: Identity, checkpoint_dir: str | os.PathLike[str]) -> None:
         OSError: it cannot be written.
     """
     folder = Path(checkpoint_dir)
-    about = {"version": _VERSION, "identity": identity.to_json(), "metadata": _stamp(folder)}
     unfinished = folder / f".{FILE}.tmp"
-    unfinished.write_text(json.dumps(about))
+    unfinished.write_bytes(msgspec.json.encode(_File(_VERSION, identity, _stamp(folder))))
     os.replace(unfinished, folder / FILE)
 
 
@@ -87,18 +77,17 @@ def read(checkpoint_dir: str | os.PathLike[str]) -> Identity | None:
     if not is_local(checkpoint_dir):
         return None
     try:
-        about: Any = json.loads((folder / FILE).read_text())
-        if about["version"] != _VERSION:
-            raise ValueError(f"it is of version {about['version']}")
-        identity = Identity.from_json(about["identity"])
-        if about["metadata"] != _stamp(folder) or identity.name != name_of(folder):
+        about = msgspec.json.decode((folder / FILE).read_bytes(), type=_File)
+        if about.version != _VERSION:
+            raise ValueError(f"it is of version {about.version}")
+        if about.metadata != _stamp(folder) or about.identity.name != name_of(folder):
             raise ValueError("it is of another checkpoint")
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError) as error:  # msgspec's errors are ValueErrors
         logger.warning("%s is not used, and no copies are: %s", folder / FILE, error)
         return None
-    return identity
+    return about.identity
 
 
 def _stamp(folder: Path) -> list[int]:

@@ -5,32 +5,25 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from torch.distributed.checkpoint import Metadata
 
-from checkpointless.local_checkpoint.agreement import (
-    LocalCheckpointError,
-    agree,
-    attempt,
-    gather,
-    own_rank,
-    world_size,
-)
 from checkpointless.megatron.dist_checkpoint import identity as identities
 from checkpointless.megatron.dist_checkpoint import storage
 from checkpointless.megatron.dist_checkpoint.chunk import State, Strategy
 from checkpointless.megatron.dist_checkpoint.copies import Copies, process_copies
-from checkpointless.megatron.dist_checkpoint.delivery import Deliveries
+from checkpointless.megatron.dist_checkpoint.delivery import deliver
 from checkpointless.megatron.dist_checkpoint.identity import Identity
 from checkpointless.megatron.dist_checkpoint.part import encoded
-from checkpointless.megatron.dist_checkpoint.plan import batches_of, deliveries_of, readers_of, rounds_of
+from checkpointless.megatron.dist_checkpoint.plan import deliveries_of, readers_of
 from checkpointless.megatron.dist_checkpoint.search import Found, bytes_by_place, find
 from checkpointless.megatron.dist_checkpoint.wanted import Encoded, Table, Wanted
+from checkpointless.replication.agreement import LocalCheckpointError, agree, attempt, gather, own_rank
 
 if TYPE_CHECKING:
     from megatron.core.dist_checkpointing.strategies.base import LoadShardedStrategy
@@ -106,18 +99,16 @@ class CopiesLoadStrategy(LoadShardedStrategy):
             LoadError: on every rank, if anything could not be loaded on any rank.
         """
         began_s = time.monotonic()
-        wanted, places = Wanted(sharded_state_dict), [place.name for place in self.copies.places]
+        wanted, places = Wanted(sharded_state_dict), [*self.copies.stores]
         mine, problem = attempt(lambda: identities.read(checkpoint_dir) if own_rank() == 0 else None)
         if problem is not None:
             logger.warning("copies of %s are not used: %s", checkpoint_dir, problem)
-        told = gather(
-            {"wanted": wanted.told(), "identity": None if mine is None else mine.to_json(), "places": places}
-        )
+        told = gather({"wanted": wanted.told(), "identity": msgspec.to_builtins(mine), "places": places})
         if any(each["places"] != places for each in told):
             raise LoadError(f"the ranks keep copies in different places: {[each['places'] for each in told]}")
-        identity = None if told[0]["identity"] is None else Identity.from_json(told[0]["identity"])
+        identity = msgspec.convert(told[0]["identity"], Identity | None)
         table = Table.of([each["wanted"] for each in told])
-        found = Found() if identity is None else find(self.copies.places, identity, table.numbers)
+        found = Found() if identity is None else find(self.copies.stores, identity, table.numbers)
         try:
             values, borrowed = self._gathered(wanted, table, found, checkpoint_dir)
             state, problem = attempt(lambda: wanted.loaded(values, borrowed))
@@ -139,27 +130,13 @@ class CopiesLoadStrategy(LoadShardedStrategy):
         """Return what this rank wants, by id, and which of it belongs to copies. Collective."""
         rest = {chunk: size for chunk, size in table.sizes.items() if chunk not in found.sources}
         readers = readers_of(rest, table.needers)
-        read: dict[int, Any] = {}
-        held = dict(found.values)
-        deliveries = Deliveries(held, lambda chunk: wanted.room(table.ids[chunk]))
-        deliveries.add(rounds_of(deliveries_of(found.sources, table.needers), world_size()))
-        try:
-            for number, batch in enumerate(batches_of(rest, readers)):
-                own = [chunk for chunk in batch if readers[chunk] == own_rank()]
-                every = [chunk for chunk, reader in readers.items() if reader == own_rank()] if number == 0 else own
-                leaves = {chunk: wanted.leaf(table.ids[chunk]) for chunk in every}
-                if number == 0:
-                    storage.look_up(self.wrapped, checkpoint_dir, leaves)
-                new = storage.read(self.wrapped, checkpoint_dir, {chunk: leaves[chunk] for chunk in own})
-                opaque = self._read_opaque(wanted, table, batch, new, checkpoint_dir)
-                held.update({chunk: _sendable(chunk, value, table) for chunk, value in new.items()})
-                read.update(new)
-                sources = {chunk: readers[chunk] for chunk in batch if chunk not in opaque}
-                deliveries.add(rounds_of(deliveries_of(sources, table.needers), world_size()))
-        except storage.StorageError:  # all ranks raise it here, after the same deliveries
-            attempt(deliveries.end)
-            raise
-        arrived, problem = attempt(deliveries.end)
+        own = {each: wanted.leaf(table.ids[each]) for each, reader in readers.items() if reader == own_rank()}
+        read = storage.read(self.wrapped, checkpoint_dir, own)
+        opaque = self._read_opaque(wanted, table, read, checkpoint_dir)
+        held = {**found.values, **{chunk: _sendable(chunk, value, table) for chunk, value in read.items()}}
+        sources = {**found.sources, **readers}
+        sent = deliveries_of({each: sources[each] for each in sources if each not in opaque}, table.needers)
+        arrived, problem = attempt(lambda: deliver(sent, held, lambda chunk: wanted.room(table.ids[chunk])))
         agree(problem, f"bringing {checkpoint_dir} to all ranks")
         values = {table.ids[chunk]: value for chunk, value in {**found.values, **(arrived or {}), **read}.items()}
         for chunk in table.objects:
@@ -169,16 +146,9 @@ class CopiesLoadStrategy(LoadShardedStrategy):
         return values, frozenset(table.ids[chunk] for chunk in found.values)
 
     def _read_opaque(
-        self,
-        wanted: Wanted,
-        table: Table,
-        batch: Collection[int],
-        read: dict[int, Any],
-        checkpoint_dir: str | os.PathLike[str],
+        self, wanted: Wanted, table: Table, read: dict[int, Any], checkpoint_dir: str | os.PathLike[str]
     ) -> frozenset[int]:
         """Have objects that cannot be sent read by every rank that needs them, and return which they are."""
-        if not table.objects.intersection(batch):
-            return frozenset()
         told = gather([chunk for chunk in sorted(table.objects & read.keys()) if encoded(read[chunk]) is None])
         opaque = frozenset(chunk for each in told for chunk in each)
         if opaque:

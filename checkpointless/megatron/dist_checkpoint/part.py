@@ -5,12 +5,12 @@ from __future__ import annotations
 import io
 from collections.abc import Mapping, Sequence
 
+import msgspec
 import torch
 
-from checkpointless.local_checkpoint.content import Content
-from checkpointless.local_checkpoint.part_storage import PartError
 from checkpointless.megatron.dist_checkpoint.chunk import Chunk, Kind, Leaf
 from checkpointless.megatron.dist_checkpoint.identity import Identity
+from checkpointless.replication.parts import Content, PartError
 from checkpointless.serialization.state_tree import Tree
 
 _PLAIN = "plain"
@@ -41,8 +41,8 @@ def content_of(identity: Identity, kept: Sequence[tuple[Leaf, Tree]]) -> Content
         identity: of the checkpoint.
         kept: what :func:`values_to_keep` returned.
     """
-    chunks = [Chunk.of(leaf).to_json() for leaf, _ in kept]
-    return Content.of({"identity": identity.to_json(), "chunks": chunks, "values": [value for _, value in kept]})
+    about = msgspec.msgpack.encode((identity, [Chunk.of(leaf) for leaf, _ in kept]))
+    return Content.of({"about": about, "values": [value for _, value in kept]})
 
 
 def values_of(content: Content, identity: Identity) -> dict[str, Tree]:
@@ -53,8 +53,7 @@ def values_of(content: Content, identity: Identity) -> dict[str, Tree]:
     """
     try:
         state = content.state()
-        theirs = Identity.from_json(state["identity"])
-        chunks = [Chunk.from_json(each) for each in state["chunks"]]
+        theirs, chunks = msgspec.msgpack.decode(state["about"], type=tuple[Identity, list[Chunk]])
         values = dict(zip([each.id for each in chunks], state["values"], strict=True))
     except (ValueError, KeyError, TypeError) as error:
         raise PartError(f"a part of {identity.save} is no part of a torch_dist checkpoint: {error}") from error

@@ -9,9 +9,6 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-BATCH_BYTES = 24 * 1024 * 1024
-MAX_BATCHES = 8
-
 
 @dataclass(frozen=True, order=True)
 class Delivery:
@@ -57,53 +54,6 @@ def readers_of(sizes: Mapping[int, int], candidates: Mapping[int, Sequence[int]]
         reader = min(candidates[chunk], key=lambda rank: (load[rank], rank))
         readers[chunk] = reader
         load[reader] += max(1, sizes[chunk])
-    return readers
-
-
-def batches_of(sizes: Mapping[int, int], readers: Mapping[int, int]) -> tuple[tuple[int, ...], ...]:
-    """Return chunks in the batches in which they are read, so that one can be sent while the next is read.
-
-    A batch has about equally many bytes for every rank. There are at most :data:`MAX_BATCHES`, and no more than it
-    takes for a rank to read :data:`BATCH_BYTES` in each, since every batch costs the ranks a meeting.
-
-    Args:
-        sizes: bytes of each chunk.
-        readers: by chunk, the rank that reads it.
-    """
-    total: dict[int, int] = defaultdict(int)
-    for chunk, reader in readers.items():
-        total[reader] += sizes[chunk]
-    most = max(total.values(), default=0)
-    batch_bytes = max(BATCH_BYTES, -(-most // MAX_BATCHES))
-    begun: dict[int, int] = defaultdict(int)
-    batches: dict[int, list[int]] = defaultdict(list)
-    for chunk, reader in sorted(readers.items()):
-        batches[begun[reader] // batch_bytes].append(chunk)
-        begun[reader] += sizes[chunk]
-    return tuple(tuple(chunks) for _, chunks in sorted(batches.items()))
-
-
-def part_readers(
-    shelves: Sequence[Collection[int]], done: Collection[int], failed: Collection[tuple[int, int]]
-) -> dict[int, int]:
-    """Return, by part, the rank that reads it next: the part's own rank, or else the one with the fewest to read.
-
-    Args:
-        shelves: by rank, the parts that it has copies of.
-        done: the parts that were read.
-        failed: pairs of a part and a rank whose copies of it cannot be used.
-    """
-    holders: dict[int, list[int]] = defaultdict(list)
-    for rank, parts in enumerate(shelves):
-        for part in parts:
-            if part not in done and (part, rank) not in failed:
-                holders[part].append(rank)
-    load: dict[int, int] = defaultdict(int)
-    readers = {}
-    for part in sorted(holders, key=lambda each: (each not in holders[each], each)):
-        reader = part if part in holders[part] else min(holders[part], key=lambda rank: (load[rank], rank))
-        readers[part] = reader
-        load[reader] += 1
     return readers
 
 

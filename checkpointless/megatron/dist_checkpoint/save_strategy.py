@@ -12,21 +12,20 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
-from checkpointless.local_checkpoint.agreement import attempt, gather, own_rank, world_size
-from checkpointless.local_checkpoint.content import Content
-from checkpointless.local_checkpoint.part_id import SaveId
 from checkpointless.megatron.dist_checkpoint import identity as identities
 from checkpointless.megatron.dist_checkpoint.chunk import Leaf, State, leaves_of, replaced
 from checkpointless.megatron.dist_checkpoint.copies import Copies, process_copies
 from checkpointless.megatron.dist_checkpoint.identity import Identity
-from checkpointless.megatron.dist_checkpoint.keeper import in_storage_of_its_own
 from checkpointless.megatron.dist_checkpoint.part import content_of, values_to_keep
 from checkpointless.megatron.dist_checkpoint.storage import attempt_megatrons, told_by
+from checkpointless.replication.agreement import attempt, gather, own_rank, world_size
+from checkpointless.replication.parts import Content, SaveId
 
 logger = logging.getLogger(__name__)
 
@@ -38,9 +37,9 @@ class DrainError(CheckpointingException):
 class CopiesSaveStrategy(TorchDistSaveShardedStrategy):
     """Saves in Megatron's ``torch_dist`` format, and keeps copies of what this rank writes.
 
-    What this rank writes is copied to host memory first; then training may go on. On a CPU, the process that is
-    forked to write the checkpoint copies it instead. A thread exchanges the copies with the peers and writes them
-    to lasting places, while Megatron writes the checkpoint itself. All ranks save together.
+    What this rank writes is copied to host memory first; then training may go on. A thread exchanges the copies
+    with the peers and writes them to lasting places, while Megatron writes the checkpoint itself. All ranks save
+    together.
 
     A write to storage that fails costs a warning, and that checkpoint: it is not finished, so that Megatron's and
     NeMo's functions that finish it are not called, and its copies are dropped. The copies of the newest checkpoint
@@ -89,14 +88,10 @@ class CopiesSaveStrategy(TorchDistSaveShardedStrategy):
         if self.keep_only_main_replica:
             leaves = [leaf for leaf in leaves if is_main_replica(leaf.replica_id)]
         values = values_to_keep(leaves)
-        kept = self.copies.keep(identity.save, content_of(identity, values), exchanges)
-        if kept.content is not None and kept.later is None:
-            sharded_state_dict = _with_copies(sharded_state_dict, [leaf for leaf, _ in values], kept.content)
+        copied = self.copies.keep(identity.save, content_of(identity, values), exchanges)
+        if copied is not None:
+            sharded_state_dict = _with_copies(sharded_state_dict, [leaf for leaf, _ in values], copied)
         request = super().async_save(sharded_state_dict, checkpoint_dir)
-        if kept.later is not None and request.async_fn is not None:
-            request = request._replace(async_fn=kept.later.before(request.async_fn))
-        elif kept.later is not None:
-            kept.later.make()  # this rank writes nothing, so no process is forked
         return self._with_end(request, identity, checkpoint_dir, forgiving)
 
     def _agree(self, checkpoint_dir: str | os.PathLike[str]) -> tuple[Identity, bool]:
@@ -108,7 +103,7 @@ class CopiesSaveStrategy(TorchDistSaveShardedStrategy):
         name = identities.name_of(checkpoint_dir)
         number = re.search(r"(?:step=|iter_)(\d+)", name)  # as NeMo and Megatron-LM name checkpoints
         save = SaveId(int(number[1]) if number else 0, str(told[0][0]))
-        return Identity(save, name, world_size()), not unable
+        return Identity(str(save), name, world_size()), not unable
 
     def _get_save_and_finalize_callbacks(self, writer: Any, save_state_dict_ret: Any) -> AsyncRequest:
         """Keep the writer whose end is about to be prepared, so that an error on one rank holds up no other one."""
@@ -144,6 +139,17 @@ class CopiesSaveStrategy(TorchDistSaveShardedStrategy):
             if problem is not None:
                 logger.warning("copies of %s will not be used: %s", checkpoint_dir, problem)
         self.copies.end(identity.save, is_whole=True)
+
+
+def in_storage_of_its_own(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous tensor in host memory as one whose storage is no larger; the memory is the same.
+
+    Megatron copies tensors that are views of more than themselves once more.
+    """
+    if not tensor.numel():
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    flat = tensor.view(-1).view(torch.uint8).numpy()
+    return torch.frombuffer(flat.data, dtype=torch.uint8).view(tensor.dtype).view(tensor.shape)
 
 
 def _with_copies(state: State, leaves: Sequence[Leaf], content: Content) -> State:

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from torch.distributed.checkpoint.api import CheckpointException
 
-from checkpointless.local_checkpoint.agreement import attempt, by_rank, gather
 from checkpointless.megatron.dist_checkpoint.chunk import Chunk, Leaf, Strategy
+from checkpointless.replication.agreement import attempt, by_rank, gather
 
 _T = TypeVar("_T")
 _ELSEWHERE = "it failed on another rank"
@@ -23,7 +23,7 @@ class StorageError(RuntimeError):
 
 
 def read(wrapped: Strategy, checkpoint_dir: str | os.PathLike[str], leaves: Mapping[int, Leaf]) -> dict[int, Any]:
-    """Read this rank's share. Collective.
+    """Read this rank's share, if the checkpoint has those of all: Megatron's loads wait for each other. Collective.
 
     Args:
         wrapped: the load strategy.
@@ -37,22 +37,21 @@ def read(wrapped: Strategy, checkpoint_dir: str | os.PathLike[str], leaves: Mapp
         StorageError: on every rank, if something cannot be read on any rank.
     """
     asked = {str(number): copy.copy(leaf) for number, leaf in leaves.items()}
-    values, problem = attempt_megatrons(lambda: wrapped.load(asked, Path(checkpoint_dir)))
-    _agree(problem, checkpoint_dir)
+    _together(lambda: _look_up(wrapped, checkpoint_dir, leaves.values()), checkpoint_dir)
+    values: dict[str, Any] | None = _together(lambda: wrapped.load(asked, Path(checkpoint_dir)), checkpoint_dir)
     return {int(number): value for number, value in (values or {}).items()}
 
 
-def look_up(wrapped: Strategy, checkpoint_dir: str | os.PathLike[str], leaves: Mapping[int, Leaf]) -> None:
-    """See whether a checkpoint has what this rank reads, while no rank waits for another one to read. Collective.
-
-    Raises:
-        StorageError: on every rank, if something is missing on any rank.
-    """
-    _, problem = attempt_megatrons(lambda: _look_up(wrapped, checkpoint_dir, leaves.values()))
-    _agree(problem, checkpoint_dir)
+def _together(do: Callable[[], _T], checkpoint_dir: str | os.PathLike[str]) -> _T | None:
+    found, problem = attempt_megatrons(do)
+    words = told_by(f"loading {checkpoint_dir}", problem)
+    if words:
+        raise StorageError(words) from problem
+    return found
 
 
 def _look_up(wrapped: Strategy, checkpoint_dir: str | os.PathLike[str], leaves: Collection[Leaf]) -> None:
+    """Raise if a checkpoint lacks what this rank reads."""
     there = wrapped.load_sharded_metadata(Path(checkpoint_dir)) if leaves else {}
     for leaf in leaves:
         if (leaf.unique_key if isinstance(leaf, ShardedObject) else leaf.key) not in there:
@@ -60,12 +59,6 @@ def _look_up(wrapped: Strategy, checkpoint_dir: str | os.PathLike[str], leaves: 
                 f"{Chunk.of(leaf).words} is in no copy and not in the checkpoint: check that the model is the one "
                 "that was saved, or load with a strictness that leaves out what is missing"
             )
-
-
-def _agree(problem: Exception | None, checkpoint_dir: str | os.PathLike[str]) -> None:
-    words = told_by(f"loading {checkpoint_dir}", problem)
-    if words:
-        raise StorageError(words) from problem
 
 
 def told_by(doing: str, problem: Exception | None) -> str:

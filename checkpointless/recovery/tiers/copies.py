@@ -3,31 +3,33 @@
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from threading import Event
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 
+from checkpointless.environment import LOCAL_WORLD_SIZE_ENV
 from checkpointless.inprocess import UnrecoverableError
 from checkpointless.inprocess.communicators.helper_thread import awaiting
 from checkpointless.inprocess.facts import Facts
-from checkpointless.local_checkpoint.agreement import attempt, by_rank, gather, words
-from checkpointless.local_checkpoint.memory_storage import MemoryStorage
-from checkpointless.local_checkpoint.part_id import SaveId
-from checkpointless.local_checkpoint.part_storage import PartStorage
-from checkpointless.local_checkpoint.replication import timeout_of_the_job
-from checkpointless.recovery.tiers.clique_exchange import CliqueExchange
-from checkpointless.recovery.tiers.copying import Clique, Copying
-from checkpointless.recovery.tiers.lane import within
 from checkpointless.recovery.tiers.lineage import Lineage
-from checkpointless.recovery.tiers.neighborhoods import neighborhoods
 from checkpointless.recovery.tiers.snapshot import Snapshot
 from checkpointless.recovery.tiers.tier import Tier
-from checkpointless.recovery.tiers.unusable_storage import UnusableStorage
+from checkpointless.replication.agreement import attempt, by_rank, gather, words
+from checkpointless.replication.cliques import clique_of
+from checkpointless.replication.copier import Copier, Place
+from checkpointless.replication.exchange import CliqueExchange, clique_group
+from checkpointless.replication.host_memory import copy_into, recorded
+from checkpointless.replication.lane import within
+from checkpointless.replication.parts import Content, Part, SaveId
+from checkpointless.replication.retrieval import ANSWER_S
+from checkpointless.replication.store import MemoryStore, PartStore, Shelf
 
 if TYPE_CHECKING:
     from checkpointless.wire.plain import Json
@@ -36,7 +38,6 @@ logger = logging.getLogger(__name__)
 
 _TURN_S = 0.02
 _COPYING_S = 60.0  # host memory takes seconds for a hundred gigabytes
-ANSWER_S = 30.0  # a directory that does not answer for so long is taken for gone
 _FACT = "lineage"
 
 
@@ -56,20 +57,23 @@ class Copies:
     Attributes:
         tiers: the tiers, the cheapest first.
         lineage: what the running training comes from; None: nothing has begun.
+        stores: the places of the tiers, by name.
     """
 
     def __init__(self, tiers: Sequence[Tier] = ()) -> None:
         names = [tier.name for tier in tiers]
         if len(set(names)) < len(names):
-            raise ValueError(f"each tier can be given once, and not {', '.join(names)}")
-        self.tiers = sorted(tiers, key=lambda tier: tier.cost)
+            raise ValueError(f"each tier can be given once, not {', '.join(names)}")
+        self.tiers: Sequence[Tier] = sorted(tiers, key=lambda tier: tier.cost)
         self.lineage: Lineage | None = None
-        self._storages: dict[str, PartStorage] = {}
-        self._exchanges: dict[Clique, CliqueExchange] = {}
+        self.stores: dict[str, PartStore] = {}
+        self._places: dict[str, Place] = {}
+        self._whole: dict[str, SaveId] = {}  # by directory, the newest save that all ranks have
+        self._told: set[str] = set()  # the directories that were said to be too slow
+        self._exchanges: dict[tuple[int, int], CliqueExchange] = {}
         self._generation = -1  # in which the exchanges were made
-        self._copying: Copying | None = None  # None: nothing is copied now
-        self._last: Copying | None = None  # the newest there was
-        self._left: list[Copying] = []  # whose threads may still be at their last tasks
+        self._copier: Copier | None = None  # None: nothing is copied now
+        self._left: list[Copier] = []  # whose threads may still be at their last tasks
 
     def __bool__(self) -> bool:
         return bool(self.tiers)
@@ -90,25 +94,32 @@ class Copies:
                 different tiers, or too few ranks for them.
         """
         if generation == self._generation:
-            self._settle_all()  # an earlier fit of this block, which left its loop
+            self._wait_for_neighbors()  # an earlier fit of this block, which left its loop
         self.leave()
         self.lineage = self.agree(facts).begin(generation, step)
         if facts is not None:
             facts.keep(_FACT, self.lineage.to_json())
         self.open(required=generation == 0)
-        jumps = neighborhoods(self.tiers, group)
-        cliques = {tier.name: (jumps[tier.name], tier.copies) for tier in self.tiers if tier.copies}
         if generation != self._generation:
             self._exchanges, self._generation = {}, generation
-        for jump, copies in dict.fromkeys(cliques.values()):
-            if (jump, copies) not in self._exchanges:
-                self._exchanges[jump, copies] = CliqueExchange(jump, copies + 1, timeout_of_the_job())
-        for name, storage in self._storages.items():
-            if isinstance(storage, MemoryStorage):  # a thread of the generation before may still use the old one
-                self._storages[name] = storage.copy()
-        self._copying = self._last = Copying(
-            self.tiers, self._storages, cliques, self._exchanges, self.lineage, self._last
-        )
+        jumps = neighborhoods(self.tiers, group)
+        self._places = {tier.name: self._place(tier, jumps[tier.name], self.lineage) for tier in self.tiers}
+        self._whole, self._told = {}, set()
+        self._copier = Copier("copying the state", [*self._places.values()], self._of_use, self.lineage.has)
+
+    def _place(self, tier: Tier, jump: int, lineage: Lineage) -> Place:
+        """Return the place of a tier in this generation. Collective."""
+        exchange, clique = None, (jump, tier.copies + 1)
+        if tier.copies:
+            if clique not in self._exchanges:
+                self._exchanges[clique] = CliqueExchange(clique_group(*clique))
+            exchange = self._exchanges[clique]
+        store, before = self.stores[tier.name], self._places.get(tier.name)
+        if isinstance(store, MemoryStore):  # a thread of the generation before may still use the old one
+            store = self.stores[tier.name] = store.copy()
+        known = before.present if before is not None and tier.is_memory else ()
+        present = frozenset(save for save in known if lineage.has(save))
+        return Place(tier.name, store, tier.is_memory, exchange, present)
 
     def agree(self, facts: Facts | None) -> Lineage:
         """Learn from the other ranks what the training comes from, and require the same tiers. Collective.
@@ -125,17 +136,14 @@ class Copies:
         mine: list[Json] = [[tier.name, tier.every, tier.copies, tier.jump] for tier in self.tiers]
         told = gather([mine, None if known is None else known.to_json(), secrets.token_hex(8)])
         if any(each[0] != told[0][0] for each in told):
-            raise UnrecoverableError(
-                by_rank(
-                    "the ranks were given different tiers", [str([tier[0] for tier in each[0]]) for each in told]
-                )
-            )
+            names = [str([tier[0] for tier in each[0]]) for each in told]
+            raise UnrecoverableError(by_rank("the ranks were given different tiers", names))
         lineages = [Lineage.from_json(each[1]) for each in told if each[1] is not None]
         self.lineage = max(lineages, key=lambda each: each.newest) if lineages else Lineage(told[0][2])
         return self.lineage
 
     def open(self, required: bool = False) -> None:
-        """Open the storages of all tiers, unless that was done. Collective.
+        """Open the stores of all tiers, unless that was done. Collective.
 
         Args:
             required: whether every tier has to be there. Else one that is not costs its copies, with a warning.
@@ -146,31 +154,19 @@ class Copies:
         assert self.lineage is not None
         problems = []
         for tier in self.tiers:
-            if tier.name in self._storages:
+            if tier.name in self.stores:
                 continue
-            storage, problem = attempt(
-                partial(within, ANSWER_S, partial(tier.open, self.lineage.job, dist.get_rank()))
-            )
-            if storage is None:
+            open_ = partial(tier.open, self.lineage.job, dist.get_rank())
+            store, problem = attempt(partial(within, ANSWER_S, open_))
+            if store is None:
                 problems.append(f"{tier.name}: {words(problem)}")
-                storage = UnusableStorage(words(problem))
-            self._storages[tier.name] = storage
+                store = _UnusableStore(words(problem))
+            self.stores[tier.name] = store
         told = [str(each) for each in gather("; ".join(problems))]
         if any(told) and required:
             raise UnrecoverableError(by_rank("copies of the state cannot be kept", told))
         for each in problems:
             logger.warning("no copies are kept here until this process ends: %s", each)
-
-    def storage(self, tier: str) -> PartStorage:
-        """Return the storage of the tier of that name, which is open."""
-        return self._storages[tier]
-
-    @property
-    def nbytes(self) -> tuple[int, int]:
-        """How many bytes a copy of this rank's state takes, and how many all take that are in its memory."""
-        kept = [*self._last.kept.values()] if self._last is not None else []
-        mine = (parts[dist.get_rank()].nbytes for parts in kept if dist.get_rank() in parts)
-        return next(mine, 0), sum(part.nbytes for parts in kept for part in parts.values())
 
     # --- while training -------------------------------------------------------------------------------------------
 
@@ -184,19 +180,20 @@ class Copies:
         Raises:
             Exception: what has ended the copying.
         """
-        copying, lineage = self._copying, self.lineage
-        if copying is None or lineage is None:
+        copier, lineage = self._copier, self.lineage
+        if copier is None or lineage is None:
             return
         # What this generation went on from may still be being written to directories by the one before.
         again = step == lineage.begun[-1][1]
         due = [tier for tier in self.tiers if tier.is_due(step) and (tier.is_memory or not again)]
-        due = self._without_busy(copying, due) if any(not tier.is_memory for tier in due) else due
+        due = self._without_busy(due) if any(not tier.is_memory for tier in due) else due
         save = lineage.save(step)
         if not due or save is None:
             return
-        making = copying.begin(save, take(), due)
+        places = [self._places[tier.name] for tier in due]
+        making = copier.begin(save, partial(_copied, copier, [take()], recorded()), places)
         if any(tier.waits for tier in due):
-            self._wait(copying, making.arrived)
+            self._wait(copier, making.arrived)
 
     def settle(self, step: int) -> None:
         """Wait until the update of ``step`` may change the state, and what is due after it may be begun.
@@ -204,99 +201,175 @@ class Copies:
         Raises:
             Exception: what has ended the copying.
         """
-        copying = self._copying
-        making = copying.making if copying is not None else None
-        if copying is None or making is None:
+        copier = self._copier
+        if copier is None or copier.making is None:
             return
-        self._wait(copying, making.copied)
+        self._wait(copier, copier.making.copied)
         if any(tier.is_due(step) for tier in self.tiers):
-            self._wait(copying, making.arrived)
+            self._wait(copier, copier.making.arrived)
 
     def finish(self) -> None:
         """Wait until the copies that are being made are where they belong, and make no more."""
-        copying = self._copying
-        if copying is not None and copying.making is not None:
-            self._wait(copying, copying.making.arrived)
+        copier = self._copier
+        if copier is not None and copier.making is not None:
+            self._wait(copier, copier.making.arrived)
         self.leave()
 
     def end(self) -> None:
         """Remove all copies, since nothing will be recovered from them any more."""
         deadline_s = time.monotonic() + _COPYING_S
-        self._settle_all()
+        self._wait_for_neighbors()
         self.leave()
         while not all(each.has_ended for each in self._left) and time.monotonic() < deadline_s:
             time.sleep(_TURN_S)
         for tier in self.tiers:
-            if tier.name in self._storages:
-                _, problem = attempt(partial(within, ANSWER_S, partial(tier.clear, self._storages[tier.name])))
+            if tier.name in self.stores:
+                _, problem = attempt(partial(within, ANSWER_S, partial(tier.clear, self.stores[tier.name])))
                 if problem is not None:
                     logger.warning("%s: copies may be left: %s", tier.name, words(problem))
-        self._storages, self._exchanges, self._last = {}, {}, None
+        self.stores, self._exchanges, self._places = {}, {}, {}
 
     def leave(self) -> None:
         """Stop making copies, because a fault has ended the generation. What is complete stays."""
-        copying = self._copying
-        if copying is None:
+        copier = self._copier
+        if copier is None:
             return
-        copying.leave()
-        making, deadline_s = copying.making, time.monotonic() + _COPYING_S
+        copier.leave()
+        making, deadline_s = copier.making, time.monotonic() + _COPYING_S
         while making is not None and making.begun and not making.copied.wait(_TURN_S):
             if time.monotonic() > deadline_s:
                 logger.error("the state was not copied to host memory within %g s: that copy is void", _COPYING_S)
                 making.void = True
                 break
-        self._left = [each for each in [*self._left, copying] if not each.has_ended]
-        self._copying = None
+        self._left = [each for each in [*self._left, copier] if not each.has_ended]
+        self._copier = None
 
-    def _settle_all(self) -> None:
+    def _wait_for_neighbors(self) -> None:
         """Wait, for a minute at most, until neighbors have what they wait for, since there was no fault."""
-        copying, deadline_s = self._copying, time.monotonic() + _COPYING_S
-        if copying is None or copying.making is None:
+        copier, deadline_s = self._copier, time.monotonic() + _COPYING_S
+        if copier is None or copier.making is None:
             return
-        with awaiting(copying.thread):
-            while not copying.making.arrived.wait(_TURN_S) and not copying.is_idle:
+        with awaiting(copier.thread):
+            while not copier.making.arrived.wait(_TURN_S) and not copier.is_idle:
                 if time.monotonic() > deadline_s:
                     logger.warning("copies of the state did not arrive within %g s", _COPYING_S)
                     return
 
-    def _wait(self, copying: Copying, event: Event) -> None:
+    def _wait(self, copier: Copier, event: Event) -> None:
         """Wait interruptibly for an event of what is being made.
 
         Raises:
             Exception: what has ended the copying: a neighbor is gone, for example, whose fault will be known soon.
         """
         if not event.is_set():
-            with awaiting(copying.thread):
-                while not event.wait(_TURN_S) and not copying.is_idle:
+            with awaiting(copier.thread):
+                while not event.wait(_TURN_S) and not copier.is_idle:
                     pass
-        if copying.error is not None:
-            raise copying.error
+        if copier.error is not None:
+            raise copier.error
 
-    def _without_busy(self, copying: Copying, due: Sequence[Tier]) -> list[Tier]:
-        """Learn what became of the last saves in directories, and leave out those that are busy. Collective."""
+    def _of_use(self, place: Place, save: SaveId) -> Collection[SaveId]:
+        """Return what stays in a place while ``save`` is made: its newest save that is whole."""
+        if place.is_memory:
+            newest = max((each for each in place.present if each <= save), default=None)
+            return () if newest is None else (newest,)
+        whole = self._whole.get(place.name)
+        # As long as it is not known which one is whole, only copies of another training are of no use.
+        return place.present if whole is None else (whole,)
+
+    def _without_busy(self, due: Sequence[Tier]) -> list[Tier]:
+        """Learn which saves all ranks have in directories, and leave out those that are busy. Collective."""
         stuck = {name for each in self._left for name in each.unfinished}
-        known = {tier.name: copying.directories[tier.name] for tier in due if not tier.is_memory}
-        told = gather(
-            [
-                [
-                    "busy" if name in stuck else each.outcome,
-                    str(each.last),
-                    sorted(map(str, each.present)) if each.whole is None else [],
-                ]
-                for name, each in known.items()
-            ]
+        places = [self._places[tier.name] for tier in due if not tier.is_memory]
+        told = gather([[place.is_busy or place.name in stuck, sorted(map(str, place.present))] for place in places])
+        busy = {place.name for number, place in enumerate(places) if any(each[number][0] for each in told)}
+        for number, place in enumerate(places):
+            everywhere = set.intersection(*({*each[number][1]} for each in told))
+            if everywhere:
+                self._whole[place.name] = max(map(SaveId.parse, everywhere))
+        for name in busy - self._told:
+            self._told.add(name)
+            if dist.get_rank() == 0:
+                logger.warning("%s: the last copy is still being written; this one is left out", name)
+        return [tier for tier in due if tier.name not in busy]
+
+
+def _copied(copier: Copier, snapshot: list[Snapshot | None], ready: torch.cuda.Event | None) -> Content | None:
+    """Copy a state, which is taken from the list, to host memory."""
+    taken = snapshot.pop()
+    if taken is None:
+        return None
+    live = taken.content()
+    copied = copier.pool.content(live.structure, live.tensors)
+    copy_into(copied, live.tensors, ready)
+    return copied
+
+
+class _UnusableStore:
+    """Stands for a place that cannot be used by this process: it has nothing and keeps nothing."""
+
+    def __init__(self, problem: str) -> None:
+        self._problem = problem
+
+    def write(self, part: Part, holder: int) -> None:
+        raise OSError(self._problem)
+
+    def shelf(self, world_size: int) -> Shelf:
+        return {}
+
+    def delete(self, is_meant: Callable[[SaveId], bool]) -> None:
+        pass
+
+
+# --- who is whose neighbor ----------------------------------------------------------------------------------------
+
+
+def neighborhoods(tiers: Sequence[Tier], group: Sequence[int]) -> Mapping[str, int]:
+    """Return how many ranks apart each tier's copies are, by the name of the tier. Collective.
+
+    Ranks that hold the same shard are bad neighbors: if all holders of a shard are lost, so are its copies. Unless
+    a tier says itself how far apart its copies are, another distance is looked for then.
+
+    Args:
+        tiers: the tiers.
+        group: the ranks that hold the same shard as this one, this one included.
+
+    Raises:
+        UnrecoverableError: the ranks cannot be divided as a tier wants; the message says what is possible.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    sizes = gather(int(os.environ.get(LOCAL_WORLD_SIZE_ENV, world)))
+    node = int(sizes[0])
+    if len(set(sizes)) > 1 and any(tier.copies and not tier.jump for tier in tiers):
+        raise UnrecoverableError(
+            f"nodes have different numbers of ranks, {sorted(set(sizes))}: say with jump how far apart copies are"
         )
-        left_out = set()
-        for place, (name, directory) in enumerate(known.items()):
-            outcomes = {each[place][0] for each in told}
-            everywhere = set.intersection(*({*each[place][2]} for each in told))
-            if directory.whole is None and everywhere:
-                directory.whole = max(map(SaveId.parse, everywhere))
-            if all(each[place][:2] == ["whole", str(directory.last)] for each in told):
-                directory.whole = directory.last
-            if "busy" in outcomes:
-                left_out.add(name)
-                if not directory.has_told and dist.get_rank() == 0:
-                    logger.warning("%s: the last copy is still being written; this one is left out", name)
-                directory.has_told = True
-        return [tier for tier in due if tier.name not in left_out]
+    possible = {}
+    for tier in tiers:
+        try:
+            possible[tier.name] = tier.distances(world, node)
+        except ValueError as error:
+            raise UnrecoverableError(str(error)) from error
+
+    def is_bad(tier: Tier, jump: int) -> bool:
+        return len(group) > 1 and set(clique_of(rank, world, jump, tier.copies + 1)) <= {*group}
+
+    mine = {tier.name: [is_bad(tier, jump) for jump in possible[tier.name]] for tier in tiers if tier.copies}
+    told = gather({name: list(each) for name, each in mine.items()})
+    found = {}
+    for tier in tiers:
+        jumps = possible[tier.name]
+        good = [
+            jump
+            for place, jump in enumerate(jumps)
+            if not tier.copies or not any(each[tier.name][place] for each in told)
+        ]
+        found[tier.name] = (good or jumps)[0]
+        if not good and rank == 0:
+            logger.warning(
+                "%s: copies are kept by ranks that hold the same shard, %d ranks apart, and are lost with them: "
+                "give another jump",
+                tier.name,
+                jumps[0],
+            )
+    return found

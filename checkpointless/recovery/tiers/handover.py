@@ -24,15 +24,13 @@ from checkpointless.inprocess.context import own_board
 from checkpointless.inprocess.exceptions import line_of
 from checkpointless.inprocess.memory import free_host_memory
 from checkpointless.inprocess.parameter_update_lock import CommitState
-from checkpointless.local_checkpoint.content import Content
-from checkpointless.local_checkpoint.disk_storage import DiskStorage
-from checkpointless.local_checkpoint.part_id import PartId, SaveId
-from checkpointless.local_checkpoint.part_storage import PartError
 from checkpointless.recovery.conference import Saves
 from checkpointless.recovery.held_state import HeldState
 from checkpointless.recovery.moment import Moment, Stage
 from checkpointless.recovery.own.state import OwnState
 from checkpointless.recovery.rng import RngStates
+from checkpointless.replication.directory import DirectoryStore
+from checkpointless.replication.parts import Content, Part, PartError, PartId, SaveId
 from checkpointless.serialization import state_tree
 from checkpointless.serialization.tensor_memory import own_device
 from checkpointless.telemetry.wording import size
@@ -90,8 +88,8 @@ def hand_over(estate: Estate, own: OwnState, high_water: int) -> tuple[int, str]
         lacking = _lacking_room(content.nbytes, root.parent)
         if lacking:
             return 0, lacking
-        part = PartId(SaveId(max(held.commit.committed, 0), secrets.token_hex(12)), own_rank())
-        DiskStorage(root).write([(part, content)], own_rank(), own_world_size())
+        name = PartId(SaveId(max(held.commit.committed, 0), secrets.token_hex(12)), own_rank())
+        DirectoryStore(root).write(Part.sealed(name, own_world_size(), content), own_rank())
     except (OSError, MemoryError, RuntimeError, ValueError, TypeError) as error:
         clear()
         return 0, line_of(error)
@@ -108,10 +106,10 @@ def take_over(own: OwnState) -> Estate | None:
     if root is None or not root.is_dir():
         return None
     try:
-        shelf = DiskStorage(root).shelf(rank, own_world_size())
+        shelf = DirectoryStore(root).shelf(own_world_size())
         for save in sorted(shelf, reverse=True):
-            for part in shelf[save].get(rank, ()):
-                return _estate(part.read(), own)
+            for file in shelf[save].get(rank, ()):
+                return _estate(file.read().content, own)
     except (OSError, PartError, ValueError) as error:
         logger.error("what the process before this one handed over cannot be used: %s", error)
         return None

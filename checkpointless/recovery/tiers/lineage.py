@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from checkpointless.local_checkpoint.part_id import SaveId
+from checkpointless.replication.parts import SaveId
 
 if TYPE_CHECKING:
     from checkpointless.wire.plain import Json, Parsed

@@ -8,13 +8,21 @@ from typing import Any
 
 import torch
 
-from checkpointless.local_checkpoint.content import Content
+from checkpointless.inprocess.context import own_board
+from checkpointless.inprocess.parameter_update_lock import CommitState
+from checkpointless.recovery.held_state import HeldState
+from checkpointless.recovery.live_state import LiveState
 from checkpointless.recovery.moment import Moment, Stage
+from checkpointless.recovery.own.state import OwnState
+from checkpointless.recovery.rng import RngStates
+from checkpointless.replication.parts import Content
 from checkpointless.serialization import state_tree
 from checkpointless.serialization.tensor_memory import own_device
 from checkpointless.transfer.tensor_entry import Key
 
 _FORMAT = 1
+#: The moment after a step at which copies are made: the first one, so that a finished step is soon copied.
+COPIED_AT = Stage.COMMITTED
 
 
 @dataclass(frozen=True)
@@ -102,3 +110,58 @@ class Snapshot:
             )
         except (KeyError, TypeError) as error:
             raise ValueError(f"this is no copy of a rank's state: {error!r}") from error
+
+
+def snapshot_of(live: LiveState, own: OwnState, step: int, fit: int, offset: int) -> Snapshot | None:
+    """Return the state of this rank after ``step``, its tensors as they live; None if it has no such moment.
+
+    Args:
+        live: the state, right after the update.
+        own: what is this rank's own.
+        step: the optimizer step.
+        fit: the fit of the block, counted from 1.
+        offset: how many steps of the job precede that fit.
+    """
+    moment, streams = live.moments(step).get(COPIED_AT), own.streams.at(step).get(COPIED_AT)
+    if moment is None or streams is None:
+        return None
+    start = own.streams.data_start()
+    before = own.streams.newest(step - 1)
+    return Snapshot(
+        step=step,
+        stage=COPIED_AT,
+        fit=fit,
+        offset=offset,
+        tensors=live.essentials(),
+        moment=moment,
+        streams=streams.to_bytes(),
+        streams_before=before.to_bytes() if before is not None else None,
+        data_start=start.to_bytes() if start is not None else None,
+        own_buffers=own.buffers.record(step, COPIED_AT, own_board()),
+    )
+
+
+def hold_snapshot(snapshot: Snapshot, own: OwnState) -> HeldState:
+    """Return the state of a copy as one that this rank holds, and keep what is the rank's own.
+
+    Args:
+        snapshot: the copy, which nobody else uses.
+        own: what is this rank's own; its streams of other steps are forgotten, but not which buffers differ.
+    """
+    moment = snapshot.step, snapshot.stage
+    own.streams.forget()
+    if snapshot.streams_before is not None:
+        own.streams.keep(snapshot.step - 1, RngStates.from_bytes(snapshot.streams_before))
+    own.streams.keep(snapshot.step, RngStates.from_bytes(snapshot.streams))
+    if snapshot.data_start is not None:
+        own.streams.keep_data_start(RngStates.from_bytes(snapshot.data_start))
+    if snapshot.own_buffers is not None:
+        own.buffers.keep_record(*moment, snapshot.own_buffers, own_board())
+    return HeldState(
+        CommitState(snapshot.step, ready=False, torn=False),
+        dict(snapshot.tensors),
+        {snapshot.stage: snapshot.moment},
+        fit=snapshot.fit,
+        offset=snapshot.offset,
+        buffers={moment: snapshot.moment.buffers},
+    )

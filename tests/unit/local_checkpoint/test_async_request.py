@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from checkpointless.local_checkpoint import disk_storage, part_file
 from checkpointless.local_checkpoint.async_request import AsyncRequest, AsyncSave
 from checkpointless.recovery import LocalCheckpointError, LocalCheckpointManager
+from checkpointless.replication import DirectoryStore, directory
 from tests.ranks.local_checkpoint_ranks import bits, state
 from tests.unit.local_checkpoint.disk import fail, files
 
@@ -23,13 +23,13 @@ from tests.unit.local_checkpoint.disk import fail, files
 def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Keep files from being written until the event is set."""
     opened = threading.Event()
-    write = disk_storage.write_part
+    write = DirectoryStore.write
 
-    def gated(*arguments: Any) -> Path:
+    def gated(*arguments: Any) -> None:
         assert opened.wait(20)
-        return write(*arguments)
+        write(*arguments)
 
-    monkeypatch.setattr(disk_storage, "write_part", gated)
+    monkeypatch.setattr(DirectoryStore, "write", gated)
     return opened
 
 
@@ -101,7 +101,7 @@ def test_a_full_disk_costs_an_asynchronous_save_only(
 ) -> None:
     manager.save({}, 1)
     with monkeypatch.context() as full:
-        full.setattr(part_file.os, "fsync", fail(OSError(errno.ENOSPC, "No space left on device")))
+        full.setattr(directory.os, "fsync", fail(OSError(errno.ENOSPC, "No space left on device")))
         begun(manager, {}, 2).wait()
     assert "iteration 2 is not kept" in caplog.text
     assert [int(path.name[5:15]) for path in files(tmp_path)] == [1]
@@ -116,7 +116,7 @@ def test_no_error_of_a_writer_is_raised_for_which_other_ranks_would_wait(
     caplog: pytest.LogCaptureFixture,
     is_async: bool,
 ) -> None:
-    monkeypatch.setattr(disk_storage, "write_part", lambda *arguments: 1 / 0)
+    monkeypatch.setattr(DirectoryStore, "write", lambda *arguments: 1 / 0)
     if is_async:
         begun(manager, {}, 2).wait()
     else:

@@ -5,24 +5,20 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 import checkpointless
-from checkpointless.local_checkpoint import disk_storage, part_file
-from checkpointless.local_checkpoint.content import Content
-from checkpointless.local_checkpoint.manager import missing_parts
-from checkpointless.local_checkpoint.part_file import PartName, write_part
-from checkpointless.local_checkpoint.part_id import PartId, SaveId
-from checkpointless.local_checkpoint.part_storage import PartError, Shelf
 from checkpointless.recovery import LocalCheckpointError, LocalCheckpointManager
+from checkpointless.replication import DirectoryStore, directory, register_store
+from checkpointless.replication.directory import FileName
+from checkpointless.replication.parts import Content, Part, PartError, PartId, SaveId
+from checkpointless.replication.store import Shelf
 from tests.ranks.local_checkpoint_ranks import bits, state
 from tests.unit.local_checkpoint.disk import fail, files
 
@@ -87,13 +83,13 @@ def test_the_older_save_is_there_until_the_next_but_one(
     manager: LocalCheckpointManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there_while_written = []
-    write = disk_storage.write_part
+    write = DirectoryStore.write
 
-    def observed(*arguments: Any) -> Path:
+    def observed(*arguments: Any) -> None:
         there_while_written.append([int(path.name[5:15]) for path in files(tmp_path)])
-        return write(*arguments)
+        write(*arguments)
 
-    monkeypatch.setattr(disk_storage, "write_part", observed)
+    monkeypatch.setattr(DirectoryStore, "write", observed)
     for iteration in range(4):
         manager.save({}, iteration)
     assert there_while_written == [[], [0], [1], [2]]
@@ -111,7 +107,7 @@ def test_a_save_of_an_earlier_iteration_supersedes_the_later_one(manager: LocalC
 
 def test_what_a_dead_writer_left_and_what_is_not_ours(manager: LocalCheckpointManager, tmp_path: Path) -> None:
     folder = tmp_path / "local" / "checkpoints"
-    (folder / PartName(PART, 0, finished=False).file).write_bytes(b"torn")
+    (folder / FileName(PART, 1, 0).unfinished).write_bytes(b"torn")
     (folder / "notes.txt").write_text("mine")
     assert manager.find_latest() == -1
     manager.save({}, 1)
@@ -119,11 +115,10 @@ def test_what_a_dead_writer_left_and_what_is_not_ours(manager: LocalCheckpointMa
 
 
 def test_parts_of_a_job_of_another_size_are_not_loaded(manager: LocalCheckpointManager, tmp_path: Path) -> None:
-    name = PartName(PartId(PART.save, 0), 0, finished=True)
-    write_part(tmp_path / "local" / "checkpoints", name, 2, Content.of({}))
-    assert manager.find_latest() == -1
-    write_part(tmp_path / "local" / "checkpoints", name, 1, Content.of({}))
-    assert manager.find_latest() == 5
+    store = DirectoryStore(tmp_path / "local" / "checkpoints")
+    for world_size, found in ((2, -1), (1, 5)):
+        store.write(Part.sealed(PartId(PART.save, 0), world_size, Content.of({})), 0)
+        assert manager.find_latest() == found
 
 
 def test_a_directory_that_is_lost_while_training_is_made_again(
@@ -144,7 +139,7 @@ def test_a_full_disk_costs_the_save_and_leaves_the_one_before(
 ) -> None:
     manager.save(state(0, 5), 5)
     with monkeypatch.context() as full:
-        full.setattr(part_file.os, call, fail(OSError(errno.ENOSPC, "No space left on device")))
+        full.setattr(directory.os, call, fail(OSError(errno.ENOSPC, "No space left on device")))
         manager.save(state(0, 6), 6)
     assert "part 0 of iteration 6 cannot be written by rank 0: [Errno 28] No space left on device" in caplog.text
     assert "iteration 6 is not kept: no undamaged copy is left of part 0 of iteration 6" in caplog.text
@@ -157,8 +152,8 @@ def test_a_disk_without_room_is_not_written_to(
     manager: LocalCheckpointManager, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     room = SimpleNamespace(f_bavail=1, f_frsize=4096)
-    monkeypatch.setattr(disk_storage.os, "statvfs", lambda path: room)
-    monkeypatch.setattr(disk_storage, "write_part", fail(OSError("it was written to")))
+    monkeypatch.setattr(directory.os, "statvfs", lambda path: room)
+    monkeypatch.setattr(directory.os, "open", fail(OSError("it was written to")))
     manager.save({"weights": torch.zeros(2048)}, 1)
     assert re.search(
         r"iteration 1 cannot be written by rank 0: .* 8\d+ bytes are needed and 4096 are free", caplog.text
@@ -174,7 +169,7 @@ def test_an_interrupted_save_leaves_nothing(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(part_file.os, "fsync", interrupted)
+        patched.setattr(directory.os, "fsync", interrupted)
         with pytest.raises(KeyboardInterrupt):
             manager.save(state(0, 6), 6)
     assert len(files(tmp_path)) == 1
@@ -190,16 +185,16 @@ def test_what_cannot_be_deleted_does_not_fail_the_save(
         patched.setattr(Path, "unlink", fail(PermissionError(errno.EPERM, "Operation not permitted")))
         manager.save({}, 3)
     assert manager.find_latest() == 3
-    assert "an old local checkpoint cannot be deleted" in caplog.text
+    assert "an old copy cannot be deleted" in caplog.text
 
 
 def test_nothing_is_deleted_before_a_newer_save_is_complete(
     manager: LocalCheckpointManager, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    folder = tmp_path / "local" / "checkpoints"
-    write_part(folder, PartName(PartId(PART.save, 0), 0, finished=True), 2, Content.of({}))  # a larger job's
+    larger_jobs = Part.sealed(PartId(PART.save, 0), 2, Content.of({}))
+    DirectoryStore(tmp_path / "local" / "checkpoints").write(larger_jobs, 0)
     with monkeypatch.context() as full:
-        full.setattr(part_file.os, "fsync", fail(OSError(errno.ENOSPC, "No space left on device")))
+        full.setattr(directory.os, "fsync", fail(OSError(errno.ENOSPC, "No space left on device")))
         manager.save({}, 6)
     assert [int(path.name[5:15]) for path in files(tmp_path)] == [5]
     manager.save({}, 7)
@@ -235,70 +230,57 @@ def test_a_session_is_a_name_of_a_folder(tmp_path: Path, session_id: str) -> Non
         LocalCheckpointManager(tmp_path, session_id)
 
 
-@given(st.lists(st.tuples(st.sets(st.integers(0, 4)), st.sets(st.integers(0, 4))), min_size=5, max_size=5))
-def test_a_part_is_missing_if_neither_its_rank_nor_a_peer_has_it(ranks: list[tuple[set[int], set[int]]]) -> None:
-    parts, peers = [each[0] for each in ranks], [sorted(each[1]) for each in ranks]
-    missing = missing_parts(parts, peers, 5)
-    for rank in range(5):
-        reachable = set(parts[rank]).union(*(parts[peer] for peer in peers[rank]))
-        assert (rank in missing) == (rank not in reachable)
-
-
-# --- another storage ----------------------------------------------------------------------------------------------
+# --- another store ------------------------------------------------------------------------------------------------
 
 
 class Remembered:
     """Represents a part in memory."""
 
-    def __init__(self, content: Content) -> None:
-        self.content = content
+    def __init__(self, part: Part) -> None:
+        self.part = part
         self.damaged = False
 
-    def verify(self) -> None:
-        self.read()
-
-    def read(self) -> Content:
+    def read(self, is_shared: bool = False) -> Part:
         if self.damaged:
             raise PartError("a bit has flipped")
-        return self.content
+        return self.part
 
 
 class Memory:
     """Stores parts in memory instead of on a disk."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self) -> None:
         self.parts: dict[PartId, Remembered] = {}
 
-    def make(self) -> None:
-        pass
+    def write(self, part: Part, holder: int) -> None:
+        self.parts |= {part.id: Remembered(part)}
 
-    def write(self, parts: Sequence[tuple[PartId, Content]], holder: int, world_size: int) -> None:
-        self.parts |= {part: Remembered(content) for part, content in parts}
-
-    def shelf(self, holder: int, world_size: int) -> Shelf:
+    def shelf(self, world_size: int) -> Shelf:
         return {part.save: {part.part: [stored]} for part, stored in self.parts.items()}
 
-    def delete(self, save: SaveId) -> None:
-        self.parts = {part: stored for part, stored in self.parts.items() if part.save != save}
-
-    def delete_all_but(self, keep: Collection[SaveId | None]) -> None:
-        self.parts = {part: stored for part, stored in self.parts.items() if part.save in keep}
+    def delete(self, is_meant: Callable[[SaveId], bool]) -> None:
+        self.parts = {part: stored for part, stored in self.parts.items() if not is_meant(part.save)}
 
 
-def test_a_storage_of_another_kind_takes_the_place_of_the_disk(tmp_path: Path) -> None:
-    memory = Memory(tmp_path)
-    manager = LocalCheckpointManager(tmp_path / "unused", storage=lambda root: memory)
+@pytest.fixture
+def memory() -> Memory:
+    """Return the store of the place ``remembered://``."""
+    made = Memory()
+    register_store("remembered", lambda name: made)
+    return made
+
+
+def test_a_store_of_another_kind_takes_the_place_of_the_disk(memory: Memory, tmp_path: Path) -> None:
+    manager = LocalCheckpointManager("remembered://checkpoints")
     for iteration in range(3):
         manager.save(state(0, iteration), iteration)
     assert [part.save.iteration for part in memory.parts] == [1, 2]
     assert manager.find_latest() == 2
     assert bits(manager.load()[0]) == bits(state(0, 2))
-    assert not (tmp_path / "unused").exists()
 
 
-def test_a_damaged_part_of_any_storage_counts_as_missing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    memory = Memory(tmp_path)
-    manager = LocalCheckpointManager(tmp_path, storage=lambda root: memory)
+def test_a_damaged_part_of_any_store_counts_as_missing(memory: Memory, caplog: pytest.LogCaptureFixture) -> None:
+    manager = LocalCheckpointManager("remembered://checkpoints")
     manager.save({"n": 1}, 1)
     manager.save({"n": 2}, 2)
     max(memory.parts.items())[1].damaged = True

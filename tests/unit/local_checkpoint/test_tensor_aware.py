@@ -16,7 +16,7 @@ from checkpointless.local_checkpoint import (
     TensorAwareStateDict,
     register_form,
 )
-from checkpointless.local_checkpoint.content import Content
+from checkpointless.local_checkpoint.tensor_aware import content_of
 from checkpointless.serialization.state_tree import StateTreeError
 from tests.ranks.local_checkpoint_ranks import bits, state
 
@@ -124,7 +124,7 @@ def test_a_class_of_ones_own_has_to_be_known(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr("checkpointless.local_checkpoint.tensor_aware._forms", {})
     given = Pair(torch.zeros(1), torch.ones(2))
     with pytest.raises(StateTreeError, match="Pair, which is not known: give it to register_form, on every rank"):
-        Content.of(given)
+        content_of(given)
     register_form(Pair, lambda pair: [pair.one, pair.other], lambda tree: Pair(*tree))
     manager = LocalCheckpointManager(tmp_path)
     manager.save(given, 1)

@@ -15,7 +15,7 @@ from megatron.core.dist_checkpointing.tensor_aware_state_dict import MCoreTensor
 from nvidia_resiliency_ext.checkpointing.local import basic_state_dict as nvrx
 
 from checkpointless.local_checkpoint import LocalCheckpointError, LocalCheckpointManager
-from checkpointless.local_checkpoint.content import Content
+from checkpointless.local_checkpoint.tensor_aware import content_of, state_of
 from tests.ranks.local_checkpoint_ranks import bits
 
 pytestmark = pytest.mark.nemo
@@ -79,8 +79,8 @@ def test_a_tensor_in_host_memory_keeps_the_device_that_it_came_from() -> None:
     """Megatron-core then moves it back; this test has no such device, and asks for it only."""
     given = made()
     next(iter(given._sharded_tensors)).orig_device = "cuda"
-    taken = Content.of(given)
-    assert [getattr(leaf, "orig_device", "") for leaf in leaves(taken.state())][:2] == ["cuda", ""]
+    taken = content_of(given)
+    assert [getattr(leaf, "orig_device", "") for leaf in leaves(state_of(taken))][:2] == ["cuda", ""]
 
 
 def test_a_leaf_that_could_not_be_loaded_is_refused(tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_a_request_is_like_those_of_the_frameworks(tmp_path: Path) -> None:
 def test_a_state_of_nvrx_stays_one_of_nvrx() -> None:
     given = object.__new__(nvrx.BasicTensorAwareStateDict)  # its constructor wants a GPU
     given.state_dict, given._is_hollow = {"a": torch.ones(3)}, False
-    made = Content.of(given).state()
+    made = state_of(content_of(given))
     assert type(made) is nvrx.BasicTensorAwareStateDict
     assert bits(made.state_dict) == bits({"a": torch.ones(3)})
     assert not made.is_hollow

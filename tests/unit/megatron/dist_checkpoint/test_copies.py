@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import logging
-import multiprocessing
-import pickle
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
-from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from checkpointless.local_checkpoint.content import Content
-from checkpointless.local_checkpoint.memory_storage import MemoryStorage
-from checkpointless.local_checkpoint.part_id import PartId, SaveId
-from checkpointless.local_checkpoint.part_storage import read_any
-from checkpointless.megatron.dist_checkpoint import Copies, keeper
-from checkpointless.megatron.dist_checkpoint.keeper import Kept, in_storage_of_its_own
+from checkpointless.megatron.dist_checkpoint import Copies
+from checkpointless.megatron.dist_checkpoint import copies as copies_module
+from checkpointless.megatron.dist_checkpoint.save_strategy import in_storage_of_its_own
+from checkpointless.replication import MemoryStore, register_store
+from checkpointless.replication.host_memory import HostMemoryPool
+from checkpointless.replication.parts import Content, Part, SaveId
 
 pytestmark = pytest.mark.nemo
 LIMIT_S = 30.0
@@ -44,15 +41,9 @@ def save(copies: Copies, number: int, is_whole: bool = True) -> torch.Tensor:
     return weight
 
 
-def written(kept: Kept) -> Content:
-    """Let a forked process copy what is to be kept, as the one does that writes a checkpoint."""
-    assert kept.content is not None
-    assert kept.later is not None
-    process = multiprocessing.get_context("fork").Process(target=kept.later.before(lambda: None))
-    process.start()
-    process.join(LIMIT_S)
-    assert process.exitcode == 0
-    return kept.content
+def written(content: Content | None) -> Content:
+    assert content is not None
+    return content
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -64,9 +55,8 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 def kept(copies: Copies) -> dict[SaveId, set[float]]:
     """Return the values of the copies that are kept."""
-    shelf = copies.places[0].storage.shelf(0, 1)
-    contents = {each: read_any(parts[0]) for each, parts in shelf.items()}
-    return {each: {*content.tensors[0].tolist()} for each, content in contents.items() if content is not None}
+    shelf = copies.stores["memory"].shelf(1)
+    return {each: {*parts[0][0].read().content.tensors[0].tolist()} for each, parts in shelf.items()}
 
 
 def test_the_newest_whole_checkpoint_and_the_one_being_written_are_kept() -> None:
@@ -75,7 +65,7 @@ def test_the_newest_whole_checkpoint_and_the_one_being_written_are_kept() -> Non
     save(copies, 1, is_whole=False)
     assert kept(copies) == {SAVES[0]: {0.0}}
     written(copies.keep(SAVES[2], Content.of({"weight": torch.full((5,), 2.0)})))
-    copies.prepare().end(SAVES[2])
+    wait_until(lambda: len(kept(copies)) == 2)  # it is brought in the background
     assert kept(copies) == {SAVES[0]: {0.0}, SAVES[2]: {2.0}}
     copies.end(SAVES[2], is_whole=True)
     assert kept(copies) == {SAVES[2]: {2.0}}
@@ -90,39 +80,44 @@ def test_two_pieces_of_memory_are_used_in_turn() -> None:
     assert len(set(pieces)) == 2
 
 
-class SlowStorage(MemoryStorage):
+class SlowStore(MemoryStore):
     """A place that takes long."""
 
     def __init__(self) -> None:
         super().__init__()
         self.go_on = threading.Event()
 
-    def write(self, parts: Sequence[tuple[PartId, Content]], holder: int, world_size: int) -> None:
+    def write(self, part: Part, holder: int) -> None:
         """Write when it is told to."""
         assert self.go_on.wait(LIMIT_S)
-        super().write(parts, holder, world_size)
+        super().write(part, holder)
 
 
-def test_training_waits_for_nothing_but_the_copy_in_memory() -> None:
-    slow = SlowStorage()
-    copies = Copies(disk=slow)
+@pytest.fixture
+def slow() -> SlowStore:
+    """Return the store of the place ``slow://``."""
+    store = SlowStore()
+    register_store("slow", lambda name: store)
+    return store
+
+
+def test_training_waits_for_nothing_but_the_copy_in_memory(slow: SlowStore) -> None:
+    copies = Copies(disk="slow://")
     live = torch.full((5,), 1.0)
     written(copies.keep(SAVES[1], Content.of({"weight": live})))
     live.fill_(-1.0)
-    assert not slow.shelf(0, 1)
+    assert not slow.shelf(1)
     slow.go_on.set()  # it is waited for, for a while
     copies.end(SAVES[1], is_whole=True)
-    content = read_any(slow.shelf(0, 1)[SAVES[1]][0])
-    assert content is not None
-    assert content.tensors[0].tolist() == [1.0] * 5
+    (copy,) = slow.shelf(1)[SAVES[1]][0]
+    assert copy.read().content.tensors[0].tolist() == [1.0] * 5
 
 
 def test_a_place_that_does_not_answer_is_waited_for_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    slow: SlowStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(keeper, "_WRITE_S", 0.1)
-    slow = SlowStorage()
-    copies = Copies(disk=slow)
+    monkeypatch.setattr(copies_module, "_WRITE_S", 0.1)
+    copies = Copies(disk="slow://")
     with caplog.at_level(logging.WARNING):
         save(copies, 0)
         assert "were not written within 0.1 s" in caplog.text
@@ -132,22 +127,22 @@ def test_a_place_that_does_not_answer_is_waited_for_once(
     assert "within" not in caplog.text
     assert kept(copies) == {SAVES[1]: {1.0}}
     slow.go_on.set()
-    wait_until(lambda: not slow.shelf(0, 1))
-    wait_until(lambda: not any(copies.prepare()._writing.values()))  # it is removed before its writer is free
-    monkeypatch.setattr(keeper, "_WRITE_S", 60.0)
+    wait_until(lambda: not slow.shelf(1))
+    wait_until(lambda: not copies._places[1].is_busy)
+    monkeypatch.setattr(copies_module, "_WRITE_S", 60.0)
     save(copies, 2)
-    assert slow.shelf(0, 1).keys() == {SAVES[2]}
+    assert slow.shelf(1).keys() == {SAVES[2]}
 
 
 def test_a_save_that_never_ends_leaves_nothing_behind() -> None:
     """NeMo does not schedule what another rank cannot save."""
     copies = Copies()
     save(copies, 0)
-    assert copies.keep(SAVES[1], Content.of({"weight": torch.ones(5)})).later is not None
+    written(copies.keep(SAVES[1], Content.of({"weight": torch.ones(5)})))
     save(copies, 2)
     save(copies, 3)
     assert kept(copies) == {SAVES[3]: {3.0}}
-    assert copies.prepare()._saves.keys() == {SAVES[2], SAVES[3]}
+    assert not copies._writing
 
 
 def test_several_that_are_being_written_are_all_kept() -> None:
@@ -167,37 +162,15 @@ def test_memory_that_is_not_there_costs_the_copy(
     copies = Copies()
     save(copies, 0)
 
-    def none(*_: object, **__: object) -> torch.Tensor:
+    def none(*_: object, **__: object) -> Content:
         raise RuntimeError("no room")
 
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
-        patch.setattr(torch, "frombuffer", none)
-        assert copies.keep(SAVES[1], Content.of({"weight": torch.ones(5)})).content is None
+        patch.setattr(HostMemoryPool, "content", none)
+        assert copies.keep(SAVES[1], Content.of({"weight": torch.ones(5)})) is None
     copies.end(SAVES[1], is_whole=True)
     assert "no copy is kept of what rank 0 saves: no room" in caplog.text
     assert kept(copies) == {}, "the one before is not the newest any more"
-
-
-def test_a_writer_that_dies_before_it_copies_costs_the_copy(caplog: pytest.LogCaptureFixture) -> None:
-    copies = Copies()
-    save(copies, 0)
-    assert copies.keep(SAVES[1], Content.of({"weight": torch.ones(5)})).later is not None
-    with caplog.at_level(logging.WARNING):
-        copies.end(SAVES[1], is_whole=False)
-    assert "no copy is kept of" in caplog.text
-    assert kept(copies) == {SAVES[0]: {0.0}}
-
-
-def test_a_writer_that_is_not_forked_gets_a_state_that_was_copied_before() -> None:
-    copies = Copies()
-    live = torch.full((5,), 1.0)
-    given = copies.keep(SAVES[1], Content.of({"weight": live}))
-    assert given.later is not None
-    assert given.content is not None
-    sent = ForkingPickler.dumps(given.later.before(print))
-    live.fill_(-1.0)
-    assert pickle.loads(sent) is print
-    assert given.content.tensors[0].tolist() == [1.0] * 5
 
 
 @pytest.mark.parametrize("wrong", [{"replication_jump": -1}, {"replication_factor": 0}])
@@ -228,7 +201,7 @@ def test_a_tensor_gets_a_storage_of_its_own_over_the_same_memory(
 
 
 def test_an_exchange_that_was_late_does_not_keep_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeper, "_EXCHANGE_S", 0.05)
+    monkeypatch.setattr(copies_module, "_EXCHANGE_S", 0.05)
     copies = Copies()
     made = copies.prepare()
     for number in range(4):
@@ -237,7 +210,7 @@ def test_an_exchange_that_was_late_does_not_keep_its_memory(monkeypatch: pytest.
         save(copies, number)
         late.set()
         wait_until(lambda: made._lane.is_idle)
-    assert len(made._saves) <= 2
+    assert not copies._writing
 
 
 def _wait_for(event: threading.Event) -> None:

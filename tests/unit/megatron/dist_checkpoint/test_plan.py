@@ -12,7 +12,6 @@ from checkpointless.megatron.dist_checkpoint.plan import (
     Delivery,
     deliveries_of,
     needers_of,
-    part_readers,
     readers_of,
     rounds_of,
 )
@@ -23,7 +22,6 @@ WORLD = 6
 ranks = st.integers(0, WORLD - 1)
 needs = st.lists(st.sets(st.integers(0, 19)), min_size=WORLD, max_size=WORLD)
 sizes = st.lists(st.integers(0, 1000), min_size=20, max_size=20)
-shelves = st.lists(st.sets(st.integers(0, WORLD - 1)), min_size=WORLD, max_size=WORLD)
 
 
 @given(needs, sizes)
@@ -41,17 +39,6 @@ def test_what_all_need_is_read_evenly(sizes: list[int]) -> None:
     for chunk, rank in readers.items():
         load[rank] += max(1, sizes[chunk])
     assert max(load.values()) - min(load.values()) <= max(1, *sizes)
-
-
-@given(shelves, st.sets(ranks), st.sets(st.tuples(ranks, ranks)))
-def test_each_part_is_read_by_one_rank_that_may_have_it(
-    shelves: list[set[int]], done: set[int], failed: set[tuple[int, int]]
-) -> None:
-    readers = part_readers(shelves, done, failed)
-    usable = [{part for part in parts if (part, rank) not in failed} for rank, parts in enumerate(shelves)]
-    assert readers.keys() == set().union(*usable) - done
-    assert all(part in usable[rank] for part, rank in readers.items())
-    assert all(readers[part] == part for part in readers if part in usable[part])
 
 
 @given(needs, st.lists(ranks, min_size=20, max_size=20))

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointless.local_checkpoint.part_id import SaveId
 from checkpointless.recovery.tiers.lineage import Lineage
+from checkpointless.replication.parts import SaveId
 
 JOB = "0123456789abcdef"
 FIRST = Lineage(JOB).begin(0, 0)

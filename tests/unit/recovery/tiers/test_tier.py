@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from checkpointless.local_checkpoint.disk_storage import DiskStorage
 from checkpointless.recovery import (
     CheckpointManager,
     LocalDirectory,
@@ -17,7 +16,9 @@ from checkpointless.recovery import (
     SharedDirectory,
 )
 from checkpointless.recovery.tiers.copies import Copies
-from checkpointless.recovery.tiers.table import TIERS, make_tiers
+from checkpointless.recovery.tiers.tier import TIERS, make_tiers
+from checkpointless.replication import DirectoryStore, MemoryStore, register_store
+from checkpointless.replication.parts import Content, Part, PartId, SaveId
 
 
 def test_copies_are_due_after_each_so_many_steps() -> None:
@@ -59,8 +60,8 @@ def test_numbers_out_of_range(settings: dict[str, Any]) -> None:
 def test_directories_have_a_folder_for_each_job(tmp_path: Path) -> None:
     local = LocalDirectory(tmp_path / "local").open("abc", 3)
     shared = SharedDirectory(tmp_path / "shared").open("abc", 3)
-    assert isinstance(local, DiskStorage)
-    assert isinstance(shared, DiskStorage)
+    assert isinstance(local, DirectoryStore)
+    assert isinstance(shared, DirectoryStore)
     assert local.root == tmp_path / "local" / "job-abc"
     assert shared.root == tmp_path / "shared" / "job-abc" / "rank-3"
 
@@ -71,7 +72,7 @@ def test_tiers_of_a_recipe_are_made_by_name(tmp_path: Path) -> None:
     assert isinstance(neighbor, NeighborMemory)
     assert isinstance(shared, SharedDirectory)
     assert shared.every == 5
-    (own,) = make_tiers({"checkpointless.recovery.tiers.neighbor_memory.NeighborMemory": {"every": 2}})
+    (own,) = make_tiers({"checkpointless.recovery.NeighborMemory": {"every": 2}})
     assert own.every == 2
 
 
@@ -106,9 +107,28 @@ def test_adapters_have_no_tiers() -> None:
 
 
 def test_a_folder_that_was_purged_is_made_again_at_the_next_copy(tmp_path: Path) -> None:
-    storage = SharedDirectory(tmp_path / "shared").open("abc", 3)
-    assert isinstance(storage, DiskStorage)
+    store = SharedDirectory(tmp_path / "shared").open("abc", 3)
+    assert isinstance(store, DirectoryStore)
     shutil.rmtree(tmp_path / "shared")
-    storage.write([], 3, 4)
-    assert storage.root.is_dir()
-    assert storage.root.stat().st_mode & 0o777 == 0o700
+    store.write(Part.sealed(PartId(SaveId(1, "0" * 24), 3), 4, Content.of({})), 3)
+    assert store.root.is_dir()
+    assert store.root.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_place_of_ones_own_is_named_by_its_scheme() -> None:
+    opened = []
+
+    def open_(name: str) -> MemoryStore:
+        opened.append(name)
+        return MemoryStore()
+
+    register_store("bucket", open_)
+    (tier,) = make_tiers({"shared_directory": {"path": "bucket://copies"}})
+    tier.clear(tier.open("abc", 3))
+    assert opened == ["copies/job-abc/rank-3"]
+
+
+def test_the_folders_of_a_job_that_has_ended_are_removed(tmp_path: Path) -> None:
+    for tier in (LocalDirectory(tmp_path / "local"), SharedDirectory(tmp_path / "shared")):
+        tier.clear(tier.open("abc", 3))
+    assert sorted(tmp_path.rglob("*")) == [tmp_path / "local", tmp_path / "shared"]

@@ -10,13 +10,16 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch.distributed as dist
 
-from checkpointless.local_checkpoint.cliques import NoReplicasAvailableError
 from checkpointless.transfer.exchange import all_gather_json
 
 if TYPE_CHECKING:
     from checkpointless.wire.plain import Json, Parsed
 
 _T = TypeVar("_T")
+
+
+class NoReplicasAvailableError(RuntimeError):
+    """No rank that could send a part has an undamaged copy of it."""
 
 
 class LocalCheckpointError(RuntimeError):

@@ -7,27 +7,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from checkpointless.local_checkpoint.content import Content
-from checkpointless.local_checkpoint.part_file import (
-    PartFileError,
-    PartName,
-    part_world_size,
-    read_part,
-    verify_part,
-    write_part,
-)
-from checkpointless.local_checkpoint.part_id import PartId, SaveId
-from checkpointless.serialization import state_tree
+from checkpointless.replication.directory import DirectoryStore, FileName, PartFile
+from checkpointless.replication.parts import Content, Part, PartError, PartId, SaveId
 from tests.ranks.local_checkpoint_ranks import bits
 
 PART = PartId(SaveId(5, "0123456789abcdef00000000"), 3)
-NAME = PartName(PART, 2, finished=True)
+NAME = FileName(PART, 4, 2)
 dtypes = st.sampled_from(
     [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e5m2, torch.int8, torch.bool]
 )
@@ -49,20 +41,26 @@ trees = st.recursive(
 in_a_folder = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 
 
+def write(folder: Path, tree: Any) -> Path:
+    DirectoryStore(folder).write(Part.sealed(PART, 4, Content.of(tree)), holder=2)
+    return folder / str(NAME)
+
+
+def read(path: Path, name: FileName = NAME) -> Part:
+    return PartFile(path, name).read()
+
+
 @in_a_folder
 @given(tree=trees)
 def test_every_tree_comes_back_with_all_its_bits(tmp_path: Path, tree: Any) -> None:
-    path = write_part(tmp_path, NAME, 8, Content.of(tree))
-    verify_part(path)
-    assert part_world_size(path) == 8
-    assert bits(read_part(path).state()) == bits(tree)
+    assert bits(PartFile(write(tmp_path, tree), NAME).read().content.state()) == bits(tree)
 
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """Return the bytes of an undamaged part file."""
     tree = {"weight": torch.arange(30.0), "step": torch.tensor(3), "lr": 0.1}
-    return write_part(tmp_path_factory.mktemp("good"), NAME, 4, Content.of(tree)).read_bytes()
+    return write(tmp_path_factory.mktemp("good"), tree).read_bytes()
 
 
 @in_a_folder
@@ -70,46 +68,45 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 def test_a_flipped_bit_is_found_wherever_it_is(tmp_path: Path, good: bytes, place: float, bit: int) -> None:
     damaged = bytearray(good)
     damaged[int(place * len(good))] ^= 1 << bit
-    path = tmp_path / NAME.file
+    path = tmp_path / str(NAME)
     path.write_bytes(damaged)
-    with pytest.raises(PartFileError, match=re.escape(NAME.file)):
-        verify_part(path)
-    with pytest.raises(PartFileError):
-        read_part(path)
+    with pytest.raises(PartError, match=re.escape(str(NAME))):
+        read(path)
 
 
 @in_a_folder
 @given(place=st.floats(0, 1, exclude_max=True))
-def test_a_file_that_is_cut_off_is_found_by_its_seal(tmp_path: Path, good: bytes, place: float) -> None:
-    path = tmp_path / NAME.file
+def test_a_file_that_is_cut_off_is_found(tmp_path: Path, good: bytes, place: float) -> None:
+    path = tmp_path / str(NAME)
     path.write_bytes(good[: int(place * len(good))])
-    with pytest.raises(PartFileError):
-        part_world_size(path)
+    with pytest.raises(PartError, match="truncated"):
+        read(path)
 
 
 @pytest.mark.parametrize("change", [lambda data: data + b"\0", lambda data: b"\0" + data, lambda data: data * 2])
 def test_more_than_the_file_is_not_the_file(tmp_path: Path, good: bytes, change: Callable[[bytes], bytes]) -> None:
-    path = tmp_path / NAME.file
+    path = tmp_path / str(NAME)
     path.write_bytes(change(good))
-    with pytest.raises(PartFileError):
-        verify_part(path)
+    with pytest.raises(PartError):
+        read(path)
 
 
 def test_a_file_under_the_name_of_another_part_is_refused(tmp_path: Path, good: bytes) -> None:
-    path = tmp_path / PartName(PartId(PART.save, 1), 2, finished=True).file
-    path.write_bytes(good)
-    with pytest.raises(PartFileError, match=r"part 3 of iteration 5 .* and not what its name says"):
-        part_world_size(path)
+    for name in (FileName(PartId(PART.save, 1), 4, 2), FileName(PART, 8, 2)):
+        path = tmp_path / str(name)
+        path.write_bytes(good)
+        with pytest.raises(PartError, match=r"part_3 of 4 ranks, and not what its name says"):
+            read(path, name)
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("tensors", [["float32", shape]])
+        ("tensors", [["float32", shape, 1]])
         for shape in (
             [1.5],
             ["3"],
-            [2**64],
+            [2**63],
             [-1, -10],
             [2**62],
             [2**32, 2**32],
@@ -119,42 +116,41 @@ def test_a_file_under_the_name_of_another_part_is_refused(tmp_path: Path, good: 
             3,
         )
     ]
-    + [("tensors", value) for value in ([["float32"]], [["nonsense", []]], [[["a"], []]], 5, {"a": 1})]
-    + [("world_size", value) for value in (float("inf"), 4.0, "4", -1, 2**70, None)]
-    + [("structure", "text"), ("structure", 7), ("form", 7), ("id", 7), ("id", "x"), ("more", 1)],
+    + [("tensors", value) for value in ([["float32", []]], [["nonsense", [], 1]], [[["a"], [], 1]], 5, {"a": 1})]
+    + [("world_size", value) for value in (float("inf"), 4.5, "4", -1, 2**63, None)]
+    + [("structure", 7), ("id", 7), ("id", "x"), ("more", 1)],
 )
 def test_a_sealed_header_of_any_other_shape_is_refused(tmp_path: Path, field: str, value: Any) -> None:
-    header = {"id": str(PART), "world_size": 4, "form": "", "structure": b"", "tensors": []} | {field: value}
-    packed = state_tree.dumps(header)
-    digests = bytes(8 * len(value)) if field == "tensors" and isinstance(value, list) else b""
-    preface = b"CKPTPRT1" + len(packed).to_bytes(8, "little") + packed
-    seal = (len(digests) // 8).to_bytes(8, "little") + xxhash.xxh3_64(preface + digests).digest()[::-1]
-    path = tmp_path / NAME.file
-    path.write_bytes(preface + digests + seal)
-    for read in (part_world_size, verify_part, read_part):
-        with pytest.raises(PartFileError, match=re.escape(NAME.file)):
-            read(path)
+    header = {"id": str(PART), "world_size": 4, "structure": b"", "tensors": []} | {field: value}
+    packed = msgspec.msgpack.encode(header)
+    path = tmp_path / str(NAME)
+    digest = xxhash.xxh3_64_intdigest(packed)
+    path.write_bytes(b"CKPTPRT2" + len(packed).to_bytes(8, "little") + digest.to_bytes(8, "little") + packed)
+    with pytest.raises(PartError, match=re.escape(str(NAME))):
+        read(path)
+
+
+def test_a_file_of_an_earlier_version_is_refused(tmp_path: Path, good: bytes) -> None:
+    path = tmp_path / str(NAME)
+    path.write_bytes(b"CKPTPRT1" + good[8:])
+    with pytest.raises(PartError, match="no part file of this version"):
+        read(path)
 
 
 def test_the_header_is_where_it_is_said_to_be(good: bytes) -> None:
-    assert good.startswith(b"CKPTPRT1")
+    assert good.startswith(b"CKPTPRT2")
     length = int.from_bytes(good[8:16], "little")
-    tensors = good[16 + length : 16 + length + 30 * 4 + 8]
+    tensors = good[24 + length :]
     assert torch.frombuffer(bytearray(tensors[:120]), dtype=torch.float32).tolist() == list(range(30))
     assert int.from_bytes(tensors[120:], "little") == 3
-    assert int.from_bytes(good[-16:-8], "little") == 2
 
 
 @given(iteration=st.integers(0, 10**12), part=st.integers(0, 10**6), holder=st.integers(0, 10**6), finished=...)
 def test_names_of_files(iteration: int, part: int, holder: int, finished: bool) -> None:
-    name = PartName(PartId(SaveId(iteration, "f" * 24), part), holder, finished)
-    assert PartName.parse(name.file) == name
-    assert PartId.parse(str(name.id)) == name.id
-    assert SaveId.parse(str(name.id.save)) == name.id.save
+    name = FileName(PartId(SaveId(iteration, "f" * 24), part), holder + 1, holder)
+    assert FileName.parse(str(name) if finished else name.unfinished) == (name, finished)
 
 
-@pytest.mark.parametrize(
-    "file", ["notes.txt", f".{NAME.file}", f"{NAME.file}.tmp", "iter_5.part_3.held_2.ckpt", ""]
-)
+@pytest.mark.parametrize("file", ["notes.txt", f".{NAME}", f"{NAME}.tmp", "iter_5.of_4.part_3.held_2.ckpt", ""])
 def test_files_of_others(file: str) -> None:
-    assert PartName.parse(file) is None
+    assert FileName.parse(file) is None

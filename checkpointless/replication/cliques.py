@@ -1,17 +1,10 @@
-"""Which ranks keep whose parts, and who sends a lost part: pure functions of plain values.
+"""Which ranks keep whose parts: pure functions of plain values.
 
 The ranks of a job form cliques. The members of a clique are in different failure domains (nodes), and each of them
 keeps what the others save.
 """
 
 from __future__ import annotations
-
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-
-
-class NoReplicasAvailableError(RuntimeError):
-    """No rank that could send a part has an undamaged copy of it."""
 
 
 def clique_of(rank: int, world_size: int, jump: int, factor: int) -> tuple[int, ...]:
@@ -59,54 +52,3 @@ def check_layout(world_size: int, jump: int, factor: int) -> None:
             f"size must be a multiple of replication_jump * replication_factor = {jump * factor}. On a single node "
             "give replication_jump=1, which protects against the loss of files but not of the node"
         )
-
-
-@dataclass(frozen=True)
-class PartTransfer:
-    """One part that is sent to one rank.
-
-    Attributes:
-        id: the part.
-        receiver: the global rank that wants the part.
-        holders: the global ranks that send the part, each of them a share.
-    """
-
-    id: str
-    receiver: int
-    holders: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class ExchangePlan:
-    """The transfers of a clique, one after the other; the plan is the same on all members."""
-
-    transfers: tuple[PartTransfer, ...] = ()
-
-
-def plan_retrieval(
-    members: Sequence[int],
-    available: Mapping[int, Collection[str]],
-    wanted: Mapping[int, Collection[str]],
-) -> ExchangePlan:
-    """Plan that every wanted part is sent by all members that have it.
-
-    Args:
-        members: the global ranks of the clique.
-        available: the parts that each rank has; ranks that are not members are ignored.
-        wanted: the parts that each member asks for.
-
-    Raises:
-        NoReplicasAvailableError: no other member has a wanted part.
-    """
-    transfers = []
-    for receiver in sorted(members):
-        for part in sorted(set(wanted.get(receiver, ()))):
-            holders = tuple(
-                rank for rank in sorted(members) if rank != receiver and part in available.get(rank, ())
-            )
-            if not holders:
-                raise NoReplicasAvailableError(
-                    f"rank {receiver} has no copy of {part}, and none of the ranks {sorted(members)} has one"
-                )
-            transfers.append(PartTransfer(part, receiver, holders))
-    return ExchangePlan(tuple(transfers))

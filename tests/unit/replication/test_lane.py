@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from checkpointless.recovery.tiers import lane as lanes
-from checkpointless.recovery.tiers.lane import Lane, within
+from checkpointless.replication import lane as lanes
+from checkpointless.replication.lane import Lane, within
 
 LIMIT_S = 30.0
 

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from checkpointless.local_checkpoint.content import Content
+from checkpointless.replication.parts import Content, PartId, SaveId
 from checkpointless.serialization.state_tree import StateTreeError
 from tests.ranks.local_checkpoint_ranks import bits
 
@@ -52,3 +54,27 @@ class Sharded(torch.Tensor):
 def test_what_cannot_be_stored_is_refused_with_its_path(intruder: Any) -> None:
     with pytest.raises(StateTreeError, match=r"state\['callbacks'\]\[1\]\['EMA'\]"):
         Content.of({"callbacks": (0, {"EMA": intruder})})
+
+
+# --- names --------------------------------------------------------------------------------------------------------
+
+saves = st.builds(SaveId, st.integers(0, 10**12), st.text("0123456789abcdef", min_size=24, max_size=24))
+
+
+@given(saves, st.integers(0, 10**6))
+def test_names_come_back(save: SaveId, part: int) -> None:
+    assert SaveId.parse(str(save)) == save
+    assert PartId.parse(str(PartId(save, part))) == PartId(save, part)
+
+
+@given(saves, saves)
+def test_a_later_iteration_is_a_greater_save(one: SaveId, other: SaveId) -> None:
+    if one.iteration != other.iteration:
+        assert (one < other) is (one.iteration < other.iteration)
+
+
+def test_what_is_no_name_is_refused() -> None:
+    with pytest.raises(ValueError, match="'part_3' names no part"):
+        PartId.parse("part_3")
+    with pytest.raises(ValueError, match="'5' names no save"):
+        SaveId.parse("5")

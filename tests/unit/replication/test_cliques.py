@@ -1,4 +1,4 @@
-"""Cliques divide the job into failure domains, and retrieval plans use every copy and no other rank."""
+"""Cliques divide the job into failure domains."""
 
 from __future__ import annotations
 
@@ -8,21 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointless.local_checkpoint.cliques import (
-    ExchangePlan,
-    NoReplicasAvailableError,
-    PartTransfer,
-    all_cliques,
-    check_layout,
-    clique_of,
-    plan_retrieval,
-)
+from checkpointless.replication.cliques import all_cliques, check_layout, clique_of
 
 layouts = st.tuples(st.integers(1, 5), st.integers(1, 5), st.integers(1, 4)).map(
     lambda each: (each[0] * each[1] * each[2], each[1], each[2])
 )
-PARTS = [f"part_{number}" for number in range(5)]
-having = st.dictionaries(st.integers(0, 7), st.sets(st.sampled_from(PARTS)))
 
 
 @given(layouts)
@@ -76,30 +66,3 @@ def test_distances_and_sizes_are_positive(jump: int, factor: int) -> None:
 def test_a_rank_that_is_not_there() -> None:
     with pytest.raises(ValueError, match="rank 4 is not one of the 4 ranks"):
         clique_of(4, 4, 1, 2)
-
-
-@given(st.sets(st.integers(0, 7), min_size=1), having, having)
-def test_a_plan_serves_every_wish_from_all_members_that_have_it(
-    members: set[int], available: dict[int, set[str]], wanted: dict[int, set[str]]
-) -> None:
-    wishes = [(receiver, part) for receiver in sorted(members) for part in sorted(wanted.get(receiver, ()))]
-    holders = {
-        (receiver, part): {rank for rank in members - {receiver} if part in available.get(rank, ())}
-        for receiver, part in wishes
-    }
-    if all(holders.values()):
-        plan = plan_retrieval(sorted(members), available, wanted)
-        assert [(each.receiver, each.id) for each in plan.transfers] == wishes
-        assert all(set(each.holders) == holders[each.receiver, each.id] for each in plan.transfers)
-        assert all(list(each.holders) == sorted(each.holders) for each in plan.transfers)
-    else:
-        receiver, part = next(wish for wish in wishes if not holders[wish])
-        with pytest.raises(NoReplicasAvailableError, match=rf"rank {receiver} has no copy of {part}"):
-            plan_retrieval(sorted(members), available, wanted)
-
-
-@given(st.permutations([0, 2, 4]), having)
-def test_every_member_makes_the_same_plan(order: list[int], available: dict[int, set[str]]) -> None:
-    everything = {rank: [*available.get(rank, ()), PARTS[0]] for rank in (0, 2)}
-    wanted = {4: [PARTS[0], PARTS[0]]}
-    assert plan_retrieval(order, everything, wanted) == ExchangePlan((PartTransfer(PARTS[0], 4, (0, 2)),))

@@ -1,0 +1,10 @@
+"""Where copies are kept and how they get there: stores of parts, the exchange with peers, the copier.
+
+Tiers (:mod:`checkpointless.recovery.tiers`), local checkpoints (:mod:`checkpointless.local_checkpoint`) and copies
+of Megatron's checkpoints (:mod:`checkpointless.megatron.dist_checkpoint`) are its front ends.
+"""
+
+from checkpointless.replication.directory import DirectoryStore
+from checkpointless.replication.store import MemoryStore, PartStore, StoredPart, open_store, register_store
+
+__all__ = ["DirectoryStore", "MemoryStore", "PartStore", "StoredPart", "open_store", "register_store"]

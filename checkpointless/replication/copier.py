@@ -1,0 +1,288 @@
+"""Copies while training goes on: to host memory, to the peers, and to the places that keep them, in threads.
+
+What one generation's threads use, no later one's do: a thread that ends late finds nothing that it could spoil.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from checkpointless.replication.agreement import own_rank, world_size
+from checkpointless.replication.exchange import CliqueExchange
+from checkpointless.replication.host_memory import HostMemoryPool
+from checkpointless.replication.lane import Lane
+from checkpointless.replication.parts import Content, Part, PartId, SaveId
+from checkpointless.replication.store import PartStore, write_parts
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class Place:
+    """A place that keeps copies, in one generation.
+
+    Attributes:
+        name: what messages call it.
+        store: the place.
+        is_memory: whether it is this process's memory, which answers at once and is lost with the process.
+        exchange: the ranks that keep copies for each other there; None: each rank keeps its own.
+        present: the saves of which all parts are there that this rank writes.
+        is_busy: whether a save is still to be written.
+    """
+
+    name: str
+    store: PartStore
+    is_memory: bool = False
+    exchange: CliqueExchange | None = None
+    present: frozenset[SaveId] = frozenset()
+    is_busy: bool = False
+
+    def parts_of(self, parts: Mapping[CliqueExchange | None, Sequence[Part]]) -> list[Part]:
+        """Return the parts that belong here, of this rank's own and of those that each exchange has brought."""
+        return [*parts[None], *(parts[self.exchange] if self.exchange is not None else ())]
+
+    def note(self, save: SaveId, written: int) -> None:
+        """Note how many parts of a save are there."""
+        if written == (1 if self.exchange is None else len(self.exchange.members)):
+            self.present |= {save}
+
+    def delete(self, is_meant: Callable[[SaveId], bool]) -> None:
+        """Delete saves."""
+        self.store.delete(is_meant)
+        self.present = frozenset(save for save in self.present if not is_meant(save))
+
+
+@dataclass(eq=False)
+class Making:
+    """Copies that are being made.
+
+    Attributes:
+        save: their name.
+        begun: whether the state is being copied to the host.
+        void: whether training may have changed the state before it was copied.
+        error: what an exchange was ended by; None: none was.
+        writing: in how many places they are still to be written.
+        copied: set when training may change the state.
+        arrived: set when the peers' parts are here, and this rank's part is there.
+    """
+
+    save: SaveId
+    begun: bool = False
+    void: bool = False
+    error: Exception | None = None
+    writing: int = 0
+    copied: threading.Event = field(default_factory=threading.Event)
+    arrived: threading.Event = field(default_factory=threading.Event)
+
+
+#: Returns which other saves stay in a place when one is written; None: all do.
+Keep = Callable[[Place, SaveId], Collection[SaveId] | None]
+
+
+class Copier:
+    """Makes copies in one generation.
+
+    Args:
+        doing: what it does, for messages.
+        places: where copies are kept.
+        keep: says what is of use.
+        is_of_use: returns whether a save that lies in a place may be of use; None: nobody asks what lies there.
+
+    Attributes:
+        pool: the memory of what is copied and of what arrives.
+        making: the copies that were begun last; None: none were.
+        error: what ended an exchange: what peers wait for is not known any more. None: nothing did.
+    """
+
+    def __init__(
+        self,
+        doing: str,
+        places: Sequence[Place],
+        keep: Keep,
+        is_of_use: Callable[[SaveId], bool] | None = None,
+    ) -> None:
+        self._places, self._keep = places, keep
+        self._rank, self._world_size = own_rank(), world_size()
+        self.pool = HostMemoryPool()
+        self.making: Making | None = None
+        self.error: Exception | None = None
+        self._lane = Lane(doing)
+        # One for each place that may not answer, so that it holds up no other.
+        self._writers = {place: Lane(f"{doing} ({place.name})") for place in places if not place.is_memory}
+        for place, writer in self._writers.items():
+            if is_of_use is not None:
+                writer.do(partial(self._look, place, is_of_use))
+
+    # --- for the main thread --------------------------------------------------------------------------------------
+
+    @property
+    def thread(self) -> int | None:
+        """The identifier of the thread that waits for peers."""
+        return self._lane.thread
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is copied, and nothing will be without being asked for."""
+        return self._lane.is_idle
+
+    @property
+    def is_left(self) -> bool:
+        """Whether nothing is begun any more."""
+        return self._lane.is_left
+
+    @property
+    def can_exchange(self) -> bool:
+        """Whether parts can be exchanged now: nothing has failed, and nothing is being exchanged."""
+        return self.error is None and not self._lane.has_ended and self._lane.is_idle
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether all threads are gone."""
+        return self._lane.has_ended and not self.unfinished
+
+    @property
+    def unfinished(self) -> list[str]:
+        """The places whose threads are there, and after :meth:`leave` still write."""
+        return [place.name for place, writer in self._writers.items() if not writer.has_ended]
+
+    def begin(
+        self, save: SaveId, take: Callable[[], Content | None], due: Sequence[Place], exchanges: bool = True
+    ) -> Making:
+        """Begin to copy. A place in which the save before is still being written is left out, with a warning.
+
+        Args:
+            save: the name of the copies.
+            take: returns this rank's state in host memory, in a thread; None: there is none. Nothing holds the
+                function any longer than that takes.
+            due: the places that are to keep it.
+            exchanges: whether all ranks can exchange parts.
+        """
+        making = self.making = Making(save)
+        ready = [place for place in due if not place.is_busy]
+        for place in due:
+            if place.is_busy:
+                logger.warning("%s is not kept in %s: the one before is still written", save, place.name)
+            elif not place.is_memory:
+                place.is_busy = True
+                making.writing += 1
+        met = dict.fromkeys(place.exchange for place in due if exchanges and place.exchange is not None)
+        self._lane.do(partial(self._bring, making, [take], ready, list(met)))
+        return making
+
+    def delete(self, is_meant: Callable[[SaveId], bool]) -> None:
+        """Delete copies of saves: in memory now, elsewhere as soon as the place answers."""
+        for place in self._places:
+            task = partial(_attempt, place, partial(place.delete, is_meant))
+            if place.is_memory:
+                task()
+            else:
+                self._writers[place].do(task)
+
+    def leave(self) -> None:
+        """Begin nothing any more. What is complete stays."""
+        for lane in (self._lane, *self._writers.values()):
+            lane.leave()
+
+    # --- in the copying thread ------------------------------------------------------------------------------------
+
+    def _bring(
+        self,
+        making: Making,
+        take: list[Callable[[], Content | None]],
+        places: Sequence[Place],
+        exchanges: Sequence[CliqueExchange],
+    ) -> None:
+        """Copy the state to the host, exchange it with the peers, and have it written."""
+        parts: dict[CliqueExchange | None, list[Part]] = defaultdict(list)
+        making.begun = True  # before it is looked whether the lane is left: who leaves looks the other way round
+        try:
+            if self.is_left:
+                return
+            for place in places:
+                if place.is_memory:
+                    self._make_room(place, making.save)
+            content = self._taken(making, take.pop())
+            making.copied.set()  # before digests are computed: training waits for it
+            mine = None
+            if content is not None and not making.void:
+                mine = Part.sealed(PartId(making.save, self._rank), self._world_size, content)
+            parts[None] = [] if mine is None else [mine]
+            memories = [place for place in places if place.is_memory]
+            written = {place: write_parts(place.store, parts[None], self._rank) for place in memories}
+            for exchange in exchanges:
+                for part in self._arriving(making, exchange, mine):
+                    parts[exchange].append(part)
+                    for place in memories:
+                        if place.exchange is exchange:
+                            written[place] += write_parts(place.store, [part], self._rank)
+            for place, number in written.items():
+                place.note(making.save, number)
+        finally:
+            making.copied.set()
+            making.arrived.set()
+        for place in places:
+            if not place.is_memory:
+                self._writers[place].do(partial(self._write, place, making, place.parts_of(parts)))
+
+    def _taken(self, making: Making, take: Callable[[], Content | None]) -> Content | None:
+        """Return this rank's state; None if there is none or, with a warning, if it cannot be copied."""
+        try:
+            return take()
+        except (MemoryError, RuntimeError, TypeError) as error:  # torch has no exception of its own for the first
+            logger.warning("the state after step %d is not copied: %s", making.save.iteration, error)
+            return None
+
+    def _arriving(self, making: Making, exchange: CliqueExchange, mine: Part | None) -> Iterator[Part]:
+        """Yield the parts that the peers send; after an error nothing is exchanged any more."""
+        if self.error is not None:
+            return
+        try:
+            for sender, part in exchange.exchange(mine, self.pool):
+                if self.is_left:
+                    return
+                if part.id != PartId(making.save, sender):
+                    raise ValueError(f"rank {sender} sent {part.id} for {making.save}")
+                yield part
+        except Exception as error:  # noqa: BLE001 - whatever it is, the peers and this rank are not in step
+            making.error = self.error = error  # its frames hold the memory in which messages may still arrive
+
+    # --- in the thread of a place ---------------------------------------------------------------------------------
+
+    def _look(self, place: Place, is_of_use: Callable[[SaveId], bool]) -> None:
+        """Look which saves of this rank are in a place."""
+
+        def look() -> None:
+            shelf = place.store.shelf(self._world_size)
+            found = {save for save, parts in shelf.items() if self._rank in parts and is_of_use(save)}
+            place.present |= found
+
+        _attempt(place, look)
+
+    def _make_room(self, place: Place, save: SaveId) -> None:
+        keep = self._keep(place, save)
+        if keep is not None:
+            used = {*keep, save}
+            _attempt(place, partial(place.delete, lambda each: each not in used))
+
+    def _write(self, place: Place, making: Making, parts: Sequence[Part]) -> None:
+        """Write parts to a place, in which what is of use stays."""
+        try:
+            if not self._writers[place].is_left:
+                self._make_room(place, making.save)
+                place.note(making.save, write_parts(place.store, parts, self._rank))
+        finally:
+            place.is_busy = False
+            making.writing -= 1
+
+
+def _attempt(place: Place, call: Callable[[], object]) -> None:
+    """Call a function; a warning says what it raised: a place costs no more than its copies."""
+    try:
+        call()
+    except Exception as error:  # noqa: BLE001 - a disk that is full or gone, or a place of the user's own
+        logger.warning("%s: %s", place.name, error)

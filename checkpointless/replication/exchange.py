@@ -1,0 +1,238 @@
+"""The members of a clique give each other their parts, over a process group that nothing else uses.
+
+All members exchange at the same time: in turn d each member sends its part to the member d places further on, and
+receives one from the member as many places back. What arrives damaged is sent again, first the header and then the
+tensors.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import xxhash
+
+from checkpointless.environment import LOCAL_WORLD_SIZE_ENV
+from checkpointless.replication.cliques import all_cliques
+from checkpointless.replication.host_memory import HostMemoryPool
+from checkpointless.replication.parts import Part, PartError
+from checkpointless.transfer.exchange import all_gather_json, to_bytes, to_tensor
+from checkpointless.transfer.wire import wire_device
+
+logger = logging.getLogger(__name__)
+
+_TRIES = 3
+_CHUNK_BYTES = 64 * 1024 * 1024
+_HEADER_BYTES = 2 * 1024 * 1024 * 1024  # the most that a header may claim to take
+_HOST = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class _Link:
+    """Whom this rank sends to in a turn, and whom it receives from."""
+
+    receiver: int
+    sender: int
+
+
+class CliqueExchange:
+    """Exchanges parts among the members of one clique. All members call :meth:`exchange` together.
+
+    Args:
+        group: the process group of the clique.
+
+    Attributes:
+        members: the global ranks of the clique.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group: Any = group
+        self._device = wire_device(group)
+        self.members = tuple(dist.get_process_group_ranks(group))
+        self._place = self.members.index(dist.get_rank())
+
+    def exchange(self, part: Part | None, pool: HostMemoryPool) -> Iterator[tuple[int, Part]]:
+        """Give ``part`` to all other members, and yield each of theirs, with the global rank that it is of.
+
+        What a member cannot give, has no room for, or receives damaged three times costs that copy and a warning.
+
+        Args:
+            part: this rank's part; None: it has none this time.
+            pool: gives the memory for what arrives.
+
+        Raises:
+            RuntimeError: a member is gone, or the group was aborted.
+            ValueError: a member announced what cannot be.
+        """
+        nothing = torch.empty(0, dtype=torch.uint8)
+        laid_out = None if part is None else pool.copied(part)
+        header = nothing if laid_out is None else to_tensor(laid_out.header(), _HOST)
+        for distance in range(1, len(self.members)):
+            link = _Link(
+                self.members[(self._place + distance) % len(self.members)],
+                self.members[(self._place - distance) % len(self.members)],
+            )
+            arrived = self._turn(header, nothing if laid_out is None else _flat(laid_out), link, pool)
+            if arrived is not None:
+                yield link.sender, arrived
+
+    def _turn(self, header: torch.Tensor, memory: torch.Tensor, link: _Link, pool: HostMemoryPool) -> Part | None:
+        told = torch.zeros(2, dtype=torch.int64)
+        self._pass([torch.tensor([header.numel(), _digest(header)])], [told], link)
+        nbytes, digest = map(int, told)
+        if not 0 <= nbytes <= _HEADER_BYTES:
+            raise ValueError(f"rank {link.sender} announced a header of {nbytes} bytes")
+        theirs = torch.empty(nbytes, dtype=torch.uint8)
+        arrived = self._deliver(header, theirs, lambda: _digest(theirs) == digest, link, wanted=nbytes > 0)
+        room = _room(theirs, link.sender, pool) if arrived else None
+        place = torch.empty(0, dtype=torch.uint8) if room is None else _flat(room)
+        arrived = self._deliver(memory, place, lambda: _is_whole(room), link, wanted=room is not None)
+        return room if arrived else None
+
+    def _deliver(
+        self, mine: torch.Tensor, theirs: torch.Tensor, is_right: Callable[[], bool], link: _Link, *, wanted: bool
+    ) -> bool:
+        """Send ``mine`` if the receiver wants it, and receive ``theirs`` if this rank does, until both are right.
+
+        Of what is not wanted any more nothing is said: at its other end, the turn may be over.
+
+        Returns:
+            Whether ``theirs`` has arrived as it was sent.
+        """
+        wants, is_wanted = wanted, self._answers(wanted, True, True, link)
+        for _ in range(_TRIES):
+            if not wants and not is_wanted:
+                break
+            self._pass(_chunks(mine) if is_wanted else [], _chunks(theirs) if wants else [], link)
+            again = wants and not is_right()
+            is_wanted, wants = self._answers(again, wants, is_wanted, link), again
+        if wants:
+            logger.warning("the copy of rank %d's state arrived damaged %d times", link.sender, _TRIES)
+        return wanted and not wants
+
+    def _answers(self, wants: bool, is_asked: bool, was_wanted: bool, link: _Link) -> bool:
+        """Tell the sender whether its part is wanted, and return what the receiver says of this rank's.
+
+        Args:
+            wants: whether this rank wants the sender's part (again).
+            is_asked: whether the sender waits for that answer.
+            was_wanted: whether the receiver still has something to answer.
+            link: the two.
+        """
+        told = torch.zeros(1, dtype=torch.uint8)
+        mine = [torch.tensor([wants], dtype=torch.uint8)] if is_asked else []
+        self._pass(mine, [told] if was_wanted else [], _Link(link.sender, link.receiver))
+        return bool(told.item())
+
+    def _pass(self, mine: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor], link: _Link) -> None:
+        """Send ``mine`` to one rank, and receive ``theirs`` from another, at the same time."""
+        if self._device == _HOST:
+            works: list[Any] = [dist.irecv(each, link.sender, group=self._group) for each in theirs]
+            works += [dist.isend(each, link.receiver, group=self._group) for each in mine]
+            for work in works:
+                work.wait()
+            return
+        for number in range(max(len(mine), len(theirs))):  # through the GPU, a chunk at a time
+            room = [torch.empty_like(each, device=self._device) for each in theirs[number : number + 1]]
+            sent = [each.to(self._device) for each in mine[number : number + 1]]
+            operations = [dist.P2POp(dist.irecv, each, link.sender, self._group) for each in room]
+            operations += [dist.P2POp(dist.isend, each, link.receiver, self._group) for each in sent]
+            for work in dist.batch_isend_irecv(operations):
+                work.wait()
+            for place, each in zip(theirs[number : number + 1], room):
+                place.copy_(each)
+
+
+def _room(header: torch.Tensor, sender: int, pool: HostMemoryPool) -> Part | None:
+    """Return room for what a member sends; None, with a warning, if this rank has none."""
+    try:
+        return pool.room_for(to_bytes(header))
+    except (MemoryError, RuntimeError, ValueError) as error:  # torch raises the second if it cannot allocate
+        logger.warning("no room for the copy of rank %d's state: %s", sender, error)
+        return None
+
+
+def _flat(part: Part) -> torch.Tensor:
+    assert part.content.memory is not None
+    return part.content.memory.flat
+
+
+def _is_whole(part: Part | None) -> bool:
+    try:
+        if part is not None:
+            part.verify()
+    except PartError:
+        return False
+    return True
+
+
+def _digest(flat: torch.Tensor) -> int:
+    return xxhash.xxh3_64_intdigest(flat.numpy().data) - (1 << 63)  # as a number with a sign, for a tensor
+
+
+def _chunks(flat: torch.Tensor) -> list[torch.Tensor]:
+    return [flat[start : start + _CHUNK_BYTES] for start in range(0, flat.numel(), _CHUNK_BYTES)]
+
+
+# --- the groups of cliques ----------------------------------------------------------------------------------------
+
+
+def agreed_jump(jump: int, factor: int) -> int:
+    """Return the distance between the ranks of a clique, if all ranks ask for the same. Collective.
+
+    Args:
+        jump: the distance that this rank asks for; 0: the number of ranks on its node.
+        factor: how many members a clique is to have.
+
+    Raises:
+        ValueError: the ranks ask for different cliques, or the size of the node is not known.
+    """
+    jump = jump or int(os.environ.get(LOCAL_WORLD_SIZE_ENV, "0"))
+    asked = {(each[0], each[1]) for each in all_gather_json([jump, factor])}
+    if len(asked) > 1:
+        raise ValueError(
+            f"the ranks ask for different cliques, as (jump, factor): {sorted(asked)}. "
+            "Where nodes have different numbers of ranks, give replication_jump"
+        )
+    if not jump:
+        raise ValueError(f"{LOCAL_WORLD_SIZE_ENV} is not set: give replication_jump, the ranks of a node")
+    return jump
+
+
+def clique_group(jump: int, factor: int) -> dist.ProcessGroup:
+    """Make the process groups of all cliques, and return that of this rank's. Collective: every rank calls it.
+
+    All ranks make all groups. torch names a group that only its members make after the groups that each has made
+    before, and these differ from rank to rank where Megatron has groups of single pipeline stages. Parts lie in
+    host memory, so the groups are gloo's. They have the timeout of the job's group, which none inherits.
+
+    Args:
+        jump: the distance between the ranks of a clique.
+        factor: how many members a clique has.
+
+    Raises:
+        ValueError: the ranks of the job cannot be divided that way.
+    """
+    mine, timeout = None, _timeout_of_the_job()
+    for members in all_cliques(dist.get_world_size(), jump, factor):
+        group = dist.new_group(list(members), backend="gloo", timeout=timeout)
+        mine = group if dist.get_rank() in members else mine
+    assert mine is not None, "every rank is in a clique"
+    return mine
+
+
+def _timeout_of_the_job() -> timedelta | None:
+    world = dist.distributed_c10d._get_default_group()
+    try:
+        return world._get_backend(wire_device()).options._timeout
+    except (
+        AttributeError,
+        RuntimeError,
+    ):  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps the backend in one without options
+        return None

@@ -1,0 +1,177 @@
+"""Host memory that is used for part after part: new memory is slow when it is first written to."""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from checkpointless.replication.parts import Content, Header, Part
+
+logger = logging.getLogger(__name__)
+
+_ALIGNMENT = 256  # bytes; enough for each dtype, and for copies at full speed
+_WASTE = 2  # a piece is used again for parts of at least this fraction of its size
+
+
+class HostMemoryPool:
+    """Pieces of host memory, for one thread. One whose contents nobody holds any more is used again."""
+
+    def __init__(self) -> None:
+        self._free: list[_Piece] = []
+        self._used = 0
+
+    def content(self, structure: bytes, tensors: Sequence[torch.Tensor]) -> Content:
+        """Return a content with tensors like these, one after the other in one piece, which are still to be filled.
+
+        Raises:
+            MemoryError: there is no such memory.
+            RuntimeError: the same, as torch says it.
+        """
+        sizes = [_rounded(tensor.numel() * tensor.element_size()) for tensor in tensors]
+        memory = _Use(self, self._piece(sum(sizes)), sum(sizes))
+        rooms, start = [], 0
+        for tensor, size in zip(tensors, sizes):
+            room = memory.flat[start : start + tensor.numel() * tensor.element_size()]
+            rooms.append(room.view(tensor.dtype).view(tensor.shape))
+            start += size
+        return Content(structure, tuple(rooms), memory)
+
+    def room_for(self, data: bytes) -> Part:
+        """Return room for a part that another rank sends.
+
+        Args:
+            data: its header.
+
+        Raises:
+            PartError: it is none.
+            MemoryError: there is no such memory.
+            RuntimeError: the same, as torch says it.
+        """
+        header = Header.parse(data)
+        content = self.content(header.structure, header.empty())
+        return Part.within(header, content.tensors, content.memory)
+
+    def copied(self, part: Part) -> Part:
+        """Return a part in one piece of memory; it is copied if it lies anywhere else."""
+        if part.content.memory is not None:
+            return part
+        content = self.content(part.content.structure, part.content.tensors)
+        copy_into(content, part.content.tensors)
+        return replace(part, content=content)
+
+    def _piece(self, nbytes: int) -> _Piece:
+        for piece in list(self._free):
+            if nbytes <= piece.memory.numel() <= max(nbytes * _WASTE, 1 << 20):
+                self._free.remove(piece)
+                return piece
+        del self._free[: -self._used - 1]
+        return _Piece(max(nbytes, 1))
+
+
+class _Use:
+    """Keeps a piece of memory from being used again for as long as it lives."""
+
+    def __init__(self, pool: HostMemoryPool, piece: _Piece, nbytes: int) -> None:
+        self._pool, self._piece = weakref.ref(pool), piece
+        self.flat = piece.memory[:nbytes]
+        pool._used += 1
+
+    def __del__(self) -> None:
+        pool = self._pool()
+        if pool is not None:
+            pool._used -= 1
+            pool._free.append(self._piece)
+
+
+class _Piece:
+    """A piece of host memory, page-locked where there is a GPU.
+
+    torch's own pinned memory rounds each piece up to a power of two, and keeps it when it is given back.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._process, self._is_locked = os.getpid(), False
+        self.memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        self._is_locked = lock_pages(self.memory)
+
+    def __del__(self) -> None:
+        if self._is_locked and os.getpid() == self._process:  # a forked process has no CUDA
+            unlock_pages(self.memory)
+
+
+def copy_into(content: Content, tensors: Sequence[torch.Tensor], ready: torch.cuda.Event | None = None) -> None:
+    """Copy ``tensors`` into those of ``content``, and wait until they are there.
+
+    Args:
+        content: the room.
+        tensors: the tensors, on the host or on one GPU.
+        ready: an event of CUDA, after which the tensors are what is to be copied; None: they are already. The
+            copies are made on a stream of their own.
+    """
+    with torch.no_grad():
+        on_device = next((tensor for tensor in tensors if tensor.is_cuda), None)
+        if on_device is None:
+            for place, tensor in zip(content.tensors, tensors, strict=True):
+                place.copy_(tensor)
+            return
+        stream = torch.cuda.Stream(on_device.device)
+        if ready is not None:
+            stream.wait_event(ready)
+        with torch.cuda.stream(stream):
+            for place, tensor in zip(content.tensors, tensors, strict=True):
+                place.copy_(tensor, non_blocking=True)
+        stream.synchronize()
+
+
+def recorded() -> torch.cuda.Event | None:
+    """Return an event of this thread's CUDA stream after all that is in its queue; None without CUDA."""
+    if not torch.cuda.is_initialized():
+        return None
+    event = torch.cuda.Event()
+    event.record()
+    return event
+
+
+def _rounded(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def lock_pages(buffer: torch.Tensor) -> bool:
+    """Lock the pages of ``buffer``, so that copies are quick; without it they are right, too.
+
+    Returns:
+        Whether they are locked, and have to be unlocked before the memory is given back.
+    """
+    if not torch.cuda.is_initialized() or buffer.numel() == 0:
+        return False
+    cudart: Any = torch.cuda.cudart()
+    error = cudart.cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0)
+    if int(error) == 0:
+        return True
+    nbytes = buffer.numel()
+    logger.warning("%d bytes of host memory cannot be page-locked (error %s): copies are slower", nbytes, error)
+    _forget_error()
+    return False
+
+
+def unlock_pages(buffer: torch.Tensor) -> None:
+    """Unlock what :func:`lock_pages` locked. A failure is only logged: the device may be gone."""
+    cudart: Any = torch.cuda.cudart()
+    error = cudart.cudaHostUnregister(buffer.data_ptr())
+    if int(error) != 0:
+        logger.debug("the pages of %d bytes cannot be unlocked (error %s)", buffer.numel(), error)
+        _forget_error()
+
+
+def _forget_error() -> None:
+    """Have CUDA forget its last error, which torch would take for that of its next kernel."""
+    try:
+        torch.zeros(1, device="cuda")
+    except RuntimeError as found:
+        logger.debug("%s", found)

@@ -1,0 +1,309 @@
+"""Parts: what one rank keeps of a save, as plain bytes and tensors, with its name and its digests.
+
+A part is the same everywhere: in memory, in a file and between two ranks. Its header has all but the tensors, and
+the digest of each of them; the header's own digest goes with it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Protocol
+
+import msgspec
+import torch
+import xxhash
+
+from checkpointless.serialization import state_tree
+from checkpointless.serialization.state_tree import StateTreeError, Tree
+from checkpointless.serialization.tensor_memory import dtype_name, dtype_of, tensor_bytes
+
+_SAVE = r"iter_(?P<iteration>\d{10,})\.(?P<token>[0-9a-f]{24})"
+_SAVE_NAME = re.compile(_SAVE)
+_CHUNK_BYTES = 64 * 1024 * 1024
+_PART_NAME = re.compile(_SAVE + r"\.part_(?P<part>\d+)")
+
+
+class PartError(ValueError):
+    """A copy of a part was not written to its end, is damaged, or is not what its name says."""
+
+
+# --- names --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, order=True)
+class SaveId:
+    """Names one save of all ranks. A later save is greater.
+
+    Attributes:
+        iteration: the iteration that was saved, at least 0.
+        token: 24 hexadecimal digits that all ranks share and no other save has; they order two saves of one
+            iteration.
+    """
+
+    iteration: int
+    token: str
+
+    def __str__(self) -> str:
+        return f"iter_{self.iteration:010d}.{self.token}"
+
+    @classmethod
+    def parse(cls, text: str) -> SaveId:
+        """Parse what ``str`` made.
+
+        Raises:
+            ValueError: ``text`` names no save.
+        """
+        found = _SAVE_NAME.fullmatch(text)
+        if found is None:
+            raise ValueError(f"{text!r} names no save")
+        return cls(int(found["iteration"]), found["token"])
+
+
+@dataclass(frozen=True, order=True)
+class PartId:
+    """One rank's part of a save. Its ``str`` is its name everywhere.
+
+    Attributes:
+        save: the save.
+        part: the rank whose state it is.
+    """
+
+    save: SaveId
+    part: int
+
+    def __str__(self) -> str:
+        return f"{self.save}.part_{self.part}"
+
+    @property
+    def words(self) -> str:
+        """The part in words, for messages."""
+        return f"part {self.part} of iteration {self.save.iteration}"
+
+    @classmethod
+    def parse(cls, text: str) -> PartId:
+        """Parse what ``str`` made.
+
+        Raises:
+            ValueError: ``text`` does not name a part.
+        """
+        found = _PART_NAME.fullmatch(text)
+        if found is None:
+            raise ValueError(f"{text!r} names no part of a save")
+        return cls(SaveId(int(found["iteration"]), found["token"]), int(found["part"]))
+
+
+# --- contents -----------------------------------------------------------------------------------------------------
+
+
+class Memory(Protocol):
+    """One piece of host memory, which is used again when nobody holds this object any more.
+
+    Attributes:
+        flat: the memory, flat uint8.
+    """
+
+    flat: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Content:
+    """A state, separated into structure and tensors.
+
+    Attributes:
+        structure: the encoding of everything but the tensors.
+        tensors: the tensors, in the order in which the structure refers to them.
+        memory: the piece in which all tensors lie, which nobody else uses; None: they lie anywhere.
+    """
+
+    structure: bytes
+    tensors: tuple[torch.Tensor, ...]
+    memory: Memory | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of structure and tensors."""
+        return len(self.structure) + sum(tensor.nbytes for tensor in self.tensors)
+
+    @classmethod
+    def of(cls, state: Tree) -> Content:
+        """Take a nested state apart, which is not changed; its tensors are referenced, not copied.
+
+        Raises:
+            StateTreeError: something in it cannot be stored safely; the message says where it is.
+        """
+        tensors: list[torch.Tensor] = []
+        skeleton = _without_tensors(state, "state", tensors)
+        return cls(state_tree.dumps(skeleton), tuple(tensors))
+
+    def state(self) -> Tree:
+        """Return the state, put together again.
+
+        Raises:
+            ValueError: structure and tensors do not belong together.
+        """
+        return _with_tensors(state_tree.loads(self.structure), self.tensors)
+
+    def on_host(self, copy: bool = False) -> Content:
+        """Return this content in host memory.
+
+        Args:
+            copy: share nothing with the original, not even tensors that lie in host memory already.
+        """
+        moved = tuple(tensor.to("cpu", copy=copy) for tensor in self.tensors)
+        return replace(self, tensors=moved, memory=None if copy else self.memory)
+
+
+def _without_tensors(value: Tree, path: str, tensors: list[torch.Tensor]) -> Tree:
+    """Return ``value`` with a reference in the place of each tensor.
+
+    A reference is a tuple that ends in "tensor". To tell them apart, "tuple" is appended to each of the user's
+    tuples. (The marks are at the end, so that the state tree's messages count the items as the user does.)
+    """
+    if isinstance(value, torch.Tensor):
+        tensors.append(_storable(value, path))
+        return len(tensors) - 1, "tensor"
+    if isinstance(value, dict):
+        return {key: _without_tensors(item, f"{path}[{key!r}]", tensors) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return *(_without_tensors(item, f"{path}[{index}]", tensors) for index, item in enumerate(value)), "tuple"
+    if type(value) is list:
+        return [_without_tensors(item, f"{path}[{index}]", tensors) for index, item in enumerate(value)]
+    return value
+
+
+def _with_tensors(value: Tree, tensors: tuple[torch.Tensor, ...]) -> Tree:
+    """Put together what :func:`_without_tensors` took apart."""
+    if isinstance(value, dict):
+        return {key: _with_tensors(item, tensors) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_with_tensors(item, tensors) for item in value]
+    if not isinstance(value, tuple):
+        return value
+    if value[-1:] == ("tuple",):
+        return tuple(_with_tensors(item, tensors) for item in value[:-1])
+    if len(value) != 2 or value[1] != "tensor" or type(value[0]) is not int or not 0 <= value[0] < len(tensors):
+        raise ValueError("the structure of a state refers to a missing tensor")
+    return tensors[value[0]]
+
+
+def _storable(tensor: torch.Tensor, path: str) -> torch.Tensor:
+    """Return ``tensor`` without its autograd history, if it is nothing more than strided memory.
+
+    Of a parameter that TransformerEngine keeps in FP8, it is the values that it stands for, as in Megatron's saves.
+    """
+    if hasattr(tensor, "_quantizer"):
+        tensor = tensor.dequantize()
+    kind = type(tensor)
+    if kind not in (torch.Tensor, torch.nn.Parameter):
+        raise StateTreeError(f"{path} is a {kind.__module__}.{kind.__qualname__}: give its local, plain tensor")
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta":
+        raise StateTreeError(f"{path} is a tensor without plain memory ({tensor.layout}, {tensor.device})")
+    return tensor.detach().resolve_conj().resolve_neg()
+
+
+# --- parts --------------------------------------------------------------------------------------------------------
+
+
+class Header(msgspec.Struct, forbid_unknown_fields=True):
+    """Everything of a part but its tensors.
+
+    Attributes:
+        id: the name of the part.
+        world_size: the number of ranks of the job.
+        structure: the structure of the content.
+        tensors: the dtype, the shape and the digest of each tensor.
+    """
+
+    id: str
+    world_size: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+    structure: bytes
+    tensors: list[tuple[str, list[Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]], int]]
+
+    def empty(self) -> Sequence[torch.Tensor]:
+        """Return tensors of the dtypes and shapes, without memory.
+
+        Raises:
+            ValueError, RuntimeError: there are no such tensors.
+        """
+        return [torch.empty(shape, dtype=dtype_of(dtype), device="meta") for dtype, shape, _ in self.tensors]
+
+    @classmethod
+    def parse(cls, data: bytes) -> Header:
+        """Return the header that ``data`` encodes.
+
+        Raises:
+            PartError: there is none.
+        """
+        try:
+            header = msgspec.msgpack.decode(data, type=cls)
+            PartId.parse(header.id)
+            header.empty()
+        except (
+            ValueError,
+            RuntimeError,
+            OverflowError,
+            msgspec.MsgspecError,
+        ) as error:  # the second: no such shape
+            raise PartError(f"the header of a part cannot be read: {error}") from error
+        return header
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part, which nobody changes any more.
+
+    Attributes:
+        id: which part it is.
+        world_size: the number of ranks of the job.
+        content: the content.
+        digests: the xxh3-64 of each tensor.
+    """
+
+    id: PartId
+    world_size: int
+    content: Content
+    digests: tuple[int, ...]
+
+    @classmethod
+    def sealed(cls, id: PartId, world_size: int, content: Content) -> Part:
+        """Return the part of a content, which nobody changes any more, and compute the digests."""
+        return cls(id, world_size, content, tuple(map(digest, content.tensors)))
+
+    @classmethod
+    def within(cls, header: Header, tensors: Sequence[torch.Tensor], memory: Memory | None = None) -> Part:
+        """Return the part that a header describes, with tensors that may still have to be filled."""
+        content = Content(header.structure, tuple(tensors), memory)
+        return cls(PartId.parse(header.id), header.world_size, content, tuple(each for *_, each in header.tensors))
+
+    def header(self) -> bytes:
+        """Return everything but the tensors as bytes."""
+        shapes = [(dtype_name(tensor.dtype), list(tensor.shape)) for tensor in self.content.tensors]
+        tensors = [(*shape, each) for shape, each in zip(shapes, self.digests, strict=True)]
+        return msgspec.msgpack.encode(Header(str(self.id), self.world_size, self.content.structure, tensors))
+
+    def verify(self) -> None:
+        """Compare every digest.
+
+        Raises:
+            PartError: a tensor is damaged.
+        """
+        for index, (tensor, expected) in enumerate(zip(self.content.tensors, self.digests, strict=True)):
+            if digest(tensor) != expected:
+                raise PartError(f"{self.id.words} is damaged: tensor {index} has another digest")
+
+
+def digest(tensor: torch.Tensor) -> int:
+    """Return the xxh3-64 of the bytes of a tensor."""
+    found = xxhash.xxh3_64()
+    for chunk in chunks(tensor):
+        found.update(chunk)
+    return found.intdigest()
+
+
+def chunks(tensor: torch.Tensor) -> Iterator[memoryview]:
+    """Yield the bytes of a tensor; of one on a GPU, little is in host memory at a time."""
+    flat = tensor_bytes(tensor)
+    for start in range(0, flat.numel(), _CHUNK_BYTES):
+        yield flat[start : start + _CHUNK_BYTES].cpu().numpy().data

@@ -1,0 +1,307 @@
+"""Brings parts to where they are wanted: all ranks choose alike, read what they have to, and send it."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from checkpointless.inprocess.context import aside
+from checkpointless.replication.agreement import gather, own_rank
+from checkpointless.replication.lane import within
+from checkpointless.replication.parts import Content, Part, PartId, SaveId
+from checkpointless.replication.store import PartStore, StoredPart, usable
+from checkpointless.transfer.bucket_rounds import TransferError
+from checkpointless.transfer.tensor_entry import Key, TensorEntry
+from checkpointless.transfer.transfer import Fill, receive_state, send_state
+
+logger = logging.getLogger(__name__)
+
+ANSWER_S = 30.0  # a place that does not answer for so long is taken for gone
+_READ_S = 600.0  # a hundred gigabytes take so long at 170 MB/s
+
+_T = TypeVar("_T")
+
+
+# --- which copies: pure functions of what the ranks say that they have --------------------------------------------
+
+
+@dataclass(frozen=True, order=True)
+class Copy:
+    """One copy of one rank's state.
+
+    Attributes:
+        place: the name of the place that keeps it.
+        holder: the rank that can read it.
+        part: which save, and whose state.
+    """
+
+    place: str
+    holder: int
+    part: PartId
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What the ranks are filled from.
+
+    Attributes:
+        save: the save; None: there is none of which every rank's part exists.
+        copies: by rank, the copy that it is filled from.
+        lacking: the ranks whose parts are missing in the saves that are newer, the newest first.
+    """
+
+    save: SaveId | None = None
+    copies: tuple[Copy, ...] = ()
+    lacking: Mapping[SaveId, Sequence[int]] = field(default_factory=dict)
+
+
+#: What each rank has: by the name of the place, the parts that the rank can read, its own and others'.
+Holdings = Sequence[Mapping[str, Collection[PartId]]]
+
+
+def choose(
+    holdings: Holdings,
+    places: Sequence[str],
+    is_of_use: Callable[[SaveId], bool],
+    unusable: Collection[Copy] = (),
+) -> Choice:
+    """Choose the newest save of which every rank's part exists, and for each rank the cheapest copy.
+
+    Args:
+        holdings: what each rank has, in the order of the ranks.
+        places: the names of the places, the cheapest first.
+        is_of_use: returns whether a save may be used.
+        unusable: copies that turned out to be damaged or gone.
+    """
+    found: dict[SaveId, dict[int, list[Copy]]] = defaultdict(lambda: defaultdict(list))
+    for copy in _usable_copies(holdings, places, unusable):
+        if is_of_use(copy.part.save) and copy.part.part < len(holdings):
+            found[copy.part.save][copy.part.part].append(copy)
+    lacking: dict[SaveId, Sequence[int]] = {}
+    for save in sorted(found, reverse=True):
+        missing = [rank for rank in range(len(holdings)) if rank not in found[save]]
+        if not missing:
+            return Choice(save, cheapest(found[save], places), lacking)
+        lacking[save] = missing
+    return Choice(lacking=lacking)
+
+
+def choose_parts(
+    holdings: Holdings, places: Sequence[str], save: SaveId, unusable: Collection[Copy] = ()
+) -> Choice:
+    """Choose the cheapest copy of each part of a save that any rank has, however many ranks there were."""
+    found: dict[int, list[Copy]] = defaultdict(list)
+    for copy in _usable_copies(holdings, places, unusable):
+        if copy.part.save == save:
+            found[copy.part.part].append(copy)
+    return Choice(save, cheapest(found, places))
+
+
+def _usable_copies(holdings: Holdings, places: Sequence[str], unusable: Collection[Copy]) -> Iterator[Copy]:
+    for holder, holding in enumerate(holdings):
+        for place in places:
+            copies = (Copy(place, holder, part) for part in holding.get(place, ()))
+            yield from (copy for copy in copies if copy not in unusable)
+
+
+def cheapest(copies: Mapping[int, Sequence[Copy]], places: Sequence[str]) -> tuple[Copy, ...]:
+    """Return a copy of each part, in their order.
+
+    A copy that the part's own rank can read is better than another one of the same place; among those of others,
+    ranks take turns, so that no one has to read and send much more than another.
+    """
+    duties: dict[int, int] = defaultdict(int)
+    chosen = []
+    for part in sorted(copies, key=lambda each: (all(copy.holder != each for copy in copies[each]), each)):
+
+        def price(copy: Copy, part: int = part) -> tuple[int, bool, int, int]:
+            return places.index(copy.place), copy.holder != part, duties[copy.holder], copy.holder
+
+        best = min(copies[part], key=price)
+        duties[best.holder] += best.holder != part
+        chosen.append(best)
+    return tuple(sorted(chosen, key=lambda copy: copy.part))
+
+
+# --- reading them -------------------------------------------------------------------------------------------------
+
+
+class Search(Generic[_T]):
+    """Looks for parts in the places of all ranks. Making one, and each call, is a collective.
+
+    Args:
+        stores: this rank's places, by name.
+        world_size: the number of ranks that saved.
+        read: makes of a copy what is wanted of it, given whether this rank's own state comes from it; a
+            ``PartError`` or an ``OSError`` says that it cannot be used.
+        living: what else this rank has, by the name of the place: that need not be read.
+
+    Attributes:
+        holdings: what each rank has.
+    """
+
+    def __init__(
+        self,
+        stores: Mapping[str, PartStore],
+        world_size: int,
+        read: Callable[[StoredPart, bool], _T],
+        living: Mapping[str, Collection[PartId]] | None = None,
+    ) -> None:
+        self._read = read
+        self._shelves = {name: _shelf(name, store, world_size) for name, store in stores.items()}
+        mine = {**self._shelves, **(living or {})}
+        told = gather({name: sorted(map(str, parts)) for name, parts in mine.items()})
+        self.holdings: Holdings = [
+            {name: [PartId.parse(part) for part in parts] for name, parts in each.items()} for each in told
+        ]
+
+    def read(self, choose: Callable[[Collection[Copy]], Choice]) -> tuple[Choice, dict[Copy, _T]]:
+        """Choose copies and read them; choose again if some turn out to be damaged. Collective.
+
+        Args:
+            choose: chooses, without the copies that it is given, and on all ranks alike.
+
+        Returns:
+            The choice, and this rank's share of it: what was read.
+        """
+        unusable: set[Copy] = set()
+        found: dict[Copy, _T] = {}
+        while True:
+            choice = choose(unusable)
+            mine = [
+                (number, copy)
+                for number, copy in enumerate(choice.copies)
+                if copy.holder == own_rank() and copy.place in self._shelves
+            ]
+            found = {copy: found[copy] for _, copy in mine if copy in found}
+            for _, copy in mine:
+                value = None if copy in found else self._read_one(copy)
+                if value is not None:
+                    found[copy] = value
+            failed = gather([number for number, copy in mine if copy not in found])
+            if not any(failed):
+                return choice, found
+            unusable |= {choice.copies[number] for numbers in failed for number in numbers}
+
+    def _read_one(self, copy: Copy) -> _T | None:
+        """Read one copy; None, with a warning, if it is damaged or its place does not answer."""
+
+        is_own = copy.part.part == own_rank()
+
+        def first() -> _T | None:
+            copies = self._shelves[copy.place][copy.part]
+            read = (usable(lambda each: self._read(each, is_own), each) for each in copies)
+            return next((value for value in read if value is not None), None)
+
+        try:
+            return within(_READ_S, first)
+        except TimeoutError as error:
+            logger.warning("%s: %s is taken for missing: %s", copy.place, copy.part.words, error)
+            return None
+
+
+def _shelf(name: str, store: PartStore, world_size: int) -> dict[PartId, Sequence[StoredPart]]:
+    """Return the parts of a place that this rank can read; none, with a warning, if the place cannot be read."""
+    try:
+        shelf = within(ANSWER_S, lambda: store.shelf(world_size))
+    except Exception as error:  # noqa: BLE001 - of a store of the user's own, too
+        logger.warning("%s: rank %d cannot look at its copies: %s", name, own_rank(), error)
+        return {}
+    return {PartId(save, part): stored for save, parts in shelf.items() for part, stored in parts.items()}
+
+
+# --- sending them -------------------------------------------------------------------------------------------------
+
+
+def bring(choice: Choice, read: Mapping[Copy, Part]) -> tuple[Content | None, int]:
+    """Give every rank its part, in one order on all ranks. Collective.
+
+    Args:
+        choice: the copy that each rank is filled from.
+        read: this rank's share of them.
+
+    Returns:
+        This rank's part, None if that need not be read; and how many bytes came from another rank.
+
+    Raises:
+        TransferError: a part arrived damaged and could not be mended. All others were sent: their ranks wait.
+    """
+    rank = own_rank()
+    arrived: list[Content] = [part.content for copy, part in read.items() if copy.part.part == rank]
+    nbytes = sum(content.nbytes for content in arrived)
+
+    def carry_out(copy: Copy) -> None:
+        if copy.holder == copy.part.part:
+            return
+        if copy.holder == rank:
+            send_part(read[copy].content, str(copy.part), [Fill(copy.part.part, 0, 1)])
+        elif copy.part.part == rank:
+            arrived.append(receive_part([copy.holder], torch.device("cpu"))[0])
+
+    all_of(carry_out, choice.copies)
+    mine = next(iter(arrived), None)
+    return mine, 0 if mine is None else mine.nbytes - nbytes
+
+
+def all_of(transfer: Callable[[_T], None], rounds: Sequence[_T]) -> None:
+    """Make all transfers, in a thread, even after damage in one: other ranks wait for the next one.
+
+    Raises:
+        TransferError, ValueError: something did not arrive whole, or cannot be put together: the first such error.
+    """
+    problems: list[TransferError | ValueError] = []
+
+    def make_all() -> None:
+        for each in rounds:
+            try:
+                transfer(each)
+            except (TransferError, ValueError) as error:
+                logger.warning("a part arrived incomplete: %s", error)
+                problems.append(error)
+
+    if rounds and dist.is_initialized():
+        aside(make_all)
+    if problems:
+        raise problems[0]
+
+
+def send_part(content: Content, id_: str, fills: Sequence[Fill]) -> None:
+    """Send a content to other ranks, or this holder's share of it.
+
+    Args:
+        content: the content.
+        id_: its name.
+        fills: the ranks that want it.
+
+    Raises:
+        TransferError: a rank asks for what does not exist.
+    """
+    tensors: dict[Key, torch.Tensor] = {(index,): tensor for index, tensor in enumerate(content.tensors)}
+    send_state(tensors, {"id": id_, "structure": content.structure}, fills)
+
+
+def receive_part(holders: Sequence[int], device: torch.device) -> tuple[Content, str]:
+    """Receive a content, of which each holder sends a share, and its name.
+
+    Args:
+        holders: the global ranks that have it.
+        device: where its tensors are put.
+
+    Raises:
+        TransferError: it arrived damaged and could not be mended.
+    """
+    room: dict[Key, torch.Tensor] = {}
+
+    def allocate(entries: Sequence[TensorEntry]) -> Mapping[Key, torch.Tensor]:
+        for entry in entries:
+            room[entry.key] = torch.empty(entry.shape, dtype=entry.dtype, device=device)
+        return room
+
+    about, _ = receive_state(holders, allocate)
+    return Content(about["structure"], tuple(room.values())), about["id"]
