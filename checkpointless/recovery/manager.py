@@ -26,9 +26,9 @@ from checkpointless.recovery.own.keeper import OwnStateKeeper
 from checkpointless.recovery.own.state import OwnState
 from checkpointless.recovery.refill import Refill, announce_transfer
 from checkpointless.recovery.tiers.copies import Copies
-from checkpointless.recovery.tiers.handover import Estate, clear, hand_over, take_over
+from checkpointless.recovery.tiers.handover import clear, hand_over, take_over
 from checkpointless.recovery.tiers.retrieval import take_copies
-from checkpointless.recovery.tiers.snapshot import hold_snapshot, snapshot_of
+from checkpointless.recovery.tiers.snapshot import Snapshot, snapshot_of
 from checkpointless.recovery.tiers.tier import Tier
 from checkpointless.serialization.digest import MemoryChecksumManager
 from checkpointless.telemetry.event_names import EventName
@@ -280,17 +280,19 @@ class CheckpointManager(FitKeeper):
         Returns:
             How many bytes that took (0: there is no state yet), and why it could not be done ("": it was).
         """
-        base = self._base_model.kept()
-        estate = Estate(self._held, base, max(self._begun, self.fit), self.finished, self._unfinished_saves())
-        return hand_over(estate, self._own, high_water)
+        begun, leaves = max(self._begun, self.fit), None
+        if self._held is not None:
+            base = self._base_model.kept()
+            leaves = Snapshot(self._held, base, begun, self.finished, self._unfinished_saves())
+        return hand_over(leaves, self._own, high_water)
 
     def _take_over(self) -> None:
         """Hold what the process before this one has handed over, if it has."""
-        estate = take_over(self._own)
-        if estate is not None:
-            self._held, self._lost_saves = estate.held, estate.saves
-            self._base_model.take(estate.base)
-            self._begun, self.finished = max(self._begun, estate.begun), {**estate.finished, **self.finished}
+        left = take_over(self._own)
+        if left is not None:
+            self._held, self._lost_saves = left.held, left.saves
+            self._base_model.take(left.base)
+            self._begun, self.finished = max(self._begun, left.begun), {**left.finished, **self.finished}
 
     def _unfinished_saves(self) -> Saves:
         return (*self._lost_saves, *(self.saves.unfinished if self.saves is not None else ()))
@@ -403,8 +405,9 @@ class CheckpointManager(FitKeeper):
             return False
         if snapshot is not None:
             self._refill.forget()
-            self._begun = max(self._begun, snapshot.fit)
-            self._held = hold_snapshot(snapshot, self._own)
+            self._held = snapshot.held
+            self._begun = max(self._begun, snapshot.held.fit)
+            snapshot.own.put_back(self._own)
         return True
 
     def checkpointless_recovery_feasible(

@@ -18,7 +18,8 @@ from checkpointless.recovery.moment import Moment, Stage
 from checkpointless.recovery.own.state import OwnState
 from checkpointless.recovery.rng import RngStates
 from checkpointless.recovery.tiers import handover
-from checkpointless.recovery.tiers.handover import Estate, clear, hand_over, take_over
+from checkpointless.recovery.tiers.handover import clear, hand_over, take_over
+from checkpointless.recovery.tiers.snapshot import Snapshot
 from checkpointless.telemetry.wording import size
 from checkpointless.transfer.tensor_entry import Key
 
@@ -47,7 +48,7 @@ def test_it_comes_back_as_it_was(folder: Path) -> None:
     own, state = OwnState(0), held()
     own.streams.keep(7, RngStates.capture(0.25, own={"norms": [1.0, 2.0]}))
     drawn = torch.rand(1)
-    estate = Estate(state, {("model", 1, "frozen"): torch.ones(2)}, 2, {1: {"epoch": 3}}, ((4, 7, 1, True),))
+    estate = Snapshot(state, {("model", 1, "frozen"): torch.ones(2)}, 2, {1: {"epoch": 3}}, ((4, 7, 1, True),))
     nbytes, problem = hand_over(estate, own, 7)
     assert (nbytes > 20_000, problem) == (True, "")
     (root,) = folder.iterdir()
@@ -56,7 +57,6 @@ def test_it_comes_back_as_it_was(folder: Path) -> None:
     successor = OwnState(0)
     found = take_over(successor)
     assert found is not None
-    assert found.held is not None
     assert found.held.commit == state.commit
     assert (found.held.fit, found.held.digests) == (2, state.digests)
     assert list(found.held.tensors) == list(state.tensors)
@@ -77,15 +77,15 @@ def test_it_comes_back_as_it_was(folder: Path) -> None:
 
 
 def test_what_the_process_before_has_left_stays_if_nothing_is_held(folder: Path) -> None:
-    hand_over(Estate(held()), OwnState(0), 7)
-    nbytes, problem = hand_over(Estate(None), OwnState(0), 7)
+    hand_over(Snapshot(held()), OwnState(0), 7)
+    nbytes, problem = hand_over(None, OwnState(0), 7)
     assert (nbytes > 0, problem) == (True, "")
     assert take_over(OwnState(0)) is not None
 
 
 @pytest.mark.parametrize("at", ["middle", "end"])
 def test_what_is_damaged_is_not_used(folder: Path, at: str, caplog: pytest.LogCaptureFixture) -> None:
-    hand_over(Estate(held()), OwnState(0), 7)
+    hand_over(Snapshot(held()), OwnState(0), 7)
     (part,) = folder.glob("rank-*/*")
     content = bytearray(part.read_bytes())
     content[len(content) // 2 if at == "middle" else -1] ^= 1
@@ -104,7 +104,7 @@ def test_nothing_is_written_without_room(folder: Path, monkeypatch: pytest.Monke
         for name, value in {"max": "100000", "current": "90000", "stat": "anon 1\ninactive_file 9000"}.items():
             (group / f"memory.{name}").write_text(f"{value}\n")
         monkeypatch.setattr(memory, "_CONTROL_GROUP", group)
-    nbytes, problem = hand_over(Estate(held()), OwnState(0), 7)
+    nbytes, problem = hand_over(Snapshot(held()), OwnState(0), 7)
     assert nbytes == 0
     assert "are needed in" in problem
     assert problem.endswith(f"{size(16384 if where == 'folder' else 19000)} are free")
@@ -132,21 +132,20 @@ def test_an_update_that_another_rank_has_made_is_made_first(folder: Path, high_w
     live: Any = Trained()
     commit = CommitState(7, ready=True, torn=False)
     state = HeldState(commit, live.tensors(), live.moments(7), live=live)
-    assert hand_over(Estate(state), OwnState(0), high_water)[1] == ""
+    assert hand_over(Snapshot(state), OwnState(0), high_water)[1] == ""
     found = take_over(OwnState(0))
     assert found is not None
-    assert found.held is not None
     assert found.held.commit == CommitState(high_water, ready=False, torn=False)
     assert found.held.tensors[WEIGHT].tolist() == [high_water, high_water]
     assert found.held.moments[Stage.COMMITTED].objects == {"step": high_water}
 
 
 def test_half_of_an_update_is_not_handed_over(folder: Path) -> None:
-    assert hand_over(Estate(held(torn=True)), OwnState(0), 7) == (0, "an update failed half-way")
+    assert hand_over(Snapshot(held(torn=True)), OwnState(0), 7) == (0, "an update failed half-way")
     assert not list(folder.iterdir())
 
 
 def test_without_a_folder_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(HANDOVER_ENV)
-    assert hand_over(Estate(held()), OwnState(0), 7) == (0, handover._NO_FOLDER)
+    assert hand_over(Snapshot(held()), OwnState(0), 7) == (0, handover._NO_FOLDER)
     assert take_over(OwnState(0)) is None

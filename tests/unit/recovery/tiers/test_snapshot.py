@@ -1,4 +1,4 @@
-"""A rank's whole state as plain bytes and tensors, and back."""
+"""A rank's whole state as plain bytes and tensors, and back; test_handover.py has all of its fields."""
 
 from __future__ import annotations
 
@@ -7,14 +7,20 @@ from typing import Any
 import pytest
 import torch
 
+from checkpointless.inprocess.parameter_update_lock import CommitState
+from checkpointless.recovery.held_state import HeldState
 from checkpointless.recovery.moment import Moment, Stage
-from checkpointless.recovery.tiers.snapshot import Snapshot
+from checkpointless.recovery.own.state import OwnState
+from checkpointless.recovery.rng import RngStates
+from checkpointless.recovery.tiers.snapshot import RankLocal, Snapshot
 from checkpointless.replication.parts import Content
 from checkpointless.serialization import state_tree
 from checkpointless.transfer.tensor_entry import Key
 
+AT = 3, Stage.COMMITTED
 
-def state() -> Snapshot:
+
+def state(own: RankLocal) -> Snapshot:
     tensors: dict[Key, torch.Tensor] = {
         ("model", 0, "weight"): torch.randn(7, 5).t(),
         ("optimizer", 0, 0, 1, "exp_avg"): torch.randn(9).to(torch.bfloat16),
@@ -27,25 +33,33 @@ def state() -> Snapshot:
         "optimizer": {"state": {("optimizer", 0, 0, 1): {"step": 3}}},
     }
     buffers: dict[Key, torch.Tensor] = {("model", 0, "mean"): torch.randn(3)}
-    return Snapshot(
-        3, Stage.COMMITTED, 1, 0, tensors, Moment(objects, buffers), b"streams", b"before", None, b"own"
-    )
-
-
-def same(one: Snapshot, other: Snapshot) -> None:
-    plain = [vars(each) | {"moment": vars(each.moment), "stage": int(each.stage)} for each in (one, other)]
-    assert state_tree.digest(plain[0]) == state_tree.digest(plain[1])
+    commit = CommitState(3, ready=False, torn=False)
+    moments = {Stage.COMMITTED: Moment(objects, buffers)}
+    return Snapshot(HeldState(commit, tensors, moments, offset=5, buffers={AT: buffers}), own=own)
 
 
 def test_it_comes_back_as_it_was() -> None:
-    snapshot = state()
-    same(Snapshot.of(snapshot.content()), snapshot)
-    assert list(Snapshot.of(snapshot.content()).tensors) == list(snapshot.tensors)
+    streams = [(step, RngStates.capture(float(step))) for step in (2, 3)]
+    snapshot = state(RankLocal(streams, streams[0][1], [(*AT, b"record")]))
+    found = Snapshot.of(snapshot.content())
+    assert list(found.held.tensors) == list(snapshot.held.tensors)
+    assert state_tree.digest(found.held.tensors) == state_tree.digest(snapshot.held.tensors)
+    assert state_tree.digest(found.held.buffers[AT]) == state_tree.digest(snapshot.held.buffers[AT])
+    assert (found.held.commit, found.held.offset) == (snapshot.held.commit, 5)
+    moment, expected = found.held.moments[Stage.COMMITTED], snapshot.held.moments[Stage.COMMITTED]
+    assert state_tree.digest(moment.objects) == state_tree.digest(expected.objects)
+    assert found.own.records == [(*AT, b"record")]
+    own = OwnState(0)
+    found.own.put_back(own)
+    assert own.streams.at(3)[Stage.COMMITTED].loss == 3.0
+    assert own.streams.newest(2) is not None
+    assert own.streams.data_start() is not None
+    assert own.buffers.record(*AT, None) == b"record"
 
 
 @pytest.mark.parametrize(
     "content", [Content(state_tree.dumps({"format": 0}), ()), Content(state_tree.dumps([]), ())]
 )
 def test_anything_else_is_refused(content: Content) -> None:
-    with pytest.raises(ValueError, match="copy of"):
+    with pytest.raises(ValueError, match="state of a rank"):
         Snapshot.of(content)
