@@ -203,10 +203,6 @@ class CliqueReplicationStrategy(ReplicationStrategy):
     def replicate(self, local_ckpt: Tree, id_: str) -> tuple[list[Tree], list[str]]:
         """Give this rank's checkpoint to all members and receive theirs. Collective in the clique.
 
-        Args:
-            local_ckpt: the state that this rank saves: nested dicts, lists and tuples of plain values and tensors.
-            id_: the checkpoint's name.
-
         Returns:
             The checkpoints of the members in the order of their ranks, this rank's own as it was given, and their
             names. One that arrived damaged again and again, or for which there is no memory, is left out.
@@ -237,14 +233,7 @@ class CliqueReplicationStrategy(ReplicationStrategy):
     def retrieve_plan(
         self, globally_available_ids: Mapping[int, Sequence[str]], wanted: Sequence[str]
     ) -> ExchangePlan:
-        """Plan how the members get the checkpoints that they miss. Collective in the clique.
-
-        Args:
-            globally_available_ids: the names of the checkpoints that each global rank has.
-            wanted: the names of the checkpoints that this rank asks for.
-
-        Returns:
-            The plan, the same on every member.
+        """Plan how the members get the checkpoints that they miss, on all alike. Collective in the clique.
 
         Raises:
             NoReplicasAvailableError: on every member, if no rank in the clique has what one of them wants.
@@ -254,13 +243,6 @@ class CliqueReplicationStrategy(ReplicationStrategy):
 
     def retrieve_execute(self, plan: ExchangePlan, held: Mapping[str, Tree]) -> dict[str, Tree]:
         """Carry a plan out. Collective in the clique.
-
-        Args:
-            plan: the plan that :meth:`retrieve_plan` returned.
-            held: the checkpoints that this rank has, by name; at least those that it is to send.
-
-        Returns:
-            The checkpoints that this rank asked for, by name.
 
         Raises:
             TransferError: a checkpoint arrived damaged and could not be mended.

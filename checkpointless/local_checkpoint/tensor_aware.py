@@ -43,11 +43,7 @@ class TensorAwareStateDict(ABC):
 
     @abstractmethod
     def insert_tensors(self, tensor_data: Iterable[torch.Tensor]) -> None:
-        """Put tensors in the places from which they were taken.
-
-        Args:
-            tensor_data: as many tensors as were taken out, in that order.
-        """
+        """Put as many tensors as were taken out in their places, in that order."""
 
     @abstractmethod
     def init_tensors(self) -> None:
@@ -55,19 +51,11 @@ class TensorAwareStateDict(ABC):
 
     @abstractmethod
     def copy_tensors_to_cpu(self, non_blocking: bool = False) -> None:
-        """Put copies in host memory in the places of the tensors, and remember on which devices these were.
-
-        Args:
-            non_blocking: do not wait until values have been copied from a GPU.
-        """
+        """Put copies in host memory in the places of the tensors, and remember on which devices these were."""
 
     @abstractmethod
     def restore_tensor_device(self, non_blocking: bool = True) -> None:
-        """Move the tensors to the devices on which they were.
-
-        Args:
-            non_blocking: do not wait until values have been copied to a GPU.
-        """
+        """Move the tensors to the devices on which they were."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +76,8 @@ class _Place:
 class BasicTensorAwareStateDict(TensorAwareStateDict):
     """A nested state as it is: dicts, lists and tuples of plain values and tensors on any device.
 
+    What needs the tensors while they are out raises a ``RuntimeError``, and so does putting them in twice.
+
     Args:
         state_dict: the state; dicts and lists are changed in place when tensors are taken out, put in or moved.
 
@@ -102,11 +92,7 @@ class BasicTensorAwareStateDict(TensorAwareStateDict):
 
     @property
     def tensors(self) -> Iterator[torch.Tensor]:
-        """The tensors, in the order of the state.
-
-        Raises:
-            RuntimeError: the state is hollow.
-        """
+        """The tensors, in the order of the state."""
         self._require(hollow=False)
         return iter(self._leaves(torch.Tensor))
 
@@ -116,11 +102,7 @@ class BasicTensorAwareStateDict(TensorAwareStateDict):
         return self._is_hollow
 
     def pop_tensors(self) -> list[torch.Tensor]:
-        """Take the tensors out, and return them.
-
-        Raises:
-            RuntimeError: the state is hollow.
-        """
+        """Take the tensors out, and return them."""
         taken = list(self.tensors)
         self.state_dict = _mapped(
             self.state_dict, torch.Tensor, lambda tensor: _Place(tensor.shape, tensor.dtype, tensor.device)
@@ -129,12 +111,7 @@ class BasicTensorAwareStateDict(TensorAwareStateDict):
         return taken
 
     def insert_tensors(self, tensor_data: Iterable[torch.Tensor]) -> None:
-        """Put tensors in the places from which they were taken.
-
-        Raises:
-            RuntimeError: the state is not hollow.
-            ValueError: there are more places than tensors, or fewer.
-        """
+        """Put tensors in the places from which they were taken; another number is a ``ValueError``."""
         self._require(hollow=True)
         given, places = list(tensor_data), self._leaves(_Place)
         if len(given) != len(places):
@@ -144,22 +121,14 @@ class BasicTensorAwareStateDict(TensorAwareStateDict):
         self._is_hollow = False
 
     def init_tensors(self) -> None:
-        """Put new tensors of the same shapes, dtypes and devices in the places of those taken out.
-
-        Raises:
-            RuntimeError: the state is not hollow.
-        """
+        """Put new tensors of the same shapes, dtypes and devices in the places of those taken out."""
         self._require(hollow=True)
         self.insert_tensors(
             torch.empty(place.shape, dtype=place.dtype, device=place.device) for place in self._leaves(_Place)
         )
 
     def copy_tensors_to_cpu(self, non_blocking: bool = False) -> None:
-        """Put copies in host memory in the places of the tensors.
-
-        Raises:
-            RuntimeError: the state is hollow.
-        """
+        """Put copies in host memory in the places of the tensors."""
         if self._devices is None:
             self._devices = [tensor.device for tensor in self.tensors]
         self.state_dict = _mapped(
@@ -169,11 +138,7 @@ class BasicTensorAwareStateDict(TensorAwareStateDict):
         )
 
     def restore_tensor_device(self, non_blocking: bool = True) -> None:
-        """Move the tensors to the devices on which they were.
-
-        Raises:
-            RuntimeError: the state is hollow.
-        """
+        """Move the tensors to the devices on which they were."""
         self._require(hollow=False)
         if self._devices is None:
             return
