@@ -277,6 +277,11 @@ def test_every_member_gets_the_parts_of_all_others(nemo_zygote: Zygote, world: i
     assert found == [all_of(world, rank) for rank in range(world)]
 
 
+def test_parts_go_through_a_device_where_the_group_has_no_other_wire(nemo_zygote: Zygote) -> None:
+    found = exchanged(nemo_zygote, 3, is_staged=True, nothing=[2], times=2)
+    assert found == [all_of(3, rank, 2) for rank in range(3)]
+
+
 def test_a_part_that_arrives_damaged_is_sent_again(nemo_zygote: Zygote) -> None:
     found = exchanged(nemo_zygote, 3, flips={"1": 2})
     assert found == [all_of(3, rank) for rank in range(3)]

@@ -24,7 +24,9 @@ def part_of(rank: int, pool: HostMemoryPool) -> Part:
     return Part.sealed(PartId(SaveId(1, "0" * 24), rank), dist.get_world_size(), content)
 
 
-def exchange(nothing: list[int], no_room: list[int], flips: dict[str, int], times: int = 1) -> dict[str, Any]:
+def exchange(
+    nothing: list[int], no_room: list[int], flips: dict[str, int], times: int = 1, is_staged: bool = False
+) -> dict[str, Any]:
     """Exchange parts in one clique of all ranks.
 
     Args:
@@ -32,12 +34,15 @@ def exchange(nothing: list[int], no_room: list[int], flips: dict[str, int], time
         no_room: the ranks that cannot take memory for the others'.
         flips: how many of the messages that a rank sends are damaged, by rank.
         times: how many exchanges there are.
+        is_staged: whether messages go through the memory of a device, as over NCCL.
     """
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     rank = dist.get_rank()
     exchanges._CHUNK_BYTES = 1024
     pool, arrivals = HostMemoryPool(), HostMemoryPool()
     members = CliqueExchange(clique_group(1, dist.get_world_size()))
+    if is_staged:
+        members._device = torch.device("cpu", 0)
     damaged = flips.get(str(rank), 0)
     send = dist.isend
 
@@ -49,7 +54,8 @@ def exchange(nothing: list[int], no_room: list[int], flips: dict[str, int], time
             tensor[7] ^= 1
         return send(tensor, *args, **kwargs)
 
-    dist.isend = sent
+    if damaged:
+        dist.isend = sent
     if rank in no_room:
 
         def refused(header: bytes) -> Part:
