@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import lightning.pytorch as pl
 import torch
@@ -39,7 +39,7 @@ from checkpointless.strategies.boundary.megatron_steps import KeptReduction, Meg
 from checkpointless.strategies.checkpoints import callbacks as checkpoint_callbacks
 from checkpointless.strategies.checkpoints.background import PendingSaves
 from checkpointless.strategies.checkpoints.copies import loading_from_copies
-from checkpointless.strategies.checkpoints.failed_saves import FailedSaves
+from checkpointless.strategies.checkpoints.failed_saves import FailedSaves, OnSaveError
 from checkpointless.strategies.checkpoints.saves import Saves
 from checkpointless.strategies.checkpoints.unfinished import leave_unfinished, remove_whole, wait_for_removals
 from checkpointless.strategies.data.dataset_cache import cache_megatron_datasets
@@ -68,8 +68,9 @@ class CheckpointlessMegatronStrategy(RecoverableStrategy, MegatronStrategy):
         *args: the positional arguments of ``MegatronStrategy``.
         num_distributed_optimizer_instances: the number of replicas of the optimizer's shards. Default: 2
             (``MegatronStrategy``: 1). With 1, a rank that dies can only be replaced from storage.
-        failed_saves_end_job: whether a checkpoint that cannot be saved ends the job. Default: False; a warning says
-            why, training goes on, and the next checkpoint that is due is made.
+        on_save_error: what is done if a checkpoint cannot be saved. Default: ``"continue"``; a warning says why,
+            what was written of it is removed, training goes on, and the next checkpoint that is due is made.
+            ``"raise"`` ends the job.
         warm: whether a rank that lives through a fault keeps its model and optimizer built, if nobody has changed
             how they are built, and what its data module has built. Default: True. If False, all is built anew and
             takes over the state.
@@ -83,12 +84,14 @@ class CheckpointlessMegatronStrategy(RecoverableStrategy, MegatronStrategy):
         self,
         *args: Any,
         num_distributed_optimizer_instances: int = 2,
-        failed_saves_end_job: bool = False,
+        on_save_error: OnSaveError = "continue",
         warm: bool = True,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, num_distributed_optimizer_instances=num_distributed_optimizer_instances, **kwargs)
-        self.failed_saves_end_job = failed_saves_end_job
+        if on_save_error not in get_args(OnSaveError):
+            raise ValueError(f"on_save_error must be 'continue' or 'raise', not {on_save_error!r}")
+        self.on_save_error = on_save_error
         self.base_store: dist.Store | None = None
         self.warm = warm
         self._warm_start: WarmStart | None = None
@@ -190,7 +193,7 @@ class CheckpointlessMegatronStrategy(RecoverableStrategy, MegatronStrategy):
             return
         manager = self._begin_fit(trainer, Saves, peft=self._awaits_adapters).manager
         if manager is not None:
-            manager.saves.failed.end_job = self.failed_saves_end_job
+            manager.saves.failed.on_error = self.on_save_error
         if not self._awaits_adapters:
             self._take_hold()
 
@@ -290,7 +293,10 @@ class CheckpointlessMegatronStrategy(RecoverableStrategy, MegatronStrategy):
     @property
     def failed_saves(self) -> FailedSaves | None:
         """What is done about saves that fail; None: there is no fit under way that could be recovered."""
-        return self._fit.failed_saves if self._fit is not None else None
+        if self._fit is None or self._fit.manager is None or not self._fit.is_under_way:
+            return None
+        failed: FailedSaves = self._fit.manager.saves.failed
+        return failed
 
     @override
     def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
@@ -306,13 +312,17 @@ class CheckpointlessMegatronStrategy(RecoverableStrategy, MegatronStrategy):
         self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any | None = None
     ) -> None:
         """Save a checkpoint, unless it was saved before a fault that makes the ranks pass this point once more."""
-        save = partial(super().save_checkpoint, checkpoint, filepath, storage_options)
-        if self._fit is None or not self._fit.is_under_way:
-            save()
-            return
-        finish = (storage_options or {}).get("finalize_fn")
-        calls = getattr(self.checkpoint_io, "async_calls_queue", None)
-        self._fit.save(str(filepath), calls, finish, save)
+        save = partial(super().save_checkpoint, checkpoint, filepath)
+        failed, calls = self.failed_saves, getattr(self.checkpoint_io, "async_calls_queue", None)
+        finish = None
+        if failed is not None and calls is not None:
+            storage_options = storage_options or {}
+            finish = partial(failed.end, str(filepath), storage_options.get("finalize_fn"))
+            storage_options["finalize_fn"] = finish
+        if self._fit is None or failed is None:
+            save(storage_options)
+        else:
+            self._fit.save(str(filepath), partial(save, storage_options), calls=calls, finish=finish)
 
     @override
     def load_checkpoint(
@@ -371,7 +381,7 @@ def _signature() -> inspect.Signature:
     """Return the signature of ``MegatronStrategy`` with what is ours, which editors show and NeMo-Run relies on."""
     ours = inspect.signature(CheckpointlessMegatronStrategy.__init__).parameters
     theirs = inspect.signature(MegatronStrategy)
-    name, more = "num_distributed_optimizer_instances", ("failed_saves_end_job", "warm")
+    name, more = "num_distributed_optimizer_instances", ("on_save_error", "warm")
     parameters = {**theirs.parameters, name: theirs.parameters[name].replace(default=ours[name].default)}
     ends = [each for each in parameters.values() if each.kind is inspect.Parameter.VAR_KEYWORD]
     begins = [each for each in parameters.values() if each not in ends]

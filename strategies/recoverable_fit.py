@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.data import _set_sampler_epoch
@@ -30,7 +30,6 @@ from checkpointless.strategies.boundary.plain_attributes import parts_of
 from checkpointless.strategies.boundary.restoration import Restoration
 from checkpointless.strategies.boundary.step_keeper import StepKeeper
 from checkpointless.strategies.boundary.steps import Steps
-from checkpointless.strategies.checkpoints.save_failed import SaveFailed
 from checkpointless.strategies.data.position import (
     DataPosition,
     ahead_of_steps,
@@ -43,11 +42,6 @@ from checkpointless.strategies.data.training import TrainingData
 from checkpointless.strategies.data.validation import ValidationData
 from checkpointless.strategies.data.worker_streams import WorkerSeed
 from checkpointless.strategies.frameworks.logger_facts import LoggerFacts
-
-if TYPE_CHECKING:
-    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
-
-    from checkpointless.strategies.checkpoints.failed_saves import FailedSaves
 
 _BEGAN = "where the data began"  # the fact: the step and the samples that the fit began at
 
@@ -311,46 +305,18 @@ class RecoverableFit:
         """
         return self.keeper.steps.update(make) if self.keeper is not None else make()
 
-    def save(
-        self, path: str, calls: AsyncCallsQueue | None, finish: Callable[[], None] | None, make: Callable[[], None]
-    ) -> None:
+    def save(self, path: str, make: Callable[[], None], **background: Any) -> None:
         """Make a save, unless it was made before a fault that makes the ranks pass this point once more.
 
         Args:
             path: the path to save to.
-            calls: Megatron's queue of background saves; None: the save is made at once.
-            finish: the function that ends the save; None: there is none.
             make: makes the save.
-
-        Raises:
-            SaveFailed: the save has failed, and its caller makes up for that.
-        """
-        failed = self.failed_saves
-        if failed is None or self.manager is None or self.keeper is None:
-            make()
-            return
-        try:
-            self.manager.saves.save(path, self.keeper.live.newest_moment, calls, finish, make)
-        except SaveFailed:
-            if failed.is_caught:
-                raise
-
-    def save_at_once(self, path: str, make: Callable[[], None]) -> None:
-        """Make a save that nothing goes on with in the background.
-
-        Args:
-            path: the path to save to.
-            make: makes the save.
+            **background: what goes on with it in the background, as the strategy's saves take it.
         """
         if self.manager is None or self.keeper is None or not self.is_under_way:
             make()
         else:
-            self.manager.saves.save(path, self.keeper.live.newest_moment, make)
-
-    @property
-    def failed_saves(self) -> FailedSaves | None:
-        """What is done about saves that fail; None: no fit is under way that could be recovered."""
-        return self.manager.saves.failed if self.manager is not None and self.is_under_way else None
+            self.manager.saves.save(path, self.keeper.live.newest_moment, make, **background)
 
     def finish(self) -> None:
         """End the fit, if it is under way. Collective."""

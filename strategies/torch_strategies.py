@@ -138,7 +138,7 @@ class _TorchRecoverable(RecoverableStrategy):
         elif self._fit is None:
             save()
         else:
-            self._fit.save_at_once(str(filepath), save)
+            self._fit.save(str(filepath), save)
 
     @override
     def barrier(self, name: str | None = None) -> None:

@@ -1,28 +1,30 @@
-"""Saves that fail: all ranks learn of it, nothing of them stays, and training goes on.
+"""The one rule for saves that fail: all ranks give the save up, nothing of it stays, and training goes on.
 
-All ranks look before a save whether it can be made, and compare after it what went wrong on each of them. An error
-that only one rank meets, at a point where the others wait for it, is raised: the recovery frees the others,
-and the save is given up when the step's end is gone through again.
+What one rank alone writes while the others wait for it does not raise there: the ranks gather their errors before
+and after they write. If a rank raises elsewhere in a save, this is an incident, which frees the others; the saves
+of that step are given up when the ranks come to them again.
 """
 
 from __future__ import annotations
 
+import errno
+import functools
 import logging
+import os
+import shutil
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from nemo.lightning.ckpt_utils import WEIGHTS_PATH, ckpt_to_dir
 from nemo.lightning.io.pl import ckpt_to_weights_subdir
-from nemo.lightning.pytorch.callbacks import ModelCheckpoint
 from torch.distributed.checkpoint import CheckpointException
 
 from checkpointless.inprocess import UnrecoverableError, active_call_wrapper
-from checkpointless.strategies.checkpoints.bookkeeping import BookkeepingOfSave, undo
-from checkpointless.strategies.checkpoints.save_failed import SaveFailed
-from checkpointless.strategies.checkpoints.space import Outlook, bytes_to_write, free_bytes, objections
-from checkpointless.strategies.checkpoints.tolerance import SaveErrors, folder_of, tolerant_writes
+from checkpointless.inprocess.block.end import is_victim
 from checkpointless.strategies.checkpoints.unfinished import remove
 from checkpointless.telemetry.event_names import EventName
 from checkpointless.telemetry.events import event_log
@@ -33,226 +35,170 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_UNKNOWN = "a part of it could not be written"
+OnSaveError = Literal["continue", "raise"]
+
+_HARDLY_ANY = 64 * 1024  # bytes
+_UNKNOWN = {0: "a part of it could not be written"}
+
+
+class SaveFailed(Exception):
+    """A checkpoint could not be saved, as all ranks know.
+
+    Args:
+        path: where it was to be saved.
+        reasons: what went wrong, by rank.
+    """
+
+    def __init__(self, path: str, reasons: Mapping[int, str]) -> None:
+        super().__init__(path, reasons)
+        self.path = path
+        self.reasons = reasons
+
+    def __str__(self) -> str:
+        rank = min(self.reasons)
+        return (
+            f"checkpoint {self.path.removesuffix('.ckpt')} could not be saved (rank {rank}: {self.reasons[rank]})"
+        )
 
 
 class FailedSaves:
     """What a rank does about saves that fail; it outlives restarts.
 
     Attributes:
-        errors: what went wrong on this rank and the others do not know of yet.
-        end_job: whether a save that failed ends the job.
-        raised: what this rank raised in saves that the others waited for, by folder.
+        active: the one that handles the errors of what is running; None: nothing does.
+        on_error: whether training continues after a failed save, or the job ends.
+        errors: what went wrong on this rank and the others do not know of yet, by the checkpoint's folder.
+        raised: the step after which this rank raised in a save, and why; None: it has not.
     """
 
+    active: ClassVar[FailedSaves | None] = None
+
     def __init__(self) -> None:
-        self.errors = SaveErrors()
-        self.end_job = False
-        self.raised: dict[str, str] = {}
-        self._given_up: dict[str, dict[int, str]] = {}  # reasons by rank, by folder; all ranks have agreed on them
-        self._under_way = ""  # the path that is being saved to
-        self._catchers = 0
-        self._replaced: dict[str, BookkeepingOfSave] = {}
+        self.on_error: OnSaveError = "continue"
+        self.errors: dict[str, str] = {}
+        self.raised: tuple[int, str] | None = None
+        self._given_up: tuple[int, dict[int, str]] = -1, {}  # the step whose saves are given up, and why, by rank
         self._strategy: Callable[[], Any] = lambda: None
 
-    # --- while a save is made -------------------------------------------------------------------------------------
-
     def watch(self, strategy: MegatronStrategy) -> None:
-        """Watch what ``strategy`` writes and finishes. Idempotent."""
+        """Watch what ``strategy`` writes. Idempotent."""
         self._strategy = weakref.ref(strategy)
-        for each in strategy.trainer.callbacks:
-            if isinstance(each, ModelCheckpoint) and each.dirpath and "://" not in str(each.dirpath):
-                self.errors.mounts.see(Path(each.dirpath))
-        writer, queue = strategy.unwrapped_checkpoint_io, strategy.checkpoint_io
+        writer = strategy.unwrapped_checkpoint_io
         if "save_checkpoint" not in vars(writer):
-            vars(writer)["save_checkpoint"] = self._looking_first(writer.save_checkpoint)
-        name = "maybe_finalize_save_checkpoint"
-        if hasattr(queue, name) and name not in vars(queue):
-            vars(queue)[name] = self._outliving(queue, getattr(queue, name))
+            vars(writer)["save_checkpoint"] = self._agreeing(writer.save_checkpoint)
 
-    def make(self, path: str, make: Callable[[], None]) -> None:
-        """Make a save. Collective.
-
-        Args:
-            path: the path to save to.
-            make: makes the save.
-
-        Raises:
-            SaveFailed: it failed, and every rank raises this.
-            UnrecoverableError: the same, if that ends the job.
-            OSError: it failed on this rank alone.
-        """
-        given_up = self._given_up.pop(folder_of(path), None)
-        if given_up is not None:
-            self._fail(path, given_up)
-        self._under_way = path
+    @contextmanager
+    def handling(self) -> Iterator[None]:
+        """While the context lasts, what one rank writes while the others wait for it notes its errors."""
+        before, FailedSaves.active = FailedSaves.active, self
         try:
-            with tolerant_writes(self.errors):
-                make()
-        except OSError as error:
-            self.raised[folder_of(path)] = str(error)
-            raise
+            yield
         finally:
-            self._under_way = ""
+            FailedSaves.active = before
 
-    def agree(self, path: str, error: CheckpointException | None = None) -> None:
-        """Learn whether the save to ``path`` has failed on any rank. Collective.
+    def _agreeing(self, save: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``save`` of a checkpoint IO, in which the ranks agree before they write and after it."""
 
-        Args:
-            path: the path.
-            error: what all ranks have raised in it; only one of them knows what the others have met.
+        def save_checkpoint(checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> Any:
+            if FailedSaves.active is not self:
+                return save(checkpoint, path, storage_options)
+            try:
+                if "://" not in str(path):
+                    ckpt_to_weights_subdir(path, is_saving=True).mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                self.keep(path, error)
+            self.agree(str(path))
+            request = save(checkpoint, path, storage_options)
+            self.agree(str(path))
+            return request
+
+        return save_checkpoint
+
+    def keep(self, path: str | Path, error: Exception) -> None:
+        """Keep an error for the others; only the first is kept, because others follow from it."""
+        reason = _reason(error, str(path))
+        logger.warning("%s could not be written: %s", path, reason)
+        self.errors.setdefault(folder_of(path), reason)
+
+    def agree(self, path: str) -> None:
+        """Learn whether anything of the save to ``path`` has failed on any rank. Collective.
 
         Raises:
             SaveFailed: it has.
             UnrecoverableError: the same, if that ends the job.
         """
-        told = {} if error is None else {str(rank): _reason(each) for rank, (each, _) in error.failures.items()}
-        everyone = all_gather_json([self.errors.take(path), told])
-        reasons = {int(rank): reason for _, told in everyone for rank, reason in told.items()}
-        reasons |= {rank: mine for rank, (mine, _) in enumerate(everyone) if mine}
-        if not reasons and error is not None:
-            reasons = {0: _UNKNOWN}
+        everyone = all_gather_json(self.errors.pop(folder_of(path), ""))
+        reasons = {rank: reason for rank, reason in enumerate(everyone) if reason}
         if reasons:
-            self._fail(path, reasons)
+            self.fail(path, reasons)
 
-    def end(self, path: str, finish: Callable[[], None]) -> None:
-        """End the save to ``path``, which is whole on this rank, with ``finish``. Collective.
+    def end(self, path: str, finish: Callable[[], None] | None) -> None:
+        """End a background save with ``finish``, after all ranks have written what they had to. Collective.
 
         Raises:
-            SaveFailed: it is not whole on all ranks.
+            SaveFailed: not all of them have.
             UnrecoverableError: the same, if that ends the job.
         """
         self.agree(path)
-        self._replaced.pop(folder_of(path), None)
-        finish()
+        if finish is not None:
+            finish()
 
     @contextmanager
-    def caught(self) -> Iterator[None]:
-        """While the context lasts, a save that fails raises; its caller goes on otherwise."""
-        self._catchers += 1
-        try:
-            yield
-        finally:
-            self._catchers -= 1
-
-    @property
-    def is_caught(self) -> bool:
-        """Whether the caller of a save makes up for its failure."""
-        return self._catchers > 0
-
-    def keep(self, path: str, of_save: BookkeepingOfSave) -> None:
-        """Keep what a background save has changed in a callback's bookkeeping, in case that it fails."""
-        self._replaced[folder_of(path)] = of_save
-
-    # --- after a fault --------------------------------------------------------------------------------------------
-
-    def give_up(self, raised: Iterable[dict[str, str]]) -> None:
-        """Give up the saves in which a rank raised before the fault, if the ranks come to them again.
-
-        Args:
-            raised: by rank, what it raised, by folder.
-        """
-        self._given_up = {}
-        for rank, each in enumerate(raised):
-            for folder, reason in each.items():
-                self._given_up.setdefault(folder, {})[rank] = reason
-        self.raised = {}
-
-    def replaced_by(self, paths: Iterable[str]) -> list[tuple[str, BookkeepingOfSave]]:
-        """Return, for each save that was lost, its folder and what it has changed in books. Collective.
-
-        Args:
-            paths: the paths that were saved to in the background, the same on every rank.
-        """
-        return [(folder, self._changed_by(folder)) for folder in map(folder_of, paths)]
-
-    # --- parts ----------------------------------------------------------------------------------------------------
-
-    def _looking_first(self, save: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``save`` of a checkpoint IO, in which the ranks agree before it and after it."""
-
-        def save_checkpoint(checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> Any:
-            if not self._under_way:
-                return save(checkpoint, path, storage_options)
-            self._look(checkpoint, str(path))
-            request, raised = None, None
-            try:
-                request = save(checkpoint, path, storage_options)
-            except CheckpointException as error:  # all ranks raise it
-                raised = error
-            self.agree(str(path), raised)
-            return request
-
-        return save_checkpoint
-
-    def _look(self, checkpoint: dict[str, Any], path: str) -> None:
-        """Look whether a save can be made. Collective.
+    def attempt(self, path: str) -> Iterator[None]:
+        """While the context lasts, the rank saves to ``path``. Collective.
 
         Raises:
-            SaveFailed: it cannot.
+            SaveFailed: the save has failed, and every rank raises this.
+            UnrecoverableError: the same, if that ends the job.
         """
-        outlook = Outlook(self.errors.take(path))
-        if "://" not in path and not outlook.problem:
-            try:
-                problem = self.errors.mounts.problem(Path(path).parent)
-                folder = ckpt_to_weights_subdir(path, is_saving=True)
-                if not problem:
-                    folder.mkdir(parents=True, exist_ok=True)
-                    shares = ModelCheckpoint.is_checkpoint_unfinished(path)
-                    outlook = Outlook("", bytes_to_write(checkpoint), free_bytes(folder), shares)
-                else:
-                    outlook = Outlook(problem)
-            except OSError as error:
-                outlook = Outlook(str(error))
-        everyone = [Outlook(**each) for each in all_gather_json(outlook.to_plain())]
-        reasons = objections(everyone)
-        if reasons:
-            self._fail(path, dict(reasons))
-
-    def _outliving(self, queue: Any, finalize: Callable[..., bool]) -> Callable[..., bool]:
-        """Return ``finalize`` of a checkpoint IO that saves in the background, which outlives saves that fail."""
-
-        def maybe_finalize_save_checkpoint(blocking: bool = False) -> bool:
-            while True:
-                before = list(queue.async_calls_queue.async_calls)
-                if not before:
-                    return finalize(blocking)
-                try:
-                    with tolerant_writes(self.errors):
-                        return finalize(blocking)
-                except CheckpointException as error:
-                    failed = before[len(before) - len(queue.async_calls_queue.async_calls) - 1]
-                    self._failed_in_background(failed.idx, error)
-                except SaveFailed as failure:
-                    self._undo(failure.path)
-
-        return maybe_finalize_save_checkpoint
-
-    def _failed_in_background(self, number: int, error: CheckpointException) -> None:
-        known = all_gather_json(self._strategy().checkpoint_manager.saves.path_of(number))
-        path = next((each for each in known if each is not None), None)
-        if path is None:
-            raise error
+        step, reasons = self._given_up
+        if reasons and step == self._step():  # a rank raised in a save of this step before the fault
+            self.fail(path, reasons)
         try:
-            self.agree(path, error)
-        except SaveFailed:
-            self._undo(path)
+            with self.handling():
+                yield
+        except CheckpointException as error:
+            self.fail(path, merged(all_gather_json(reasons_by(error))))
+        except (OSError, RuntimeError, CheckpointingException) as error:
+            self.note(error, path)
+            raise
 
-    def _fail(self, path: str, reasons: dict[int, str]) -> None:
+    def note(self, error: Exception, path: str, step: int | None = None) -> None:
+        """Note that this rank raises ``error`` in a save, unless it follows from the loss of another rank.
+
+        Args:
+            error: the error.
+            path: what is saved to, or is next to it.
+            step: the step after which the save was begun; None: the newest.
+        """
+        if not is_victim(error):
+            self.raised = (self._step() if step is None else step), _reason(error, path)
+
+    def give_up(self, raised: Sequence[tuple[int, str] | None], resumed: int) -> None:
+        """Give up the saves of the step that training resumes at, if a rank raised in one of them.
+
+        Args:
+            raised: by rank, after which step it raised in a save, and why.
+            resumed: the step; -1: the state is not from memory.
+        """
+        reasons = {rank: each[1] for rank, each in enumerate(raised) if each is not None and each[0] == resumed}
+        self._given_up, self.errors = (resumed, reasons), {}
+        if self.raised is not None and self.raised[0] != resumed:
+            self.raised = None
+
+    def fail(self, path: str, reasons: dict[int, str]) -> None:
         """End a save that has failed, as all ranks know.
 
         Raises:
             SaveFailed: always, unless it ends the job.
             UnrecoverableError: it ends the job.
         """
-        self.errors.take(path)
         strategy, call = self._strategy(), active_call_wrapper()
         failure = SaveFailed(path, reasons)
-        trainer = strategy.trainer
-        if trainer.is_global_zero:
+        self.errors.pop(folder_of(path), None)
+        if strategy.trainer.is_global_zero:
             remove([path])
-        strategy.checkpoint_manager.saves.forget(path)
-        if trainer.global_rank == min(reasons):
+        if strategy.trainer.global_rank == min(reasons):
             logger.warning("%s: training goes on, and the next one that is due is made", failure)
             event_log().emit(
                 EventName.SAVE_FAILED,
@@ -262,29 +208,64 @@ class FailedSaves:
                 reason=reasons[min(reasons)],
                 ranks=sorted(reasons),
             )
-        if self.end_job:
-            raise UnrecoverableError(f"{failure}, and failed_saves_end_job is set")
+        if self.on_error == "raise":
+            raise UnrecoverableError(f"{failure}, and on_save_error is 'raise'")
         raise failure
 
-    def _undo(self, path: str) -> None:
-        """Undo what a background save that failed has changed in the bookkeeping of callbacks. Collective."""
-        before = self._changed_by(folder_of(path))
-        for each in self._strategy().trainer.callbacks:
-            undo(each, folder_of(path), before)
-
-    def _changed_by(self, folder: str) -> BookkeepingOfSave:
-        """Return what the background save to ``folder`` has changed in books, and forget it. Collective."""
-        kept = self._replaced.get(folder)
-        if kept is not None:
-            kept.drop_removals()
-        said = all_gather_json(kept.to_plain() if kept is not None else None)
-        self._replaced.pop(folder, None)  # not earlier: a fault may come while the ranks agree
-        known = next((each for each in said if each is not None), None)
-        return kept or BookkeepingOfSave.from_plain(known or {})
+    def _step(self) -> int:
+        """Return the newest step of the rank."""
+        return int(self._strategy().live_state().newest_moment[0])
 
 
-def _reason(error: BaseException) -> str:
-    """Return in one line what went wrong with a rank's writers."""
+def reasons_by(error: CheckpointException) -> dict[str, str]:
+    """Return what went wrong in a save, by rank; only one rank knows it of the others."""
+    return {str(rank): _reason(each) for rank, (each, _) in error.failures.items()}
+
+
+def merged(reasons: Sequence[Mapping[str, str]]) -> dict[int, str]:
+    """Return what all ranks know of what went wrong in a save, by rank."""
+    return {int(rank): reason for each in reasons for rank, reason in each.items()} or _UNKNOWN
+
+
+def noting(where: Callable[..., str | Path]) -> Callable[[Any], Any]:
+    """Return what makes a function keep its error for the others, and go on, while a save is made or ended.
+
+    Args:
+        where: returns where the function writes, from its arguments.
+    """
+
+    def make(original: Any) -> Any:
+        @functools.wraps(original)
+        def noted(*args: Any) -> None:
+            try:
+                original(*args)
+            except (OSError, RuntimeError) as error:
+                if FailedSaves.active is None:
+                    raise
+                FailedSaves.active.keep(where(*args), error)
+
+        return noted
+
+    return make
+
+
+def folder_of(path: str | Path) -> str:
+    """Return the folder of the checkpoint that ``path`` names, whose weights ``path`` may be."""
+    folder = Path(ckpt_to_dir(path))
+    return str(folder.parent if folder.name == WEIGHTS_PATH else folder)
+
+
+def _reason(error: BaseException, path: str = "") -> str:
+    """Return in one line what went wrong."""
     if str(error) == "results_queue should not be empty":
         return "the process that wrote it in the background was lost"
+    if (
+        isinstance(error, RuntimeError) and path and _is_full(os.path.dirname(folder_of(path)))
+    ):  # torch.save does not say so
+        return os.strerror(errno.ENOSPC)
     return " ".join(str(error).removeprefix("Worker failure: ").split()) or type(error).__name__
+
+
+def _is_full(folder: str) -> bool:
+    """Return whether hardly anything is free on the file system of ``folder``."""
+    return os.path.isdir(folder) and shutil.disk_usage(folder).free < _HARDLY_ANY

@@ -20,11 +20,9 @@ class LightningSaves:
 
     Attributes:
         unfinished: the background saves whose end this rank has not gone through: there are none.
-        has_lost: whether a background save was lost in the last recovery: none ever is.
     """
 
     unfinished: tuple[()] = ()
-    has_lost = False
 
     def __init__(self) -> None:
         self._made: list[tuple[str, tuple[int, Stage]]] = []  # paths, and the newest moment when they were saved to

@@ -1,13 +1,12 @@
-"""The processes that write a rank's part of a checkpoint: one that dies is noticed, and leaves nobody waiting.
+"""The processes that write a rank's part of a checkpoint: one that is killed is noticed, and leaves nobody waiting.
 
-Megatron-core waits for its writers by counting what they say. A writer that is killed, for example because the
-memory is used up, says nothing, so the rank would wait for ever.
+Megatron-core counts what its writers say. If one is killed, for example because the memory is used up, the rank or
+the process that writes in the background waits for ever, and no later background save is finished.
 """
 
 from __future__ import annotations
 
 import ctypes
-import logging
 import multiprocessing
 import signal
 from collections.abc import Sequence
@@ -19,38 +18,27 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSys
 if TYPE_CHECKING:
     from multiprocessing.queues import Queue
 
-logger = logging.getLogger(__name__)
-
 _PR_SET_PDEATHSIG = 1
 _ENDS_S = 5.0
 
 
 class _Report:
-    """A writer's way to say what it has written; it stands for both of the queues that Megatron-core gives it.
-
-    Args:
-        connection: where to say it.
-    """
+    """A writer's connection to its rank; it stands for both of the queues that Megatron-core gives a writer."""
 
     def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-
-    def put(self, result: object) -> None:
-        """Say what was written."""
-        self._connection.send(result)
+        self.put = connection.send
 
     def get(self) -> None:
         """Do nothing: nobody counts."""
 
-    def task_done(self) -> None:
-        """Do nothing: nobody counts."""
+    task_done = get
 
 
 @_disable_gc()
 def write_buckets(
     transforms: Sequence[Any], use_msc: bool, rank: int, buckets: Sequence[Any], results: Queue[Any]
 ) -> None:
-    """Write a rank's part of a checkpoint, each bucket in a process of its own.
+    """Write a rank's part of a checkpoint, each bucket in a separate process.
 
     It takes the place of ``FileSystemWriterAsync.write_preloaded_data_multiproc``.
 
@@ -59,51 +47,39 @@ def write_buckets(
         use_msc: whether NVIDIA's Multi-Storage Client opens the files.
         rank: the rank whose part it is.
         buckets: what to write, by file.
-        results: the queue that gets what each writer says, by its number, or the error.
+        results: the queue that gets what each writer says, by its number, or the first error.
     """
-    results.put(_results(transforms, use_msc, buckets))
-
-
-def _results(transforms: Sequence[Any], use_msc: bool, buckets: Sequence[Any]) -> dict[int, Any] | Exception:
-    """Return what each writer says, by its number, or the first error."""
     context = multiprocessing.get_context("fork")
     writers: list[tuple[Any, Connection]] = []
-    found: dict[int, Any] = {}
-    error: Exception | None = None
+    said: list[Any] = []
     try:
         for number, bucket in enumerate(buckets):
             receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(target=_write, args=(transforms, use_msc, number, bucket, sender))
-            process.start()
+            writer = context.Process(target=_write, args=(transforms, use_msc, number, bucket, sender))
+            writer.start()
             sender.close()  # so that the receiver ends with the process
-            writers.append((process, receiver))
-        for number, (process, receiver) in enumerate(writers):
-            said = _said(process, receiver)
-            if isinstance(said, Exception):
-                error = error or said
-            else:
-                found[number] = said
-    except OSError as failure:  # no process could be started
-        return failure
+            writers.append((writer, receiver))
+        said = [_said(*each) for each in writers]
+    except OSError as error:  # no process could be started
+        said = [error]
     finally:
-        for process, receiver in writers:
-            if process.is_alive():  # they have all ended, unless a fault came
-                process.kill()
-                process.join(_ENDS_S)
+        for writer, receiver in writers:
+            writer.kill()  # it has ended or is about to, unless a fault came
+            writer.join(_ENDS_S)
             receiver.close()
-    return error or found
+    errors = [each for each in said if isinstance(each, Exception)]
+    results.put(errors[0] if errors else dict(enumerate(said)))
 
 
-def _said(process: Any, receiver: Connection) -> Any:
-    """Wait for a writer's end, and return its results or its error."""
+def _said(writer: Any, receiver: Connection) -> Any:
+    """Wait for a writer, and return its results or its error."""
     try:
-        _, said = receiver.recv()
+        return receiver.recv()[1]
     except EOFError:
-        process.join(_ENDS_S)
-        how = f"signal {-process.exitcode}" if (process.exitcode or 0) < 0 else f"exit code {process.exitcode}"
+        writer.join(_ENDS_S)
+        code = writer.exitcode or 0
+        how = f"signal {-code}" if code < 0 else f"exit code {code}"
         return RuntimeError(f"the process that wrote a part of it ended with {how}")
-    process.join(_ENDS_S)
-    return said
 
 
 def _write(transforms: Sequence[Any], use_msc: bool, number: int, bucket: Any, sender: Connection) -> None:

@@ -6,7 +6,6 @@ import errno
 import functools
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,12 +15,9 @@ import lightning.pytorch as pl
 from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
-from checkpointless.strategies.checkpoints import failed_saves
-from checkpointless.strategies.checkpoints.space import free_bytes
 from tests.ranks.users.end import note, notes, run_dir
 
 SPOILS_ENV = "CHECKPOINTLESS_TEST_SPOILS"  # ``HOW FIRST LAST``, a kind and steps, any number with commas
-STORAGE = "storage"  # the folder of the run's that is mounted at ``nemo``
 FILLER = "filler"
 _LAST = "-last/"  # in the paths of the second of the two saves of a step, which are under way together
 
@@ -29,11 +25,11 @@ _LAST = "-last/"  # in the paths of the second of the two saves of a step, which
 class Spoiler(pl.Callback):
     """Spoils the saves of the steps from ``FIRST`` to ``LAST``.
 
-    The kinds are: ``full`` (rank 0 fills the file system), ``untold`` (the same, and nobody knows how much is
-    free), ``gone`` (rank 0 unmounts it), ``blocked`` (a file is where the folder was), ``writer`` (the process
-    that writes rank 1's part dies), ``proxy`` (the process that a background save is handed to dies), ``rank``
-    (rank 1 is killed while its part is written), ``common`` (rank 0 is killed after it has written its common
-    part) and ``alone`` (rank 1 alone raises before it has written). The last five happen once.
+    The kinds are: ``full`` (rank 0 fills the file system), ``blocked`` (a file is where the folder was),
+    ``writer`` (the process that writes rank 1's part dies), ``proxy`` (the process that a background save is
+    handed to dies), ``rank`` (rank 1 is killed while its part is written), ``common`` (rank 0 is killed after it
+    has written its common part) and ``alone`` (rank 1 alone raises before it has written). The last five happen
+    once.
     """
 
     def __init__(self) -> None:
@@ -46,8 +42,6 @@ class Spoiler(pl.Callback):
         step = trainer.global_step + 1
         for how, first, last in self.asked:
             spoils = first <= step <= last
-            if how == "untold":
-                failed_saves.free_bytes = (lambda folder: None) if spoils else free_bytes
             if how in _ONCE and spoils and not _done(how, self.rank):
                 _ONCE[how](self.rank)
             if how in _STORAGE and self.rank == 0 and (spoils or step == last + 1):
@@ -69,16 +63,6 @@ def _empty(storage: Path) -> None:
     (storage / FILLER).unlink(missing_ok=True)
 
 
-def _unmount(storage: Path) -> None:
-    if os.path.ismount(storage):
-        subprocess.run(["umount", "-l", str(storage)], check=True)
-
-
-def _mount(storage: Path) -> None:
-    if not os.path.ismount(storage):
-        subprocess.run(["mount", "--bind", str(run_dir() / STORAGE), str(storage)], check=True)
-
-
 def _block(storage: Path) -> None:
     checkpoints = storage / "fit-0" / "checkpoints"
     if checkpoints.is_dir():
@@ -95,8 +79,6 @@ def _unblock(storage: Path) -> None:
 
 _STORAGE: dict[str, tuple[Callable[[Path], None], Callable[[Path], None]]] = {
     "full": (_fill, _empty),
-    "gone": (_unmount, _mount),
-    "untold": (_fill, _empty),
     "blocked": (_block, _unblock),
 }
 

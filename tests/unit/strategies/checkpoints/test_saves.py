@@ -24,7 +24,7 @@ def test_each_save_has_its_own_reports(tmp_path: Path) -> None:
     saves, queues = Saves(), []
     for name in ("a", "b"):
         make = lambda: queues.append(filesystem_async._get_write_results_queue())  # noqa: E731
-        saves.save(str(tmp_path / name), (10, Stage.COMMITTED), None, None, make)
+        saves.save(str(tmp_path / name), (10, Stage.COMMITTED), make)
     first, second = queues
     second.put("of the second")
     first.put("of the first")
@@ -36,10 +36,9 @@ def test_each_save_has_its_own_reports(tmp_path: Path) -> None:
 
 @pytest.fixture
 def alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    from checkpointless.strategies.checkpoints import failed_saves, saves
+    from checkpointless.strategies.checkpoints import saves
 
-    for module in (saves, failed_saves):
-        monkeypatch.setattr(module, "all_gather_json", lambda value: [value, value])
+    monkeypatch.setattr(saves, "all_gather_json", lambda value: [value, value])
 
 
 class Job:
@@ -79,7 +78,8 @@ class Job:
             )
 
         end = None if finish is None else lambda: self.did.append(finish)
-        self.saves.save(path, (step, Stage.COMMITTED), None if self.at_once else self.queue, end, make)
+        calls: Any = None if self.at_once else self.queue
+        self.saves.save(path, (step, Stage.COMMITTED), make, calls, end)
 
     def finish(self) -> None:
         """Do what Megatron does when the writers are done."""
@@ -206,7 +206,7 @@ def test_a_save_whose_end_failed_is_made_again_or_said_to_be_lost(caplog: pytest
     job.queue.async_calls.popleft()  # its end has begun, and failed
     assert job.saves.unfinished == ((0, 10, int(Stage.COMMITTED), False),)
     job.fault(10, Stage.TURNED)
-    assert job.saves.has_lost
+    assert job.saves._lost == [("/c/a", {})]
     assert "could not be finished" in caplog.text
     assert job.saves.unfinished == (), "said once"
 
@@ -214,7 +214,7 @@ def test_a_save_whose_end_failed_is_made_again_or_said_to_be_lost(caplog: pytest
     again.save("/c/a", 10)
     again.queue.async_calls.popleft()
     again.fault(10)
-    assert not again.saves.has_lost
+    assert again.saves._lost == []
     again.fault(10)  # another fault comes before it is made again
     again.save("/c/a", 10)
     assert again.did == ["made", "made"]
@@ -335,47 +335,50 @@ def test_a_save_that_is_lost_takes_no_other_along(tmp_path: Path) -> None:
 # ---- what callbacks count
 
 
-@pytest.mark.parametrize("is_lost", [True, False])
-def test_a_callback_does_not_count_a_checkpoint_that_was_lost(is_lost: bool, tmp_path: Path) -> None:
-    from nemo.lightning.pytorch.callbacks import ModelCheckpoint
-
-    from checkpointless.strategies.checkpoints.saves import Saves
-
-    callback = ModelCheckpoint(dirpath=str(tmp_path), monitor="val_loss", save_top_k=2)
-    whole, lost = str(tmp_path / "step=1"), str(tmp_path / "step=3")
-    Path(whole).mkdir()
-    callback.best_k_models = {whole: torch.tensor(2.0), lost: torch.tensor(1.0)}
-    callback.best_model_path, callback.kth_best_model_path = lost, whole
-    saves = Saves()
-    saves.has_lost = is_lost
-    saves.forget_lost([callback, object()])
-    assert set(callback.best_k_models) == ({whole} if is_lost else {whole, lost})
-    assert callback.best_model_path == (whole if is_lost else lost)
-
-
 @pytest.mark.usefixtures("alike")
 @pytest.mark.parametrize("is_new_process", [False, True])
 def test_what_a_lost_save_was_to_remove_has_its_place_again(tmp_path: Path, is_new_process: bool) -> None:
     """Else the next save would not remove it, and it would stay for ever."""
     from nemo.lightning.pytorch.callbacks import ModelCheckpoint
 
-    from checkpointless.strategies.checkpoints.bookkeeping import BookkeepingOfSave
+    from checkpointless.strategies.checkpoints.callbacks import books_of
     from checkpointless.strategies.checkpoints.saves import Saves
 
     older, lost = str(tmp_path / "step=1-last.ckpt"), str(tmp_path / "step=3-last.ckpt")
-    job = Job()
+    job, callback = Job(), ModelCheckpoint(dirpath=str(tmp_path), save_last=True, save_top_k=0)
+    callback.last_model_path = older
+    books = books_of(callback)
     job.save(lost, 9)
-    removal = [older]
-    of_save = BookkeepingOfSave(last=older, removals=[removal], removal=removal)
-    job.saves.failed.keep(lost, of_save)
+    callback.last_model_path = lost
+    callback.deferred_ckpts_to_remove.append([older])
+    job.saves.keep(lost, callback, books)
     job.queue.async_calls.popleft()  # its end has begun, and failed
     job.leave()
     job.saves.agree((10, Stage.TURNED), job.strategy)
-    callback = ModelCheckpoint(dirpath=str(tmp_path), save_last=True, save_top_k=0)
-    callback.last_model_path = lost
+    assert callback.deferred_ckpts_to_remove == []
     if is_new_process:
-        job.saves, books = Saves(), job.saves._lost
-        job.saves._lost = [(folder, BookkeepingOfSave.from_plain(each.to_plain())) for folder, each in books]
+        job.saves, known = Saves(), job.saves._lost
+        job.saves._lost = known
     job.saves.forget_lost([callback, object()])
     assert callback.last_model_path == older
-    assert of_save.removals == []
+
+
+@pytest.mark.usefixtures("alike")
+def test_what_a_save_has_replaced_is_known_while_it_is_asked_for_again(tmp_path: Path) -> None:
+    """Another fault may come before its callback has kept it once more."""
+    from nemo.lightning.pytorch.callbacks import ModelCheckpoint
+
+    from checkpointless.strategies.checkpoints.callbacks import books_of
+
+    job, callback, path = Job(), ModelCheckpoint(dirpath=str(tmp_path)), str(tmp_path / "step=3-last.ckpt")
+    callback.last_model_path = "older"
+    books = books_of(callback)
+    job.save(path, 10)
+    callback.deferred_ckpts_to_remove.append(["older"])
+    job.saves.keep(path, callback, books)
+    job.fault(10)
+    job.save(path, 10)
+    (save,) = job.saves._made
+    assert save.replaced["last"] == "older"
+    save.spare()
+    assert callback.deferred_ckpts_to_remove == []
