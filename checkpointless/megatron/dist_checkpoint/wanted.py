@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from checkpointless.megatron.dist_checkpoint.chunk import Chunk, Kind, Leaf, State, leaves_of, replaced
+from checkpointless.megatron.dist_checkpoint.delivery import needers_of
 from checkpointless.megatron.dist_checkpoint.part import decoded
-from checkpointless.megatron.dist_checkpoint.plan import needers_of
 from checkpointless.serialization.state_tree import Tree
 
 if TYPE_CHECKING:

@@ -22,9 +22,8 @@ from checkpointless.recovery.tiers.lineage import Lineage
 from checkpointless.recovery.tiers.snapshot import Snapshot
 from checkpointless.recovery.tiers.tier import Tier
 from checkpointless.replication.agreement import attempt, by_rank, gather, words
-from checkpointless.replication.cliques import clique_of
 from checkpointless.replication.copier import Copier, Place
-from checkpointless.replication.exchange import CliqueExchange, clique_group
+from checkpointless.replication.exchange import CliqueExchange, clique_group, clique_of
 from checkpointless.replication.host_memory import copy_into, recorded
 from checkpointless.replication.lane import within
 from checkpointless.replication.parts import Content, Part, SaveId

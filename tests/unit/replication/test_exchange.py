@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointless.replication.cliques import all_cliques, check_layout, clique_of
+from checkpointless.replication.exchange import all_cliques, check_layout, clique_of
 
 layouts = st.tuples(st.integers(1, 5), st.integers(1, 5), st.integers(1, 4)).map(
     lambda each: (each[0] * each[1] * each[2], each[1], each[2])

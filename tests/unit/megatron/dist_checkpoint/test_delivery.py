@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointless.megatron.dist_checkpoint.plan import (
+from checkpointless.megatron.dist_checkpoint.delivery import (
     Delivery,
     deliveries_of,
     needers_of,
