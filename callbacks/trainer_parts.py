@@ -54,7 +54,10 @@ _optimizer_steps = operator.attrgetter(
 def worker_iterators(combined_loader: object) -> list[Any]:
     """Return the multiprocessing iterators inside a Lightning ``CombinedLoader``."""
     mode_iterator = getattr(combined_loader, "_iterator", None)
-    return [each for each in getattr(mode_iterator, "iterators", ()) if hasattr(each, "_workers")]
+    found = [*getattr(mode_iterator, "iterators", ())]
+    # Between two passes, a loader alone has its persistent workers.
+    found += [getattr(each, "_iterator", None) for each in getattr(combined_loader, "flattened", ())]
+    return [each for each in {id(each): each for each in found}.values() if hasattr(each, "_workers")]
 
 
 def install() -> None:

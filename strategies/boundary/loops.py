@@ -18,6 +18,7 @@ from lightning.pytorch.loops import _FitLoop, _TrainingEpochLoop
 from typing_extensions import override
 
 from checkpointless.recovery.moment import Stage
+from checkpointless.recovery.own.declared import put_declared, take_declared
 from checkpointless.strategies.boundary.epoch_metrics import make_results_resumable
 
 
@@ -32,6 +33,7 @@ class Resumption:
         begins_epoch: whether an epoch begins where the loops resume.
         when_made: returns the epoch and the step in which the training loader in use was made; None: it is to be
             made in the epoch that begins.
+        make_loader: makes it then with the given function, as it would have been made without the fault.
     """
 
     stage: Stage
@@ -39,6 +41,7 @@ class Resumption:
     done_again: Callable[[Callable[[], None]], None]
     begins_epoch: bool = False
     when_made: Callable[[], tuple[int, int] | None] = lambda: None
+    make_loader: Callable[[Callable[[], None]], None] = lambda make: make()
 
 
 class Observer(Protocol):
@@ -149,12 +152,14 @@ class ResumableFitLoop(_FitLoop):
         resumption: where to resume when the loop is run next; None: where Lightning would.
         was_finished: whether the whole fit was over before the fault.
         made_at_step: the step in which the training loader was made.
+        is_beginning: whether the loop does what precedes the first epoch.
     """
 
     epoch_loop: ResumableEpochLoop
     resumption: Resumption | None
     was_finished: bool
     made_at_step: int
+    is_beginning: bool
 
     @override
     def setup_data(self) -> None:
@@ -162,7 +167,9 @@ class ResumableFitLoop(_FitLoop):
         if not self.was_finished:
             loader, step = self._combined_loader, self.epoch_loop.global_step
             when = self.resumption.when_made() if self.resumption is not None else None
-            if when is None:
+            if when is None and self.resumption is not None and self.resumption.begins_epoch and loader is None:
+                self.resumption.make_loader(super().setup_data)
+            elif when is None:
                 super().setup_data()
             else:
                 _, step = when
@@ -223,7 +230,9 @@ class ResumableFitLoop(_FitLoop):
     @override
     def on_run_start(self) -> None:
         """Begin training, or resume it."""
+        self.is_beginning = True
         super().on_run_start()
+        self.is_beginning = False
         if self.resumption is not None and self.resumption.begins_epoch:
             self._restarting = self.epoch_loop.restarting = False
             self.resumption.go_on()
@@ -260,14 +269,20 @@ def _validation_loaders(fit_loop: Any, source: Any) -> Any:
     """Have the validation loaders of a fit made; after a fault, as in the epoch and step in which they were."""
     val_loop, trainer = fit_loop.epoch_loop.val_loop, fit_loop.trainer
     made, every = fit_loop.val_made, trainer.reload_dataloaders_every_n_epochs
-    is_made_again = made is not None and val_loop._combined_loader is None
-    if not is_made_again or (every and trainer.current_epoch - made[0] >= every):
+    is_lost = made is not None and val_loop._combined_loader is None
+    # Before the first step Lightning only asks how many batches there are, and makes what is due when it validates.
+    is_due = every and trainer.current_epoch - made[0] >= every if is_lost and not fit_loop.is_beginning else False
+    fit_loop.val_is_made_again = is_lost and not is_due
+    if not fit_loop.val_is_made_again:
         fit_loop.val_made = trainer.current_epoch, fit_loop.epoch_loop.global_step
         return type(source).dataloader(source)
     if every:
         val_loop._last_val_dl_reload_epoch = made[0]
+    attributes = take_declared()
     with _seen_as(fit_loop, *made):
-        return type(source).dataloader(source)
+        loaders = type(source).dataloader(source)
+    put_declared(attributes)  # the hook has run twice, and would have run once
+    return loaders
 
 
 def make_resumable(trainer: pl.Trainer, observer: Observer) -> None:
@@ -285,10 +300,11 @@ def make_resumable(trainer: pl.Trainer, observer: Observer) -> None:
         loop.resumption = None
     make_results_resumable(trainer)
     fit_loop.val_made = None  # the epoch and step in which the validation loaders were made
+    fit_loop.val_is_made_again = False  # whether a fault alone has had them made
     fit_loop.made_at_step = getattr(fit_loop, "made_at_step", 0)
     source = fit_loop.epoch_loop.val_loop._data_source
     source.dataloader = functools.partial(_validation_loaders, fit_loop, source)
-    fit_loop.was_finished = False
+    fit_loop.was_finished = fit_loop.is_beginning = False
     fit_loop.epoch_loop.observer = observer
     fit_loop.epoch_loop.not_delivered = 0
     fit_loop.epoch_loop.has_asked = True

@@ -11,6 +11,8 @@ import lightning.pytorch as pl
 
 from checkpointless.recovery import CheckpointManager
 from checkpointless.recovery.moment import Stage
+from checkpointless.recovery.own.declared import put_declared, take_declared
+from checkpointless.recovery.rng import RngStates
 from checkpointless.strategies.boundary.epoch_metrics import put_accumulated, warn_if_lost, with_own
 from checkpointless.strategies.boundary.kinds import ACCUMULATED, SETTINGS, load_again, put_kinds
 from checkpointless.strategies.boundary.loops import Resumption
@@ -51,6 +53,8 @@ class Restoration:
         self._keeper = keeper
         self._data = data
         self._loggers = loggers
+        #: The streams and attributes that making a loader has left, in an epoch that begins.
+        self._made_loader: tuple[RngStates, dict[str, bytes]] | None = None
 
     @property
     def is_pending(self) -> bool:
@@ -96,20 +100,28 @@ class Restoration:
             self._waiting = None
             manager.restore_streams()
             return
-        if replays and objects["base"] == Stage.LOADED:  # the beginning of the loops draws what it drew then
-            manager.restore_streams_of(step - 1, Stage.LOADED)
+        base = (step - 1, Stage(objects["base"])) if replays else (step, stage)
+        # The beginning of the loops draws what it drew then, and makes loaders by the attributes that there were.
+        manager.restore_streams_of(*base)
         self._trainer.fit_loop.resumption = Resumption(  # type: ignore[attr-defined]
             stage,
             partial(self._go_on, objects),
             partial(self._do_again, objects),
             _begins_epoch(stage, objects),
             partial(when_made, self._trainer, objects["kinds"][SETTINGS], _begins_epoch(stage, objects)),
+            partial(self._make_loader, *base),
         )
 
     def _own_of(self, kept: dict[str, Any], step: int, stage: Stage) -> dict[str, Any]:
         """Return what this rank itself accumulated over the epoch, although ``kept`` may come from a peer."""
         own = self._manager.own_of(step, stage)
         return with_own(kept, own) if own is not None or self._manager.was_filled else kept
+
+    def _make_loader(self, step: int, stage: Stage, make: Callable[[], None]) -> None:
+        """Make the loader of the epoch that begins with ``make``, from the streams and attributes of a moment."""
+        self._manager.restore_streams_of(step, stage)
+        make()
+        self._made_loader = RngStates.capture(), take_declared()
 
     # --- when the loops have begun ------------------------------------------------------------------------------
 
@@ -139,6 +151,10 @@ class Restoration:
                 logger.warning("random numbers drawn between steps %d and %d are drawn again", step - 1, step)
         else:
             manager.restore_streams()
+        if self._made_loader is not None:
+            streams, attributes = self._made_loader
+            streams.restore()
+            put_declared(attributes)
 
     def _do_again(self, objects: dict[str, Any], run: Callable[[], None]) -> None:
         """Let Lightning replay the last committed step without computing it."""

@@ -33,11 +33,15 @@ class ValidationData:
         self._trainer = weakref.ref(trainer)
         self._waiting: dict[str, Any] = {}  # the state of loaders that are not made yet
         self._made = 0
+        self._is_new = False  # whether the loaders take nothing over from those before the fault
         self._own: dict[int, tuple[object, SamplerState]] = {}  # by the loader's id
         register_rng_source(_SOURCE, RngSource(self._take, self._put))
 
     def made(self, loader: Iterable[object]) -> None:
         """Let the next loader, which has just been made, resume where the one before the fault stood."""
+        trainer = self._trainer()
+        if self._waiting and trainer is not None and not vars(trainer.fit_loop).get("val_is_made_again", True):
+            self._waiting, self._is_new = {}, True  # without the fault it would have been made for the epoch, too
         if self._waiting:
             self._put_own(loader, self._made, self._waiting)
             consumed = self._waiting.get(f"{self._made}")
@@ -61,6 +65,8 @@ class ValidationData:
         return found
 
     def _put(self, state: dict[str, Any]) -> None:
+        if self._is_new:
+            return
         loaders = self._loaders()
         self._waiting, self._made = ({}, 0) if loaders else (state, 0)
         for index, loader in enumerate(loaders):

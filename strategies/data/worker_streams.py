@@ -72,7 +72,7 @@ def repeat_worker_draws(loader: Iterable[object], seed: int, trainer: pl.Trainer
         trainer: the trainer, in the stage that ``loader`` is for.
         rank: the data-parallel rank: ranks that share it get the same batches.
     """
-    training = trainer.training
+    training, is_persistent = trainer.training, bool(getattr(loader, "persistent_workers", False))
     from_the_beginning = is_iterable(loader) and not keeps_its_position(loader)  # it is gone through once more
     try:
         seed_data_workers(
@@ -80,7 +80,9 @@ def repeat_worker_draws(loader: Iterable[object], seed: int, trainer: pl.Trainer
             seed,
             rank=rank,
             stream="training" if training else "evaluation",
-            place=functools.partial(_place, trainer, loader, from_the_beginning) if training else _SAME_EACH_TIME,
+            place=functools.partial(_place, trainer, is_persistent, from_the_beginning)
+            if training
+            else _SAME_EACH_TIME,
         )
     except (TypeError, ValueError) as error:
         _warn_once(f"{error}: random numbers that its workers draw are others after a fault")
@@ -93,9 +95,13 @@ def repeat_worker_draws(loader: Iterable[object], seed: int, trainer: pl.Trainer
         )
 
 
-def _place(trainer: pl.Trainer, loader: Iterable[object], from_the_beginning: bool) -> Place:
-    """Return where the loop stands when it makes an iterator; the loop counts steps, the loader microbatches."""
-    if getattr(loader, "persistent_workers", False) and getattr(trainer.fit_loop, "has_spare_iterator", False):
+def _place(trainer: pl.Trainer, is_persistent: bool, from_the_beginning: bool) -> Place:
+    """Return where the loop stands when it makes an iterator; the loop counts steps, the loader microbatches.
+
+    The loader itself is not referred to: it refers to what calls this, and a loader in a cycle is freed by the
+    garbage collector alone, which takes five seconds per worker (the queue to the worker is closed by then).
+    """
+    if is_persistent and getattr(trainer.fit_loop, "has_spare_iterator", False):
         return Place(trainer.current_epoch - 1)  # of these workers' next iterator the epoch is one more
     if from_the_beginning:
         return Place(trainer.current_epoch)

@@ -167,6 +167,26 @@ def test_a_loader_that_follows_from_where_it_is_made(train: Train, features: str
     train("ddp", 28, *faults, features=features, ranks=2)
 
 
+def test_loaders_that_are_made_in_each_epoch(nemo_zygote: Zygote, tmp_path: Path) -> None:
+    """By an attribute that changes from epoch to epoch: epochs begin with steps 5 and 13. Their hooks are counted."""
+    faults = (
+        "exception@after_optimizer:rank=1,step=4",
+        "sigkill@forward:rank=0,step=7",
+        "sigkill@backward:rank=1,step=13",
+        "exception@optimizer:rank=0,step=15",
+    )
+    script = str(SCRIPTS / "lightning_reloads.py")
+    calm, job = (
+        run_job(nemo_zygote, tmp_path / name, 2, script=script, args=("19",), faults=each)
+        for name, each in (("calm", ()), ("run", faults))
+    )
+    assert (calm.code, job.code) == (0, 0), calm.story() + job.story()
+    assert fired(job.run_dir) == dict.fromkeys(faults, 1), job.story()
+    verdict = compare(calm.steps, job.steps)
+    assert verdict.equal, f"{verdict.sentence}\n{job.story()}"
+    assert verdict.steps == 19
+
+
 @pytest.mark.parametrize("kind", KILLS)
 def test_a_state_of_the_data_that_is_emptied_with_each_epoch(train: Train, kind: str) -> None:
     """It is its owner's own dict, and empty when an epoch begins, with step 9, in which the fault is."""

@@ -44,7 +44,7 @@ _DRAWN_BETWEEN = (
 )
 _CHANGED_BETWEEN = (
     "declared state changes between update() of step %d and the next step: a fault that finds a rank in update() "
-    "or after it leaves this out. Change it in a step, before its update()"
+    "or after it leaves this out. Change it in a step, before its update() (docs/contract.md, 3)"
 )
 _warned: set[str] = set()  # once in a process
 logger = logging.getLogger(__name__)

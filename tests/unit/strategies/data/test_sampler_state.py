@@ -130,7 +130,7 @@ def test_the_smallest_values_are_kept_if_all_are_too_much_and_too_many_generator
     kept = {key.rpartition("|")[2] for key in SamplerState([None, Keeps(**many)]).take()}
     assert {"slotted", "list0"} < kept
     assert "list19" not in kept
-    generators = Keeps(**{f"g{number}": random.Random(number) for number in range(40)})
+    generators = Keeps(**{f"g{number}": random.Random(number) for number in range(60)})
     with pytest.raises(UnrecoverableError, match="the sampler Keeps keeps more than 128 KiB in generators"):
         SamplerState([None, generators]).take()
 
