@@ -168,7 +168,7 @@ def test_a_loader_that_follows_from_where_it_is_made(train: Train, features: str
 
 
 def test_loaders_that_are_made_in_each_epoch(nemo_zygote: Zygote, tmp_path: Path) -> None:
-    """By an attribute that changes from epoch to epoch: epochs begin with steps 5 and 13. Their hooks are counted."""
+    """By an attribute that changes from epoch to epoch; epochs begin with steps 5 and 13. Hooks are counted."""
     faults = (
         "exception@after_optimizer:rank=1,step=4",
         "sigkill@forward:rank=0,step=7",
