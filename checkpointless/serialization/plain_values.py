@@ -52,7 +52,7 @@ class PlainType(NamedTuple):
     """
 
     kind: type
-    parts: Any
+    parts: Any  # Any: a type that msgspec knows, such as a union
     take_apart: Callable[[Any], tuple[Any, ...]]
     make: Callable[..., Any]
     name: str
