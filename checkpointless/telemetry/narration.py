@@ -277,7 +277,7 @@ class Narrator:
         if event.edge != "end" or "error" in fields:
             return
         spent = generation.seconds[_PART if event.stage == EventName.TRANSFER and "part" in fields else event.stage]
-        spent[rank] = spent.get(rank, 0.0) + float(fields.get("seconds", 0.0))
+        spent[rank] = spent.get(rank, 0.0) + float(fields.get("seconds") or 0.0)
         if event.stage == EventName.DECIDE and isinstance(fields.get("target"), int):
             generation.target = fields["target"]
         elif event.stage == EventName.COPIES and "tier" in fields:

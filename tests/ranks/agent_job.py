@@ -90,14 +90,16 @@ class Job:
         lines = [
             json.loads(line)
             for path in sorted(self.run_dir.glob("notes-*.jsonl"))
-            for line in path.read_text().splitlines()
+            for line in path.read_text().rpartition("\n")[0].splitlines()  # without one that is being written
         ]
         return [n for n in lines if n["kind"] == kind and rank in (None, n["rank"])]
 
     def log(self, rank: int) -> str:
-        """Return the log of a rank, empty while there is none."""
-        path = self.run_dir / "logs" / f"rank-{rank}.log"
-        return path.read_text() if path.exists() else ""
+        """Return the log of a rank, empty while there is none, and between two of its files."""
+        try:
+            return (self.run_dir / "logs" / f"rank-{rank}.log").read_text()
+        except FileNotFoundError:
+            return ""
 
     def events(self, stage: str) -> list[Any]:
         """Return the job's events of one stage."""

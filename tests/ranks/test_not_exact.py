@@ -37,7 +37,7 @@ def test_an_inexact_incident_is_an_outcome(nemo_zygote: Zygote, tmp_path: Path, 
     (incident,) = job.incidents
     assert incident.outcome is Outcome.INEXACT
     assert SAYS[what] in incident.inexact
-    assert SAYS[what] in job.log(1 if what == "batch" else 0)
+    assert any(SAYS[what] in job.log(rank) for rank in (0, 1))  # rank 0 may have been stopped before its loss
 
 
 @TRAINERS

@@ -127,7 +127,7 @@ def test_ctrl_c_ends_all_jobs(folder: Path, tmp_path: Path) -> None:
         assert line, said
         said += line
     process.send_signal(signal.SIGINT)
-    assert process.wait(60) == 130, said + process.stderr.read()
+    assert process.wait(180) == 130, said + process.stderr.read()
     assert "stopped by Ctrl-C" in process.stderr.read()
     deadline_s = time.monotonic() + 20
     while _marked(marker) and time.monotonic() < deadline_s:
