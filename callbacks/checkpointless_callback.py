@@ -16,7 +16,6 @@ from checkpointless.inprocess import HPCallWrapper, active_call_wrapper
 from checkpointless.inprocess.finalize import register_cleanup
 from checkpointless.recovery.running import manager_of
 
-__all__ = ["PREFIX", "incident_metrics", "log_incident"]
 PREFIX = "checkpointless/"
 logger = logging.getLogger(__name__)
 

@@ -231,8 +231,10 @@ class ResumableFitLoop(_FitLoop):
     def on_run_start(self) -> None:
         """Begin training, or resume it."""
         self.is_beginning = True
-        super().on_run_start()
-        self.is_beginning = False
+        try:
+            super().on_run_start()
+        finally:
+            self.is_beginning = False
         if self.resumption is not None and self.resumption.begins_epoch:
             self._restarting = self.epoch_loop.restarting = False
             self.resumption.go_on()

@@ -103,5 +103,6 @@ def _plain(value: object) -> object:
     identifiers = getattr(value, "unique_identifiers", None)  # of a tokenizer; Megatron names index files by them
     if not isinstance(identifiers, Mapping):
         return _Same(value)
-    own = {name: each for name, each in vars(value).items() if isinstance(each, _PLAIN)}  # NeMo's name a class
+    held = getattr(value, "__dict__", {})
+    own = {name: each for name, each in held.items() if isinstance(each, _PLAIN)}  # NeMo's name a class
     return [type(value), _plain(identifiers), own]

@@ -167,7 +167,8 @@ def test_a_loader_that_follows_from_where_it_is_made(train: Train, features: str
     train("ddp", 28, *faults, features=features, ranks=2)
 
 
-def test_loaders_that_are_made_in_each_epoch(nemo_zygote: Zygote, tmp_path: Path) -> None:
+@pytest.mark.parametrize("every", ["1", pytest.param("2", marks=pytest.mark.long)])
+def test_loaders_that_are_made_in_each_epoch(nemo_zygote: Zygote, tmp_path: Path, every: str) -> None:
     """By an attribute that changes from epoch to epoch; epochs begin with steps 5 and 13. Hooks are counted."""
     faults = (
         "exception@after_optimizer:rank=1,step=4",
@@ -177,14 +178,14 @@ def test_loaders_that_are_made_in_each_epoch(nemo_zygote: Zygote, tmp_path: Path
     )
     script = str(SCRIPTS / "lightning_reloads.py")
     calm, job = (
-        run_job(nemo_zygote, tmp_path / name, 2, script=script, args=("19",), faults=each)
+        run_job(nemo_zygote, tmp_path / name, 2, script=script, args=("25", every), faults=each)
         for name, each in (("calm", ()), ("run", faults))
     )
     assert (calm.code, job.code) == (0, 0), calm.story() + job.story()
     assert fired(job.run_dir) == dict.fromkeys(faults, 1), job.story()
     verdict = compare(calm.steps, job.steps)
     assert verdict.equal, f"{verdict.sentence}\n{job.story()}"
-    assert verdict.steps == 19
+    assert verdict.steps == 25
 
 
 @pytest.mark.parametrize("kind", KILLS)

@@ -1,7 +1,7 @@
-"""Fit with loaders that Lightning makes in each epoch, with workers that stay between passes: ``STEPS``.
+"""Fit with loaders that Lightning makes in each epoch, with workers that stay between passes: ``STEPS EVERY``.
 
 The data module counts how often it was asked for them, and deals out batches by an attribute that a hook changes at
-each epoch's end.
+each epoch's end. There is a validation after every so many epochs.
 """
 
 import os
@@ -72,6 +72,7 @@ def main() -> None:
         max_steps=int(sys.argv[1]),
         strategy=CheckpointlessDDPStrategy(),
         reload_dataloaders_every_n_epochs=1,
+        check_val_every_n_epoch=int(sys.argv[2]),
         logger=False,
         enable_progress_bar=False,
         enable_checkpointing=False,
