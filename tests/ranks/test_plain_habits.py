@@ -177,7 +177,10 @@ def test_a_loader_that_begins_anew_after_a_fault_is_noticed(
     job = _train(nemo_zygote, tmp_path / "run", "goes-through", f"exception@{phase}:rank=1,step=5")
     assert job.code == 0, job.story()
     said = "step 5 takes another batch than before the fault"
-    assert all(said in job.log(rank) for rank in range(2)), job.story()
+    # A rank that had not taken its batch yet has nothing to compare: only the gradients wait for every rank.
+    has_taken = [1] if phase == "forward" else [0, 1]
+    assert all(said in job.log(rank) for rank in has_taken), job.story()
+    assert "resumed, not exact" in job.story(), job.story()
 
 
 def test_an_average_that_is_not_declared_is_warned_of(nemo_zygote: Zygote, tmp_path: Path) -> None:
