@@ -17,7 +17,7 @@ from nemo.lightning.io.pl import MegatronCheckpointIO
 from typing_extensions import override
 
 from checkpointless.megatron.dist_checkpoint import Copies, CopiesLoadStrategy, CopiesSaveStrategy
-from checkpointless.megatron.dist_checkpoint.registration import loading
+from checkpointless.megatron.dist_checkpoint.save_strategy import loading
 
 _FORMAT = "torch_dist"
 _COPIES = "_checkpointless_copies"  # where NeMo's checkpoint IO has the copies that it keeps

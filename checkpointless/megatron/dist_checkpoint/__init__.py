@@ -6,8 +6,13 @@ has, each chunk once.
 
 from checkpointless.megatron.dist_checkpoint.copies import Copies, process_copies
 from checkpointless.megatron.dist_checkpoint.load_strategy import CopiesLoadStrategy, LoadError
-from checkpointless.megatron.dist_checkpoint.registration import are_defaults, register, unregister
-from checkpointless.megatron.dist_checkpoint.save_strategy import CopiesSaveStrategy, DrainError
+from checkpointless.megatron.dist_checkpoint.save_strategy import (
+    CopiesSaveStrategy,
+    DrainError,
+    are_defaults,
+    register,
+    unregister,
+)
 
 __all__ = [
     "Copies",

@@ -8,22 +8,33 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
+from megatron.core.dist_checkpointing.strategies import torch as torch_strategies
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
-from checkpointless.megatron.dist_checkpoint import identity as identities
-from checkpointless.megatron.dist_checkpoint.chunk import Leaf, State, leaves_of, replaced
 from checkpointless.megatron.dist_checkpoint.copies import Copies, process_copies
-from checkpointless.megatron.dist_checkpoint.identity import Identity
-from checkpointless.megatron.dist_checkpoint.part import content_of, values_to_keep
-from checkpointless.megatron.dist_checkpoint.storage import attempt_megatrons, told_by
+from checkpointless.megatron.dist_checkpoint.load_strategy import CopiesLoadStrategy, attempt_megatrons, told_by
+from checkpointless.megatron.dist_checkpoint.part import (
+    Identity,
+    Leaf,
+    State,
+    content_of,
+    is_local,
+    leaves_of,
+    name_of,
+    replaced,
+    values_to_keep,
+    write_identity,
+)
+from checkpointless.patches import Patch, Patches
 from checkpointless.replication.agreement import attempt, gather, own_rank, world_size
 from checkpointless.replication.parts import Content, SaveId
 
@@ -100,7 +111,7 @@ class CopiesSaveStrategy(TorchDistSaveShardedStrategy):
         unable = [rank for rank, (_, can_exchange) in enumerate(told) if not can_exchange]
         if unable and own_rank() == unable[0]:
             logger.warning("%s is kept without copies at other ranks: an exchange is not over", checkpoint_dir)
-        name = identities.name_of(checkpoint_dir)
+        name = name_of(checkpoint_dir)
         number = re.search(r"(?:step=|iter_)(\d+)", name)  # as NeMo and Megatron-LM name checkpoints
         save = SaveId(int(number[1]) if number else 0, str(told[0][0]))
         return Identity(str(save), name, world_size()), not unable
@@ -134,8 +145,8 @@ class CopiesSaveStrategy(TorchDistSaveShardedStrategy):
 
     def _finish(self, identity: Identity, checkpoint_dir: str | os.PathLike[str]) -> None:
         """End a save that is on storage."""
-        if own_rank() == 0 and identities.is_local(checkpoint_dir):
-            _, problem = attempt(lambda: identities.write(identity, checkpoint_dir))
+        if own_rank() == 0 and is_local(checkpoint_dir):
+            _, problem = attempt(lambda: write_identity(identity, checkpoint_dir))
             if problem is not None:
                 logger.warning("copies of %s will not be used: %s", checkpoint_dir, problem)
         self.copies.end(identity.save, is_whole=True)
@@ -191,3 +202,68 @@ class _Guarded:
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         """Call the function, and keep what it raises."""
         _, self.problem = attempt(lambda: self._function(*args, **kwargs))
+
+
+# --- Make the strategies the ones that Megatron-core uses for ``torch_dist`` if it is given none ------------------
+
+
+_BACKEND = ("torch_dist", 1)
+_PATCHES = Patches()
+
+
+def register(copies: Copies | None = None) -> None:
+    """Make ``dist_checkpointing.save`` and ``load`` use our strategies when they are given none.
+
+    A later call takes the place of an earlier one.
+
+    Args:
+        copies: the copies to keep and to load from; None: those of this process.
+
+    Raises:
+        ImportError: this Megatron-core has no default strategies.
+    """
+    unregister()
+    _install(_PATCHES, CopiesLoadStrategy(copies=copies), CopiesSaveStrategy(copies=copies))
+
+
+def unregister() -> None:
+    """Make Megatron-core use its own strategies again."""
+    _PATCHES.undo()
+
+
+def are_defaults() -> bool:
+    """Return whether our strategies are the ones that Megatron-core uses if it is given none."""
+    return _PATCHES.are_made
+
+
+@contextmanager
+def loading(strategy: CopiesLoadStrategy) -> Iterator[None]:
+    """Return a context in which Megatron-core loads with ``strategy`` if it is given none."""
+    patches = Patches()
+    _install(patches, strategy, None)
+    try:
+        yield
+    finally:
+        patches.undo()
+
+
+def _install(patches: Patches, load: CopiesLoadStrategy, save: CopiesSaveStrategy | None) -> None:
+    try:
+        from megatron.core.dist_checkpointing.strategies.base import StrategyAction, register_default_strategy
+    except ImportError as error:
+        raise ImportError(
+            "this Megatron-core has no default strategies: give CopiesSaveStrategy() and CopiesLoadStrategy() to "
+            "dist_checkpointing.save and load as sharded_strategy"
+        ) from error
+
+    def make(original: Callable[[], None]) -> Callable[[], None]:
+        def register_ours() -> None:
+            original()
+            register_default_strategy(StrategyAction.LOAD_SHARDED, *_BACKEND, load)
+            if save is not None:
+                register_default_strategy(StrategyAction.SAVE_SHARDED, *_BACKEND, save)
+
+        return register_ours
+
+    why = "Megatron-core registers its own strategies again before each look-up"
+    patches.make([Patch(torch_strategies, "register_default_torch_strategies", make, why)])

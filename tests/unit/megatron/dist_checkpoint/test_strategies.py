@@ -35,10 +35,21 @@ from checkpointless.megatron.dist_checkpoint import (
     register,
     unregister,
 )
-from checkpointless.megatron.dist_checkpoint import identity as identities
-from checkpointless.megatron.dist_checkpoint.chunk import Chunk, leaves_of, replaced
-from checkpointless.megatron.dist_checkpoint.identity import Identity
-from checkpointless.megatron.dist_checkpoint.part import content_of, decoded, encoded, values_of, values_to_keep
+from checkpointless.megatron.dist_checkpoint.part import (
+    FILE,
+    Chunk,
+    Identity,
+    content_of,
+    decoded,
+    encoded,
+    leaves_of,
+    name_of,
+    read_identity,
+    replaced,
+    values_of,
+    values_to_keep,
+    write_identity,
+)
 from checkpointless.replication.parts import PartError, SaveId
 
 pytestmark = pytest.mark.nemo
@@ -90,18 +101,18 @@ def test_an_identity_holds_as_long_as_the_checkpoint_is_as_it_was(tmp_path: Path
     folder = tmp_path / "run" / "weights"
     folder.mkdir(parents=True)
     (folder / ".metadata").write_bytes(b"metadata")
-    assert identities.read(folder) is None
-    identity = msgspec.structs.replace(IDENTITY, name=identities.name_of(folder))
-    identities.write(identity, folder)
-    assert identities.read(folder) == identity
+    assert read_identity(folder) is None
+    identity = msgspec.structs.replace(IDENTITY, name=name_of(folder))
+    write_identity(identity, folder)
+    assert read_identity(folder) == identity
     moved = folder.rename(tmp_path / "weights")
-    assert identities.read(moved) is None
+    assert read_identity(moved) is None
     moved.rename(folder)
     os.utime(folder / ".metadata", (1, 1))
-    assert identities.read(folder) is None
-    (folder / identities.FILE).write_text("[]")
-    assert identities.read(folder) is None
-    assert identities.read("msc://bucket/weights") is None
+    assert read_identity(folder) is None
+    (folder / FILE).write_text("[]")
+    assert read_identity(folder) is None
+    assert read_identity("msc://bucket/weights") is None
 
 
 def test_a_state_is_walked_through_and_replaced_leaf_by_leaf() -> None:
