@@ -73,12 +73,12 @@ def test_without_the_lines_of_its_diff_a_full_example_is_anybodys_script(tmp_pat
 
 
 @pytest.mark.parametrize("name", FULL)
-def test_pages_show_the_diff_and_say_its_size(name: str) -> None:
+def test_pages_name_the_diff_and_its_size(name: str) -> None:
     page = (ROOT / "docs" / f"{name.split('_')[1]}.md").read_text()
     diff = (EXAMPLES / f"{name}.diff").read_text()
     size = (len(changed_lines(diff, "+")), len(changed_lines(diff, "-")))
     stock = len((EXAMPLES / f"{name}.py").read_text().splitlines()) - size[0] + size[1]
-    assert f"```diff\n{diff}```" in page
+    assert f"](../examples/{name}.diff)" in page
     assert f"{size[0]} lines in, {size[1]} lines out, in a script of {stock} lines" in " ".join(page.split())
     (row,) = re.findall(rf"^\|.*{name}\.py.*\|$", (ROOT / "README.md").read_text(), re.M)
     assert f"{size[0]} in, {size[1]} out in [{stock} lines]" in row
