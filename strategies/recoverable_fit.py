@@ -19,10 +19,10 @@ from checkpointless.inprocess.finalize import register_cleanup
 from checkpointless.recovery import CheckpointManager, PEFTCheckpointManager
 from checkpointless.recovery.decide import Verdict
 from checkpointless.recovery.guard import vote
-from checkpointless.recovery.moment import Stage
-from checkpointless.recovery.own.declared import DeclaredState, begin_declared
 from checkpointless.recovery.running import manager_of
 from checkpointless.recovery.training.repeated_steps import repeated_steps
+from checkpointless.state.rank_local.declared import DeclaredState, begin_declared
+from checkpointless.state.snapshot import SnapshotPoint
 from checkpointless.strategies.boundary.live_state import TrainerLiveState
 from checkpointless.strategies.boundary.loops import ResumableFitLoop
 from checkpointless.strategies.boundary.outcome import StepOutcome
@@ -167,14 +167,14 @@ class RecoverableFit:
 
     # --- what the loops report ----------------------------------------------------------------------------------
 
-    def reached(self, stage: Stage) -> None:
+    def reached(self, stage: SnapshotPoint) -> None:
         """Take the state of the moment that the loops have reached: ``stage`` after the newest step."""
         if self.manager is None or self.keeper is None:
             return
         step = self._job_step()
         self.keeper.reached(step, stage)
         epoch_loop = self._trainer.fit_loop.epoch_loop
-        if stage is Stage.ENDED or (stage is Stage.CHECKED and epoch_loop._is_training_done):
+        if stage is SnapshotPoint.ENDED or (stage is SnapshotPoint.CHECKED and epoch_loop._is_training_done):
             self._loggers.keep_rows(step, int(stage))  # before a validation, or before the end of an epoch
 
     def before_fetch(self) -> None:
@@ -245,7 +245,7 @@ class RecoverableFit:
             if not self._is_resuming:
                 self.keeper.live.settle()
                 manager.begin_buffers(self.keeper.live)
-                self.reached(Stage.LOADED)
+                self.reached(SnapshotPoint.LOADED)
             manager.attach(self.keeper.live, step)
         call.steps.begin_data(samples_per_step(self._trainer))
 
@@ -264,7 +264,7 @@ class RecoverableFit:
             self._restored_without_adapters = False
             keeper.live.settle()
             manager.begin_buffers(keeper.live)
-            self.reached(Stage.CHECKED)
+            self.reached(SnapshotPoint.CHECKED)
             vote()  # an attached rank can be recovered from: by then every rank's streams are on its board
             manager.attach(keeper.live, self._job_step())
 

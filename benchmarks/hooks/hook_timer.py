@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from lightning.pytorch.callbacks import Callback
 
-from checkpointless.recovery.moment import Stage
+from checkpointless.state.snapshot import SnapshotPoint
 
 SEPARATOR = " > "
 _AFTERWARDS = 110
@@ -252,8 +252,8 @@ def install(watch: Stopwatch, trainer: Any, by_call: bool) -> None:
 
 def _install_inside(watch: Stopwatch, call: Any, strategy: Any, guarded: Any) -> None:
     """Time the calls in what :func:`install` times."""
-    from checkpointless.recovery import rng
-    from checkpointless.recovery.own.streams_on_board import StreamsOnBoard
+    from checkpointless.state import rng
+    from checkpointless.state.rank_local.streams_on_board import StreamsOnBoard
     from checkpointless.strategies.boundary import step_keeper
 
     for method in ("copy_buffers", "reached", "ready"):
@@ -274,7 +274,7 @@ def _install_inside(watch: Stopwatch, call: Any, strategy: Any, guarded: Any) ->
 
 def _take_streams(manager: Any, step: int) -> None:
     """What a step does with the random streams, when training is over."""
-    manager.store_rng_states(step, stage=Stage.TURNED)
+    manager.store_rng_states(step, stage=SnapshotPoint.TURNED)
     manager.store_rng_states(step + 1)
 
 
@@ -284,7 +284,7 @@ def _take_everything(keeper: Any, step: int) -> None:
     with keeper._call.parameter_update_lock.update(step + 1):
         keeper.live.applied(step + 1)
     keeper._committed(step + 1)
-    keeper.reached(step, Stage.CHECKED)
+    keeper.reached(step, SnapshotPoint.CHECKED)
 
 
 def over_and_over_ns(call: Callable[[], Any]) -> list[int]:

@@ -19,8 +19,8 @@ from typing_extensions import override
 from checkpointless.inprocess import HPCallWrapper, StateLostError, UnrecoverableError
 from checkpointless.megatron.training import MegatronTraining
 from checkpointless.megatron.update import NotedNorms, gather_parameters
-from checkpointless.recovery.moment import Moment, Stage
 from checkpointless.recovery.training.repeated_steps import repeated_steps
+from checkpointless.state.snapshot import SnapshotPoint, StepSnapshot
 from checkpointless.transfer.tensor_entry import Key
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class BridgeTraining(MegatronTraining):
         self._state = state
         self._norms = NotedNorms(optimizer)
         self._losses: Losses = []
-        self._reached: dict[tuple[int, Stage], Moment] = {}
+        self._reached: dict[tuple[int, SnapshotPoint], StepSnapshot] = {}
         self._objects: Mapping[str, Any] = {}
         self.recovered = False
         self.replayed: StepOutcome | None = None
@@ -126,7 +126,7 @@ class BridgeTraining(MegatronTraining):
             setattr(train_state, name, value)
         consumed: int = train_state.consumed_train_samples
         if self._is_to_be_replayed:
-            own = self._manager.own_of(self.step, Stage.COMMITTED)
+            own = self._manager.own_of(self.step, SnapshotPoint.COMMITTED)
             if not own:
                 raise UnrecoverableError(f"the outcome of step {self.step} of this rank is lost")
             self.replayed = StepOutcome.from_plain(own["outcome"])
@@ -143,14 +143,14 @@ class BridgeTraining(MegatronTraining):
             self.step = self._state.train_state.step
             self.settle()
             manager.begin_buffers(self)
-            self._take(Stage.LOADED, {})
+            self._take(SnapshotPoint.LOADED, {})
         manager.attach(self, self.step)
         self._call.steps.begin_data()
 
     @property
     def _is_to_be_replayed(self) -> bool:
         resumed_at = self._manager.resumed_at
-        return self.recovered and resumed_at is not None and resumed_at[1] is Stage.COMMITTED
+        return self.recovered and resumed_at is not None and resumed_at[1] is SnapshotPoint.COMMITTED
 
     # --- while training ---------------------------------------------------------------------------------------
 
@@ -158,7 +158,7 @@ class BridgeTraining(MegatronTraining):
         """Take the state before the next step, and report that the step begins."""
         if self.replayed is not None:
             return
-        self._take(Stage.CHECKED, self._largest())
+        self._take(SnapshotPoint.CHECKED, self._largest())
         self._manager.make_copies(self.step)
         self._norms.forget()
         self._losses = []
@@ -220,7 +220,7 @@ class BridgeTraining(MegatronTraining):
         call.enter_phase("before_optimizer", step)
         self._ready_buffers = self.copy_buffers()
         self._ready_step = step
-        manager.keep_buffers(step, Stage.COMMITTED, self._ready_buffers)
+        manager.keep_buffers(step, SnapshotPoint.COMMITTED, self._ready_buffers)
         outcome = self._outcome().to_plain()
         losses = [float(values.sum()) for _, values in outcome["losses"].values()]
         repeated_steps.compute(step, sum(losses) if losses else None)
@@ -242,10 +242,10 @@ class BridgeTraining(MegatronTraining):
     def applied(self, changes: bool = True) -> None:
         """Take the state that the update leaves, before Bridge goes on. It is called inside the lock."""
         step = self._ready_step
-        self._reached = {(step, Stage.COMMITTED): self._moment(step)}
+        self._reached = {(step, SnapshotPoint.COMMITTED): self._moment(step)}
         self._at_boundary.note()
 
-    def _take(self, stage: Stage, own: Mapping[str, Any]) -> None:
+    def _take(self, stage: SnapshotPoint, own: Mapping[str, Any]) -> None:
         """Take the state of a moment; the streams first, so that a rank that has a moment also has its streams."""
         moment = self._moment(self.step)
         self._manager.keep_buffers(self.step, stage, moment.buffers)
@@ -262,31 +262,31 @@ class BridgeTraining(MegatronTraining):
         return {"largest": dict(machine.max_values), "large": dict(machine.large_value_counts)}
 
     def _put_largest(self) -> None:
-        step, stage = self._manager.resumed_at or (self.step, Stage.CHECKED)
+        step, stage = self._manager.resumed_at or (self.step, SnapshotPoint.CHECKED)
         own = self._manager.own_of(step, stage) or {}
         machine = get_rerun_state_machine()
         machine.max_values.update(own.get("largest", {}))
         machine.large_value_counts.update(own.get("large", {}))
 
-    # --- what the manager asks for (checkpointless.recovery.live_state.LiveState) ---------------------------------
+    # --- what the manager asks for (checkpointless.state.live_state.LiveState) ---------------------------------
 
     @override
-    def moments(self, step: int) -> Mapping[Stage, Moment]:
+    def moments(self, step: int) -> Mapping[SnapshotPoint, StepSnapshot]:
         """Return the state at every moment after ``step`` that can be resumed at."""
         return {stage: moment for (taken, stage), moment in self._reached.items() if taken == step}
 
     @override
-    def own_buffers(self, step: int) -> Mapping[Stage, Mapping[Key, torch.Tensor]]:
+    def own_buffers(self, step: int) -> Mapping[SnapshotPoint, Mapping[Key, torch.Tensor]]:
         """Return the buffers after ``step``; if its update has failed or is to come, those before the update."""
         moments = self.moments(step)
         if moments:
             return {stage: moment.buffers for stage, moment in moments.items()}
-        return {Stage.COMMITTED: self._ready_buffers} if step == self._ready_step > 0 else {}
+        return {SnapshotPoint.COMMITTED: self._ready_buffers} if step == self._ready_step > 0 else {}
 
     @override
-    def resumed(self, step: int, stage: Stage, objects: dict[str, Any]) -> None:
+    def resumed(self, step: int, stage: SnapshotPoint, objects: dict[str, Any]) -> None:
         """Record that the state is that after ``step``."""
-        self._reached = {(step, stage): Moment(objects, self.copy_buffers())}
+        self._reached = {(step, stage): StepSnapshot(objects, self.copy_buffers())}
         self._at_boundary.forget()  # until the next step begins
 
     @override

@@ -17,7 +17,7 @@ from megatron.core.transformer import cuda_graphs
 
 from checkpointless.inprocess.finalize import register_cleanup
 from checkpointless.megatron import cpu_platform
-from checkpointless.recovery.rng import RngSource, register_rng_source
+from checkpointless.state.rng import RngSource, register_rng_source
 
 _HOOK_MAKER = "_make_backward_post_hook"
 

@@ -40,7 +40,7 @@ from checkpointless.megatron.cpu import draws, megatron_bridge, megatron_core, p
 from checkpointless.megatron.cpu.device_stream import inside_fork, set_stream_bytes, stream, stream_bytes
 from checkpointless.megatron.cpu.replacements import itself, replacements
 from checkpointless.patches import Patch
-from checkpointless.recovery.rng import RngSource, register_rng_source
+from checkpointless.state.rng import RngSource, register_rng_source
 
 _CHECKPOINT_IO = "nemo.lightning.io.pl"
 _LORA = "nemo.collections.llm.peft.lora"

@@ -19,9 +19,9 @@ from checkpointless.megatron.fp8_parameters import fp8_parameters, left_as_they_
 from checkpointless.megatron.replicas import dense_and_experts, replica_group
 from checkpointless.megatron.update import gather_parameters, sub_optimizers, update_locally
 from checkpointless.precision import DELAYED, fp8_recipe
-from checkpointless.recovery.own.buffers import OWN_BUFFER_BYTES
 from checkpointless.recovery.training.param_groups import ParamGroups, has_buffers
-from checkpointless.transfer.module_tensors import TrainingTensors
+from checkpointless.state.module_tensors import TrainingTensors
+from checkpointless.state.rank_local.buffers import OWN_BUFFER_BYTES
 from checkpointless.transfer.rank_groups import Group
 from checkpointless.transfer.tensor_entry import Key
 

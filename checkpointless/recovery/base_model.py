@@ -15,10 +15,10 @@ from checkpointless.recovery.held_state import HeldState
 from checkpointless.recovery.host_memory import HostMemory
 from checkpointless.recovery.refill import Refill
 from checkpointless.serialization.digest import MemoryChecksumManager
+from checkpointless.state.port import StateTensors, split
 from checkpointless.telemetry.event_names import EventName
 from checkpointless.transfer.exchange import all_gather_json
 from checkpointless.transfer.rank_groups import Group
-from checkpointless.transfer.state_tensors import StateTensors, split
 from checkpointless.transfer.tensor_entry import Key
 
 _MODEL = "model"  # the first word of the key of a parameter or buffer

@@ -11,12 +11,12 @@ from checkpointless.inprocess import active_call_wrapper
 from checkpointless.inprocess.context import span
 from checkpointless.recovery.decide import Decision, RankReport, decide, reports_of
 from checkpointless.recovery.held_state import HeldState
-from checkpointless.recovery.live_state import DATA, LiveState
-from checkpointless.recovery.moment import Stage
-from checkpointless.recovery.own.state import OwnState
+from checkpointless.state.live_state import DATA, LiveState
+from checkpointless.state.port import groups_of
+from checkpointless.state.rank_local.state import OwnState
+from checkpointless.state.snapshot import SnapshotPoint
 from checkpointless.telemetry.event_names import EventName
 from checkpointless.transfer.exchange import all_gather_json
-from checkpointless.transfer.state_tensors import groups_of
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ def find_loss(live: LiveState, held: HeldState | None, own: OwnState, decision: 
     Returns:
         Why the state cannot be had from memory; "" if it can.
     """
-    moment = target, Stage(decision.stage)
+    moment = target, SnapshotPoint(decision.stage)
     lost = own.find_streams(*moment)
     if lost:
         return (
@@ -167,7 +167,7 @@ def _find_lost_parts(held: HeldState | None, live: LiveState, decision: Decision
     mine: dict[str, str] | None = None
     if held is not None and rank not in decision.refills:
         target = decision.target if rank in decision.redo else None
-        mine = held.own_parts(live, target, Stage(decision.stage))
+        mine = held.own_parts(live, target, SnapshotPoint(decision.stage))
     differ = differing_names([each for each in all_gather_json(mine) if each is not None])
     lost = [name for name in differ if name.startswith(DATA)]
     for name in sorted(set(differ) - set(lost)):

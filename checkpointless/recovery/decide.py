@@ -40,7 +40,7 @@ class RankReport:
             the same tensors, this rank included.
         digests: the digest of each part's shard at ``committed``, in the order of ``parts``, if checksums are on.
         stages: the moments after step ``committed`` at which the rank has its state
-            (:class:`~checkpointless.recovery.moment.Stage`).
+            (:class:`~checkpointless.state.snapshot.SnapshotPoint`).
         streams: the steps and moments for which the rank's random streams are known.
         fit: the fit of the block that the held state belongs to, counted from 1.
         offset: how many steps of the job precede that fit.

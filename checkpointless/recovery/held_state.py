@@ -12,13 +12,13 @@ import torch
 from checkpointless.inprocess.context import tell
 from checkpointless.inprocess.parameter_update_lock import CommitState
 from checkpointless.recovery.host_memory import HostMemory
-from checkpointless.recovery.live_state import Built, BuiltState, ChangingState, LiveState
-from checkpointless.recovery.moment import Moment, Stage
 from checkpointless.serialization import state_tree
 from checkpointless.serialization.digest import MemoryChecksumManager, samples
+from checkpointless.state.live_state import Built, BuiltState, ChangingState, LiveState
+from checkpointless.state.port import split
+from checkpointless.state.snapshot import SnapshotPoint, StepSnapshot
 from checkpointless.telemetry.event_names import EventName
 from checkpointless.transfer.rank_groups import Group
-from checkpointless.transfer.state_tensors import split
 from checkpointless.transfer.tensor_entry import Key
 
 _WRITTEN = (
@@ -54,12 +54,12 @@ class HeldState:
 
     commit: CommitState
     tensors: dict[Key, torch.Tensor]
-    moments: Mapping[Stage, Moment]
+    moments: Mapping[SnapshotPoint, StepSnapshot]
     digests: dict[Group, str] | None = None
     live: LiveState | None = None
     fit: int = 1
     offset: int = 0
-    buffers: Mapping[tuple[int, Stage], Mapping[Key, torch.Tensor]] = field(default_factory=dict)
+    buffers: Mapping[tuple[int, SnapshotPoint], Mapping[Key, torch.Tensor]] = field(default_factory=dict)
     built_upon: bool = False
     samples: Mapping[Key, bytes] = field(default_factory=dict)
     is_used: bool = False
@@ -67,7 +67,7 @@ class HeldState:
     has_replicas: bool = False
     given_up: str = ""
 
-    def go_back_to(self, stage: Stage) -> dict[str, Any]:
+    def go_back_to(self, stage: SnapshotPoint) -> dict[str, Any]:
         """Hold the state as it was at ``stage``, and drop all other moments.
 
         Returns:
@@ -200,7 +200,7 @@ class HeldState:
         self.digests = None  # they belonged to the step before
         self.commit = CommitState(target, ready=False, torn=False)
 
-    def own_parts(self, live: LiveState, target: int | None, stage: Stage) -> dict[str, str]:
+    def own_parts(self, live: LiveState, target: int | None, stage: SnapshotPoint) -> dict[str, str]:
         """Return the digests, by name, of the parts that ranks keep for themselves.
 
         Args:

@@ -20,10 +20,6 @@ from checkpointless.recovery.base_model import BaseModel, NoBaseModel
 from checkpointless.recovery.conference import Saves, decide_together, find_loss
 from checkpointless.recovery.decide import Decision, Verdict
 from checkpointless.recovery.held_state import HeldState, stays_built
-from checkpointless.recovery.live_state import Built, LiveState, LiveStrategy, LiveTrainer
-from checkpointless.recovery.moment import Stage
-from checkpointless.recovery.own.keeper import OwnStateKeeper
-from checkpointless.recovery.own.state import OwnState
 from checkpointless.recovery.refill import Refill, announce_transfer
 from checkpointless.recovery.tiers.copies import Copies
 from checkpointless.recovery.tiers.handover import clear, hand_over, take_over
@@ -31,6 +27,10 @@ from checkpointless.recovery.tiers.retrieval import take_copies
 from checkpointless.recovery.tiers.snapshot import Snapshot, snapshot_of
 from checkpointless.recovery.tiers.tier import Tier
 from checkpointless.serialization.digest import MemoryChecksumManager
+from checkpointless.state.live_state import Built, LiveState, LiveStrategy, LiveTrainer
+from checkpointless.state.rank_local.keeper import OwnStateKeeper
+from checkpointless.state.rank_local.state import OwnState
+from checkpointless.state.snapshot import SnapshotPoint
 from checkpointless.telemetry.event_names import EventName
 from checkpointless.transfer.exchange import share_plain
 from checkpointless.transfer.transfer import MEMORY_BUDGET_BYTES
@@ -377,7 +377,7 @@ class CheckpointManager(FitKeeper):
             logger.error("recovery from memory is not possible: %s", self.refusal)
             return None
         objects = self._restore(live, decision, decision.target)
-        self.resumed_at = decision.target, Stage(decision.stage)
+        self.resumed_at = decision.target, SnapshotPoint(decision.stage)
         return objects
 
     def _ask_memory(self, live: LiveState) -> Decision:
@@ -423,7 +423,7 @@ class CheckpointManager(FitKeeper):
         decision = self._decide(live, include_checksum_verification)
         if decision.verdict is not Verdict.RESUME or decision.target is None:
             return False
-        return not self._own.find_streams(decision.target, Stage(decision.stage))
+        return not self._own.find_streams(decision.target, SnapshotPoint(decision.stage))
 
     def _decide(self, live: LiveState, compare_digests: bool = True) -> Decision:
         self.bytes_received = 0
@@ -446,7 +446,7 @@ class CheckpointManager(FitKeeper):
             The non-tensor state.
         """
         rank = dist.get_rank()
-        moment = target, Stage(decision.stage)
+        moment = target, SnapshotPoint(decision.stage)
         is_filled = rank in decision.refills
         held = self._held
         own: dict[str, Any] = {}

@@ -8,8 +8,8 @@ import torch
 
 from checkpointless.recovery.base_model import FrozenBaseModel
 from checkpointless.recovery.decide import Verdict
-from checkpointless.recovery.live_state import LiveStrategy, LiveTrainer
 from checkpointless.recovery.manager import CheckpointManager
+from checkpointless.state.live_state import LiveStrategy, LiveTrainer
 from checkpointless.transfer.tensor_entry import Key
 
 
@@ -72,7 +72,7 @@ class PEFTCheckpointManager(CheckpointManager):
 
         Args:
             key: the tensor's name; or its key in the state
-                (:class:`~checkpointless.transfer.module_tensors.TrainingTensors`), where everything that belongs to
+                (:class:`~checkpointless.state.module_tensors.TrainingTensors`), where everything that belongs to
                 an optimizer is an adapter's; or a tuple of the name and the parameter itself, which counts as an
                 adapter's if it is trained.
         """

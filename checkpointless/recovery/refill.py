@@ -22,9 +22,9 @@ from checkpointless.inprocess import active_call_wrapper
 from checkpointless.inprocess.context import aside
 from checkpointless.recovery.decide import Parts, peers_of
 from checkpointless.serialization.state_tree import Tree
+from checkpointless.state.port import StateTensors, split
 from checkpointless.transfer.bucket_rounds import OnBucket
 from checkpointless.transfer.rank_groups import Group
-from checkpointless.transfer.state_tensors import StateTensors, split
 from checkpointless.transfer.tensor_entry import Key, TensorEntry
 from checkpointless.transfer.transfer import Fill, TransferReport, receive_state, send_state
 

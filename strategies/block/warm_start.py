@@ -23,9 +23,9 @@ from checkpointless.inprocess.context import tell
 from checkpointless.megatron.state import MegatronTensors
 from checkpointless.megatron.warm import KeptModel, OldMemory
 from checkpointless.recovery import CheckpointManager
-from checkpointless.recovery.rng import RngStates
 from checkpointless.recovery.running import held_for
 from checkpointless.serialization.pictures import pictures
+from checkpointless.state.rng import RngStates
 from checkpointless.telemetry.event_names import EventName
 from checkpointless.transfer.exchange import true_on_all
 

@@ -1,9 +1,8 @@
 """The state at the boundary of a step: every kind besides the tensors of model and optimizer, by name.
 
 A step changes much before it is committed, and a fault leaves that half done. The state is therefore taken when a
-moment after a step is reached (:class:`~checkpointless.recovery.moment.Stage`), and a recovery gives back what was
-taken then. This module is the one place that says what is taken; a kind of state that is missing here is not exact
-after a fault.
+point after a step is reached (:class:`~checkpointless.state.snapshot.SnapshotPoint`), and a recovery puts back what
+was taken then. This module alone says what is taken; a kind of state that is missing is not exact after a fault.
 """
 
 from __future__ import annotations

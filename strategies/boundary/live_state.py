@@ -9,11 +9,11 @@ import lightning.pytorch as pl
 import torch
 
 from checkpointless.inprocess import UnrecoverableError
-from checkpointless.recovery.evidence import Evidence, Witness, is_same
-from checkpointless.recovery.live_state import DATA, Built
-from checkpointless.recovery.moment import UPDATED_BUFFERS, Moment, Stage
 from checkpointless.serialization import state_tree
 from checkpointless.serialization.later import Later
+from checkpointless.state.evidence import Evidence, Witness, is_same
+from checkpointless.state.live_state import DATA, Built
+from checkpointless.state.snapshot import UPDATED_BUFFERS, SnapshotPoint, StepSnapshot
 from checkpointless.strategies.boundary.epoch_metrics import Accumulated
 from checkpointless.strategies.boundary.kinds import ACCUMULATED, of_save_hooks, take_state
 from checkpointless.strategies.boundary.plain_attributes import kept_states
@@ -42,7 +42,7 @@ class _Taken(Later[dict[str, Any]]):
 
 
 class TrainerLiveState:
-    """The state of one trainer, as :class:`checkpointless.recovery.live_state.LiveState` asks for it.
+    """The state of one trainer, as :class:`checkpointless.state.live_state.LiveState` asks for it.
 
     The strategy reports every moment of a step to this object, which then takes what a later step changes.
 
@@ -61,17 +61,17 @@ class TrainerLiveState:
         self.trainer = trainer
         self._position = position
         self._tensors = tensors
-        self._versions: dict[tuple[int, Stage], list[int]] = {}  # of the parameters, at each moment
+        self._versions: dict[tuple[int, SnapshotPoint], list[int]] = {}  # of the parameters, at each moment
         self._accumulated: tuple[int, _Taken] | None = None  # the newest step, when the next one had gradients
         self._witness: Witness | None = None
-        self._evidence: dict[tuple[int, Stage], Evidence] = {}  # of the weights, at each moment
+        self._evidence: dict[tuple[int, SnapshotPoint], Evidence] = {}  # of the weights, at each moment
         self._version_of: Callable[[], list[int]] | None = getattr(tensors, "versions", None)
-        self._moments: dict[tuple[int, Stage], _Taken] = {}
+        self._moments: dict[tuple[int, SnapshotPoint], _Taken] = {}
         self._ready: tuple[int, _Taken] | None = None  # the step in the making, and what its commit leaves
         self._update_is_skipped = False
         self._updated_buffers: set[Key] = set()  # those that the update itself writes to
         self.built: Built | None = None  # by the strategy, when all is built
-        self._travels: set[Stage] = set()  # the stages whose state is known to be fit for another process
+        self._travels: set[SnapshotPoint] = set()  # the stages whose state is known to be fit for another process
 
     def group(self) -> tuple[int, ...]:
         """Return the ranks that hold all that this rank holds."""
@@ -106,7 +106,7 @@ class TrainerLiveState:
     def reached(
         self,
         step: int,
-        stage: Stage,
+        stage: SnapshotPoint,
         buffers: Mapping[Key, torch.Tensor],
         keep: Callable[[Accumulated], None] | None = None,
     ) -> None:
@@ -132,7 +132,7 @@ class TrainerLiveState:
             self._travels.add(stage)
         if keep is not None:  # first, so that a rank that has a moment also has its streams
             keep(accumulated)
-        if stage is Stage.ACCUMULATED:
+        if stage is SnapshotPoint.ACCUMULATED:
             self._accumulated = step, moment
         else:
             if self._version_of is not None:
@@ -177,9 +177,9 @@ class TrainerLiveState:
         committed = self._committed(step, self._tensors.take_groups())
         if committed is not None:
             if self._version_of is not None:
-                self._versions = {(step, Stage.COMMITTED): self._version_of()}
-            self._evidence = {(step, Stage.COMMITTED): self._see()}
-            self._moments = {(step, Stage.COMMITTED): committed}
+                self._versions = {(step, SnapshotPoint.COMMITTED): self._version_of()}
+            self._evidence = {(step, SnapshotPoint.COMMITTED): self._see()}
+            self._moments = {(step, SnapshotPoint.COMMITTED): committed}
             self._ready = self._accumulated = None
         return buffers
 
@@ -197,19 +197,19 @@ class TrainerLiveState:
             return None
         changed, taken, base = self._ready[1], self._moments[before], before[1]
         if self._accumulated is not None and self._accumulated[0] == step - 1:
-            taken, base = self._accumulated[1], Stage.ACCUMULATED
-        begun = take_state(self.trainer)()["sampler"] if base is Stage.LOADED else None
+            taken, base = self._accumulated[1], SnapshotPoint.ACCUMULATED
+        begun = take_state(self.trainer)()["sampler"] if base is SnapshotPoint.LOADED else None
 
         def objects() -> dict[str, Any]:
             made = {**taken(), **changed(), "base": int(base), UPDATED_BUFFERS: sorted(self._updated_buffers)}
-            if base is Stage.LOADED:
+            if base is SnapshotPoint.LOADED:
                 made["sampler"] = begun_at(made["sampler"], begun)
             if groups is not None:
                 made["optimizer"] = {**made["optimizer"], "groups": groups()}
             return made
 
         committed = _Taken(objects, changed.buffers)
-        if base is Stage.COMMITTED:
+        if base is SnapshotPoint.COMMITTED:
             committed()  # otherwise each step would hold all those before it
         return committed
 
@@ -238,7 +238,7 @@ class TrainerLiveState:
             "the optimizer's register_step_post_hook do it, or keep such weights as buffers"
         )
 
-    def _is_as_it_was(self, step: int, stage: Stage) -> bool:
+    def _is_as_it_was(self, step: int, stage: SnapshotPoint) -> bool:
         """Return whether the parameters are those of ``stage`` after ``step``, as far as it is known."""
         known = self._versions.get((step, stage))
         if known is not None and self._version_of is not None and known != self._version_of():
@@ -258,7 +258,7 @@ class TrainerLiveState:
         return bool(self._moments)
 
     @property
-    def newest_moment(self) -> tuple[int, Stage]:
+    def newest_moment(self) -> tuple[int, SnapshotPoint]:
         """The newest step, and the stage that this rank has reached after it."""
         return max(self._moments)
 
@@ -288,7 +288,7 @@ class TrainerLiveState:
 
     # --- when a fault comes ---------------------------------------------------------------------------------------
 
-    def moments(self, step: int) -> Mapping[Stage, Moment]:
+    def moments(self, step: int) -> Mapping[SnapshotPoint, StepSnapshot]:
         """Return what was taken after ``step``, and what its commit left of what was taken before it."""
         found = {
             stage: moment
@@ -297,15 +297,18 @@ class TrainerLiveState:
         }
         committed = self._committed(step)
         if committed is not None:
-            found.setdefault(Stage.COMMITTED, committed)
+            found.setdefault(SnapshotPoint.COMMITTED, committed)
         state = {"state": self._tensors.plain_state(), "spread": self._tensors.spread()}
-        return {stage: _with_state(Moment(taken(), taken.buffers), state) for stage, taken in sorted(found.items())}
+        return {
+            stage: _with_state(StepSnapshot(taken(), taken.buffers), state)
+            for stage, taken in sorted(found.items())
+        }
 
-    def own_buffers(self, step: int) -> Mapping[Stage, Mapping[Key, torch.Tensor]]:
+    def own_buffers(self, step: int) -> Mapping[SnapshotPoint, Mapping[Key, torch.Tensor]]:
         """Return the buffers at each moment after ``step``; if its update failed or is to come, those before it."""
         found = {stage: moment.buffers for (at, stage), moment in self._moments.items() if at == step}
         if self._ready is not None and self._ready[0] == step:
-            found.setdefault(Stage.COMMITTED, self._ready[1].buffers)
+            found.setdefault(SnapshotPoint.COMMITTED, self._ready[1].buffers)
         return found
 
     def own_parts(self, objects: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -326,7 +329,7 @@ class TrainerLiveState:
             parts[f"what on_save_checkpoint puts into checkpoint[{key!r}]"] = value
         return parts
 
-    def resumed(self, step: int, stage: Stage, objects: dict[str, Any]) -> None:
+    def resumed(self, step: int, stage: SnapshotPoint, objects: dict[str, Any]) -> None:
         """Note that tensors and objects are in place as they were at ``stage`` after ``step``."""
         self._versions.clear()  # until the next moment
         self._evidence.clear()
@@ -374,7 +377,7 @@ class TrainerLiveState:
         self._tensors.derive()
 
 
-def _with_state(moment: Moment, state: Mapping[str, Any]) -> Moment:
+def _with_state(moment: StepSnapshot, state: Mapping[str, Any]) -> StepSnapshot:
     """Return ``moment`` with the optimizer's plain state, which nothing but an update changes."""
     optimizer = {**moment.objects["optimizer"], **state}
-    return Moment({**moment.objects, "optimizer": optimizer}, moment.buffers)
+    return StepSnapshot({**moment.objects, "optimizer": optimizer}, moment.buffers)

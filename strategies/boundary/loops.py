@@ -17,8 +17,8 @@ import lightning.pytorch as pl
 from lightning.pytorch.loops import _FitLoop, _TrainingEpochLoop
 from typing_extensions import override
 
-from checkpointless.recovery.moment import Stage
-from checkpointless.recovery.own.declared import put_declared, take_declared
+from checkpointless.state.rank_local.declared import put_declared, take_declared
+from checkpointless.state.snapshot import SnapshotPoint
 from checkpointless.strategies.boundary.epoch_metrics import make_results_resumable
 
 
@@ -36,7 +36,7 @@ class Resumption:
         make_loader: makes it then with the given function, as it would have been made without the fault.
     """
 
-    stage: Stage
+    stage: SnapshotPoint
     go_on: Callable[[], None]
     done_again: Callable[[Callable[[], None]], None]
     begins_epoch: bool = False
@@ -47,7 +47,7 @@ class Resumption:
 class Observer(Protocol):
     """What is notified of the moments after a step (a recoverable fit)."""
 
-    def reached(self, stage: Stage) -> None:
+    def reached(self, stage: SnapshotPoint) -> None:
         """Note that the loop is at ``stage`` after the step that it committed last."""
 
     def before_fetch(self) -> None:
@@ -79,7 +79,10 @@ class ResumableEpochLoop(_TrainingEpochLoop):
     @override
     def done(self) -> bool:
         """Whether nothing is left to do, not even what follows the last step."""
-        pending = self.resumption is not None and self.resumption.stage in (Stage.COMMITTED, Stage.ENDED)
+        pending = self.resumption is not None and self.resumption.stage in (
+            SnapshotPoint.COMMITTED,
+            SnapshotPoint.ENDED,
+        )
         return False if pending else bool(super().done)
 
     def update_restart_stage(self) -> None:
@@ -104,14 +107,14 @@ class ResumableEpochLoop(_TrainingEpochLoop):
         if resumption is not None and within:
             self.restarting = False  # what is due is known, and need not be guessed
             resumption.go_on()
-            if resumption.stage not in (Stage.COMMITTED, Stage.ENDED):
+            if resumption.stage not in (SnapshotPoint.COMMITTED, SnapshotPoint.ENDED):
                 self.resumption = None
 
     @override
     def advance(self, data_fetcher: Any) -> None:
         """Make a step, or do what still follows the last one."""
         resumption, self.resumption = self.resumption, None
-        if resumption is not None and resumption.stage is Stage.ENDED:
+        if resumption is not None and resumption.stage is SnapshotPoint.ENDED:
             return
         self.has_asked = True
         if resumption is not None:
@@ -130,13 +133,13 @@ class ResumableEpochLoop(_TrainingEpochLoop):
                 self.val_loop.restarting = False
                 return
         if not self._should_accumulate() and self._should_check_val_fx(data_fetcher):
-            self.observer.reached(Stage.ENDED)
+            self.observer.reached(SnapshotPoint.ENDED)
 
     @override
     def on_advance_end(self, data_fetcher: Any) -> None:
         """Validate if that is due, and report the moment."""
         super().on_advance_end(data_fetcher)
-        self.observer.reached(Stage.ACCUMULATED if self._should_accumulate() else Stage.CHECKED)
+        self.observer.reached(SnapshotPoint.ACCUMULATED if self._should_accumulate() else SnapshotPoint.CHECKED)
 
     @override
     def _on_before_fetch(self) -> None:
@@ -224,7 +227,7 @@ class ResumableFitLoop(_FitLoop):
     @override
     def done(self) -> bool:
         """Whether no epoch is left to begin or to end."""
-        within = self.resumption is not None and self.resumption.stage is not Stage.TURNED
+        within = self.resumption is not None and self.resumption.stage is not SnapshotPoint.TURNED
         return False if within else bool(super().done)
 
     @override
@@ -238,7 +241,7 @@ class ResumableFitLoop(_FitLoop):
         if self.resumption is not None and self.resumption.begins_epoch:
             self._restarting = self.epoch_loop.restarting = False
             self.resumption.go_on()
-            if self.resumption.stage is Stage.TURNED:
+            if self.resumption.stage is SnapshotPoint.TURNED:
                 self.resumption = None
 
     @override
@@ -251,7 +254,7 @@ class ResumableFitLoop(_FitLoop):
     def on_advance_end(self) -> None:
         """End an epoch, and report the moment."""
         super().on_advance_end()
-        self.epoch_loop.observer.reached(Stage.TURNED)
+        self.epoch_loop.observer.reached(SnapshotPoint.TURNED)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from checkpointless.recovery.own.declared import (
+from checkpointless.state.rank_local.declared import (
     ATTRIBUTES,
     is_generator,
     keeps_declared,

@@ -10,9 +10,9 @@ from typing import Any, cast
 import lightning.pytorch as pl
 
 from checkpointless.recovery import CheckpointManager
-from checkpointless.recovery.moment import Stage
-from checkpointless.recovery.own.declared import put_declared, take_declared
-from checkpointless.recovery.rng import RngStates
+from checkpointless.state.rank_local.declared import put_declared, take_declared
+from checkpointless.state.rng import RngStates
+from checkpointless.state.snapshot import SnapshotPoint
 from checkpointless.strategies.boundary.epoch_metrics import put_accumulated, warn_if_lost, with_own
 from checkpointless.strategies.boundary.kinds import ACCUMULATED, SETTINGS, load_again, put_kinds
 from checkpointless.strategies.boundary.loops import Resumption
@@ -86,21 +86,21 @@ class Restoration:
         assert manager.resumed_at is not None
         assert objects is not None
         step, stage = manager.resumed_at
-        replays = stage is Stage.COMMITTED
+        replays = stage is SnapshotPoint.COMMITTED
         kept = objects["kinds"][ACCUMULATED]
         if manager.was_filled:
             warn_if_lost(objects["outcome"]["accumulated"] if replays else kept, manager.own_of(step, stage))
-        kept = self._own_of(kept, *((step - 1, Stage(objects["base"])) if replays else (step, stage)))
+        kept = self._own_of(kept, *((step - 1, SnapshotPoint(objects["base"])) if replays else (step, stage)))
         objects = {**objects, "kinds": {**objects["kinds"], ACCUMULATED: kept}}
         put_kinds(self._trainer, objects["kinds"])
         put_sampler(self._trainer, objects["sampler"])
         if _is_in_training(stage, objects):
             put_for_loaders(self._trainer, objects["kinds"][SETTINGS])
-        if stage is Stage.LOADED:
+        if stage is SnapshotPoint.LOADED:
             self._waiting = None
             manager.restore_streams()
             return
-        base = (step - 1, Stage(objects["base"])) if replays else (step, stage)
+        base = (step - 1, SnapshotPoint(objects["base"])) if replays else (step, stage)
         # The beginning of the loops draws what it drew then, and makes loaders by the attributes that there were.
         manager.restore_streams_of(*base)
         self._trainer.fit_loop.resumption = Resumption(  # type: ignore[attr-defined]
@@ -112,12 +112,12 @@ class Restoration:
             partial(self._make_loader, *base),
         )
 
-    def _own_of(self, kept: dict[str, Any], step: int, stage: Stage) -> dict[str, Any]:
+    def _own_of(self, kept: dict[str, Any], step: int, stage: SnapshotPoint) -> dict[str, Any]:
         """Return what this rank itself accumulated over the epoch, although ``kept`` may come from a peer."""
         own = self._manager.own_of(step, stage)
         return with_own(kept, own) if own is not None or self._manager.was_filled else kept
 
-    def _make_loader(self, step: int, stage: Stage, make: Callable[[], None]) -> None:
+    def _make_loader(self, step: int, stage: SnapshotPoint, make: Callable[[], None]) -> None:
         """Make the loader of the epoch that begins with ``make``, from the streams and attributes of a moment."""
         self._manager.restore_streams_of(step, stage)
         make()
@@ -129,11 +129,11 @@ class Restoration:
         """Put the state back again, after the loops have begun with hooks and iterators that changed it."""
         trainer, manager = self._trainer, self._manager
         fit_loop: Any = trainer.fit_loop
-        step, stage = manager.resumed_at or (0, Stage.LOADED)
+        step, stage = manager.resumed_at or (0, SnapshotPoint.LOADED)
         position = DataPosition(*objects["data"])
         if _begins_epoch(stage, objects):
             self._data.begin_epoch_at(position)
-        elif objects["base"] != Stage.LOADED:  # after LOADED, Lightning knows where the data stood
+        elif objects["base"] != SnapshotPoint.LOADED:  # after LOADED, Lightning knows where the data stood
             self._data.resume_at(position, fit_loop)
         load_again(trainer, objects["checkpoint"])
         put_kinds(trainer, objects["kinds"])
@@ -145,9 +145,9 @@ class Restoration:
         self._waiting = None
         self._keeper.live.put_buffers_back()
         self._loggers.forget_rows(fit_loop.epoch_loop._batches_that_stepped, step, int(stage))
-        if stage is Stage.COMMITTED:  # what led to the step is replayed, with the streams from before it
-            base = Stage(objects["base"])
-            if base is not Stage.LOADED and not manager.restore_streams_of(step - 1, base):
+        if stage is SnapshotPoint.COMMITTED:  # what led to the step is replayed, with the streams from before it
+            base = SnapshotPoint(objects["base"])
+            if base is not SnapshotPoint.LOADED and not manager.restore_streams_of(step - 1, base):
                 logger.warning("random numbers drawn between steps %d and %d are drawn again", step - 1, step)
         else:
             manager.restore_streams()
@@ -159,7 +159,7 @@ class Restoration:
     def _do_again(self, objects: dict[str, Any], run: Callable[[], None]) -> None:
         """Let Lightning replay the last committed step without computing it."""
         outcome = StepOutcome(**objects["outcome"])
-        step, _ = self._manager.resumed_at or (-1, Stage.COMMITTED)
+        step, _ = self._manager.resumed_at or (-1, SnapshotPoint.COMMITTED)
         states = self._manager.rng_of(step)
         output = (outcome.state or {}).get("output", {})
         if self._manager.was_filled and set(output) - {"loss"}:
@@ -208,11 +208,15 @@ def skip_fit(trainer: pl.Trainer, objects: dict[str, Any] | None) -> dict[str, A
     return checkpoint
 
 
-def _begins_epoch(stage: Stage, objects: Mapping[str, Any]) -> bool:
+def _begins_epoch(stage: SnapshotPoint, objects: Mapping[str, Any]) -> bool:
     """Return whether an epoch begins where the loops resume."""
-    return stage is Stage.TURNED or (stage is Stage.COMMITTED and objects["base"] == Stage.TURNED)
+    return stage is SnapshotPoint.TURNED or (
+        stage is SnapshotPoint.COMMITTED and objects["base"] == SnapshotPoint.TURNED
+    )
 
 
-def _is_in_training(stage: Stage, objects: Mapping[str, Any]) -> bool:
+def _is_in_training(stage: SnapshotPoint, objects: Mapping[str, Any]) -> bool:
     """Return whether the hooks at the start of training had run; what they set, they have set again."""
-    return (Stage(objects["base"]) if stage is Stage.COMMITTED else stage) is not Stage.LOADED
+    return (
+        SnapshotPoint(objects["base"]) if stage is SnapshotPoint.COMMITTED else stage
+    ) is not SnapshotPoint.LOADED

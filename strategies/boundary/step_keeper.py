@@ -9,9 +9,9 @@ import lightning.pytorch as pl
 
 from checkpointless.inprocess import HPCallWrapper
 from checkpointless.recovery import CheckpointManager
-from checkpointless.recovery.moment import Stage
-from checkpointless.recovery.own.agreement import require_equal_replicas
 from checkpointless.recovery.training.repeated_steps import repeated_steps
+from checkpointless.state.rank_local.agreement import require_equal_replicas
+from checkpointless.state.snapshot import SnapshotPoint
 from checkpointless.strategies.boundary.epoch_metrics import Accumulated, own_part
 from checkpointless.strategies.boundary.live_state import TrainerLiveState
 from checkpointless.strategies.boundary.steps import Guard, Steps
@@ -60,7 +60,7 @@ class StepKeeper:
             )
         )
 
-    def reached(self, step: int, stage: Stage) -> None:
+    def reached(self, step: int, stage: SnapshotPoint) -> None:
         """Take the state of the moment that the loops have reached: ``stage`` after ``step``.
 
         Args:
@@ -71,7 +71,7 @@ class StepKeeper:
         if manager is None:
             return
         buffers = self.live.copy_buffers()
-        if stage is not Stage.ACCUMULATED:  # nobody resumes there
+        if stage is not SnapshotPoint.ACCUMULATED:  # nobody resumes there
             manager.keep_buffers(step, stage, buffers)  # first: streams of a moment imply its buffers
 
         def keep(accumulated: Accumulated) -> None:
@@ -82,7 +82,7 @@ class StepKeeper:
     def _applied(self, step: int) -> None:
         buffers = self.live.applied(step)
         if buffers is not None and self._manager is not None:  # what was kept before the update is not what is now
-            self._manager.keep_buffers(step, Stage.COMMITTED, buffers)
+            self._manager.keep_buffers(step, SnapshotPoint.COMMITTED, buffers)
 
     def _committed(self, step: int) -> None:
         self._call.steps.committed(step)
@@ -102,8 +102,8 @@ class StepKeeper:
             buffers = self.live.copy_buffers()
             self.live.ready(step, self.steps.outcome(accumulated), buffers)
             repeated_steps.compute(step, call.steps.loss)
-            manager.keep_buffers(step, Stage.COMMITTED, buffers)
-            manager.store_rng_states(step, call.steps.loss, Stage.COMMITTED, _own_of(accumulated))
+            manager.keep_buffers(step, SnapshotPoint.COMMITTED, buffers)
+            manager.store_rng_states(step, call.steps.loss, SnapshotPoint.COMMITTED, _own_of(accumulated))
             manager.replicate_rng_states(step)
         call.parameter_update_lock.mark_ready(step)
 

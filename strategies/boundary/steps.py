@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 from checkpointless.inprocess import ParameterUpdateLock
 from checkpointless.serialization.later import Later
+from checkpointless.state.port import StateTensors
 from checkpointless.strategies.boundary.outcome import StepOutcome
-from checkpointless.transfer.state_tensors import StateTensors
 from checkpointless.transfer.tensor_entry import Key
 
 

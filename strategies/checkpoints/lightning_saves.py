@@ -8,7 +8,7 @@ from typing import Any
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.strategies import Strategy
 
-from checkpointless.recovery.moment import Stage
+from checkpointless.state.snapshot import SnapshotPoint
 from checkpointless.transfer.exchange import all_gather_json
 
 
@@ -25,11 +25,13 @@ class LightningSaves:
     unfinished: tuple[()] = ()
 
     def __init__(self) -> None:
-        self._made: list[tuple[str, tuple[int, Stage]]] = []  # paths, and the newest moment when they were saved to
+        self._made: list[
+            tuple[str, tuple[int, SnapshotPoint]]
+        ] = []  # paths, and the newest moment when they were saved to
         self._again: set[str] = set()
         self._resumed_step = -1
 
-    def save(self, path: str, after: tuple[int, Stage], make: Callable[[], None]) -> None:
+    def save(self, path: str, after: tuple[int, SnapshotPoint], make: Callable[[], None]) -> None:
         """Make a save.
 
         Args:
@@ -44,7 +46,7 @@ class LightningSaves:
         make()
         self._again.discard(path)
 
-    def agree(self, resumed_at: tuple[int, Stage] | None, strategy: Strategy) -> None:
+    def agree(self, resumed_at: tuple[int, SnapshotPoint] | None, strategy: Strategy) -> None:
         """Agree with the other ranks on what is saved again. Collective.
 
         Args:

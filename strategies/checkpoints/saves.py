@@ -25,7 +25,7 @@ from nemo.lightning.ckpt_utils import ckpt_to_dir
 from nemo.lightning.pytorch.callbacks import ModelCheckpoint
 from torch.distributed.checkpoint import CheckpointException
 
-from checkpointless.recovery.moment import Stage
+from checkpointless.state.snapshot import SnapshotPoint
 from checkpointless.strategies.checkpoints.background import PendingSaves, let_go, report_separately, reset_reports
 from checkpointless.strategies.checkpoints.callbacks import Replaced, replaced, undo
 from checkpointless.strategies.checkpoints.failed_saves import FailedSaves, SaveFailed, merged, reasons_by
@@ -56,7 +56,7 @@ class _Save:
     """
 
     path: str
-    after: tuple[int, Stage]
+    after: tuple[int, SnapshotPoint]
     number: int | None
     finish: Callable[[], None] | None
     is_made: bool = False
@@ -184,7 +184,7 @@ class Saves:
     def save(
         self,
         path: str,
-        after: tuple[int, Stage],
+        after: tuple[int, SnapshotPoint],
         make: Callable[[], None],
         calls: AsyncCallsQueue | None = None,
         finish: Callable[[], None] | None = None,
@@ -261,7 +261,7 @@ class Saves:
             if each.number is not None and each.is_unfinished
         )
 
-    def agree(self, resumed_at: tuple[int, Stage] | None, strategy: MegatronStrategy) -> None:
+    def agree(self, resumed_at: tuple[int, SnapshotPoint] | None, strategy: MegatronStrategy) -> None:
         """Agree with the other ranks on what is saved again and what continues in the background. Collective.
 
         Args:

@@ -12,7 +12,7 @@ from typing import Any
 
 from lightning.fabric.utilities.data import sized_len
 
-from checkpointless.recovery.rng import RngStates
+from checkpointless.state.rng import RngStates
 
 OWN = "loader"  # the random source that the samplers' own state is kept as
 

@@ -18,9 +18,9 @@ from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.types import _Stateful
 from torch.utils.data import IterableDataset
 
-from checkpointless.recovery.rng import RngSource, RngStates, register_rng_source
 from checkpointless.serialization import state_tree
 from checkpointless.serialization.later import copy_of
+from checkpointless.state.rng import RngSource, RngStates, register_rng_source
 from checkpointless.strategies.data.passes import OWN, begun, without_own
 from checkpointless.strategies.data.sampler_state import SamplerState, is_of_a_library, samplers_within
 

@@ -20,8 +20,8 @@ from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from torch.utils.data import IterableDataset, Sampler
 
 from checkpointless.inprocess import UnrecoverableError
-from checkpointless.recovery.own.declared import put_value
 from checkpointless.serialization import state_tree
+from checkpointless.state.rank_local.declared import put_value
 
 #: Whose samplers are known to keep nothing but ``generator`` between passes, and to draw at a pass's beginning or
 #: from a generator of their own.

@@ -11,7 +11,7 @@ from lightning.fabric.utilities.types import _Stateful
 from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset, SequentialSampler
 
 from checkpointless.inprocess import UnrecoverableError
-from checkpointless.recovery.rng import RngStates
+from checkpointless.state.rng import RngStates
 from checkpointless.strategies.data.position import (
     DataPosition,
     Starts,

@@ -15,7 +15,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
-from checkpointless.recovery.rng import RngSource, register_rng_source
+from checkpointless.state.rng import RngSource, register_rng_source
 from checkpointless.strategies.data.position import is_megatrons, place_of_sampler, sampler_of, samplers_of
 from checkpointless.strategies.data.sampler_state import SamplerState
 

@@ -20,8 +20,8 @@ from checkpointless.bridge import finetune, seams
 from checkpointless.bridge.data import Loaders
 from checkpointless.bridge.entry import _REFUSALS, _copied, refusal
 from checkpointless.bridge.training import BridgeTraining, StepOutcome
-from checkpointless.recovery.moment import Moment, Stage
 from checkpointless.serialization import state_tree
+from checkpointless.state.snapshot import SnapshotPoint, StepSnapshot
 
 pytestmark = [pytest.mark.nemo]
 
@@ -154,15 +154,15 @@ def test_a_rank_that_has_a_moment_also_has_its_streams(monkeypatch: pytest.Monke
     training.step, training._reached = 4, {}
     manager: Any = SimpleNamespace(keep_buffers=lambda *_: None, store_rng_states=interrupted)
     training._manager = manager
-    monkeypatch.setattr(training, "_moment", lambda _: Moment({}, {}))
+    monkeypatch.setattr(training, "_moment", lambda _: StepSnapshot({}, {}))
     boundary: Any = SimpleNamespace(note=lambda: None)
     training._at_boundary = boundary
     with pytest.raises(Interrupted):
-        training._take(Stage.CHECKED, {})
+        training._take(SnapshotPoint.CHECKED, {})
     assert training.moments(4) == {}
     manager.store_rng_states = lambda *_, **__: None
-    training._take(Stage.CHECKED, {})
-    assert set(training.moments(4)) == {Stage.CHECKED}
+    training._take(SnapshotPoint.CHECKED, {})
+    assert set(training.moments(4)) == {SnapshotPoint.CHECKED}
 
 
 def test_outside_of_a_block_bridge_is_its_own() -> None:

@@ -20,11 +20,11 @@ from checkpointless.inprocess.parameter_update_lock import CommitState
 from checkpointless.recovery.held_state import HeldState
 from checkpointless.recovery.host_memory import HostMemory
 from checkpointless.recovery.refill import Refill
-from checkpointless.recovery.rng import RngStates
 from checkpointless.serialization.device_digest import digest_on_device
 from checkpointless.serialization.digest import MemoryChecksumManager
 from checkpointless.serialization.tensor_memory import tensor_bytes
-from checkpointless.transfer.module_tensors import TrainingTensors
+from checkpointless.state.module_tensors import TrainingTensors
+from checkpointless.state.rng import RngStates
 from tests.gpu.spin import Spin
 
 STATE = HPState(rank=0, world_size=1, local_rank=0, generation=0)

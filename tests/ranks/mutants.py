@@ -22,8 +22,8 @@ from lightning.pytorch.callbacks import Callback
 from checkpointless.inprocess import ParameterUpdateLock, active_call_wrapper
 from checkpointless.megatron.update import sub_optimizers
 from checkpointless.recovery import CheckpointManager, refill
-from checkpointless.recovery.moment import Moment, Stage
 from checkpointless.serialization.state_tree import tensor_bytes
+from checkpointless.state.snapshot import SnapshotPoint, StepSnapshot
 from checkpointless.strategies.boundary.live_state import TrainerLiveState
 from checkpointless.strategies.data.position import DataPosition
 from checkpointless.telemetry.events import event_log
@@ -164,7 +164,7 @@ class StaleStreams(Callback):
 
     def __init__(self, steps: int = 1, only: str | None = None) -> None:
         def make(original: Any) -> Any:
-            def restore_streams(keeper: CheckpointManager, stage: Stage | None = None) -> None:
+            def restore_streams(keeper: CheckpointManager, stage: SnapshotPoint | None = None) -> None:
                 if keeper.resumed_at is None:
                     return
                 step, resumed = keeper.resumed_at
@@ -197,8 +197,8 @@ class ShiftedData(Callback):
 
     def __init__(self, samples: int) -> None:
         def make(original: Any) -> Any:
-            def moments(live: TrainerLiveState, step: int) -> Mapping[Stage, Moment]:
-                found: Mapping[Stage, Moment] = original(live, step)
+            def moments(live: TrainerLiveState, step: int) -> Mapping[SnapshotPoint, StepSnapshot]:
+                found: Mapping[SnapshotPoint, StepSnapshot] = original(live, step)
                 for moment in found.values():
                     position = DataPosition(*moment.objects["data"])
                     assert position.began_at is not None

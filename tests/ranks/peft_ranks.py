@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from checkpointless.recovery import PEFTCheckpointManager
-from checkpointless.recovery.moment import Moment, Stage
-from checkpointless.transfer.module_tensors import TrainingTensors
+from checkpointless.state.module_tensors import TrainingTensors
+from checkpointless.state.snapshot import SnapshotPoint, StepSnapshot
 from checkpointless.transfer.tensor_entry import Key
 
 
@@ -38,17 +38,17 @@ class FineTuning(TrainingTensors):
     def group(self) -> tuple[int, ...]:
         return tuple(range(dist.get_world_size()))
 
-    def moments(self, step: int) -> dict[Stage, Moment]:
+    def moments(self, step: int) -> dict[SnapshotPoint, StepSnapshot]:
         objects = {"step": step, "groups": self.groups(), "state": self.plain_state()}
-        return {Stage.COMMITTED: Moment(objects, self.copy_buffers())}
+        return {SnapshotPoint.COMMITTED: StepSnapshot(objects, self.copy_buffers())}
 
-    def own_buffers(self, step: int) -> dict[Stage, Any]:
-        return {Stage.COMMITTED: self.copy_buffers()}
+    def own_buffers(self, step: int) -> dict[SnapshotPoint, Any]:
+        return {SnapshotPoint.COMMITTED: self.copy_buffers()}
 
     def own_parts(self, objects: Any) -> dict[str, Any]:
         return {}
 
-    def resumed(self, step: int, stage: Stage, objects: dict[str, Any]) -> None:
+    def resumed(self, step: int, stage: SnapshotPoint, objects: dict[str, Any]) -> None:
         pass
 
     def apply_held_update(self) -> None:

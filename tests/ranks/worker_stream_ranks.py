@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch.utils.data import DataLoader, IterableDataset
 
-from checkpointless.recovery.rng import RngStates
+from checkpointless.state.rng import RngStates
 from checkpointless.strategies.data import worker_streams
 from checkpointless.strategies.data.worker_streams import WorkerSeed, repeat_worker_draws
 

@@ -24,8 +24,8 @@ from checkpointless.megatron.update import sub_optimizers
 from checkpointless.megatron.warm import transformer_engine
 from checkpointless.megatron.warm.bindings import rebind
 from checkpointless.megatron.warm.known_classes import blueprint_of, unknown_class
-from checkpointless.recovery.rng import RngStates
 from checkpointless.serialization.pictures import differing
+from checkpointless.state.rng import RngStates
 
 #: A process group with its global ranks and its description.
 Group = tuple[Any, tuple[int, ...], str]

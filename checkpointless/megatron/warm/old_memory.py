@@ -16,7 +16,7 @@ from megatron.core import optimizer as megatron_optimizer
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.fp8_utils import is_float8tensor
 
-from checkpointless.transfer.module_tensors import PARAMETER
+from checkpointless.state.module_tensors import PARAMETER
 from checkpointless.transfer.tensor_entry import Key
 
 _SHORT = (torch.bfloat16, torch.float16)

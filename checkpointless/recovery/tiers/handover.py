@@ -18,10 +18,10 @@ from pathlib import Path
 from checkpointless.environment import HANDOVER_ENV, LOCAL_WORLD_SIZE_ENV, own_rank, own_world_size
 from checkpointless.inprocess.exceptions import line_of
 from checkpointless.inprocess.memory import free_host_memory
-from checkpointless.recovery.own.state import OwnState
 from checkpointless.recovery.tiers.snapshot import RankLocal, Snapshot
 from checkpointless.replication.directory import DirectoryStore
 from checkpointless.replication.parts import Part, PartError, PartId, SaveId
+from checkpointless.state.rank_local.state import OwnState
 from checkpointless.telemetry.wording import size
 
 logger = logging.getLogger(__name__)

@@ -12,18 +12,18 @@ from checkpointless.inprocess.context import own_board
 from checkpointless.inprocess.parameter_update_lock import CommitState
 from checkpointless.recovery.conference import Saves
 from checkpointless.recovery.held_state import HeldState
-from checkpointless.recovery.live_state import LiveState
-from checkpointless.recovery.moment import Moment, Stage
-from checkpointless.recovery.own.state import OwnState
-from checkpointless.recovery.rng import RngStates
 from checkpointless.replication.parts import Content
 from checkpointless.serialization import state_tree
 from checkpointless.serialization.tensor_memory import own_device
+from checkpointless.state.live_state import LiveState
+from checkpointless.state.rank_local.state import OwnState
+from checkpointless.state.rng import RngStates
+from checkpointless.state.snapshot import SnapshotPoint, StepSnapshot
 from checkpointless.transfer.tensor_entry import Key
 
 _FORMAT = 2
 #: The moment after a step at which copies are made: the first one, so that a finished step is soon copied.
-COPIED_AT = Stage.COMMITTED
+COPIED_AT = SnapshotPoint.COMMITTED
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,11 @@ class RankLocal:
 
     streams: Sequence[tuple[int, RngStates]] = ()
     data_start: RngStates | None = None
-    records: Sequence[tuple[int, Stage, bytes]] = ()
+    records: Sequence[tuple[int, SnapshotPoint, bytes]] = ()
 
     @classmethod
     def of(
-        cls, own: OwnState, streams: Iterable[tuple[int, RngStates]], moments: Iterable[tuple[int, Stage]]
+        cls, own: OwnState, streams: Iterable[tuple[int, RngStates]], moments: Iterable[tuple[int, SnapshotPoint]]
     ) -> RankLocal:
         """Return what ``own`` has: streams, and the records of its buffers at some moments."""
         records = [(step, stage, own.buffers.record(step, stage, own_board())) for step, stage in moments]
@@ -132,17 +132,20 @@ class Snapshot:
             held = HeldState(
                 CommitState(plain["committed"], ready=False, torn=False),
                 read(plain["tensors"]),
-                {Stage(stage): Moment(objects["moments"][stage], read(rows)) for stage, rows in plain["moments"]},
+                {
+                    SnapshotPoint(stage): StepSnapshot(objects["moments"][stage], read(rows))
+                    for stage, rows in plain["moments"]
+                },
                 None if plain["digests"] is None else {tuple(group): each for group, each in plain["digests"]},
                 fit=plain["fit"],
                 offset=plain["offset"],
-                buffers={(step, Stage(stage)): read(rows) for step, stage, rows in plain["buffers"]},
+                buffers={(step, SnapshotPoint(stage)): read(rows) for step, stage, rows in plain["buffers"]},
             )
             start = plain["data_start"]
             own = RankLocal(
                 [(step, RngStates.from_bytes(each)) for step, each in plain["streams"]],
                 None if start is None else RngStates.from_bytes(start),
-                [(step, Stage(stage), record) for step, stage, record in plain["records"]],
+                [(step, SnapshotPoint(stage), record) for step, stage, record in plain["records"]],
             )
             saves = tuple((number, step, stage, going_on) for number, step, stage, going_on in plain["saves"])
             return cls(held, read(plain["base"]), plain["begun"], objects["finished"], saves, own)

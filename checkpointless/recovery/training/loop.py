@@ -19,21 +19,20 @@ from checkpointless.inprocess import HPCallWrapper, StateLostError, Unrecoverabl
 from checkpointless.inprocess.context import putting_back
 from checkpointless.recovery.guard import vote
 from checkpointless.recovery.manager import CheckpointManager
-from checkpointless.recovery.moment import UPDATED_BUFFERS, Moment, Stage
-from checkpointless.recovery.own.agreement import require_equal_replicas, require_same_step
-from checkpointless.recovery.own.declared import DeclaredState, begin_declared
-from checkpointless.recovery.own.recording import extras_of
 from checkpointless.recovery.running import manager_of
 from checkpointless.recovery.training.loop_state import LoopState, Undeclared, warn_of_changes_between
 from checkpointless.recovery.training.owned import Owned, put_back
 from checkpointless.recovery.training.param_groups import BoundaryWeights
 from checkpointless.recovery.training.repeated_steps import repeated_steps
 from checkpointless.serialization import state_tree
-from checkpointless.serialization.digest import digest_parameters, samples
-from checkpointless.telemetry.steps import StepLog
+from checkpointless.serialization.digest import MemoryChecksumManager, digest_buffers, digest_parameters, samples
+from checkpointless.state.module_tensors import TrainingTensors
+from checkpointless.state.port import groups_of
+from checkpointless.state.rank_local.agreement import require_equal_replicas, require_same_step
+from checkpointless.state.rank_local.declared import DeclaredState, begin_declared
+from checkpointless.state.snapshot import UPDATED_BUFFERS, SnapshotPoint, StepSnapshot
+from checkpointless.telemetry.steps import StepExtras, StepLog
 from checkpointless.transfer.exchange import all_gather_json, true_on_all
-from checkpointless.transfer.module_tensors import TrainingTensors
-from checkpointless.transfer.state_tensors import groups_of
 from checkpointless.transfer.tensor_entry import Key
 
 if TYPE_CHECKING:
@@ -77,7 +76,7 @@ class _Taken:
 class LoopTraining(TrainingTensors, ABC):
     """What loops of one's own have in common. A subclass knows the optimizer.
 
-    It is a :class:`~checkpointless.recovery.live_state.LiveState`, and makes its tensors before :meth:`begin`.
+    It is a :class:`~checkpointless.state.live_state.LiveState`, and makes its tensors before :meth:`begin`.
 
     Attributes:
         step: the newest committed step.
@@ -253,7 +252,7 @@ class LoopTraining(TrainingTensors, ABC):
         No interruption comes here: it would leave buffers of one call of :meth:`steps` with streams of another.
         """
         taken = self._taken(self.step)
-        self._manager.keep_buffers(self.step, Stage.COMMITTED, taken.buffers)
+        self._manager.keep_buffers(self.step, SnapshotPoint.COMMITTED, taken.buffers)
         self._moments = {self.step: taken}
         self._at_boundary.note()
         known, own = self._manager.rng_of(self.step), self._exits.own()
@@ -275,7 +274,7 @@ class LoopTraining(TrainingTensors, ABC):
         self._ready_buffers = self.copy_buffers()
         self.mark_buffers()
         self._ready_step = step
-        self._manager.keep_buffers(step, Stage.COMMITTED, self._ready_buffers)
+        self._manager.keep_buffers(step, SnapshotPoint.COMMITTED, self._ready_buffers)
         self._manager.store_rng_states(step, self._call.steps.loss, own=self._exits.own())
         self._manager.replicate_rng_states(step)
         self._call.parameter_update_lock.mark_ready(step)
@@ -309,7 +308,7 @@ class LoopTraining(TrainingTensors, ABC):
             self.settle()
             manager.begin_buffers(self)
         if call.is_first:
-            manager.keep_buffers(done, Stage.COMMITTED, self.copy_buffers())
+            manager.keep_buffers(done, SnapshotPoint.COMMITTED, self.copy_buffers())
             manager.store_rng_states(done, own=self._exits.own())
         manager.restore_streams()
         manager.attach(self, self.step)
@@ -319,16 +318,16 @@ class LoopTraining(TrainingTensors, ABC):
         """Recover the state from memory; return its objects, or None if there is nothing or that is refused."""
         return self._manager.recover(self)
 
-    # --- what the manager asks for (checkpointless.recovery.live_state.LiveState) ---------------------------------
+    # --- what the manager asks for (checkpointless.state.live_state.LiveState) ---------------------------------
 
     @abstractmethod
     def group(self) -> tuple[int, ...]:
         """Return the global ranks that hold all that this rank holds."""
 
-    def moments(self, step: int) -> Mapping[Stage, Moment]:
+    def moments(self, step: int) -> Mapping[SnapshotPoint, StepSnapshot]:
         """Return the state after the update of ``step``; what the loop does after ``update()`` is not in it."""
         taken = self._moments.get(step)
-        return {} if taken is None else {Stage.COMMITTED: self._whole(taken)}
+        return {} if taken is None else {SnapshotPoint.COMMITTED: self._whole(taken)}
 
     def changed(self) -> str:
         """Return why the tensors are not those of the newest moment; "" if nothing is known of it."""
@@ -339,22 +338,22 @@ class LoopTraining(TrainingTensors, ABC):
             "has to be a part of the update (the optimizer's register_step_post_hook)"
         )
 
-    def own_buffers(self, step: int) -> Mapping[Stage, Mapping[Key, torch.Tensor]]:
+    def own_buffers(self, step: int) -> Mapping[SnapshotPoint, Mapping[Key, torch.Tensor]]:
         """Return the buffers after ``step``; if its update has failed or is to come, those before the update."""
         if step in self._moments:
-            return {Stage.COMMITTED: self._moments[step].buffers}
-        return {Stage.COMMITTED: self._ready_buffers} if step == self._ready_step > 0 else {}
+            return {SnapshotPoint.COMMITTED: self._moments[step].buffers}
+        return {SnapshotPoint.COMMITTED: self._ready_buffers} if step == self._ready_step > 0 else {}
 
     def own_parts(self, objects: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return nothing, because a batch follows from the step and the streams."""
         return {}
 
-    def resumed(self, step: int, stage: Stage, objects: dict[str, Any]) -> None:
+    def resumed(self, step: int, stage: SnapshotPoint, objects: dict[str, Any]) -> None:
         """Record that the state is that after ``step``."""
         self._moments = {step: _Taken(lambda: objects, self.copy_buffers())}
         self._at_boundary.forget()  # until the next step begins
 
-    def _moment(self, step: int) -> Moment:
+    def _moment(self, step: int) -> StepSnapshot:
         """Return the state as it is now, as the moment after ``step``."""
         return self._whole(self._taken(step))
 
@@ -376,9 +375,9 @@ class LoopTraining(TrainingTensors, ABC):
             self.copy_buffers(),
         )
 
-    def _whole(self, taken: _Taken) -> Moment:
+    def _whole(self, taken: _Taken) -> StepSnapshot:
         """Return what was taken, with the optimizers' plain state, which nothing but an update changes."""
-        return Moment({**taken.make(), "state": self.plain_state(), "spread": self.spread()}, taken.buffers)
+        return StepSnapshot({**taken.make(), "state": self.plain_state(), "spread": self.spread()}, taken.buffers)
 
     @override
     def load_objects(self, objects: Mapping[str, Any]) -> None:
@@ -404,7 +403,7 @@ class LoopTraining(TrainingTensors, ABC):
         taken = self._taken(self._ready_step)
         self._moments = {self._ready_step: taken}
         if written:  # those that were kept before the update are not those after it
-            self._manager.keep_buffers(self._ready_step, Stage.COMMITTED, taken.buffers)
+            self._manager.keep_buffers(self._ready_step, SnapshotPoint.COMMITTED, taken.buffers)
         self._at_boundary.note()
 
     def _weights(self) -> Iterable[torch.Tensor]:
@@ -527,3 +526,27 @@ class LoopExits:
         told: list[Parsed] = all_gather_json([self.ends, [[call, at] for call, at in self._left.items()]])
         self.ends = any(ends for ends, _ in told)
         self._left = {int(call): int(at) for _, left in told for call, at in left if at <= step}
+
+
+# --- What --record-steps records ----------------------------------------------------------------------------------
+
+
+def extras_of(training: LoopTraining, manager: CheckpointManager, call_number: int) -> StepExtras:
+    """Return what is recorded of the committed step of a training.
+
+    Args:
+        training: the training.
+        manager: its manager, which has kept the rank-local state.
+        call_number: the number of the call of ``steps()`` that gave the step.
+    """
+    rates = [values.get("lr", 0.0) for groups in training.groups() for values in groups]
+    epoch, was_validated = repeated_steps.passes.look()
+    return StepExtras(
+        buffers=digest_buffers(training.modules),
+        lr=tuple(float(rate).hex() for rate in rates),
+        optimizer=MemoryChecksumManager().digest_all(training.shard()),
+        own=manager.own_digests(training.step),
+        batch=repeated_steps.batch_of(training.step),
+        epoch=epoch + call_number,
+        validated=was_validated or None,
+    )

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from checkpointless.recovery.own.declared import has_state, put_object, put_value, take_object
 from checkpointless.serialization.digest import digest_value, samples
+from checkpointless.state.rank_local.declared import has_state, put_object, put_value, take_object
 
 _CONTAINERS = (list, dict, set, deque, torch.Tensor, np.ndarray)
 _NUMBERS = (bool, int, float, complex, str, bytes)

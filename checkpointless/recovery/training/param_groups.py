@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from checkpointless.recovery.evidence import Evidence, Witness, is_same
 from checkpointless.serialization.later import copy_of, is_fixed
+from checkpointless.state.evidence import Evidence, Witness, is_same
 
 _MORE_PARAMETERS = (
     "an optimizer has other parameters than at the beginning (add_param_group), which no rank that is made anew "

@@ -21,7 +21,7 @@ from checkpointless.recovery.training.param_groups import (
     without_scheduler,
 )
 from checkpointless.recovery.training.torch_tensors import TorchTensors
-from checkpointless.transfer.module_tensors import PARAMETER
+from checkpointless.state.module_tensors import PARAMETER
 from checkpointless.transfer.tensor_entry import Key
 
 _LATE = (

@@ -20,10 +20,10 @@ from checkpointless.inprocess import UnrecoverableError
 from checkpointless.inprocess.communicators.process_groups import process_groups
 from checkpointless.kernels import unabortable
 from checkpointless.precision import unsupported_in_a_loop
-from checkpointless.recovery.rng import RngStates
 from checkpointless.recovery.training.param_groups import ParamGroups, grown, has_buffers, sizes_of, version_of
 from checkpointless.serialization import state_tree
-from checkpointless.transfer.module_tensors import TrainingTensors
+from checkpointless.state.module_tensors import TrainingTensors
+from checkpointless.state.rng import RngStates
 from checkpointless.transfer.rank_groups import Group
 from checkpointless.transfer.sharded_tensors import HoldersByMesh, is_sharded
 from checkpointless.transfer.tensor_entry import Key

@@ -25,7 +25,7 @@ def buffers_are_not_taken_back() -> None:
 
 def buffers_are_a_peers() -> None:
     """Let a rank that was filled keep the buffers that it was sent."""
-    from checkpointless.recovery.own.state import OwnState
+    from checkpointless.state.rank_local.state import OwnState
 
     OwnState.put_buffers = lambda *args: None  # type: ignore[method-assign]
 
@@ -49,14 +49,14 @@ def callbacks_are_a_step_ahead() -> None:
 
 def validations_are_repeated() -> None:
     """Make a validation that was over due again."""
-    from checkpointless.recovery.moment import Stage
+    from checkpointless.state.snapshot import SnapshotPoint
     from checkpointless.strategies.boundary.loops import ResumableEpochLoop
 
     original = ResumableEpochLoop.on_run_start
 
     def on_run_start(loop: Any, data_fetcher: Any) -> None:
-        if loop.resumption is not None and loop.resumption.stage is Stage.CHECKED:
-            loop.resumption = dataclasses.replace(loop.resumption, stage=Stage.ENDED)
+        if loop.resumption is not None and loop.resumption.stage is SnapshotPoint.CHECKED:
+            loop.resumption = dataclasses.replace(loop.resumption, stage=SnapshotPoint.ENDED)
         original(loop, data_fetcher)
 
     ResumableEpochLoop.on_run_start = on_run_start  # type: ignore[method-assign]

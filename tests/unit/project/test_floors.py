@@ -40,6 +40,7 @@ FLOORS = {
     "inprocess": 4,
     "doctor": 5,
     "replication": 5,
+    "state": 5,
     "local_checkpoint": 5,
     "recovery": 6,
     "__init__": 6,
@@ -85,6 +86,7 @@ NO_FRAMEWORK = (
     "doctor",
     "replication",
     "local_checkpoint",
+    "state",
     "recovery",
     "__init__",
 )

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from checkpointless.recovery.moment import Moment, Stage
+from checkpointless.state.snapshot import SnapshotPoint, StepSnapshot
 from checkpointless.transfer.rank_groups import Group
 from checkpointless.transfer.tensor_entry import Key, TensorEntry
 
@@ -17,7 +17,7 @@ MOMENTUM: Key = ("optimizer", 0, 0, 0, "momentum")
 
 
 class MadeUpState:
-    """Stands in for a :class:`checkpointless.recovery.live_state.LiveState`.
+    """Stands in for a :class:`checkpointless.state.live_state.LiveState`.
 
     Args:
         step: the step that it is at.
@@ -58,16 +58,16 @@ class MadeUpState:
     def shard(self) -> dict[Key, torch.Tensor]:
         return {MOMENTUM: self.present[MOMENTUM]}
 
-    def moments(self, step: int) -> Mapping[Stage, Moment]:
-        def moment(stage: Stage) -> Moment:
+    def moments(self, step: int) -> Mapping[SnapshotPoint, StepSnapshot]:
+        def moment(stage: SnapshotPoint) -> StepSnapshot:
             gone: Key = ("model", 0, "gone")
             buffers = {BUFFER: torch.full((1,), 10.0 * step + stage), gone: torch.ones(1)}
-            return Moment({"step": step, "stage": int(stage)}, buffers)
+            return StepSnapshot({"step": step, "stage": int(stage)}, buffers)
 
-        return {stage: moment(stage) for stage in (Stage.COMMITTED, Stage.CHECKED)}
+        return {stage: moment(stage) for stage in (SnapshotPoint.COMMITTED, SnapshotPoint.CHECKED)}
 
-    def own_buffers(self, step: int) -> Mapping[Stage, Mapping[Key, torch.Tensor]]:
-        return {Stage.COMMITTED: {BUFFER: torch.full((1,), 10.0 * step)}}
+    def own_buffers(self, step: int) -> Mapping[SnapshotPoint, Mapping[Key, torch.Tensor]]:
+        return {SnapshotPoint.COMMITTED: {BUFFER: torch.full((1,), 10.0 * step)}}
 
     def copy_buffers(self) -> Mapping[Key, torch.Tensor]:
         return {BUFFER: self.present[BUFFER].clone()}
@@ -75,7 +75,7 @@ class MadeUpState:
     def own_parts(self, objects: Mapping[str, Any]) -> Mapping[str, Any]:
         return {}
 
-    def resumed(self, step: int, stage: Stage, objects: dict[str, Any]) -> None:
+    def resumed(self, step: int, stage: SnapshotPoint, objects: dict[str, Any]) -> None:
         self.step = step
 
     def apply_held_update(self) -> None:

@@ -7,8 +7,8 @@ import pytest
 from checkpointless.recovery import conference
 from checkpointless.recovery.conference import differing_names, find_loss
 from checkpointless.recovery.decide import Decision, Verdict
-from checkpointless.recovery.live_state import DATA
-from checkpointless.recovery.own.state import OwnState
+from checkpointless.state.live_state import DATA
+from checkpointless.state.rank_local.state import OwnState
 from tests.unit.recovery.made_up_state import MadeUpState
 
 

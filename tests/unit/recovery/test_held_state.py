@@ -12,8 +12,8 @@ import torch
 
 from checkpointless.inprocess.parameter_update_lock import CommitState
 from checkpointless.recovery.held_state import HeldState
-from checkpointless.recovery.moment import Moment, Stage
 from checkpointless.serialization.digest import MemoryChecksumManager
+from checkpointless.state.snapshot import SnapshotPoint, StepSnapshot
 from tests.unit.recovery.made_up_state import MadeUpState
 
 
@@ -26,8 +26,8 @@ def test_moments_and_digest_are_those_of_a_whole_state(torn: bool) -> None:
     live = MadeUpState(step=3)
     held = hold(live, CommitState(3, ready=False, torn=torn), checksum=True)
     assert (held.digests is None) is torn
-    assert list(held.moments) == ([] if torn else [Stage.COMMITTED, Stage.CHECKED])
-    assert set(held.buffers) == {(3, Stage.COMMITTED), (4, Stage.COMMITTED)}
+    assert list(held.moments) == ([] if torn else [SnapshotPoint.COMMITTED, SnapshotPoint.CHECKED])
+    assert set(held.buffers) == {(3, SnapshotPoint.COMMITTED), (4, SnapshotPoint.COMMITTED)}
     assert all(held.tensors[key].data_ptr() == tensor.data_ptr() for key, tensor in live.tensors().items())
     assert (held.live, held.fit, held.offset) == (None, 2, 7)
 
@@ -51,8 +51,8 @@ def test_no_gradient_is_held(redone: bool) -> None:
 
 def test_going_back_gives_the_buffers_and_objects_of_that_moment_and_drops_the_others() -> None:
     held = hold(MadeUpState(step=3), CommitState(3, ready=False, torn=False))
-    assert held.go_back_to(Stage.COMMITTED) == {"step": 3, "stage": 0}
-    assert list(held.moments) == [Stage.COMMITTED]
+    assert held.go_back_to(SnapshotPoint.COMMITTED) == {"step": 3, "stage": 0}
+    assert list(held.moments) == [SnapshotPoint.COMMITTED]
     assert held.tensors["model", 0, "buffer"].tolist() == [30.0]
     assert ("model", 0, "gone") not in held.tensors
 
@@ -65,7 +65,7 @@ def test_a_step_is_redone_once_from_the_gradients_that_are_held() -> None:
     assert live.applied == 1
     assert held.commit == CommitState(4, ready=False, torn=False)
     assert held.digests is None
-    assert held.go_back_to(Stage.COMMITTED)["step"] == 4
+    assert held.go_back_to(SnapshotPoint.COMMITTED)["step"] == 4
 
 
 def test_a_step_cannot_be_redone_without_gradients() -> None:
@@ -91,16 +91,16 @@ def test_the_parts_of_a_step_that_is_to_be_redone_are_those_after_it() -> None:
             return {"a callback": objects["step"]}
 
     held = hold(Parts(step=3), CommitState(3, ready=True, torn=False))
-    now, redone = (held.own_parts(Parts(step=0), target, Stage.COMMITTED) for target in (None, 4))
+    now, redone = (held.own_parts(Parts(step=0), target, SnapshotPoint.COMMITTED) for target in (None, 4))
     assert now.keys() == redone.keys() == {"a callback"}
     assert now != redone
-    assert held.own_parts(Parts(step=0), None, Stage.TURNED) == {}
+    assert held.own_parts(Parts(step=0), None, SnapshotPoint.TURNED) == {}
 
 
 def test_a_moment_is_not_changed_by_what_is_held() -> None:
-    moment = Moment({"step": 1}, {("model", 0, "buffer"): torch.ones(1)})
-    held = HeldState(CommitState(1, ready=False, torn=False), {}, {Stage.COMMITTED: moment})
-    assert held.go_back_to(Stage.COMMITTED) == {"step": 1}
+    moment = StepSnapshot({"step": 1}, {("model", 0, "buffer"): torch.ones(1)})
+    held = HeldState(CommitState(1, ready=False, torn=False), {}, {SnapshotPoint.COMMITTED: moment})
+    assert held.go_back_to(SnapshotPoint.COMMITTED) == {"step": 1}
     assert held.tensors == {}, "a buffer that is not held is not added"
 
 

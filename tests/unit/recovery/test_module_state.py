@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from checkpointless.recovery.training.torch_tensors import ModuleState, unfit_hooks
-from checkpointless.transfer.module_tensors import TrainingTensors
+from checkpointless.state.module_tensors import TrainingTensors
 
 
 class Counter(torch.nn.Module):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from checkpointless.recovery.training.param_groups import ParamGroups
-from checkpointless.transfer.module_tensors import TrainingTensors
+from checkpointless.state.module_tensors import TrainingTensors
 
 
 def optimizer(**values: Any) -> torch.optim.Optimizer:

@@ -18,7 +18,7 @@ from checkpointless.telemetry.steps import Recording, StepExtras, StepLog, StepR
 FAULT = "exception@optimizer:rank=1,step=3"
 COURSE = Course(1, 4, 1)
 LEFT_OUT = (
-    "WARNING checkpointless.recovery.own.declared: after a fault these begin anew: M.big (docs/contract.md, 2)"
+    "WARNING checkpointless.state.rank_local.declared: after a fault these begin anew: M.big (docs/contract.md, 2)"
 )
 
 

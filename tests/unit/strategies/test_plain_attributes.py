@@ -10,7 +10,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from checkpointless.recovery.own.declared import DeclaredState
+from checkpointless.state.rank_local.declared import DeclaredState
 from checkpointless.strategies.boundary.plain_attributes import parts_of
 
 

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from checkpointless.state.port import groups_of, holders_of, split
 from checkpointless.transfer.rank_groups import CompactGroups, Group, all_groups, compact, names
-from checkpointless.transfer.state_tensors import groups_of, holders_of, split
 from tests.unit.recovery.made_up_state import BUFFER, MOMENTUM, WEIGHT, MadeUpState
 
 ANY_GROUP = st.sets(st.integers(0, 40), min_size=1).map(lambda ranks: tuple(sorted(ranks)))

@@ -21,8 +21,8 @@ from torch.autograd.graph import get_gradient_edge
 from checkpointless.megatron import cpu_platform
 from checkpointless.megatron.warm import KeptModel
 from checkpointless.megatron.warm.kept_model import groups_now
-from checkpointless.recovery.rng import RngStates
 from checkpointless.serialization.pictures import pictures
+from checkpointless.state.rng import RngStates
 
 pytestmark = pytest.mark.nemo
 

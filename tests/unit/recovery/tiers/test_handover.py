@@ -14,12 +14,12 @@ from checkpointless.environment import HANDOVER_ENV
 from checkpointless.inprocess import memory
 from checkpointless.inprocess.parameter_update_lock import CommitState
 from checkpointless.recovery.held_state import HeldState
-from checkpointless.recovery.moment import Moment, Stage
-from checkpointless.recovery.own.state import OwnState
-from checkpointless.recovery.rng import RngStates
 from checkpointless.recovery.tiers import handover
 from checkpointless.recovery.tiers.handover import clear, hand_over, take_over
 from checkpointless.recovery.tiers.snapshot import Snapshot
+from checkpointless.state.rank_local.state import OwnState
+from checkpointless.state.rng import RngStates
+from checkpointless.state.snapshot import SnapshotPoint, StepSnapshot
 from checkpointless.telemetry.wording import size
 from checkpointless.transfer.tensor_entry import Key
 
@@ -35,10 +35,10 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 def held(torn: bool = False) -> HeldState:
     buffer = torch.arange(3.0)
-    moment = Moment({"step": 7, "groups": [[{"lr": 0.1, "exp": torch.full((5000,), 2.0)}]]}, {BUFFER: buffer})
+    moment = StepSnapshot({"step": 7, "groups": [[{"lr": 0.1, "exp": torch.full((5000,), 2.0)}]]}, {BUFFER: buffer})
     tensors = {WEIGHT: torch.randn(4, 3, dtype=torch.bfloat16), BUFFER: buffer, ("optimizer", 0): torch.tensor(3.0)}
-    moments = {Stage.COMMITTED: moment, Stage.CHECKED: moment}
-    buffers: Any = {(7, Stage.COMMITTED): {BUFFER: buffer}}
+    moments = {SnapshotPoint.COMMITTED: moment, SnapshotPoint.CHECKED: moment}
+    buffers: Any = {(7, SnapshotPoint.COMMITTED): {BUFFER: buffer}}
     return HeldState(
         CommitState(7, ready=False, torn=torn), tensors, moments, {(0, 1): "abc"}, buffers=buffers, fit=2
     )
@@ -62,15 +62,15 @@ def test_it_comes_back_as_it_was(folder: Path) -> None:
     assert list(found.held.tensors) == list(state.tensors)
     assert all(torch.equal(found.held.tensors[key], each) for key, each in state.tensors.items())
     assert set(found.held.moments) == set(state.moments)
-    there = found.held.moments[Stage.CHECKED]
+    there = found.held.moments[SnapshotPoint.CHECKED]
     assert torch.equal(there.objects["groups"][0][0]["exp"], torch.full((5000,), 2.0))
     assert torch.equal(there.buffers[BUFFER], torch.arange(3.0))
-    assert set(found.held.buffers) == {(7, Stage.COMMITTED)}
+    assert set(found.held.buffers) == {(7, SnapshotPoint.COMMITTED)}
     assert found.saves == ((4, 7, 1, False),), "the writers of saves have ended"
     assert (found.begun, found.finished) == (2, {1: {"epoch": 3}})
     assert torch.equal(found.base["model", 1, "frozen"], torch.ones(2))
-    assert successor.streams.at(7)[Stage.COMMITTED].own == {"norms": [1.0, 2.0]}
-    assert successor.streams.restore(7, Stage.COMMITTED)
+    assert successor.streams.at(7)[SnapshotPoint.COMMITTED].own == {"norms": [1.0, 2.0]}
+    assert successor.streams.restore(7, SnapshotPoint.COMMITTED)
     assert torch.equal(torch.rand(1), drawn)
     clear()
     assert not list(folder.iterdir())
@@ -123,8 +123,8 @@ class Trained:
     def tensors(self) -> dict[Key, torch.Tensor]:
         return {WEIGHT: torch.full((2,), float(self.step))}
 
-    def moments(self, step: int) -> dict[Stage, Moment]:
-        return {Stage.COMMITTED: Moment({"step": step})}
+    def moments(self, step: int) -> dict[SnapshotPoint, StepSnapshot]:
+        return {SnapshotPoint.COMMITTED: StepSnapshot({"step": step})}
 
 
 @pytest.mark.parametrize("high_water", [7, 8])
@@ -137,7 +137,7 @@ def test_an_update_that_another_rank_has_made_is_made_first(folder: Path, high_w
     assert found is not None
     assert found.held.commit == CommitState(high_water, ready=False, torn=False)
     assert found.held.tensors[WEIGHT].tolist() == [high_water, high_water]
-    assert found.held.moments[Stage.COMMITTED].objects == {"step": high_water}
+    assert found.held.moments[SnapshotPoint.COMMITTED].objects == {"step": high_water}
 
 
 def test_half_of_an_update_is_not_handed_over(folder: Path) -> None:

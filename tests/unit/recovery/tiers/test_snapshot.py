@@ -9,15 +9,15 @@ import torch
 
 from checkpointless.inprocess.parameter_update_lock import CommitState
 from checkpointless.recovery.held_state import HeldState
-from checkpointless.recovery.moment import Moment, Stage
-from checkpointless.recovery.own.state import OwnState
-from checkpointless.recovery.rng import RngStates
 from checkpointless.recovery.tiers.snapshot import RankLocal, Snapshot
 from checkpointless.replication.parts import Content
 from checkpointless.serialization import state_tree
+from checkpointless.state.rank_local.state import OwnState
+from checkpointless.state.rng import RngStates
+from checkpointless.state.snapshot import SnapshotPoint, StepSnapshot
 from checkpointless.transfer.tensor_entry import Key
 
-AT = 3, Stage.COMMITTED
+AT = 3, SnapshotPoint.COMMITTED
 
 
 def state(own: RankLocal) -> Snapshot:
@@ -34,7 +34,7 @@ def state(own: RankLocal) -> Snapshot:
     }
     buffers: dict[Key, torch.Tensor] = {("model", 0, "mean"): torch.randn(3)}
     commit = CommitState(3, ready=False, torn=False)
-    moments = {Stage.COMMITTED: Moment(objects, buffers)}
+    moments = {SnapshotPoint.COMMITTED: StepSnapshot(objects, buffers)}
     return Snapshot(HeldState(commit, tensors, moments, offset=5, buffers={AT: buffers}), own=own)
 
 
@@ -46,12 +46,12 @@ def test_it_comes_back_as_it_was() -> None:
     assert state_tree.digest(found.held.tensors) == state_tree.digest(snapshot.held.tensors)
     assert state_tree.digest(found.held.buffers[AT]) == state_tree.digest(snapshot.held.buffers[AT])
     assert (found.held.commit, found.held.offset) == (snapshot.held.commit, 5)
-    moment, expected = found.held.moments[Stage.COMMITTED], snapshot.held.moments[Stage.COMMITTED]
+    moment, expected = found.held.moments[SnapshotPoint.COMMITTED], snapshot.held.moments[SnapshotPoint.COMMITTED]
     assert state_tree.digest(moment.objects) == state_tree.digest(expected.objects)
     assert found.own.records == [(*AT, b"record")]
     own = OwnState(0)
     found.own.put_back(own)
-    assert own.streams.at(3)[Stage.COMMITTED].loss == 3.0
+    assert own.streams.at(3)[SnapshotPoint.COMMITTED].loss == 3.0
     assert own.streams.newest(2) is not None
     assert own.streams.data_start() is not None
     assert own.buffers.record(*AT, None) == b"record"

@@ -15,7 +15,7 @@ pytest.importorskip("nemo.lightning", reason="needs NeMo")
 
 from checkpointless.inprocess.parameter_update_lock import CommitState
 from checkpointless.recovery.held_state import HeldState
-from checkpointless.recovery.rng import RngStates
+from checkpointless.state.rng import RngStates
 from checkpointless.strategies.block import warm_start
 from checkpointless.strategies.block.warm_start import WarmStart
 

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loops import _TrainingEpochLoop
 
-from checkpointless.recovery.moment import Stage
+from checkpointless.state.snapshot import SnapshotPoint
 from checkpointless.strategies.boundary.loops import Resumption, make_resumable
 
 pytestmark = pytest.mark.nemo
@@ -50,7 +50,7 @@ def test_a_start_is_lightnings_own(loops: Loops) -> None:
 def test_where_it_resumes_is_known(loops: Loops, begins_epoch: bool) -> None:
     """An iterator that was made before the streams were put back is not that of an epoch that begins."""
     fit_loop, epoch_loop, guessed = loops
-    fit_loop.resumption = Resumption(Stage.CHECKED, nothing, nothing, begins_epoch)
+    fit_loop.resumption = Resumption(SnapshotPoint.CHECKED, nothing, nothing, begins_epoch)
     fit_loop._restarting = True
     fit_loop.epoch_progress.current.ready = 3
     fit_loop.update_restart_stage()
@@ -110,7 +110,7 @@ def test_a_step_that_lightning_makes_instead_of_a_validation_is_ended(
 ) -> None:
     """Lightning 2.6 makes no validation that precedes the first step of a fit from a checkpoint."""
     _, epoch_loop, _ = loops
-    ended: list[Stage] = []
+    ended: list[SnapshotPoint] = []
 
     def trains(loop: Any, data_fetcher: object) -> None:
         loop.batch_progress.increment_ready()
@@ -121,4 +121,4 @@ def test_a_step_that_lightning_makes_instead_of_a_validation_is_ended(
     epoch_loop.observer = SimpleNamespace(reached=ended.append)
     epoch_loop.restarting = True
     epoch_loop.advance(None)
-    assert ended == [Stage.ENDED]
+    assert ended == [SnapshotPoint.ENDED]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from checkpointless.recovery.moment import Stage
+from checkpointless.state.snapshot import SnapshotPoint
 
 pytestmark = pytest.mark.nemo
 
@@ -24,7 +24,7 @@ def test_each_save_has_its_own_reports(tmp_path: Path) -> None:
     saves, queues = Saves(), []
     for name in ("a", "b"):
         make = lambda: queues.append(filesystem_async._get_write_results_queue())  # noqa: E731
-        saves.save(str(tmp_path / name), (10, Stage.COMMITTED), make)
+        saves.save(str(tmp_path / name), (10, SnapshotPoint.COMMITTED), make)
     first, second = queues
     second.put("of the second")
     first.put("of the first")
@@ -79,7 +79,7 @@ class Job:
 
         end = None if finish is None else lambda: self.did.append(finish)
         calls: Any = None if self.at_once else self.queue
-        self.saves.save(path, (step, Stage.COMMITTED), make, calls, end)
+        self.saves.save(path, (step, SnapshotPoint.COMMITTED), make, calls, end)
 
     def finish(self) -> None:
         """Do what Megatron does when the writers are done."""
@@ -87,7 +87,7 @@ class Job:
             for each in self.queue.async_calls.popleft().async_request.finalize_fns:
                 each()
 
-    def fault(self, step: int | None, stage: Stage = Stage.COMMITTED) -> None:
+    def fault(self, step: int | None, stage: SnapshotPoint = SnapshotPoint.COMMITTED) -> None:
         """Leave the block, and enter it again after ``step``, or from storage if it is None."""
         self.leave()
         self.saves.agree(None if step is None else (step, stage), self.strategy)
@@ -194,7 +194,7 @@ def test_a_save_before_the_moment_is_not_the_next_ones(tmp_path: Path) -> None:
     job = Job(at_once=True)
     (tmp_path / "a").touch()
     job.save(str(tmp_path / "a"), 10)
-    job.fault(10, Stage.CHECKED)
+    job.fault(10, SnapshotPoint.CHECKED)
     job.save(str(tmp_path / "a"), 10)
     assert job.did == ["made", "made"]
 
@@ -204,8 +204,8 @@ def test_a_save_whose_end_failed_is_made_again_or_said_to_be_lost(caplog: pytest
     job = Job()
     job.save("/c/a", 10)
     job.queue.async_calls.popleft()  # its end has begun, and failed
-    assert job.saves.unfinished == ((0, 10, int(Stage.COMMITTED), False),)
-    job.fault(10, Stage.TURNED)
+    assert job.saves.unfinished == ((0, 10, int(SnapshotPoint.COMMITTED), False),)
+    job.fault(10, SnapshotPoint.TURNED)
     assert job.saves._lost == [("/c/a", {})]
     assert "could not be finished" in caplog.text
     assert job.saves.unfinished == (), "said once"
@@ -239,10 +239,10 @@ def test_a_process_that_knows_nothing_of_a_save_does_not_have_it_made_again(
             for job in (first, second):
                 copied = saves.Saves()
                 copied._made, copied.pending = list(job.saves._made), job.saves.pending
-                copied.agree((10, Stage.COMMITTED), Job().strategy)
+                copied.agree((10, SnapshotPoint.COMMITTED), Job().strategy)
         for job in (first, second):
             monkeypatch.setattr(saves, "all_gather_json", lambda value: said)
-            job.saves.agree((10, Stage.COMMITTED), job.strategy)
+            job.saves.agree((10, SnapshotPoint.COMMITTED), job.strategy)
 
     (tmp_path / "a").mkdir()
     old, new, path = Job(), Job(), str(tmp_path / "a")
@@ -286,8 +286,8 @@ def test_a_save_that_a_rank_was_interrupted_in_is_made_again_by_all(monkeypatch:
         with pytest.raises(KeyboardInterrupt):
             job.save("/c/a", 10)  # its writer works, and this rank does not know that it has begun it
     job.leave()
-    assert job.saves.unfinished == ((0, 10, int(Stage.COMMITTED), True),)
-    job.saves.agree((10, Stage.COMMITTED), job.strategy)
+    assert job.saves.unfinished == ((0, 10, int(SnapshotPoint.COMMITTED), True),)
+    job.saves.agree((10, SnapshotPoint.COMMITTED), job.strategy)
     assert not job.queue.async_calls
     job.save("/c/a", 10)
     assert job.did == ["made", "made"]
@@ -299,7 +299,7 @@ def test_the_end_of_one_that_goes_on_is_noticed_by_a_rank_that_was_interrupted_b
     job.save("/c/a", 10)
     (call,) = job.queue.async_calls
     call.async_request.finalize_fns.pop()  # the rank was interrupted before that
-    job.fault(10, Stage.TURNED)
+    job.fault(10, SnapshotPoint.TURNED)
     job.finish()
     job.leave()
     assert job.saves.unfinished == ()
@@ -323,7 +323,7 @@ def test_a_save_that_is_lost_takes_no_other_along(tmp_path: Path) -> None:
     job.queue.async_calls.popleft()  # its end has begun, and failed
     job.leave()
     job.strategy.trainer.callbacks = callbacks
-    job.saves.agree((10, Stage.TURNED), job.strategy)
+    job.saves.agree((10, SnapshotPoint.TURNED), job.strategy)
     callback.best_k_models = {lost: torch.tensor(1.0), pending: torch.tensor(2.0)}
     job.saves.forget_lost(callbacks)
     assert not Path(lost).exists()
@@ -354,7 +354,7 @@ def test_what_a_lost_save_was_to_remove_has_its_place_again(tmp_path: Path, is_n
     job.saves.keep(lost, callback, books)
     job.queue.async_calls.popleft()  # its end has begun, and failed
     job.leave()
-    job.saves.agree((10, Stage.TURNED), job.strategy)
+    job.saves.agree((10, SnapshotPoint.TURNED), job.strategy)
     assert callback.deferred_ckpts_to_remove == []
     if is_new_process:
         job.saves, known = Saves(), job.saves._lost

@@ -12,8 +12,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from checkpointless.inprocess import UnrecoverableError
-from checkpointless.recovery import rng
-from checkpointless.recovery.rng import RngStates
+from checkpointless.state import rng
+from checkpointless.state.rng import RngStates
 from checkpointless.strategies.data import position as position_module
 from checkpointless.strategies.data.position import DataPosition
 from checkpointless.strategies.data.training import repeat_items

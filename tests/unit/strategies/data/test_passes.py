@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler
 
-from checkpointless.recovery import rng
-from checkpointless.recovery.rng import RngStates
+from checkpointless.state import rng
+from checkpointless.state.rng import RngStates
 from checkpointless.strategies.data import position as position_module
 from checkpointless.strategies.data.passes import begun
 from checkpointless.strategies.data.position import DataPosition, keep_own_state, track

@@ -54,7 +54,7 @@ def test_the_lengths_at_set_up_are_the_same_after_a_fault() -> None:
 
 
 def test_a_validation_loader_that_is_made_late_has_its_length_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    from checkpointless.recovery import rng
+    from checkpointless.state import rng
     from checkpointless.strategies.data.validation import ValidationData
 
     monkeypatch.setattr(rng, "_sources", {})

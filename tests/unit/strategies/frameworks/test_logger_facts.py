@@ -14,7 +14,7 @@ from lightning.pytorch.loggers import CSVLogger
 from nemo.constants import NEMO_ENV_VARNAME_VERSION
 
 from checkpointless.inprocess.facts import Facts
-from checkpointless.recovery.moment import Stage
+from checkpointless.state.snapshot import SnapshotPoint
 from checkpointless.strategies.frameworks.logger_facts import LoggerFacts
 
 pytestmark = pytest.mark.nemo
@@ -43,29 +43,29 @@ def test_a_successor_writes_on_in_the_same_folder(tmp_path: Path, monkeypatch: p
     after, again = facts_of(tmp_path, kept)
     after.write_on(fit=2)
     assert again.log_dir == logger.log_dir
-    after.forget_rows(2, 1, Stage.CHECKED)
+    after.forget_rows(2, 1, SnapshotPoint.CHECKED)
     assert steps(again) == [0, 1]
 
 
 @pytest.mark.parametrize(
     ("step", "stage", "left"),
     [
-        (3, Stage.ENDED, [0, 1, 2]),
-        (3, Stage.CHECKED, [0, 1, 2, 2]),
-        (3, Stage.TURNED, [0, 1]),
-        (2, Stage.ENDED, [0, 1]),
+        (3, SnapshotPoint.ENDED, [0, 1, 2]),
+        (3, SnapshotPoint.CHECKED, [0, 1, 2, 2]),
+        (3, SnapshotPoint.TURNED, [0, 1]),
+        (2, SnapshotPoint.ENDED, [0, 1]),
     ],
 )
 def test_rows_from_before_a_validation_or_the_end_of_an_epoch_stay_and_others_go(
-    tmp_path: Path, step: int, stage: Stage, left: list[int]
+    tmp_path: Path, step: int, stage: SnapshotPoint, left: list[int]
 ) -> None:
     """Lightning logs what belongs to an epoch as of the step before."""
     facts, logger = facts_of(tmp_path, Facts(None))
     for each in range(3):
         logger.log_metrics({"loss": 1.0}, each)
-    facts.keep_rows(3, Stage.ENDED)
+    facts.keep_rows(3, SnapshotPoint.ENDED)
     logger.log_metrics({"val_loss": 1.0}, 2)
-    facts.keep_rows(3, Stage.CHECKED)
+    facts.keep_rows(3, SnapshotPoint.CHECKED)
     logger.log_metrics({"epoch_loss": 1.0}, 2)
     logger.log_metrics({"loss": 1.0}, 3)
     facts.forget_rows(2, step, stage)
@@ -76,6 +76,6 @@ def test_other_ranks_keep_nothing(tmp_path: Path) -> None:
     kept = Facts(None)
     facts, _ = facts_of(tmp_path, kept, rank=1)
     facts.keep(1)
-    facts.keep_rows(3, Stage.ENDED)
-    facts.forget_rows(0, 3, Stage.ENDED)
+    facts.keep_rows(3, SnapshotPoint.ENDED)
+    facts.forget_rows(0, 3, SnapshotPoint.ENDED)
     assert [kept.get(name) for name in ("loggers of fit 1", "environment", "rows")] == [None, None, None]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from checkpointless.recovery.own import replicas as own_replicas
-from checkpointless.recovery.own.replicas import OwnReplicas
+from checkpointless.state.rank_local import replicas as own_replicas
+from checkpointless.state.rank_local.replicas import OwnReplicas
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 
 from checkpointless.inprocess.context import own_board
-from checkpointless.recovery.live_state import LiveState
-from checkpointless.recovery.moment import UPDATED_BUFFERS, Stage
-from checkpointless.recovery.own.buffers import NOTHING, OwnBuffers, decode
-from checkpointless.recovery.own.replicas import OwnRecord, OwnReplicas
-from checkpointless.recovery.own.streams import OwnStreams
-from checkpointless.recovery.rng import RngStates
-from checkpointless.transfer.state_tensors import holders_of
+from checkpointless.state.live_state import LiveState
+from checkpointless.state.port import holders_of
+from checkpointless.state.rank_local.buffers import NOTHING, OwnBuffers, decode
+from checkpointless.state.rank_local.replicas import OwnRecord, OwnReplicas
+from checkpointless.state.rank_local.streams import OwnStreams
+from checkpointless.state.rng import RngStates
+from checkpointless.state.snapshot import UPDATED_BUFFERS, SnapshotPoint
 from checkpointless.transfer.tensor_entry import Key, TensorEntry
 
 
@@ -24,7 +24,7 @@ class OwnState:
 
     Args:
         replication_jump: how many ranks further on a copy is kept; see
-            :class:`~checkpointless.recovery.own.replicas.OwnReplicas`.
+            :class:`~checkpointless.state.rank_local.replicas.OwnReplicas`.
 
     Raises:
         ValueError: ``replication_jump`` is negative.
@@ -56,7 +56,7 @@ class OwnState:
             self.buffers.compare(step, holders_of(live, live.copy_buffers()))
         if self.replicas.jump == 0:
             return
-        self.replicas.exchange(step, lambda: self._record(step, self.streams.at(step)[Stage.COMMITTED]))
+        self.replicas.exchange(step, lambda: self._record(step, self.streams.at(step)[SnapshotPoint.COMMITTED]))
 
     def _record(self, step: int, states: RngStates) -> bytes:
         """Return what is this rank's own at the moment of ``states``, for another node to keep."""
@@ -71,7 +71,7 @@ class OwnState:
             for step, payload in self.replicas.kept().items()
         ]
 
-    def find_streams(self, target: int, stage: Stage) -> list[int]:
+    def find_streams(self, target: int, stage: SnapshotPoint) -> list[int]:
         """Give every rank its own random streams after ``target``, for when the loop resumes. Collective.
 
         What another node keeps comes with its buffers and with what the order of its data was drawn from.
@@ -104,7 +104,7 @@ class OwnState:
 
     def find_lost_buffers(
         self,
-        moment: tuple[int, Stage],
+        moment: tuple[int, SnapshotPoint],
         held: Mapping[Key, torch.Tensor] | None,
         refills: Mapping[int, Sequence[int]],
         objects: Mapping[str, Any],
@@ -128,7 +128,7 @@ class OwnState:
     def put_buffers(
         self,
         live: LiveState,
-        moment: tuple[int, Stage],
+        moment: tuple[int, SnapshotPoint],
         held: Mapping[Key, torch.Tensor] | None,
         objects: Mapping[str, Any],
     ) -> None:

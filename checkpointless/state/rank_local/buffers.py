@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from checkpointless.recovery.moment import Stage
 from checkpointless.serialization.digest import digest_bytes
 from checkpointless.serialization.tensor_memory import tensor_bytes
+from checkpointless.state.snapshot import SnapshotPoint
 from checkpointless.transfer.exchange import all_gather_json
 from checkpointless.transfer.tensor_entry import Key, TensorEntry
 from checkpointless.wire.board import Board
@@ -39,7 +39,15 @@ _HEADER_BYTES = 256 * 1024  # the limit of the header that describes them in a r
 #: The board's series for each moment after a step.
 _SERIES = {
     stage: Board.SMALL_SERIES + number
-    for number, stage in enumerate((Stage.COMMITTED, Stage.ENDED, Stage.CHECKED, Stage.TURNED, Stage.LOADED))
+    for number, stage in enumerate(
+        (
+            SnapshotPoint.COMMITTED,
+            SnapshotPoint.ENDED,
+            SnapshotPoint.CHECKED,
+            SnapshotPoint.TURNED,
+            SnapshotPoint.LOADED,
+        )
+    )
 }
 _LENGTH = struct.Struct("<I")  # the length of the header, which precedes the bytes
 _NEVER = 1 << 62, 0  # a moment that is never reached
@@ -63,7 +71,7 @@ class OwnBuffers:
         """Forget everything, because the training begins or storage gave the state."""
         self._is_own = False
         self._first: tuple[tuple[Key, ...], torch.Tensor] | None = None  # keys, and their bytes at the beginning
-        self._records: dict[tuple[int, Stage], bytes] = {}
+        self._records: dict[tuple[int, SnapshotPoint], bytes] = {}
         self._large: dict[Key, torch.Tensor] = {}  # copies of the buffers that are too large, at the newest moment
         self._differ: set[str] = set()  # names of large buffers that were seen to differ
         self.are_settled = False
@@ -94,7 +102,9 @@ class OwnBuffers:
         if self._first is None:
             self._first = self._small(buffers)
 
-    def keep(self, step: int, stage: Stage, buffers: Mapping[Key, torch.Tensor], board: Board | None) -> None:
+    def keep(
+        self, step: int, stage: SnapshotPoint, buffers: Mapping[Key, torch.Tensor], board: Board | None
+    ) -> None:
         """Keep ``buffers`` as those of this rank at ``stage`` after ``step``.
 
         Args:
@@ -126,7 +136,7 @@ class OwnBuffers:
             board.mark_buffers(*_NEVER)
             self._marked = board, board.clears
 
-    def keep_record(self, step: int, stage: Stage, record: bytes, board: Board | None) -> None:
+    def keep_record(self, step: int, stage: SnapshotPoint, record: bytes, board: Board | None) -> None:
         """Keep ``record``, as :meth:`record` returns it, for this rank at ``stage`` after ``step``."""
         if self._records.get((step, stage)) == record:
             return
@@ -135,7 +145,10 @@ class OwnBuffers:
         known = {key: each for key, each in self._records.items() if key[0] >= step - 1}
         self._records = {**known, (step, stage): record}
         if board is not None:
-            alike = stage is not Stage.COMMITTED and known.get((step, Stage.COMMITTED)) == record != NOTHING
+            alike = (
+                stage is not SnapshotPoint.COMMITTED
+                and known.get((step, SnapshotPoint.COMMITTED)) == record != NOTHING
+            )
             board.put_snapshot(step, _AS_AFTER_THE_STEP if alike else record, series=_SERIES[stage])
         if record != NOTHING:
             if self._nothing_before is not None:
@@ -143,7 +156,7 @@ class OwnBuffers:
             if board is not None and board.buffers_mark() > (step, stage):
                 board.mark_buffers(step, stage)
 
-    def record(self, step: int, stage: Stage, board: Board | None) -> bytes | None:
+    def record(self, step: int, stage: SnapshotPoint, board: Board | None) -> bytes | None:
         """Return the record that was kept at ``stage`` after ``step``; None if there is none.
 
         Args:
@@ -157,7 +170,7 @@ class OwnBuffers:
         if known is None and board is not None:
             known = board.snapshot(step, series=_SERIES[stage])
             if known == _AS_AFTER_THE_STEP:
-                known = board.snapshot(step, series=_SERIES[Stage.COMMITTED])
+                known = board.snapshot(step, series=_SERIES[SnapshotPoint.COMMITTED])
             if known is None and (step, stage) < board.buffers_mark():
                 return NOTHING
             if known is not None:

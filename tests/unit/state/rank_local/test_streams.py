@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from checkpointless.recovery.moment import Stage
-from checkpointless.recovery.own import streams as own_streams
-from checkpointless.recovery.own.streams import OwnStreams
-from checkpointless.recovery.rng import RngStates
+from checkpointless.state.rank_local import streams as own_streams
+from checkpointless.state.rank_local.streams import OwnStreams
+from checkpointless.state.rng import RngStates
+from checkpointless.state.snapshot import SnapshotPoint
 from checkpointless.wire.board import Board
 
 
@@ -25,7 +25,7 @@ def board(monkeypatch: pytest.MonkeyPatch) -> Iterator[Board]:
 def test_the_two_newest_steps_are_kept() -> None:
     streams = OwnStreams()
     for step in range(4):
-        streams.capture(step, 0.5 * step, Stage.COMMITTED, {})
+        streams.capture(step, 0.5 * step, SnapshotPoint.COMMITTED, {})
     assert [step for step in range(5) if streams.at(step)] == [2, 3]
     assert streams.known() == ((2, 0), (3, 0))
     streams.forget()
@@ -35,38 +35,38 @@ def test_the_two_newest_steps_are_kept() -> None:
 
 def test_a_step_that_is_made_again_voids_what_followed_it() -> None:
     streams = OwnStreams()
-    streams.capture(1, 0.5, Stage.COMMITTED, {})
-    streams.capture(1, None, Stage.CHECKED, {"mine": 1})
+    streams.capture(1, 0.5, SnapshotPoint.COMMITTED, {})
+    streams.capture(1, None, SnapshotPoint.CHECKED, {"mine": 1})
     newest = streams.newest(1)
     assert newest is not None
-    assert (newest.stage, newest.loss, newest.own) == (Stage.CHECKED, 0.5, {"mine": 1})
-    streams.capture(1, 0.25, Stage.COMMITTED, {})
+    assert (newest.stage, newest.loss, newest.own) == (SnapshotPoint.CHECKED, 0.5, {"mine": 1})
+    streams.capture(1, 0.25, SnapshotPoint.COMMITTED, {})
     assert streams.known() == ((1, 0),)
 
 
 def test_streams_go_on_where_they_were() -> None:
     streams = OwnStreams()
-    streams.capture(1, None, Stage.ENDED, None)
+    streams.capture(1, None, SnapshotPoint.ENDED, None)
     drawn = random.random()
-    assert streams.restore(1, Stage.ENDED)
+    assert streams.restore(1, SnapshotPoint.ENDED)
     assert random.random() == drawn
-    assert not streams.restore(1, Stage.COMMITTED)
-    assert not streams.restore(2, Stage.ENDED)
+    assert not streams.restore(1, SnapshotPoint.COMMITTED)
+    assert not streams.restore(2, SnapshotPoint.ENDED)
 
 
 def test_a_new_process_has_its_predecessors_streams(board: Board) -> None:
     before = OwnStreams()
-    before.capture(1, 0.5, Stage.COMMITTED, {})
-    before.capture(1, None, Stage.ENDED, {"mine": 1})
+    before.capture(1, 0.5, SnapshotPoint.COMMITTED, {})
+    before.capture(1, None, SnapshotPoint.ENDED, {"mine": 1})
     before.keep_data_start(RngStates.capture())
     after = OwnStreams()
     assert {stage: states.own for stage, states in after.at(1).items()} == {
-        Stage.COMMITTED: {},
-        Stage.ENDED: {"mine": 1},
+        SnapshotPoint.COMMITTED: {},
+        SnapshotPoint.ENDED: {"mine": 1},
     }
     random.random()
-    after.capture(1, None, Stage.CHECKED, {})
-    assert list(after.at(1)) == [Stage.COMMITTED, Stage.ENDED, Stage.CHECKED]
+    after.capture(1, None, SnapshotPoint.CHECKED, {})
+    assert list(after.at(1)) == [SnapshotPoint.COMMITTED, SnapshotPoint.ENDED, SnapshotPoint.CHECKED]
     start, kept = before.data_start(), after.data_start()
     assert start is not None
     assert kept is not None

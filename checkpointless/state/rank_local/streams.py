@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from checkpointless.inprocess.context import own_board
-from checkpointless.recovery.moment import Stage
-from checkpointless.recovery.own.declared import digest_declared, is_declared, put_declared, take_declared
-from checkpointless.recovery.own.streams_on_board import DATA_SERIES, StreamsOnBoard
-from checkpointless.recovery.rng import RngStates
 from checkpointless.serialization.digest import digest_value
+from checkpointless.state.rank_local.declared import digest_declared, is_declared, put_declared, take_declared
+from checkpointless.state.rank_local.streams_on_board import DATA_SERIES, StreamsOnBoard
+from checkpointless.state.rng import RngStates
+from checkpointless.state.snapshot import SnapshotPoint
 from checkpointless.wire.board import Board
 
 _LIBRARIES = ("python", "numpy", "torch", "cuda")  # other sources keep what is no state of a step, too
@@ -26,7 +26,7 @@ class OwnStreams:
     """
 
     def __init__(self) -> None:
-        self.states: dict[tuple[int, Stage], RngStates] | None = {}
+        self.states: dict[tuple[int, SnapshotPoint], RngStates] | None = {}
         self._data_start: RngStates | None = None
         self._on_board: StreamsOnBoard | None = None
         self._merged: tuple[dict[str, bytes], dict[str, bytes], dict[str, bytes]] = ({}, {}, {})
@@ -36,7 +36,7 @@ class OwnStreams:
         self.states = {}
         self._data_start = None
 
-    def capture(self, step: int, loss: float | None, stage: Stage, own: Mapping[str, Any] | None) -> None:
+    def capture(self, step: int, loss: float | None, stage: SnapshotPoint, own: Mapping[str, Any] | None) -> None:
         """Keep the streams as they are now as those at ``stage`` after ``step``.
 
         Args:
@@ -47,8 +47,8 @@ class OwnStreams:
                 large to be kept.
         """
         if loss is None:
-            committed = (self.states or {}).get((step, Stage.COMMITTED))
-            known = {Stage.COMMITTED: committed} if committed is not None else self.at(step)
+            committed = (self.states or {}).get((step, SnapshotPoint.COMMITTED))
+            known = {SnapshotPoint.COMMITTED: committed} if committed is not None else self.at(step)
             if known:
                 loss = next(iter(known.values())).loss
         self.keep(step, self._with_declared(RngStates.capture(loss, stage, own)))
@@ -77,14 +77,14 @@ class OwnStreams:
     def keep(self, step: int, states: RngStates) -> None:
         """Keep ``states`` as the streams at their stage after ``step``, and drop those of steps before the last."""
         known, stage = self.states or {}, states.stage
-        if stage is Stage.COMMITTED:  # what followed when this step was made before is void
+        if stage is SnapshotPoint.COMMITTED:  # what followed when this step was made before is void
             kept = {key: each for key, each in known.items() if key[0] >= step - 1 and key[0] != step}
         else:
             kept = {key: each for key, each in known.items() if key[0] >= step - 1}
         on_board = self._board()
-        if stage is not Stage.COMMITTED and on_board is not None and all(key[0] != step for key in kept):
+        if stage is not SnapshotPoint.COMMITTED and on_board is not None and all(key[0] != step for key in kept):
             kept.update({(step, before): each for before, each in on_board.at(step).items()})  # a new process
-        after_the_step = kept.get((step, Stage.COMMITTED))
+        after_the_step = kept.get((step, SnapshotPoint.COMMITTED))
         kept[step, stage] = states
         self.states = kept  # one assignment: an interruption leaves the old or the new
         if on_board is not None:
@@ -99,7 +99,7 @@ class OwnStreams:
             self._on_board = StreamsOnBoard(board)
         return self._on_board
 
-    def at(self, step: int) -> dict[Stage, RngStates]:
+    def at(self, step: int) -> dict[SnapshotPoint, RngStates]:
         """Return the streams after ``step`` by stage, from memory or, in a new process, from the board."""
         known = {key[1]: states for key, states in (self.states or {}).items() if key[0] == step}
         if known:
@@ -109,7 +109,7 @@ class OwnStreams:
 
     def digests(self, step: int) -> dict[str, str] | None:
         """Return digests of declared state, and of Python's, NumPy's and torch's streams, after ``step``."""
-        states = self.at(step).get(Stage.COMMITTED)
+        states = self.at(step).get(SnapshotPoint.COMMITTED)
         if states is None:
             return None
         drawn = {name: each for name, each in states.streams.items() if name in _LIBRARIES}
@@ -121,7 +121,7 @@ class OwnStreams:
         known = self.at(step)
         return known[max(known)] if known else None
 
-    def restore(self, step: int, stage: Stage) -> bool:
+    def restore(self, step: int, stage: SnapshotPoint) -> bool:
         """Put back the streams at ``stage`` after ``step``.
 
         Returns:

@@ -15,7 +15,7 @@ from checkpointless.transfer.tensor_entry import Key
 UPDATED_BUFFERS = "updated_buffers"
 
 
-class Stage(IntEnum):
+class SnapshotPoint(IntEnum):
     """How far a rank has come with what follows the update of a step. Ranks may differ by a few stages."""
 
     LOADED = -1  # the state was loaded, or is that of a new job, and the loop has not begun
@@ -27,7 +27,7 @@ class Stage(IntEnum):
 
 
 @dataclass(frozen=True)
-class Moment:
+class StepSnapshot:
     """A rank's state at one moment, beside its parameters and what its optimizer owns.
 
     Attributes:

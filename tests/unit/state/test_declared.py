@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpointless.environment import RANK_STATE_BYTES_ENV
-from checkpointless.recovery.moment import Stage
-from checkpointless.recovery.own import declared
-from checkpointless.recovery.own.declared import (
+from checkpointless.serialization import plain_values
+from checkpointless.state.rank_local import declared
+from checkpointless.state.rank_local.declared import (
     ATTRIBUTES,
     DeclaredState,
     begin_declared,
@@ -25,9 +25,9 @@ from checkpointless.recovery.own.declared import (
     put_declared,
     take_declared,
 )
-from checkpointless.recovery.own.streams import OwnStreams
-from checkpointless.recovery.rng import RngStates
-from checkpointless.serialization import plain_values
+from checkpointless.state.rank_local.streams import OwnStreams
+from checkpointless.state.rng import RngStates
+from checkpointless.state.snapshot import SnapshotPoint
 
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.binary(max_size=5),
@@ -142,12 +142,12 @@ def test_the_limit_is_a_setting(text: str, limit: int, monkeypatch: pytest.Monke
 def test_it_is_kept_and_restored_with_the_random_streams() -> None:
     box, streams = Box(norms=[1.0]), OwnStreams()
     begin_declared(DeclaredState(lambda: [box]))
-    streams.capture(3, None, Stage.COMMITTED, {})
+    streams.capture(3, None, SnapshotPoint.COMMITTED, {})
     drawn = torch.rand(1)
     box.has["norms"].append(2.0)
-    moved = streams.have_moved(streams.at(3)[Stage.COMMITTED])
+    moved = streams.have_moved(streams.at(3)[SnapshotPoint.COMMITTED])
     assert moved == (True, True)
-    assert streams.restore(3, Stage.COMMITTED)
+    assert streams.restore(3, SnapshotPoint.COMMITTED)
     assert box.has["norms"] == [1.0]
     assert torch.equal(torch.rand(1), drawn)
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from checkpointless.recovery.moment import Stage
-from checkpointless.recovery.own.streams_on_board import StreamsOnBoard
-from checkpointless.recovery.rng import RngStates
+from checkpointless.state.rank_local.streams_on_board import StreamsOnBoard
+from checkpointless.state.rng import RngStates
+from checkpointless.state.snapshot import SnapshotPoint
 from checkpointless.wire.board import Board
 
 
@@ -30,7 +30,7 @@ def put(kept: StreamsOnBoard, step: int, value: int | dict[str, bytes], loss: fl
     return states
 
 
-def found(board: Board, step: int) -> dict[Stage, RngStates]:
+def found(board: Board, step: int) -> dict[SnapshotPoint, RngStates]:
     return StreamsOnBoard(board).at(step)
 
 
@@ -38,11 +38,11 @@ def test_streams_that_do_not_move_are_written_once_and_known_of_each_step(board:
     kept, same = StreamsOnBoard(board), streams(1)
     for step in range(1, 8):
         put(kept, step, same, 0.5 * step)
-        kept.put(step, RngStates(same, 0.5 * step, Stage.CHECKED), RngStates(same))
+        kept.put(step, RngStates(same, 0.5 * step, SnapshotPoint.CHECKED), RngStates(same))
         assert max(board.numbers(0)) == 1
         for known in {max(step - 1, 1), step}:
             at = found(board, known)
-            assert list(at) == [Stage.COMMITTED, Stage.CHECKED]
+            assert list(at) == [SnapshotPoint.COMMITTED, SnapshotPoint.CHECKED]
             assert all((each.streams, each.loss) == (same, 0.5 * known) for each in at.values())
         assert found(board, step + 1) == found(board, step - 2) == {}
 
@@ -58,26 +58,26 @@ def test_a_step_that_is_made_again_leaves_the_streams_of_the_step_before(
         put(kept, step, value)
     for again in range(3):
         kept = StreamsOnBoard(board) if new_process else kept
-        kept.put(4, RngStates(streams(9), 2.0, Stage.CHECKED), RngStates(streams(9)))
+        kept.put(4, RngStates(streams(9), 2.0, SnapshotPoint.CHECKED), RngStates(streams(9)))
         put(kept, 4, 50 + again)
-        assert found(board, 3)[Stage.COMMITTED].streams == streams(moves[2])
-        assert list(found(board, 4)) == [Stage.COMMITTED], "what had followed the step is void"
-        assert found(board, 4)[Stage.COMMITTED].streams == streams(50 + again)
+        assert found(board, 3)[SnapshotPoint.COMMITTED].streams == streams(moves[2])
+        assert list(found(board, 4)) == [SnapshotPoint.COMMITTED], "what had followed the step is void"
+        assert found(board, 4)[SnapshotPoint.COMMITTED].streams == streams(50 + again)
 
 
 def test_a_moment_that_is_reached_again_as_after_the_step_is_not_what_it_was(board: Board) -> None:
     kept = StreamsOnBoard(board)
     after = put(kept, 3, 1)
-    kept.put(3, RngStates(streams(2), None, Stage.ACCUMULATED), after)
-    kept.put(3, RngStates(after.streams, None, Stage.ACCUMULATED), after)
-    assert found(board, 3)[Stage.ACCUMULATED].streams == after.streams
+    kept.put(3, RngStates(streams(2), None, SnapshotPoint.ACCUMULATED), after)
+    kept.put(3, RngStates(after.streams, None, SnapshotPoint.ACCUMULATED), after)
+    assert found(board, 3)[SnapshotPoint.ACCUMULATED].streams == after.streams
 
 
 def test_what_is_kept_beside_the_streams_is_not_taken_for_that_of_another_step(board: Board) -> None:
     kept, same = StreamsOnBoard(board), streams(1)
     for step, own in enumerate([{}, {"mine": 1}, {"mine": 2}, {}], start=1):
         kept.put(step, dataclasses.replace(RngStates(same), own=own), None)
-        assert found(board, step)[Stage.COMMITTED].own == own
+        assert found(board, step)[SnapshotPoint.COMMITTED].own == own
 
 
 def test_a_board_that_was_cleared_gets_the_streams_again(board: Board) -> None:
@@ -86,7 +86,7 @@ def test_a_board_that_was_cleared_gets_the_streams_again(board: Board) -> None:
     board.clear_snapshots()
     assert found(board, 1) == {}
     put(kept, 2, same)
-    assert found(board, 2)[Stage.COMMITTED].streams == same
+    assert found(board, 2)[SnapshotPoint.COMMITTED].streams == same
 
 
 def test_a_snapshot_that_was_not_finished_is_not_there_and_the_one_before_is(board: Board) -> None:
@@ -94,4 +94,4 @@ def test_a_snapshot_that_was_not_finished_is_not_there_and_the_one_before_is(boa
     put(kept, 1, 1)
     board.put_parts(2, *RngStates(streams(2)).to_parts(), 0)  # the process ended before it marked the step
     assert found(board, 2) == {}
-    assert found(board, 1)[Stage.COMMITTED].streams == streams(1)
+    assert found(board, 1)[SnapshotPoint.COMMITTED].streams == streams(1)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from checkpointless.recovery.evidence import Witness, is_same
+from checkpointless.state.evidence import Witness, is_same
 
 
 def model() -> torch.nn.Module:

@@ -11,12 +11,12 @@ import torch
 
 from checkpointless.inprocess import ParameterUpdateLock
 from checkpointless.inprocess.context import own_board
-from checkpointless.recovery.live_state import LiveState
-from checkpointless.recovery.moment import Stage
-from checkpointless.recovery.own.agreement import require_agreement
-from checkpointless.recovery.own.state import OwnState
-from checkpointless.recovery.rng import RngStates
-from checkpointless.transfer.state_tensors import holders_of
+from checkpointless.state.live_state import LiveState
+from checkpointless.state.port import holders_of
+from checkpointless.state.rank_local.agreement import require_agreement
+from checkpointless.state.rank_local.state import OwnState
+from checkpointless.state.rng import RngStates
+from checkpointless.state.snapshot import SnapshotPoint
 from checkpointless.transfer.tensor_entry import Key
 from checkpointless.wire.board import NO_STEP
 
@@ -35,7 +35,7 @@ class OwnStateKeeper(ABC):
     def __init__(self, own: OwnState) -> None:
         self._own = own
         self.offset = 0
-        self.resumed_at: tuple[int, Stage] | None = None
+        self.resumed_at: tuple[int, SnapshotPoint] | None = None
 
     @property
     @abstractmethod
@@ -43,12 +43,12 @@ class OwnStateKeeper(ABC):
         """The lock around this rank's optimizer update."""
 
     @property
-    def rng_states(self) -> dict[tuple[int, Stage], RngStates] | None:
+    def rng_states(self) -> dict[tuple[int, SnapshotPoint], RngStates] | None:
         """This rank's random streams at the moments after its newest two steps; None: it has none."""
         return self._own.streams.states or None
 
     @rng_states.setter
-    def rng_states(self, states: dict[tuple[int, Stage], RngStates] | None) -> None:
+    def rng_states(self, states: dict[tuple[int, SnapshotPoint], RngStates] | None) -> None:
         self._own.streams.states = states
 
     # --- while training ---------------------------------------------------------------------------------------
@@ -57,7 +57,7 @@ class OwnStateKeeper(ABC):
         self,
         step: int | None = None,
         loss: float | None = None,
-        stage: Stage = Stage.COMMITTED,
+        stage: SnapshotPoint = SnapshotPoint.COMMITTED,
         own: Mapping[str, Any] | None = MappingProxyType({}),
     ) -> None:
         """Keep this rank's random streams as those after ``step``, here and on its board.
@@ -72,7 +72,7 @@ class OwnStateKeeper(ABC):
         step = self.parameter_update_lock.committed if step is None else step
         self._own.streams.capture(step, loss, stage, own)
 
-    def own_of(self, step: int, stage: Stage) -> Mapping[str, Any] | None:
+    def own_of(self, step: int, stage: SnapshotPoint) -> Mapping[str, Any] | None:
         """Return what :meth:`store_rng_states` kept as ``own`` at ``stage`` after ``step``; None: it is lost."""
         states = self._own.streams.at(step).get(stage)
         return states.own if states is not None else None
@@ -90,7 +90,7 @@ class OwnStateKeeper(ABC):
             board.mark_buffers(NO_STEP, 0)
         self._own.buffers.begin(buffers, holders_of(live, buffers))
 
-    def keep_buffers(self, step: int, stage: Stage, buffers: Mapping[Key, torch.Tensor]) -> None:
+    def keep_buffers(self, step: int, stage: SnapshotPoint, buffers: Mapping[Key, torch.Tensor]) -> None:
         """Keep this rank's buffers as those after ``step``, here and on its board, if they may be its own.
 
         Call this before :meth:`store_rng_states`, so that a rank that has the streams of a moment has its buffers.
@@ -138,7 +138,7 @@ class OwnStateKeeper(ABC):
 
     # --- when training resumes ---------------------------------------------------------------------------------
 
-    def restore_streams(self, stage: Stage | None = None) -> None:
+    def restore_streams(self, stage: SnapshotPoint | None = None) -> None:
         """Put back the random streams that this rank had after the step that was resumed at.
 
         Args:
@@ -151,10 +151,10 @@ class OwnStateKeeper(ABC):
             return
         step, resumed = self.resumed_at
         stage = resumed if stage is None else stage
-        if not self.restore_streams_of(step, stage) and step > self.offset and stage is not Stage.LOADED:
+        if not self.restore_streams_of(step, stage) and step > self.offset and stage is not SnapshotPoint.LOADED:
             raise RuntimeError(f"the random streams of this rank after step {step} ({stage.name}) are not known")
 
-    def restore_streams_of(self, step: int, stage: Stage) -> bool:
+    def restore_streams_of(self, step: int, stage: SnapshotPoint) -> bool:
         """Put back the random streams that this rank had at ``stage`` after ``step``.
 
         Returns:

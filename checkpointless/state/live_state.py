@@ -7,8 +7,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from checkpointless.recovery.moment import Moment, Stage
-from checkpointless.transfer.state_tensors import StateTensors
+from checkpointless.state.port import StateTensors
+from checkpointless.state.snapshot import SnapshotPoint, StepSnapshot
 from checkpointless.transfer.tensor_entry import Key
 
 DATA = "the state of the training data"  # prefix of the names of parts that must not come from a peer
@@ -17,13 +17,13 @@ DATA = "the state of the training data"  # prefix of the names of parts that mus
 class LiveState(StateTensors, Protocol):
     """A rank's training state where it lives: its tensors, and what the trainer keeps beside them."""
 
-    def moments(self, step: int) -> Mapping[Stage, Moment]:
+    def moments(self, step: int) -> Mapping[SnapshotPoint, StepSnapshot]:
         """Return the state beside parameters and optimizer at every moment after ``step`` that can be resumed at.
 
         No moment contains what the next step has already changed, or what is half done.
         """
 
-    def own_buffers(self, step: int) -> Mapping[Stage, Mapping[Key, torch.Tensor]]:
+    def own_buffers(self, step: int) -> Mapping[SnapshotPoint, Mapping[Key, torch.Tensor]]:
         """Return this rank's own buffers at every moment after ``step`` that can be resumed at.
 
         They are also known if this rank's update of ``step`` has failed or is to come.
@@ -32,7 +32,7 @@ class LiveState(StateTensors, Protocol):
     def own_parts(self, objects: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return parts of a moment's objects, by name, that may differ between ranks: no peer has a lost one."""
 
-    def resumed(self, step: int, stage: Stage, objects: dict[str, Any]) -> None:
+    def resumed(self, step: int, stage: SnapshotPoint, objects: dict[str, Any]) -> None:
         """Note that tensors and objects after ``step`` at ``stage`` are in place; :meth:`moments` has them now."""
 
     def apply_held_update(self) -> None:

@@ -8,21 +8,21 @@ from __future__ import annotations
 
 import dataclasses
 
-from checkpointless.recovery.moment import Stage
-from checkpointless.recovery.rng import RngStates
+from checkpointless.state.rng import RngStates
+from checkpointless.state.snapshot import SnapshotPoint
 from checkpointless.wire.board import Board
 
 DATA_SERIES = 5  # the board's series for the streams at the start of an iterator over the training data
 #: The board's series for each moment after a step. At ``COMMITTED`` snapshots have numbers, elsewhere steps.
 _SERIES = {
-    Stage.COMMITTED: 0,
-    Stage.ENDED: 1,
-    Stage.CHECKED: 2,
-    Stage.TURNED: 3,
-    Stage.LOADED: 4,
-    Stage.ACCUMULATED: 7,
+    SnapshotPoint.COMMITTED: 0,
+    SnapshotPoint.ENDED: 1,
+    SnapshotPoint.CHECKED: 2,
+    SnapshotPoint.TURNED: 3,
+    SnapshotPoint.LOADED: 4,
+    SnapshotPoint.ACCUMULATED: 7,
 }
-_LATER = (Stage.ENDED, Stage.CHECKED, Stage.TURNED, Stage.ACCUMULATED)
+_LATER = (SnapshotPoint.ENDED, SnapshotPoint.CHECKED, SnapshotPoint.TURNED, SnapshotPoint.ACCUMULATED)
 
 
 class StreamsOnBoard:
@@ -49,7 +49,7 @@ class StreamsOnBoard:
                 between ``COMMITTED`` and later moments.
         """
         board, stage = self.board, states.stage
-        if stage is Stage.COMMITTED:
+        if stage is SnapshotPoint.COMMITTED:
             if step <= self._newest:  # it is made again, and what followed it is void
                 for later in _LATER:
                     board.drop_snapshot(step, _SERIES[later])
@@ -78,17 +78,23 @@ class StreamsOnBoard:
             number += 1
         self._written = None, number  # until it is whole
         self._clears = self.board.clears
-        self.board.put_parts(number, *states.to_parts(), _SERIES[Stage.COMMITTED])
+        self.board.put_parts(number, *states.to_parts(), _SERIES[SnapshotPoint.COMMITTED])
         self._written = states.streams if states.own == {} else None, number
         return number
 
-    def at(self, step: int) -> dict[Stage, RngStates]:
+    def at(self, step: int) -> dict[SnapshotPoint, RngStates]:
         """Return the streams after ``step`` by stage, as far as the board has them."""
-        found: dict[Stage, RngStates] = {}
+        found: dict[SnapshotPoint, RngStates] = {}
         committed = self._of(step)
         if committed is not None:
-            found[Stage.COMMITTED] = committed
-        for stage in (Stage.ENDED, Stage.CHECKED, Stage.TURNED, Stage.LOADED, Stage.ACCUMULATED):
+            found[SnapshotPoint.COMMITTED] = committed
+        for stage in (
+            SnapshotPoint.ENDED,
+            SnapshotPoint.CHECKED,
+            SnapshotPoint.TURNED,
+            SnapshotPoint.LOADED,
+            SnapshotPoint.ACCUMULATED,
+        ):
             later = _decoded(self.board.snapshot(step, _SERIES[stage]))
             if later is not None and later.streams:
                 found[stage] = later
@@ -101,7 +107,9 @@ class StreamsOnBoard:
     def _of(self, step: int) -> RngStates | None:
         """Return the streams right after ``step``."""
         mark = self.board.streams_mark(step)
-        states = _decoded(self.board.snapshot(mark[0], _SERIES[Stage.COMMITTED])) if mark is not None else None
+        states = (
+            _decoded(self.board.snapshot(mark[0], _SERIES[SnapshotPoint.COMMITTED])) if mark is not None else None
+        )
         return dataclasses.replace(states, loss=mark[1]) if states is not None and mark is not None else None
 
 

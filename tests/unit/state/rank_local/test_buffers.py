@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from checkpointless.recovery.moment import Stage
-from checkpointless.recovery.own import buffers as own_buffers
-from checkpointless.recovery.own.buffers import NOTHING, OWN_BUFFER_BYTES, OwnBuffers, decode
+from checkpointless.state.rank_local import buffers as own_buffers
+from checkpointless.state.rank_local.buffers import NOTHING, OWN_BUFFER_BYTES, OwnBuffers, decode
+from checkpointless.state.snapshot import SnapshotPoint
 from checkpointless.transfer.tensor_entry import Key
 from checkpointless.wire.board import Board
 
@@ -39,18 +39,18 @@ def buffers(value: float) -> dict[Key, torch.Tensor]:
 def test_what_never_changes_is_not_kept() -> None:
     own = OwnBuffers()
     own.begin(buffers(1.0), [0, 1])
-    own.keep(1, Stage.COMMITTED, buffers(1.0), None)
-    assert own.record(1, Stage.COMMITTED, None) == NOTHING
+    own.keep(1, SnapshotPoint.COMMITTED, buffers(1.0), None)
+    assert own.record(1, SnapshotPoint.COMMITTED, None) == NOTHING
 
 
 @pytest.mark.usefixtures("group")
 def test_what_has_changed_is_kept_from_then_on() -> None:
     own = OwnBuffers()
     own.begin(buffers(1.0), [0, 1])
-    own.keep(1, Stage.COMMITTED, buffers(2.0), None)
-    own.keep(2, Stage.COMMITTED, buffers(1.0), None)
+    own.keep(1, SnapshotPoint.COMMITTED, buffers(2.0), None)
+    own.keep(2, SnapshotPoint.COMMITTED, buffers(1.0), None)
     for step, value in ((1, 2.0), (2, 1.0)):
-        kept = own.record(step, Stage.COMMITTED, None)
+        kept = own.record(step, SnapshotPoint.COMMITTED, None)
         assert kept is not None
         assert decode(kept)[NAME].equal(torch.full((3,), value))
 
@@ -59,8 +59,8 @@ def test_what_differs_in_the_beginning_is_kept(group: Answers) -> None:
     group([{"small": 7, "large": {}}])
     own = OwnBuffers()
     own.begin(buffers(1.0), [0, 1])
-    own.keep(1, Stage.COMMITTED, buffers(1.0), None)
-    assert own.record(1, Stage.COMMITTED, None) != NOTHING
+    own.keep(1, SnapshotPoint.COMMITTED, buffers(1.0), None)
+    assert own.record(1, SnapshotPoint.COMMITTED, None) != NOTHING
 
 
 def test_a_new_process_without_a_beginning_takes_what_it_keeps_first_for_it() -> None:
@@ -68,9 +68,9 @@ def test_a_new_process_without_a_beginning_takes_what_it_keeps_first_for_it() ->
     told, untold = OwnBuffers(), OwnBuffers()
     told.begun_with(buffers(1.0))
     for own in (told, untold):
-        own.keep(5, Stage.COMMITTED, buffers(2.0), None)
-    assert told.record(5, Stage.COMMITTED, None) != NOTHING
-    assert untold.record(5, Stage.COMMITTED, None) == NOTHING
+        own.keep(5, SnapshotPoint.COMMITTED, buffers(2.0), None)
+    assert told.record(5, SnapshotPoint.COMMITTED, None) != NOTHING
+    assert untold.record(5, SnapshotPoint.COMMITTED, None) == NOTHING
 
 
 @pytest.mark.usefixtures("group")
@@ -78,8 +78,8 @@ def test_a_beginning_that_is_known_stays() -> None:
     own = OwnBuffers()
     own.begin(buffers(1.0), [0, 1])
     own.begun_with(buffers(2.0))
-    own.keep(5, Stage.COMMITTED, buffers(2.0), None)
-    assert own.record(5, Stage.COMMITTED, None) != NOTHING
+    own.keep(5, SnapshotPoint.COMMITTED, buffers(2.0), None)
+    assert own.record(5, SnapshotPoint.COMMITTED, None) != NOTHING
 
 
 def test_what_is_too_large_and_differs_cannot_be_given_back(group: Answers) -> None:
@@ -87,7 +87,7 @@ def test_what_is_too_large_and_differs_cannot_be_given_back(group: Answers) -> N
     own = OwnBuffers()
     own.begin(large, [0, 1])
     group([{"small": None, "large": {"norm.running_mean": 7}}])
-    own.keep(1, Stage.COMMITTED, large, None)
+    own.keep(1, SnapshotPoint.COMMITTED, large, None)
     group([{"norm.running_mean": 7}])
     own.compare(1, [0, 1])
     other = {"alive": False, "record": "lost", "differ": []}
@@ -102,21 +102,25 @@ def test_a_new_process_is_told_that_no_buffer_had_changed_before_the_first_one_d
     board = Board.create(0)
     own = OwnBuffers()
     own.begin(buffers(1.0), [0, 1])
-    assert OwnBuffers().record(1, Stage.COMMITTED, board) is None
+    assert OwnBuffers().record(1, SnapshotPoint.COMMITTED, board) is None
     for step in (1, 2):
-        for stage in (Stage.COMMITTED, Stage.CHECKED):
+        for stage in (SnapshotPoint.COMMITTED, SnapshotPoint.CHECKED):
             own.keep(step, stage, buffers(1.0), board)
             assert OwnBuffers().record(step, stage, board) == NOTHING
-    own.keep(3, Stage.COMMITTED, buffers(1.0), board)
-    own.keep(3, Stage.CHECKED, buffers(2.0), board)
-    own.keep(4, Stage.COMMITTED, buffers(1.0), board)
+    own.keep(3, SnapshotPoint.COMMITTED, buffers(1.0), board)
+    own.keep(3, SnapshotPoint.CHECKED, buffers(2.0), board)
+    own.keep(4, SnapshotPoint.COMMITTED, buffers(1.0), board)
     for owner in (own, OwnBuffers()):
-        assert owner.record(2, Stage.CHECKED, board) == owner.record(3, Stage.COMMITTED, board) == NOTHING
-        for step, stage, value in ((3, Stage.CHECKED, 2.0), (4, Stage.COMMITTED, 1.0)):
+        assert (
+            owner.record(2, SnapshotPoint.CHECKED, board)
+            == owner.record(3, SnapshotPoint.COMMITTED, board)
+            == NOTHING
+        )
+        for step, stage, value in ((3, SnapshotPoint.CHECKED, 2.0), (4, SnapshotPoint.COMMITTED, 1.0)):
             kept = owner.record(step, stage, board)
             assert kept is not None
             assert decode(kept)[NAME].equal(torch.full((3,), value))
-        assert owner.record(4, Stage.CHECKED, board) is None, "it was not reached"
+        assert owner.record(4, SnapshotPoint.CHECKED, board) is None, "it was not reached"
     board.close()
 
 
@@ -126,9 +130,9 @@ def test_a_module_without_buffers_is_settled_until_the_training_begins_anew() ->
     own = OwnBuffers()
     own.begin({}, [0, 1])
     assert not own.are_settled
-    own.keep(1, Stage.COMMITTED, {}, board)
+    own.keep(1, SnapshotPoint.COMMITTED, {}, board)
     assert own.are_settled
-    assert OwnBuffers().record(9, Stage.CHECKED, board) == NOTHING
+    assert OwnBuffers().record(9, SnapshotPoint.CHECKED, board) == NOTHING
     own.begin({}, [0, 1])
     assert not own.are_settled
     board.close()

@@ -19,7 +19,7 @@ class StateTensors(Protocol):
     same on every rank that holds it. What stands under a key is plain storage on one device: of a tensor that is
     spread over ranks, the part of this rank (:func:`~checkpointless.serialization.tensor_memory.local_part`).
 
-    :class:`~checkpointless.transfer.module_tensors.TrainingTensors` has keys and storage of torch modules and
+    :class:`~checkpointless.state.module_tensors.TrainingTensors` has keys and storage of torch modules and
     optimizers. Which ranks are replicas follows from the framework's parallelism: for Megatron-core see
     :class:`checkpointless.megatron.state.MegatronTensors`. Not all tensors of a rank need to have the same holders.
     The tensors with the same ones are a *part* of the state, which is known by its replica group.
@@ -46,7 +46,7 @@ class StateTensors(Protocol):
     def tensors(self) -> dict[Key, torch.Tensor]:
         """Return every tensor of the state, in the same order on every holder: the live storage, not copies.
 
-        Tensors that follow from others (:meth:`~checkpointless.recovery.live_state.LiveState.derive`) may be left
+        Tensors that follow from others (:meth:`~checkpointless.state.live_state.LiveState.derive`) may be left
         out. The tensors stay valid when the trainer that they belong to is dropped.
         """
 

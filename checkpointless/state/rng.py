@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from checkpointless.recovery.moment import Stage
 from checkpointless.serialization import state_tree
+from checkpointless.state.snapshot import SnapshotPoint
 
 _PYTHON = struct.Struct("<i?d")  # version, whether a second normal number is pending, and which; then the words
 _NUMPY = struct.Struct("<16si?d")  # generator, position, whether a second normal is pending, and which; then words
@@ -63,14 +63,14 @@ class RngStates:
 
     streams: dict[str, bytes] = field(default_factory=dict)
     loss: float | None = None
-    stage: Stage = Stage.COMMITTED
+    stage: SnapshotPoint = SnapshotPoint.COMMITTED
     own: Mapping[str, Any] | None = field(default_factory=dict)
 
     @classmethod
     def capture(
         cls,
         loss: float | None = None,
-        stage: Stage = Stage.COMMITTED,
+        stage: SnapshotPoint = SnapshotPoint.COMMITTED,
         own: Mapping[str, Any] | None = MappingProxyType({}),
     ) -> RngStates:
         """Capture the state of every stream of this process."""
@@ -149,7 +149,7 @@ class RngStates:
             place += size
             if len(streams[name]) != size or zlib.crc32(streams[name]) != crc:
                 raise ValueError(f"the random stream {name} is damaged")
-        return cls(streams, loss if has_loss else None, Stage(stage), own)
+        return cls(streams, loss if has_loss else None, SnapshotPoint(stage), own)
 
 
 _checksums: dict[str, tuple[bytes, int]] = {}  # by stream: the state that was looked at last, and its checksum

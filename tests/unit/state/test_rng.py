@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import torch
 
-from checkpointless.recovery import rng
-from checkpointless.recovery.moment import Stage
-from checkpointless.recovery.own.streams_on_board import StreamsOnBoard
-from checkpointless.recovery.rng import RngSource, RngStates, register_rng_source
+from checkpointless.state import rng
+from checkpointless.state.rank_local.streams_on_board import StreamsOnBoard
+from checkpointless.state.rng import RngSource, RngStates, register_rng_source
+from checkpointless.state.snapshot import SnapshotPoint
 from checkpointless.wire.board import Board
 
 
@@ -28,7 +28,7 @@ def draw() -> tuple[float, float, float]:
 def test_streams_come_back() -> None:
     random.gauss(0, 1)  # this leaves a second value pending inside the generator
     np.random.standard_normal()
-    states = RngStates.capture(loss=1.25, stage=Stage.ENDED)
+    states = RngStates.capture(loss=1.25, stage=SnapshotPoint.ENDED)
     first = draw()
     draw()
     copied = RngStates.from_bytes(states.to_bytes())
@@ -36,7 +36,7 @@ def test_streams_come_back() -> None:
     assert draw() == first
     states.restore()
     assert draw() == first
-    assert (copied.loss, copied.stage) == (1.25, Stage.ENDED)
+    assert (copied.loss, copied.stage) == (1.25, SnapshotPoint.ENDED)
 
 
 def test_registered_sources_are_taken_too() -> None:
@@ -194,16 +194,16 @@ def test_the_board_gives_every_moment_of_a_step(moves: bool) -> None:
     kept = StreamsOnBoard(board)
     after = RngStates.capture(loss=0.5)
     kept.put(3, after, None)
-    assert kept.at(3)[Stage.COMMITTED].same_streams(after)
+    assert kept.at(3)[SnapshotPoint.COMMITTED].same_streams(after)
     if moves:
         torch.rand(())
-    later = RngStates.capture(loss=0.5, stage=Stage.CHECKED)
+    later = RngStates.capture(loss=0.5, stage=SnapshotPoint.CHECKED)
     kept.put(3, later, after)
     found = kept.at(3)
-    assert list(found) == [Stage.COMMITTED, Stage.CHECKED]
-    assert (found[Stage.CHECKED].stage, found[Stage.CHECKED].loss) == (Stage.CHECKED, 0.5)
-    assert found[Stage.CHECKED].same_streams(later)
-    assert found[Stage.CHECKED].same_streams(after) is not moves
+    assert list(found) == [SnapshotPoint.COMMITTED, SnapshotPoint.CHECKED]
+    assert (found[SnapshotPoint.CHECKED].stage, found[SnapshotPoint.CHECKED].loss) == (SnapshotPoint.CHECKED, 0.5)
+    assert found[SnapshotPoint.CHECKED].same_streams(later)
+    assert found[SnapshotPoint.CHECKED].same_streams(after) is not moves
     assert kept.at(4) == {}
     board.close()
 
@@ -213,19 +213,19 @@ def test_what_followed_a_step_is_void_when_it_is_made_again() -> None:
     kept = StreamsOnBoard(board)
     kept.put(3, RngStates.capture(), None)
     torch.rand(())
-    kept.put(3, RngStates.capture(stage=Stage.CHECKED), None)
+    kept.put(3, RngStates.capture(stage=SnapshotPoint.CHECKED), None)
     again = RngStates.capture()
     kept.put(3, again, None)
-    assert list(kept.at(3)) == [Stage.COMMITTED]
+    assert list(kept.at(3)) == [SnapshotPoint.COMMITTED]
     board.close()
 
 
 def test_a_moment_may_be_known_without_the_end_of_its_step() -> None:
     board = Board.create(0)
     kept = StreamsOnBoard(board)
-    loaded = RngStates.capture(stage=Stage.LOADED)
+    loaded = RngStates.capture(stage=SnapshotPoint.LOADED)
     kept.put(0, loaded, None)
-    assert kept.at(0)[Stage.LOADED].same_streams(loaded)
+    assert kept.at(0)[SnapshotPoint.LOADED].same_streams(loaded)
     board.close()
 
 
@@ -250,21 +250,21 @@ def test_what_else_is_a_ranks_own_is_kept_with_its_streams(
     kept.put(3, after, None)
     if moves:
         torch.rand(())
-    later = RngStates.capture(loss=0.5, stage=Stage.CHECKED, own=own)
+    later = RngStates.capture(loss=0.5, stage=SnapshotPoint.CHECKED, own=own)
     kept.put(3, later, after)
     found = kept.at(3)
-    assert found[Stage.CHECKED].same_streams(later)
-    assert found[Stage.CHECKED].own == own
-    assert found[Stage.COMMITTED].own == {"mean": torch.tensor(2.0)}
+    assert found[SnapshotPoint.CHECKED].same_streams(later)
+    assert found[SnapshotPoint.CHECKED].own == own
+    assert found[SnapshotPoint.COMMITTED].own == {"mean": torch.tensor(2.0)}
     board.close()
 
 
 @pytest.mark.parametrize("own", [None, {}, {"a": 1.5, "t": torch.arange(3)}])
 @pytest.mark.parametrize("loss", [None, 0.0, -0.0, 2.5])
 def test_everything_comes_back_from_bytes(loss: float | None, own: dict[str, Any] | None) -> None:
-    states = RngStates({"a": b"", "b": b"1234"}, loss, Stage.LOADED, own)
+    states = RngStates({"a": b"", "b": b"1234"}, loss, SnapshotPoint.LOADED, own)
     found = RngStates.from_bytes(states.to_bytes())
-    assert (found.streams, repr(found.loss), found.stage) == (states.streams, repr(loss), Stage.LOADED)
+    assert (found.streams, repr(found.loss), found.stage) == (states.streams, repr(loss), SnapshotPoint.LOADED)
     assert found.own == own if own is None else repr(found.own) == repr(own)
 
 

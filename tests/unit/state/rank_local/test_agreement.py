@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from checkpointless.inprocess import UnrecoverableError
-from checkpointless.recovery.own import agreement
-from checkpointless.recovery.own.agreement import require_agreement
+from checkpointless.state.rank_local import agreement
+from checkpointless.state.rank_local.agreement import require_agreement
 from checkpointless.transfer.rank_groups import Group
 from checkpointless.transfer.tensor_entry import Key
 from tests.unit.recovery.made_up_state import BUFFER, MOMENTUM, WEIGHT, MadeUpState
