@@ -38,7 +38,6 @@ NOT_RUN = {
     r"train_bridge\.py": "Bridge, which another environment has; tests/bridge/test_saves.py runs it",
     r" llama3\w+ --dry-run$": "half a minute; tests/ranks/test_recipes.py compares its output",
     r" rehearse ": "six jobs; tests/ranks/test_rehearse.py has such",
-    r"six-faults": "a run of a minute; tests/unit/cli/commands/test_report.py has one like it",
 }
 # What trains for as long as its recipe or script says needs fewer steps here; faults come by the seventh.
 FEWER_STEPS = {
