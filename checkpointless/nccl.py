@@ -1,11 +1,12 @@
-"""What torch and NCCL have to be told through the environment, and which NCCL is recent enough; without torch.
+"""The variables that torch and NCCL read, and which NCCL is recent enough; without torch.
 
 The values keep the loss of one rank from ending its peers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
 from checkpointless.environment import (
@@ -23,7 +24,9 @@ from checkpointless.environment import (
 #: (https://github.com/pytorch/pytorch/issues/149153).
 OLDEST_NCCL = (2, 26, 2)
 _OFF, _ON = "0", "1"
-_OF_TORCHRUN = "1"  # torchrun gives this to every rank whose user has not said otherwise
+_OF_TORCHRUN = "1"  # torchrun gives this to every rank whose user has not set it
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,25 @@ def problem_of_version(version: tuple[int, ...]) -> str | None:
         return None
     found, least = (".".join(map(str, each)) for each in (version, OLDEST_NCCL))
     return f"NCCL {found}: aborting several communicators may deadlock; install a torch with NCCL {least} or newer"
+
+
+def apply(environ: MutableMapping[str, str]) -> tuple[str, ...]:
+    """Set every variable that the user has not set, and warn of those that the user has set to another value.
+
+    Args:
+        environ: the environment to change.
+
+    Returns:
+        The names of the variables that have another value.
+    """
+    others = []
+    for name, setting in SETTINGS.items():
+        if name not in environ or is_torchruns(name, environ):
+            environ[name] = setting.value
+        elif environ[name] != setting.value:
+            others.append(name)
+            logger.warning("%s=%s is kept: %s", name, environ[name], setting.otherwise)
+    return tuple(others)
 
 
 def is_torchruns(name: str, environ: Mapping[str, str]) -> bool:

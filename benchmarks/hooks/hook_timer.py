@@ -215,8 +215,8 @@ def install(watch: Stopwatch, trainer: Any, by_call: bool) -> None:
 
     from checkpointless.callbacks import CheckpointlessCallback
     from checkpointless.inprocess import active_call_wrapper
-    from checkpointless.inprocess.communicators.gloo_wait import InterruptibleWait
     from checkpointless.inprocess.communicators.process_groups import process_groups
+    from checkpointless.inprocess.communicators.waits import interruptible_wait
     from checkpointless.megatron import update
     from checkpointless.recovery import guard
 
@@ -240,11 +240,11 @@ def install(watch: Stopwatch, trainer: Any, by_call: bool) -> None:
     watch.replace(update, "gather_parameters", "gather_parameters")
     defaults: Any = guard.guarded_update.__kwdefaults__
     defaults["vote"] = watch.around("vote", defaults["vote"], whole=True)
-    for patch in process_groups._patchers:
-        if isinstance(patch, InterruptibleWait) and patch.is_installed:
-            patch.uninstall()
+    for undo in process_groups._patches._undos:
+        if undo.target is c10d.Work:
+            c10d.Work.wait = undo.original
             watch.replace(c10d.Work, "wait", "torch's Work.wait")
-            patch.install()
+            c10d.Work.wait = interruptible_wait(c10d.Work.wait)
             watch.replace(c10d.Work, "wait", "Work.wait")
     if by_call:
         _install_inside(watch, call, strategy, guarded)

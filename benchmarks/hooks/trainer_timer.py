@@ -83,8 +83,8 @@ class TrainerTimer:
         path.write_text(json.dumps({"rank": dist.get_rank(), "steps": self._steps}))
 
     def _time_manager(self, manager: Any) -> None:
-        from checkpointless.inprocess.communicators.gloo_wait import InterruptibleWait
         from checkpointless.inprocess.communicators.process_groups import process_groups
+        from checkpointless.inprocess.communicators.waits import interruptible_wait
         from checkpointless.recovery import guard
         from checkpointless.recovery.training import loop
 
@@ -92,11 +92,11 @@ class TrainerTimer:
         defaults: Any = guard.guarded_update.__kwdefaults__
         defaults["vote"] = self.around(VOTE, defaults["vote"], whole=True)
         self.replace(loop, "vote", VOTE, whole=True)
-        for patch in process_groups._patchers:
-            if isinstance(patch, InterruptibleWait) and patch.is_installed:
-                patch.uninstall()
+        for undo in process_groups._patches._undos:
+            if undo.target is c10d.Work:
+                c10d.Work.wait = undo.original
                 self.replace(c10d.Work, "wait", TRAINING)
-                patch.install()
+                c10d.Work.wait = interruptible_wait(c10d.Work.wait)
                 self.replace(c10d.Work, "wait", WAITS)
 
     # --- trainers -------------------------------------------------------------------------------------------------

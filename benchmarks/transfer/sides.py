@@ -14,8 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from checkpointless.inprocess.communicators.gloo_wait import InterruptibleWait
-from checkpointless.inprocess.communicators.helper_thread import HelperThread
+from checkpointless.inprocess.communicators.helper_thread import run_in_helper_thread
 from checkpointless.serialization.digest import MemoryChecksumManager
 from checkpointless.transfer.tensor_entry import Key
 from checkpointless.transfer.transfer import Fill, TransferReport, receive_state, send_state
@@ -79,24 +78,18 @@ class Rank:
 
     def ours(self, holders: tuple[int, ...]) -> dict[str, Any]:
         """``receive_state`` from ``holders``, interruptible as in a job."""
-        patch, helper = InterruptibleWait(), HelperThread()
-        patch.install()
-        try:
-            if self.rank == 0:
-                _, report = helper.run(
-                    lambda: receive_state(
-                        holders, lambda entries: self.tensors, memory_budget_bytes=self.memory_budget_bytes
-                    )
+        if self.rank == 0:
+            _, report = run_in_helper_thread(
+                lambda: receive_state(
+                    holders, lambda entries: self.tensors, memory_budget_bytes=self.memory_budget_bytes
                 )
-                assert isinstance(report, TransferReport)
-                return {"bytes": report.bytes, "digest": report.digest}
-            if self.rank in holders:
-                fill = Fill(0, holders.index(self.rank), len(holders))
-                helper.run(lambda: send_state(self.tensors, {}, [fill]))
-            return {}
-        finally:
-            patch.uninstall()
-            helper.end()
+            )
+            assert isinstance(report, TransferReport)
+            return {"bytes": report.bytes, "digest": report.digest}
+        if self.rank in holders:
+            fill = Fill(0, holders.index(self.rank), len(holders))
+            run_in_helper_thread(lambda: send_state(self.tensors, {}, [fill]))
+        return {}
 
     def torchft_http(self) -> dict[str, Any]:
         """torchft's HTTPTransport with 10 chunks, as its own benchmark uses it."""

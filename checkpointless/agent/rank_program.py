@@ -17,7 +17,6 @@ from checkpointless.environment import (
     CPU_ENV,
     EXIT_GRACE_ENV,
     FAULTS_ENV,
-    FLIGHT_RECORDS_ENV,
     HANDOVER_ENV,
     OMP_NUM_THREADS_ENV,
     PYTHONUNBUFFERED_ENV,
@@ -100,7 +99,7 @@ def rank_environment(config: LaunchConfig) -> dict[str, str]:
     env |= import_environment(config.nproc_per_node, config.cpu)
     asked = {**os.environ, **config.extra_env}
     is_sized = TORCH_FR_BUFFER_SIZE_ENV in asked or TORCH_NCCL_TRACE_BUFFER_SIZE_ENV in asked
-    if config.cpu and not is_sized and asked.get(FLIGHT_RECORDS_ENV, "none") == "none":
+    if config.cpu and not is_sized:
         # Records of gloo's collectives lie between the tensors of a step, in the same heap: what is freed stays in
         # pieces, and a model of 56 million parameters took 2.1 GB on a rank in the place of 1.3.
         env[TORCH_FR_BUFFER_SIZE_ENV] = "0"

@@ -1,22 +1,16 @@
-"""What a recovery needs from the running block: the rank's board, its event log, and a helper thread."""
+"""What a recovery needs from the running block: the rank's board and its event log."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar
-
-import torch
+from typing import Any
 
 from checkpointless.environment import STRICT_ENV, YES, own_generation, own_rank
 from checkpointless.inprocess import UnrecoverableError, active_call_wrapper
-from checkpointless.inprocess.communicators.helper_thread import HelperThread
 from checkpointless.telemetry.event_names import EventName
 from checkpointless.telemetry.events import event_log
 from checkpointless.wire.board import Board
-
-_Result = TypeVar("_Result")
 
 
 def own_board() -> Board | None:
@@ -62,23 +56,3 @@ def putting_back() -> AbstractContextManager[None]:
     """Return a context in which a fault lets ``finally`` clauses run to their ends."""
     call = active_call_wrapper()
     return call._main.putting_back() if call is not None else nullcontext()
-
-
-def aside(transfer: Callable[[], _Result]) -> _Result:
-    """Run ``transfer`` in a separate thread and wait for it interruptibly.
-
-    The thread waits for each message without polling. A transfer that an interruption leaves running ends when its
-    connections do.
-    """
-    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-
-    def run() -> _Result:
-        if device is not None:
-            torch.cuda.set_device(device)  # the current device is per thread
-        return transfer()
-
-    helper = HelperThread()
-    try:
-        return helper.run(run)
-    finally:
-        helper.end()

@@ -15,9 +15,8 @@ from typing import NoReturn
 import torch
 
 from checkpointless.client import FaultNotice, RankClient
-from checkpointless.environment import FAULT_AT_ENV, own_rank
+from checkpointless.environment import FAULT_AT_ENV
 from checkpointless.inprocess.block.main_thread import MainThread
-from checkpointless.inprocess.communicators.flight_recorder import keep_records
 from checkpointless.inprocess.communicators.process_groups import process_groups
 from checkpointless.inprocess.deadline import bounded
 from checkpointless.inprocess.exceptions import line_of
@@ -115,7 +114,6 @@ class Departure:
             with self._generation.span(EventName.ABORT):
                 if not self._lock.close(self._timeout):
                     return False
-                keep_records(generation, own_rank())
                 with bounded("the abort", self._timeout.total_seconds(), self._replace):
                     self._abort_parts(HPState.from_environment(generation, self._generation.incident))
             self.aborted = generation

@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 import torch
 import torch.distributed as dist
 
-from checkpointless.inprocess.context import aside
+from checkpointless.inprocess.communicators.helper_thread import run_in_helper_thread
 from checkpointless.local_checkpoint.tensor_aware import content_of, state_of
 from checkpointless.replication.agreement import NoReplicasAvailableError, attempt, present
 from checkpointless.replication.exchange import CliqueExchange, agreed_jump, clique_group
@@ -221,7 +221,7 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         rank, mine = dist.get_rank(), present(content)
         named = Content(state_tree.dumps([id_, mine.structure]), mine.tensors)
         part = Part.sealed(PartId(_UNNAMED, rank), len(self.peers), named)
-        arrived = aside(lambda: list(self._exchange.exchange(part, HostMemoryPool())))
+        arrived = run_in_helper_thread(lambda: list(self._exchange.exchange(part, HostMemoryPool())))
         found: dict[int, tuple[Tree, str]] = {rank: (local_ckpt, id_)}
         for sender, theirs in arrived:
             name, structure = state_tree.loads(theirs.content.structure)

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from checkpointless.inprocess import active_call_wrapper
-from checkpointless.inprocess.context import aside
+from checkpointless.inprocess.communicators.helper_thread import run_in_helper_thread
 from checkpointless.recovery.decide import Parts, peers_of
 from checkpointless.serialization.state_tree import Tree
 from checkpointless.state.port import StateTensors, split
@@ -113,7 +113,9 @@ class Refill:
             self.arrived = {**self.arrived, **{key: whole[key] for key in keys if key in whole}}
             return whole
 
-        return aside(lambda: receive_state(sources, room, known=known, memory_budget_bytes=memory_budget_bytes))
+        return run_in_helper_thread(
+            lambda: receive_state(sources, room, known=known, memory_budget_bytes=memory_budget_bytes)
+        )
 
     @staticmethod
     def _serve(
@@ -147,7 +149,7 @@ class Refill:
                     )
         for group in sorted(fills):
             present, told = mine.get(group, {}), objects if group in asked else {}
-            aside(partial(send_state, present, told, fills[group], on_bucket=on_bucket))
+            run_in_helper_thread(partial(send_state, present, told, fills[group], on_bucket=on_bucket))
 
     @staticmethod
     def _take_back(live: StateTensors, tensors: dict[Key, torch.Tensor]) -> TransferReport:

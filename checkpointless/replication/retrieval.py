@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 import torch
 import torch.distributed as dist
 
-from checkpointless.inprocess.context import aside
+from checkpointless.inprocess.communicators.helper_thread import run_in_helper_thread
 from checkpointless.replication.agreement import gather, own_rank
 from checkpointless.replication.lane import within
 from checkpointless.replication.parts import Content, Part, PartId, SaveId
@@ -266,7 +266,7 @@ def all_of(transfer: Callable[[_T], None], rounds: Sequence[_T]) -> None:
                 problems.append(error)
 
     if rounds and dist.is_initialized():
-        aside(make_all)
+        run_in_helper_thread(make_all)
     if problems:
         raise problems[0]
 

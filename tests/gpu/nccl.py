@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from checkpointless.environment import JOB_RESTART_COUNT_ENV, MASTER_PORT_ENV
 from checkpointless.inprocess import RankShouldRestart
-from checkpointless.inprocess.communicators import nccl_settings
 from checkpointless.inprocess.communicators.process_groups import _nccl_backends, process_groups
 from checkpointless.recovery.guard import vote
 from tests.gpu.spin import Spin
@@ -28,7 +27,6 @@ _PATIENCE_S = 3.0
 def _begin(groups: int = 0) -> list[Any]:
     """Make the world and further groups of all its ranks, and use each once."""
     torch.cuda.set_device(0)
-    nccl_settings.apply()
     process_groups.install()
     dist.init_process_group("nccl", timeout=_LIMIT)
     made: list[Any] = [dist.group.WORLD, *(dist.new_group(timeout=_LIMIT) for _ in range(groups))]

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from checkpointless.environment import FLIGHT_RECORDS_ENV
 from checkpointless.faults.ledger import fired
-from checkpointless.inprocess.communicators.flight_recorder import FLIGHT_DIR
 from checkpointless.report.incidents import Outcome
 from tests.ranks.jobs import Disturb, run_job
 from tests.ranks.layouts import DROPOUT, TP2
@@ -123,16 +120,9 @@ def test_slowness_during_a_recovery_prolongs_it(disturb: Disturb) -> None:
     assert incident.headline_s > 1.5
 
 
-def test_who_is_slow_for_longer_than_the_limit_hangs_and_what_the_others_waited_in_is_kept(
-    disturb: Disturb,
-) -> None:
+def test_who_is_slow_for_longer_than_the_limit_hangs(disturb: Disturb) -> None:
     fault = "slow@forward:rank=2,step=3,seconds=600"
-    settings = {"heartbeat_timeout_s": 3.0, "extra_env": {FLIGHT_RECORDS_ENV: "active"}}
-    job = disturb(4, 4, fault, args=DROPOUT, **settings)
+    job = disturb(4, 4, fault, args=DROPOUT, heartbeat_timeout_s=3.0)
     (incident,) = job.incidents
     assert incident.culprit == 2
     assert incident.respawned == (2,)
-    folder = job.run_dir / FLIGHT_DIR
-    records = [json.loads((folder / f"generation-0-rank-{rank}-gloo.json").read_text()) for rank in (0, 1, 3)]
-    assert all(each["entries"] for each in records)
-    assert sum(len(each["entries"]) for each in records) < 20

@@ -29,14 +29,13 @@ _INNERMOST = 10  # number of innermost frames that are inspected
 _COLLECTIVE_FILES = (
     "torch/distributed/",
     "torch/futures/",
-    "inprocess/communicators/gloo_wait.py",
+    "inprocess/communicators/waits.py",
     "replication/exchange.py",
 )
 _WAITING_FILES = (
     "/threading.py",
     "inprocess/communicators/helper_thread.py",
-    "inprocess/communicators/store_wait.py",
-)  # code in which a thread waits for a collective
+)  # where a thread waits for a collective
 #: Files, and functions in them (none means all), in which descriptors and child processes have no owner, either not
 #: yet or not any more.
 _OWNERLESS: dict[str, tuple[str, ...]] = {

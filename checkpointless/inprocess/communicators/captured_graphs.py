@@ -17,9 +17,6 @@ from typing import Any
 import torch
 
 from checkpointless.inprocess.exceptions import RankShouldRestart
-from checkpointless.patches import Patch, Patches
-
-_WHY = "graphs hold communicators"
 
 
 class GraphGivenUpError(RankShouldRestart):
@@ -53,21 +50,9 @@ class CapturedGraphs:
     """Knows every CUDA graph that was captured while a block ran, and gives them up."""
 
     def __init__(self) -> None:
-        self._patches = Patches()
         self._mutex = threading.Lock()
         self._are_over = False
         self._guards: weakref.WeakKeyDictionary[Any, _Guard] = weakref.WeakKeyDictionary()
-
-    def install(self) -> None:
-        """Know the graphs that are captured from now on (idempotent)."""
-        if not self._patches.are_made:
-            graph = torch.cuda.CUDAGraph
-            rows = [("capture_end", self._noting), ("replay", self._replaying)]
-            self._patches.make([Patch(graph, name, make, _WHY) for name, make in rows])
-
-    def uninstall(self) -> None:
-        """Restore torch's methods."""
-        self._patches.undo()
 
     def give_up(self) -> None:
         """Reset every graph, each as soon as no thread replays it; a later replay of it raises.
@@ -83,12 +68,12 @@ class CapturedGraphs:
         for graph, guard in guards:
             guard.reset(graph)
 
-    def begin_anew(self) -> None:
+    def begin_generation(self) -> None:
         """Keep the graphs that are captured from now on: a generation is over, and all its graphs are known."""
         with self._mutex:
             self._are_over = False
 
-    def _noting(self, original: Callable[[Any], None]) -> Callable[[Any], None]:
+    def noting(self, original: Callable[[Any], None]) -> Callable[[Any], None]:
         """Return torch's ``capture_end``, after which the graph is known, or given up if that is too late."""
 
         @functools.wraps(original)
@@ -105,7 +90,7 @@ class CapturedGraphs:
 
         return capture_end
 
-    def _replaying(self, original: Callable[[Any], None]) -> Callable[[Any], None]:
+    def replaying(self, original: Callable[[Any], None]) -> Callable[[Any], None]:
         """Return torch's ``replay``, during which the graph is not reset.
 
         A graph that is not known was captured before the block, and is replayed as it is.

@@ -19,38 +19,27 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import functools
 import logging
 import os
 import socket
 import stat
 import threading
-from collections.abc import Callable, Set
-from typing import Any
-
-import torch.distributed.distributed_c10d as c10d
+from collections.abc import Iterator, Set
 
 from checkpointless.environment import MASTER_ADDR_ENV, MASTER_PORT_ENV
-from checkpointless.inprocess.communicators.shared_backends import SharedBackends
-from checkpointless.patches import Patch, Patches
 
 logger = logging.getLogger(__name__)
 
-_BACKEND = 3  # the place of this argument of the factory
-_FACTORY = "_new_process_group_helper"  # every process group, default or not, is made by this one function
+_BACKEND = 3  # the place of this argument of torch's factory of groups
 
 
 class GlooSockets:
     """Records which sockets process groups open, and shuts them down on demand.
 
     A group's sockets are identified by their inodes, so a descriptor number that has been reused is not mistaken.
-
-    Args:
-        shared: knows the groups that need no connection of their own. Install it later, so that it is asked first.
     """
 
-    def __init__(self, shared: SharedBackends) -> None:
-        self._shared = shared
+    def __init__(self) -> None:
         self._inodes: set[int] = set()
         # This process's sockets before the group that is being created, and whether only gloo makes it.
         self._before: tuple[set[int], bool] | None = None
@@ -58,39 +47,31 @@ class GlooSockets:
         self._mutex = threading.Lock()
         self._is_out_of_descriptors = False  # and it was said
         self._hosts: dict[str, Set[str]] = {}  # the addresses of hosts that stores were looked for at
-        self._patches = Patches()
 
-    def install(self) -> None:
-        """Start recording sockets (idempotent)."""
-        if not self._patches.are_made:
-            self._patches.make([Patch(c10d, _FACTORY, self._noting, "it opens a group's sockets")])
+    @contextlib.contextmanager
+    def noting(self, *args: object, **kwargs: object) -> Iterator[None]:
+        """Record the sockets that are opened in this context.
 
-    def uninstall(self) -> None:
-        """Stop recording sockets and restore torch's function."""
-        self._patches.undo()
-
-    def _noting(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return torch's factory of process groups with a record of the sockets that each group opens."""
-
-        @functools.wraps(original)
-        def noting(*args: Any, **kwargs: Any) -> Any:
-            if not (_connects(*args, **kwargs) and self._shared.connects):
-                return original(*args, **kwargs)
-            before, gloo = set(_sockets().values()), _is_gloos(*args, **kwargs)
-            with self._mutex:
-                self._before = before, gloo
+        Args:
+            *args: the arguments of torch's factory of groups, which is called in the context.
+            **kwargs: its keyword arguments.
+        """
+        if not _connects(*args, **kwargs):
+            yield
+            return
+        before, gloo = set(_sockets().values()), _is_gloos(*args, **kwargs)
+        with self._mutex:
+            self._before = before, gloo
+        try:
+            yield
+        finally:
+            opened: set[int] = set()
             try:
-                return original(*args, **kwargs)
-            finally:
-                opened: set[int] = set()
-                try:
-                    opened = _opened(_sockets(), before, gloo)
-                finally:  # else every socket that is opened later would be taken for one of this group
-                    with self._mutex:
-                        self._before = None
-                        self._inodes |= opened
-
-        return noting
+                opened = _opened(_sockets(), before, gloo)
+            finally:  # else every socket that is opened later would be taken for one of this group
+                with self._mutex:
+                    self._before = None
+                    self._inodes |= opened
 
     def shutdown(self) -> int:
         """Shut down every connected TCP socket of the recorded groups, of a group being created, and of the store.
@@ -107,7 +88,7 @@ class GlooSockets:
         except OSError as error:
             if error.errno != errno.EMFILE:
                 raise
-            self._tell_of_descriptors()
+            self._warn_of_descriptors()
             return 0
         with self._mutex:
             wanted = set(self._inodes)
@@ -121,7 +102,7 @@ class GlooSockets:
                 duplicate = os.dup(descriptor)
             except OSError as error:
                 if error.errno == errno.EMFILE:
-                    self._tell_of_descriptors()
+                    self._warn_of_descriptors()
                     break
                 continue  # it was closed after it was listed
             if _socket_inode(duplicate) != inode:  # its number has been reused, perhaps by a file
@@ -152,8 +133,8 @@ class GlooSockets:
             self._hosts[host] = _addresses(host)
         return not self._hosts[host] or _plain(peer[0]) in self._hosts[host]
 
-    def _tell_of_descriptors(self) -> None:
-        """Say once that connections cannot be cut now."""
+    def _warn_of_descriptors(self) -> None:
+        """Warn once that connections cannot be cut now."""
         if not self._is_out_of_descriptors:
             logger.warning("no descriptor is free: this rank's connections cannot be cut (raise `ulimit -n`)")
         self._is_out_of_descriptors = True
@@ -169,7 +150,7 @@ class GlooSockets:
             connection.close()
 
 
-def _connects(group_size: int = -1, group_rank: int | None = -1, *_: object, **__: object) -> bool:
+def _connects(group_size: object = -1, group_rank: object = -1, *_: object, **__: object) -> bool:
     """Return whether a group of ``group_size`` ranks, of which this is ``group_rank``, opens connections here.
 
     Every rank takes part in the creation of every group, and there are about as many groups as ranks: inspecting

@@ -8,9 +8,8 @@ import logging
 import os
 import sys
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from importlib import import_module
 from typing import Any
 
@@ -18,18 +17,23 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from checkpointless.environment import EAGER_INIT_ENV, TORCH_DISTRIBUTED_DEBUG_ENV, YES
-from checkpointless.inprocess.communicators import nccl_settings
+from checkpointless import nccl
+from checkpointless.environment import TORCH_DIST_USE_NCCL2_ENV, TORCH_DISTRIBUTED_DEBUG_ENV, own_rank
 from checkpointless.inprocess.communicators.captured_graphs import CapturedGraphs
 from checkpointless.inprocess.communicators.gloo_sockets import GlooSockets
-from checkpointless.inprocess.communicators.gloo_wait import InterruptibleConnect, InterruptibleWait
-from checkpointless.inprocess.communicators.shared_backends import SharedBackends
-from checkpointless.inprocess.communicators.store_wait import InterruptibleStore
+from checkpointless.inprocess.communicators.waits import (
+    InterruptibleGloo,
+    interruptible_store,
+    interruptible_wait,
+    rendezvous,
+)
 from checkpointless.patches import Patch, Patches
 
 logger = logging.getLogger(__name__)
 
 MOST_COUNTS = 2_000  # of which each takes about 20 bytes of a message
+_MOST_MADE = 64  # a block that makes and destroys more in turn needs their descriptors
+_NCCL2_SINCE = (2, 15)  # where nothing is set, nccl means ProcessGroupNCCL2
 
 
 class ProcessGroups:
@@ -40,51 +44,83 @@ class ProcessGroups:
     when the next generation's garbage has been collected.
 
     Attributes:
-        messages: counts the messages between two ranks.
+        messages: how often this rank has sent to, or wanted to receive from, each rank (torch counts collectives
+            only), by group and pair: ``4/0>1`` is from rank 0 of the group that torch calls ``4`` to its rank 1.
+            The sender and the receiver count the same.
     """
 
     def __init__(self) -> None:
-        self._shared = SharedBackends()
-        self._sockets = GlooSockets(self._shared)
-        self.messages = PointToPointCounts()
+        self.messages: Counter[str] = Counter()
+        self._sockets = GlooSockets()
         self._graphs = CapturedGraphs()
-        self._patchers = (
-            InterruptibleConnect(self._shared),
-            InterruptibleWait(),
-            InterruptibleStore(),
-            EagerInit(),
-            self._graphs,
-            self.messages,
-            self._shared,
-        )
+        self._patches = Patches()
+        # The newest groups that were made. C++ may have the last reference to a group that the block has destroyed,
+        # as DistributedDataParallel's reducer does. The destructor is run with the interpreter's lock then, and
+        # joins threads that may wait for it (https://github.com/pytorch/pytorch/issues/56297).
+        self._made: deque[Any] = deque(maxlen=_MOST_MADE)
 
     def install(self) -> None:
         """Prepare torch and NCCL for groups that are aborted, and make their waits interruptible (idempotent)."""
-        nccl_settings.apply_where_there_is_nccl()
+        _prepare_nccl()
         _lower_debug_level()
-        self._sockets.install()
-        for each in self._patchers:
-            each.install()
+        if self._patches.are_made:
+            return
+        graph = torch.cuda.CUDAGraph
+        table = [
+            Patch(c10d, "_new_process_group_helper", self._recorded, "it makes every process group"),
+            Patch(c10d.Work, "wait", interruptible_wait, "no interruption reaches it"),
+            Patch(rendezvous, "_create_c10d_store", interruptible_store, "it makes every client of a store"),
+            Patch(dist.ProcessGroup, "send", self.counting_sends, "torch does not count messages"),
+            Patch(dist.ProcessGroup, "recv", self.counting_receipts, "torch does not count messages"),
+            Patch(graph, "capture_end", self._graphs.noting, "graphs hold communicators"),
+            Patch(graph, "replay", self._graphs.replaying, "graphs hold communicators"),
+        ]
+        if dist.is_gloo_available():
+            table.append(Patch(c10d, "ProcessGroupGloo", InterruptibleGloo, "it connects in C++"))
+        self._patches.make(table)
 
     def uninstall(self) -> None:
         """Restore torch's functions, and hold the groups that the block has destroyed."""
-        bury([each for each in self._shared.made if each not in c10d._world.pg_map])  # torch holds the others
-        self._shared.made.clear()
-        for each in reversed(self._patchers):
-            each.uninstall()
+        bury([each for each in self._made if each not in c10d._world.pg_map])  # torch holds the others
+        self._made.clear()
+        self._patches.undo()
         self._sockets.release()
-        self._sockets.uninstall()
 
-    def sharing(self, among: str = "") -> AbstractContextManager[None]:
-        """Let groups of the same ranks that this thread makes in this context share gloo's connections.
+    def _recorded(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return torch's factory of process groups, which records each group and the sockets that it opens."""
 
-        All ranks make these groups, and issue their collectives in the same order, from one thread, as NCCL demands
-        it of all communicators that have a device in common. Nothing is shared outside of a block.
+        @functools.wraps(original)
+        def make(*args: Any, **kwargs: Any) -> Any:
+            with self._sockets.noting(*args, **kwargs):
+                made = original(*args, **kwargs)
+            if made[0] is not c10d.GroupMember.NON_GROUP_MEMBER:
+                self._made.append(made[0])
+            return made
 
-        Args:
-            among: a name; those of another context share if it was given the same one.
-        """
-        return self._shared.sharing(among)
+        return make
+
+    def counting_sends(self, send: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a group's ``send``, counted."""
+
+        @functools.wraps(send)
+        def counting(group: Any, tensors: Any, peer: int, *args: Any, **kwargs: Any) -> Any:
+            self._count(group, group.rank(), peer)
+            return send(group, tensors, peer, *args, **kwargs)
+
+        return counting
+
+    def counting_receipts(self, recv: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a group's ``recv``, counted."""
+
+        @functools.wraps(recv)
+        def counting(group: Any, tensors: Any, peer: int, *args: Any, **kwargs: Any) -> Any:
+            self._count(group, peer, group.rank())
+            return recv(group, tensors, peer, *args, **kwargs)
+
+        return counting
+
+    def _count(self, group: Any, source: int, target: int) -> None:
+        self.messages[f"{c10d._world.pg_names.get(group)}/{source}>{target}"] += 1
 
     def abort(self) -> None:
         """Free every thread that waits in a collective: NCCL's groups are aborted, gloo's connections cut.
@@ -128,7 +164,7 @@ class ProcessGroups:
         returned if there are more than :data:`MOST_COUNTS`, which would not fit into a message: half of them could
         accuse the wrong rank.
         """
-        counts = dict(self.messages.counts)
+        counts = dict(self.messages)
         for group, name in list(c10d._world.pg_names.items()):
             backends = [] if group.size() == 1 else [(kind, _backend(group, kind)) for kind in ("cpu", "cuda")]
             for kind, backend in {id(backend): (kind, backend) for kind, backend in backends}.values():
@@ -140,7 +176,7 @@ class ProcessGroups:
 
     def hold(self) -> None:
         """Hold every group, so that no thread has to wait in its destructor."""
-        bury([*c10d._world.pg_map, *self._shared.backends, *self._shared.made])
+        bury([*c10d._world.pg_map, *self._made])
 
     def destroy(self) -> None:
         """Destroy every process group of this process, in the main thread, after the abort.
@@ -157,9 +193,9 @@ class ProcessGroups:
         for registry in registries:
             registry.clear()
         world.group_count = 0
-        self.messages.counts.clear()
-        self._shared.forget()
-        self._graphs.begin_anew()
+        self.messages.clear()
+        self._made.clear()
+        self._graphs.begin_generation()
         c10d._unregister_all_process_groups()  # the names of groups that were being made when they were interrupted
         _forget_meshes()
 
@@ -172,6 +208,23 @@ class ProcessGroups:
         reap()
 
 
+def _prepare_nccl() -> None:
+    """Set the variables that torch and NCCL read, and check NCCL's version, unless this build of torch has none.
+
+    torch reads its variables when it makes a group, NCCL when it is initialised. Set before the block is entered,
+    they count under every launcher.
+    """
+    if not dist.is_nccl_available():
+        return
+    is_ours = TORCH_DIST_USE_NCCL2_ENV not in os.environ
+    nccl.apply(os.environ)
+    if is_ours and own_rank() == 0 and tuple(map(int, torch.__version__.split(".")[:2])) >= _NCCL2_SINCE:
+        logger.info("nccl means torch's former ProcessGroupNCCL in this job (%s=0)", TORCH_DIST_USE_NCCL2_ENV)
+    problem = nccl.problem_of_version(torch.cuda.nccl.version())
+    if problem is not None:
+        logger.warning("%s", problem)
+
+
 def _lower_debug_level() -> None:
     """Replace torch's debug level ``DETAIL`` by ``INFO``.
 
@@ -181,8 +234,8 @@ def _lower_debug_level() -> None:
     """
     if dist.get_debug_level() == dist.DebugLevel.DETAIL:
         logger.warning(
-            "%s=DETAIL is taken for INFO: torch would compare how often all ranks have used a group, "
-            "and only some do to fill a rank",
+            "%s=DETAIL is lowered to INFO: torch would compare how often all ranks have used a group, and a refill "
+            "uses it on some ranks only",
             TORCH_DISTRIBUTED_DEBUG_ENV,
         )
         dist.set_debug_level(dist.DebugLevel.INFO)
@@ -223,7 +276,7 @@ def _backend(group: Any, device: str) -> Any:
 # Release the process groups of earlier generations without making any other thread wait.
 #
 # The destructor of a gloo group joins its threads, and a thread that waits for an operation that gloo has lost
-# (see gloo_wait.py) does not end before the group's timeout, 30 minutes by default. A group is therefore held here
+# (see waits.py) does not end before the group's timeout, 30 minutes by default. A group is therefore held here
 # until nothing else refers to it, and then released in a separate thread.
 _buried: list[Any] = []
 _REFERENCES = 4  # this list, the one added by bury(), the variable of reap(), and the argument of getrefcount()
@@ -256,96 +309,6 @@ def _let_go(holder: list[Any]) -> None:
     group = holder.pop()
     ctypes.pythonapi.Py_DecRef(ctypes.py_object(group))
     del group  # the destructor runs here, without the GIL
-
-
-_FUNCTION = "init_process_group"
-_WHY = "NeMo and Lightning give it no device"
-
-
-class EagerInit:
-    """Replacement for ``torch.distributed.init_process_group`` that gives it the device of this process.
-
-    NCCL's communicators are then made with the groups, and those of subgroups by splitting the first one
-    (``ncclCommSplit``), which exchanges less than a bootstrap for each of the about twenty of a Megatron job. It is
-    off unless ``CHECKPOINTLESS_EAGER_INIT=1``: a split is a collective of all ranks of the first communicator, also
-    of those that are not in the subgroup.
-    """
-
-    def __init__(self) -> None:
-        self._patches = Patches()
-
-    def install(self) -> None:
-        """Replace torch's function if the user asks for it and this build of torch has NCCL (idempotent)."""
-        asked = os.environ.get(EAGER_INIT_ENV) == YES and dist.is_nccl_available()
-        if asked and not self._patches.are_made:
-            self._patches.make([Patch(module, _FUNCTION, _with_device, _WHY) for module in (c10d, dist)])
-
-    def uninstall(self) -> None:
-        """Restore torch's function."""
-        self._patches.undo()
-
-
-def _with_device(original: Callable[..., None]) -> Callable[..., None]:
-    """Return torch's function, given the current device where it makes groups of NCCL's."""
-
-    @functools.wraps(original)
-    def init(backend: str | None = None, *args: Any, device_id: Any = None, **options: Any) -> None:
-        of_nccl = backend is None or "nccl" in str(backend).lower()
-        if device_id is None and of_nccl and torch.cuda.is_available():
-            device_id = torch.device("cuda", torch.cuda.current_device())
-        original(backend, *args, device_id=device_id, **options)
-
-    return init
-
-
-class PointToPointCounts:
-    """Counts what this rank has sent to, and wants to receive from, each rank: torch counts collectives only.
-
-    Attributes:
-        counts: how often, by group and pair: ``4/0>1`` is from rank 0 of the group that torch calls ``4`` to its
-            rank 1. The sender and the receiver count the same.
-    """
-
-    def __init__(self) -> None:
-        self.counts: Counter[str] = Counter()
-        self._patches = Patches()
-
-    def install(self) -> None:
-        """Count from now on (idempotent)."""
-        if not self._patches.are_made:
-            self._patches.make(
-                [
-                    Patch(dist.ProcessGroup, "send", self.counting_sends, "torch does not count messages"),
-                    Patch(dist.ProcessGroup, "recv", self.counting_receipts, "torch does not count messages"),
-                ]
-            )
-
-    def uninstall(self) -> None:
-        """Restore torch's methods."""
-        self._patches.undo()
-
-    def counting_sends(self, send: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a group's ``send``, counted."""
-
-        @functools.wraps(send)
-        def counting(group: Any, tensors: Any, peer: int, *args: Any, **kwargs: Any) -> Any:
-            self._count(group, group.rank(), peer)
-            return send(group, tensors, peer, *args, **kwargs)
-
-        return counting
-
-    def counting_receipts(self, recv: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a group's ``recv``, counted."""
-
-        @functools.wraps(recv)
-        def counting(group: Any, tensors: Any, peer: int, *args: Any, **kwargs: Any) -> Any:
-            self._count(group, peer, group.rank())
-            return recv(group, tensors, peer, *args, **kwargs)
-
-        return counting
-
-    def _count(self, group: Any, source: int, target: int) -> None:
-        self.counts[f"{c10d._world.pg_names.get(group)}/{source}>{target}"] += 1
 
 
 #: torch registers process groups for the whole process, so one object owns them.

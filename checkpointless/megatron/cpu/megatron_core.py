@@ -9,14 +9,12 @@ from typing import Any
 
 import torch
 
-from checkpointless.inprocess.communicators.process_groups import process_groups
 from checkpointless.megatron.cpu.device_stream import inside_fork, set_stream_state
 from checkpointless.megatron.cpu.placement import moved
 from checkpointless.megatron.cpu.replacements import replaced_by, replacements
 from checkpointless.patches import Patch
 
 _RANDOM = "megatron.core.tensor_parallel.random"
-_GROUPS = "megatron.core.parallel_state"
 _MOE = "megatron.core.transformer.moe.moe_utils"
 _CHECKPOINT = "megatron.core.dist_checkpointing.mapping"
 _OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
@@ -36,8 +34,6 @@ def rows() -> list[Patch]:
     timers = importlib.import_module(_TIMERS).Timers
     why = "NeMo's progress printer calls it on rank 0 alone; gloo counts a collective of no elements, too"
     table.append(Patch(timers, "_get_elapsed_time_all_ranks", _if_there_are_names, why))
-    why = "a GPU's groups are NCCL's, with one order of collectives over all of them; gloo needs one mesh for these"
-    table.append(Patch(importlib.import_module(_GROUPS), "create_group", _sharing, why))
     moe = importlib.import_module(_MOE)
     if not hasattr(moe, "te_general_gemm"):
         why = "Megatron's router asks whether it is None, and defines it only beside TransformerEngine"
@@ -80,22 +76,6 @@ def _forked(original: Callable[..., Any]) -> Callable[..., Any]:
                 inside_fork.reset(token)
 
     return fork
-
-
-def _sharing(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return Megatron's maker of groups. Those that are NCCL's on GPUs share, and so do those for gloo.
-
-    Megatron uses the latter for its optimizer's checkpoints, in blocking calls, one group after the other.
-    """
-
-    @functools.wraps(original)
-    def create_group(
-        ranks: Any = None, timeout: Any = None, backend: Any = None, *more: Any, **options: Any
-    ) -> Any:
-        with process_groups.sharing(str(backend)) if replacements.are_made else contextlib.nullcontext():
-            return original(ranks, timeout, backend, *more, **options)
-
-    return create_group
 
 
 def _if_there_are_names(gather: Any) -> Any:

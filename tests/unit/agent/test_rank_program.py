@@ -10,7 +10,7 @@ import pytest
 from checkpointless.agent.launch_config import LaunchConfig
 from checkpointless.agent.rank_program import rank_environment
 
-OLDER, ASKED = "TORCH_NCCL_TRACE_BUFFER_SIZE", "CHECKPOINTLESS_FLIGHT_RECORDS"
+OLDER = "TORCH_NCCL_TRACE_BUFFER_SIZE"
 TRACES, NO_LINES = "TORCH_SHOW_CPP_STACKTRACES", "TORCH_DISABLE_ADDR2LINE"
 
 
@@ -21,7 +21,6 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "PYTORCH_NVML_BASED_CUDA_CHECK",
         "TORCH_FR_BUFFER_SIZE",
         OLDER,
-        ASKED,
         TRACES,
         NO_LINES,
     ):
@@ -67,8 +66,6 @@ def test_what_was_asked_for_reaches_the_ranks(run_dir: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "is_set"),
     [
-        (ASKED, "active", False),
-        (ASKED, "none", True),
         ("TORCH_FR_BUFFER_SIZE", "500", False),
         (OLDER, "500", False),
     ],

@@ -16,8 +16,27 @@ import torch.distributed.distributed_c10d as c10d
 
 from checkpointless.inprocess.communicators import gloo_sockets
 from checkpointless.inprocess.communicators.gloo_sockets import GlooSockets
-from checkpointless.inprocess.communicators.shared_backends import SharedBackends
 from tests.descriptors import descriptors
+
+FACTORY = "_new_process_group_helper"
+
+
+class Installed(GlooSockets):
+    """Records the sockets that torch's factory of groups opens, as ``ProcessGroups`` has it do."""
+
+    def install(self) -> None:
+        """Replace the factory."""
+        self._factory = factory = getattr(c10d, FACTORY)
+
+        def make(*args: Any, **kwargs: Any) -> Any:
+            with self.noting(*args, **kwargs):
+                return factory(*args, **kwargs)
+
+        setattr(c10d, FACTORY, make)
+
+    def uninstall(self) -> None:
+        """Restore the factory."""
+        setattr(c10d, FACTORY, self._factory)
 
 
 def test_a_number_that_a_file_has_taken_meanwhile_is_left_alone(
@@ -27,7 +46,7 @@ def test_a_number_that_a_file_has_taken_meanwhile_is_left_alone(
         # The socket of that number was closed after the listing.
         monkeypatch.setattr(gloo_sockets, "_sockets", lambda: {file.fileno(): 1})
         before = descriptors()
-        assert GlooSockets(SharedBackends()).shutdown() == 0
+        assert GlooSockets().shutdown() == 0
         assert descriptors() <= before
         assert file.write(b"still open") == 10
 
@@ -40,7 +59,7 @@ def test_a_process_without_free_descriptors_is_told_so_once(
         raise OSError(number, os.strerror(number), "/proc/self/fd")
 
     monkeypatch.setattr(gloo_sockets, "_sockets", fail)
-    sockets = GlooSockets(SharedBackends())
+    sockets = GlooSockets()
     for _ in range(3):
         with contextlib.nullcontext() if number == errno.EMFILE else pytest.raises(PermissionError):
             assert sockets.shutdown() == 0
@@ -58,13 +77,13 @@ def test_where_descriptors_are_used_up_later_sockets_are_not_the_groups(monkeypa
     def make_group(*_: object, **__: object) -> None:
         fails[0] = True
 
-    monkeypatch.setattr(c10d, gloo_sockets._FACTORY, make_group)
+    monkeypatch.setattr(c10d, FACTORY, make_group)
     monkeypatch.setattr(gloo_sockets, "_sockets", list_or_fail)
-    noted = GlooSockets(SharedBackends())
+    noted = Installed()
     noted.install()
     try:
         with pytest.raises(OSError, match="no descriptors"):
-            getattr(c10d, gloo_sockets._FACTORY)(4, 2, [0, 1, 2, 3], "gloo")
+            getattr(c10d, FACTORY)(4, 2, [0, 1, 2, 3], "gloo")
         fails[0] = False
         mine, other = connected()
         assert noted.shutdown() == 0
@@ -118,7 +137,7 @@ class Listings:
 @pytest.fixture
 def listings(monkeypatch: pytest.MonkeyPatch) -> Iterator[Listings]:
     made = Listings()
-    monkeypatch.setattr(c10d, gloo_sockets._FACTORY, made.make_group)
+    monkeypatch.setattr(c10d, FACTORY, made.make_group)
     monkeypatch.setattr(gloo_sockets, "_sockets", made)
     yield made
     for each in made.open:
@@ -127,10 +146,10 @@ def listings(monkeypatch: pytest.MonkeyPatch) -> Iterator[Listings]:
 
 def test_descriptors_are_looked_at_only_for_groups_that_connect_here(listings: Listings) -> None:
     """There are as many groups as ranks, and about as many descriptors: all of them for each would be a square."""
-    noted = GlooSockets(SharedBackends())
+    noted = Installed()
     noted.install()
     try:
-        make: Callable[..., Any] = getattr(c10d, gloo_sockets._FACTORY)
+        make: Callable[..., Any] = getattr(c10d, FACTORY)
         for _ in range(50):
             make(4, None, [4, 5, 6, 7], "gloo")  # groups of others
             make(1, 0, [0], "gloo")  # groups of this rank alone
@@ -150,7 +169,7 @@ def test_a_group_that_is_still_made_is_cut_again_and_again_without_a_new_descrip
     """The cut is repeated until the main thread has left, which may take as long as the group connects."""
     counts: list[int] = []
     opened: list[socket.socket] = []
-    noted = GlooSockets(SharedBackends())
+    noted = Installed()
 
     def make_group(*_: object, **__: object) -> None:
         for _connection in range(3):
@@ -160,11 +179,11 @@ def test_a_group_that_is_still_made_is_cut_again_and_again_without_a_new_descrip
             counts.append(len(descriptors() - before))
             assert opened[-1].recv(1) == b""
 
-    monkeypatch.setattr(c10d, gloo_sockets._FACTORY, make_group)
+    monkeypatch.setattr(c10d, FACTORY, make_group)
     noted.install()
     try:
         before = descriptors()
-        getattr(c10d, gloo_sockets._FACTORY)(4, 2, [0, 1, 2, 3], "gloo")
+        getattr(c10d, FACTORY)(4, 2, [0, 1, 2, 3], "gloo")
         # Each of the two sockets has one duplicate.
         assert counts == [4, 8, 12]
         noted.release()
@@ -178,7 +197,7 @@ def test_a_group_that_is_still_made_is_cut_again_and_again_without_a_new_descrip
 def test_what_could_not_be_cut_for_want_of_a_descriptor_is_cut_later(
     listings: Listings, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    noted, duplicate = GlooSockets(SharedBackends()), os.dup
+    noted, duplicate = Installed(), os.dup
     left = [1]  # descriptors
 
     def dup_while_there_are_any(descriptor: int) -> int:
@@ -190,7 +209,7 @@ def test_what_could_not_be_cut_for_want_of_a_descriptor_is_cut_later(
     noted.install()
     try:
         for _ in range(2):
-            getattr(c10d, gloo_sockets._FACTORY)(4, 2, [0, 1, 2, 3], "gloo")
+            getattr(c10d, FACTORY)(4, 2, [0, 1, 2, 3], "gloo")
         monkeypatch.setattr(os, "dup", dup_while_there_are_any)
         assert noted.shutdown() <= 1
         assert len(caplog.messages) == 1
@@ -208,7 +227,7 @@ def test_what_other_threads_open_while_a_group_is_made_is_left_alone(
     backend: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a logger that sends metrics, or a server that shows them."""
-    noted = GlooSockets(SharedBackends())
+    noted = Installed()
     mine: list[tuple[socket.socket, socket.socket]] = []
     others: list[tuple[socket.socket, socket.socket]] = []
 
@@ -218,10 +237,10 @@ def test_what_other_threads_open_while_a_group_is_made_is_left_alone(
         mine.append(connected_by_gloo())
         assert noted.shutdown() == 2
 
-    monkeypatch.setattr(c10d, gloo_sockets._FACTORY, make_group)
+    monkeypatch.setattr(c10d, FACTORY, make_group)
     noted.install()
     try:
-        getattr(c10d, gloo_sockets._FACTORY)(4, 2, [0, 1, 2, 3], backend)
+        getattr(c10d, FACTORY)(4, 2, [0, 1, 2, 3], backend)
         mine.append(connected_by_gloo())  # of a library that is not the group's
         assert noted.shutdown() == 0
         assert [each.recv(1) for each in mine[0]] == [b"", b""]
@@ -236,19 +255,19 @@ def test_what_other_threads_open_while_a_group_is_made_is_left_alone(
 
 def test_a_client_of_a_library_in_c_is_not_gloos(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may not be closed on exec, but it reuses no address. NCCL's does not either."""
-    noted = GlooSockets(SharedBackends())
+    noted = Installed()
     clients: list[socket.socket] = []
 
     def make_group(*_: object, **__: object) -> None:
         clients.extend(connected())
         clients[-2].set_inheritable(True)
 
-    monkeypatch.setattr(c10d, gloo_sockets._FACTORY, make_group)
+    monkeypatch.setattr(c10d, FACTORY, make_group)
     noted.install()
     try:
-        getattr(c10d, gloo_sockets._FACTORY)(4, 2, [0, 1, 2, 3], "gloo")
+        getattr(c10d, FACTORY)(4, 2, [0, 1, 2, 3], "gloo")
         assert noted.shutdown() == 0
-        getattr(c10d, gloo_sockets._FACTORY)(4, 2, [0, 1, 2, 3], "nccl")
+        getattr(c10d, FACTORY)(4, 2, [0, 1, 2, 3], "nccl")
         assert noted.shutdown() == 1
         assert still_talk(clients[0], clients[1])
     finally:
@@ -289,44 +308,9 @@ def test_the_store_is_known_by_its_address(host: str, is_cut: int, monkeypatch: 
     monkeypatch.setenv("MASTER_PORT", str(mine.getpeername()[1]))
     with monkeypatch.context() as patched:
         patched.setattr(gloo_sockets.socket, "getaddrinfo", find)
-        assert GlooSockets(SharedBackends()).shutdown() == is_cut
+        assert GlooSockets().shutdown() == is_cut
     if is_cut:
         with mine, other:
             assert mine.recv(1) == b""
     else:
         assert still_talk(mine, other)
-
-
-def test_a_group_that_shares_its_connections_opens_none(
-    listings: Listings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As there are many such groups, and what is opened meanwhile, by a logger's thread, is not theirs."""
-    shared = SharedBackends()
-    make_group = listings.make_group
-
-    def make(*_: object, **__: object) -> tuple[object, None]:
-        """Make a backend unless there is one, as ``gloo_connect`` does, while another thread opens a connection."""
-        backend = shared.get(lambda: make_group() or object())
-        another.make_group()
-        return backend, None
-
-    another = Listings()
-    monkeypatch.setattr(c10d, gloo_sockets._FACTORY, make)
-    noted = GlooSockets(shared)
-    noted.install()
-    shared.install()  # later, so that it is asked first
-    try:
-        with shared.sharing():
-            factory: Callable[..., Any] = getattr(c10d, gloo_sockets._FACTORY)
-            factory(4, 2, [0, 1, 2, 3], "gloo")
-            first = listings.count
-            for _ in range(10):
-                factory(4, 2, [0, 1, 2, 3], "gloo")
-        assert (first, listings.count) == (2, 2)
-        assert noted.shutdown() == 4, "the connections of the first, and what was opened while it was made"
-        noted.release()
-    finally:
-        shared.uninstall()
-        noted.uninstall()
-        for each in another.open:
-            each.close()

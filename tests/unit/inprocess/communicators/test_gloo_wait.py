@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -14,20 +13,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from checkpointless.inprocess.communicators.gloo_wait import InterruptibleWait
+from checkpointless.inprocess.communicators.waits import interruptible_wait
 
 GIVEN_UP_S = 20.0
 
 
 class Interruption(BaseException):
     """Stands for the interruption of a block."""
-
-
-@pytest.fixture
-def waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[InterruptibleWait]:  # ends before what is patched
-    made = InterruptibleWait()
-    yield made
-    made.uninstall()
 
 
 @pytest.fixture
@@ -54,10 +46,10 @@ def pair() -> list[Any]:
 
 @pytest.mark.parametrize("collective", ["allreduce", "barrier"])
 def test_a_wait_for_a_rank_that_does_not_come_is_interrupted_where_there_is_cuda(
-    waits: InterruptibleWait, on_a_gpu: None, collective: str
+    on_a_gpu: None, collective: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranks = pair()
-    waits.install()
+    monkeypatch.setattr(c10d.Work, "wait", interruptible_wait(c10d.Work.wait))
 
     def interrupt(number: int, frame: object) -> None:
         raise Interruption
@@ -98,15 +90,11 @@ class WorkOfNCCL:
         return 1
 
 
-def test_a_wait_of_nccl_has_no_time_limit_that_would_abort_its_communicator(
-    waits: InterruptibleWait, on_a_gpu: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wait_of_nccl_has_no_time_limit_that_would_abort_its_communicator(on_a_gpu: None) -> None:
     def wait(work: WorkOfNCCL, *timeout: timedelta) -> bool:
         work.waits.append(timeout)
         return True
 
-    monkeypatch.setattr(c10d.Work, "wait", wait)
-    waits.install()
     work: Any = WorkOfNCCL()
-    assert c10d.Work.wait(work)
+    assert interruptible_wait(wait)(work)
     assert work.waits == [()]

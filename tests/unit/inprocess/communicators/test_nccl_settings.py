@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
+import torch.distributed as dist
 
-from checkpointless.inprocess.communicators import nccl_settings
-from checkpointless.inprocess.communicators.nccl_settings import apply
+from checkpointless.inprocess.communicators import process_groups
 from checkpointless.inprocess.communicators.process_groups import ProcessGroups
-from checkpointless.nccl import SETTINGS, problem_of_version
+from checkpointless.nccl import SETTINGS, apply, problem_of_version
 
 HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
@@ -42,14 +44,14 @@ def test_groups_are_made_with_these_settings_where_there_is_nccl(
     there: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 21, 5))
-    monkeypatch.setattr(nccl_settings.dist, "is_nccl_available", lambda: there)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: there)
     for name in SETTINGS:
         monkeypatch.setenv(name, "to be restored")
         monkeypatch.delenv(name)
     groups = ProcessGroups()
     groups.install()
     groups.uninstall()
-    assert [nccl_settings.os.environ.get(name) for name in SETTINGS] == (
+    assert [os.environ.get(name) for name in SETTINGS] == (
         [setting.value for setting in SETTINGS.values()] if there else [None] * len(SETTINGS)
     )
     assert [text.startswith("NCCL 2.21.5: ") for text in caplog.messages] == [True] * there
@@ -69,15 +71,15 @@ def test_a_version_whose_aborts_may_deadlock_is_named(version: tuple[int, ...], 
 def test_nccl_means_what_it_meant_before_torch_2_15(
     version: str, users: str | None, said: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("INFO", nccl_settings.__name__)
+    caplog.set_level("INFO", process_groups.__name__)
     monkeypatch.setattr(torch, "__version__", version)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 30, 7))
-    monkeypatch.setattr(nccl_settings.dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     for name in SETTINGS:
         monkeypatch.setenv(name, "to be restored")
         monkeypatch.delenv(name)
     if users is not None:
         monkeypatch.setenv("TORCH_DIST_USE_NCCL2", users)
-    nccl_settings.apply_where_there_is_nccl()
-    assert nccl_settings.os.environ["TORCH_DIST_USE_NCCL2"] == "0"
+    process_groups._prepare_nccl()
+    assert os.environ["TORCH_DIST_USE_NCCL2"] == "0"
     assert [text.startswith("nccl means torch's former") for text in caplog.messages] == [True] * said

@@ -150,11 +150,11 @@ def test_counts_that_fit_into_no_message_are_left_out_altogether() -> None:
     """A rank whose answer cannot be sent would seem to be mute, and half of the counts accuse the wrong rank."""
     groups = ProcessGroups()
     for peer in range(MOST_COUNTS):
-        groups.messages.counts[f"group 123/{1_000_000 + peer}>{2_000_000 + peer}"] = 10**9
+        groups.messages[f"group 123/{1_000_000 + peer}>{2_000_000 + peer}"] = 10**9
     answer = Answer(1, False, "in step" * 200_000, True, groups.launched())
     assert len(answer.launched) == MOST_COUNTS
     assert decode(encode(answer).rstrip(), Sender.RANK) is not None
-    groups.messages.counts["group 123/1>2"] = 1
+    groups.messages["group 123/1>2"] = 1
     assert groups.launched() == {}
 
 
@@ -183,4 +183,4 @@ def test_the_debug_level_detail_is_lowered_with_a_warning(caplog: pytest.LogCapt
     finally:
         made.uninstall()
         dist.set_debug_level(before)
-    assert "TORCH_DISTRIBUTED_DEBUG=DETAIL is taken for INFO" in caplog.text
+    assert "TORCH_DISTRIBUTED_DEBUG=DETAIL is lowered to INFO" in caplog.text

@@ -1,4 +1,4 @@
-"""Make a thread that waits for gloo interruptible: for a collective, and for the ranks of a new group.
+"""Make a thread that waits for gloo or for a store interruptible.
 
 When a connection breaks, gloo fails the operations that wait for the peer, but forgets a send that is in its
 transmit queue and does not notify its waiter (``Pair::signalException`` in gloo's TCP transport signals only bound
@@ -9,87 +9,57 @@ group would wait too: see :mod:`checkpointless.inprocess.communicators.process_g
 
 from __future__ import annotations
 
+import functools
+import importlib
 import logging
 import os
+import socket
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.distributed_c10d as c10d
 
 from checkpointless.environment import TORCH_GLOO_LAZY_INIT_ENV, TORCH_YES
-from checkpointless.inprocess.communicators.helper_thread import SpareHelper
-from checkpointless.inprocess.communicators.shared_backends import SharedBackends
-from checkpointless.patches import Patch, Patches
+from checkpointless.inprocess.communicators.helper_thread import run_in_helper_thread
 
 logger = logging.getLogger(__name__)
 
+# `torch.distributed.rendezvous` is also the name of a function, which hides the module as an attribute.
+rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")  # Any: a module, private parts included
+
 _TURN = timedelta(milliseconds=50)
 _TIMED_OUT = "Operation timed out"
-_BACKEND = "ProcessGroupGloo"  # its constructor connects; torch makes every group's backend by this name
 # The c10d::OpType of each work whose wait can be split into turns. Of the others, a send or receive fails if its
 # wait times out, and gloo's reduce-scatter (which has no separate type) waits until it completes, whatever the
 # timeout.
 _IN_TURNS = frozenset({0, 1, 2, 3, 4, 5, 6, 7, 8, 11, 15})
+_CONNECT_TIMEOUT_S = 1.0
+_ATTEMPT = timedelta(seconds=20)
 
 
-class InterruptibleWait:
-    """Replacement for ``torch.distributed.Work.wait`` where the work is gloo's.
+def interruptible_wait(original: Callable[..., Any]) -> Callable[..., bool]:
+    """Return ``torch.distributed.Work.wait``, in short turns where the main thread waits for gloo.
 
     NCCL's ``wait`` stays as it is: it orders streams and returns, and a wait of it that times out aborts the
     communicator. Both kinds are met in one process: on GPUs, Megatron-core makes gloo's groups for checkpoints.
     """
 
-    def __init__(self) -> None:
-        self._patches = Patches()
-        self._helper = SpareHelper()
+    def wait(work: Any, timeout: timedelta = timedelta(0)) -> bool:
+        if timeout > timedelta(0):
+            return bool(original(work, timeout))
+        if threading.current_thread() is not threading.main_thread():
+            return bool(original(work))  # no other thread is interrupted
+        if torch.cuda.is_initialized() and _is_of_nccl(work):
+            return bool(original(work))
+        if work._get_op_type() in _IN_TURNS:
+            return _wait_in_turns(original, work)
+        return run_in_helper_thread(lambda: bool(original(work)))
 
-    @property
-    def is_installed(self) -> bool:
-        """Whether torch's method is replaced."""
-        return self._patches.are_made
-
-    def install(self) -> None:
-        """Replace torch's method (idempotent)."""
-        if not self.is_installed:
-            self._patches.make([Patch(c10d.Work, "wait", self._interruptible, "no interruption reaches it")])
-
-    def uninstall(self) -> None:
-        """Restore torch's method."""
-        self._patches.undo()
-        self._helper.end()
-
-    def _interruptible(self, original: Callable[..., Any]) -> Callable[..., bool]:
-        """Return torch's wait, in short turns where it is that of the main thread."""
-
-        def wait(work: Any, timeout: timedelta = timedelta(0)) -> bool:
-            if timeout > timedelta(0):
-                return bool(original(work, timeout))
-            if threading.current_thread() is not threading.main_thread():
-                return bool(original(work))  # no other thread is interrupted
-            if torch.cuda.is_initialized() and _is_of_nccl(work):
-                return bool(original(work))
-            if work._get_op_type() in _IN_TURNS:
-                return _wait_in_turns(original, work)
-            return self._helper.run(_on_the_same_stream(lambda: bool(original(work))))
-
-        return wait
-
-
-def _on_the_same_stream(wait: Callable[[], bool]) -> Callable[[], bool]:
-    """Return ``wait`` for another thread, in which it orders this thread's stream."""
-    if not torch.cuda.is_initialized():
-        return wait
-    stream: Any = torch.cuda.current_stream()
-
-    def wait_there() -> bool:
-        with torch.cuda.stream(stream):
-            return wait()
-
-    return wait_there
+    return wait
 
 
 def _is_of_nccl(work: Any) -> bool:
@@ -111,8 +81,8 @@ def _wait_in_turns(original: Callable[..., Any], work: Any) -> bool:
     return bool(original(work))  # it completed between two turns: this returns, or raises the error of the work
 
 
-class InterruptibleConnect:
-    """Replacement for ``ProcessGroupGloo`` where torch makes groups: the main thread leaves them to a helper.
+class InterruptibleGloo:
+    """Stands for ``ProcessGroupGloo`` where torch makes groups: the main thread leaves them to a helper thread.
 
     Of each two ranks of a group one connects, and the other waits in C++ until it does (``connectAsListener`` of
     gloo's TCP transport). If the first is lost before it has connected, or leaves its block, there is no connection
@@ -124,44 +94,17 @@ class InterruptibleConnect:
     at a fault would go on in gloo's threads, and write to parameters that a rank has kept.
 
     Args:
-        shared: knows the backends that need not be made again.
+        original: torch's class.
     """
 
-    def __init__(self, shared: SharedBackends) -> None:
-        self._shared = shared
-        self._patches = Patches()
-        self._helper = SpareHelper()
-
-    def install(self) -> None:
-        """Replace torch's class (idempotent)."""
-        if not self._patches.are_made and dist.is_gloo_available():
-            self._patches.make([Patch(c10d, _BACKEND, self._in_helper, "it connects in C++")])
-
-    def uninstall(self) -> None:
-        """Restore torch's class."""
-        self._patches.undo()
-        self._helper.end()
-
-    def _in_helper(self, original: Any) -> _Backend:
-        return _Backend(original, self._helper, self._shared)
-
-
-class _Backend:
-    """Stands for the class of gloo's groups: makes them, and knows them."""
-
-    def __init__(self, original: Any, helper: SpareHelper, shared: SharedBackends) -> None:  # Any: a class of C++
+    def __init__(self, original: Any) -> None:  # Any: a class of C++
         self._original = original
-        self._helper = helper
-        self._shared = shared
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
-        return self._shared.get(lambda: self._connected(*args, **kwargs))
-
-    def _connected(self, *args: object, **kwargs: object) -> Any:
         _connect_at_once()
         if threading.current_thread() is not threading.main_thread():
             return self._original(*args, **kwargs)  # no other thread is interrupted
-        return self._helper.run(lambda: self._original(*args, **kwargs))
+        return run_in_helper_thread(lambda: self._original(*args, **kwargs))
 
     def __instancecheck__(self, instance: object) -> bool:
         return isinstance(instance, self._original)
@@ -180,8 +123,44 @@ def _connect_at_once() -> None:
     asked = os.environ.get(TORCH_GLOO_LAZY_INIT_ENV, "")
     if asked.lower() in TORCH_YES:
         logger.warning(
-            "%s=%s is not used: connections that gloo makes within a step cannot be cut at a fault",
+            "%s=%s is ignored: connections that gloo makes within a step cannot be cut at a fault",
             TORCH_GLOO_LAZY_INIT_ENV,
             asked,
         )
         os.environ[TORCH_GLOO_LAZY_INIT_ENV] = "0"
+
+
+def interruptible_store(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return torch's factory of stores, which first waits in Python until the store listens.
+
+    A store that closes while a fault is handled is not waited for, whereas torch's own client would keep connecting
+    to it for minutes.
+    """
+
+    @functools.wraps(original)
+    def create(hostname: str, port: int, rank: int, world_size: int, timeout: timedelta, *more: Any) -> Any:
+        if rank == 0 and not rendezvous._torchelastic_use_agent_store():
+            return original(hostname, port, rank, world_size, timeout, *more)  # this rank hosts the store
+        deadline = time.monotonic() + timeout.total_seconds()
+        while True:
+            _wait_until_listening(hostname, port, deadline)
+            try:
+                store = run_in_helper_thread(lambda: original(hostname, port, rank, world_size, _ATTEMPT, *more))
+            except dist.DistError:
+                if time.monotonic() >= deadline:
+                    raise
+                continue
+            store.set_timeout(timeout)
+            return store
+
+    return create
+
+
+def _wait_until_listening(hostname: str, port: int, deadline: float) -> None:
+    """Return when a server listens at the address, or at the deadline, so that torch reports the error."""
+    while time.monotonic() < deadline:
+        try:
+            socket.create_connection((hostname, port), timeout=_CONNECT_TIMEOUT_S).close()
+            return
+        except OSError:
+            time.sleep(_TURN.total_seconds())
