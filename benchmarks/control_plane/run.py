@@ -45,6 +45,7 @@ from checkpointless.wire.node_messages import (
     RankEnded,
     RankReady,
     RankStanding,
+    RankState,
     Silent,
     SilentRank,
     Spawn,
@@ -52,7 +53,6 @@ from checkpointless.wire.node_messages import (
     StoreOpened,
     Trouble,
 )
-from checkpointless.wire.rank_state import RankState
 
 RANKS = (64, 1_024, 16_384)
 NPROC = 8

@@ -9,8 +9,7 @@ from checkpointless.agent.ranks.local_rank import LocalRank
 from checkpointless.coordinator.hangs.policy import SHARING, Heartbeat
 from checkpointless.posix.process_state import ProcessLook
 from checkpointless.wire.board import NO_STEP, BoardReading
-from checkpointless.wire.node_messages import Holding, NodeMessage, Progress, Silent, SilentRank
-from checkpointless.wire.rank_state import RankState
+from checkpointless.wire.node_messages import Holding, NodeMessage, Progress, RankState, Silent, SilentRank
 
 _PROGRESS_EVERY_S = 0.25
 _SILENT_EVERY_S, _SILENT_RARELY_S = 0.2, 5.0  # the longer a silence is, the less its length in seconds means

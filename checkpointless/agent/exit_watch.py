@@ -9,7 +9,7 @@ from checkpointless.agent.ranks.local_rank import LocalRank
 from checkpointless.posix.idleness import Idleness, families
 from checkpointless.posix.signals import STACKS_SIGNAL, is_default
 from checkpointless.telemetry.wording import numbered
-from checkpointless.wire.rank_state import RankState
+from checkpointless.wire.node_messages import RankState
 
 NAMED_AFTER_S = 10.0
 OWN_LIMIT_S = 5.0  # for a process to find out by itself, and to name its threads, before the agent ends it

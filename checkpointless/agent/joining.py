@@ -11,7 +11,15 @@ from typing import Any
 
 from checkpointless.posix.awake_clock import AwakeClock
 from checkpointless.wire.channel import Channel
-from checkpointless.wire.handshake import BEFORE_WELCOME, Challenge, Refused, Welcome, is_welcome, prove
+from checkpointless.wire.handshake import (
+    BEFORE_WELCOME,
+    Challenge,
+    Refused,
+    Welcome,
+    check_version,
+    is_welcome,
+    prove,
+)
 from checkpointless.wire.messages import LineBuffer, ProtocolError, encode
 from checkpointless.wire.node_messages import FROM_COORDINATOR
 
@@ -105,6 +113,10 @@ class Joining:
             challenge = self._hear()
             if not isinstance(challenge, Challenge):
                 raise ProtocolError(f"it began with {challenge.type!r}")
+            try:
+                check_version(challenge.version)
+            except ValueError as error:
+                raise JoinError(f"the coordinator at {self.where} cannot be joined: {error}") from error
             proof = prove(token, challenge, node, nproc)
             self._connection.sendall(encode(proof))
             try:

@@ -17,8 +17,7 @@ from checkpointless.coordinator.coordinator import Coordinator
 from checkpointless.coordinator.hosting import FAREWELL_S
 from checkpointless.coordinator.job import FAILED
 from checkpointless.coordinator.listener import CoordinatorPort
-from checkpointless.wire.address import LOOPBACK
-from checkpointless.wire.channel import Channel
+from checkpointless.wire.channel import LOOPBACK, Channel
 from checkpointless.wire.node_messages import (
     Alive,
     Command,

@@ -26,11 +26,12 @@ from checkpointless.posix.signals import ENDING
 from checkpointless.telemetry.event_names import EventName
 from checkpointless.telemetry.events import EventLog
 from checkpointless.telemetry.wording import numbered
-from checkpointless.wire.address import LOOPBACK
 from checkpointless.wire.board import NO_STEP
 from checkpointless.wire.causes import signal_name
+from checkpointless.wire.channel import LOOPBACK
 from checkpointless.wire.messages import FaultNotice, Finish, Go, HandOver, Inquire
 from checkpointless.wire.node_messages import (
+    IN_BLOCK,
     AllDone,
     Ask,
     Begin,
@@ -46,11 +47,11 @@ from checkpointless.wire.node_messages import (
     Progress,
     RankEnded,
     RankStanding,
+    RankState,
     Spawn,
     Standing,
     StoreOpened,
 )
-from checkpointless.wire.rank_state import IN_BLOCK, RankState
 
 logger = logging.getLogger(__name__)
 

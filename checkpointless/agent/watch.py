@@ -21,7 +21,7 @@ from checkpointless.monitoring.snapshot import (
 from checkpointless.telemetry.event_names import EventName
 from checkpointless.telemetry.events import Edge, EventLog
 from checkpointless.wire.board import NO_STEP
-from checkpointless.wire.rank_state import RankState
+from checkpointless.wire.node_messages import RankState
 
 if TYPE_CHECKING:  # a node's agent loads torch, and a coordinator in a process of its own needs none
     from collections.abc import Iterator

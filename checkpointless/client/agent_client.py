@@ -16,6 +16,7 @@ from typing import TypeVar, cast
 from checkpointless.environment import AGENT_FD_ENV, RANK_ENV
 from checkpointless.wire.causes import exception_cause
 from checkpointless.wire.messages import (
+    FROM_AGENT,
     AgentMessage,
     Answer,
     Barrier,
@@ -34,8 +35,6 @@ from checkpointless.wire.messages import (
     ProtocolError,
     RankMessage,
     Replace,
-    Sender,
-    decode,
     encode,
 )
 
@@ -308,7 +307,7 @@ class AgentClient(RankClient):
         try:
             while data := self._connection.recv(_RECEIVE_BYTES):
                 for line in lines.feed(data):
-                    self._hear(cast(AgentMessage, decode(line, Sender.AGENT)))
+                    self._hear(FROM_AGENT.decode(line))
             self._lose("it closed the connection")
         except (OSError, ProtocolError) as error:
             self._lose(str(error))

@@ -23,6 +23,7 @@ from checkpointless.environment import (
     WORLD_SIZE_ENV,
 )
 from checkpointless.wire.messages import (
+    FROM_RANK,
     Barrier,
     Done,
     FaultNotice,
@@ -34,8 +35,6 @@ from checkpointless.wire.messages import (
     ProtocolError,
     RankMessage,
     Replace,
-    Sender,
-    decode,
     encode,
 )
 
@@ -149,7 +148,7 @@ class StoreClient(RankClient):
         if generation is None or self._lost is not None:
             return
         if self.pending_fault(generation) is None and self._store.check([f"fault/{generation}"]):
-            report = decode(self._store.get(f"fault/{generation}"), Sender.RANK)
+            report = FROM_RANK.decode(self._store.get(f"fault/{generation}"))
             if not isinstance(report, FaultReport):
                 raise ProtocolError(f"a rank left {report.type!r} where a fault report belongs")
             cause = report.cause

@@ -24,6 +24,7 @@ from checkpointless.telemetry.event_names import EventName
 from checkpointless.telemetry.events import EventLog
 from checkpointless.wire.board import NO_STEP
 from checkpointless.wire.node_messages import (
+    IN_BLOCK,
     Alive,
     Answered,
     Command,
@@ -39,13 +40,13 @@ from checkpointless.wire.node_messages import (
     RankEnded,
     RankInexact,
     RankReady,
+    RankState,
     Searching,
     Silent,
     Standing,
     StoreOpened,
     Trouble,
 )
-from checkpointless.wire.rank_state import IN_BLOCK, RankState
 
 logger = logging.getLogger(__name__)
 

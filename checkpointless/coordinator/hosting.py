@@ -14,8 +14,8 @@ from checkpointless.coordinator.limits import Limits
 from checkpointless.coordinator.listener import CoordinatorPort
 from checkpointless.posix.awake_clock import AwakeClock
 from checkpointless.telemetry.events import EventLog
-from checkpointless.wire.address import resolve
 from checkpointless.wire.causes import signal_name
+from checkpointless.wire.channel import resolve
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,16 @@ from typing import Any
 from checkpointless.coordinator.coordinator import Coordinator
 from checkpointless.coordinator.roster import Node
 from checkpointless.wire.channel import Channel
-from checkpointless.wire.handshake import BEFORE_PROOF, Challenge, Proof, Refused, is_proved, new_nonce, welcome
+from checkpointless.wire.handshake import (
+    BEFORE_PROOF,
+    Challenge,
+    Proof,
+    Refused,
+    check_version,
+    is_proved,
+    new_nonce,
+    welcome,
+)
 from checkpointless.wire.node_messages import FROM_NODE, Alive
 
 logger = logging.getLogger(__name__)
@@ -151,6 +160,7 @@ class CoordinatorPort:
             self._show_out(guest)
             return
         try:
+            check_version(proof.version)
             guest.node = self._coordinator.admit(proof.node, proof.nproc, channel.send)
         except ValueError as error:
             channel.send(Refused(str(error)))

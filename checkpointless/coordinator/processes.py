@@ -8,8 +8,7 @@ from checkpointless.coordinator.job import Job
 from checkpointless.coordinator.roster import Rank
 from checkpointless.telemetry.rungs import Rung
 from checkpointless.wire.messages import HandOver
-from checkpointless.wire.node_messages import Kill, OpenStore, Spawn
-from checkpointless.wire.rank_state import RankState
+from checkpointless.wire.node_messages import Kill, OpenStore, RankState, Spawn
 
 
 class Processes:

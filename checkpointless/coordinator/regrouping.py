@@ -20,8 +20,16 @@ from checkpointless.telemetry.rungs import Rung
 from checkpointless.telemetry.wording import plural
 from checkpointless.wire.board import NO_STEP
 from checkpointless.wire.causes import Cause, CauseKind, culprit, exit_cause, refusal_cause
-from checkpointless.wire.node_messages import AllDone, Begin, FaultNotice, OneEnded, RankEnded
-from checkpointless.wire.rank_state import COUNTED, IN_BLOCK, RankState
+from checkpointless.wire.node_messages import (
+    COUNTED,
+    IN_BLOCK,
+    AllDone,
+    Begin,
+    FaultNotice,
+    OneEnded,
+    RankEnded,
+    RankState,
+)
 
 _NO_RESTARTS = "; or begin again from the script's own checkpoint: --max-restarts N"
 _FIRST_STEP = 1

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from checkpointless.wire.board import NO_STEP
-from checkpointless.wire.node_messages import Command
-from checkpointless.wire.rank_state import RankState
+from checkpointless.wire.node_messages import Command, RankState
 
 NOT_YET = "it has not joined yet"
 

@@ -23,7 +23,7 @@ from checkpointless.monitoring.accounting import Account
 from checkpointless.monitoring.durations import Durations
 from checkpointless.monitoring.measured import Measured
 from checkpointless.monitoring.snapshot import OUTSIDE, JobNames, JobStatus, Snapshot
-from checkpointless.wire.rank_state import RankState
+from checkpointless.wire.node_messages import RankState
 
 __all__ = ["CONTENT_TYPE", "render"]
 

@@ -14,6 +14,16 @@ logger = logging.getLogger(__name__)
 
 MAX_WAITING_BYTES = 64 * 1024 * 1024  # of messages that the other side has not accepted
 _RECEIVE_BYTES = 256 * 1024
+LOOPBACK = "127.0.0.1"
+
+
+def resolve(address: str) -> str:
+    """Return the numeric form of an address; a name is looked up.
+
+    Raises:
+        OSError: the name cannot be looked up.
+    """
+    return str(socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][4][0])
 
 
 class Channel:

@@ -16,14 +16,20 @@ from checkpointless.environment import TOKEN_ENV
 from checkpointless.wire.messages import Message, Vocabulary
 from checkpointless.wire.plain import Int
 
+PROTOCOL_VERSION = 7
 MIN_TOKEN_CHARACTERS = 16
 SPARE = -1  # the node number of an agent that waits until it is needed
 
 
 class Challenge(Message, frozen=True, tag="challenge"):
-    """The coordinator's first message on every connection."""
+    """The coordinator's first message on every connection.
+
+    Attributes:
+        version: the version of all messages between nodes and the coordinator.
+    """
 
     nonce: str
+    version: Int = PROTOCOL_VERSION
 
 
 class Proof(Message, frozen=True, tag="proof"):
@@ -34,12 +40,14 @@ class Proof(Message, frozen=True, tag="proof"):
         nproc: how many ranks the agent runs.
         nonce: the agent's challenge to the coordinator.
         mac: the proof that the agent knows the token.
+        version: as in :class:`Challenge`.
     """
 
     node: Int
     nproc: Int
     nonce: str
     mac: str
+    version: Int = PROTOCOL_VERSION
 
 
 class Welcome(Message, frozen=True, tag="welcome"):
@@ -68,6 +76,19 @@ def check_token(token: str) -> None:
         raise ValueError(
             f"several nodes need a secret of at least {MIN_TOKEN_CHARACTERS} characters in {TOKEN_ENV}, "
             "the same on all of them (openssl rand -hex 32 makes one)"
+        )
+
+
+def check_version(version: int) -> None:
+    """Check that the other side has the messages of this one.
+
+    Raises:
+        ValueError: it has those of another version.
+    """
+    if version != PROTOCOL_VERSION:
+        raise ValueError(
+            f"it has version {version} of the protocol, and this side {PROTOCOL_VERSION}: install the same "
+            "checkpointless on all nodes"
         )
 
 

@@ -1,22 +1,24 @@
 """The messages between a rank and its agent: JSON objects, one per line; nothing is evaluated or unpickled.
 
-msgspec checks what comes in against the types of the message's fields. The sum of these messages, of those between
-nodes and the coordinator (:mod:`~checkpointless.wire.node_messages`) and of the handshake has one version.
+msgspec checks what comes in against the types of the message's fields. A rank and its agent are of one
+installation; nodes and the coordinator compare their versions when they meet
+(:mod:`~checkpointless.wire.handshake`).
 """
 
 from __future__ import annotations
 
-from enum import Enum
-from typing import Any, Final, Literal
+import functools
+import operator
+from typing import Any, get_args
 
 import msgspec
 
 from checkpointless.wire.causes import Cause
 from checkpointless.wire.plain import Int
 
-PROTOCOL_VERSION: Final = 6
 MAX_MESSAGE_BYTES = 256 * 1024
 _SHORTENED = "[... shortened ...]"
+_MOST_OF_AN_ERROR = 160
 _LEAST_CHARACTERS = 1024  # a shorter text is not shortened
 
 
@@ -24,21 +26,8 @@ class ProtocolError(ValueError):
     """The data received (or to be sent) is not a message of this protocol."""
 
 
-class Sender(Enum):
-    """The side that sends a message; both sides have a message of type ``fault``."""
-
-    RANK = "rank"
-    AGENT = "agent"
-
-
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="type"):
-    """A message of any vocabulary: plain values, texts, rows of them, and the name of the message in ``type``.
-
-    Attributes:
-        v: the version of the protocol.
-    """
-
-    v: Literal[6] = PROTOCOL_VERSION
+    """A message of any vocabulary: plain values, texts, rows of them, and the name of the message in ``type``."""
 
     @property
     def type(self) -> str:
@@ -202,13 +191,6 @@ RankMessage = Hello | FaultReport | Barrier | Replace | Done | Inexact | GiveUp 
 AgentMessage = Go | FaultNotice | HandOver | Inquire | Finish | Ending
 
 
-class _Envelope(msgspec.Struct):
-    """What is read of every message first."""
-
-    v: msgspec.Raw = msgspec.Raw(b"null")
-    type: msgspec.Raw = msgspec.Raw(b"null")
-
-
 class Vocabulary:
     """The messages that one side may send.
 
@@ -218,39 +200,25 @@ class Vocabulary:
     """
 
     def __init__(self, sender: str, *classes: type[Message]) -> None:
-        self.sender = sender
-        self._envelope = msgspec.json.Decoder(_Envelope)
-        self._decoders = {str(cls.__struct_config__.tag): msgspec.json.Decoder(cls) for cls in classes}
+        self._sender = sender
+        self._decoder = msgspec.json.Decoder(functools.reduce(operator.or_, classes))
 
-    def decode(self, line: bytes) -> Message:
+    def decode(self, line: bytes) -> Any:
         """Return the message in ``line``, which may end in a newline.
 
         Raises:
-            ProtocolError: the line is malformed, oversized, of another version, or of a type unknown from this
-                sender.
+            ProtocolError: the line is malformed, oversized, or not a message of this sender.
         """
         if len(line) > MAX_MESSAGE_BYTES:
             raise ProtocolError(f"a message of {len(line)} bytes is over {MAX_MESSAGE_BYTES}")
         try:
-            envelope = self._envelope.decode(line)
-            version, kind = bytes(envelope.v), msgspec.json.decode(envelope.type)
+            return self._decoder.decode(line)
         except (ValueError, RecursionError) as error:
-            raise ProtocolError(f"not a JSON object: {error}") from error
-        if version != str(PROTOCOL_VERSION).encode():
-            raise ProtocolError(f"protocol version {version[:40]!r}; this side speaks {PROTOCOL_VERSION}")
-        decoder = self._decoders.get(kind) if isinstance(kind, str) else None
-        if decoder is None:
-            raise ProtocolError(f"unknown message type {kind!r} from the {self.sender}")
-        try:
-            return decoder.decode(line)
-        except (ValueError, RecursionError) as error:
-            raise ProtocolError(f"{kind!r}: {error}") from error
+            raise ProtocolError(f"not a message of the {self._sender}: {str(error)[:_MOST_OF_AN_ERROR]}") from error
 
 
-_VOCABULARIES = {
-    Sender.RANK: Vocabulary("rank", Hello, FaultReport, Barrier, Replace, Done, Inexact, GiveUp, Answer),
-    Sender.AGENT: Vocabulary("agent", Go, FaultNotice, HandOver, Inquire, Finish, Ending),
-}
+FROM_RANK = Vocabulary("rank", *get_args(RankMessage))
+FROM_AGENT = Vocabulary("agent", *get_args(AgentMessage))
 
 
 def encode(message: Message) -> bytes:
@@ -276,19 +244,6 @@ def encode(message: Message) -> bytes:
         holder[name] = _shorten(holder[name], len(holder[name]) // 2)
         line = msgspec.json.encode(body)
     return line + b"\n"
-
-
-def decode(line: bytes, sender: Sender) -> Message:
-    """Return the message in ``line``.
-
-    Args:
-        line: one line, with or without its newline.
-        sender: the side that sent the line.
-
-    Raises:
-        ProtocolError: the line is malformed, oversized, of another version, or of a type unknown from this sender.
-    """
-    return _VOCABULARIES[sender].decode(line)
 
 
 class LineBuffer:

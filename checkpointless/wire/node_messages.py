@@ -7,6 +7,7 @@ manages their boards.
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import Annotated, get_args
 
 import msgspec
@@ -14,7 +15,23 @@ import msgspec
 from checkpointless.wire.causes import Cause
 from checkpointless.wire.messages import FaultNotice, HandOver, Message, Vocabulary
 from checkpointless.wire.plain import Int
-from checkpointless.wire.rank_state import RankState
+
+
+class RankState(Enum):
+    """The state of a rank."""
+
+    STARTING = "starting"  # its process was started but has not said hello
+    READY = "ready"  # at the barrier
+    RUNNING = "running"  # in its block
+    LEAVING = "leaving"  # was told of a fault and is not at the barrier yet
+    DONE = "done"  # its block has returned
+    FINISHED = "finished"  # every rank's block has returned
+    GONE = "gone"  # its process has ended
+
+
+IN_BLOCK = (RankState.RUNNING, RankState.DONE)
+
+COUNTED = (RankState.READY, *IN_BLOCK, RankState.LEAVING)  # the end of their process is a fault
 
 
 class RankStanding(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -40,7 +40,7 @@ def a_browser(connection: socket.socket, draws: random.Random) -> None:
 
 
 def wrong_messages(connection: socket.socket, draws: random.Random) -> None:
-    lines = [b"{}", b"[]", b'{"v":1,"type":"joined"}', b'{"v":99,"type":"proof"}', b"[" * 5000, b"\xff\xfe"]
+    lines = [b"{}", b"[]", b'{"type":"joined"}', b'{"version":99,"type":"proof"}', b"[" * 5000, b"\xff\xfe"]
     connection.sendall(b"\n".join(draws.sample(lines, 3)) + b"\n")
 
 

@@ -9,8 +9,7 @@ from checkpointless.agent.ranks.output import Printed
 from checkpointless.agent.ranks.rank_link import RankLink
 from checkpointless.wire.board import Board
 from checkpointless.wire.messages import AgentMessage
-from checkpointless.wire.node_messages import RankEnded
-from checkpointless.wire.rank_state import RankState
+from checkpointless.wire.node_messages import RankEnded, RankState
 
 EXIT_GRACE_S = 1.0  # for a process to end after it hung up or said that it would exit
 

@@ -30,8 +30,7 @@ from checkpointless.telemetry.event_names import EventName
 from checkpointless.telemetry.wording import numbered
 from checkpointless.wire.causes import signal_name
 from checkpointless.wire.messages import Ending, HandOver, ProtocolError
-from checkpointless.wire.node_messages import Joined, NodeMessage, RankEnded, Spawn
-from checkpointless.wire.rank_state import RankState
+from checkpointless.wire.node_messages import Joined, NodeMessage, RankEnded, RankState, Spawn
 
 logger = logging.getLogger(__name__)
 

@@ -6,9 +6,8 @@ import logging
 import selectors
 import socket
 from collections.abc import Callable
-from typing import cast
 
-from checkpointless.wire.messages import AgentMessage, LineBuffer, RankMessage, Sender, decode, encode
+from checkpointless.wire.messages import FROM_RANK, AgentMessage, LineBuffer, RankMessage, encode
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +65,7 @@ class RankLink:
             data = b""
         if not data:
             raise EOFError
-        return [cast(RankMessage, decode(line, Sender.RANK)) for line in self._lines.feed(data)]
+        return [FROM_RANK.decode(line) for line in self._lines.feed(data)]
 
     def close(self) -> None:
         """Close the connection, and take it from the loop."""

@@ -24,15 +24,17 @@ from checkpointless.wire.messages import (
     Replace,
 )
 from checkpointless.wire.node_messages import (
+    COUNTED,
+    IN_BLOCK,
     Answered,
     JobOver,
     NodeMessage,
     RankDone,
     RankInexact,
     RankReady,
+    RankState,
     Trouble,
 )
-from checkpointless.wire.rank_state import COUNTED, IN_BLOCK, RankState
 
 logger = logging.getLogger(__name__)
 

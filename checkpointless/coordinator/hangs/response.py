@@ -13,8 +13,7 @@ from checkpointless.coordinator.regrouping import Regrouping
 from checkpointless.coordinator.roster import Node
 from checkpointless.telemetry.event_names import EventName
 from checkpointless.wire.causes import Cause, CauseKind
-from checkpointless.wire.node_messages import Answered, Ask, Progress, Silent
-from checkpointless.wire.rank_state import RankState
+from checkpointless.wire.node_messages import Answered, Ask, Progress, RankState, Silent
 
 
 class HangReports:

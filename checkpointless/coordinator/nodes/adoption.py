@@ -5,8 +5,7 @@ from __future__ import annotations
 from checkpointless.coordinator.roster import Node, Rank, Roster
 from checkpointless.wire.board import NO_STEP
 from checkpointless.wire.causes import Cause, CauseKind, attribute, exit_cause
-from checkpointless.wire.node_messages import RankDone, RankEnded, RankReady, Standing, Trouble
-from checkpointless.wire.rank_state import IN_BLOCK, RankState
+from checkpointless.wire.node_messages import IN_BLOCK, RankDone, RankEnded, RankReady, RankState, Standing, Trouble
 
 
 class Adoption:

@@ -14,8 +14,7 @@ from checkpointless.coordinator.roster import NOT_YET, Node, Rank
 from checkpointless.telemetry.event_names import EventName
 from checkpointless.telemetry.rungs import Rung
 from checkpointless.wire.causes import Cause, CauseKind
-from checkpointless.wire.node_messages import Command, DeviceBad, End, Holding
-from checkpointless.wire.rank_state import RankState
+from checkpointless.wire.node_messages import Command, DeviceBad, End, Holding, RankState
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,15 @@ from checkpointless.coordinator.regrouping import Regrouping
 from checkpointless.coordinator.roster import Node, Rank
 from checkpointless.telemetry.event_names import EventName
 from checkpointless.wire.causes import Cause, CauseKind
-from checkpointless.wire.node_messages import AllDone, Discard, OpenStore, RankStanding, Standing
-from checkpointless.wire.rank_state import IN_BLOCK, RankState
+from checkpointless.wire.node_messages import (
+    IN_BLOCK,
+    AllDone,
+    Discard,
+    OpenStore,
+    RankStanding,
+    RankState,
+    Standing,
+)
 
 _BEFORE_THE_BLOCK = (RankState.STARTING, RankState.READY)
 _AT_WORK = (*IN_BLOCK, RankState.LEAVING)

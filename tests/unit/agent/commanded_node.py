@@ -16,8 +16,8 @@ from checkpointless.agent.ranks.output import Printed
 from checkpointless.agent.ranks.starters import Descriptors, Exited, News, Order, Ready, Started, Starter
 from checkpointless.coordinator.hangs.policy import Heartbeat
 from checkpointless.telemetry.events import EventLog
-from checkpointless.wire.address import LOOPBACK
 from checkpointless.wire.board import Board
+from checkpointless.wire.channel import LOOPBACK
 from checkpointless.wire.node_messages import NodeMessage
 
 

@@ -11,8 +11,7 @@ from checkpointless.agent.beat_watch import BeatWatch
 from checkpointless.agent.ranks.local_rank import Beats, LocalRank
 from checkpointless.coordinator.hangs.policy import Heartbeat
 from checkpointless.wire.board import BoardReading
-from checkpointless.wire.node_messages import NodeMessage, Progress, Silent
-from checkpointless.wire.rank_state import RankState
+from checkpointless.wire.node_messages import NodeMessage, Progress, RankState, Silent
 
 
 class Rank:

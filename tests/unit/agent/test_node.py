@@ -14,7 +14,7 @@ import pytest
 from checkpointless.agent.launch_config import DEFAULT_TERM_GRACE_S
 from checkpointless.agent.ranks.process_keeper import LEAVE_S
 from checkpointless.agent.ranks.rank_link import RankLink
-from checkpointless.wire.address import LOOPBACK
+from checkpointless.wire.channel import LOOPBACK
 from checkpointless.wire.messages import Inexact, encode
 from checkpointless.wire.node_messages import (
     AllDone,
@@ -30,12 +30,12 @@ from checkpointless.wire.node_messages import (
     RankEnded,
     RankInexact,
     RankStanding,
+    RankState,
     Silent,
     Spawn,
     Standing,
     StoreOpened,
 )
-from checkpointless.wire.rank_state import RankState
 from tests.unit.agent.commanded_node import CommandedNode
 
 Told = TypeVar("Told", Progress, Silent)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from checkpointless.client import agent_client
 from checkpointless.client.agent_client import AgentClient, AgentLostError
 from checkpointless.client.factory import HPAgentK8sAPIFactory, RankUnknownError, wait_rank
 from checkpointless.client.standalone import StandaloneClient
@@ -25,9 +26,7 @@ from checkpointless.wire.messages import (
     Inquire,
     LineBuffer,
     Message,
-    Sender,
     Vocabulary,
-    decode,
     encode,
 )
 
@@ -47,7 +46,7 @@ class Agent:
     def hear(self) -> Message:
         while not self._heard:
             lines = self._lines.feed(self.connection.recv(65536))
-            self._heard += [decode(line, Sender.RANK) for line in lines]
+            self._heard += [messages.FROM_RANK.decode(line) for line in lines]
         return self._heard.pop(0)
 
     def wait_until_read(self) -> None:
@@ -158,7 +157,7 @@ def test_the_end_of_the_agent_wakes_who_waits(pair: tuple[AgentClient, Agent]) -
         client.done(0)
 
 
-@pytest.mark.parametrize("said", [b"nonsense\n", b'{"v":1,"type":"hello"}\n'])
+@pytest.mark.parametrize("said", [b"nonsense\n", b'{"type":"hello"}\n'])
 def test_an_agent_that_does_not_keep_to_the_protocol_is_left(pair: tuple[AgentClient, Agent], said: bytes) -> None:
     client, agent = pair
     agent.connection.sendall(said)
@@ -180,7 +179,7 @@ def test_a_message_that_is_not_handled_is_refused_and_no_fault(
     called: list[FaultNotice] = []
     client.on_fault = called.append
     newer = Vocabulary("agent", Go, FaultNotice, Inquire, Finish, Advice)
-    monkeypatch.setitem(messages._VOCABULARIES, Sender.AGENT, newer)
+    monkeypatch.setattr(agent_client, "FROM_AGENT", newer)
     agent.say(Advice(7))
     with pytest.raises(AgentLostError, match="cannot handle the agent's message 'advice'"):
         client.wait_finish_or_fault(7, 5)

@@ -21,9 +21,9 @@ from checkpointless.wire.node_messages import (
     RankDone,
     RankEnded,
     RankReady,
+    RankState,
     Spawn,
 )
-from checkpointless.wire.rank_state import RankState
 from tests.unit.messaged_job import REGROUP_S, Job, go_env
 
 

@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from checkpointless.wire import messages
 from checkpointless.wire.causes import Cause, exception_cause
+from checkpointless.wire.handshake import Challenge, check_version
 from checkpointless.wire.messages import (
     MAX_MESSAGE_BYTES,
     Answer,
@@ -26,20 +28,18 @@ from checkpointless.wire.messages import (
     Message,
     ProtocolError,
     Replace,
-    Sender,
-    decode,
     encode,
 )
 from checkpointless.wire.node_messages import (
     FROM_NODE,
     NodeMessage,
     RankStanding,
+    RankState,
     Silent,
     SilentRank,
     Standing,
     Trouble,
 )
-from checkpointless.wire.rank_state import RankState
 
 st.register_type_strategy(int, st.integers(-(1 << 63), (1 << 63) - 1))
 
@@ -47,7 +47,7 @@ st.register_type_strategy(int, st.integers(-(1 << 63), (1 << 63) - 1))
 def made_up(cls: type[Any]) -> st.SearchStrategy[Any]:
     """Return a strategy for any message of a class, or for any part of one."""
     known = get_type_hints(cls)
-    return st.builds(cls, **{name: value_of(known[name]) for name in cls.__struct_fields__ if name != "v"})
+    return st.builds(cls, **{name: value_of(known[name]) for name in cls.__struct_fields__})
 
 
 def value_of(hint: Any) -> st.SearchStrategy[Any]:
@@ -68,19 +68,19 @@ ANY_JSON = st.recursive(
 def test_the_agent_reads_what_a_rank_says(message: Message) -> None:
     line = encode(message)
     assert line.count(b"\n") == 1
-    assert decode(line, Sender.RANK) == message
+    assert messages.FROM_RANK.decode(line) == message
 
 
 @given(FROM_AGENT)
 def test_a_rank_reads_what_the_agent_says(message: Message) -> None:
-    assert decode(encode(message), Sender.AGENT) == message
+    assert messages.FROM_AGENT.decode(encode(message)) == message
 
 
 @given(st.binary(max_size=200))
 def test_noise_is_refused(line: bytes) -> None:
-    for sender in Sender:
+    for sender in (messages.FROM_RANK, messages.FROM_AGENT):
         with pytest.raises(ProtocolError):
-            decode(line, sender)
+            sender.decode(line)
 
 
 @given(FROM_RANK, st.data())
@@ -89,15 +89,12 @@ def test_a_field_of_another_type_is_refused(message: Message, data: st.DataObjec
     name = data.draw(st.sampled_from(sorted(body)))
     body[name] = data.draw(ANY_JSON.filter(lambda value: type(value) is not type(body[name])))
     with pytest.raises(ProtocolError):
-        decode(json.dumps(body).encode(), Sender.RANK)
+        messages.FROM_RANK.decode(json.dumps(body).encode())
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        {"v": 1},
-        {"v": 6.0},
-        {"v": True},
         {"type": "go"},
         {"type": None},
         {"generation": None},
@@ -107,10 +104,10 @@ def test_a_field_of_another_type_is_refused(message: Message, data: st.DataObjec
     ],
 )
 def test_a_message_that_is_not_as_agreed_is_refused(change: dict[str, Any]) -> None:
-    body = {"v": 6, "type": "barrier", "generation": 1}
-    assert decode(json.dumps(body).encode(), Sender.RANK) == Barrier(1)
+    body = {"type": "barrier", "generation": 1}
+    assert messages.FROM_RANK.decode(json.dumps(body).encode()) == Barrier(1)
     with pytest.raises(ProtocolError):
-        decode(json.dumps(body | change).encode(), Sender.RANK)
+        messages.FROM_RANK.decode(json.dumps(body | change).encode())
 
 
 @given(FROM_A_NODE)
@@ -156,11 +153,11 @@ def test_a_row_that_is_not_as_agreed_is_refused(message: Message, old: bytes, ne
 
 
 @pytest.mark.parametrize(
-    "line", [b'{"v":"\xff","type":"hello"}', b'{"v":6,"type":"\xff"}', b'{"v":' + b"9" * 9999 + b"}"]
+    "line", [b'{"type":"barrier","unfit":"\xff"}', b'{"type":"\xff"}', b'{"type":' + b"9" * 9999 + b"}"]
 )
 def test_bytes_that_are_no_text_are_refused(line: bytes) -> None:
     with pytest.raises(ProtocolError) as raised:
-        decode(line, Sender.RANK)
+        messages.FROM_RANK.decode(line)
     assert len(str(raised.value)) < 200
 
 
@@ -169,39 +166,39 @@ def test_a_text_of_a_class_of_its_own_is_a_text() -> None:
         """Stands in for what a user's exception may return for its text."""
 
     report = FaultReport(1, exception_cause(2, "ValueError", Text("no"), Text("Traceback"), 4, victim=False))
-    assert decode(encode(report), Sender.RANK) == report
+    assert messages.FROM_RANK.decode(encode(report)) == report
     long = encode(GiveUp(1, Text("x" * MAX_MESSAGE_BYTES)))
     assert len(long) <= MAX_MESSAGE_BYTES
-    assert decode(encode(GiveUp(1, Text("no file \udcff"))), Sender.RANK).reason == "no file \\udcff"  # type: ignore[attr-defined]
+    assert messages.FROM_RANK.decode(encode(GiveUp(1, Text("no file \udcff")))).reason == "no file \\udcff"  # type: ignore[attr-defined]
 
 
 def test_a_text_that_is_no_unicode_arrives_escaped() -> None:
-    read = decode(encode(GiveUp(1, "no file \udcff\ud83d")), Sender.RANK)
+    read = messages.FROM_RANK.decode(encode(GiveUp(1, "no file \udcff\ud83d")))
     assert isinstance(read, GiveUp)
     assert read.reason == "no file \\udcff\\ud83d"
 
 
 def test_a_missing_field_is_refused() -> None:
     with pytest.raises(ProtocolError):
-        decode(b'{"v": 6, "type": "barrier"}', Sender.RANK)
+        messages.FROM_RANK.decode(b'{"type": "barrier"}')
 
 
 def test_the_two_kinds_of_fault_are_told_apart_by_who_speaks() -> None:
     report = FaultReport(3, exception_cause(2, "ValueError", "no", "Traceback", 7, victim=False))
     with pytest.raises(ProtocolError):
-        decode(encode(report), Sender.AGENT)
-    assert decode(encode(report), Sender.RANK) == report
+        messages.FROM_AGENT.decode(encode(report))
+    assert messages.FROM_RANK.decode(encode(report)) == report
 
 
 def test_deep_nesting_is_refused() -> None:
     with pytest.raises(ProtocolError):
-        decode(b"[" * 200_000, Sender.RANK)
+        messages.FROM_RANK.decode(b"[" * 200_000)
 
 
 def test_an_oversized_line_is_refused() -> None:
     line = encode(GiveUp(1, "x"))[:-1] + b" " * MAX_MESSAGE_BYTES
     with pytest.raises(ProtocolError):
-        decode(line, Sender.RANK)
+        messages.FROM_RANK.decode(line)
 
 
 @pytest.mark.parametrize("character", ["a", "\n", "\u00e9", "\U0001f525"])
@@ -210,7 +207,7 @@ def test_a_long_traceback_keeps_its_two_ends(character: str) -> None:
     report = FaultReport(1, exception_cause(2, "ValueError", "the message", trace, 4, victim=False))
     line = encode(report)
     assert len(line) <= MAX_MESSAGE_BYTES
-    read = decode(line, Sender.RANK)
+    read = messages.FROM_RANK.decode(line)
     assert isinstance(read, FaultReport)
     assert read.cause.traceback.startswith("Traceback, first line")
     assert read.cause.traceback.endswith("the last line")
@@ -223,11 +220,11 @@ def test_what_cannot_be_shortened_is_refused() -> None:
 
 
 @given(st.lists(FROM_RANK, max_size=4), st.integers(1, 50))
-def test_lines_survive_being_cut_anywhere(messages: list[Message], piece: int) -> None:
-    stream = b"".join(encode(message) for message in messages)
+def test_lines_survive_being_cut_anywhere(said: list[Message], piece: int) -> None:
+    stream = b"".join(encode(message) for message in said)
     buffer = LineBuffer()
     lines = [line for at in range(0, len(stream), piece) for line in buffer.feed(stream[at : at + piece])]
-    assert [decode(line, Sender.RANK) for line in lines] == messages
+    assert [messages.FROM_RANK.decode(line) for line in lines] == said
 
 
 def test_a_line_without_an_end_is_refused_before_it_fills_the_memory() -> None:
@@ -241,4 +238,12 @@ def test_a_line_without_an_end_is_refused_before_it_fills_the_memory() -> None:
 def test_a_number_that_is_none_of_64_bits_is_refused(number: object) -> None:
     body = json.loads(encode(Barrier(3)))
     with pytest.raises(ProtocolError, match="generation"):
-        decode(json.dumps({**body, "generation": number}).encode(), Sender.RANK)
+        messages.FROM_RANK.decode(json.dumps({**body, "generation": number}).encode())
+
+
+def test_another_version_of_the_protocol_is_refused_with_what_to_do() -> None:
+    check_version(Challenge("nonce").version)
+    with pytest.raises(
+        ValueError, match=r"version 1 of the protocol.*install the same checkpointless on all nodes"
+    ):
+        check_version(1)

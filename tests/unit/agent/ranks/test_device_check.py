@@ -11,8 +11,7 @@ import pytest
 
 from checkpointless.agent.ranks.device_check import REPORT_AGAIN_S, DeviceCheck
 from checkpointless.posix.process_state import ProcessLook
-from checkpointless.wire.node_messages import DeviceBad, End, Kill, NodeMessage, RankEnded, Spawn
-from checkpointless.wire.rank_state import RankState
+from checkpointless.wire.node_messages import DeviceBad, End, Kill, NodeMessage, RankEnded, RankState, Spawn
 from tests.unit.agent.commanded_node import CommandedNode
 
 

@@ -13,6 +13,7 @@ from checkpointless.coordinator.roster import Node
 from checkpointless.telemetry.events import EventLog
 from checkpointless.wire.messages import FaultNotice
 from checkpointless.wire.node_messages import (
+    IN_BLOCK,
     AllDone,
     Begin,
     Command,
@@ -26,12 +27,12 @@ from checkpointless.wire.node_messages import (
     RankEnded,
     RankReady,
     RankStanding,
+    RankState,
     Searching,
     Spawn,
     Standing,
     StoreOpened,
 )
-from checkpointless.wire.rank_state import IN_BLOCK, RankState
 
 NPROC = 2
 HEARTBEAT_S, REGROUP_S = 60.0, 120.0

@@ -8,10 +8,10 @@ from checkpointless.coordinator.roster import Node
 from checkpointless.wire.node_messages import (
     NodeMessage,
     RankStanding,
+    RankState,
     Searching,
     Standing,
 )
-from checkpointless.wire.rank_state import RankState
 from tests.unit.messaged_job import NPROC, Job
 
 

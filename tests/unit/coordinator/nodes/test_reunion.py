@@ -20,11 +20,11 @@ from checkpointless.wire.node_messages import (
     RankDone,
     RankEnded,
     RankStanding,
+    RankState,
     Searching,
     Spawn,
     Standing,
 )
-from checkpointless.wire.rank_state import RankState
 from tests.drawn import examples
 from tests.unit.coordinator.nodes.standings import back, goes_searching
 from tests.unit.messaged_job import REGROUP_S, Job

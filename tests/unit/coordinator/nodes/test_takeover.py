@@ -15,9 +15,9 @@ from checkpointless.wire.node_messages import (
     FaultNotice,
     RankDone,
     RankEnded,
+    RankState,
     Spawn,
 )
-from checkpointless.wire.rank_state import RankState
 from tests.drawn import examples
 from tests.unit.coordinator.nodes.standings import standing
 from tests.unit.messaged_job import NPROC, REGROUP_S, Job, trouble

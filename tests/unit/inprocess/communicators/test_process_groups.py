@@ -15,7 +15,7 @@ import torch.distributed.distributed_c10d as c10d
 
 from checkpointless.inprocess.communicators import process_groups as group_owner
 from checkpointless.inprocess.communicators.process_groups import MOST_COUNTS, ProcessGroups
-from checkpointless.wire.messages import Answer, Sender, decode, encode
+from checkpointless.wire.messages import FROM_RANK, Answer, encode
 
 
 @pytest.fixture
@@ -153,7 +153,7 @@ def test_counts_that_fit_into_no_message_are_left_out_altogether() -> None:
         groups.messages[f"group 123/{1_000_000 + peer}>{2_000_000 + peer}"] = 10**9
     answer = Answer(1, False, "in step" * 200_000, True, groups.launched())
     assert len(answer.launched) == MOST_COUNTS
-    assert decode(encode(answer).rstrip(), Sender.RANK) is not None
+    assert FROM_RANK.decode(encode(answer).rstrip()) is not None
     groups.messages["group 123/1>2"] = 1
     assert groups.launched() == {}
 
