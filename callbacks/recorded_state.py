@@ -14,9 +14,9 @@ from lightning.pytorch.callbacks import Callback, Checkpoint, Timer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from checkpointless.inprocess import active_call_wrapper
+from checkpointless.observability.telemetry.steps import StepExtras
 from checkpointless.recovery.running import manager_of
-from checkpointless.serialization.digest import MemoryChecksumManager, digest_buffers, digest_value
-from checkpointless.telemetry.steps import StepExtras
+from checkpointless.state.serialization.digest import MemoryChecksumManager, digest_buffers, digest_value
 
 _CHECKPOINT_SUFFIX = ".ckpt"
 #: A folder with one of these in it is a checkpoint of NeMo, Megatron or torch's distributed checkpointing.

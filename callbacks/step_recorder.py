@@ -19,10 +19,10 @@ from checkpointless.callbacks.recorded_state import (
     validation_metrics,
 )
 from checkpointless.inprocess import active_call_wrapper
+from checkpointless.integrations.torch.repeated_steps import digest_batch, repeated_steps
+from checkpointless.observability.telemetry.steps import StepLog
 from checkpointless.recovery.running import manager_of
-from checkpointless.recovery.training.repeated_steps import digest_batch, repeated_steps
-from checkpointless.serialization.digest import digest_parameters
-from checkpointless.telemetry.steps import StepLog
+from checkpointless.state.serialization.digest import digest_parameters
 
 _Loss = torch.Tensor | float
 

@@ -10,7 +10,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from checkpointless.client import HPAgentK8sAPIFactory, wait_rank
     from checkpointless.inprocess import (
         Abort,
         AbortTransformerEngine,
@@ -32,7 +31,9 @@ if TYPE_CHECKING:
         RankShouldRestart,
         UnrecoverableError,
     )
-    from checkpointless.local_checkpoint import (
+    from checkpointless.launcher.client import HPAgentK8sAPIFactory, wait_rank
+    from checkpointless.recovery import CheckpointManager, PEFTCheckpointManager, PlainTraining, Value
+    from checkpointless.replication.local_checkpoint import (
         CliqueReplicationStrategy,
         LazyCliqueReplicationStrategy,
         LocalCheckpointError,
@@ -40,8 +41,7 @@ if TYPE_CHECKING:
         NoReplicasAvailableError,
         ReplicationStrategy,
     )
-    from checkpointless.recovery import CheckpointManager, PEFTCheckpointManager, PlainTraining, Value
-    from checkpointless.serialization import MemoryChecksumManager
+    from checkpointless.state.serialization import MemoryChecksumManager
 
 __all__ = [
     "Abort",

@@ -26,13 +26,13 @@ CLASSES = {
     "CheckpointlessMegatronStrategy": "strategies/megatron_strategy.py",
     "CheckpointlessModelParallelStrategy": "strategies/torch_strategies.py",
     "CheckpointManager": "checkpointless/recovery/manager.py",
-    "PlainTraining": "checkpointless/recovery/training/plain.py",
-    "LocalCheckpointManager": "checkpointless/local_checkpoint/manager.py",
-    "LazyCliqueReplicationStrategy": "checkpointless/local_checkpoint/replication.py",
-    "CliqueReplicationStrategy": "checkpointless/local_checkpoint/replication.py",
+    "PlainTraining": "checkpointless/integrations/torch/plain.py",
+    "LocalCheckpointManager": "checkpointless/replication/local_checkpoint/manager.py",
+    "LazyCliqueReplicationStrategy": "checkpointless/replication/local_checkpoint/replication.py",
+    "CliqueReplicationStrategy": "checkpointless/replication/local_checkpoint/replication.py",
     "CheckpointlessFinalizeCleanup": "checkpointless/inprocess/finalize.py",
     "CudaHealthCheck": "checkpointless/inprocess/health_check.py",
-    "MemoryChecksumManager": "checkpointless/serialization/digest.py",
+    "MemoryChecksumManager": "checkpointless/state/serialization/digest.py",
     "HPFaultInjectionCallback": "callbacks/fault_injection.py",
 }
 
@@ -49,7 +49,7 @@ def commands() -> dict[str, argparse.ArgumentParser]:
 
 def command_table(name: str) -> str:
     """Every option of a command."""
-    from checkpointless.agent.launch_config import LaunchConfig
+    from checkpointless.launcher.agent.launch_config import LaunchConfig
 
     known = {
         field.name.removesuffix("_s"): field.default

@@ -14,8 +14,8 @@ import torch
 from nemo.collections import llm
 from nemo.collections.llm.gpt.model.base import local_layer_spec
 
-from checkpointless.demo.text import ByteTokenizer, TextDataModule
 from checkpointless.strategies import enable
+from checkpointless.testing.demo.text import ByteTokenizer, TextDataModule
 
 SEQ_LENGTH = 64
 

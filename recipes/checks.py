@@ -11,10 +11,10 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from checkpointless.kernels import unabortable
-from checkpointless.layout import Layout
-from checkpointless.precision import unsupported
+from checkpointless.integrations.compat.kernels import unabortable
+from checkpointless.integrations.compat.precision import unsupported
 from checkpointless.recipes.settings import RecipeError, checkpointless_enabled, needs_gpu
+from checkpointless.system.layout import Layout
 
 PLAIN_STRATEGY = "nemo.lightning.MegatronStrategy"
 _LOCAL_SPEC = "local_layer_spec"  # in the names of the functions that return Megatron's own layers

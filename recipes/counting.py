@@ -16,12 +16,12 @@ from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from checkpointless.layout import Layout
 from checkpointless.recipes.layout import check_layout
 from checkpointless.recipes.memory import Count, Stage
 from checkpointless.recipes.objects import ObjectError, make
 from checkpointless.recipes.runner import prepare_process
 from checkpointless.recipes.settings import RecipeError, first_line, parameters
+from checkpointless.system.layout import Layout
 
 # Kernels that a model's configuration asks for and that change no parameter. The model is built from Megatron's own
 # layers, which have the same parameters as TransformerEngine's and can be built where that is not installed.

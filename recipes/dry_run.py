@@ -5,11 +5,11 @@ from __future__ import annotations
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
-from checkpointless.layout import Layout
+from checkpointless.observability.telemetry.wording import numbered, plural
 from checkpointless.recipes.memory import GIB, Stage, fullest, memory, precision_of
 from checkpointless.recipes.settings import checkpointless_enabled, missing, needs_gpu
 from checkpointless.recipes.tiers import copy_bytes, tier_lines, tiers_of
-from checkpointless.telemetry.wording import numbered, plural
+from checkpointless.system.layout import Layout
 
 
 def show(config: DictConfig, layout: Layout, stages: list[Stage] | str, console: Console) -> None:

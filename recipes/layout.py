@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from omegaconf import DictConfig, OmegaConf
 
-from checkpointless.layout import Layout, LayoutError
 from checkpointless.recipes.settings import RecipeError, checkpointless_enabled
+from checkpointless.system.layout import Layout, LayoutError
 
 
 def layout_of(config: DictConfig, nodes: int | None = None, ranks_per_node: int | None = None) -> Layout:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from omegaconf import DictConfig, OmegaConf
 
-from checkpointless.layout import Layout
+from checkpointless.system.layout import Layout
 
 GIB = 2**30
 

@@ -17,8 +17,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from checkpointless.environment import own_world_size
-from checkpointless.megatron import cpu_platform
+from checkpointless.integrations.megatron import cpu_platform
 from checkpointless.recipes.checks import PLAIN_STRATEGY, check_requirements, check_settings
 from checkpointless.recipes.layout import check_layout, layout_of
 from checkpointless.recipes.objects import ObjectError, make
@@ -32,6 +31,7 @@ from checkpointless.recipes.settings import (
     require_complete,
 )
 from checkpointless.recipes.tiers import check_tiers, tiers_of
+from checkpointless.system.environment import own_world_size
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -211,7 +211,7 @@ def before_ranks(arguments: Sequence[str]) -> None:
     Raises:
         RecipeError: the recipe cannot be read, which each rank will say.
     """
-    from checkpointless.strategies.frameworks import entry_points
+    from checkpointless.integrations.lightning.frameworks import entry_points
 
     config = remember(arguments[0])
     # Both fill what OmegaConf remembers of classes and syntax. Neither the values that are given behind the recipe

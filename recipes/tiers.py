@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from checkpointless.layout import Layout
 from checkpointless.recipes.memory import Memory, Precision
 from checkpointless.recipes.settings import RecipeError
+from checkpointless.system.layout import Layout
 
 if TYPE_CHECKING:
     from checkpointless.recovery import Tier
@@ -33,7 +33,7 @@ def tiers_of(config: DictConfig) -> list[Tier]:
         )
     if OmegaConf.select(config, "peft") is not None:
         raise RecipeError("checkpointless.tiers: when adapters are fine-tuned no copies are kept: leave tiers out")
-    from checkpointless.recovery.tiers.tier import make_tiers
+    from checkpointless.replication.tiers.tier import make_tiers
 
     try:
         return make_tiers(settings)

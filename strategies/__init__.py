@@ -9,9 +9,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from checkpointless.strategies.checkpoints.connector import CheckpointlessCompatibleConnector
-    from checkpointless.strategies.checkpoints.copies import KeepCopies, keep_copies
-    from checkpointless.strategies.checkpoints.resume import CheckpointlessAutoResume
+    from checkpointless.integrations.lightning.checkpoints.connector import CheckpointlessCompatibleConnector
+    from checkpointless.integrations.lightning.checkpoints.copies import KeepCopies, keep_copies
+    from checkpointless.integrations.lightning.checkpoints.resume import CheckpointlessAutoResume
     from checkpointless.strategies.megatron_strategy import CheckpointlessMegatronStrategy
     from checkpointless.strategies.nemo_run.enable import enable
     from checkpointless.strategies.torch_strategies import (

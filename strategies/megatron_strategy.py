@@ -27,24 +27,28 @@ from checkpointless.callbacks.step_recorder import loss_of
 from checkpointless.inprocess import HPCallWrapper
 from checkpointless.inprocess.communicators import launch_bound
 from checkpointless.inprocess.finalize import register_cleanup
-from checkpointless.megatron import cleanup as megatron_cleanup
-from checkpointless.megatron import cpu_platform
-from checkpointless.megatron.replicas import replicas
-from checkpointless.megatron.state import MegatronTensors
+from checkpointless.integrations.lightning.block.warm_start import WarmStart
+from checkpointless.integrations.lightning.boundary.live_state import TrainerLiveState
+from checkpointless.integrations.lightning.boundary.megatron_steps import KeptReduction, MegatronSteps
+from checkpointless.integrations.lightning.checkpoints import callbacks as checkpoint_callbacks
+from checkpointless.integrations.lightning.checkpoints.background import PendingSaves
+from checkpointless.integrations.lightning.checkpoints.copies import loading_from_copies
+from checkpointless.integrations.lightning.checkpoints.failed_saves import FailedSaves, OnSaveError
+from checkpointless.integrations.lightning.checkpoints.saves import Saves
+from checkpointless.integrations.lightning.checkpoints.unfinished import (
+    leave_unfinished,
+    remove_whole,
+    wait_for_removals,
+)
+from checkpointless.integrations.lightning.data.dataset_cache import cache_megatron_datasets
+from checkpointless.integrations.lightning.frameworks import chatter, cleanup, one_logger
+from checkpointless.integrations.lightning.recoverable_strategy import RecoverableStrategy
+from checkpointless.integrations.megatron import cleanup as megatron_cleanup
+from checkpointless.integrations.megatron import cpu_platform
+from checkpointless.integrations.megatron.replicas import replicas
+from checkpointless.integrations.megatron.state import MegatronTensors
+from checkpointless.integrations.torch.repeated_steps import repeated_steps
 from checkpointless.recovery.running import BuildAnewError, manager_of
-from checkpointless.recovery.training.repeated_steps import repeated_steps
-from checkpointless.strategies.block.warm_start import WarmStart
-from checkpointless.strategies.boundary.live_state import TrainerLiveState
-from checkpointless.strategies.boundary.megatron_steps import KeptReduction, MegatronSteps
-from checkpointless.strategies.checkpoints import callbacks as checkpoint_callbacks
-from checkpointless.strategies.checkpoints.background import PendingSaves
-from checkpointless.strategies.checkpoints.copies import loading_from_copies
-from checkpointless.strategies.checkpoints.failed_saves import FailedSaves, OnSaveError
-from checkpointless.strategies.checkpoints.saves import Saves
-from checkpointless.strategies.checkpoints.unfinished import leave_unfinished, remove_whole, wait_for_removals
-from checkpointless.strategies.data.dataset_cache import cache_megatron_datasets
-from checkpointless.strategies.frameworks import chatter, cleanup, one_logger
-from checkpointless.strategies.recoverable_strategy import RecoverableStrategy
 from checkpointless.transfer.rank_groups import Group
 from checkpointless.transfer.tensor_entry import Key
 

@@ -18,13 +18,13 @@ from typing_extensions import override
 
 from checkpointless.inprocess import UnrecoverableError
 from checkpointless.inprocess.communicators import launch_bound
+from checkpointless.integrations.lightning.boundary.torch_steps import TorchSteps
+from checkpointless.integrations.lightning.checkpoints.lightning_saves import LightningSaves
+from checkpointless.integrations.lightning.frameworks import chatter
+from checkpointless.integrations.lightning.frameworks.stock_callbacks import unfit
+from checkpointless.integrations.lightning.recoverable_strategy import RecoverableStrategy
+from checkpointless.integrations.torch.repeated_steps import repeated_steps
 from checkpointless.recovery.decide import Verdict
-from checkpointless.recovery.training.repeated_steps import repeated_steps
-from checkpointless.strategies.boundary.torch_steps import TorchSteps
-from checkpointless.strategies.checkpoints.lightning_saves import LightningSaves
-from checkpointless.strategies.frameworks import chatter
-from checkpointless.strategies.frameworks.stock_callbacks import unfit
-from checkpointless.strategies.recoverable_strategy import RecoverableStrategy
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from checkpointless.serialization import digest
+from checkpointless.state.serialization import digest
 from checkpointless.transfer import bucket_rounds as staging
 from checkpointless.transfer import exchange, transfer, window, wire
 

@@ -16,8 +16,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 from train_bridge import configuration
 
 from checkpointless import HPWrapper
-from checkpointless.bridge import pretrain
-from checkpointless.bridge.training import BridgeTraining
+from checkpointless.integrations.megatron_bridge import pretrain
+from checkpointless.integrations.megatron_bridge.training import BridgeTraining
 
 # isort: split
 from megatron.bridge.training.callbacks import Callback

@@ -20,17 +20,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.common import interruptible, machine, progress, spread
 from benchmarks.control_plane.measurement import Case, Measurement, report
-from checkpointless.coordinator import coordinator as measured
-from checkpointless.coordinator.coordinator import Coordinator
-from checkpointless.coordinator.hangs.policy import Heartbeat
-from checkpointless.coordinator.hosting import TICK_S
-from checkpointless.coordinator.limits import Limits
-from checkpointless.coordinator.roster import Node
-from checkpointless.telemetry.events import EventLog
-from checkpointless.wire.causes import Cause, CauseKind
-from checkpointless.wire.channel import Channel
-from checkpointless.wire.messages import LineBuffer, encode
-from checkpointless.wire.node_messages import (
+from checkpointless.launcher.coordinator import coordinator as measured
+from checkpointless.launcher.coordinator.coordinator import Coordinator
+from checkpointless.launcher.coordinator.hangs.policy import Heartbeat
+from checkpointless.launcher.coordinator.hosting import TICK_S
+from checkpointless.launcher.coordinator.limits import Limits
+from checkpointless.launcher.coordinator.roster import Node
+from checkpointless.launcher.protocol.causes import Cause, CauseKind
+from checkpointless.launcher.protocol.channel import Channel
+from checkpointless.launcher.protocol.messages import LineBuffer, encode
+from checkpointless.launcher.protocol.node_messages import (
     FROM_COORDINATOR,
     FROM_NODE,
     Answered,
@@ -53,6 +52,7 @@ from checkpointless.wire.node_messages import (
     StoreOpened,
     Trouble,
 )
+from checkpointless.observability.telemetry.events import EventLog
 
 RANKS = (64, 1_024, 16_384)
 NPROC = 8

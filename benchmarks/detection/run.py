@@ -19,10 +19,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.common import ROOT, interruptible, machine, progress, search_path, shown
-from checkpointless.environment import TOKEN_ENV
-from checkpointless.report.incidents import Outcome, summarize
-from checkpointless.telemetry.event_names import EventName
-from checkpointless.telemetry.events import read_events
+from checkpointless.observability.report.incidents import Outcome, summarize
+from checkpointless.observability.telemetry.event_names import EventName
+from checkpointless.observability.telemetry.events import read_events
+from checkpointless.system.environment import TOKEN_ENV
 
 HEARTBEAT_S = 5.0
 NODE_TIMEOUT_S = 4.0

@@ -217,7 +217,7 @@ def install(watch: Stopwatch, trainer: Any, by_call: bool) -> None:
     from checkpointless.inprocess import active_call_wrapper
     from checkpointless.inprocess.communicators.process_groups import process_groups
     from checkpointless.inprocess.communicators.waits import interruptible_wait
-    from checkpointless.megatron import update
+    from checkpointless.integrations.megatron import update
     from checkpointless.recovery import guard
 
     call = active_call_wrapper()
@@ -252,9 +252,9 @@ def install(watch: Stopwatch, trainer: Any, by_call: bool) -> None:
 
 def _install_inside(watch: Stopwatch, call: Any, strategy: Any, guarded: Any) -> None:
     """Time the calls in what :func:`install` times."""
+    from checkpointless.integrations.lightning.boundary import step_keeper
     from checkpointless.state import rng
     from checkpointless.state.rank_local.streams_on_board import StreamsOnBoard
-    from checkpointless.strategies.boundary import step_keeper
 
     for method in ("copy_buffers", "reached", "ready"):
         watch.replace(strategy._fit.live, method, f"live.{method}")

@@ -94,7 +94,7 @@ def megatron(call: HPCallWrapper, directory: str, steps: int) -> None:
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    from checkpointless.megatron.training import MegatronTraining
+    from checkpointless.integrations.megatron.training import MegatronTraining
 
     MegatronTraining.prepare()
     dist.init_process_group("gloo")

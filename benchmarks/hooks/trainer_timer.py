@@ -85,8 +85,8 @@ class TrainerTimer:
     def _time_manager(self, manager: Any) -> None:
         from checkpointless.inprocess.communicators.process_groups import process_groups
         from checkpointless.inprocess.communicators.waits import interruptible_wait
+        from checkpointless.integrations.torch import loop
         from checkpointless.recovery import guard
-        from checkpointless.recovery.training import loop
 
         self.replace(manager, "store_rng_states", STREAMS)
         defaults: Any = guard.guarded_update.__kwdefaults__
@@ -110,7 +110,7 @@ class TrainerTimer:
 
     def time_megatron(self, training: Any, optimizer: Any) -> None:
         """Time a loop of one's own with Megatron's optimizer."""
-        from checkpointless.megatron import update
+        from checkpointless.integrations.megatron import update
 
         self.replace(training, "update", REST)
         self.replace(optimizer, "step", TRAINING)

@@ -28,7 +28,7 @@ CASES = (
 PRELOAD = {
     "plain": "torch.distributed.fsdp",
     "lightning": "lightning.pytorch,checkpointless.strategies",
-    "megatron": "checkpointless.megatron.training,megatron.core.models.gpt,megatron.core.optimizer",
+    "megatron": "checkpointless.integrations.megatron.training,megatron.core.models.gpt,megatron.core.optimizer",
 }
 SKIPPED = 10
 TIMEOUT_S = 280.0

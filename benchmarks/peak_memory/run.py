@@ -15,7 +15,7 @@ from benchmarks.common import ROOT, Job, interruptible, machine, parser, progres
 
 SCRIPT = ROOT / "tests" / "device" / "wide.py"
 NPROC, LIMIT_S, HEARTBEAT_S = 4, 300.0, 60
-PRELOAD = "nemo.lightning,nemo.collections.llm,checkpointless.demo.text,checkpointless.strategies"
+PRELOAD = "nemo.lightning,nemo.collections.llm,checkpointless.testing.demo.text,checkpointless.strategies"
 SURVIVOR, KILLED = 2, 1
 FAULTS = (f"exception@forward:rank={SURVIVOR},step=3", f"sigkill@optimizer:rank={KILLED},step=5")
 LAYOUTS = {

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from benchmarks.common import interruptible, machine, progress
 from benchmarks.reconfigure.rank import WAYS, Round, Timing, serve
-from checkpointless.agent.node import GenerationStore
+from checkpointless.launcher.agent.node import GenerationStore
 
 ANSWER_S = 90.0
 

@@ -38,7 +38,7 @@ STEPS = 10
 FAULTS = {"exception": "exception@backward:rank=2,step=6", "killed": "sigkill@backward:rank=2,step=6"}
 SIDES = ("checkpointless", "checkpoint")
 PRELOAD = (
-    "nemo.collections.llm,nemo.lightning,checkpointless.strategies,checkpointless.callbacks,checkpointless.demo.text,"
+    "nemo.collections.llm,nemo.lightning,checkpointless.strategies,checkpointless.callbacks,checkpointless.testing.demo.text,"
     "checkpointless.recipes.runner"
 )
 LIMIT_S = 600.0

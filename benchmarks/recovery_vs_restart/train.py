@@ -43,7 +43,7 @@ def config(side: str, directory: Path, steps: int) -> Any:
 
 def fit(side: str, config: Any, directory: Path, marks: Marks, faults: list[str]) -> None:
     """Build everything and train; on the checkpointless side this is what is executed again after a fault."""
-    from checkpointless.megatron import cpu_platform
+    from checkpointless.integrations.megatron import cpu_platform
     from checkpointless.recipes import runner
 
     runner.prepare_process()

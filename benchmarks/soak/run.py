@@ -25,9 +25,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.common import ROOT, folder_of_runs, interruptible, machine, progress, search_path
 from checkpointless.faults.ledger import fired
-from checkpointless.report.incidents import IncidentSummary, Outcome, summarize
-from checkpointless.telemetry.event_names import EventName
-from checkpointless.telemetry.events import read_events
+from checkpointless.observability.report.incidents import IncidentSummary, Outcome, summarize
+from checkpointless.observability.telemetry.event_names import EventName
+from checkpointless.observability.telemetry.events import read_events
 
 NPROC = 4
 SLOW_S = 20.0  # an incident that took longer is told with its reasons
@@ -58,7 +58,7 @@ KINDS = (
 )
 IN_PROCESS = ("exception", "oom", "dataloader")
 GROUPS = "groups"  # the folder in which ranks say which process groups of earlier generations are alive
-ZYGOTE = "checkpointless.agent.ranks.zygote"
+ZYGOTE = "checkpointless.launcher.agent.ranks.zygote"
 
 
 @dataclass(frozen=True)

@@ -24,11 +24,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.common import ROOT, folder_of_runs, interruptible, machine, progress, search_path
 from benchmarks.soak.run import IN_PROCESS, KINDS, NPROC, SURVIVOR, Sampler, table
 from checkpointless.faults.ledger import fired
-from checkpointless.report.incidents import IncidentSummary, Outcome, summarize
-from checkpointless.report.verify import compare
-from checkpointless.telemetry.event_names import EventName
-from checkpointless.telemetry.events import read_events
-from checkpointless.telemetry.steps import read_steps
+from checkpointless.observability.report.incidents import IncidentSummary, Outcome, summarize
+from checkpointless.observability.report.verify import compare
+from checkpointless.observability.telemetry.event_names import EventName
+from checkpointless.observability.telemetry.events import read_events
+from checkpointless.observability.telemetry.steps import read_steps
 from tests.ranks.users.end import compare_ends, read_ends
 from tests.ranks.users.processes import replaced_healthy
 

@@ -65,7 +65,7 @@ def _of_now() -> Counter[str]:
 
 def _of_before() -> Counter[str]:
     """Put the digests of a device into the sources of before, and count."""
-    checksum = importlib.import_module("checkpointless.serialization.checksum")
+    checksum = importlib.import_module("checkpointless.state.serialization.checksum")
     counts: Counter[str] = Counter()
     fetching = [False]
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from checkpointless.inprocess.communicators.helper_thread import run_in_helper_thread
-from checkpointless.serialization.digest import MemoryChecksumManager
+from checkpointless.state.serialization.digest import MemoryChecksumManager
 from checkpointless.transfer.tensor_entry import Key
 from checkpointless.transfer.transfer import Fill, TransferReport, receive_state, send_state
 

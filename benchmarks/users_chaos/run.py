@@ -27,16 +27,16 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.common import ROOT, interruptible, machine, progress, search_path
-from checkpointless.agent.launch_config import LaunchConfig
-from checkpointless.demo.chaos import Ended, Nursery
-from checkpointless.demo.trainers.nemo import NeMo
 from checkpointless.faults.chaos import DEADLY, HANGING, NODES
 from checkpointless.faults.ledger import fired, not_fired
 from checkpointless.faults.spec import parse, parse_all
-from checkpointless.report.incidents import summarize
-from checkpointless.report.verify import compare
-from checkpointless.telemetry.events import read_events
-from checkpointless.telemetry.steps import Recording, read_steps
+from checkpointless.launcher.agent.launch_config import LaunchConfig
+from checkpointless.observability.report.incidents import summarize
+from checkpointless.observability.report.verify import compare
+from checkpointless.observability.telemetry.events import read_events
+from checkpointless.observability.telemetry.steps import Recording, read_steps
+from checkpointless.testing.demo.chaos import Ended, Nursery
+from checkpointless.testing.demo.trainers.nemo import NeMo
 from tests.ports import free_port
 from tests.ranks.users.draw import UsersCase, draw
 from tests.ranks.users.end import IN_ALL, Difference, compare_ends, read_ends

@@ -28,8 +28,8 @@ from benchmarks.common import (
     shown,
     wait_for,
 )
-from checkpointless.report.incidents import summarize
-from checkpointless.telemetry.events import read_events
+from checkpointless.observability.report.incidents import summarize
+from checkpointless.observability.telemetry.events import read_events
 
 HERE = Path(__file__).resolve().parent
 RANKS = 4

@@ -11,11 +11,11 @@ from checkpointless.cli.output import say
 from checkpointless.cli.run_directory import RUNS_DIR, new_run_dir
 from checkpointless.cli.values import UsageError, count, positive
 from checkpointless.faults.chaos import Outcome, draw_faults, outcome_of
-from checkpointless.report.incidents import summarize
-from checkpointless.telemetry.events import read_events
+from checkpointless.observability.report.incidents import summarize
+from checkpointless.observability.telemetry.events import read_events
 
 if TYPE_CHECKING:
-    from checkpointless.demo import Trainer
+    from checkpointless.testing.demo import Trainer
 
 DEMO_STEPS, DEMO_RANKS = 6, 8
 #: Names of the demo's trainers, which cost an import; a test compares the two.
@@ -108,7 +108,7 @@ def demo_trainer(options: argparse.Namespace) -> Trainer:
     Raises:
         UsageError: it is not installed.
     """
-    from checkpointless.demo import TRAINERS, DemoError
+    from checkpointless.testing.demo import TRAINERS, DemoError
 
     trainer = TRAINERS[options.trainer or _DEFAULT]
     try:
@@ -136,7 +136,7 @@ def demo_chaos(options: argparse.Namespace) -> int:
     trainer = demo_trainer(options)
     try:
         from checkpointless.cli.tables import console
-        from checkpointless.demo.chaos import ChaosConfig, run_chaos
+        from checkpointless.testing.demo.chaos import ChaosConfig, run_chaos
 
         config = ChaosConfig(
             cases=options.chaos,

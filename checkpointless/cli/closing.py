@@ -5,12 +5,12 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from checkpointless.posix.errands import Errands
-from checkpointless.report.incidents import Outcome
-from checkpointless.report.summary import build_report
-from checkpointless.telemetry.event_names import EventName
-from checkpointless.telemetry.events import read_events
-from checkpointless.telemetry.wording import duration, plural
+from checkpointless.observability.report.incidents import Outcome
+from checkpointless.observability.report.summary import build_report
+from checkpointless.observability.telemetry.event_names import EventName
+from checkpointless.observability.telemetry.events import read_events
+from checkpointless.observability.telemetry.wording import duration, plural
+from checkpointless.system.errands import Errands
 
 _PATIENCE_S = 5.0  # for a disk that has stopped
 

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from checkpointless.cli.tables import console
 from checkpointless.doctor.findings import Finding, Severity, worst_first
-from checkpointless.telemetry import wording
+from checkpointless.observability.telemetry import wording
 
 _COLOURS = {Severity.ERROR: "red", Severity.WARNING: "yellow", Severity.ADVICE: "cyan"}
 _COUNTED = (Severity.ERROR, Severity.WARNING)

@@ -15,12 +15,12 @@ from checkpointless.cli.fault_specs import add_fault_option, fault_specs
 from checkpointless.cli.output import say
 from checkpointless.cli.run_directory import RUNS_DIR, new_run_dir
 from checkpointless.cli.values import UsageError, both, count, nbytes, nodes, ranks, seconds
-from checkpointless.environment import DEVICE_CHECK_ENV, DEVICE_CHECK_TIMEOUT_ENV
-from checkpointless.telemetry.log_level import LEVELS, LOG_LEVEL_ENV, apply_log_level
-from checkpointless.telemetry.wording import plural
+from checkpointless.observability.telemetry.log_level import LEVELS, LOG_LEVEL_ENV, apply_log_level
+from checkpointless.observability.telemetry.wording import plural
+from checkpointless.system.environment import DEVICE_CHECK_ENV, DEVICE_CHECK_TIMEOUT_ENV
 
 if TYPE_CHECKING:
-    from checkpointless.agent.launch import LaunchConfig
+    from checkpointless.launcher.agent.launch import LaunchConfig
 
 _WORST = 2  # findings that are said before a job
 _STRICT_HELP = "end the job if a step that is made again after a fault is not exact (default: say so)"
@@ -116,10 +116,10 @@ def launch_job(
     Raises:
         UsageError: the job cannot be done as asked.
     """
-    from checkpointless.agent.launch import launch
     from checkpointless.cli.closing import closing_line
     from checkpointless.cli.terminal import Terminal
     from checkpointless.faults.ledger import not_fired
+    from checkpointless.launcher.agent.launch import launch
 
     world_size = options.nproc_per_node * options.nnodes
     expected = draw_into(options, world_size, steps)
@@ -157,8 +157,8 @@ def _why_not(text: str, is_script: bool) -> str:
 
 
 def _configured(options: argparse.Namespace, program: Program, more: Mapping[str, Any]) -> LaunchConfig:
-    from checkpointless.agent.launch import LaunchConfig
-    from checkpointless.wire.handshake import TOKEN_ENV
+    from checkpointless.launcher.agent.launch import LaunchConfig
+    from checkpointless.launcher.protocol.handshake import TOKEN_ENV
 
     settings = coordination_settings(options)
     limits = {"term_grace_s": options.term_grace, "exit_grace_s": options.exit_grace}

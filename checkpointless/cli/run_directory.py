@@ -7,7 +7,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from checkpointless.cli.values import UsageError
-from checkpointless.telemetry.events import EVENTS_FILE
+from checkpointless.observability.telemetry.events import EVENTS_FILE
 
 RUNS_DIR = Path("runs")
 

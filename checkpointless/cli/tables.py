@@ -11,12 +11,12 @@ from rich.table import Table
 from rich.text import Text
 
 from checkpointless.faults.spec import EXPECTED, SUPPORT, VARIANTS, FaultPhase
-from checkpointless.report.incidents import IncidentSummary
-from checkpointless.report.restart import Comparison
-from checkpointless.report.summary import PHASE_OF, PHASES, Report, RunState
-from checkpointless.report.verify import Quantity, Steps, Verdict
-from checkpointless.telemetry import wording
-from checkpointless.telemetry.tracebacks import TRACEBACKS_DIR
+from checkpointless.observability.report.incidents import IncidentSummary
+from checkpointless.observability.report.restart import Comparison
+from checkpointless.observability.report.summary import PHASE_OF, PHASES, Report, RunState
+from checkpointless.observability.report.verify import Quantity, Steps, Verdict
+from checkpointless.observability.telemetry import wording
+from checkpointless.observability.telemetry.tracebacks import TRACEBACKS_DIR
 
 #: Width, in columns, if the output is a pipe or a file, which has no width.
 _FILE_WIDTH = 160

@@ -15,11 +15,11 @@ from types import TracebackType
 
 from typing_extensions import Self
 
-from checkpointless.posix.errands import Errands
-from checkpointless.telemetry.events import EVENTS_FILE, Event, parse_event
-from checkpointless.telemetry.lines import LineTail
-from checkpointless.telemetry.narration import INCIDENT, Narrator
-from checkpointless.telemetry.scribe import scribe
+from checkpointless.observability.telemetry.events import EVENTS_FILE, Event, parse_event
+from checkpointless.observability.telemetry.lines import LineTail
+from checkpointless.observability.telemetry.narration import INCIDENT, Narrator
+from checkpointless.observability.telemetry.scribe import scribe
+from checkpointless.system.errands import Errands
 
 logger = logging.getLogger(__name__)
 

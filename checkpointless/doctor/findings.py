@@ -10,7 +10,7 @@ from concurrent.futures import TimeoutError as OutOfTimeError
 from dataclasses import asdict, dataclass
 from enum import Enum
 
-from checkpointless.telemetry import wording
+from checkpointless.observability.telemetry import wording
 
 JSON_FORMAT = 2  # of what :func:`as_json` gives; raised when a reader of the former cannot read the next
 _LONGEST = 400  # characters of a text from outside

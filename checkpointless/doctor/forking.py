@@ -22,15 +22,15 @@ from dataclasses import asdict, dataclass
 from types import ModuleType
 from typing import Any
 
-from checkpointless.agent.rank_program import import_environment
-from checkpointless.agent.ranks import preload as preloading
-from checkpointless.agent.ranks.platforms import CPU, install_platform
-from checkpointless.agent.ranks.rank_process import Script, die_with_parent
-from checkpointless.agent.ranks.starters import zygote_env
-from checkpointless.agent.ranks.zygote import can_fork
-from checkpointless.cuda_sign import TORCH_SIGN, cuda_sign
 from checkpointless.doctor.findings import Family, Finding, Severity
-from checkpointless.telemetry.wording import duration, plural
+from checkpointless.launcher.agent.rank_program import import_environment
+from checkpointless.launcher.agent.ranks import preload as preloading
+from checkpointless.launcher.agent.ranks.platforms import CPU, install_platform
+from checkpointless.launcher.agent.ranks.rank_process import Script, die_with_parent
+from checkpointless.launcher.agent.ranks.starters import zygote_env
+from checkpointless.launcher.agent.ranks.zygote import can_fork
+from checkpointless.observability.telemetry.wording import duration, plural
+from checkpointless.system.cuda_sign import TORCH_SIGN, cuda_sign
 
 TIMEOUT_S = 300.0
 _INSTEAD = "import it in the function that uses it, or leave it out of --preload"

@@ -10,15 +10,15 @@ from functools import partial
 from pathlib import Path
 
 from checkpointless.doctor.findings import Family, Finding, Severity
-from checkpointless.environment import (
+from checkpointless.observability.telemetry.wording import size
+from checkpointless.system.environment import (
     TMPDIR_ENV,
     TORCH_DISTRIBUTED_DEBUG_ENV,
     TORCH_NCCL_BLOCKING_WAIT_ENV,
     TORCH_YES,
 )
-from checkpointless.nccl import SETTINGS, is_torchruns
-from checkpointless.posix.shared_memory import FOLDER as SHARED_MEMORY
-from checkpointless.telemetry.wording import size
+from checkpointless.system.nccl import SETTINGS, is_torchruns
+from checkpointless.system.shared_memory import FOLDER as SHARED_MEMORY
 
 _BY_USER, _BY_DEFAULT = "this environment", "the default that checkpointless sets"
 _BY_TORCHRUN = "torchrun, which checkpointless overrules"

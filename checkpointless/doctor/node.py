@@ -7,9 +7,9 @@ import resource
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from checkpointless.agent.ranks.rank_process import Script
 from checkpointless.doctor import forking, machine, versions
 from checkpointless.doctor.findings import Family, Finding, Severity, checked
+from checkpointless.launcher.agent.ranks.rank_process import Script
 
 _QUICK_S = 5.0  # for a check that only asks the kernel; a disk that is gone does not answer
 

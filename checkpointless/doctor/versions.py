@@ -13,7 +13,7 @@ from importlib import metadata
 from pathlib import Path
 
 from checkpointless.doctor.findings import Family, Finding, Severity
-from checkpointless.nccl import problem_of_version
+from checkpointless.system.nccl import problem_of_version
 
 TORCH_TIMEOUT_S = 120.0
 #: The packages that a job depends on, by the names of their distributions; those after the first three are only

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from checkpointless.faults.spec import SETUP_PHASES, SUPPORT, FaultKind, FaultPhase
-from checkpointless.layout import Layout
-from checkpointless.report.incidents import IncidentSummary
-from checkpointless.report.incidents import Outcome as Ending
-from checkpointless.telemetry.rungs import Rung
+from checkpointless.observability.report.incidents import IncidentSummary
+from checkpointless.observability.report.incidents import Outcome as Ending
+from checkpointless.observability.telemetry.rungs import Rung
+from checkpointless.system.layout import Layout
 
 #: Groups of kinds: those after which the process goes on, and those after which another process replaces it.
 IN_PROCESS = (FaultKind.EXCEPTION, FaultKind.OOM, FaultKind.DATALOADER)

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from checkpointless.environment import AGENT_PID_ENV, FAULTS_ENV, own_run_dir
 from checkpointless.faults import loader
 from checkpointless.faults.ledger import FaultLedger
 from checkpointless.faults.spec import (
@@ -26,10 +25,11 @@ from checkpointless.faults.spec import (
     FaultSpecError,
     parse_all,
 )
-from checkpointless.posix.signals import CUT_SIGNAL
-from checkpointless.telemetry.event_names import EventName
-from checkpointless.telemetry.events import event_log
-from checkpointless.telemetry.scribe import flush_all
+from checkpointless.observability.telemetry.event_names import EventName
+from checkpointless.observability.telemetry.events import event_log
+from checkpointless.observability.telemetry.scribe import flush_all
+from checkpointless.system.environment import AGENT_PID_ENV, FAULTS_ENV, own_run_dir
+from checkpointless.system.signals import CUT_SIGNAL
 
 _NOTICED_S = 10.0  # by then the job has noticed what was done to the agent
 _TURN_S = 0.02  # short, so that this thread can be interrupted

@@ -6,11 +6,11 @@ import os
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from checkpointless.environment import STRICT_ENV, YES, own_generation, own_rank
 from checkpointless.inprocess import UnrecoverableError, active_call_wrapper
-from checkpointless.telemetry.event_names import EventName
-from checkpointless.telemetry.events import event_log
-from checkpointless.wire.board import Board
+from checkpointless.launcher.protocol.board import Board
+from checkpointless.observability.telemetry.event_names import EventName
+from checkpointless.observability.telemetry.events import event_log
+from checkpointless.system.environment import STRICT_ENV, YES, own_generation, own_rank
 
 
 def own_board() -> Board | None:

@@ -14,8 +14,6 @@ from typing import NoReturn
 
 import torch
 
-from checkpointless.client import FaultNotice, RankClient
-from checkpointless.environment import FAULT_AT_ENV
 from checkpointless.inprocess.block.main_thread import MainThread
 from checkpointless.inprocess.communicators.process_groups import process_groups
 from checkpointless.inprocess.deadline import bounded
@@ -23,8 +21,10 @@ from checkpointless.inprocess.exceptions import line_of
 from checkpointless.inprocess.generation import Generation
 from checkpointless.inprocess.parameter_update_lock import ParameterUpdateLock
 from checkpointless.inprocess.state import HPState
-from checkpointless.telemetry.event_names import EventName
-from checkpointless.wire.messages import Answer
+from checkpointless.launcher.client import FaultNotice, RankClient
+from checkpointless.launcher.protocol.messages import Answer
+from checkpointless.observability.telemetry.event_names import EventName
+from checkpointless.system.environment import FAULT_AT_ENV
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 
-from checkpointless.telemetry.wording import printable
+from checkpointless.observability.telemetry.wording import printable
 
 _NAME_CHARACTERS = 200
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from checkpointless.wire.board import Board
+from checkpointless.launcher.protocol.board import Board
 
 if TYPE_CHECKING:
-    from checkpointless.wire.plain import Json, Parsed
+    from checkpointless.launcher.protocol.plain import Json, Parsed
 
 
 class Facts:

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from checkpointless.environment import RANK_ENV
 from checkpointless.inprocess.state import HPState
+from checkpointless.system.environment import RANK_ENV
 
 logger = logging.getLogger(__name__)
 

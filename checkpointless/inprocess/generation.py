@@ -6,9 +6,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from checkpointless.telemetry.event_names import EventName
-from checkpointless.telemetry.events import Edge, event_log
-from checkpointless.wire.messages import Go
+from checkpointless.launcher.protocol.messages import Go
+from checkpointless.observability.telemetry.event_names import EventName
+from checkpointless.observability.telemetry.events import Edge, event_log
 
 
 @dataclass

@@ -9,9 +9,9 @@ from datetime import timedelta
 
 import torch
 
-from checkpointless.environment import LOCAL_RANK_ENV
 from checkpointless.inprocess.deadline import time_limit
 from checkpointless.inprocess.state import HPState
+from checkpointless.system.environment import LOCAL_RANK_ENV
 
 
 class HealthCheck(ABC):

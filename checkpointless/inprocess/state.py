@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from checkpointless.environment import LOCAL_RANK_ENV, own_rank, own_world_size
+from checkpointless.system.environment import LOCAL_RANK_ENV, own_rank, own_world_size
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from typing import Any
 from checkpointless.inprocess.communicators.process_groups import process_groups
 from checkpointless.inprocess.generation import Generation
 from checkpointless.inprocess.memory import memory_status
-from checkpointless.telemetry.event_names import EventName
-from checkpointless.telemetry.events import event_log
-from checkpointless.wire.board import Board
+from checkpointless.launcher.protocol.board import Board
+from checkpointless.observability.telemetry.event_names import EventName
+from checkpointless.observability.telemetry.events import event_log
 
 _SETTLED_STEPS = 2  # after this many steps, everything that the previous generation held has been released
 

@@ -10,8 +10,6 @@ from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
 
-from checkpointless.client import HPAgentK8sAPIFactory, RankClient
-from checkpointless.environment import RANK_ENV, own_generation, own_rank
 from checkpointless.faults.inject import FaultInjector, from_environment
 from checkpointless.faults.spec import FaultPhase, FaultSpecError
 from checkpointless.inprocess import exceptions
@@ -49,12 +47,14 @@ from checkpointless.inprocess.parameter_update_lock import ParameterUpdateLock
 from checkpointless.inprocess.state import HPState
 from checkpointless.inprocess.state_keeper import StateKeeper
 from checkpointless.inprocess.step_tracker import StepTracker
-from checkpointless.posix.threads import abandon, waited_for
-from checkpointless.telemetry.event_names import EventName
-from checkpointless.telemetry.tracebacks import keep_traceback, without_own_frames
-from checkpointless.wire.board import Board
-from checkpointless.wire.causes import exit_code
-from checkpointless.wire.messages import Finish
+from checkpointless.launcher.client import HPAgentK8sAPIFactory, RankClient
+from checkpointless.launcher.protocol.board import Board
+from checkpointless.launcher.protocol.causes import exit_code
+from checkpointless.launcher.protocol.messages import Finish
+from checkpointless.observability.telemetry.event_names import EventName
+from checkpointless.observability.telemetry.tracebacks import keep_traceback, without_own_frames
+from checkpointless.system.environment import RANK_ENV, own_generation, own_rank
+from checkpointless.system.threads import abandon, waited_for
 
 logger = logging.getLogger(__name__)
 

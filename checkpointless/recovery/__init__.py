@@ -4,19 +4,19 @@ The package also moves the state and checks it. Of the frameworks it knows only 
 """
 
 from checkpointless.inprocess.data_workers.streams import Place, seed_data_workers
-from checkpointless.local_checkpoint.manager import LocalCheckpointManager
-from checkpointless.local_checkpoint.replication import (
+from checkpointless.integrations.torch.loop_state import Value
+from checkpointless.integrations.torch.plain import PlainTraining
+from checkpointless.recovery.manager import CheckpointManager
+from checkpointless.recovery.peft import PEFTCheckpointManager
+from checkpointless.replication.agreement import LocalCheckpointError, NoReplicasAvailableError
+from checkpointless.replication.local_checkpoint.manager import LocalCheckpointManager
+from checkpointless.replication.local_checkpoint.replication import (
     CliqueReplicationStrategy,
     LazyCliqueReplicationStrategy,
     ReplicationStrategy,
 )
-from checkpointless.recovery.manager import CheckpointManager
-from checkpointless.recovery.peft import PEFTCheckpointManager
-from checkpointless.recovery.tiers.tier import LocalDirectory, NeighborMemory, SharedDirectory, Tier
-from checkpointless.recovery.training.loop_state import Value
-from checkpointless.recovery.training.plain import PlainTraining
-from checkpointless.replication.agreement import LocalCheckpointError, NoReplicasAvailableError
-from checkpointless.serialization.digest import MemoryChecksumManager
+from checkpointless.replication.tiers.tier import LocalDirectory, NeighborMemory, SharedDirectory, Tier
+from checkpointless.state.serialization.digest import MemoryChecksumManager
 
 __all__ = [
     "CheckpointManager",

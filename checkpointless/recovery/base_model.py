@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 
 from checkpointless.inprocess.context import span
+from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.recovery.decide import Decision
-from checkpointless.recovery.held_state import HeldState
-from checkpointless.recovery.host_memory import HostMemory
 from checkpointless.recovery.refill import Refill
-from checkpointless.serialization.digest import MemoryChecksumManager
+from checkpointless.state.held_state import HeldState
+from checkpointless.state.host_memory import HostMemory
 from checkpointless.state.port import StateTensors, split
-from checkpointless.telemetry.event_names import EventName
+from checkpointless.state.serialization.digest import MemoryChecksumManager
 from checkpointless.transfer.exchange import all_gather_json
 from checkpointless.transfer.rank_groups import Group
 from checkpointless.transfer.tensor_entry import Key

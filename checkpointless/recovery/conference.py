@@ -9,13 +9,13 @@ import torch.distributed as dist
 
 from checkpointless.inprocess import active_call_wrapper
 from checkpointless.inprocess.context import span
+from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.recovery.decide import Decision, RankReport, decide, reports_of
-from checkpointless.recovery.held_state import HeldState
+from checkpointless.state.held_state import HeldState
 from checkpointless.state.live_state import DATA, LiveState
 from checkpointless.state.port import groups_of
 from checkpointless.state.rank_local.state import OwnState
 from checkpointless.state.snapshot import SnapshotPoint
-from checkpointless.telemetry.event_names import EventName
 from checkpointless.transfer.exchange import all_gather_json
 
 logger = logging.getLogger(__name__)

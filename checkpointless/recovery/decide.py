@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from checkpointless.transfer.rank_groups import CompactGroups, Group, all_groups, compact, names
 
 if TYPE_CHECKING:
-    from checkpointless.wire.plain import Json
+    from checkpointless.launcher.protocol.plain import Json
 
 
 #: The parts of a rank to fill: the replica group of each, and the ranks that hold it.

@@ -16,22 +16,22 @@ from checkpointless.inprocess import ParameterUpdateLock, active_call_wrapper
 from checkpointless.inprocess.block.end import make_room
 from checkpointless.inprocess.context import span
 from checkpointless.inprocess.memory import peak_growth
+from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.recovery.base_model import BaseModel, NoBaseModel
 from checkpointless.recovery.conference import Saves, decide_together, find_loss
 from checkpointless.recovery.decide import Decision, Verdict
-from checkpointless.recovery.held_state import HeldState, stays_built
 from checkpointless.recovery.refill import Refill, announce_transfer
-from checkpointless.recovery.tiers.copies import Copies
-from checkpointless.recovery.tiers.handover import clear, hand_over, take_over
-from checkpointless.recovery.tiers.retrieval import take_copies
-from checkpointless.recovery.tiers.snapshot import Snapshot, snapshot_of
-from checkpointless.recovery.tiers.tier import Tier
-from checkpointless.serialization.digest import MemoryChecksumManager
+from checkpointless.replication.tiers.copies import Copies
+from checkpointless.replication.tiers.handover import clear, hand_over, take_over
+from checkpointless.replication.tiers.retrieval import take_copies
+from checkpointless.replication.tiers.snapshot import Snapshot, snapshot_of
+from checkpointless.replication.tiers.tier import Tier
+from checkpointless.state.held_state import HeldState, stays_built
 from checkpointless.state.live_state import Built, LiveState, LiveStrategy, LiveTrainer
 from checkpointless.state.rank_local.keeper import OwnStateKeeper
 from checkpointless.state.rank_local.state import OwnState
+from checkpointless.state.serialization.digest import MemoryChecksumManager
 from checkpointless.state.snapshot import SnapshotPoint
-from checkpointless.telemetry.event_names import EventName
 from checkpointless.transfer.exchange import share_plain
 from checkpointless.transfer.transfer import MEMORY_BUDGET_BYTES
 

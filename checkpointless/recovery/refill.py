@@ -21,8 +21,8 @@ import torch.distributed as dist
 from checkpointless.inprocess import active_call_wrapper
 from checkpointless.inprocess.communicators.helper_thread import run_in_helper_thread
 from checkpointless.recovery.decide import Parts, peers_of
-from checkpointless.serialization.state_tree import Tree
 from checkpointless.state.port import StateTensors, split
+from checkpointless.state.serialization.state_tree import Tree
 from checkpointless.transfer.bucket_rounds import OnBucket
 from checkpointless.transfer.rank_groups import Group
 from checkpointless.transfer.tensor_entry import Key, TensorEntry

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import cast
 
 from checkpointless.inprocess import HPCallWrapper, active_call_wrapper
-from checkpointless.recovery.held_state import HeldState
 from checkpointless.recovery.manager import CheckpointManager
+from checkpointless.state.held_state import HeldState
 
 
 class BuildAnewError(RuntimeError):

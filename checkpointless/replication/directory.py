@@ -25,7 +25,7 @@ import torch
 import xxhash
 
 from checkpointless.replication.parts import Header, Part, PartError, PartId, SaveId, chunks
-from checkpointless.serialization.tensor_memory import tensor_bytes
+from checkpointless.state.serialization.tensor_memory import tensor_bytes
 
 logger = logging.getLogger(__name__)
 

@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from checkpointless.environment import LOCAL_WORLD_SIZE_ENV
 from checkpointless.replication.host_memory import HostMemoryPool
 from checkpointless.replication.parts import Part, PartError
+from checkpointless.system.environment import LOCAL_WORLD_SIZE_ENV
 from checkpointless.transfer.exchange import all_gather_json, to_bytes, to_tensor
 from checkpointless.transfer.wire import wire_device
 

@@ -15,9 +15,9 @@ import msgspec
 import torch
 import xxhash
 
-from checkpointless.serialization import state_tree
-from checkpointless.serialization.state_tree import StateTreeError, Tree
-from checkpointless.serialization.tensor_memory import dtype_name, dtype_of, tensor_bytes
+from checkpointless.state.serialization import state_tree
+from checkpointless.state.serialization.state_tree import StateTreeError, Tree
+from checkpointless.state.serialization.tensor_memory import dtype_name, dtype_of, tensor_bytes
 
 _SAVE = r"iter_(?P<iteration>\d{10,})\.(?P<token>[0-9a-f]{24})"
 _SAVE_NAME = re.compile(_SAVE)

@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 import torch
 
-from checkpointless.serialization.tensor_memory import flat_bytes, local_part
+from checkpointless.state.serialization.tensor_memory import flat_bytes, local_part
 
 #: Bytes of a few elements, one tensor per device; they stay where they are until they are compared.
 Evidence: TypeAlias = tuple[torch.Tensor, ...]

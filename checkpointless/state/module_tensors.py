@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from checkpointless.serialization import state_tree
-from checkpointless.serialization.later import is_fixed
-from checkpointless.serialization.tensor_memory import local_part
+from checkpointless.state.serialization import state_tree
+from checkpointless.state.serialization.later import is_fixed
+from checkpointless.state.serialization.tensor_memory import local_part
 from checkpointless.transfer.rank_groups import Group
 from checkpointless.transfer.sharded_tensors import is_sharded, spread_like
 from checkpointless.transfer.tensor_entry import Key, TensorEntry

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from checkpointless.serialization.plain_values import Tree
+from checkpointless.state.serialization.plain_values import Tree
 from checkpointless.transfer.rank_groups import Group
 from checkpointless.transfer.tensor_entry import Key, TensorEntry
 
@@ -17,11 +17,11 @@ class StateTensors(Protocol):
 
     What moves, compares and holds tensors knows them only through this. A tensor is known by its key, which is the
     same on every rank that holds it. What stands under a key is plain storage on one device: of a tensor that is
-    spread over ranks, the part of this rank (:func:`~checkpointless.serialization.tensor_memory.local_part`).
+    spread over ranks, the part of this rank (:func:`~checkpointless.state.serialization.tensor_memory.local_part`).
 
     :class:`~checkpointless.state.module_tensors.TrainingTensors` has keys and storage of torch modules and
     optimizers. Which ranks are replicas follows from the framework's parallelism: for Megatron-core see
-    :class:`checkpointless.megatron.state.MegatronTensors`. Not all tensors of a rank need to have the same holders.
+    :class:`checkpointless.integrations.megatron.state.MegatronTensors`. Not all tensors of a rank need to have the same holders.
     The tensors with the same ones are a *part* of the state, which is known by its replica group.
     """
 

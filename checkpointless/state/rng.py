@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from checkpointless.serialization import state_tree
+from checkpointless.state.serialization import state_tree
 from checkpointless.state.snapshot import SnapshotPoint
 
 _PYTHON = struct.Struct("<i?d")  # version, whether a second normal number is pending, and which; then the words

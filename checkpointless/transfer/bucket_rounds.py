@@ -20,8 +20,8 @@ from typing import Protocol
 
 import torch
 
-from checkpointless.serialization.digest import PendingDigests, digest_parts
-from checkpointless.serialization.tensor_memory import flat_bytes, is_on_host, tensor_bytes
+from checkpointless.state.serialization.digest import PendingDigests, digest_parts
+from checkpointless.state.serialization.tensor_memory import flat_bytes, is_on_host, tensor_bytes
 from checkpointless.transfer.buckets import PACKED_BYTES, Bucket, Shares, size_of
 from checkpointless.transfer.exchange import receive_json, send_json
 from checkpointless.transfer.window import Parcel, Window

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 import torch.distributed as dist
 
-from checkpointless.serialization import state_tree
+from checkpointless.state.serialization import state_tree
 from checkpointless.transfer.wire import receive, runs_ahead, send, wire_device
 
 if TYPE_CHECKING:
-    from checkpointless.wire.plain import Json, Parsed
+    from checkpointless.launcher.protocol.plain import Json, Parsed
 
 _Plain = TypeVar("_Plain")
 

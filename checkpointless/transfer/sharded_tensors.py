@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from checkpointless.serialization.tensor_memory import local_part
+from checkpointless.state.serialization.tensor_memory import local_part
 from checkpointless.transfer.rank_groups import Group
 
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from checkpointless.serialization.tensor_memory import dtype_name, dtype_of
+from checkpointless.state.serialization.tensor_memory import dtype_name, dtype_of
 
 if TYPE_CHECKING:
-    from checkpointless.wire.plain import Json, Parsed
+    from checkpointless.launcher.protocol.plain import Json, Parsed
 
 Key = tuple[str | int, ...]
 

@@ -23,10 +23,10 @@ from dataclasses import dataclass
 import torch
 import xxhash
 
-from checkpointless.serialization import state_tree
-from checkpointless.serialization.digest import PendingDigests
-from checkpointless.serialization.plain_values import Tree
-from checkpointless.serialization.tensor_memory import dtype_name, own_device, tensor_bytes
+from checkpointless.state.serialization import state_tree
+from checkpointless.state.serialization.digest import PendingDigests
+from checkpointless.state.serialization.plain_values import Tree
+from checkpointless.state.serialization.tensor_memory import dtype_name, own_device, tensor_bytes
 from checkpointless.transfer.bucket_rounds import (
     OnBucket,
     Order,

@@ -11,12 +11,12 @@ import nemo_run as run
 from nemo.lightning import AutoResume, MegatronOptimizerModule, MegatronStrategy
 
 from checkpointless.callbacks import CheckpointlessCallback
-from checkpointless.environment import WORLD_SIZE_ENV
-from checkpointless.kernels import unabortable
-from checkpointless.layout import Layout
-from checkpointless.precision import unsupported
-from checkpointless.strategies.checkpoints.resume import CheckpointlessAutoResume
+from checkpointless.integrations.compat.kernels import unabortable
+from checkpointless.integrations.compat.precision import unsupported
+from checkpointless.integrations.lightning.checkpoints.resume import CheckpointlessAutoResume
 from checkpointless.strategies.megatron_strategy import CheckpointlessMegatronStrategy
+from checkpointless.system.environment import WORLD_SIZE_ENV
+from checkpointless.system.layout import Layout
 
 logger = logging.getLogger(__name__)
 DEFAULT_REPLICAS = 2

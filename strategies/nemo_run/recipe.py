@@ -15,7 +15,7 @@ from nemo_run.config import register_supported_cast
 from typing_extensions import override
 
 from checkpointless.inprocess import HPWrapper
-from checkpointless.megatron import cpu_platform
+from checkpointless.integrations.megatron import cpu_platform
 from checkpointless.strategies.nemo_run.changes import switch_on
 
 

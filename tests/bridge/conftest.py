@@ -19,6 +19,6 @@ except PackageNotFoundError:  # where NeMo is, Bridge cannot be: they want diffe
 @pytest.fixture(scope="session")
 def bridge_zygote() -> Iterator[Zygote]:
     """Yield a process that has imported Bridge on the CPU platform and forks ranks in milliseconds."""
-    zygote = Zygote(("checkpointless.bridge",))
+    zygote = Zygote(("checkpointless.integrations.megatron_bridge",))
     yield zygote
     zygote.close()

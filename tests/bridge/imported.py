@@ -1,8 +1,8 @@
 """Import Megatron-Bridge, which takes the CPU platform where TransformerEngine is not installed."""
 
-from checkpointless.megatron import cpu_platform
+from checkpointless.integrations.megatron import cpu_platform
 
 cpu_platform.install()
-import checkpointless.bridge  # noqa: E402, F401
+import checkpointless.integrations.megatron_bridge  # noqa: E402, F401
 
 cpu_platform.uninstall()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from checkpointless.report.verify import Steps
-from checkpointless.telemetry.steps import StepRecord
+from checkpointless.observability.report.verify import Steps
+from checkpointless.observability.telemetry.steps import StepRecord
 
 
 def without_streams(steps: Steps) -> dict[int, list[StepRecord]]:

@@ -16,11 +16,11 @@ from megatron.bridge.data.loaders import cyclic_iter
 from megatron.bridge.data.samplers import build_pretraining_data_loader
 from megatron.bridge.training import pretrain, train
 
-from checkpointless.bridge import finetune, seams
-from checkpointless.bridge.data import Loaders
-from checkpointless.bridge.entry import _REFUSALS, _copied, refusal
-from checkpointless.bridge.training import BridgeTraining, StepOutcome
-from checkpointless.serialization import state_tree
+from checkpointless.integrations.megatron_bridge import finetune, seams
+from checkpointless.integrations.megatron_bridge.data import Loaders
+from checkpointless.integrations.megatron_bridge.entry import _REFUSALS, _copied, refusal
+from checkpointless.integrations.megatron_bridge.training import BridgeTraining, StepOutcome
+from checkpointless.state.serialization import state_tree
 from checkpointless.state.snapshot import SnapshotPoint, StepSnapshot
 
 pytestmark = [pytest.mark.nemo]

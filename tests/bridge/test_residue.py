@@ -11,8 +11,8 @@ import psutil
 import pytest
 
 from checkpointless.faults.ledger import fired
-from checkpointless.report.verify import compare
-from checkpointless.telemetry.event_names import EventName
+from checkpointless.observability.report.verify import compare
+from checkpointless.observability.telemetry.event_names import EventName
 from tests.ranks.agent_job import is_alive, wait_until
 from tests.ranks.conftest import short_folder  # noqa: F401 - a fixture
 from tests.ranks.jobs import Job, Scene, run_job

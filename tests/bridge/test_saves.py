@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from checkpointless.faults.ledger import fired
-from checkpointless.report.verify import compare
+from checkpointless.observability.report.verify import compare
 from tests.bridge.recorded import without_streams
 from tests.ranks.jobs import Job, run_job
 from tests.ranks.nemo_zygote import Zygote

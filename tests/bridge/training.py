@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from checkpointless import CheckpointManager, HPCallWrapper, HPWrapper, Value
-from checkpointless.bridge import finetune, pretrain
+from checkpointless.integrations.megatron_bridge import finetune, pretrain
 from checkpointless.recovery import NeighborMemory
 
 # isort: split

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
-from checkpointless.environment import RUN_DIR_ENV
+from checkpointless.system.environment import RUN_DIR_ENV
 from tests.device.device import Device, Operation
 
 _POLL_S = 0.0005

@@ -26,11 +26,11 @@ from nemo.collections import llm
 from nemo.collections.llm.gpt.model.base import local_layer_spec
 
 from checkpointless.callbacks import CheckpointlessCallback
-from checkpointless.demo.text import ByteTokenizer, TextDataModule
-from checkpointless.environment import own_generation, own_rank, own_run_dir
 from checkpointless.inprocess import HPWrapper
 from checkpointless.inprocess.parameter_update_lock import ParameterUpdateLock
 from checkpointless.strategies import CheckpointlessMegatronStrategy
+from checkpointless.system.environment import own_generation, own_rank, own_run_dir
+from checkpointless.testing.demo.text import ByteTokenizer, TextDataModule
 from tests.ranks.warm_checks import HookedModel
 
 SEQ_LENGTH, GLOBAL_BATCH = 16, 8

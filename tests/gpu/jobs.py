@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from checkpointless.faults.ledger import fired
-from checkpointless.report.incidents import IncidentSummary, summarize
-from checkpointless.report.verify import compare
-from checkpointless.telemetry.events import read_events
-from checkpointless.telemetry.steps import Recording, read_steps
+from checkpointless.observability.report.incidents import IncidentSummary, summarize
+from checkpointless.observability.report.verify import compare
+from checkpointless.observability.telemetry.events import read_events
+from checkpointless.observability.telemetry.steps import Recording, read_steps
 from tests.gpu.isolated import ROOT
 from tests.ranks.agent_job import Job
 

@@ -15,7 +15,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 
 from checkpointless import HPCallWrapper, HPWrapper, PlainTraining
-from checkpointless.megatron import cleanup
+from checkpointless.integrations.megatron import cleanup
 from tests.gpu import staged
 
 VOCABULARY, LENGTH = 64, 16

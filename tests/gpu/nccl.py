@@ -11,10 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from checkpointless.environment import JOB_RESTART_COUNT_ENV, MASTER_PORT_ENV
 from checkpointless.inprocess import RankShouldRestart
 from checkpointless.inprocess.communicators.process_groups import _nccl_backends, process_groups
 from checkpointless.recovery.guard import vote
+from checkpointless.system.environment import JOB_RESTART_COUNT_ENV, MASTER_PORT_ENV
 from tests.gpu.spin import Spin
 
 #: From this version on several ranks may share a GPU, if they are told so.

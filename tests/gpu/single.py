@@ -17,14 +17,14 @@ from checkpointless.inprocess.deadline import bounded
 from checkpointless.inprocess.finalize import collect_garbage
 from checkpointless.inprocess.health_check import wait_for_device
 from checkpointless.inprocess.parameter_update_lock import CommitState
-from checkpointless.recovery.held_state import HeldState
-from checkpointless.recovery.host_memory import HostMemory
 from checkpointless.recovery.refill import Refill
-from checkpointless.serialization.device_digest import digest_on_device
-from checkpointless.serialization.digest import MemoryChecksumManager
-from checkpointless.serialization.tensor_memory import tensor_bytes
+from checkpointless.state.held_state import HeldState
+from checkpointless.state.host_memory import HostMemory
 from checkpointless.state.module_tensors import TrainingTensors
 from checkpointless.state.rng import RngStates
+from checkpointless.state.serialization.device_digest import digest_on_device
+from checkpointless.state.serialization.digest import MemoryChecksumManager
+from checkpointless.state.serialization.tensor_memory import tensor_bytes
 from tests.gpu.spin import Spin
 
 STATE = HPState(rank=0, world_size=1, local_rank=0, generation=0)
@@ -137,7 +137,7 @@ def streams(graphable: bool) -> dict[str, list[float]]:
     """Return what is drawn after a moment, and again after the moment was put back, here and in a fresh tracker."""
     from megatron.core.tensor_parallel import random as megatron
 
-    from checkpointless.megatron import cleanup
+    from checkpointless.integrations.megatron import cleanup
 
     cleanup.install()
     make = {"use_cudagraphable_rng": graphable, "force_reset": True}

@@ -15,9 +15,9 @@ from typing import Any
 
 import psutil
 
-from checkpointless.agent.ranks.preload import preloads_of
-from checkpointless.agent.ranks.rank_process import Script
-from checkpointless.telemetry.events import read_events
+from checkpointless.launcher.agent.ranks.preload import preloads_of
+from checkpointless.launcher.agent.ranks.rank_process import Script
+from checkpointless.observability.telemetry.events import read_events
 from tests.ranks.agent_nursery import ForkedAgent
 
 SCRIPTS = Path(__file__).parent / "agent_scripts"

@@ -19,10 +19,10 @@ from typing import IO, Any
 
 import torch._dynamo  # noqa: F401 - this takes so long, too: a script that imports torch has it preloaded
 
-import checkpointless.agent.node_run  # noqa: F401 - this takes so long
-from checkpointless.agent.launch import launch
-from checkpointless.agent.launch_config import LaunchConfig
-from checkpointless.coordinator.hangs import policy
+import checkpointless.launcher.agent.node_run  # noqa: F401 - this takes so long
+from checkpointless.launcher.agent.launch import launch
+from checkpointless.launcher.agent.launch_config import LaunchConfig
+from checkpointless.launcher.coordinator.hangs import policy
 
 _nursery = multiprocessing.get_context("forkserver")
 _nursery.set_forkserver_preload([__name__])

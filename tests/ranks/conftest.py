@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from checkpointless.faults.ledger import fired
-from checkpointless.report.verify import Steps, compare
+from checkpointless.observability.report.verify import Steps, compare
 from tests.ranks.jobs import Disturb, Job, known_steps, run_job
 from tests.ranks.nemo_zygote import Zygote
 

@@ -29,7 +29,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 )
 from torch.distributed.checkpoint import FileSystemReader
 
-from checkpointless.megatron.dist_checkpoint import (
+from checkpointless.integrations.megatron.dist_checkpoint import (
     Copies,
     CopiesLoadStrategy,
     CopiesSaveStrategy,

@@ -19,8 +19,8 @@ def command_here(argv: list[str], folder: str) -> dict[str, Any]:
         Its exit ``code`` and what it said (``out``), without what the ranks print.
     """
     from checkpointless import cli
-    from checkpointless.agent import launch as agent
-    from checkpointless.agent.launch_config import LaunchConfig
+    from checkpointless.launcher.agent import launch as agent
+    from checkpointless.launcher.agent.launch_config import LaunchConfig
 
     launch = agent.launch
 

@@ -7,11 +7,11 @@ import json
 import pytest
 
 from checkpointless.cli.tables import html_page
-from checkpointless.report.incidents import Outcome
-from checkpointless.report.summary import RunState, build_report
-from checkpointless.report.trace import write_trace
-from checkpointless.telemetry.events import read_events
-from checkpointless.telemetry.rungs import Rung
+from checkpointless.observability.report.incidents import Outcome
+from checkpointless.observability.report.summary import RunState, build_report
+from checkpointless.observability.report.trace import write_trace
+from checkpointless.observability.telemetry.events import read_events
+from checkpointless.observability.telemetry.rungs import Rung
 from tests.ranks.jobs import Job
 from tests.unit.report import test_page, test_trace
 

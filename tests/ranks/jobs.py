@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from checkpointless.environment import TOKEN_ENV
-from checkpointless.report.incidents import IncidentSummary, summarize
-from checkpointless.report.verify import Steps
-from checkpointless.telemetry.events import read_events
-from checkpointless.telemetry.steps import Recording, read_steps
+from checkpointless.observability.report.incidents import IncidentSummary, summarize
+from checkpointless.observability.report.verify import Steps
+from checkpointless.observability.telemetry.events import read_events
+from checkpointless.observability.telemetry.steps import Recording, read_steps
+from checkpointless.system.environment import TOKEN_ENV
 from tests.ports import free_port
 from tests.ranks.nemo_zygote import Zygote
 from tests.ranks.network import INTERFACE, Network, enter
@@ -294,8 +294,8 @@ def _accompanied(scene: Scene, act: Callable[[Scene], None] | None) -> Iterator[
 
 def launch_here(settings: dict[str, Any], late: float | None, hosts: list[str]) -> dict[str, Any]:
     """Be the agent of the node whose number this forked process was given."""
-    from checkpointless.agent.launch import launch
-    from checkpointless.agent.launch_config import LaunchConfig
+    from checkpointless.launcher.agent.launch import launch
+    from checkpointless.launcher.agent.launch_config import LaunchConfig
 
     node = int(os.environ["RANK"])
     if hosts:

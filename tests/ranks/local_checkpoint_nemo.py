@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback
 
-from checkpointless.local_checkpoint import LazyCliqueReplicationStrategy, LocalCheckpointManager
 from checkpointless.recipes import runner
+from checkpointless.replication.local_checkpoint import LazyCliqueReplicationStrategy, LocalCheckpointManager
 from tests.ranks.tiny_gpt import Recorder, rng_digests
 
 

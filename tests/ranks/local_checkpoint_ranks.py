@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from checkpointless.local_checkpoint import AsyncSave, BasicTensorAwareStateDict, register_form
 from checkpointless.recovery import (
     CliqueReplicationStrategy,
     LazyCliqueReplicationStrategy,
@@ -19,6 +18,7 @@ from checkpointless.recovery import (
     NoReplicasAvailableError,
     ReplicationStrategy,
 )
+from checkpointless.replication.local_checkpoint import AsyncSave, BasicTensorAwareStateDict, register_form
 
 TOO_SMALL = 16 * 1024  # no rank's part fits
 EVERY_DTYPE = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool, torch.complex64)

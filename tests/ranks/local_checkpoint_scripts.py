@@ -23,12 +23,12 @@ def imported(whose: str) -> SimpleNamespace:
     from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncCallsQueue
 
     if whose == "ours":
-        from checkpointless.local_checkpoint import (
+        from checkpointless.replication.local_checkpoint import (
             BasicTensorAwareStateDict,
             CliqueReplicationStrategy,
             LocalCheckpointManager,
         )
-        from checkpointless.local_checkpoint import LazyCliqueReplicationStrategy as Lazy
+        from checkpointless.replication.local_checkpoint import LazyCliqueReplicationStrategy as Lazy
 
         return SimpleNamespace(
             Manager=LocalCheckpointManager,

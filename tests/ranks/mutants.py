@@ -20,13 +20,13 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from checkpointless.inprocess import ParameterUpdateLock, active_call_wrapper
-from checkpointless.megatron.update import sub_optimizers
+from checkpointless.integrations.lightning.boundary.live_state import TrainerLiveState
+from checkpointless.integrations.lightning.data.position import DataPosition
+from checkpointless.integrations.megatron.update import sub_optimizers
+from checkpointless.observability.telemetry.events import event_log
 from checkpointless.recovery import CheckpointManager, refill
-from checkpointless.serialization.state_tree import tensor_bytes
+from checkpointless.state.serialization.state_tree import tensor_bytes
 from checkpointless.state.snapshot import SnapshotPoint, StepSnapshot
-from checkpointless.strategies.boundary.live_state import TrainerLiveState
-from checkpointless.strategies.data.position import DataPosition
-from checkpointless.telemetry.events import event_log
 from checkpointless.transfer import bucket_rounds, transfer
 from checkpointless.transfer.buckets import Bucket
 from checkpointless.transfer.tensor_entry import Key, TensorEntry

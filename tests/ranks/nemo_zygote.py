@@ -21,7 +21,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from checkpointless.telemetry.scribe import flush_all
+from checkpointless.observability.telemetry.scribe import flush_all
 from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -33,7 +33,7 @@ MODULES = (
     "nemo.lightning",
     "nemo.collections.llm",
     "checkpointless.callbacks.external",
-    "checkpointless.demo.text",
+    "checkpointless.testing.demo.text",
     "checkpointless.strategies.megatron_strategy",
     "checkpointless.strategies.torch_strategies",
     "tests.ranks.jobs",
@@ -138,7 +138,7 @@ def _serve() -> None:
     from checkpointless.recipes import runner
 
     runner.prepare_process()
-    for module in (*sys.argv[1:], "checkpointless.agent.node_run"):
+    for module in (*sys.argv[1:], "checkpointless.launcher.agent.node_run"):
         importlib.import_module(module)
     from tests.ranks import light_managers, light_metadata
 

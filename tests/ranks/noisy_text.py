@@ -13,7 +13,7 @@ from megatron.core.models.common.embeddings.language_model_embedding import Lang
 from nemo.lightning.data import WrappedDataLoader
 from torch.utils.data import Dataset, default_collate
 
-from checkpointless.demo.text import TextDataModule
+from checkpointless.testing.demo.text import TextDataModule
 
 Sample = dict[str, torch.Tensor]
 

@@ -9,8 +9,8 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from checkpointless.environment import FAULTS_ENV
 from checkpointless.inprocess import active_call_wrapper
+from checkpointless.system.environment import FAULTS_ENV
 from checkpointless.transfer.tensor_entry import Key
 
 _before: dict[Key, torch.Tensor] = {}  # no attribute, which would be recorded as rank-local state

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpointless.agent.launch_config import DEFAULT_TERM_GRACE_S
+from checkpointless.launcher.agent.launch_config import DEFAULT_TERM_GRACE_S
 from tests.ranks.agent_job import Job, is_alive, wait_until
 
 pytestmark = pytest.mark.ranks

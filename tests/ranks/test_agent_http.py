@@ -20,8 +20,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from checkpointless.cli import main
-from checkpointless.environment import TOKEN_ENV
-from checkpointless.monitoring.http_status import MAX_CONNECTIONS
+from checkpointless.observability.monitoring.http_status import MAX_CONNECTIONS
+from checkpointless.system.environment import TOKEN_ENV
 from tests.ranks.agent_job import Job, wait_until
 from tests.ranks.agent_nursery import ForkedAgent
 from tests.ranks.test_agent_nodes import TOKEN, Nodes

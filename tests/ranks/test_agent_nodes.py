@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from checkpointless.environment import TOKEN_ENV
+from checkpointless.system.environment import TOKEN_ENV
 from tests.ports import free_port
 from tests.ranks.agent_job import Ended, Job, wait_until
 

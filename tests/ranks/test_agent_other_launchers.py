@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from checkpointless.report.incidents import summarize
-from checkpointless.telemetry.events import read_events
+from checkpointless.observability.report.incidents import summarize
+from checkpointless.observability.telemetry.events import read_events
 from tests.ports import free_port
 from tests.ranks.agent_job import SCRIPTS
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from checkpointless.telemetry.event_names import EventName
+from checkpointless.observability.telemetry.event_names import EventName
 from tests.ranks.agent_job import SCRIPTS, Job, wait_until
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from checkpointless.agent.ranks import starters
+from checkpointless.launcher.agent.ranks import starters
 from tests.ranks.agent_job import Job
 
 pytestmark = pytest.mark.ranks

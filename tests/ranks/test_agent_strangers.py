@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from checkpointless.wire.handshake import Challenge, prove
-from checkpointless.wire.messages import encode
+from checkpointless.launcher.protocol.handshake import Challenge, prove
+from checkpointless.launcher.protocol.messages import encode
 from tests.ranks.agent_job import wait_until
 from tests.ranks.test_agent_nodes import Nodes, goes
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from checkpointless.faults.ledger import fired
-from checkpointless.telemetry.steps import read_steps
+from checkpointless.observability.telemetry.steps import read_steps
 from tests.ranks.agent_job import Job
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from checkpointless.faults.ledger import fired
-from checkpointless.report.verify import compare
-from checkpointless.telemetry.event_names import EventName
-from checkpointless.telemetry.events import read_events
-from checkpointless.telemetry.steps import read_steps
+from checkpointless.observability.report.verify import compare
+from checkpointless.observability.telemetry.event_names import EventName
+from checkpointless.observability.telemetry.events import read_events
+from checkpointless.observability.telemetry.steps import read_steps
 from tests.ranks.agent_job import Job
 from tests.ranks.test_agent_nodes import Nodes
 

@@ -6,19 +6,19 @@ from pathlib import Path
 
 import pytest
 
-import checkpointless.demo.scripts
-from checkpointless.demo import TRAINERS
-from checkpointless.demo.trainers import Task
+import checkpointless.testing.demo.scripts
 from checkpointless.faults.ledger import fired
-from checkpointless.report.verify import compare
-from checkpointless.telemetry.event_names import EventName
-from checkpointless.telemetry.events import read_events
+from checkpointless.observability.report.verify import compare
+from checkpointless.observability.telemetry.event_names import EventName
+from checkpointless.observability.telemetry.events import read_events
+from checkpointless.testing.demo import TRAINERS
+from checkpointless.testing.demo.trainers import Task
 from tests.ranks.jobs import Job, run_job
 from tests.ranks.nemo_zygote import Zygote
 
 pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(400)]
 
-FOLDER = Path(checkpointless.demo.scripts.__file__).parent
+FOLDER = Path(checkpointless.testing.demo.scripts.__file__).parent
 PHASES = ("data", "forward", "backward", "before_optimizer", "optimizer", "after_optimizer", "between")
 INCIDENTS = 10
 SCRIPTED = [

@@ -11,7 +11,7 @@ import pytest
 from checkpointless.faults.chaos import DEADLY, HANGING
 from checkpointless.faults.ledger import fired
 from checkpointless.faults.spec import SETUP_PHASES, SUPPORT, FaultKind, FaultPhase
-from checkpointless.report.verify import compare
+from checkpointless.observability.report.verify import compare
 from tests.ranks.jobs import Job, run_job
 from tests.ranks.nemo_zygote import ROOT, Zygote
 

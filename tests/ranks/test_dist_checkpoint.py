@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from checkpointless.report.verify import Steps, compare
+from checkpointless.observability.report.verify import Steps, compare
 from tests.ranks.jobs import run_job
 from tests.ranks.nemo_zygote import Zygote
 from tests.ranks.test_recovery import with_checkpoints

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from checkpointless.faults.ledger import fired
-from checkpointless.report.verify import compare
-from checkpointless.telemetry.steps import read_steps
+from checkpointless.observability.report.verify import compare
+from checkpointless.observability.telemetry.steps import read_steps
 from tests.ranks.nemo_zygote import ROOT, Zygote
 from tests.unit.project.test_readme import DOCUMENTS, commands_of
 

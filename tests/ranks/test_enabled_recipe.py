@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from checkpointless.faults.ledger import fired
-from checkpointless.report.incidents import Outcome
-from checkpointless.report.verify import compare
-from checkpointless.telemetry.steps import read_steps
+from checkpointless.observability.report.incidents import Outcome
+from checkpointless.observability.report.verify import compare
+from checkpointless.observability.telemetry.steps import read_steps
 from tests.ranks.jobs import Job, run_job
 from tests.ranks.nemo_zygote import ROOT, Zygote
 

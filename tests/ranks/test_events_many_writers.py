@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from checkpointless.telemetry.event_names import EventName
-from checkpointless.telemetry.events import EVENTS_FILE, EventLog, read_events
+from checkpointless.observability.telemetry.event_names import EventName
+from checkpointless.observability.telemetry.events import EVENTS_FILE, EventLog, read_events
 
 pytestmark = pytest.mark.ranks
 
 _WRITER = """
 import sys, threading
 from pathlib import Path
-from checkpointless.telemetry.event_names import EventName
-from checkpointless.telemetry.events import EVENTS_FILE, EventLog, flush_events
+from checkpointless.observability.telemetry.event_names import EventName
+from checkpointless.observability.telemetry.events import EVENTS_FILE, EventLog, flush_events
 rank, count = int(sys.argv[2]), int(sys.argv[3])
 log = EventLog(Path(sys.argv[1]) / EVENTS_FILE, rank=rank)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from checkpointless.faults.ledger import fired
-from checkpointless.report.verify import compare
+from checkpointless.observability.report.verify import compare
 from tests.ranks.example_diffs import EXAMPLES, FULL, WITH_DIFF, changed_lines, ranks_of, stock_script
 from tests.ranks.jobs import Job, run_job
 from tests.ranks.nemo_zygote import Zygote
@@ -30,7 +30,7 @@ FAULTS = (
     "sigkill@between:rank=1,step=5",
 )
 # Megatron-core trains on GPUs only; --cpu has our platform installed by MegatronTraining.
-ON_CPU = "from checkpointless.megatron import cpu_platform\n\ncpu_platform.install()\n"
+ON_CPU = "from checkpointless.integrations.megatron import cpu_platform\n\ncpu_platform.install()\n"
 
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # Accelerate asks for the number of cores else

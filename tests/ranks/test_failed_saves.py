@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from checkpointless.report.summary import failed_saves
-from checkpointless.telemetry.events import read_events
+from checkpointless.observability.report.summary import failed_saves
+from checkpointless.observability.telemetry.events import read_events
 from tests.ranks.jobs import Job, run_job
 from tests.ranks.nemo_zygote import Zygote
 from tests.ranks.users.end import read_ends

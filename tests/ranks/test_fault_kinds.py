@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from checkpointless.faults.ledger import fired
-from checkpointless.report.incidents import Outcome
+from checkpointless.observability.report.incidents import Outcome
 from tests.ranks.jobs import Disturb, run_job
 from tests.ranks.layouts import DROPOUT, TP2
 from tests.ranks.nemo_zygote import Zygote

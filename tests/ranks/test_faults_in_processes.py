@@ -12,8 +12,8 @@ import pytest
 
 from checkpointless.faults.inject import INJECTED_EXIT_CODE
 from checkpointless.faults.ledger import fired
-from checkpointless.telemetry.event_names import EventName
-from checkpointless.telemetry.events import read_events
+from checkpointless.observability.telemetry.event_names import EventName
+from checkpointless.observability.telemetry.events import read_events
 
 pytestmark = pytest.mark.ranks
 

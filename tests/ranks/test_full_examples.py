@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from checkpointless.faults.ledger import fired
-from checkpointless.report.verify import compare
-from checkpointless.telemetry.steps import read_steps
+from checkpointless.observability.report.verify import compare
+from checkpointless.observability.telemetry.steps import read_steps
 from tests.ranks.agent_job import Ended, Job
 from tests.ranks.example_diffs import EXAMPLES, FULL, ROOT, changed_lines, ranks_of, stock_script
 

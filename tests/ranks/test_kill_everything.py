@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from checkpointless.posix.temp_folder import private_folder, private_temp_folder
+from checkpointless.system.temp_folder import private_folder, private_temp_folder
 from tests.ranks.agent_job import is_alive, wait_until
 from tests.ranks.jobs import Scene, run_nodes
 from tests.ranks.nemo_zygote import Zygote

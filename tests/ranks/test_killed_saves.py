@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from checkpointless.report.verify import Steps
-from checkpointless.telemetry.steps import read_steps
+from checkpointless.observability.report.verify import Steps
+from checkpointless.observability.telemetry.steps import read_steps
 from tests.ranks.jobs import Scene, run_job, run_nodes
 from tests.ranks.nemo_zygote import Zygote
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from checkpointless.faults.ledger import fired
-from checkpointless.report.incidents import Outcome
-from checkpointless.report.verify import Steps, compare
-from checkpointless.telemetry.event_names import EventName
-from checkpointless.telemetry.events import read_events
+from checkpointless.observability.report.incidents import Outcome
+from checkpointless.observability.report.verify import Steps, compare
+from checkpointless.observability.telemetry.event_names import EventName
+from checkpointless.observability.telemetry.events import read_events
 from tests.ranks.jobs import Disturb, Job, run_job
 from tests.ranks.layouts import PP2, TP2
 from tests.ranks.nemo_zygote import Zygote

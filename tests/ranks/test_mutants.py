@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from checkpointless.faults.ledger import fired
-from checkpointless.report.incidents import Outcome
-from checkpointless.report.verify import Quantity, Steps, compare
-from checkpointless.telemetry.events import read_events
+from checkpointless.observability.report.incidents import Outcome
+from checkpointless.observability.report.verify import Quantity, Steps, compare
+from checkpointless.observability.telemetry.events import read_events
 from tests.ranks.jobs import Job, run_job
 from tests.ranks.layouts import DROPOUT
 from tests.ranks.mutants import UPDATE_HELD_UP

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from checkpointless.faults.ledger import fired
-from checkpointless.posix.shared_memory import FOLDER
-from checkpointless.report.incidents import IncidentSummary, summarize
-from checkpointless.report.verify import compare
-from checkpointless.telemetry.events import read_events
-from checkpointless.telemetry.rungs import Rung
-from checkpointless.telemetry.steps import Recording, read_steps
+from checkpointless.observability.report.incidents import IncidentSummary, summarize
+from checkpointless.observability.report.verify import compare
+from checkpointless.observability.telemetry.events import read_events
+from checkpointless.observability.telemetry.rungs import Rung
+from checkpointless.observability.telemetry.steps import Recording, read_steps
+from checkpointless.system.shared_memory import FOLDER
 from tests.ranks.agent_job import Ended, Job
 from tests.ranks.test_agent_nodes import Nodes
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from checkpointless.faults.ledger import fired
-from checkpointless.report.verify import Steps, compare
-from checkpointless.telemetry.rungs import Rung
+from checkpointless.observability.report.verify import Steps, compare
+from checkpointless.observability.telemetry.rungs import Rung
 from tests.ranks.jobs import Job, Scene, run_nodes
 from tests.ranks.layouts import DROPOUT, TP2
 from tests.ranks.nemo_zygote import Zygote

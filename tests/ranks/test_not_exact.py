@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from checkpointless.report.incidents import Outcome
-from checkpointless.telemetry.events import read_events
+from checkpointless.observability.report.incidents import Outcome
+from checkpointless.observability.telemetry.events import read_events
 from tests.ranks.agent_job import SCRIPTS
 from tests.ranks.jobs import Job, run_job
 from tests.ranks.nemo_zygote import Zygote

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from checkpointless.faults.ledger import fired
-from checkpointless.report.verify import compare
+from checkpointless.observability.report.verify import compare
 from tests.ranks.agent_job import SCRIPTS
 from tests.ranks.jobs import Job, run_job
 from tests.ranks.nemo_zygote import Zygote

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from checkpointless.faults.ledger import fired
-from checkpointless.report.verify import compare
+from checkpointless.observability.report.verify import compare
 from tests.ranks.jobs import Job, run_job
 from tests.ranks.nemo_zygote import ROOT, Zygote
 

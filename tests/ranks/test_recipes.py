@@ -11,12 +11,12 @@ import pytest
 from rich.console import Console
 
 from checkpointless.faults.ledger import fired
+from checkpointless.observability.report.incidents import Outcome
+from checkpointless.observability.report.verify import compare
 from checkpointless.recipes.dry_run import show
 from checkpointless.recipes.layout import layout_of
 from checkpointless.recipes.memory import GIB, Count, Stage, fullest, memory, precision_of
 from checkpointless.recipes.settings import available, load
-from checkpointless.report.incidents import Outcome
-from checkpointless.report.verify import compare
 from tests.ranks.jobs import run_job
 from tests.ranks.nemo_zygote import Zygote
 from tests.ranks.test_state import BF16

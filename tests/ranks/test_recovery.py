@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from checkpointless.faults.ledger import fired
-from checkpointless.report.incidents import Outcome
-from checkpointless.report.verify import Steps, compare
-from checkpointless.telemetry.event_names import EventName
-from checkpointless.telemetry.events import read_events
+from checkpointless.observability.report.incidents import Outcome
+from checkpointless.observability.report.verify import Steps, compare
+from checkpointless.observability.telemetry.event_names import EventName
+from checkpointless.observability.telemetry.events import read_events
 from tests.ranks import fallback_report
 from tests.ranks.jobs import Disturb, run_job
 from tests.ranks.layouts import DROPOUT, EP2, PP2, TP2

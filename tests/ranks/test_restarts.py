@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpointless.report.incidents import summarize
-from checkpointless.telemetry.events import read_events
-from checkpointless.telemetry.rungs import Rung
+from checkpointless.observability.report.incidents import summarize
+from checkpointless.observability.telemetry.events import read_events
+from checkpointless.observability.telemetry.rungs import Rung
 from tests.ranks.agent_job import Ended, Job
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from checkpointless.report.incidents import Outcome
-from checkpointless.telemetry.event_names import EventName
-from checkpointless.telemetry.events import read_events
+from checkpointless.observability.report.incidents import Outcome
+from checkpointless.observability.telemetry.event_names import EventName
+from checkpointless.observability.telemetry.events import read_events
 from tests.ranks.jobs import Disturb, Job, run_job
 from tests.ranks.layouts import DROPOUT, EP2, TP2
 from tests.ranks.nemo_zygote import Zygote

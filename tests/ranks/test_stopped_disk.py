@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from checkpointless.telemetry.event_names import EventName
-from checkpointless.telemetry.events import EVENTS_FILE, read_events
-from checkpointless.telemetry.tracebacks import traceback_path
+from checkpointless.observability.telemetry.event_names import EventName
+from checkpointless.observability.telemetry.events import EVENTS_FILE, read_events
+from checkpointless.observability.telemetry.tracebacks import traceback_path
 from tests.ports import free_port
 from tests.ranks.agent_job import Ended, Job, wait_until
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from checkpointless.agent.ranks.rank_process import Script
-from checkpointless.agent.ranks.starters import (
+from checkpointless.launcher.agent.ranks.rank_process import Script
+from checkpointless.launcher.agent.ranks.starters import (
     ANSWER_LIMIT_S,
     Descriptors,
     Exited,
@@ -21,7 +21,7 @@ from checkpointless.agent.ranks.starters import (
     StarterLostError,
     ZygoteStarter,
 )
-from checkpointless.wire.board import Board
+from checkpointless.launcher.protocol.board import Board
 from tests.ranks.agent_job import SCRIPTS, is_alive, wait_until
 
 pytestmark = pytest.mark.ranks

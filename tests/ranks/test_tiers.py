@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from checkpointless.faults.ledger import fired
-from checkpointless.report.incidents import IncidentSummary
-from checkpointless.report.verify import Steps, compare
-from checkpointless.telemetry.event_names import EventName
-from checkpointless.telemetry.events import Event, read_events
+from checkpointless.observability.report.incidents import IncidentSummary
+from checkpointless.observability.report.verify import Steps, compare
+from checkpointless.observability.telemetry.event_names import EventName
+from checkpointless.observability.telemetry.events import Event, read_events
 from tests.ranks.agent_job import SCRIPTS
 from tests.ranks.jobs import Job, run_job, run_nodes
 from tests.ranks.layouts import DROPOUT, PP2, TP2

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from checkpointless.faults.ledger import fired
-from checkpointless.report.verify import compare
+from checkpointless.observability.report.verify import compare
 from tests.ranks.jobs import Job, run_job, run_nodes
 from tests.ranks.nemo_zygote import Zygote
 from tests.ranks.users.cases import (

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from checkpointless.report.verify import Steps
-from checkpointless.telemetry.event_names import EventName
-from checkpointless.telemetry.events import read_events
+from checkpointless.observability.report.verify import Steps
+from checkpointless.observability.telemetry.event_names import EventName
+from checkpointless.observability.telemetry.events import read_events
 from tests.ranks.jobs import Disturb, Job, run_job
 from tests.ranks.nemo_zygote import Zygote
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpointless.report.verify import Steps, compare
+from checkpointless.observability.report.verify import Steps, compare
 from tests.ranks.jobs import Disturb, known_steps, run_job
 from tests.ranks.nemo_zygote import Zygote
 from tests.ranks.test_warm import BF16, DROPOUT, EP2, OVERLAP, TP2, told

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from checkpointless.faults.spec import FaultKind, parse
-from checkpointless.report.incidents import Outcome
-from checkpointless.report.verify import Steps, compare
-from checkpointless.telemetry.event_names import EventName
-from checkpointless.telemetry.events import read_events
+from checkpointless.observability.report.incidents import Outcome
+from checkpointless.observability.report.verify import Steps, compare
+from checkpointless.observability.telemetry.event_names import EventName
+from checkpointless.observability.telemetry.events import read_events
 from tests.ranks.jobs import Disturb, Job, run_job
 from tests.ranks.layouts import DROPOUT, EP2, TP2
 from tests.ranks.nemo_zygote import Zygote
@@ -28,7 +28,7 @@ FAULTS = ("exception@backward:rank=0,step=3", "sigkill@optimizer:rank=1,step=5")
 WAYS = "tests.ranks.users_ways"
 SMALL = ("model.config.num_layers=2", *DROPOUT)
 BATCH = "seq_length: 64, micro_batch_size: 2, global_batch_size: 16"
-BYTES = "tokenizer: {_target_: checkpointless.demo.text.ByteTokenizer}"
+BYTES = "tokenizer: {_target_: checkpointless.testing.demo.text.ByteTokenizer}"
 HERE = "num_workers: 0, pin_memory: false"
 NEMO = "nemo.lightning.pytorch.callbacks"
 

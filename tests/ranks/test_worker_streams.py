@@ -12,8 +12,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from checkpointless.faults.ledger import fired
+from checkpointless.observability.report.verify import compare
 from checkpointless.recovery import Place, seed_data_workers
-from checkpointless.report.verify import compare
 from tests.ranks.agent_job import SCRIPTS
 from tests.ranks.drawing import Drawing, DrawingLines, collate, draw_init
 from tests.ranks.jobs import Disturb, Scene, run_job

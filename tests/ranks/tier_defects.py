@@ -11,7 +11,7 @@ from checkpointless.recovery import LocalDirectory, NeighborMemory
 from checkpointless.replication import DirectoryStore, MemoryStore, PartStore
 from checkpointless.replication.directory import FileName
 from checkpointless.replication.parts import Part
-from checkpointless.serialization.tensor_memory import tensor_bytes
+from checkpointless.state.serialization.tensor_memory import tensor_bytes
 
 
 class DamagedMemory(NeighborMemory):

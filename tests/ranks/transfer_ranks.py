@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from checkpointless.faults.inject import flip_a_bit
-from checkpointless.serialization import state_tree
-from checkpointless.serialization.digest import MemoryChecksumManager
+from checkpointless.state.serialization import state_tree
+from checkpointless.state.serialization.digest import MemoryChecksumManager
 from checkpointless.transfer.bucket_rounds import TransferError
 from checkpointless.transfer.exchange import all_gather_json, receive_bytes
 from checkpointless.transfer.tensor_entry import Key, TensorEntry

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch.utils.data import DataLoader, IterableDataset
 
+from checkpointless.integrations.lightning.data import worker_streams
+from checkpointless.integrations.lightning.data.worker_streams import WorkerSeed, repeat_worker_draws
 from checkpointless.state.rng import RngStates
-from checkpointless.strategies.data import worker_streams
-from checkpointless.strategies.data.worker_streams import WorkerSeed, repeat_worker_draws
 
 
 class Positioned(DataLoader[int]):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from checkpointless.telemetry.event_names import EventName
-from checkpointless.telemetry.events import Edge, Event
+from checkpointless.observability.telemetry.event_names import EventName
+from checkpointless.observability.telemetry.events import Edge, Event
 
 S = 1_000_000_000
 UTC = 1_700_000_000 * S

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from checkpointless.layout import Layout
+from checkpointless.system.layout import Layout
 
 
 @contextmanager

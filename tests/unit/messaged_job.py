@@ -6,13 +6,12 @@ import time
 from pathlib import Path
 from typing import Any, TypeVar
 
-from checkpointless.coordinator.coordinator import Coordinator
-from checkpointless.coordinator.hangs.policy import Heartbeat
-from checkpointless.coordinator.limits import Limits
-from checkpointless.coordinator.roster import Node
-from checkpointless.telemetry.events import EventLog
-from checkpointless.wire.causes import Cause, CauseKind
-from checkpointless.wire.node_messages import (
+from checkpointless.launcher.coordinator.coordinator import Coordinator
+from checkpointless.launcher.coordinator.hangs.policy import Heartbeat
+from checkpointless.launcher.coordinator.limits import Limits
+from checkpointless.launcher.coordinator.roster import Node
+from checkpointless.launcher.protocol.causes import Cause, CauseKind
+from checkpointless.launcher.protocol.node_messages import (
     Command,
     End,
     Joined,
@@ -23,6 +22,7 @@ from checkpointless.wire.node_messages import (
     StoreOpened,
     Trouble,
 )
+from checkpointless.observability.telemetry.events import EventLog
 
 NPROC = 2
 HEARTBEAT_S, REGROUP_S = 10.0, 30.0

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from checkpointless.kernels import unabortable
+from checkpointless.integrations.compat.kernels import unabortable
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from checkpointless.layout import Layout, LayoutError
+from checkpointless.system.layout import Layout, LayoutError
 from tests.drawn import examples
 from tests.unit.megatron_groups import megatron
 
@@ -45,7 +45,7 @@ def layouts(draw: st.DrawFn) -> Layout:
 @pytest.mark.parametrize("sharded", [True, False])
 def test_a_rank_finds_its_replicas_where_the_layout_says(sharded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("megatron.core")
-    from checkpointless.megatron.replicas import dense_and_experts, replicas
+    from checkpointless.integrations.megatron.replicas import dense_and_experts, replicas
 
     moe = Layout(32, 8, tensor=2, pipeline=2, expert=2, expert_tensor=2, instances=2)
     layout = replace(moe, sharded=sharded)

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from checkpointless.megatron.cpu.replacements import constant, itself, replaced_by
-from checkpointless.patches import Patch, Patches
+from checkpointless.integrations.megatron.cpu.replacements import constant, itself, replaced_by
+from checkpointless.system.patches import Patch, Patches
 
 
 class Base:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from checkpointless.precision import unsupported, unsupported_in_a_loop
+from checkpointless.integrations.compat.precision import unsupported, unsupported_in_a_loop
 
 
 class Recipe(str, Enum):

@@ -10,7 +10,7 @@ from checkpointless.cli.command import Command
 from checkpointless.cli.coordination import add_coordination_options, coordination_settings
 from checkpointless.cli.output import say
 from checkpointless.cli.values import UsageError, positive
-from checkpointless.environment import TOKEN_ENV
+from checkpointless.system.environment import TOKEN_ENV
 
 _EPILOG = f"""\
 examples:
@@ -37,8 +37,8 @@ def coordinate(options: argparse.Namespace) -> int:
     Raises:
         UsageError: it cannot be coordinated as asked.
     """
-    from checkpointless.agent.launch import CoordinatorConfig, launch_coordinator
-    from checkpointless.wire.handshake import TOKEN_ENV
+    from checkpointless.launcher.agent.launch import CoordinatorConfig, launch_coordinator
+    from checkpointless.launcher.protocol.handshake import TOKEN_ENV
 
     settings = coordination_settings(options)
     try:

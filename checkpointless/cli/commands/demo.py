@@ -68,7 +68,7 @@ def demo(options: argparse.Namespace) -> int:
     if options.chaos is not None:
         return demo_chaos(options)
     options.nproc, options.steps = options.nproc or 4, options.steps or 10
-    from checkpointless.demo import DemoConfig, DemoError, parse_layout
+    from checkpointless.testing.demo import DemoConfig, DemoError, parse_layout
 
     middle, late = max(1, options.steps * 4 // 10), max(1, options.steps * 7 // 10)
     faults = options.faults or [
@@ -90,7 +90,7 @@ def demo(options: argparse.Namespace) -> int:
         raise UsageError(str(error)) from error
     fault_specs(faults, options.nproc, options.steps, cpu=True)
     check_can_be_made(options.run_dir)
-    from checkpointless.demo.run import run_demo
+    from checkpointless.testing.demo.run import run_demo
 
     return run_demo(config)
 

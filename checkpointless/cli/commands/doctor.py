@@ -45,9 +45,9 @@ def doctor(options: argparse.Namespace) -> int:
     Raises:
         UsageError: it cannot be looked at as asked.
     """
-    from checkpointless.agent.ranks.rank_process import Script
     from checkpointless.doctor import findings
     from checkpointless.doctor.node import examine
+    from checkpointless.launcher.agent.ranks.rank_process import Script
 
     if options.module and options.script is None:
         raise UsageError("-m says that --script names a module: add --script")

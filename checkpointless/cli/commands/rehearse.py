@@ -18,10 +18,10 @@ from checkpointless.cli.job import Program
 from checkpointless.cli.output import out, say
 from checkpointless.cli.run_directory import new_run_dir
 from checkpointless.cli.values import UsageError, both, count, positive, ranks, seconds
-from checkpointless.environment import LOG_LEVEL_ENV, REHEARSAL_ENV, YES
+from checkpointless.system.environment import LOG_LEVEL_ENV, REHEARSAL_ENV, YES
 
 if TYPE_CHECKING:
-    from checkpointless.rehearsal.rehearse import Rehearsal
+    from checkpointless.testing.rehearsal.rehearse import Rehearsal
 
 _TERM_GRACE_S = 5.0
 _YAML = (".yaml", ".yml")
@@ -95,8 +95,8 @@ def rehearse(options: argparse.Namespace) -> int:
     """
     program = _program(options)
     from checkpointless.cli.tables import console
-    from checkpointless.rehearsal import page
-    from checkpointless.rehearsal.rehearse import rehearse as run
+    from checkpointless.testing.rehearsal import page
+    from checkpointless.testing.rehearsal.rehearse import rehearse as run
 
     rehearsal = _configured(options, program)
     folder = rehearsal.plan.folder
@@ -115,9 +115,9 @@ def rehearse(options: argparse.Namespace) -> int:
 
 
 def _configured(options: argparse.Namespace, program: Program) -> Rehearsal:
-    from checkpointless.agent.launch_config import LaunchConfig
-    from checkpointless.rehearsal.jobs import Plan
-    from checkpointless.rehearsal.rehearse import Rehearsal
+    from checkpointless.launcher.agent.launch_config import LaunchConfig
+    from checkpointless.testing.rehearsal.jobs import Plan
+    from checkpointless.testing.rehearsal.rehearse import Rehearsal
 
     try:
         config = LaunchConfig(

@@ -12,7 +12,7 @@ from checkpointless.cli.run_directory import check_run_dir
 from checkpointless.cli.values import UsageError, seconds
 
 if TYPE_CHECKING:
-    from checkpointless.report.summary import Report
+    from checkpointless.observability.report.summary import Report
 
 _EPILOG = """\
 examples:
@@ -62,9 +62,9 @@ def report_command(options: argparse.Namespace) -> int:
     Raises:
         UsageError: there is no run, or a file cannot be read or written.
     """
-    from checkpointless.report.restart import RestartOptions
-    from checkpointless.report.summary import as_json, build_report
-    from checkpointless.telemetry.events import EVENTS_FILE, read_events
+    from checkpointless.observability.report.restart import RestartOptions
+    from checkpointless.observability.report.summary import as_json, build_report
+    from checkpointless.observability.telemetry.events import EVENTS_FILE, read_events
 
     run_dir: Path = options.run_dir
     check_run_dir(run_dir)
@@ -99,7 +99,7 @@ def report_command(options: argparse.Namespace) -> int:
 
         write(options.html, html_page(report, _tracebacks(run_dir, report)))
     if options.trace is not None:
-        from checkpointless.report.trace import write_trace
+        from checkpointless.observability.report.trace import write_trace
 
         write(options.trace, write_trace(report, events))
     if STDOUT not in (options.json, options.html, options.trace):
@@ -111,7 +111,7 @@ def report_command(options: argparse.Namespace) -> int:
 
 def _tracebacks(run_dir: Path, report: Report) -> dict[str, str]:
     """Return the tracebacks of the ranks that failed, as far as they raised anything, by incident."""
-    from checkpointless.telemetry.tracebacks import traceback_path
+    from checkpointless.observability.telemetry.tracebacks import traceback_path
 
     found = {}
     for incident in report.incidents:

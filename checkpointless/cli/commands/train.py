@@ -15,7 +15,7 @@ from checkpointless.cli.cuda import has_cuda
 from checkpointless.cli.job import Program, add_job_options, launch_job
 from checkpointless.cli.output import say
 from checkpointless.cli.values import UsageError
-from checkpointless.environment import CPU_ENV
+from checkpointless.system.environment import CPU_ENV
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -91,7 +91,7 @@ def preloads_of(config: DictConfig) -> tuple[str, ...]:
     """Return what is worth importing once, before ranks are forked: what a recipe names and is installed."""
     from omegaconf import OmegaConf
 
-    from checkpointless.agent.ranks.preload import installed
+    from checkpointless.launcher.agent.ranks.preload import installed
 
     found: set[str] = set()
     due: list[object] = [OmegaConf.to_container(config)]

@@ -28,10 +28,10 @@ def verify(options: argparse.Namespace) -> int:
         UsageError: there is no such run, or nothing was recorded of it.
     """
     from checkpointless.cli.tables import console, verdict_table
-    from checkpointless.report.incidents import gone_back
-    from checkpointless.report.verify import compare
-    from checkpointless.telemetry.events import read_events
-    from checkpointless.telemetry.steps import read_steps
+    from checkpointless.observability.report.incidents import gone_back
+    from checkpointless.observability.report.verify import compare
+    from checkpointless.observability.telemetry.events import read_events
+    from checkpointless.observability.telemetry.steps import read_steps
 
     steps, again = [], []
     for run_dir in (options.run_a, options.run_b):

@@ -8,7 +8,7 @@ import traceback
 import torch
 
 from checkpointless.inprocess.exceptions import RankShouldRestart, text_of
-from checkpointless.wire.causes import exit_code
+from checkpointless.launcher.protocol.causes import exit_code
 
 _VICTIM_MARKS = (
     "gloo/transport",

@@ -20,7 +20,7 @@ from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
 from torch.utils.data._utils import signal_handling as torch_workers
 
-from checkpointless.environment import RANK_ENV
+from checkpointless.system.environment import RANK_ENV
 
 _DEVICES = ("cpu", "cuda")
 _ANYTHING = ("Any", "typing.Any", "object")

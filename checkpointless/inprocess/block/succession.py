@@ -13,17 +13,17 @@ from typing import Any, NoReturn
 
 import torch
 
-from checkpointless.client import AgentClient, AgentLostError, RankClient, SuccessorWantedError
-from checkpointless.environment import RANK_ENV
 from checkpointless.inprocess.block.blocks import Blocks
 from checkpointless.inprocess.block.end import is_victim
 from checkpointless.inprocess.exceptions import line_of
 from checkpointless.inprocess.generation import Generation
 from checkpointless.inprocess.state_keeper import StateKeeper
 from checkpointless.inprocess.step_tracker import StepTracker
-from checkpointless.telemetry.event_names import EventName
-from checkpointless.telemetry.scribe import flush_all
-from checkpointless.wire.messages import Go
+from checkpointless.launcher.client import AgentClient, AgentLostError, RankClient, SuccessorWantedError
+from checkpointless.launcher.protocol.messages import Go
+from checkpointless.observability.telemetry.event_names import EventName
+from checkpointless.observability.telemetry.scribe import flush_all
+from checkpointless.system.environment import RANK_ENV
 
 logger = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ import stat
 import threading
 from collections.abc import Iterator, Set
 
-from checkpointless.environment import MASTER_ADDR_ENV, MASTER_PORT_ENV
+from checkpointless.system.environment import MASTER_ADDR_ENV, MASTER_PORT_ENV
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from typing import Protocol
 
 import torch
 
-from checkpointless.environment import LAUNCH_AHEAD_ENV
+from checkpointless.system.environment import LAUNCH_AHEAD_ENV
 
 #: With at most about 100 launches per layer and direction, this stays below 1,024.
 DEFAULT_LAYERS = 8

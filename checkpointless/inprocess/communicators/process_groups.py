@@ -17,8 +17,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from checkpointless import nccl
-from checkpointless.environment import TORCH_DIST_USE_NCCL2_ENV, TORCH_DISTRIBUTED_DEBUG_ENV, own_rank
 from checkpointless.inprocess.communicators.captured_graphs import CapturedGraphs
 from checkpointless.inprocess.communicators.gloo_sockets import GlooSockets
 from checkpointless.inprocess.communicators.waits import (
@@ -27,7 +25,9 @@ from checkpointless.inprocess.communicators.waits import (
     interruptible_wait,
     rendezvous,
 )
-from checkpointless.patches import Patch, Patches
+from checkpointless.system import nccl
+from checkpointless.system.environment import TORCH_DIST_USE_NCCL2_ENV, TORCH_DISTRIBUTED_DEBUG_ENV, own_rank
+from checkpointless.system.patches import Patch, Patches
 
 logger = logging.getLogger(__name__)
 

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from checkpointless.environment import TORCH_GLOO_LAZY_INIT_ENV, TORCH_YES
 from checkpointless.inprocess.communicators.helper_thread import run_in_helper_thread
+from checkpointless.system.environment import TORCH_GLOO_LAZY_INIT_ENV, TORCH_YES
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, cast
 from torch.utils.data._utils import signal_handling
 
 from checkpointless.inprocess.data_workers import sockets as worker_sockets
-from checkpointless.posix import shared_memory
+from checkpointless.system import shared_memory
 
 if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from checkpointless.inprocess import UnrecoverableError
-from checkpointless.serialization.digest import MemoryChecksumManager
 from checkpointless.state.port import StateTensors, groups_of, split
+from checkpointless.state.serialization.digest import MemoryChecksumManager
 from checkpointless.transfer.exchange import all_gather_json
 from checkpointless.transfer.rank_groups import CompactGroups, Group, all_groups, compact, names
 from checkpointless.transfer.tensor_entry import Key

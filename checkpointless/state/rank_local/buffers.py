@@ -21,15 +21,15 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from checkpointless.serialization.digest import digest_bytes
-from checkpointless.serialization.tensor_memory import tensor_bytes
+from checkpointless.launcher.protocol.board import Board
+from checkpointless.state.serialization.digest import digest_bytes
+from checkpointless.state.serialization.tensor_memory import tensor_bytes
 from checkpointless.state.snapshot import SnapshotPoint
 from checkpointless.transfer.exchange import all_gather_json
 from checkpointless.transfer.tensor_entry import Key, TensorEntry
-from checkpointless.wire.board import Board
 
 if TYPE_CHECKING:
-    from checkpointless.wire.plain import Json
+    from checkpointless.launcher.protocol.plain import Json
 
 logger = logging.getLogger(__name__)
 

@@ -23,11 +23,11 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from checkpointless.environment import RANK_STATE_BYTES_ENV, own_rank
-from checkpointless.serialization import state_tree
-from checkpointless.serialization.digest import digest_value
-from checkpointless.serialization.plain_values import is_named_tuple
-from checkpointless.wire.board import Board
+from checkpointless.launcher.protocol.board import Board
+from checkpointless.state.serialization import state_tree
+from checkpointless.state.serialization.digest import digest_value
+from checkpointless.state.serialization.plain_values import is_named_tuple
+from checkpointless.system.environment import RANK_STATE_BYTES_ENV, own_rank
 
 logger = logging.getLogger(__name__)
 

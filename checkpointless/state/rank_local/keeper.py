@@ -11,6 +11,7 @@ import torch
 
 from checkpointless.inprocess import ParameterUpdateLock
 from checkpointless.inprocess.context import own_board
+from checkpointless.launcher.protocol.board import NO_STEP
 from checkpointless.state.live_state import LiveState
 from checkpointless.state.port import holders_of
 from checkpointless.state.rank_local.agreement import require_agreement
@@ -18,7 +19,6 @@ from checkpointless.state.rank_local.state import OwnState
 from checkpointless.state.rng import RngStates
 from checkpointless.state.snapshot import SnapshotPoint
 from checkpointless.transfer.tensor_entry import Key
-from checkpointless.wire.board import NO_STEP
 
 
 class OwnStateKeeper(ABC):

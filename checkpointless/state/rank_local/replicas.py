@@ -16,9 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from checkpointless.environment import LOCAL_WORLD_SIZE_ENV
 from checkpointless.inprocess.context import own_board
-from checkpointless.serialization import state_tree
+from checkpointless.launcher.protocol.board import Board
+from checkpointless.state.serialization import state_tree
+from checkpointless.system.environment import LOCAL_WORLD_SIZE_ENV
 from checkpointless.transfer.exchange import (
     MAX_BYTES,
     all_gather_json,
@@ -28,7 +29,6 @@ from checkpointless.transfer.exchange import (
     to_tensor,
 )
 from checkpointless.transfer.wire import wire_device
-from checkpointless.wire.board import Board
 
 _SERIES = Board.SERIES - 1  # the board's series for another rank's snapshots; a large one
 

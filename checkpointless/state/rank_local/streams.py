@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from checkpointless.inprocess.context import own_board
-from checkpointless.serialization.digest import digest_value
+from checkpointless.launcher.protocol.board import Board
 from checkpointless.state.rank_local.declared import digest_declared, is_declared, put_declared, take_declared
 from checkpointless.state.rank_local.streams_on_board import DATA_SERIES, StreamsOnBoard
 from checkpointless.state.rng import RngStates
+from checkpointless.state.serialization.digest import digest_value
 from checkpointless.state.snapshot import SnapshotPoint
-from checkpointless.wire.board import Board
 
 _LIBRARIES = ("python", "numpy", "torch", "cuda")  # other sources keep what is no state of a step, too
 RANDOM_STREAM = "random stream"  # how the names of their digests begin

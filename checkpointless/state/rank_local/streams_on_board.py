@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 
+from checkpointless.launcher.protocol.board import Board
 from checkpointless.state.rng import RngStates
 from checkpointless.state.snapshot import SnapshotPoint
-from checkpointless.wire.board import Board
 
 DATA_SERIES = 5  # the board's series for the streams at the start of an iterator over the training data
 #: The board's series for each moment after a step. At ``COMMITTED`` snapshots have numbers, elsewhere steps.

@@ -9,9 +9,9 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from checkpointless.agent import AgentClient, FaultNotice
-from checkpointless.wire.board import Board
-from checkpointless.wire.messages import Answer
+from checkpointless.launcher.agent import AgentClient, FaultNotice
+from checkpointless.launcher.protocol.board import Board
+from checkpointless.launcher.protocol.messages import Answer
 
 RANK = int(os.environ["RANK"])
 INCARNATION = int(os.environ["CHECKPOINTLESS_INCARNATION"])

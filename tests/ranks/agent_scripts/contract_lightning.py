@@ -16,8 +16,8 @@ from lightning.pytorch.callbacks import Callback
 from torch.utils.data import DataLoader, Dataset
 
 from checkpointless import HPWrapper
-from checkpointless.environment import own_rank
 from checkpointless.strategies import CheckpointlessDDPStrategy
+from checkpointless.system.environment import own_rank
 
 KIND = sys.argv[1]
 registered: set[str] = set()

@@ -11,8 +11,8 @@ import time
 import torch
 import torch.distributed as dist
 
-from checkpointless.agent import wait_rank
 from checkpointless.inprocess import HPCallWrapper, HPWrapper
+from checkpointless.launcher.agent import wait_rank
 from tests import hyperpod_stand_in
 
 hyperpod_stand_in.install()

@@ -22,9 +22,9 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, WeightedRandomSampler
 
 from checkpointless import HPWrapper
-from checkpointless.environment import own_run_dir
 from checkpointless.inprocess import active_call_wrapper
 from checkpointless.strategies import CheckpointlessDDPStrategy, CheckpointlessModelParallelStrategy
+from checkpointless.system.environment import own_run_dir
 
 STEPS, STRATEGY, FEATURES = int(sys.argv[1]), sys.argv[2], frozenset(sys.argv[3:])
 WIDTH, SAMPLES = 30, 45 if os.environ["WORLD_SIZE"] == "2" else 90  # eight batches for a rank in an epoch

@@ -14,8 +14,8 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from checkpointless import HPWrapper
-from checkpointless.environment import own_generation
 from checkpointless.strategies import CheckpointlessDDPStrategy
+from checkpointless.system.environment import own_generation
 
 STEPS, WORD = int(sys.argv[1]), sys.argv[2]
 

@@ -26,7 +26,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
 from checkpointless import HPCallWrapper, HPWrapper
-from checkpointless.megatron.training import MegatronTraining
+from checkpointless.integrations.megatron.training import MegatronTraining
 from checkpointless.recovery import CheckpointManager, NeighborMemory
 
 STEPS, VOCABULARY, LENGTH, MICRO = int(sys.argv[1]), 64, 16, 2

@@ -15,9 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 from checkpointless import HPWrapper, PlainTraining
-from checkpointless.environment import own_generation
 from checkpointless.inprocess import HPCallWrapper
 from checkpointless.strategies import CheckpointlessDDPStrategy
+from checkpointless.system.environment import own_generation
 
 TRAINER, WHAT = sys.argv[1:]
 STEPS = 6

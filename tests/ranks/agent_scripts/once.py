@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from checkpointless import HPCallWrapper, HPWrapper, PlainTraining
-from checkpointless.environment import HANDOVER_ENV, INCARNATION_ENV
+from checkpointless.system.environment import HANDOVER_ENV, INCARNATION_ENV
 
 STEPS, LAYOUT, ONCE = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 WIDTH = 40

@@ -16,7 +16,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 
 from checkpointless import HPCallWrapper, HPWrapper, PlainTraining
-from checkpointless.megatron import cleanup
+from checkpointless.integrations.megatron import cleanup
 from checkpointless.recovery import CheckpointManager, NeighborMemory
 
 if sys.argv[-1] == "detail":

@@ -9,8 +9,8 @@ import torch
 from nemo.lightning.pytorch.plugins import MegatronDataSampler
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from checkpointless.demo.corpus import TextWindows, english
-from checkpointless.demo.text import TextDataModule
+from checkpointless.testing.demo.corpus import TextWindows, english
+from checkpointless.testing.demo.text import TextDataModule
 
 SEQ_LENGTH, MICRO_BATCH, GLOBAL_BATCH = 32, 2, 16  # two micro-batches of four ranks
 

@@ -12,7 +12,7 @@ DEFECT_ENV = "CHECKPOINTLESS_TEST_DEFECT"
 
 def buffers_are_not_taken_back() -> None:
     """Keep what a step has done to buffers before its commit."""
-    from checkpointless.recovery.held_state import HeldState
+    from checkpointless.state.held_state import HeldState
 
     original = HeldState.go_back_to
 
@@ -34,7 +34,7 @@ def callbacks_are_a_step_ahead() -> None:
     """Keep the state of callbacks that the fault found."""
     from lightning.pytorch.trainer import call
 
-    from checkpointless.strategies.boundary.live_state import TrainerLiveState
+    from checkpointless.integrations.lightning.boundary.live_state import TrainerLiveState
 
     original = TrainerLiveState.moments
 
@@ -49,8 +49,8 @@ def callbacks_are_a_step_ahead() -> None:
 
 def validations_are_repeated() -> None:
     """Make a validation that was over due again."""
+    from checkpointless.integrations.lightning.boundary.loops import ResumableEpochLoop
     from checkpointless.state.snapshot import SnapshotPoint
-    from checkpointless.strategies.boundary.loops import ResumableEpochLoop
 
     original = ResumableEpochLoop.on_run_start
 
@@ -71,7 +71,7 @@ def entry_streams_are_stale() -> None:
 
 def accumulated_metrics_begin_anew() -> None:
     """Drop what was accumulated over an epoch."""
-    from checkpointless.strategies.boundary import kinds, restoration
+    from checkpointless.integrations.lightning.boundary import kinds, restoration
 
     others = tuple(kind for kind in kinds.KINDS if kind.name != kinds.ACCUMULATED)
     none_put = kinds.Kind(kinds.ACCUMULATED, lambda trainer, state: None)
@@ -81,28 +81,28 @@ def accumulated_metrics_begin_anew() -> None:
 
 def accumulated_metrics_are_a_peers() -> None:
     """Let a new process go on with what a peer has accumulated."""
-    from checkpointless.strategies.boundary import restoration
+    from checkpointless.integrations.lightning.boundary import restoration
 
     restoration.with_own = lambda kept, own: kept
 
 
 def what_a_step_has_logged_is_lost() -> None:
     """Let a step that is gone through again log only what follows its update."""
-    from checkpointless.strategies.boundary import restoration
+    from checkpointless.integrations.lightning.boundary import restoration
 
     restoration.put_accumulated = lambda trainer, kept: None
 
 
 def batches_are_counted_anew() -> None:
     """Give number 0 to the first batch after a recovery."""
-    from checkpointless.strategies.data import training
+    from checkpointless.integrations.lightning.data import training
 
     training.go_on_counting = lambda fetcher, position: None
 
 
 def hooks_at_the_start_are_not_taken_back() -> None:
     """Keep what the hooks have done to the state of module and data module."""
-    from checkpointless.strategies.boundary import restoration
+    from checkpointless.integrations.lightning.boundary import restoration
 
     restoration.load_again = lambda trainer, checkpoint: None
 

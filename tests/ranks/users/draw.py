@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from checkpointless.faults.chaos import DEADLY, HANGING, IN_PROCESS, NODES
 from checkpointless.faults.spec import SETUP_PHASES, SUPPORT, FaultKind, FaultPhase, parse
-from checkpointless.layout import Layout
+from checkpointless.system.layout import Layout
 
 #: A NeMo script can have these; ``resume``, ``two-fits`` and ``fits-two`` are no features of the script itself.
 FEATURES = (

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from checkpointless.environment import RUN_DIR_ENV
+from checkpointless.system.environment import RUN_DIR_ENV
 
 BREAKS_ENV = "CHECKPOINTLESS_TEST_BREAKS"  # it says where ``callbacks.Breaks`` fails
 #: These parts of an end follow from the time of day, or from how often something was begun.

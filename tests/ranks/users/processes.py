@@ -11,8 +11,8 @@ from pathlib import Path
 from checkpointless.faults.chaos import DEADLY, HANGING
 from checkpointless.faults.ledger import FAULTS_DIR
 from checkpointless.faults.spec import parse
-from checkpointless.telemetry.event_names import EventName
-from checkpointless.telemetry.events import read_events
+from checkpointless.observability.telemetry.event_names import EventName
+from checkpointless.observability.telemetry.events import read_events
 from tests.ranks.users.end import notes
 
 

@@ -24,9 +24,9 @@ from nemo.collections.llm.gpt.model.base import local_layer_spec
 from nemo.lightning.pytorch.callbacks import ModelCheckpoint
 
 from checkpointless.callbacks import CheckpointlessCallback, HPFaultInjectionCallback
-from checkpointless.demo.text import ByteTokenizer
 from checkpointless.inprocess import HPWrapper
 from checkpointless.strategies import CheckpointlessAutoResume, CheckpointlessMegatronStrategy
+from checkpointless.testing.demo.text import ByteTokenizer
 from tests.ranks.users import defects, end
 from tests.ranks.users.callbacks import Averaging, Breaks, EndsSaves, KeepsByHooks, Pace, Probe
 from tests.ranks.users.data import (

@@ -20,8 +20,8 @@ from nemo.lightning.data import WrappedDataLoader
 from nemo.lightning.pytorch.plugins import MegatronDataSampler
 from torch.utils.data import IterableDataset
 
-from checkpointless.demo.corpus import english
-from checkpointless.demo.text import ByteTokenizer, TextDataModule
+from checkpointless.testing.demo.corpus import english
+from checkpointless.testing.demo.text import ByteTokenizer, TextDataModule
 
 
 class Mock(MockDataModule):

@@ -12,8 +12,8 @@ from typing import Any
 from lightning.pytorch import Callback
 from megatron.core.utils import get_model_config
 
-from checkpointless.environment import RUN_DIR_ENV
 from checkpointless.inprocess import active_call_wrapper
+from checkpointless.system.environment import RUN_DIR_ENV
 
 
 class ScaledLoss(Callback):

@@ -9,16 +9,16 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 
-from checkpointless.agent.node import NodeAgent
-from checkpointless.agent.ranks.device_check import DeviceCheck
-from checkpointless.agent.ranks.local_rank import LocalRank
-from checkpointless.agent.ranks.output import Printed
-from checkpointless.agent.ranks.starters import Descriptors, Exited, News, Order, Ready, Started, Starter
-from checkpointless.coordinator.hangs.policy import Heartbeat
-from checkpointless.telemetry.events import EventLog
-from checkpointless.wire.board import Board
-from checkpointless.wire.channel import LOOPBACK
-from checkpointless.wire.node_messages import NodeMessage
+from checkpointless.launcher.agent.node import NodeAgent
+from checkpointless.launcher.agent.ranks.device_check import DeviceCheck
+from checkpointless.launcher.agent.ranks.local_rank import LocalRank
+from checkpointless.launcher.agent.ranks.output import Printed
+from checkpointless.launcher.agent.ranks.starters import Descriptors, Exited, News, Order, Ready, Started, Starter
+from checkpointless.launcher.coordinator.hangs.policy import Heartbeat
+from checkpointless.launcher.protocol.board import Board
+from checkpointless.launcher.protocol.channel import LOOPBACK
+from checkpointless.launcher.protocol.node_messages import NodeMessage
+from checkpointless.observability.telemetry.events import EventLog
 
 
 class NoProcesses(Starter):

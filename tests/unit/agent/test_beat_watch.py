@@ -7,11 +7,11 @@ import time
 from types import SimpleNamespace
 from typing import Any, cast
 
-from checkpointless.agent.beat_watch import BeatWatch
-from checkpointless.agent.ranks.local_rank import Beats, LocalRank
-from checkpointless.coordinator.hangs.policy import Heartbeat
-from checkpointless.wire.board import BoardReading
-from checkpointless.wire.node_messages import NodeMessage, Progress, RankState, Silent
+from checkpointless.launcher.agent.beat_watch import BeatWatch
+from checkpointless.launcher.agent.ranks.local_rank import Beats, LocalRank
+from checkpointless.launcher.coordinator.hangs.policy import Heartbeat
+from checkpointless.launcher.protocol.board import BoardReading
+from checkpointless.launcher.protocol.node_messages import NodeMessage, Progress, RankState, Silent
 
 
 class Rank:

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from checkpointless.agent import node_run
-from checkpointless.telemetry.events import EVENTS_FILE, EventLog, read_events
-from checkpointless.wire.node_messages import End
+from checkpointless.launcher.agent import node_run
+from checkpointless.launcher.protocol.node_messages import End
+from checkpointless.observability.telemetry.events import EVENTS_FILE, EventLog, read_events
 
 
 def conclude(outcome: End, run_dir: Path, generation: int = 3) -> tuple[int, list[str]]:

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from checkpointless.agent.launch import launch
-from checkpointless.agent.launch_config import LaunchConfig
-from checkpointless.agent.ranks import platforms
-from checkpointless.monitoring.snapshot import JobNames
+from checkpointless.launcher.agent.launch import launch
+from checkpointless.launcher.agent.launch_config import LaunchConfig
+from checkpointless.launcher.agent.ranks import platforms
+from checkpointless.observability.monitoring.snapshot import JobNames
 
 
 def test_a_platform_that_is_not_installed_ends_the_run_in_one_line(
@@ -37,7 +37,7 @@ def test_metrics_name_the_recipe_or_the_script(
         names.append(args[-1].names)
         return 0
 
-    monkeypatch.setattr("checkpointless.agent.launch._run", run)
+    monkeypatch.setattr("checkpointless.launcher.agent.launch._run", run)
     config = LaunchConfig(1, __file__, tmp_path / "run", http_port=0, job=job)
     assert launch(config, print) == 0
     assert names == [JobNames(named, str(tmp_path / "run"), __file__)]

@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 
-from checkpointless.agent.launch_config import (
+from checkpointless.launcher.agent.launch_config import (
     DEFAULT_PORT,
     CoordinatorConfig,
     LaunchConfig,
     limits_of,
     meeting_of,
 )
-from checkpointless.coordinator.hosting import Meeting
+from checkpointless.launcher.coordinator.hosting import Meeting
 
 TOKEN = "t" * 32
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from checkpointless.agent.joining import JoinError, RefusedError
-from checkpointless.agent.links import GuestLink
-from checkpointless.wire.causes import CauseKind
-from checkpointless.wire.node_messages import Alive, End, Joined, Progress, RankEnded, Standing
+from checkpointless.launcher.agent.joining import JoinError, RefusedError
+from checkpointless.launcher.agent.links import GuestLink
+from checkpointless.launcher.protocol.causes import CauseKind
+from checkpointless.launcher.protocol.node_messages import Alive, End, Joined, Progress, RankEnded, Standing
 from tests.unit.messaged_job import trouble
 
 STANDING = Standing(3, 1, 7, "a run", False, [])

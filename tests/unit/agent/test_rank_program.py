@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from checkpointless.agent.launch_config import LaunchConfig
-from checkpointless.agent.rank_program import rank_environment
+from checkpointless.launcher.agent.launch_config import LaunchConfig
+from checkpointless.launcher.agent.rank_program import rank_environment
 
 OLDER = "TORCH_NCCL_TRACE_BUFFER_SIZE"
 TRACES, NO_LINES = "TORCH_SHOW_CPP_STACKTRACES", "TORCH_DISABLE_ADDR2LINE"

@@ -11,14 +11,14 @@ import pytest
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 
-from checkpointless.agent import RankClient
 from checkpointless.callbacks import HPFaultInjectionCallback
-from checkpointless.environment import FAULTS_ENV, RANK_ENV, RUN_DIR_ENV
 from checkpointless.faults.inject import InjectedFault, from_environment
 from checkpointless.faults.ledger import fired
 from checkpointless.inprocess import HPWrapper
 from checkpointless.inprocess.wrap import HPCallWrapper
-from checkpointless.wire.messages import RankMessage
+from checkpointless.launcher.agent import RankClient
+from checkpointless.launcher.protocol.messages import RankMessage
+from checkpointless.system.environment import FAULTS_ENV, RANK_ENV, RUN_DIR_ENV
 
 MINE = "exception@between:rank=0,step=2"
 JOBS = "exception@forward:rank=0,step=1"

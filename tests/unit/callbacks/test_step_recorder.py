@@ -12,8 +12,8 @@ import pytest
 from checkpointless.callbacks import step_recorder
 from checkpointless.callbacks.step_recorder import StepRecorder
 from checkpointless.inprocess import RankShouldRestart
-from checkpointless.recovery.training.loop import LoopTraining
-from checkpointless.telemetry.steps import NO_EXTRAS, StepLog
+from checkpointless.integrations.torch.loop import LoopTraining
+from checkpointless.observability.telemetry.steps import NO_EXTRAS, StepLog
 
 pytestmark = pytest.mark.nemo
 
@@ -41,8 +41,8 @@ def call(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Cal
     monkeypatch.setattr(step_recorder, "complete_parameters", lambda trainer: None)
     monkeypatch.setattr(step_recorder, "extras_of", lambda *_: NO_EXTRAS)
     monkeypatch.setattr(step_recorder, "_digest_of_parameters", digest)
-    monkeypatch.setattr("checkpointless.recovery.training.loop.digest_parameters", digest)
-    monkeypatch.setattr("checkpointless.recovery.training.loop.extras_of", lambda *_: NO_EXTRAS)
+    monkeypatch.setattr("checkpointless.integrations.torch.loop.digest_parameters", digest)
+    monkeypatch.setattr("checkpointless.integrations.torch.loop.extras_of", lambda *_: NO_EXTRAS)
     return call
 
 

@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-from checkpointless.agent import launch as launch_module
-from checkpointless.agent.launch_config import LaunchConfig
 from checkpointless.cli import main
 from checkpointless.cli.chaos import TRAINER_NAMES
-from checkpointless.demo import TRAINERS, DemoConfig, parse_layout
-from checkpointless.demo.trainers import Task
-from checkpointless.demo.trainers import nemo as demo
 from checkpointless.faults.ledger import FaultLedger
 from checkpointless.faults.spec import EXPECTED, FaultKind, FaultPhase, parse
-from checkpointless.telemetry.event_names import EventName
-from checkpointless.telemetry.events import EVENTS_FILE, EventLog, flush_events
+from checkpointless.launcher.agent import launch as launch_module
+from checkpointless.launcher.agent.launch_config import LaunchConfig
+from checkpointless.observability.telemetry.event_names import EventName
+from checkpointless.observability.telemetry.events import EVENTS_FILE, EventLog, flush_events
+from checkpointless.testing.demo import TRAINERS, DemoConfig, parse_layout
+from checkpointless.testing.demo.trainers import Task
+from checkpointless.testing.demo.trainers import nemo as demo
 
 
 @pytest.fixture
@@ -217,7 +217,7 @@ class Finder:
 
 sys.meta_path.append(Finder)
 from checkpointless import cli
-from checkpointless.agent import launch
+from checkpointless.launcher.agent import launch
 launch.launch = lambda config, *more: print("would launch with", *config.preload) or 0
 assert cli.main(["run", "--preload", "made_up_package.part,helper_beside", {str(scripts / "train.py")!r}]) == 0
 assert cli.main(["run", "--preload", "no_such_module_anywhere", {str(scripts / "train.py")!r}]) == 2

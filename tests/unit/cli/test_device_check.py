@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from checkpointless.agent import launch as launch_module
-from checkpointless.agent.launch_config import LaunchConfig
-from checkpointless.agent.ranks.device_check import DeviceCheck
 from checkpointless.cli import main
+from checkpointless.launcher.agent import launch as launch_module
+from checkpointless.launcher.agent.launch_config import LaunchConfig
+from checkpointless.launcher.agent.ranks.device_check import DeviceCheck
 
 COMMAND, LIMIT = "CHECKPOINTLESS_DEVICE_CHECK", "CHECKPOINTLESS_DEVICE_CHECK_TIMEOUT"
 

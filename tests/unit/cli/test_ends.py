@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from checkpointless.agent import launch as launch_module
 from checkpointless.cli import main
-from checkpointless.telemetry.steps import StepLog
+from checkpointless.launcher.agent import launch as launch_module
+from checkpointless.observability.telemetry.steps import StepLog
 
 
 @pytest.fixture(autouse=True)

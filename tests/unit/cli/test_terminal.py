@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from checkpointless.cli.terminal import Terminal
-from checkpointless.environment import RUN_DIR_ENV
-from checkpointless.telemetry.event_names import EventName
-from checkpointless.telemetry.events import EVENTS_FILE, EventLog, flush_events, read_events
-from checkpointless.telemetry.narration import Narrator, detected_line, recovered_line
-from checkpointless.telemetry.tracebacks import keep_traceback, traceback_path
+from checkpointless.observability.telemetry.event_names import EventName
+from checkpointless.observability.telemetry.events import EVENTS_FILE, EventLog, flush_events, read_events
+from checkpointless.observability.telemetry.narration import Narrator, detected_line, recovered_line
+from checkpointless.observability.telemetry.tracebacks import keep_traceback, traceback_path
+from checkpointless.system.environment import RUN_DIR_ENV
 
 CAUSE = "rank 1 raised ValueError at step 3: no"
 RANKS = (0, 1)

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from torch.distributed.run import get_args_parser
 
-from checkpointless.agent import launch as launch_module
-from checkpointless.agent.launch_config import LaunchConfig, limits_of
 from checkpointless.cli import cuda, main
 from checkpointless.cli.commands import run
 from checkpointless.cli.torchrun import _ACCEPTED, _REFUSED
+from checkpointless.launcher.agent import launch as launch_module
+from checkpointless.launcher.agent.launch_config import LaunchConfig, limits_of
 
 VALUES = {"--rdzv-backend": "c10d", "--numa-binding": "node"}
 

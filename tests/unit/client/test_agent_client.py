@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from checkpointless.client import agent_client
-from checkpointless.client.agent_client import AgentClient, AgentLostError
-from checkpointless.client.factory import HPAgentK8sAPIFactory, RankUnknownError, wait_rank
-from checkpointless.client.standalone import StandaloneClient
-from checkpointless.wire import messages
-from checkpointless.wire.causes import exception_cause
-from checkpointless.wire.messages import (
+from checkpointless.launcher.client import agent_client
+from checkpointless.launcher.client.agent_client import AgentClient, AgentLostError
+from checkpointless.launcher.client.factory import HPAgentK8sAPIFactory, RankUnknownError, wait_rank
+from checkpointless.launcher.client.standalone import StandaloneClient
+from checkpointless.launcher.protocol import messages
+from checkpointless.launcher.protocol.causes import exception_cause
+from checkpointless.launcher.protocol.messages import (
     Answer,
     Barrier,
     Done,

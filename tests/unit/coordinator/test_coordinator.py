@@ -9,10 +9,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from checkpointless.coordinator.roster import Node
-from checkpointless.telemetry.events import EVENTS_FILE, read_events
-from checkpointless.wire.causes import CauseKind
-from checkpointless.wire.node_messages import (
+from checkpointless.launcher.coordinator.roster import Node
+from checkpointless.launcher.protocol.causes import CauseKind
+from checkpointless.launcher.protocol.node_messages import (
     AllDone,
     Answered,
     Begin,
@@ -28,6 +27,7 @@ from checkpointless.wire.node_messages import (
     SilentRank,
     Spawn,
 )
+from checkpointless.observability.telemetry.events import EVENTS_FILE, read_events
 from tests.drawn import examples
 from tests.unit.messaged_job import HEARTBEAT_S, NPROC, Job, go_env
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from checkpointless.telemetry.event_names import EventName
-from checkpointless.telemetry.events import read_events
-from checkpointless.telemetry.rungs import Rung
-from checkpointless.wire.messages import HandOver
-from checkpointless.wire.node_messages import Begin, Spawn
+from checkpointless.launcher.protocol.messages import HandOver
+from checkpointless.launcher.protocol.node_messages import Begin, Spawn
+from checkpointless.observability.telemetry.event_names import EventName
+from checkpointless.observability.telemetry.events import read_events
+from checkpointless.observability.telemetry.rungs import Rung
 from tests.unit.messaged_job import Job
 
 UNFIT = "rank 1 could not enter its block again"

@@ -4,14 +4,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointless.coordinator.incident_policy import (
+from checkpointless.launcher.coordinator.incident_policy import (
     NO_PROGRESS_LIMIT,
     SAME_FAILURE_LIMIT,
     History,
     certain_failure,
     may_be_certain,
 )
-from checkpointless.wire.causes import Cause, CauseKind, attribute, culprit, exception_cause, exit_cause
+from checkpointless.launcher.protocol.causes import (
+    Cause,
+    CauseKind,
+    attribute,
+    culprit,
+    exception_cause,
+    exit_cause,
+)
 
 CAUSES = st.builds(
     Cause,

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from checkpointless.coordinator.incident_tracker import IncidentTracker
-from checkpointless.telemetry.events import EVENTS_FILE, Event, EventLog, read_events
-from checkpointless.wire.board import NO_STEP
-from checkpointless.wire.causes import Cause, CauseKind
+from checkpointless.launcher.coordinator.incident_tracker import IncidentTracker
+from checkpointless.launcher.protocol.board import NO_STEP
+from checkpointless.launcher.protocol.causes import Cause, CauseKind
+from checkpointless.observability.telemetry.events import EVENTS_FILE, Event, EventLog, read_events
 
 HANG = Cause(CauseKind.LOSS, 1, "hang", "made no progress for 5 s", 7)
 ERROR = Cause(CauseKind.EXCEPTION, 0, "exception", "raised ValueError", NO_STEP, error="ValueError")

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointless.coordinator.job import ProgressReports
-from checkpointless.wire.node_messages import (
+from checkpointless.launcher.coordinator.job import ProgressReports
+from checkpointless.launcher.protocol.node_messages import (
     Progress,
 )
 

@@ -6,11 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from checkpointless.coordinator.incident_policy import STILLBORN_LIMIT
-from checkpointless.telemetry.event_names import EventName
-from checkpointless.telemetry.events import read_events
-from checkpointless.wire.causes import CauseKind
-from checkpointless.wire.node_messages import (
+from checkpointless.launcher.coordinator.incident_policy import STILLBORN_LIMIT
+from checkpointless.launcher.protocol.causes import CauseKind
+from checkpointless.launcher.protocol.node_messages import (
     Alive,
     Answered,
     Begin,
@@ -24,6 +22,8 @@ from checkpointless.wire.node_messages import (
     RankState,
     Spawn,
 )
+from checkpointless.observability.telemetry.event_names import EventName
+from checkpointless.observability.telemetry.events import read_events
 from tests.unit.messaged_job import REGROUP_S, Job, go_env
 
 

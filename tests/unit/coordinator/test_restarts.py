@@ -6,12 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from checkpointless.coordinator.incident_policy import SAME_FAILURE_LIMIT, SAME_FAILURE_S
-from checkpointless.coordinator.job import Phase
-from checkpointless.telemetry.event_names import EventName
-from checkpointless.telemetry.events import read_events
-from checkpointless.wire.causes import exception_cause
-from checkpointless.wire.node_messages import (
+from checkpointless.launcher.coordinator.incident_policy import SAME_FAILURE_LIMIT, SAME_FAILURE_S
+from checkpointless.launcher.coordinator.job import Phase
+from checkpointless.launcher.protocol.causes import exception_cause
+from checkpointless.launcher.protocol.node_messages import (
     Begin,
     FaultNotice,
     JobOver,
@@ -21,6 +19,8 @@ from checkpointless.wire.node_messages import (
     Spawn,
     Trouble,
 )
+from checkpointless.observability.telemetry.event_names import EventName
+from checkpointless.observability.telemetry.events import read_events
 from tests.unit.messaged_job import Job
 
 LOST = "no living rank holds the shard of rank 2"

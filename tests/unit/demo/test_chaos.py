@@ -9,8 +9,8 @@ import pytest
 
 pytest.importorskip("hydra", reason="the demo's recipes need hydra-core")
 
-from checkpointless.demo.chaos import Result, _write
 from checkpointless.faults.chaos import LAYOUTS, draw
+from checkpointless.testing.demo.chaos import Result, _write
 
 
 def test_the_file_says_ranks_parallel_sizes_and_holders_of_each_case(tmp_path: Path) -> None:

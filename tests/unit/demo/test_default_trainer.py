@@ -8,7 +8,7 @@ import pytest
 
 from checkpointless.cli.chaos import demo_trainer
 from checkpointless.cli.values import UsageError
-from checkpointless.demo import TRAINERS
+from checkpointless.testing.demo import TRAINERS
 
 
 def test_the_demo_takes_nemo_where_it_is_and_else_ddp_with_a_line(

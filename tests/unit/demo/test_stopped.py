@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from checkpointless.agent.launch_config import LaunchConfig
-from checkpointless.demo import run
-from checkpointless.demo.config import DemoConfig
+from checkpointless.launcher.agent.launch_config import LaunchConfig
+from checkpointless.testing.demo import run
+from checkpointless.testing.demo.config import DemoConfig
 
 
 @pytest.mark.parametrize(

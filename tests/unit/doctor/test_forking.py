@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from checkpointless.agent.ranks.rank_process import Script
 from checkpointless.doctor.findings import Finding, Severity
 from checkpointless.doctor.forking import Trial, judge, read
+from checkpointless.launcher.agent.ranks.rank_process import Script
 
 pytestmark = pytest.mark.slow
 

@@ -14,7 +14,7 @@ import pytest
 from checkpointless.doctor import machine, node
 from checkpointless.doctor.findings import Family, Finding, Severity
 from checkpointless.doctor.machine import open_files
-from checkpointless.nccl import SETTINGS
+from checkpointless.system.nccl import SETTINGS
 
 HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 UNLIMITED = resource.RLIM_INFINITY

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpointless import cli
-from checkpointless.agent.launch_config import LaunchConfig
 from checkpointless.faults.chaos import (
     BRIDGE,
     DATA_PARALLEL,
@@ -30,10 +29,11 @@ from checkpointless.faults.chaos import (
     outcome_of,
 )
 from checkpointless.faults.spec import SETUP_PHASES, FaultKind, parse, parse_all
-from checkpointless.layout import Layout
-from checkpointless.report.incidents import IncidentSummary
-from checkpointless.report.incidents import Outcome as Ending
-from checkpointless.telemetry.rungs import Rung
+from checkpointless.launcher.agent.launch_config import LaunchConfig
+from checkpointless.observability.report.incidents import IncidentSummary
+from checkpointless.observability.report.incidents import Outcome as Ending
+from checkpointless.observability.telemetry.rungs import Rung
+from checkpointless.system.layout import Layout
 
 NEEDS_RECIPES = pytest.mark.skipif(find_spec("hydra") is None, reason="recipes need hydra-core")
 MANY = [(seed, number, seed % 2 == 1) for seed in range(12) for number in range(40)]
@@ -208,7 +208,7 @@ def test_a_job_gets_the_drawn_faults_and_fails_if_they_come_to_something_else(
         launched.append(config)
         return 0
 
-    monkeypatch.setattr("checkpointless.agent.launch.launch", launch)
+    monkeypatch.setattr("checkpointless.launcher.agent.launch.launch", launch)
     script = tmp_path / "train.py"
     script.write_text("")
     words = ["run", "--chaos", "3", "--seed", "7", "--chaos-steps", "30", "--nproc-per-node", "4"]

@@ -12,14 +12,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from checkpointless.environment import FAULTS_ENV, RUN_DIR_ENV
 from checkpointless.faults import inject, ledger
 from checkpointless.faults import inject as device
 from checkpointless.faults.inject import FaultInjector, InjectedFault, from_environment
 from checkpointless.faults.ledger import FaultLedger, fired, not_fired
 from checkpointless.faults.spec import FaultKind, FaultPhase, FaultSpecError, parse
-from checkpointless.telemetry.event_names import EventName
-from checkpointless.telemetry.events import EVENTS_FILE, read_events
+from checkpointless.observability.telemetry.event_names import EventName
+from checkpointless.observability.telemetry.events import EVENTS_FILE, read_events
+from checkpointless.system.environment import FAULTS_ENV, RUN_DIR_ENV
 
 
 def injector(run_dir: Path | None, *texts: str, rank: int = 2) -> FaultInjector:

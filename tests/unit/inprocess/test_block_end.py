@@ -10,7 +10,7 @@ import torch
 
 from checkpointless.inprocess.block.end import is_return, is_victim, make_room
 from checkpointless.inprocess.exceptions import line_of, text_of, traceback_of
-from checkpointless.wire.causes import exit_code
+from checkpointless.launcher.protocol.causes import exit_code
 
 
 class Built:

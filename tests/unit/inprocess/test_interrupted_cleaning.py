@@ -16,7 +16,7 @@ import pytest
 from checkpointless.inprocess.block import main_thread
 from checkpointless.inprocess.block.main_thread import MainThread
 from checkpointless.inprocess.exceptions import RankShouldRestart
-from checkpointless.telemetry.events import append_line
+from checkpointless.observability.telemetry.events import append_line
 
 
 class Owner:

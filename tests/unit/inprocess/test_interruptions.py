@@ -20,11 +20,11 @@ import pytest
 import torch
 
 import checkpointless
-from checkpointless.agent import FaultNotice, RankClient
 from checkpointless.inprocess import HPWrapper, RankShouldRestart, active_call_wrapper
 from checkpointless.inprocess.block import main_thread
 from checkpointless.inprocess.wrap import HPCallWrapper
-from checkpointless.wire.messages import Barrier, Done, FaultReport, Finish, Go, Hello, RankMessage
+from checkpointless.launcher.agent import FaultNotice, RankClient
+from checkpointless.launcher.protocol.messages import Barrier, Done, FaultReport, Finish, Go, Hello, RankMessage
 
 OURS = Path(checkpointless.__file__)
 

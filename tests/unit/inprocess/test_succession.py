@@ -8,7 +8,6 @@ from typing import Any, cast
 
 import pytest
 
-from checkpointless.client import RankClient
 from checkpointless.inprocess import HPWrapper
 from checkpointless.inprocess.block import blocks, succession
 from checkpointless.inprocess.block.blocks import Blocks
@@ -16,8 +15,9 @@ from checkpointless.inprocess.block.succession import Succession
 from checkpointless.inprocess.facts import Facts
 from checkpointless.inprocess.generation import Generation
 from checkpointless.inprocess.step_tracker import StepTracker
-from checkpointless.wire.messages import Barrier as BarrierMessage
-from checkpointless.wire.messages import Go, HandOver, RankMessage, Replace
+from checkpointless.launcher.client import RankClient
+from checkpointless.launcher.protocol.messages import Barrier as BarrierMessage
+from checkpointless.launcher.protocol.messages import Go, HandOver, RankMessage, Replace
 
 
 @pytest.fixture(autouse=True)

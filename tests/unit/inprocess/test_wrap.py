@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from checkpointless.agent import FaultNotice, RankClient
-from checkpointless.environment import FAULTS_ENV, RANK_ENV, RUN_DIR_ENV
 from checkpointless.faults.inject import FaultInjector
 from checkpointless.faults.ledger import FaultLedger, fired
 from checkpointless.inprocess import HPWrapper, RankShouldRestart
 from checkpointless.inprocess.wrap import active_call_wrapper
-from checkpointless.wire.messages import Barrier, Done, FaultReport, Finish, Go, Hello, RankMessage
+from checkpointless.launcher.agent import FaultNotice, RankClient
+from checkpointless.launcher.protocol.messages import Barrier, Done, FaultReport, Finish, Go, Hello, RankMessage
+from checkpointless.system.environment import FAULTS_ENV, RANK_ENV, RUN_DIR_ENV
 
 LATE_S = 0.5
 

@@ -7,8 +7,8 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointless.local_checkpoint import LazyCliqueReplicationStrategy, NoReplicasAvailableError
-from checkpointless.local_checkpoint.replication import ExchangePlan, PartTransfer, plan_retrieval
+from checkpointless.replication.local_checkpoint import LazyCliqueReplicationStrategy, NoReplicasAvailableError
+from checkpointless.replication.local_checkpoint.replication import ExchangePlan, PartTransfer, plan_retrieval
 
 PARTS = [f"part_{number}" for number in range(5)]
 having = st.dictionaries(st.integers(0, 7), st.sets(st.sampled_from(PARTS)))

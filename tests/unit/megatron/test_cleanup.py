@@ -14,7 +14,7 @@ from megatron.core import parallel_state, rerun_state_machine
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from megatron.core.transformer import cuda_graphs
 
-from checkpointless.megatron import cleanup
+from checkpointless.integrations.megatron import cleanup
 
 pytestmark = pytest.mark.nemo
 

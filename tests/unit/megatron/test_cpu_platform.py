@@ -6,10 +6,10 @@ from importlib.metadata import version
 import pytest
 import torch
 
-from checkpointless.environment import CPU_ENV
 from checkpointless.inprocess.communicators.process_groups import process_groups
-from checkpointless.megatron import cpu_platform
-from checkpointless.megatron.cpu.draws import DRAW_METHODS
+from checkpointless.integrations.megatron import cpu_platform
+from checkpointless.integrations.megatron.cpu.draws import DRAW_METHODS
+from checkpointless.system.environment import CPU_ENV
 
 pytestmark = pytest.mark.nemo
 

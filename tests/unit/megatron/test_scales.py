@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("megatron.core", reason="needs Megatron-core")
 
 from checkpointless.inprocess import UnrecoverableError
-from checkpointless.megatron.state import MegatronTensors, Scales
+from checkpointless.integrations.megatron.state import MegatronTensors, Scales
 
 pytestmark = pytest.mark.nemo
 

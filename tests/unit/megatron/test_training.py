@@ -13,7 +13,7 @@ pytestmark = pytest.mark.nemo
 
 
 def test_the_wrapper_prepares_at_every_entry(monkeypatch: pytest.MonkeyPatch) -> None:
-    from checkpointless.megatron.training import MegatronTraining
+    from checkpointless.integrations.megatron.training import MegatronTraining
 
     done: list[str] = []
     monkeypatch.setattr(MegatronTraining, "prepare", staticmethod(lambda: done.append("prepared")))
@@ -30,7 +30,7 @@ def test_the_wrapper_prepares_at_every_entry(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_what_is_missing_is_said() -> None:
-    from checkpointless.megatron.training import MegatronTraining
+    from checkpointless.integrations.megatron.training import MegatronTraining
 
     with pytest.raises(ValueError, match="no block is running"):
         MegatronTraining()

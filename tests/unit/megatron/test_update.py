@@ -14,8 +14,8 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from checkpointless.inprocess import ParameterUpdateLock, UnrecoverableError
-from checkpointless.megatron import update
-from checkpointless.megatron.update import GuardedUpdate, unguardable
+from checkpointless.integrations.megatron import update
+from checkpointless.integrations.megatron.update import GuardedUpdate, unguardable
 
 pytestmark = pytest.mark.nemo
 
@@ -143,7 +143,9 @@ def test_a_precision_that_cannot_be_recovered_is_refused() -> None:
 def in_fp8(monkeypatch: pytest.MonkeyPatch) -> torch.nn.Module:
     """Return a module whose weight Megatron takes for a parameter in FP8."""
     chunk = torch.nn.Linear(1, 1)
-    monkeypatch.setattr("checkpointless.megatron.fp8_parameters.is_float8tensor", lambda each: each is chunk.weight)
+    monkeypatch.setattr(
+        "checkpointless.integrations.megatron.fp8_parameters.is_float8tensor", lambda each: each is chunk.weight
+    )
     return chunk
 
 

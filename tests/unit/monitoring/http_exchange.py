@@ -4,10 +4,17 @@ import socket
 from types import SimpleNamespace
 from typing import Any, cast
 
-from checkpointless.agent.watch import Watch
-from checkpointless.monitoring.durations import Durations
-from checkpointless.monitoring.http_status import Pages, StatusHandler
-from checkpointless.monitoring.snapshot import RECOVERY_BUCKETS_S, JobNode, JobRank, JobStatus, RankStatus, Snapshot
+from checkpointless.launcher.agent.watch import Watch
+from checkpointless.observability.monitoring.durations import Durations
+from checkpointless.observability.monitoring.http_status import Pages, StatusHandler
+from checkpointless.observability.monitoring.snapshot import (
+    RECOVERY_BUCKETS_S,
+    JobNode,
+    JobRank,
+    JobStatus,
+    RankStatus,
+    Snapshot,
+)
 
 NONE = Durations.none(RECOVERY_BUCKETS_S)
 RUNGS = {"in-process": NONE.and_one_of(0.75), "process": NONE.and_one_of(40.0), "node": NONE, "job": NONE}

@@ -7,11 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from checkpointless.monitoring import accounting
-from checkpointless.monitoring.accounting import Account, Accounting
-from checkpointless.monitoring.prometheus import render
-from checkpointless.report.summary import build_report
-from checkpointless.telemetry.events import EVENTS_FILE, Event, EventLog, append_line, flush_events, read_events
+from checkpointless.observability.monitoring import accounting
+from checkpointless.observability.monitoring.accounting import Account, Accounting
+from checkpointless.observability.monitoring.prometheus import render
+from checkpointless.observability.report.summary import build_report
+from checkpointless.observability.telemetry.events import (
+    EVENTS_FILE,
+    Event,
+    EventLog,
+    append_line,
+    flush_events,
+    read_events,
+)
 from tests.unit.made_up_run import MadeUpRun
 from tests.unit.monitoring.http_exchange import SNAPSHOT
 

@@ -12,10 +12,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointless.agent.watch import Watch
-from checkpointless.monitoring import http_status
-from checkpointless.monitoring.http_status import MAX_CONNECTIONS, HttpStatus, Page, Pages, StatusServer
-from checkpointless.monitoring.snapshot import JobRank, JobStatus, Snapshot
+from checkpointless.launcher.agent.watch import Watch
+from checkpointless.observability.monitoring import http_status
+from checkpointless.observability.monitoring.http_status import (
+    MAX_CONNECTIONS,
+    HttpStatus,
+    Page,
+    Pages,
+    StatusServer,
+)
+from checkpointless.observability.monitoring.snapshot import JobRank, JobStatus, Snapshot
 from tests.descriptors import descriptors
 from tests.unit.monitoring.http_exchange import NONE, SNAPSHOT, answer, pages_of
 

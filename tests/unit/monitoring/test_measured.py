@@ -14,17 +14,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpointless.faults.spec import FaultKind
-from checkpointless.monitoring import event_reader
-from checkpointless.monitoring.measured import (
+from checkpointless.observability.monitoring import event_reader
+from checkpointless.observability.monitoring.measured import (
     MEASURED_STAGES,
     QUIET_S,
     Measured,
     MeasuredTally,
     Measuring,
 )
-from checkpointless.telemetry.event_names import EventName
-from checkpointless.telemetry.events import EVENTS_FILE, EventLog, flush_events
-from checkpointless.telemetry.lines import LineTail
+from checkpointless.observability.telemetry.event_names import EventName
+from checkpointless.observability.telemetry.events import EVENTS_FILE, EventLog, flush_events
+from checkpointless.observability.telemetry.lines import LineTail
 
 OWN = frozenset({2, 3})
 STARTING = ("enter", "init", "rebuild", "decide", "transfer", "verify", "data", "first_step")

@@ -11,14 +11,14 @@ from typing import Any, cast
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from checkpointless.agent.watch import Watch
-from checkpointless.monitoring import prometheus
-from checkpointless.monitoring.durations import Durations
-from checkpointless.monitoring.http_status import Pages
-from checkpointless.monitoring.measured import MEASURED_STAGES, STAGE_BUCKETS_S, Measured
-from checkpointless.monitoring.snapshot import OUTSIDE, STALE_S, JobNames, Snapshot, Tally
-from checkpointless.telemetry.event_names import EventName
-from checkpointless.wire.node_messages import End
+from checkpointless.launcher.agent.watch import Watch
+from checkpointless.launcher.protocol.node_messages import End
+from checkpointless.observability.monitoring import prometheus
+from checkpointless.observability.monitoring.durations import Durations
+from checkpointless.observability.monitoring.http_status import Pages
+from checkpointless.observability.monitoring.measured import MEASURED_STAGES, STAGE_BUCKETS_S, Measured
+from checkpointless.observability.monitoring.snapshot import OUTSIDE, STALE_S, JobNames, Snapshot, Tally
+from checkpointless.observability.telemetry.event_names import EventName
 from tests.unit.monitoring.http_exchange import RUNGS, SNAPSHOT, get, pages_of
 
 

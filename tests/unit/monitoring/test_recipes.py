@@ -14,11 +14,11 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from checkpointless.faults.spec import FaultKind
-from checkpointless.monitoring.accounting import Account
-from checkpointless.monitoring.durations import Durations
-from checkpointless.monitoring.measured import MEASURED_STAGES, STAGE_BUCKETS_S, Measured
-from checkpointless.monitoring.prometheus import render
-from checkpointless.monitoring.snapshot import JobNames
+from checkpointless.observability.monitoring.accounting import Account
+from checkpointless.observability.monitoring.durations import Durations
+from checkpointless.observability.monitoring.measured import MEASURED_STAGES, STAGE_BUCKETS_S, Measured
+from checkpointless.observability.monitoring.prometheus import render
+from checkpointless.observability.monitoring.snapshot import JobNames
 from tests.unit.monitoring.http_exchange import SNAPSHOT
 
 FOLDER = Path(__file__).parents[3] / "recipes" / "monitoring"

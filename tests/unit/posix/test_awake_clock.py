@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from checkpointless.posix.awake_clock import AwakeClock
+from checkpointless.system.awake_clock import AwakeClock
 
 
 def test_a_clock_does_not_count_its_own_pauses() -> None:

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from checkpointless.posix.errands import Errands
+from checkpointless.system.errands import Errands
 
 
 def test_an_errand_brings_its_result_or_its_error() -> None:

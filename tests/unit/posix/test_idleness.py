@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from checkpointless.posix import idleness
-from checkpointless.posix.idleness import Idleness, families
+from checkpointless.system import idleness
+from checkpointless.system.idleness import Idleness, families
 
 WORKS = "import time\nwhile True: pass"
 WRITES = "import time\nwhile True: open('/dev/null', 'wb').write(bytes(1 << 20)); time.sleep(0.2)"

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from checkpointless.posix import shared_memory
-from checkpointless.posix.process_state import ProcessLook
-from checkpointless.posix.process_tree import ProcessTree, kill_descendants
+from checkpointless.system import shared_memory
+from checkpointless.system.process_state import ProcessLook
+from checkpointless.system.process_tree import ProcessTree, kill_descendants
 
 NOBODY = 4194305 + os.getpid()  # no pid is as large, and no other test uses it
 
@@ -112,7 +112,7 @@ def test_a_process_that_has_not_made_its_group_yet() -> None:
 
 BRANCHES = """
 import os, sys, time
-from checkpointless.posix.process_tree import adopt_orphans
+from checkpointless.system.process_tree import adopt_orphans
 adopt_orphans()
 if os.fork() == 0:
     os.setsid()

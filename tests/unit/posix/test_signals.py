@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from checkpointless.posix.signals import ENDING, PASSED_ON, forget_handlers, handling, is_default
+from checkpointless.system.signals import ENDING, PASSED_ON, forget_handlers, handling, is_default
 
 
 @pytest.fixture(autouse=True)

@@ -20,8 +20,8 @@ from pathlib import Path
 import pytest
 
 from checkpointless.inprocess.data_workers import sockets as worker_sockets
-from checkpointless.posix import temp_folder
-from checkpointless.posix.temp_folder import private_temp_folder
+from checkpointless.system import temp_folder
+from checkpointless.system.temp_folder import private_temp_folder
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +48,7 @@ def test_it_is_private_and_ends_with_the_agent(temporary: Path) -> None:
 
 
 def test_that_of_a_killed_agent_goes_with_the_next_one_and_no_other_does(temporary: Path) -> None:
-    begin = "import time; from checkpointless.posix.temp_folder import *; x = private_temp_folder()"
+    begin = "import time; from checkpointless.system.temp_folder import *; x = private_temp_folder()"
     script = f"{begin}; print(x.__enter__(), flush=True); time.sleep(60)"
     command = [sys.executable, "-c", script]
     env = {**os.environ, "TMPDIR": str(temporary)}

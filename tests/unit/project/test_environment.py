@@ -1,4 +1,4 @@
-"""Check that environment variables have their names in one place: ``checkpointless/environment.py``."""
+"""Check that environment variables have their names in one place: ``checkpointless/system/environment.py``."""
 
 import ast
 import re
@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from checkpointless import environment
-from checkpointless.environment import (
+from checkpointless.system import environment
+from checkpointless.system.environment import (
     JOB_RESTART_COUNT_ENV,
     RANK_ENV,
     RUN_DIR_ENV,
@@ -37,10 +37,12 @@ def literals(source: str) -> Iterator[str]:
             yield node.value
 
 
-@pytest.mark.parametrize("source", [source for source in SOURCES if source != "checkpointless/environment.py"])
+@pytest.mark.parametrize(
+    "source", [source for source in SOURCES if source != "checkpointless/system/environment.py"]
+)
 def test_only_one_module_names_our_variables(source: str) -> None:
     found = {name for text in literals(source) for name in re.findall(r"CHECKPOINTLESS_[A-Z_]+", text)}
-    assert not found, f"{source} names {', '.join(sorted(found))}: take it from checkpointless.environment"
+    assert not found, f"{source} names {', '.join(sorted(found))}: take it from checkpointless.system.environment"
 
 
 def test_no_variable_has_two_names() -> None:

@@ -17,11 +17,11 @@ from rich.console import Console
 from checkpointless.cli import command_line
 from checkpointless.cli.commands import train
 from checkpointless.cli.values import UsageError
-from checkpointless.layout import Layout
 from checkpointless.recipes.dry_run import replica_lines, show
 from checkpointless.recipes.layout import layout_of
 from checkpointless.recipes.memory import Count, Stage
 from checkpointless.recipes.settings import load
+from checkpointless.system.layout import Layout
 
 GIGA = 10**9
 STAGES = [Stage(dense=Count(GIGA, GIGA), expert=Count(0, 0), whole=GIGA)]

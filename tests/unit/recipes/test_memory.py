@@ -8,10 +8,10 @@ import pytest
 
 pytest.importorskip("hydra", reason="recipes need hydra-core")
 
-from checkpointless.layout import Layout
 from checkpointless.recipes.layout import layout_of
 from checkpointless.recipes.memory import Count, Precision, Stage, fullest, memory, precision_of
 from checkpointless.recipes.settings import load
+from checkpointless.system.layout import Layout
 
 MILLION = 1_000_000
 DENSE = Stage(dense=Count(MILLION, MILLION), expert=Count(0, 0), whole=MILLION)

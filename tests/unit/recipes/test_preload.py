@@ -31,7 +31,7 @@ def test_what_a_recipe_names_is_preloaded_unless_it_is_the_users_own(
 def test_the_objects_of_a_recipe_import_nothing_more() -> None:
     code = (
         "import sys\n"
-        "from checkpointless.agent.ranks.preload import preload\n"
+        "from checkpointless.launcher.agent.ranks.preload import preload\n"
         "from checkpointless.cli.commands.train import preloads_of\n"
         "from checkpointless.recipes import runner, settings\n"
         "config = settings.load('tiny_gpt_cpu')\n"

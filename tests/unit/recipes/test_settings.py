@@ -153,7 +153,7 @@ def test_every_recipe_is_plain_nemo_and_one_block(recipe: str) -> None:
     assert "fault" not in text.replace("default", "")
     assert "\ncheckpointless:\n" in text
     del config.checkpointless
-    assert "checkpointless" not in OmegaConf.to_yaml(config).replace("checkpointless.demo.text", "")
+    assert "checkpointless" not in OmegaConf.to_yaml(config).replace("checkpointless.testing.demo.text", "")
 
 
 def test_tiny_recipes_differ_in_what_they_say_they_differ_in() -> None:
@@ -191,7 +191,7 @@ def test_values_that_only_the_ranks_know_keep_nothing_from_being_prepared(tmp_pa
 def test_what_ranks_would_look_up_is_looked_up_before_them(monkeypatch: pytest.MonkeyPatch) -> None:
     from lightning.fabric.utilities import registry
 
-    from checkpointless.strategies.frameworks import entry_points
+    from checkpointless.integrations.lightning.frameworks import entry_points
 
     asked: list[str] = []
 

@@ -11,8 +11,8 @@ from checkpointless.inprocess.parameter_update_lock import CommitState
 from checkpointless.recovery import base_model
 from checkpointless.recovery.base_model import FrozenBaseModel, NoBaseModel
 from checkpointless.recovery.decide import Decision, Verdict
-from checkpointless.recovery.held_state import HeldState
-from checkpointless.serialization.digest import MemoryChecksumManager
+from checkpointless.state.held_state import HeldState
+from checkpointless.state.serialization.digest import MemoryChecksumManager
 from tests.unit.recovery.made_up_state import BUFFER, MOMENTUM, WEIGHT, MadeUpState
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from checkpointless.recovery.training.torch_tensors import settle_buckets
+from checkpointless.integrations.torch.torch_tensors import settle_buckets
 
 
 @pytest.fixture(autouse=True)

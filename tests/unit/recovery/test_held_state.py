@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from checkpointless.inprocess.parameter_update_lock import CommitState
-from checkpointless.recovery.held_state import HeldState
-from checkpointless.serialization.digest import MemoryChecksumManager
+from checkpointless.state.held_state import HeldState
+from checkpointless.state.serialization.digest import MemoryChecksumManager
 from checkpointless.state.snapshot import SnapshotPoint, StepSnapshot
 from tests.unit.recovery.made_up_state import MadeUpState
 

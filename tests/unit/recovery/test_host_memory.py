@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from checkpointless.recovery import host_memory
-from checkpointless.recovery.host_memory import HostMemory
+from checkpointless.state import host_memory
+from checkpointless.state.host_memory import HostMemory
 from checkpointless.transfer.tensor_entry import Key
 
 

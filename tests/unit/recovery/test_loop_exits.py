@@ -6,8 +6,8 @@ import logging
 
 import pytest
 
-from checkpointless.recovery.training import loop as loop_exits
-from checkpointless.recovery.training.loop import LoopExits
+from checkpointless.integrations.torch import loop as loop_exits
+from checkpointless.integrations.torch.loop import LoopExits
 
 
 @pytest.fixture(autouse=True)

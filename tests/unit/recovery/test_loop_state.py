@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from checkpointless import Value
-from checkpointless.recovery.training import loop_state
-from checkpointless.recovery.training.loop_state import LoopState, Undeclared
-from checkpointless.serialization import state_tree
+from checkpointless.integrations.torch import loop_state
+from checkpointless.integrations.torch.loop_state import LoopState, Undeclared
+from checkpointless.state.serialization import state_tree
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from checkpointless.recovery.training.torch_tensors import ModuleState, unfit_hooks
+from checkpointless.integrations.torch.torch_tensors import ModuleState, unfit_hooks
 from checkpointless.state.module_tensors import TrainingTensors
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from checkpointless.inprocess import UnrecoverableError
-from checkpointless.recovery.training.owned import Owned, put_back
+from checkpointless.integrations.torch.owned import Owned, put_back
 from checkpointless.transfer.tensor_entry import Key
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from checkpointless.recovery.training.param_groups import ParamGroups
+from checkpointless.integrations.torch.param_groups import ParamGroups
 from checkpointless.state.module_tensors import TrainingTensors
 
 

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 
 from checkpointless.inprocess import UnrecoverableError
+from checkpointless.integrations.torch import torch_tensors
+from checkpointless.integrations.torch.param_groups import without_scheduler
+from checkpointless.integrations.torch.plain import PlainTraining
 from checkpointless.recovery.manager import CheckpointManager
-from checkpointless.recovery.training import torch_tensors
-from checkpointless.recovery.training.param_groups import without_scheduler
-from checkpointless.recovery.training.plain import PlainTraining
 
 
 @pytest.fixture(autouse=True)

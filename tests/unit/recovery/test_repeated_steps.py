@@ -10,9 +10,9 @@ import torch
 from torch.utils.data import dataloader
 
 from checkpointless.inprocess import UnrecoverableError
-from checkpointless.recovery.training.repeated_steps import RepeatedSteps, digest_batch
-from checkpointless.telemetry.events import read_events
-from checkpointless.telemetry.steps import StepLog, read_steps
+from checkpointless.integrations.torch.repeated_steps import RepeatedSteps, digest_batch
+from checkpointless.observability.telemetry.events import read_events
+from checkpointless.observability.telemetry.steps import StepLog, read_steps
 
 NAN = float("nan")
 

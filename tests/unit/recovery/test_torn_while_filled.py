@@ -10,7 +10,7 @@ import pytest
 from checkpointless.inprocess.parameter_update_lock import CommitState
 from checkpointless.recovery import CheckpointManager, manager
 from checkpointless.recovery.decide import Decision, Verdict
-from checkpointless.recovery.held_state import HeldState
+from checkpointless.state.held_state import HeldState
 
 
 class Fault(Exception):

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from checkpointless.rehearsal import page as pages
-from checkpointless.rehearsal.jobs import Ended
-from checkpointless.rehearsal.judge import Outcome, Result, blamed, cut, judge, messages_of, unsteady
-from checkpointless.rehearsal.page import Page
-from checkpointless.rehearsal.plan import Course, Trial
-from checkpointless.report.verify import Difference, Quantity
-from checkpointless.telemetry.steps import Recording, StepExtras, StepLog, StepRecord, read_steps
+from checkpointless.observability.report.verify import Difference, Quantity
+from checkpointless.observability.telemetry.steps import Recording, StepExtras, StepLog, StepRecord, read_steps
+from checkpointless.testing.rehearsal import page as pages
+from checkpointless.testing.rehearsal.jobs import Ended
+from checkpointless.testing.rehearsal.judge import Outcome, Result, blamed, cut, judge, messages_of, unsteady
+from checkpointless.testing.rehearsal.page import Page
+from checkpointless.testing.rehearsal.plan import Course, Trial
 
 FAULT = "exception@optimizer:rank=1,step=3"
 COURSE = Course(1, 4, 1)

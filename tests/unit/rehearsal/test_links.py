@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpointless.rehearsal.jobs import linked_folder
+from checkpointless.testing.rehearsal.jobs import linked_folder
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from checkpointless.faults.spec import FaultKind, FaultPhase, parse
-from checkpointless.rehearsal.plan import Course, course_of, draw
-from checkpointless.telemetry.steps import Recording, StepExtras, StepRecord, ValidationRecord
+from checkpointless.observability.telemetry.steps import Recording, StepExtras, StepRecord, ValidationRecord
+from checkpointless.testing.rehearsal.plan import Course, course_of, draw
 
 OF_UPDATE = {
     FaultPhase.BEFORE_OPTIMIZER,

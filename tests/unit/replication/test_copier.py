@@ -13,13 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from checkpointless.recovery.tiers.copies import Copies
-from checkpointless.recovery.tiers.lineage import Lineage
 from checkpointless.replication import DirectoryStore, MemoryStore, PartStore
 from checkpointless.replication.copier import Copier, Making, Place
 from checkpointless.replication.directory import PartFile
 from checkpointless.replication.host_memory import HostMemoryPool, copy_into
 from checkpointless.replication.parts import Content, Part, PartId, SaveId
+from checkpointless.replication.tiers.copies import Copies
+from checkpointless.replication.tiers.lineage import Lineage
 
 LIMIT_S = 30.0
 FIRST = Lineage("0" * 16).begin(0, 0)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpointless.replication.parts import Content, PartId, SaveId
-from checkpointless.serialization.state_tree import StateTreeError
+from checkpointless.state.serialization.state_tree import StateTreeError
 from tests.ranks.local_checkpoint_ranks import bits
 
 

@@ -4,9 +4,9 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from checkpointless.report.summary import Report, build_report
-from checkpointless.telemetry.event_names import STAGES
-from checkpointless.telemetry.events import (
+from checkpointless.observability.report.summary import Report, build_report
+from checkpointless.observability.telemetry.event_names import STAGES
+from checkpointless.observability.telemetry.events import (
     Event,
 )
 from tests.unit.made_up_run import MadeUpRun

@@ -3,7 +3,7 @@
 import json
 
 from checkpointless.cli.tables import device_table, html_page
-from checkpointless.report.summary import BadDevice, as_json, bad_devices
+from checkpointless.observability.report.summary import BadDevice, as_json, bad_devices
 from tests.unit.made_up_run import MadeUpRun
 from tests.unit.report.reports import report_of
 

@@ -3,8 +3,8 @@
 import json
 
 from checkpointless.cli.tables import failed_save_table, html_page
-from checkpointless.report.summary import FailedSave, as_json, failed_saves
-from checkpointless.telemetry.narration import failed_save_line
+from checkpointless.observability.report.summary import FailedSave, as_json, failed_saves
+from checkpointless.observability.telemetry.narration import failed_save_line
 from tests.unit.made_up_run import MadeUpRun
 from tests.unit.report.reports import report_of
 

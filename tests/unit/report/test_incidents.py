@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointless.report.incidents import IncidentSummary, Outcome, summarize
-from checkpointless.telemetry.event_names import STAGES, EventName
-from checkpointless.telemetry.events import Edge, Event
+from checkpointless.observability.report.incidents import IncidentSummary, Outcome, summarize
+from checkpointless.observability.telemetry.event_names import STAGES, EventName
+from checkpointless.observability.telemetry.events import Edge, Event
 
 MS = 1_000_000
 UTC = 1_700_000_000_000_000_000  # nothing may depend on where a clock begins

@@ -7,9 +7,9 @@ from typing import Any
 from hypothesis import given
 
 from checkpointless.cli.tables import html_page
-from checkpointless.report.summary import PHASES, build_report
-from checkpointless.telemetry.event_names import STAGES
-from checkpointless.telemetry.events import Event
+from checkpointless.observability.report.summary import PHASES, build_report
+from checkpointless.observability.telemetry.event_names import STAGES
+from checkpointless.observability.telemetry.events import Event
 from tests.drawn import examples
 from tests.unit.made_up_run import MadeUpRun
 from tests.unit.report.reports import HOSTILE, LOGS

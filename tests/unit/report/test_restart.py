@@ -2,9 +2,9 @@
 
 import pytest
 
-from checkpointless.report.incidents import Outcome
-from checkpointless.report.restart import DEFAULT_STARTUP_S, RestartOptions, Source
-from checkpointless.report.summary import RunState
+from checkpointless.observability.report.incidents import Outcome
+from checkpointless.observability.report.restart import DEFAULT_STARTUP_S, RestartOptions, Source
+from checkpointless.observability.report.summary import RunState
 from tests.unit.made_up_run import MadeUpRun
 from tests.unit.report.reports import report_of, simple_run
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from hypothesis import given
 
-from checkpointless.report.summary import build_report
-from checkpointless.report.trace import write_trace
-from checkpointless.telemetry.events import Event
+from checkpointless.observability.report.summary import build_report
+from checkpointless.observability.report.trace import write_trace
+from checkpointless.observability.telemetry.events import Event
 from tests.drawn import examples
 from tests.unit.made_up_run import MadeUpRun
 from tests.unit.report.reports import LOGS

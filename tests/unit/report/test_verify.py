@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointless.report.verify import Difference, Quantity, Run, StepPlace, compare
-from checkpointless.telemetry.steps import (
+from checkpointless.observability.report.verify import Difference, Quantity, Run, StepPlace, compare
+from checkpointless.observability.telemetry.steps import (
     Recording,
     StepExtras,
     StepLog,

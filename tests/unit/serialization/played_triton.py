@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-KERNEL = "checkpointless.serialization.digest_kernel"
+KERNEL = "checkpointless.state.serialization.digest_kernel"
 
 
 class Block(np.ndarray):

@@ -18,8 +18,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointless.serialization import device_digest
-from checkpointless.serialization.device_digest import (
+from checkpointless.state.serialization import device_digest
+from checkpointless.state.serialization.device_digest import (
     BLOCK_LANES,
     FusedDigest,
     digest_tensor,

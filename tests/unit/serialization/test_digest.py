@@ -12,9 +12,9 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from checkpointless.serialization import device_digest
-from checkpointless.serialization.device_digest import digest_on_device
-from checkpointless.serialization.digest import (
+from checkpointless.state.serialization import device_digest
+from checkpointless.state.serialization.device_digest import digest_on_device
+from checkpointless.state.serialization.digest import (
     MemoryChecksumManager,
     digest_buffers,
     digest_bytes,
@@ -22,7 +22,7 @@ from checkpointless.serialization.digest import (
     digest_parts,
     digest_value,
 )
-from checkpointless.serialization.state_tree import tensor_bytes
+from checkpointless.state.serialization.state_tree import tensor_bytes
 from tests.drawn import examples
 
 Digest = Callable[[torch.Tensor], int]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from checkpointless.serialization import digest
-from checkpointless.serialization.device_digest import digest_on_device
-from checkpointless.serialization.digest import MemoryChecksumManager, PendingDigests, digest_bytes
+from checkpointless.state.serialization import digest
+from checkpointless.state.serialization.device_digest import digest_on_device
+from checkpointless.state.serialization.digest import MemoryChecksumManager, PendingDigests, digest_bytes
 
 PARTS = [torch.arange(count, dtype=torch.uint8) for count in (0, 1, 8, 100)]
 

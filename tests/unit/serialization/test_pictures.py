@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from checkpointless.serialization.pictures import differing, picture, pictures
+from checkpointless.state.serialization.pictures import differing, picture, pictures
 
 
 @dataclass

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from checkpointless.serialization import state_tree
+from checkpointless.state.serialization import state_tree
 from tests.unit.serialization.trees import Loud, Word, back, same
 
 

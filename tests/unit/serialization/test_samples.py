@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from checkpointless.serialization.digest import samples
+from checkpointless.state.serialization.digest import samples
 
 TENSORS = {
     "many": torch.arange(100.0).reshape(10, 10),

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from checkpointless.serialization import state_tree
+from checkpointless.state.serialization import state_tree
 from tests.unit.serialization.trees import back, same, trees
 
 

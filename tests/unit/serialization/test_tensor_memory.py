@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from checkpointless.serialization.tensor_memory import local_part, tensor_bytes
 from checkpointless.state.module_tensors import TrainingTensors
+from checkpointless.state.serialization.tensor_memory import local_part, tensor_bytes
 
 
 @pytest.fixture

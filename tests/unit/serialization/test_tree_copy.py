@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from hypothesis import given
 
-from checkpointless.serialization import state_tree
+from checkpointless.state.serialization import state_tree
 from tests.unit.serialization.trees import Loud, back, same, trees
 
 

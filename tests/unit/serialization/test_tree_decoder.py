@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointless.serialization import state_tree
+from checkpointless.state.serialization import state_tree
 
 
 @given(st.binary())

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from checkpointless.serialization import state_tree
-from checkpointless.serialization.state_tree import StateTreeError
+from checkpointless.state.serialization import state_tree
+from checkpointless.state.serialization.state_tree import StateTreeError
 from tests.unit.serialization.trees import Loud, Word
 
 
@@ -121,7 +121,7 @@ def test_the_digest_is_that_of_the_state_alone() -> None:
     assert state_tree.digest(one) == state_tree.digest(other)
     twice = [1.0]
     assert state_tree.digest([twice, twice]) == state_tree.digest([[1.0], [1.0]])
-    imported = "from checkpointless.serialization import state_tree"
+    imported = "from checkpointless.state.serialization import state_tree"
     code = f"{imported}; print(state_tree.digest({{'a': {{'x', 'y', 'z'}}, 2: [1.5]}}))"
     there = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
     assert there.stdout.split()[-1] == state_tree.digest({2: [1.5], "a": {"z", "y", "x"}})

@@ -17,7 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointless.serialization.digest import digest_value
+from checkpointless.state.serialization.digest import digest_value
 
 plain = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
@@ -98,7 +98,7 @@ def test_a_value_that_contains_itself_or_cannot_be_copied_has_a_digest() -> None
 @pytest.mark.slow
 def test_another_process_gives_the_same_digest() -> None:
     program = (
-        "from checkpointless.serialization.digest import digest_value as d\n"
+        "from checkpointless.state.serialization.digest import digest_value as d\n"
         "import torch; print(d({'a': {'x', 'y', 'z'}, 'b': [torch.arange(3), 1.5]}))"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)

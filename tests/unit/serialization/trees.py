@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from checkpointless.serialization import state_tree
+from checkpointless.state.serialization import state_tree
 
 any_text = st.text(st.characters(codec=None, exclude_categories=()), max_size=8)  # it draws lone surrogates, too
 leaves = (

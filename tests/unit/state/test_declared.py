@@ -14,8 +14,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointless.environment import RANK_STATE_BYTES_ENV
-from checkpointless.serialization import plain_values
 from checkpointless.state.rank_local import declared
 from checkpointless.state.rank_local.declared import (
     ATTRIBUTES,
@@ -27,7 +25,9 @@ from checkpointless.state.rank_local.declared import (
 )
 from checkpointless.state.rank_local.streams import OwnStreams
 from checkpointless.state.rng import RngStates
+from checkpointless.state.serialization import plain_values
 from checkpointless.state.snapshot import SnapshotPoint
+from checkpointless.system.environment import RANK_STATE_BYTES_ENV
 
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.binary(max_size=5),

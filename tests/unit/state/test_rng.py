@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 import torch
 
+from checkpointless.launcher.protocol.board import Board
 from checkpointless.state import rng
 from checkpointless.state.rank_local.streams_on_board import StreamsOnBoard
 from checkpointless.state.rng import RngSource, RngStates, register_rng_source
 from checkpointless.state.snapshot import SnapshotPoint
-from checkpointless.wire.board import Board
 
 
 def draw() -> tuple[float, float, float]:

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from checkpointless.megatron import cpu_platform
+from checkpointless.integrations.megatron import cpu_platform
 
 pytestmark = pytest.mark.nemo
 

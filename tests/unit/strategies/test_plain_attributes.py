@@ -10,8 +10,8 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 
+from checkpointless.integrations.lightning.boundary.plain_attributes import parts_of
 from checkpointless.state.rank_local.declared import DeclaredState
-from checkpointless.strategies.boundary.plain_attributes import parts_of
 
 
 class Model(pl.LightningModule):

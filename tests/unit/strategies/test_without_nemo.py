@@ -11,7 +11,7 @@ import sys
 for name in ("nemo", "nemo_run", "megatron"):
     sys.modules[name] = None  # an import of it fails
 from checkpointless.strategies import CheckpointlessDDPStrategy, CheckpointlessModelParallelStrategy
-from checkpointless.strategies.recoverable_fit import RecoverableFit
+from checkpointless.integrations.lightning.recoverable_fit import RecoverableFit
 
 print(CheckpointlessDDPStrategy.__name__, CheckpointlessModelParallelStrategy.__name__, RecoverableFit.__name__)
 """

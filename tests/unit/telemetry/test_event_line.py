@@ -12,11 +12,11 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from checkpointless.cli.tables import html_page
-from checkpointless.report.summary import as_json, build_report
-from checkpointless.report.trace import write_trace
-from checkpointless.telemetry.event_names import EventName
-from checkpointless.telemetry.events import EVENTS_FILE, parse_event, read_events
-from checkpointless.telemetry.narration import Narrator
+from checkpointless.observability.report.summary import as_json, build_report
+from checkpointless.observability.report.trace import write_trace
+from checkpointless.observability.telemetry.event_names import EventName
+from checkpointless.observability.telemetry.events import EVENTS_FILE, parse_event, read_events
+from checkpointless.observability.telemetry.narration import Narrator
 from tests.unit.report.reports import simple_run
 
 GOOD: dict[str, Any] = {

@@ -8,9 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from checkpointless.monitoring.measured import MEASURED_STAGES
-from checkpointless.telemetry.event_names import STAGES, EventName, event_name
-from checkpointless.telemetry.events import EVENTS_FILE, EventLog, flush_events, parse_event, read_events
+from checkpointless.observability.monitoring.measured import MEASURED_STAGES
+from checkpointless.observability.telemetry.event_names import STAGES, EventName, event_name
+from checkpointless.observability.telemetry.events import (
+    EVENTS_FILE,
+    EventLog,
+    flush_events,
+    parse_event,
+    read_events,
+)
 
 ROOT = Path(__file__).parents[3]
 FOLDERS = ("checkpointless", "callbacks", "strategies", "recipes", "benchmarks", "examples")

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from checkpointless.environment import RUN_DIR_ENV
-from checkpointless.telemetry.event_names import EventName
-from checkpointless.telemetry.events import (
+from checkpointless.observability.telemetry.event_names import EventName
+from checkpointless.observability.telemetry.events import (
     EVENTS_FILE,
     EventLog,
     event_log,
@@ -16,7 +15,8 @@ from checkpointless.telemetry.events import (
     parse_event,
     read_events,
 )
-from checkpointless.telemetry.steps import StepLog, StepRecord, read_steps
+from checkpointless.observability.telemetry.steps import StepLog, StepRecord, read_steps
+from checkpointless.system.environment import RUN_DIR_ENV
 
 
 def test_events_are_read_back_as_they_were_written(tmp_path: Path) -> None:

@@ -18,14 +18,14 @@ from typing import Any
 
 import pytest
 
-from checkpointless.environment import RUN_DIR_ENV
-from checkpointless.telemetry import events, log_relay, scribe, steps, tracebacks
-from checkpointless.telemetry.event_names import EventName
-from checkpointless.telemetry.events import EVENTS_FILE, EventLog, read_events
-from checkpointless.telemetry.log_relay import LogRelay
-from checkpointless.telemetry.scribe import Scribe
-from checkpointless.telemetry.steps import StepLog
-from checkpointless.telemetry.tracebacks import keep_traceback, traceback_path
+from checkpointless.observability.telemetry import events, log_relay, scribe, steps, tracebacks
+from checkpointless.observability.telemetry.event_names import EventName
+from checkpointless.observability.telemetry.events import EVENTS_FILE, EventLog, read_events
+from checkpointless.observability.telemetry.log_relay import LogRelay
+from checkpointless.observability.telemetry.scribe import Scribe
+from checkpointless.observability.telemetry.steps import StepLog
+from checkpointless.observability.telemetry.tracebacks import keep_traceback, traceback_path
+from checkpointless.system.environment import RUN_DIR_ENV
 
 OWN = {module.__file__ for module in (events, log_relay, scribe)}
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointless.report.incidents import Outcome, summarize
-from checkpointless.report.summary import build_report
-from checkpointless.telemetry.events import Event
-from checkpointless.telemetry.timeline import on_one_timeline
+from checkpointless.observability.report.incidents import Outcome, summarize
+from checkpointless.observability.report.summary import build_report
+from checkpointless.observability.telemetry.events import Event
+from checkpointless.observability.telemetry.timeline import on_one_timeline
 from tests.unit.made_up_run import MadeUpRun, S
 
 HOUR = 3600 * S

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointless.telemetry.wording import duration, numbered, plural, printable, share, size
+from checkpointless.observability.telemetry.wording import duration, numbered, plural, printable, share, size
 
 
 @pytest.mark.parametrize(

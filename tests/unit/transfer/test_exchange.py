@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from checkpointless.serialization import state_tree
+from checkpointless.state.serialization import state_tree
 from checkpointless.transfer import exchange
 from checkpointless.transfer.exchange import receive_bytes, send_bytes, share_plain
 

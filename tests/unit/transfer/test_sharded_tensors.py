@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from checkpointless.serialization.tensor_memory import local_part
 from checkpointless.state.module_tensors import TrainingTensors
+from checkpointless.state.serialization.tensor_memory import local_part
 from checkpointless.transfer.rank_groups import Group, all_groups
 from checkpointless.transfer.sharded_tensors import HoldersByMesh, spread_like
 

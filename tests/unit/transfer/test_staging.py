@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointless.serialization.digest import PendingDigests, digest_bytes
+from checkpointless.state.serialization.digest import PendingDigests, digest_bytes
 from checkpointless.transfer import bucket_rounds as staging
 from checkpointless.transfer.bucket_rounds import PinnedCopies, Staging, in_place, pack, unpack
 from checkpointless.transfer.buckets import PACKED_BYTES, Slice, plan_buckets, size_of

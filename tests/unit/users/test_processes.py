@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from checkpointless.environment import RUN_DIR_ENV
 from checkpointless.faults.ledger import FaultLedger
 from checkpointless.faults.spec import parse
-from checkpointless.telemetry.event_names import EventName
-from checkpointless.telemetry.events import EVENTS_FILE, EventLog
+from checkpointless.observability.telemetry.event_names import EventName
+from checkpointless.observability.telemetry.events import EVENTS_FILE, EventLog
+from checkpointless.system.environment import RUN_DIR_ENV
 from tests.ranks.users import end
 from tests.ranks.users.processes import replaced_healthy
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointless.wire.board import NO_STEP, Board, BoardReading
+from checkpointless.launcher.protocol.board import NO_STEP, Board, BoardReading
 
 
 @pytest.fixture(scope="module")

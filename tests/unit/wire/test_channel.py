@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from checkpointless.wire import channel as channel_module
-from checkpointless.wire.channel import Channel
-from checkpointless.wire.messages import encode
-from checkpointless.wire.node_messages import FROM_NODE, Alive, JobOver
+from checkpointless.launcher.protocol import channel as channel_module
+from checkpointless.launcher.protocol.channel import Channel
+from checkpointless.launcher.protocol.messages import encode
+from checkpointless.launcher.protocol.node_messages import FROM_NODE, Alive, JobOver
 
 
 class End:

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointless.wire import messages
-from checkpointless.wire.causes import Cause, exception_cause
-from checkpointless.wire.handshake import Challenge, check_version
-from checkpointless.wire.messages import (
+from checkpointless.launcher.protocol import messages
+from checkpointless.launcher.protocol.causes import Cause, exception_cause
+from checkpointless.launcher.protocol.handshake import Challenge, check_version
+from checkpointless.launcher.protocol.messages import (
     MAX_MESSAGE_BYTES,
     Answer,
     Barrier,
@@ -30,7 +30,7 @@ from checkpointless.wire.messages import (
     Replace,
     encode,
 )
-from checkpointless.wire.node_messages import (
+from checkpointless.launcher.protocol.node_messages import (
     FROM_NODE,
     NodeMessage,
     RankStanding,

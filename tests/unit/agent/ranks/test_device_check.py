@@ -9,9 +9,17 @@ from pathlib import Path
 import psutil
 import pytest
 
-from checkpointless.agent.ranks.device_check import REPORT_AGAIN_S, DeviceCheck
-from checkpointless.posix.process_state import ProcessLook
-from checkpointless.wire.node_messages import DeviceBad, End, Kill, NodeMessage, RankEnded, RankState, Spawn
+from checkpointless.launcher.agent.ranks.device_check import REPORT_AGAIN_S, DeviceCheck
+from checkpointless.launcher.protocol.node_messages import (
+    DeviceBad,
+    End,
+    Kill,
+    NodeMessage,
+    RankEnded,
+    RankState,
+    Spawn,
+)
+from checkpointless.system.process_state import ProcessLook
 from tests.unit.agent.commanded_node import CommandedNode
 
 

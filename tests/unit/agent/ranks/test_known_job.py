@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from checkpointless.agent.ranks import known_job
-from checkpointless.agent.ranks.known_job import KnownJob
-from checkpointless.telemetry.event_names import EventName
-from checkpointless.telemetry.events import EVENTS_FILE, EventLog, flush_events, read_events
+from checkpointless.launcher.agent.ranks import known_job
+from checkpointless.launcher.agent.ranks.known_job import KnownJob
+from checkpointless.observability.telemetry.event_names import EventName
+from checkpointless.observability.telemetry.events import EVENTS_FILE, EventLog, flush_events, read_events
 
 
 def test_events_are_of_the_generation_and_the_incident_that_are_known(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from checkpointless.agent.ranks import output as output_module
-from checkpointless.agent.ranks.output import Output, Printed
+from checkpointless.launcher.agent.ranks import output as output_module
+from checkpointless.launcher.agent.ranks.output import Output, Printed
 from tests.descriptors import descriptors
 
 PLENTY = 20_000_000

@@ -5,8 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from checkpointless.agent.ranks import platforms
-from checkpointless.agent.ranks.platforms import CPU, GROUP, PlatformMissingError, find_platform, install_platform
+from checkpointless.launcher.agent.ranks import platforms
+from checkpointless.launcher.agent.ranks.platforms import (
+    CPU,
+    GROUP,
+    PlatformMissingError,
+    find_platform,
+    install_platform,
+)
 
 PROJECT = Path(__file__).parents[4] / "pyproject.toml"
 

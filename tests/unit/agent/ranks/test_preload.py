@@ -7,8 +7,8 @@ from types import ModuleType
 
 import pytest
 
-from checkpointless.agent.ranks.preload import preload, preloads_of, prepare
-from checkpointless.agent.ranks.rank_process import Script
+from checkpointless.launcher.agent.ranks.preload import preload, preloads_of, prepare
+from checkpointless.launcher.agent.ranks.rank_process import Script
 
 
 def test_installed_modules_are_preloaded_and_the_users_own_are_not(tmp_path: Path) -> None:
@@ -35,8 +35,8 @@ def test_a_first_optimizer_imports_nothing_more(tmp_path: Path) -> None:
     script.write_text("import torch")
     code = (
         "import sys\n"
-        "from checkpointless.agent.ranks.preload import preload, preloads_of, prepare\n"
-        "from checkpointless.agent.ranks.rank_process import Script\n"
+        "from checkpointless.launcher.agent.ranks.preload import preload, preloads_of, prepare\n"
+        "from checkpointless.launcher.agent.ranks.rank_process import Script\n"
         f"script = Script({str(script)!r})\n"
         "assert preload(preloads_of(script), script) == []\n"
         "import torch\n"

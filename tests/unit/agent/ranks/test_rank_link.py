@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from checkpointless.agent.ranks.rank_link import RankLink
-from checkpointless.wire.messages import Barrier, Finish, Hello, ProtocolError, encode
+from checkpointless.launcher.agent.ranks.rank_link import RankLink
+from checkpointless.launcher.protocol.messages import Barrier, Finish, Hello, ProtocolError, encode
 
 
 class Pair:

@@ -7,11 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from checkpointless.environment import RANK_ENV
+from checkpointless.system.environment import RANK_ENV
 
 RUN = """
 import sys
-from checkpointless.agent.ranks.rank_process import Script, run_script
+from checkpointless.launcher.agent.ranks.rank_process import Script, run_script
 
 run_script(Script(sys.argv[1]))
 """

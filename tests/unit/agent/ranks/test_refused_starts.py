@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from checkpointless.agent.ranks import starters
-from checkpointless.agent.ranks.rank_process import Script
-from checkpointless.agent.ranks.starters import Descriptors, FreshStarter, Order, Refused
-from checkpointless.posix import process_tree
-from checkpointless.posix.process_tree import wait_for_killed
-from checkpointless.wire.board import Board
-from checkpointless.wire.node_messages import RankEnded, Spawn
+from checkpointless.launcher.agent.ranks import starters
+from checkpointless.launcher.agent.ranks.rank_process import Script
+from checkpointless.launcher.agent.ranks.starters import Descriptors, FreshStarter, Order, Refused
+from checkpointless.launcher.protocol.board import Board
+from checkpointless.launcher.protocol.node_messages import RankEnded, Spawn
+from checkpointless.system import process_tree
+from checkpointless.system.process_tree import wait_for_killed
 from tests.descriptors import descriptors
 from tests.unit.agent.commanded_node import CommandedNode
 

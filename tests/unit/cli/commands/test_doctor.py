@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from checkpointless.agent import launch as launch_module
 from checkpointless.cli import main
 from checkpointless.doctor import machine, versions
 from checkpointless.doctor.versions import Torch
-from checkpointless.nccl import SETTINGS
+from checkpointless.launcher.agent import launch as launch_module
+from checkpointless.system.nccl import SETTINGS
 
 
 @pytest.fixture(autouse=True)

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from checkpointless.cli import main
-from checkpointless.telemetry.event_names import EventName
-from checkpointless.telemetry.events import (
+from checkpointless.observability.telemetry.event_names import EventName
+from checkpointless.observability.telemetry.events import (
     EVENTS_FILE,
     EventLog,
     flush_events,
 )
-from checkpointless.telemetry.tracebacks import traceback_path
+from checkpointless.observability.telemetry.tracebacks import traceback_path
 from tests.unit.made_up_run import MadeUpRun
 from tests.unit.report.reports import HOSTILE, simple_run
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from checkpointless.client import factory
-from checkpointless.client.hyperpod import HyperPodClient, vendor_agent
+from checkpointless.launcher.client import factory
+from checkpointless.launcher.client.hyperpod import HyperPodClient, vendor_agent
 from tests import hyperpod_stand_in as stand_in
 from tests.unit.client.hyperpod.turns import MakeAgent
 

@@ -7,11 +7,11 @@ import time
 import pytest
 from torch.distributed import TCPStore
 
-from checkpointless.client.agent_client import AgentLostError
-from checkpointless.client.factory import HPAgentK8sAPIFactory, wait_rank
-from checkpointless.client.hyperpod import HyperPodClient, meeting, vendor_agent
-from checkpointless.client.hyperpod.package import VendorPackage
-from checkpointless.wire.messages import FaultNotice, Finish
+from checkpointless.launcher.client.agent_client import AgentLostError
+from checkpointless.launcher.client.factory import HPAgentK8sAPIFactory, wait_rank
+from checkpointless.launcher.client.hyperpod import HyperPodClient, meeting, vendor_agent
+from checkpointless.launcher.client.hyperpod.package import VendorPackage
+from checkpointless.launcher.protocol.messages import FaultNotice, Finish
 from tests.unit.client.hyperpod.turns import MakeAgent, enter, until
 
 # --- its rank ---------------------------------------------------------------------------------------------------

@@ -7,9 +7,9 @@ from functools import partial
 
 import pytest
 
-from checkpointless.client.hyperpod.meeting import MeetingPlace
-from checkpointless.client.hyperpod.replies import Start
-from checkpointless.wire.messages import Go
+from checkpointless.launcher.client.hyperpod.meeting import MeetingPlace
+from checkpointless.launcher.client.hyperpod.replies import Start
+from checkpointless.launcher.protocol.messages import Go
 from tests.ports import free_port
 
 

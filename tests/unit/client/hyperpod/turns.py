@@ -4,7 +4,7 @@ import os
 import time
 from collections.abc import Callable
 
-from checkpointless.client.hyperpod import HyperPodClient
+from checkpointless.launcher.client.hyperpod import HyperPodClient
 from tests import hyperpod_stand_in as stand_in
 
 MakeAgent = Callable[..., stand_in.Agent]

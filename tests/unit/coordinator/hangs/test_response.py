@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
-from checkpointless.coordinator.hangs.policy import Heartbeat
-from checkpointless.coordinator.job import Phase
-from checkpointless.wire.node_messages import (
+from checkpointless.launcher.coordinator.hangs.policy import Heartbeat
+from checkpointless.launcher.coordinator.job import Phase
+from checkpointless.launcher.protocol.node_messages import (
     Answered,
     Ask,
     Begin,

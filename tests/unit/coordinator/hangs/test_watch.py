@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 
-from checkpointless.coordinator.hangs.policy import (
+from checkpointless.launcher.coordinator.hangs.policy import (
     MOST_GRACE_S,
     STEADY_LOOKS,
     Heartbeat,
 )
-from checkpointless.coordinator.hangs.watch import Hang, HangWatch, Stall
-from checkpointless.coordinator.hangs.whereabouts import Whereabouts
-from checkpointless.wire.node_messages import SilentRank
+from checkpointless.launcher.coordinator.hangs.watch import Hang, HangWatch, Stall
+from checkpointless.launcher.coordinator.hangs.whereabouts import Whereabouts
+from checkpointless.launcher.protocol.node_messages import SilentRank
 
 CEILING_S = 600.0
 RANKS = range(8)

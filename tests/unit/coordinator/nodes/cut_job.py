@@ -5,14 +5,13 @@ from __future__ import annotations
 import random
 from collections import deque
 
-from checkpointless.coordinator.coordinator import Coordinator
-from checkpointless.coordinator.hangs.policy import Heartbeat
-from checkpointless.coordinator.job import Phase
-from checkpointless.coordinator.limits import Limits
-from checkpointless.coordinator.roster import Node
-from checkpointless.telemetry.events import EventLog
-from checkpointless.wire.messages import FaultNotice
-from checkpointless.wire.node_messages import (
+from checkpointless.launcher.coordinator.coordinator import Coordinator
+from checkpointless.launcher.coordinator.hangs.policy import Heartbeat
+from checkpointless.launcher.coordinator.job import Phase
+from checkpointless.launcher.coordinator.limits import Limits
+from checkpointless.launcher.coordinator.roster import Node
+from checkpointless.launcher.protocol.messages import FaultNotice
+from checkpointless.launcher.protocol.node_messages import (
     IN_BLOCK,
     AllDone,
     Begin,
@@ -33,6 +32,7 @@ from checkpointless.wire.node_messages import (
     Standing,
     StoreOpened,
 )
+from checkpointless.observability.telemetry.events import EventLog
 
 NPROC = 2
 HEARTBEAT_S, REGROUP_S = 60.0, 120.0

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from checkpointless.coordinator.roster import Node
-from checkpointless.wire.node_messages import (
+from checkpointless.launcher.coordinator.roster import Node
+from checkpointless.launcher.protocol.node_messages import (
     NodeMessage,
     RankStanding,
     RankState,

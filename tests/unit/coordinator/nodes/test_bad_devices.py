@@ -6,8 +6,16 @@ import itertools
 
 import pytest
 
-from checkpointless.coordinator.nodes.membership import Remedy, remedy
-from checkpointless.wire.node_messages import Begin, DeviceBad, End, Holding, Progress, RankEnded, Spawn
+from checkpointless.launcher.coordinator.nodes.membership import Remedy, remedy
+from checkpointless.launcher.protocol.node_messages import (
+    Begin,
+    DeviceBad,
+    End,
+    Holding,
+    Progress,
+    RankEnded,
+    Spawn,
+)
 from tests.unit.messaged_job import Job
 
 WHY = "the device check exited with 1: no"

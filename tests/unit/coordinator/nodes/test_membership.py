@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from checkpointless.wire.node_messages import (
+from checkpointless.launcher.protocol.node_messages import (
     Begin,
     End,
     FaultNotice,

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointless.coordinator.job import Phase
-from checkpointless.coordinator.nodes.takeover import Reunion, assumed, reunite
-from checkpointless.wire.node_messages import (
+from checkpointless.launcher.coordinator.job import Phase
+from checkpointless.launcher.coordinator.nodes.takeover import Reunion, assumed, reunite
+from checkpointless.launcher.protocol.node_messages import (
     AllDone,
     Begin,
     Discard,

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointless.coordinator.job import Phase
-from checkpointless.wire.causes import CauseKind
-from checkpointless.wire.node_messages import (
+from checkpointless.launcher.coordinator.job import Phase
+from checkpointless.launcher.protocol.causes import CauseKind
+from checkpointless.launcher.protocol.node_messages import (
     AllDone,
     Begin,
     End,

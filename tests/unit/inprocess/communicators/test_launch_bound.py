@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from checkpointless.environment import LAUNCH_AHEAD_ENV
 from checkpointless.inprocess.communicators import launch_bound
 from checkpointless.inprocess.communicators.launch_bound import LaunchBound, layers_of
+from checkpointless.system.environment import LAUNCH_AHEAD_ENV
 
 ROOT = Path(__file__).parents[4]
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from checkpointless.inprocess.communicators import process_groups
 from checkpointless.inprocess.communicators.process_groups import ProcessGroups
-from checkpointless.nccl import SETTINGS, apply, problem_of_version
+from checkpointless.system.nccl import SETTINGS, apply, problem_of_version
 
 HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 

@@ -15,7 +15,7 @@ import torch.distributed.distributed_c10d as c10d
 
 from checkpointless.inprocess.communicators import process_groups as group_owner
 from checkpointless.inprocess.communicators.process_groups import MOST_COUNTS, ProcessGroups
-from checkpointless.wire.messages import FROM_RANK, Answer, encode
+from checkpointless.launcher.protocol.messages import FROM_RANK, Answer, encode
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from torch.utils.data._utils import signal_handling
 from checkpointless.callbacks import trainer_parts
 from checkpointless.inprocess import HPDataLoaderAbort, HPState
 from checkpointless.inprocess.data_workers import sockets as worker_sockets
-from checkpointless.posix import shared_memory
+from checkpointless.system import shared_memory
 
 STATE = HPState(rank=0, world_size=1, local_rank=0, generation=0)
 LONG = 1 << 20  # bytes: a pipe takes less

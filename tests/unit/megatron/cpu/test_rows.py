@@ -7,10 +7,10 @@ from types import ModuleType
 import pytest
 import torch
 
-from checkpointless.megatron import cpu_platform
-from checkpointless.megatron import cpu_platform as nemo
-from checkpointless.megatron.cpu import draws, megatron_core, placement, torch_cuda
-from checkpointless.patches import Patch
+from checkpointless.integrations.megatron import cpu_platform
+from checkpointless.integrations.megatron import cpu_platform as nemo
+from checkpointless.integrations.megatron.cpu import draws, megatron_core, placement, torch_cuda
+from checkpointless.system.patches import Patch
 
 
 @pytest.mark.parametrize(

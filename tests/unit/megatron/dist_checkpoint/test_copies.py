@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from checkpointless.megatron.dist_checkpoint import Copies
-from checkpointless.megatron.dist_checkpoint import copies as copies_module
-from checkpointless.megatron.dist_checkpoint.save_strategy import in_storage_of_its_own
+from checkpointless.integrations.megatron.dist_checkpoint import Copies
+from checkpointless.integrations.megatron.dist_checkpoint import copies as copies_module
+from checkpointless.integrations.megatron.dist_checkpoint.save_strategy import in_storage_of_its_own
 from checkpointless.replication import MemoryStore, register_store
 from checkpointless.replication.host_memory import HostMemoryPool
 from checkpointless.replication.parts import Content, Part, SaveId

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointless.megatron.dist_checkpoint.load_strategy import (
+from checkpointless.integrations.megatron.dist_checkpoint.load_strategy import (
     Delivery,
     deliveries_of,
     needers_of,

@@ -27,7 +27,7 @@ from megatron.core.dist_checkpointing.strategies.base import (
 )
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
-from checkpointless.megatron.dist_checkpoint import (
+from checkpointless.integrations.megatron.dist_checkpoint import (
     Copies,
     CopiesLoadStrategy,
     CopiesSaveStrategy,
@@ -35,7 +35,7 @@ from checkpointless.megatron.dist_checkpoint import (
     register,
     unregister,
 )
-from checkpointless.megatron.dist_checkpoint.part import (
+from checkpointless.integrations.megatron.dist_checkpoint.part import (
     FILE,
     Chunk,
     Identity,

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from checkpointless.megatron.warm.bindings import rebind
+from checkpointless.integrations.megatron.warm.bindings import rebind
 
 pytestmark = pytest.mark.nemo  # the folder of the code imports Megatron-core
 

@@ -18,11 +18,11 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 from torch.autograd.graph import get_gradient_edge
 
-from checkpointless.megatron import cpu_platform
-from checkpointless.megatron.warm import KeptModel
-from checkpointless.megatron.warm.kept_model import groups_now
-from checkpointless.serialization.pictures import pictures
+from checkpointless.integrations.megatron import cpu_platform
+from checkpointless.integrations.megatron.warm import KeptModel
+from checkpointless.integrations.megatron.warm.kept_model import groups_now
 from checkpointless.state.rng import RngStates
+from checkpointless.state.serialization.pictures import pictures
 
 pytestmark = pytest.mark.nemo
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from checkpointless.megatron.warm.known_classes import blueprint_of, unknown_class
+from checkpointless.integrations.megatron.warm.known_classes import blueprint_of, unknown_class
 
 pytestmark = pytest.mark.nemo  # the folder of the code imports Megatron-core
 

@@ -13,7 +13,7 @@ import torch
 from megatron.core import optimizer as megatron_optimizer
 from megatron.core.distributed import DistributedDataParallel
 
-from checkpointless.megatron.warm.old_memory import OldMemory
+from checkpointless.integrations.megatron.warm.old_memory import OldMemory
 from checkpointless.transfer.tensor_entry import Key
 
 pytestmark = pytest.mark.nemo

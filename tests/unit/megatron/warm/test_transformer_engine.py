@@ -9,8 +9,8 @@ import pytest
 import torch
 from packaging.version import Version
 
-from checkpointless.megatron.warm import transformer_engine
-from checkpointless.megatron.warm.known_classes import blueprint_of, unknown_class
+from checkpointless.integrations.megatron.warm import transformer_engine
+from checkpointless.integrations.megatron.warm.known_classes import blueprint_of, unknown_class
 
 pytestmark = pytest.mark.nemo  # the folder of the code imports Megatron-core
 

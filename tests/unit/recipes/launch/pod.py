@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from checkpointless.cli import command_line
-from checkpointless.environment import TOKEN_ENV
+from checkpointless.system.environment import TOKEN_ENV
 from tests.unit.recipes.launch.manifests import script_of
 
 FAKE_AGENT = """\

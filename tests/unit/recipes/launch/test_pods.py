@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from checkpointless.agent.launch_config import DEFAULT_PORT
 from checkpointless.cli.commands import coordinator as coordinator_command
-from checkpointless.telemetry.event_names import EventName
-from checkpointless.telemetry.events import EVENTS_FILE, EventLog
-from checkpointless.telemetry.scribe import scribe
+from checkpointless.launcher.agent.launch_config import DEFAULT_PORT
+from checkpointless.observability.telemetry.event_names import EventName
+from checkpointless.observability.telemetry.events import EVENTS_FILE, EventLog
+from checkpointless.observability.telemetry.scribe import scribe
 from tests.unit.recipes.launch.manifests import job_of, script_of
 from tests.unit.recipes.launch.pod import options_of, pod_environment, run_coordinator, run_pod
 

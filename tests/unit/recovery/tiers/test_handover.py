@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-from checkpointless.environment import HANDOVER_ENV
 from checkpointless.inprocess import memory
 from checkpointless.inprocess.parameter_update_lock import CommitState
-from checkpointless.recovery.held_state import HeldState
-from checkpointless.recovery.tiers import handover
-from checkpointless.recovery.tiers.handover import clear, hand_over, take_over
-from checkpointless.recovery.tiers.snapshot import Snapshot
+from checkpointless.observability.telemetry.wording import size
+from checkpointless.replication.tiers import handover
+from checkpointless.replication.tiers.handover import clear, hand_over, take_over
+from checkpointless.replication.tiers.snapshot import Snapshot
+from checkpointless.state.held_state import HeldState
 from checkpointless.state.rank_local.state import OwnState
 from checkpointless.state.rng import RngStates
 from checkpointless.state.snapshot import SnapshotPoint, StepSnapshot
-from checkpointless.telemetry.wording import size
+from checkpointless.system.environment import HANDOVER_ENV
 from checkpointless.transfer.tensor_entry import Key
 
 WEIGHT, BUFFER = ("model", 0, "weight"), ("model", 0, "running")

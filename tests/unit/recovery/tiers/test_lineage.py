@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointless.recovery.tiers.lineage import Lineage
 from checkpointless.replication.parts import SaveId
+from checkpointless.replication.tiers.lineage import Lineage
 
 JOB = "0123456789abcdef"
 FIRST = Lineage(JOB).begin(0, 0)

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from checkpointless.inprocess.parameter_update_lock import CommitState
-from checkpointless.recovery.held_state import HeldState
-from checkpointless.recovery.tiers.snapshot import RankLocal, Snapshot
 from checkpointless.replication.parts import Content
-from checkpointless.serialization import state_tree
+from checkpointless.replication.tiers.snapshot import RankLocal, Snapshot
+from checkpointless.state.held_state import HeldState
 from checkpointless.state.rank_local.state import OwnState
 from checkpointless.state.rng import RngStates
+from checkpointless.state.serialization import state_tree
 from checkpointless.state.snapshot import SnapshotPoint, StepSnapshot
 from checkpointless.transfer.tensor_entry import Key
 

@@ -15,10 +15,10 @@ from checkpointless.recovery import (
     PEFTCheckpointManager,
     SharedDirectory,
 )
-from checkpointless.recovery.tiers.copies import Copies
-from checkpointless.recovery.tiers.tier import TIERS, make_tiers
 from checkpointless.replication import DirectoryStore, MemoryStore, register_store
 from checkpointless.replication.parts import Content, Part, PartId, SaveId
+from checkpointless.replication.tiers.copies import Copies
+from checkpointless.replication.tiers.tier import TIERS, make_tiers
 
 
 def test_copies_are_due_after_each_so_many_steps() -> None:

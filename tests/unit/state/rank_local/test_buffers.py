@@ -7,11 +7,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from checkpointless.launcher.protocol.board import Board
 from checkpointless.state.rank_local import buffers as own_buffers
 from checkpointless.state.rank_local.buffers import NOTHING, OWN_BUFFER_BYTES, OwnBuffers, decode
 from checkpointless.state.snapshot import SnapshotPoint
 from checkpointless.transfer.tensor_entry import Key
-from checkpointless.wire.board import Board
 
 NAME: Key = ("buffer", "norm.running_mean")
 

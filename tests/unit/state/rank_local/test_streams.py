@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 
+from checkpointless.launcher.protocol.board import Board
 from checkpointless.state.rank_local import streams as own_streams
 from checkpointless.state.rank_local.streams import OwnStreams
 from checkpointless.state.rng import RngStates
 from checkpointless.state.snapshot import SnapshotPoint
-from checkpointless.wire.board import Board
 
 
 @pytest.fixture

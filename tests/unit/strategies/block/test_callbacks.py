@@ -14,8 +14,8 @@ from lightning.pytorch.callbacks import Callback
 
 from checkpointless.callbacks import CheckpointlessCallback, HPFaultInjectionCallback, StepRecorder
 from checkpointless.callbacks.external import asked_for
-from checkpointless.environment import FAULTS_ENV, RECORD_STEPS_ENV, RUN_DIR_ENV, YES
-from checkpointless.strategies.recoverable_strategy import complete
+from checkpointless.integrations.lightning.recoverable_strategy import complete
+from checkpointless.system.environment import FAULTS_ENV, RECORD_STEPS_ENV, RUN_DIR_ENV, YES
 
 pytestmark = pytest.mark.nemo
 

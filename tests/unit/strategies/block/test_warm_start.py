@@ -14,10 +14,10 @@ import torch
 pytest.importorskip("nemo.lightning", reason="needs NeMo")
 
 from checkpointless.inprocess.parameter_update_lock import CommitState
-from checkpointless.recovery.held_state import HeldState
+from checkpointless.integrations.lightning.block import warm_start
+from checkpointless.integrations.lightning.block.warm_start import WarmStart
+from checkpointless.state.held_state import HeldState
 from checkpointless.state.rng import RngStates
-from checkpointless.strategies.block import warm_start
-from checkpointless.strategies.block.warm_start import WarmStart
 
 pytestmark = pytest.mark.nemo
 

@@ -11,9 +11,8 @@ import torch
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from torchmetrics import CatMetric, MeanMetric, MetricTracker, MinMaxMetric
 
-from checkpointless.serialization import state_tree
-from checkpointless.strategies.boundary import epoch_metrics
-from checkpointless.strategies.boundary.epoch_metrics import (
+from checkpointless.integrations.lightning.boundary import epoch_metrics
+from checkpointless.integrations.lightning.boundary.epoch_metrics import (
     OWN_BYTES,
     make_results_resumable,
     own_part,
@@ -22,6 +21,7 @@ from checkpointless.strategies.boundary.epoch_metrics import (
     warn_if_lost,
     with_own,
 )
+from checkpointless.state.serialization import state_tree
 
 pytestmark = pytest.mark.nemo
 

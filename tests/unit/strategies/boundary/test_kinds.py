@@ -12,7 +12,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from lightning.pytorch.plugins import Precision
 
 from checkpointless.inprocess import UnrecoverableError
-from checkpointless.strategies.boundary.kinds import load_again, of_save_hooks, take_state
+from checkpointless.integrations.lightning.boundary.kinds import load_again, of_save_hooks, take_state
 
 pytestmark = pytest.mark.nemo
 

@@ -12,8 +12,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loops import _TrainingEpochLoop
 
+from checkpointless.integrations.lightning.boundary.loops import Resumption, make_resumable
 from checkpointless.state.snapshot import SnapshotPoint
-from checkpointless.strategies.boundary.loops import Resumption, make_resumable
 
 pytestmark = pytest.mark.nemo
 

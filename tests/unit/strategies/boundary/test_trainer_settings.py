@@ -10,9 +10,13 @@ import torch
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from lightning.pytorch.utilities import GradClipAlgorithmType
 
-from checkpointless.serialization import state_tree
-from checkpointless.strategies.boundary.kinds import take_state
-from checkpointless.strategies.boundary.trainer_settings import put_for_loaders, put_settings, take_settings
+from checkpointless.integrations.lightning.boundary.kinds import take_state
+from checkpointless.integrations.lightning.boundary.trainer_settings import (
+    put_for_loaders,
+    put_settings,
+    take_settings,
+)
+from checkpointless.state.serialization import state_tree
 
 pytestmark = pytest.mark.nemo
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("nemo.lightning", reason="needs NeMo")
 
-from checkpointless.strategies.checkpoints.saves import Agreement
+from checkpointless.integrations.lightning.checkpoints.saves import Agreement
 from tests.drawn import examples
 
 pytestmark = pytest.mark.nemo

@@ -10,7 +10,7 @@ import pytest
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 
 from checkpointless.inprocess import StateLostError, UnrecoverableError
-from checkpointless.strategies.checkpoints.connector import CheckpointlessCompatibleConnector
+from checkpointless.integrations.lightning.checkpoints.connector import CheckpointlessCompatibleConnector
 
 pytestmark = pytest.mark.nemo
 

@@ -14,7 +14,7 @@ class Rank:
     """Represents rank 0 of two that are in the same place, at the end of step 3."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from checkpointless.strategies.checkpoints import failed_saves, saves
+        from checkpointless.integrations.lightning.checkpoints import failed_saves, saves
 
         monkeypatch.setattr(failed_saves, "all_gather_json", lambda value: [value, value])
         self.removed: list[str] = []
@@ -42,7 +42,7 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> Rank:
 
 @pytest.mark.parametrize("error", [OSError(5, "Input/output error"), RuntimeError("file write failed")])
 def test_saves_of_a_step_are_given_up_after_one_rank_raised_in_one(rank: Rank, error: Exception) -> None:
-    from checkpointless.strategies.checkpoints.failed_saves import SaveFailed
+    from checkpointless.integrations.lightning.checkpoints.failed_saves import SaveFailed
 
     with pytest.raises(type(error)):
         rank.save("/c/a.ckpt", error)
@@ -76,7 +76,7 @@ def test_a_save_that_the_loss_of_a_rank_ends_is_not_given_up(rank: Rank) -> None
 def test_what_all_ranks_raise_ends_the_save_at_once(rank: Rank, failures: dict[int, Any]) -> None:
     from torch.distributed.checkpoint import CheckpointException
 
-    from checkpointless.strategies.checkpoints.failed_saves import SaveFailed
+    from checkpointless.integrations.lightning.checkpoints.failed_saves import SaveFailed
 
     with pytest.raises(SaveFailed) as raised:
         rank.save("/c/a.ckpt", CheckpointException("write", failures))
@@ -84,7 +84,7 @@ def test_what_all_ranks_raise_ends_the_save_at_once(rank: Rank, failures: dict[i
 
 
 def test_an_error_of_what_one_rank_writes_is_gathered(rank: Rank) -> None:
-    from checkpointless.strategies.checkpoints.failed_saves import SaveFailed, noting
+    from checkpointless.integrations.lightning.checkpoints.failed_saves import SaveFailed, noting
 
     def write(folder: str) -> None:
         raise OSError(28, "No space left on device")
@@ -110,7 +110,7 @@ def test_a_failed_save_ends_the_job_if_that_is_asked_for(rank: Rank) -> None:
 
 
 def test_an_error_of_torch_on_a_full_disk_is_said_to_be_that(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
-    from checkpointless.strategies.checkpoints import failed_saves
+    from checkpointless.integrations.lightning.checkpoints import failed_saves
 
     monkeypatch.setattr(failed_saves, "_is_full", lambda folder: folder == "/c")
     rank.failed.note(RuntimeError("unexpected pos 64 vs 0"), "/c/a.ckpt")

@@ -16,7 +16,7 @@ def test_every_rank_looks_in_the_folder_of_rank_0(monkeypatch: pytest.MonkeyPatc
     from nemo.lightning.resume import AutoResume
     from nemo.utils.app_state import AppState
 
-    from checkpointless.strategies.checkpoints import resume
+    from checkpointless.integrations.lightning.checkpoints import resume
 
     looked: list[tuple[Any, str]] = []
     again = resume.CheckpointlessAutoResume(resume_if_exists=True)

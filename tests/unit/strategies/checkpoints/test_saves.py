@@ -19,7 +19,7 @@ def test_each_save_has_its_own_reports(tmp_path: Path) -> None:
     """Of two that are under way the second may be written first."""
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-    from checkpointless.strategies.checkpoints.saves import Saves
+    from checkpointless.integrations.lightning.checkpoints.saves import Saves
 
     saves, queues = Saves(), []
     for name in ("a", "b"):
@@ -36,7 +36,7 @@ def test_each_save_has_its_own_reports(tmp_path: Path) -> None:
 
 @pytest.fixture
 def alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    from checkpointless.strategies.checkpoints import saves
+    from checkpointless.integrations.lightning.checkpoints import saves
 
     monkeypatch.setattr(saves, "all_gather_json", lambda value: [value, value])
 
@@ -49,7 +49,7 @@ class Job:
     """
 
     def __init__(self, at_once: bool = False) -> None:
-        from checkpointless.strategies.checkpoints.saves import Saves
+        from checkpointless.integrations.lightning.checkpoints.saves import Saves
 
         self.saves = Saves()
         self.at_once = at_once
@@ -94,7 +94,7 @@ class Job:
 
     def leave(self) -> None:
         """Leave the block."""
-        from checkpointless.strategies.checkpoints.background import PendingSaves
+        from checkpointless.integrations.lightning.checkpoints.background import PendingSaves
 
         pending = PendingSaves.of(self.strategy.checkpoint_io)
         self.saves.pending = pending if pending is not None else self.saves.pending
@@ -114,7 +114,7 @@ def test_a_save_that_goes_on_is_ended_once_by_who_asks_for_it_now(finish: str | 
 
 @pytest.mark.usefixtures("alike")
 def test_a_fault_while_the_ranks_agree_forgets_no_save(monkeypatch: pytest.MonkeyPatch) -> None:
-    from checkpointless.strategies.checkpoints import saves
+    from checkpointless.integrations.lightning.checkpoints import saves
 
     def interrupted(value: object) -> list[object]:
         raise RuntimeError("aborted")
@@ -224,7 +224,7 @@ def test_a_process_that_knows_nothing_of_a_save_does_not_have_it_made_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Where the others have gone through the end of it, it is whole; it ends with them for the callback of now."""
-    from checkpointless.strategies.checkpoints import saves
+    from checkpointless.integrations.lightning.checkpoints import saves
 
     def gather(first: Any, second: Any) -> None:
         """Let both agree on what each says."""
@@ -275,7 +275,7 @@ def test_a_save_that_ended_and_is_still_marked_is_made_again(tmp_path: Path) -> 
 
 @pytest.mark.usefixtures("alike")
 def test_a_save_that_a_rank_was_interrupted_in_is_made_again_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    from checkpointless.strategies.checkpoints import saves
+    from checkpointless.integrations.lightning.checkpoints import saves
 
     def interrupted() -> None:
         raise KeyboardInterrupt
@@ -341,8 +341,8 @@ def test_what_a_lost_save_was_to_remove_has_its_place_again(tmp_path: Path, is_n
     """Else the next save would not remove it, and it would stay for ever."""
     from nemo.lightning.pytorch.callbacks import ModelCheckpoint
 
-    from checkpointless.strategies.checkpoints.callbacks import books_of
-    from checkpointless.strategies.checkpoints.saves import Saves
+    from checkpointless.integrations.lightning.checkpoints.callbacks import books_of
+    from checkpointless.integrations.lightning.checkpoints.saves import Saves
 
     older, lost = str(tmp_path / "step=1-last.ckpt"), str(tmp_path / "step=3-last.ckpt")
     job, callback = Job(), ModelCheckpoint(dirpath=str(tmp_path), save_last=True, save_top_k=0)
@@ -368,7 +368,7 @@ def test_what_a_save_has_replaced_is_known_while_it_is_asked_for_again(tmp_path:
     """Another fault may come before its callback has kept it once more."""
     from nemo.lightning.pytorch.callbacks import ModelCheckpoint
 
-    from checkpointless.strategies.checkpoints.callbacks import books_of
+    from checkpointless.integrations.lightning.checkpoints.callbacks import books_of
 
     job, callback, path = Job(), ModelCheckpoint(dirpath=str(tmp_path)), str(tmp_path / "step=3-last.ckpt")
     callback.last_model_path = "older"

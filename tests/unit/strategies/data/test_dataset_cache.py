@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from checkpointless.strategies.data import dataset_cache
-from checkpointless.strategies.data.dataset_cache import cache_megatron_datasets
+from checkpointless.integrations.lightning.data import dataset_cache
+from checkpointless.integrations.lightning.data.dataset_cache import cache_megatron_datasets
 
 pytestmark = pytest.mark.nemo
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from checkpointless.inprocess.facts import Facts
-from checkpointless.strategies.recoverable_fit import StoredPosition
-from checkpointless.telemetry.events import flush_events, read_events
+from checkpointless.integrations.lightning.recoverable_fit import StoredPosition
+from checkpointless.observability.telemetry.events import flush_events, read_events
 
 
 def sampler(**options: Any) -> Any:

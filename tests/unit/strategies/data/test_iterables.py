@@ -12,11 +12,11 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from checkpointless.inprocess import UnrecoverableError
+from checkpointless.integrations.lightning.data import position as position_module
+from checkpointless.integrations.lightning.data.position import DataPosition
+from checkpointless.integrations.lightning.data.training import repeat_items
 from checkpointless.state import rng
 from checkpointless.state.rng import RngStates
-from checkpointless.strategies.data import position as position_module
-from checkpointless.strategies.data.position import DataPosition
-from checkpointless.strategies.data.training import repeat_items
 
 pytestmark = pytest.mark.nemo
 

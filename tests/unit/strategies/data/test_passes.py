@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler
 
+from checkpointless.integrations.lightning.data import position as position_module
+from checkpointless.integrations.lightning.data.passes import begun
+from checkpointless.integrations.lightning.data.position import DataPosition, keep_own_state, track
 from checkpointless.state import rng
 from checkpointless.state.rng import RngStates
-from checkpointless.strategies.data import position as position_module
-from checkpointless.strategies.data.passes import begun
-from checkpointless.strategies.data.position import DataPosition, keep_own_state, track
 
 pytestmark = pytest.mark.nemo
 

@@ -41,7 +41,7 @@ def set_up(tracked: Any) -> tuple[int, int]:
 
 
 def test_the_lengths_at_set_up_are_the_same_after_a_fault() -> None:
-    from checkpointless.strategies.data.position import DataPosition, TrackedSampler
+    from checkpointless.integrations.lightning.data.position import DataPosition, TrackedSampler
 
     starts = SimpleNamespace(keep_data_start=lambda streams: None, data_start=lambda: None)
     first = TrackedSampler(sampler_at(), starts, None)
@@ -54,8 +54,8 @@ def test_the_lengths_at_set_up_are_the_same_after_a_fault() -> None:
 
 
 def test_a_validation_loader_that_is_made_late_has_its_length_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    from checkpointless.integrations.lightning.data.validation import ValidationData
     from checkpointless.state import rng
-    from checkpointless.strategies.data.validation import ValidationData
 
     monkeypatch.setattr(rng, "_sources", {})
     val_loop = SimpleNamespace(_combined_loader=None)
@@ -97,7 +97,7 @@ class Endless:
 
 
 def test_a_sampler_without_a_length_is_refused_where_lightning_fetches_ahead() -> None:
-    from checkpointless.strategies.data.position import ahead_of_steps
+    from checkpointless.integrations.lightning.data.position import ahead_of_steps
 
     for options in ({"sampler": Endless(), "batch_size": 2}, {"batch_sampler": Endless()}):
         loader: Any = DataLoader(range(8), **options)  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import RandomSampler, Sampler
 
 from checkpointless.inprocess import UnrecoverableError
-from checkpointless.strategies.data.sampler_state import SamplerState, samplers_within
+from checkpointless.integrations.lightning.data.sampler_state import SamplerState, samplers_within
 
 pytestmark = pytest.mark.nemo
 

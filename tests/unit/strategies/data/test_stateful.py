@@ -19,11 +19,16 @@ from torch.utils.data import (
 )
 
 from checkpointless.inprocess import UnrecoverableError
+from checkpointless.integrations.lightning.data.position import DataPosition, samplers_of
+from checkpointless.integrations.lightning.data.sampler_state import SamplerState
+from checkpointless.integrations.lightning.data.stateful import (
+    DrawnOrder,
+    begin_anew,
+    repeat_order,
+    without_worker_seeds,
+)
 from checkpointless.state import rng
 from checkpointless.state.rng import RngStates
-from checkpointless.strategies.data.position import DataPosition, samplers_of
-from checkpointless.strategies.data.sampler_state import SamplerState
-from checkpointless.strategies.data.stateful import DrawnOrder, begin_anew, repeat_order, without_worker_seeds
 
 pytestmark = pytest.mark.nemo
 

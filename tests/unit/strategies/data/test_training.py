@@ -56,23 +56,23 @@ class Batches:
 
 
 def test_before_anything_is_fetched_it_stands_at_the_beginning() -> None:
-    from checkpointless.strategies.data.position import DataPosition
-    from checkpointless.strategies.data.training import TrainingData
+    from checkpointless.integrations.lightning.data.position import DataPosition
+    from checkpointless.integrations.lightning.data.training import TrainingData
 
     fit_loop = SimpleNamespace(_data_fetcher=None, epoch_loop=SimpleNamespace(not_delivered=0))
     assert TrainingData().position(fit_loop) == DataPosition(0, 0)
 
 
 def test_batches_of_an_earlier_process_count_as_fetched_and_not_as_delivered() -> None:
-    from checkpointless.strategies.data.training import TrainingData
+    from checkpointless.integrations.lightning.data.training import TrainingData
 
     position = TrainingData().position(loop(range(9), fetched=7, not_delivered=4))
     assert (position.fetched, position.delivered, position.consumed) == (7, 3, None)
 
 
 def test_a_dataset_that_alone_knows_its_batches_is_gone_through_again() -> None:
-    from checkpointless.strategies.data.position import DataPosition
-    from checkpointless.strategies.data.training import TrainingData
+    from checkpointless.integrations.lightning.data.position import DataPosition
+    from checkpointless.integrations.lightning.data.training import TrainingData
 
     dataset, data = Counting(), TrainingData()
     loader: Any = DataLoader(dataset, batch_size=None)
@@ -86,8 +86,8 @@ def test_a_dataset_that_alone_knows_its_batches_is_gone_through_again() -> None:
 
 
 def test_a_sampler_that_is_tracked_begins_behind_what_was_delivered() -> None:
-    from checkpointless.strategies.data.position import DataPosition
-    from checkpointless.strategies.data.training import TrainingData
+    from checkpointless.integrations.lightning.data.position import DataPosition
+    from checkpointless.integrations.lightning.data.training import TrainingData
 
     data = TrainingData()
     numbers: Any = list(range(8))

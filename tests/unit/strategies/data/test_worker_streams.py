@@ -13,7 +13,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader
 
 from checkpointless.callbacks.trainer_parts import worker_iterators
-from checkpointless.strategies.data.worker_streams import repeat_worker_draws
+from checkpointless.integrations.lightning.data.worker_streams import repeat_worker_draws
 
 
 class Trainer:

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from checkpointless.environment import LOG_LEVEL_ENV
-from checkpointless.strategies.frameworks import chatter
-from checkpointless.telemetry.log_level import apply_log_level, asked_for_level
+from checkpointless.integrations.lightning.frameworks import chatter
+from checkpointless.observability.telemetry.log_level import apply_log_level, asked_for_level
+from checkpointless.system.environment import LOG_LEVEL_ENV
 
 pytestmark = pytest.mark.nemo
 

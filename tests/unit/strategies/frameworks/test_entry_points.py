@@ -11,7 +11,7 @@ import pytest
 from lightning.fabric.utilities import registry
 from lightning.pytorch import Callback, Trainer
 
-from checkpointless.strategies.frameworks import entry_points
+from checkpointless.integrations.lightning.frameworks import entry_points
 
 pytestmark = pytest.mark.nemo
 GROUP = "lightning.pytorch.callbacks_factory"

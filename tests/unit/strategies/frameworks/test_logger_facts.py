@@ -14,8 +14,8 @@ from lightning.pytorch.loggers import CSVLogger
 from nemo.constants import NEMO_ENV_VARNAME_VERSION
 
 from checkpointless.inprocess.facts import Facts
+from checkpointless.integrations.lightning.frameworks.logger_facts import LoggerFacts
 from checkpointless.state.snapshot import SnapshotPoint
-from checkpointless.strategies.frameworks.logger_facts import LoggerFacts
 
 pytestmark = pytest.mark.nemo
 

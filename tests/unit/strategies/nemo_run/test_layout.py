@@ -6,8 +6,8 @@ import pytest
 
 pytest.importorskip("nemo.collections.llm", reason="needs NeMo")
 
-from checkpointless.layout import Layout
 from checkpointless.strategies.nemo_run.changes import require
+from checkpointless.system.layout import Layout
 
 pytestmark = pytest.mark.nemo
 

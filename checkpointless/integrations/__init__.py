@@ -1,0 +1,1 @@
+"""One package per framework, and the private names that they need in `compat`."""

@@ -1,0 +1,1 @@
+"""What this project knows of frameworks beyond their public interfaces: private names, options."""

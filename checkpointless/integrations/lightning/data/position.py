@@ -1,0 +1,389 @@
+"""Where a training stands in its data, and how a loader that was made anew is brought there.
+
+The loader is made as it was made at the start, so that its length and its order are the same; its first iterator
+then begins after what was delivered before. Loaders that keep their own position (``state_dict``) are restored by
+Lightning.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeGuard
+
+import lightning.pytorch as pl
+from lightning.fabric.utilities.data import sized_len
+from lightning.fabric.utilities.types import _Stateful
+from torch.utils.data import IterableDataset
+
+from checkpointless.integrations.lightning.data.passes import OWN, begun, without_own
+from checkpointless.integrations.lightning.data.sampler_state import SamplerState, is_of_a_library, samplers_within
+from checkpointless.state.rng import RngSource, RngStates, register_rng_source
+from checkpointless.state.serialization import state_tree
+from checkpointless.state.serialization.later import copy_of
+
+if TYPE_CHECKING:
+    from lightning.pytorch.loops.fetchers import _DataFetcher
+    from nemo.lightning.pytorch.plugins import MegatronDataSampler
+
+#: The attributes that NeMo's sampler counts with.
+_SAMPLER = (
+    "init_consumed_samples",
+    "prev_consumed_samples",
+    "if_first_step",
+    "prev_global_batch_size",
+    "init_global_step",
+)
+
+
+_PLAIN = (int, bool, type(None))
+_MISSING = object()
+
+
+class DataPosition(NamedTuple):
+    """Where a training stands in an epoch's data.
+
+    Attributes:
+        fetched: how many batches Lightning's fetcher has counted.
+        delivered: how many batches the loader's iterator has delivered.
+        began_at: how many samples Megatron's sampler counted as consumed when its iterator began; None: there is no
+            Megatron sampler, or its iterator has not begun.
+        consumed: how many samples Megatron's sampler counts as consumed now; None: there is no Megatron sampler.
+        within: whether the epoch goes on. False: the next iterator begins a new epoch.
+        length: how many batches Lightning's fetcher expects in the epoch; None: unknown. With a sampler that counts
+            what workers fetch ahead, it depends on when it is asked for.
+        length_at_start: how many batches there were when the fit was set up; None: unknown.
+        ahead: how many of the delivered batches no step has had yet: where a loader has no length, Lightning
+            fetches one ahead.
+    """
+
+    fetched: int
+    delivered: int
+    began_at: int | None = None
+    consumed: int | None = None
+    within: bool = True
+    length: int | None = None
+    length_at_start: int | None = None
+    ahead: int = 0
+
+
+def take_sampler(sampler: MegatronDataSampler | None, datamodule: object) -> Callable[[], dict[str, Any] | None]:
+    """Take what NeMo's sampler and Megatron's microbatch calculator count with.
+
+    Args:
+        sampler: NeMo's sampler, as :func:`megatron_sampler` finds it; None: there is none.
+        datamodule: the trainer's data module, if it has one.
+
+    Returns:
+        What makes their state as it is now; None without NeMo's sampler.
+    """
+    if sampler is None:
+        return _no_sampler
+    counted = [getattr(sampler, name, _MISSING) for name in _SAMPLER]
+    changing = {
+        name: copy_of(each)
+        for name, each in zip(_SAMPLER, counted)
+        if type(each) not in _PLAIN and each is not _MISSING
+    }
+    calculator = vars(_calculator()).copy()
+    module_step = getattr(datamodule, "init_global_step", None)
+    return lambda: {
+        "sampler": {
+            name: changing[name]() if name in changing else each
+            for name, each in zip(_SAMPLER, counted)
+            if each is not _MISSING
+        },
+        "calculator": {name: value for name, value in calculator.items() if type(value) is int},
+        "module_step": module_step,
+    }
+
+
+def _no_sampler() -> None:
+    return None
+
+
+def begun_at(state: dict[str, Any] | None, now: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return ``state``, taken before the data was set up, with the step that the set-up counts from.
+
+    Args:
+        state: what :func:`take_sampler` had made before the data was set up.
+        now: what it makes now.
+    """
+    if state is None or now is None:
+        return state
+    step = {name: value for name, value in now["sampler"].items() if name == "init_global_step"}
+    return {**state, "sampler": {**state["sampler"], **step}, "module_step": now["module_step"]}
+
+
+def put_sampler(trainer: pl.Trainer, state: dict[str, Any] | None) -> None:
+    """Put back what :func:`take_sampler` made."""
+    sampler = megatron_sampler(trainer)
+    if sampler is None or state is None:
+        return
+    for name, value in state["sampler"].items():
+        setattr(sampler, name, state_tree.copy(value))
+    for name, value in state["calculator"].items():
+        setattr(_calculator(), name, value)
+    if state["module_step"] is not None:
+        trainer.datamodule.init_global_step = state["module_step"]  # type: ignore[attr-defined]
+
+
+def megatron_sampler(trainer: pl.Trainer) -> MegatronDataSampler | None:
+    """Return NeMo's data sampler, or None if the trainer has none."""
+    sampler = getattr(trainer.strategy, "data_sampler", None)
+    return sampler if hasattr(sampler, "init_consumed_samples") else None
+
+
+def _calculator() -> Any:
+    return _calculators()._GLOBAL_NUM_MICROBATCHES_CALCULATOR
+
+
+@functools.cache
+def _calculators() -> Any:
+    from megatron.core import num_microbatches_calculator  # NeMo's sampler brings it; Lightning alone does not
+
+    return num_microbatches_calculator
+
+
+def samples_per_step(trainer: pl.Trainer) -> int | None:
+    """Return how many samples the whole job takes per step; None if no Megatron sampler says so, or it varies."""
+    sampler = megatron_sampler(trainer)
+    size = getattr(sampler, "global_batch_size", None)
+    return size if isinstance(size, int) and not getattr(sampler, "rampup_batch_size", None) else None
+
+
+def several_loaders(count: int) -> str:
+    """Say in one line why a training with ``count`` loaders is refused, and what to do."""
+    return (
+        f"checkpointless cannot bring {count} training dataloaders back to where each of them stood: let "
+        "train_dataloader return one DataLoader, over one torch.utils.data.Dataset with the items of all of them "
+        "(ConcatDataset or StackDataset, for example)"
+    )
+
+
+def go_on_counting(fetcher: _DataFetcher, position: DataPosition) -> None:
+    """Make the numbering of an epoch's batches continue from where the training stands.
+
+    Args:
+        fetcher: Lightning's fetcher, over an iterator that was made anew.
+        position: where the training stands.
+    """
+    combined: Any = fetcher.iterator
+    combined._iterator._idx = position.delivered
+    if hasattr(fetcher, "_batch_idx"):  # the number of the last batch
+        fetcher._batch_idx = max(position.delivered - 1, 0)
+
+
+def keeps_its_position(loader: object) -> bool:
+    """Return whether Lightning saves and restores the position of ``loader``."""
+    return isinstance(loader, _Stateful)
+
+
+def ahead_of_steps(loader: object) -> str | None:
+    """Return why the position of ``loader`` cannot be restored if Lightning fetches its batches; None: it can."""
+    if sized_len(loader) is not None:  # type: ignore[arg-type]
+        return None
+    if keeps_its_position(loader):
+        return (
+            f"{type(loader).__name__} says where it stands, but Lightning fetches a batch ahead of a loader "
+            "without a length, which no step has had yet: give it a __len__, or leave out its state_dict (it is "
+            "gone through once more after a fault)"
+        )
+    sampler = sampler_of(loader)  # type: ignore[arg-type]
+    if sampler is None or isinstance(getattr(loader, "dataset", None), IterableDataset):
+        return None  # it is gone through once more
+    inner = samplers_within(sampler)[-1]
+    return (
+        f"the sampler {type(inner).__name__} has no length, so Lightning fetches a batch ahead, which no step has "
+        "had yet: give it a __len__"
+    )
+
+
+def track(loader: Iterable[object], starts: Starts, position: DataPosition | None) -> TrackedSampler | None:
+    """Follow the sampler of ``loader``, and make its next iterator begin where the training stands.
+
+    Args:
+        loader: a data loader of torch's kind.
+        starts: keeps the random streams at the beginning of each iterator.
+        position: where the training stands; None: at the beginning.
+
+    Returns:
+        The sampler that now stands in the old one's place; None if there is no sampler, so that only the dataset
+        knows its batches.
+    """
+    if isinstance(getattr(loader, "dataset", None), IterableDataset):
+        return None
+    name, sampler = place_of_sampler(loader), sampler_of(loader)
+    if sampler is None:
+        return None
+    keep_own_state(loader)
+    tracked = TrackedSampler(sampler, starts, position)
+    object.__setattr__(loader, name, tracked)  # torch forbids a plain assignment
+    return tracked
+
+
+def keep_own_state(loader: Iterable[object]) -> None:
+    """Keep, with the random streams of the rank, what the samplers of ``loader`` keep from pass to pass.
+
+    An iterable dataset has no sampler, and takes its place.
+    """
+    dataset = getattr(loader, "dataset", None)
+    owners = samplers_within(dataset) if isinstance(dataset, IterableDataset) else samplers_of(loader)
+    state = SamplerState([loader, *owners])
+    if state.has_own or state.generators() or _kept:
+        _kept[:] = [state]
+        register_rng_source(OWN, RngSource(state.take, state.put))
+
+
+def place_of_sampler(loader: Iterable[object]) -> str:
+    """Return the name of the attribute of ``loader`` that determines its samples."""
+    return "batch_sampler" if getattr(loader, "batch_sampler", None) is not None else "sampler"
+
+
+def sampler_of(loader: Iterable[object]) -> Iterable[object] | None:
+    """Return the batch sampler of ``loader`` if it has one, else its sampler, or None."""
+    return getattr(loader, place_of_sampler(loader), None)
+
+
+def samplers_of(loader: Iterable[object]) -> list[Any]:
+    """Return the sampler of ``loader`` and those that it takes its items from, also one that Lightning divides."""
+    return samplers_within(sampler_of(loader))
+
+
+_kept: list[SamplerState] = []  # what is registered, if anything was
+
+
+class Starts(Protocol):
+    """Keeps a rank's random streams as of the beginning of an epoch's iterator, and outlives the process."""
+
+    def keep_data_start(self, streams: RngStates) -> None:
+        """Keep the streams of an iterator that begins: a sampler that shuffles draws its order from them."""
+
+    def data_start(self) -> RngStates | None:
+        """Return the streams that were kept last."""
+
+
+class TrackedSampler:
+    """A sampler that knows how its iterator began, and whose first iterator begins after what was delivered.
+
+    Args:
+        inner: the sampler that is tracked.
+        starts: keeps the random streams at the beginning of each iterator.
+        position: where the training stands; None: at the beginning.
+
+    Attributes:
+        began_at: how many samples Megatron's sampler counted as consumed when its newest iterator began; None: the
+            sampler is not Megatron's, or has not begun.
+        length_at_start: how many items there were when the fit was set up; None: unknown.
+    """
+
+    def __init__(self, inner: Iterable[object], starts: Starts, position: DataPosition | None) -> None:
+        self.began_at: int | None = None
+        self._inner: Any = inner  # of torch, Megatron or the user
+        self._is_megatrons = is_megatrons(inner)
+        self._starts = starts
+        self._position = position
+        self._went_on_at = position
+        self.length_at_start = position.length_at_start if position is not None else None
+        self._has_begun = self._is_set_up = self._has_resumed = False
+        self._is_known = all(map(is_of_a_library, samplers_within(inner)))
+
+    def __iter__(self) -> Iterator[Any]:
+        # This runs when the first item is asked for: torch makes two iterators of a loader with workers, and uses
+        # the second.
+        position, self._position = self._position, None
+        self._has_begun = True
+        if is_megatrons(self._inner):
+            yield from self._iterate_megatron(position)
+        elif position is None or position.delivered == 0 or not position.within:
+            self._starts.keep_data_start(RngStates.capture())
+            yield from self._items()
+        else:
+            now = RngStates.capture()
+            start = self._starts.data_start()
+            if start is not None:
+                start.restore()  # the order of the epoch is drawn from these
+            items = self._items()
+            collections.deque(itertools.islice(items, position.delivered), 0)
+            # Workers ask for items before the state of the moment is put back, which has what samplers keep.
+            (now if self._has_resumed else without_own(now)).restore()
+            yield from items
+
+    def _items(self) -> Iterator[Any]:
+        return iter(self._inner) if self._is_known else begun(self._inner)
+
+    def resumed(self) -> None:
+        """Note that the state of the moment at which training resumes is put back now."""
+        self._has_resumed = True
+
+    def _iterate_megatron(self, position: DataPosition | None) -> Iterator[Any]:
+        """Iterate over a sampler of Megatron's, which draws no random numbers and can begin anywhere at once."""
+        inner = self._inner
+        if position is not None and position.began_at is not None:
+            inner.consumed_samples = position.began_at if position.within else position.consumed
+        self.began_at = inner.consumed_samples
+        if position is None or position.delivered == 0 or not position.within:
+            yield from inner
+            return
+        # NeMo's sampler of whole global batches ("batch") counts global batches.
+        per_item = getattr(inner, "_global_batch_size", None) or inner.micro_batch_times_data_parallel_size
+        begins_at = self.began_at + position.delivered * per_item
+        inner.consumed_samples = begins_at
+        for item in inner:
+            if inner.consumed_samples == begins_at:  # the sampler does not count: its next iterator begins anew
+                inner.consumed_samples, begins_at = self.began_at, -1
+            yield item
+
+    def begin_epoch(self) -> None:
+        """Begin the epoch after one that was over when it was resumed and whose iterator's batches are not used."""
+        if self._went_on_at is not None:
+            self.begin_at(self._went_on_at.consumed)
+            self._position = None
+
+    def begin_at(self, consumed: int | None) -> None:
+        """Let Megatron's sampler begin an epoch at ``consumed``, whatever an unused iterator has counted."""
+        if consumed is not None and is_megatrons(self._inner):
+            self._inner.consumed_samples = consumed
+
+    @property
+    def consumed(self) -> int | None:
+        """The samples that Megatron's sampler counts as consumed; None: the sampler is not Megatron's."""
+        return self._inner.consumed_samples if self._is_megatrons else None
+
+    def set_up(self) -> None:
+        """Note that the fit is set up: Lightning has asked how many items there are."""
+        if self.length_at_start is None:
+            self.length_at_start = sized_len(self._inner)
+        self._is_set_up = True
+
+    def __len__(self) -> int:
+        # Lightning asks before the iterator is made, when nothing is different, and after that.
+        known = self.length_at_start if self._has_begun and not self._is_set_up else None
+        return len(self._inner) if known is None else known
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self._inner, name)
+
+
+class CountingSampler(Protocol):
+    """A sampler of Megatron's or NeMo's, which counts samples and takes as many per microbatch and rank.
+
+    Attributes:
+        consumed_samples: how many samples were consumed.
+        micro_batch_times_data_parallel_size: how many samples all ranks take together per microbatch.
+    """
+
+    consumed_samples: int
+    micro_batch_times_data_parallel_size: int
+
+    def __iter__(self) -> Iterator[object]:
+        """Yield the indices of the samples of each batch."""
+
+
+def is_megatrons(sampler: object) -> TypeGuard[CountingSampler]:
+    """Return whether ``sampler`` is one of Megatron's or NeMo's, which count the samples that were consumed."""
+    return hasattr(sampler, "consumed_samples") and hasattr(sampler, "micro_batch_times_data_parallel_size")

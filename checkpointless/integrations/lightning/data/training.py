@@ -1,0 +1,246 @@
+"""The data that a fit trains on: where it stands, and how a loader that was made anew is brought there."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from lightning.fabric.utilities.types import _Stateful
+from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
+
+from checkpointless.inprocess import UnrecoverableError
+from checkpointless.integrations.lightning.data.passes import moved, without_own
+from checkpointless.integrations.lightning.data.position import (
+    DataPosition,
+    Starts,
+    TrackedSampler,
+    go_on_counting,
+    keep_own_state,
+    keeps_its_position,
+    track,
+)
+from checkpointless.integrations.lightning.data.stateful import DrawnOrder, begin_anew, repeat_order
+from checkpointless.state.rng import RngStates
+
+if TYPE_CHECKING:
+    from lightning.pytorch.loops.fetchers import _DataFetcher
+    from lightning.pytorch.utilities.combined_loader import CombinedLoader
+
+_DRAWS = (
+    "the dataset {} draws random numbers in the training process while it is gone through, so that it would give "
+    "other items after a fault: let a worker draw them (num_workers=1), draw from a generator that the dataset has "
+    "for itself, or give it state_dict and load_state_dict"
+)
+
+
+class CountingLoop(Protocol):
+    """Lightning's loop over the steps of an epoch, made resumable."""
+
+    not_delivered: int
+
+
+class FitLoop(Protocol):
+    """Lightning's loop over epochs, made resumable."""
+
+    _data_fetcher: _DataFetcher | None
+    _combined_loader: CombinedLoader | None
+
+    @property
+    def epoch_loop(self) -> CountingLoop:
+        """The loop over the steps of an epoch."""
+
+
+class TrainingData:
+    """Follows the training loader of a trainer, whichever was made last."""
+
+    def __init__(self) -> None:
+        self._tracked: TrackedSampler | None = None  # None: the loader, or the dataset alone, knows its position
+        self._stateful: Iterable[object] | None = None  # a loader that knows its position
+        self._order: DrawnOrder | None = None  # of such a loader, if it does not know that
+
+    def position(self, fit_loop: FitLoop) -> DataPosition:
+        """Return where the training stands in its data.
+
+        Args:
+            fit_loop: Lightning's loop over epochs, made resumable.
+        """
+        fetcher = fit_loop._data_fetcher
+        fetched = fetcher.fetched if fetcher is not None else 0
+        tracked = self._tracked
+        if self._order is not None:  # a moment is reached, so the training goes on
+            self._order.resumed()
+        return DataPosition(
+            fetched,
+            fetched - fit_loop.epoch_loop.not_delivered,
+            tracked.began_at if tracked is not None else None,
+            tracked.consumed if tracked is not None else None,
+            length=fetcher.length if fetcher is not None else None,
+            length_at_start=tracked.length_at_start if tracked is not None else None,
+            ahead=len(getattr(fetcher, "batches", ())),
+        )
+
+    def fetched(self, fit_loop: FitLoop) -> int:
+        """Return how many batches Lightning's fetcher has counted."""
+        fetcher = fit_loop._data_fetcher
+        return fetcher.fetched if fetcher is not None else 0
+
+    def made(self, loader: Iterable[object], starts: Starts, position: DataPosition | None) -> None:
+        """Follow a training loader that has just been made.
+
+        Args:
+            loader: the loader as Lightning will iterate over it.
+            starts: keeps the random streams at the beginning of each iterator.
+            position: where the training stands; None: at the beginning.
+        """
+        self._tracked = self._order = self._stateful = None
+        if keeps_its_position(loader):
+            self._stateful, self._order = loader, repeat_order(loader, starts, position)
+        else:
+            self._tracked = track(loader, starts, position)
+        repeat_items(loader, starts, position)
+
+    def set_up(self) -> None:
+        """Note that the fit is set up: Lightning has asked how many batches there are."""
+        if self._tracked is not None:
+            self._tracked.set_up()
+
+    def begin_epoch(self) -> None:
+        """Begin an epoch; the one before it was over when it was resumed."""
+        if self._tracked is not None:
+            self._tracked.begin_epoch()
+        self._begin_anew()
+
+    def begin_epoch_at(self, position: DataPosition) -> None:
+        """Let the epoch that begins where the loops resume begin at ``position``."""
+        if self._tracked is not None:
+            self._tracked.begin_at(position.consumed)
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        if self._stateful is not None:
+            begin_anew(self._stateful)
+        if self._order is not None:
+            self._order.begin_anew()
+
+    def resume_at(self, position: DataPosition, fit_loop: FitLoop) -> None:
+        """Let an epoch that has begun in an earlier generation continue at ``position``.
+
+        Args:
+            position: where the training stands.
+            fit_loop: Lightning's loop over epochs, whose loader and iterator were made anew.
+        """
+        if self._tracked is not None:
+            self._tracked.resumed()
+        fetcher: Any = fit_loop._data_fetcher
+        combined = cast("CombinedLoader", fit_loop._combined_loader)
+        self._take_what_was_delivered(combined.flattened, fetcher, position)
+        fetcher.fetched, fetcher.length = position.fetched, position.length
+        fetcher.done = fetcher.length is not None and fetcher.fetched >= fetcher.length
+        go_on_counting(fetcher, position)
+        fit_loop.epoch_loop.not_delivered = position.fetched - position.delivered
+
+    def _take_what_was_delivered(self, loaders: Iterable[object], fetcher: Any, position: DataPosition) -> None:
+        """Advance an iterator whose batches only the dataset knows past those that were delivered.
+
+        Lightning's fetcher may have fetched some ahead to learn where they end; it has as many again.
+        """
+        if self._tracked is not None or any(keeps_its_position(loader) for loader in loaders):
+            return
+        ahead: list[Any] = getattr(fetcher, "batches", [])
+        for _ in range(position.delivered - position.ahead):
+            if ahead:
+                ahead.pop(0)
+            else:
+                next(fetcher.iterator)
+        while len(ahead) < position.ahead:
+            ahead.append(next(fetcher.iterator))  # as many as the iterator had, so it does not end here
+
+
+# --- Iterable datasets that keep no position ----------------------------------------------------------------------
+#
+# What such a dataset draws from the streams of the training process before its first item is drawn again. Later
+# items have to come from elsewhere, because the training draws from these streams in between.
+
+
+def repeat_items(loader: Iterable[object], starts: Starts, position: DataPosition | None) -> None:
+    """Have the iterable dataset of ``loader`` give the same items when it is gone through once more after a fault.
+
+    Nothing is done if data-loader workers go through it, whose streams follow from the number of the batch, or if
+    it or its loader keeps its position.
+
+    Args:
+        loader: a training loader.
+        starts: keeps the random streams at the beginning of each pass.
+        position: where the training stands; None: at the beginning.
+    """
+    if not isinstance(loader, DataLoader) or not isinstance(loader.dataset, IterableDataset):
+        return
+    if loader.num_workers > 0 or isinstance(loader, _Stateful) or isinstance(loader.dataset, _Stateful):
+        return
+    keep_own_state(loader)
+    repeats = iter([position is not None and position.within and position.delivered > 0])  # the first pass alone
+    begin = functools.partial(_pass, loader.dataset, starts, repeats)
+    loader._get_iterator = functools.partial(_begin, loader._get_iterator, loader, begin)  # type: ignore[method-assign]
+
+
+def _begin(make: Callable[[], Any], loader: Any, begin: Callable[[Iterable[Any]], Iterator[Any]]) -> Any:
+    """Make a loader's iterator that begins a pass when its first item is asked for."""
+    dataset = loader.dataset
+    if isinstance(dataset, IterDataPipe):  # torch does more with these
+        iterator = make()
+        iterator._dataset_fetcher.dataset_iter = begin(iterator._dataset_fetcher.dataset_iter)
+        return iterator
+    object.__setattr__(loader, "dataset", _Late(begin(dataset)))  # torch forbids a plain assignment
+    try:
+        iterator = make()
+    finally:
+        object.__setattr__(loader, "dataset", dataset)
+    iterator._dataset = iterator._dataset_fetcher.dataset = dataset
+    return iterator
+
+
+class _Late(IterableDataset[Any]):
+    """Stands in the place of a dataset while torch asks for its iterator, which may draw random numbers already.
+
+    Args:
+        items: the iterator that torch gets.
+    """
+
+    def __init__(self, items: Iterator[Any]) -> None:
+        self._items = items
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._items
+
+
+def _pass(owner: object, starts: Starts, repeats: Iterator[bool], dataset: Iterable[Any]) -> Iterator[Any]:
+    """Yield the items of a pass, which begins when the first is asked for.
+
+    Args:
+        owner: the dataset.
+        starts: keeps the random streams at the beginning of each pass.
+        repeats: says of the next pass whether it was begun before a fault.
+        dataset: the dataset, or an iterator over it that has drawn nothing yet.
+
+    Raises:
+        UnrecoverableError: the dataset draws random numbers for its second item.
+    """
+    now = RngStates.capture()
+    is_again = next(repeats, False)
+    start = starts.data_start() if is_again else None
+    if not is_again:
+        starts.keep_data_start(now)
+    elif start is not None:
+        start.restore()
+    items = iter(dataset)
+    first = list(itertools.islice(items, 1))
+    if start is not None:
+        without_own(now).restore()
+    yield from first
+    before = RngStates.capture()
+    second = list(itertools.islice(items, 1))
+    if second and moved(before, RngStates.capture()):
+        raise UnrecoverableError(_DRAWS.format(type(owner).__name__))
+    yield from itertools.chain(second, items)

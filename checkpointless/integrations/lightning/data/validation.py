@@ -1,0 +1,166 @@
+"""Where the loaders of a fit's validations stand: the state that one validation leaves to the next.
+
+NeMo's shuffling sampler counts the samples that it has handed out, a loader may have a separate generator, and a
+sampler of the user's may count or draw for itself. This continues from validation to validation, so it is taken and
+put back with the random streams of the rank.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+from checkpointless.integrations.lightning.data.position import (
+    is_megatrons,
+    place_of_sampler,
+    sampler_of,
+    samplers_of,
+)
+from checkpointless.integrations.lightning.data.sampler_state import SamplerState
+from checkpointless.state.rng import RngSource, register_rng_source
+
+_SOURCE = "validation_data"
+
+
+class ValidationData:
+    """Takes and puts back the state that a trainer's validation loaders carry over to the next validation.
+
+    Args:
+        trainer: the trainer. Only validations of its fit count, not one that is asked for by itself.
+    """
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self._trainer = weakref.ref(trainer)
+        self._waiting: dict[str, Any] = {}  # the state of loaders that are not made yet
+        self._made = 0
+        self._is_new = False  # whether the loaders take nothing over from those before the fault
+        self._own: dict[int, tuple[object, SamplerState]] = {}  # by the loader's id
+        register_rng_source(_SOURCE, RngSource(self._take, self._put))
+
+    def made(self, loader: Iterable[object]) -> None:
+        """Let the next loader, which has just been made, resume where the one before the fault stood."""
+        trainer = self._trainer()
+        if self._waiting and trainer is not None and not vars(trainer.fit_loop).get("val_is_made_again", True):
+            self._waiting, self._is_new = {}, True  # without the fault it would have been made for the epoch, too
+        if self._waiting:
+            self._put_own(loader, self._made, self._waiting)
+            consumed = self._waiting.get(f"{self._made}")
+            name = place_of_sampler(loader)
+            sampler = getattr(loader, name, None)
+            if consumed is not None and is_megatrons(sampler):
+                object.__setattr__(loader, name, _GoesOn(sampler, consumed))  # torch forbids a plain assignment
+            _put_begun(loader, self._made, self._waiting)
+            self._made += 1
+
+    def _take(self) -> dict[str, Any]:
+        loaders = self._loaders()
+        if not loaders:
+            return self._waiting
+        found: dict[str, Any] = {}
+        for index, each in enumerate(loaders):
+            found.update(_consumed_of(each, index))
+            if getattr(each, "persistent_workers", False) and getattr(each, "_iterator", None) is not None:
+                found[f"{index}:begun"] = True
+            found.update((f"{index}/{key}", state) for key, state in self._own_of(each).take().items())
+        return found
+
+    def _put(self, state: dict[str, Any]) -> None:
+        if self._is_new:
+            return
+        loaders = self._loaders()
+        self._waiting, self._made = ({}, 0) if loaders else (state, 0)
+        for index, loader in enumerate(loaders):
+            _put_consumed(loader, index, state)
+            self._put_own(loader, index, state)
+            _put_begun(loader, index, state)
+
+    def _own_of(self, loader: Any) -> SamplerState:
+        """Return what the loader's samplers keep from validation to validation."""
+        if id(loader) not in self._own or self._own[id(loader)][0] is not loader:
+            loaders = self._loaders()
+            self._own = {key: each for key, each in self._own.items() if any(each[0] is one for one in loaders)}
+            self._own[id(loader)] = (loader, SamplerState([loader, *samplers_of(loader)]))
+        return self._own[id(loader)][1]
+
+    def _put_own(self, loader: Any, index: int, state: Mapping[str, Any]) -> None:
+        prefix = f"{index}/"
+        self._own_of(loader).put(
+            {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+        )
+
+    def _loaders(self) -> list[Any]:
+        """Return the loaders that are made already."""
+        trainer = self._trainer()
+        combined = trainer.fit_loop.epoch_loop.val_loop._combined_loader if trainer is not None else None
+        return list(combined.flattened) if combined is not None else []
+
+
+class _GoesOn:
+    """A Megatron sampler whose first iterator begins where the sampler before the fault stood.
+
+    The count is not put back earlier: Lightning asks for the sampler's length when the loader is made, and no
+    sampler had counted anything by then.
+    """
+
+    def __init__(self, inner: Any, consumed: int) -> None:
+        self._inner = inner
+        self._consumed: int | None = consumed
+
+    @property
+    def consumed_samples(self) -> int:
+        """The number of samples that the sampler counts as consumed."""
+        return int(self._inner.consumed_samples) if self._consumed is None else self._consumed
+
+    @consumed_samples.setter
+    def consumed_samples(self, consumed: int) -> None:
+        self._inner.consumed_samples, self._consumed = consumed, None
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._consumed is not None:
+            self.consumed_samples = self._consumed
+        yield from self._inner
+
+    def __len__(self) -> int:
+        return len(self._inner)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self._inner, name)
+
+
+def _consumed_of(loader: Iterable[object], index: int) -> Iterator[tuple[str, Any]]:
+    sampler = sampler_of(loader)
+    if is_megatrons(sampler):
+        yield f"{index}", sampler.consumed_samples
+
+
+def _put_consumed(loader: Iterable[object], index: int, state: Mapping[str, Any]) -> None:
+    sampler = sampler_of(loader)
+    if is_megatrons(sampler) and f"{index}" in state:
+        sampler.consumed_samples = state[f"{index}"]
+
+
+def _put_begun(loader: Any, index: int, state: Mapping[str, Any]) -> None:
+    """Let a loader with persistent workers begin them without a number from the training's stream.
+
+    Each iterator draws one. Without the fault, the next validation would go on with the iterator that there was.
+    """
+    if state.get(f"{index}:begun") and loader._iterator is None and loader.generator is None:
+        # In the instance, since the class is everybody's; weakly, so that no cycle keeps the loader.
+        object.__setattr__(loader, "_get_iterator", functools.partial(_begin_quietly, weakref.ref(loader)))
+
+
+def _begin_quietly(reference: weakref.ref[Any]) -> Any:
+    loader = reference()
+    assert loader is not None, "it is the loader that asks"
+    loader.generator = torch.Generator()  # for the seed of the workers; the sampler has its own or none
+    try:
+        return type(loader)._get_iterator(loader)
+    finally:
+        loader.generator = None

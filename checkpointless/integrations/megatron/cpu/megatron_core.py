@@ -1,0 +1,134 @@
+"""What is replaced in Megatron-core: its tracker of random streams, its timers and router, and its checkpoints."""
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from checkpointless.integrations.megatron.cpu.device_stream import inside_fork, set_stream_state
+from checkpointless.integrations.megatron.cpu.placement import moved
+from checkpointless.integrations.megatron.cpu.replacements import replaced_by, replacements
+from checkpointless.system.patches import Patch
+
+_RANDOM = "megatron.core.tensor_parallel.random"
+_MOE = "megatron.core.transformer.moe.moe_utils"
+_CHECKPOINT = "megatron.core.dist_checkpointing.mapping"
+_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
+_TIMERS = "megatron.core.timers"
+_GET_STATES, _SET_STATES = "_get_main_param_and_optimizer_states", "_set_main_param_and_optimizer_states"
+
+
+def rows() -> list[Patch]:
+    """Return the replacements in Megatron-core, whose parts are imported for it; none if it is not installed."""
+    if not _is_importable(_RANDOM):
+        return []
+    tracker = importlib.import_module(_RANDOM)
+    table = [
+        Patch(tracker, "_set_cuda_rng_state", lambda _: set_stream_state, "it is queued until CUDA starts"),
+        Patch(tracker.CudaRNGStatesTracker, "fork", _forked, "marks where draws are the tracker's"),
+    ]
+    timers = importlib.import_module(_TIMERS).Timers
+    why = "NeMo's progress printer calls it on rank 0 alone; gloo counts a collective of no elements, too"
+    table.append(Patch(timers, "_get_elapsed_time_all_ranks", _if_there_are_names, why))
+    moe = importlib.import_module(_MOE)
+    if not hasattr(moe, "te_general_gemm"):
+        why = "Megatron's router asks whether it is None, and defines it only beside TransformerEngine"
+        table.append(Patch(moe, "te_general_gemm", replaced_by(None), why))
+    sharded_tensor = importlib.import_module(_CHECKPOINT).ShardedTensor
+    table.append(Patch(sharded_tensor, "init_data", moved, "its default is the real `torch.empty`"))
+    return table + _optimizer_rows()
+
+
+def _optimizer_rows() -> list[Patch]:
+    """Return the replacements that serve checkpoints of torch's own Adam, whose state has a `step`."""
+    optimizer = importlib.import_module(_OPTIMIZER)
+    if optimizer.HAVE_APEX_OR_TE:
+        return []
+    distributed = optimizer.DistributedOptimizer
+    return [
+        Patch(distributed, "state_dict", _with_state, "it asks for the step, before the first one too"),
+        Patch(distributed, "load_state_dict", _with_own_steps, "one step tensor is shared by all parameters"),
+        Patch(distributed, _GET_STATES, _without_step, "the step is taken for a shard of a parameter"),
+        Patch(distributed, _SET_STATES, _keeping_step, "as for the other direction"),
+    ]
+
+
+def _is_importable(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def _forked(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    @contextlib.contextmanager
+    def fork(self: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
+        with original(self, *args, **kwargs):
+            token = inside_fork.set(replacements.are_made)
+            try:
+                yield
+            finally:
+                inside_fork.reset(token)
+
+    return fork
+
+
+def _if_there_are_names(gather: Any) -> Any:
+    def elapsed_time_all_ranks(timers: Any, names: Any, reset: bool, barrier: bool) -> torch.Tensor:
+        if not names:
+            return torch.zeros((torch.distributed.get_world_size(), 0))
+        return gather(timers, names, reset, barrier)
+
+    return elapsed_time_all_ranks
+
+
+def _with_state(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def state_dict(self: Any) -> Any:
+        if replacements.are_made and self.optimizer is not None and not self.optimizer.state:
+            # Adam creates this state when it takes its first step.
+            self.init_state_fn(self.optimizer, self.config)
+            for state in self.optimizer.state.values():
+                state["step"] = torch.tensor(0.0)
+        return original(self)
+
+    return state_dict
+
+
+def _with_own_steps(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def load_state_dict(self: Any, state_dict: Any) -> Any:
+        result = original(self, state_dict)
+        if replacements.are_made and self.optimizer is not None:
+            for state in self.optimizer.state.values():  # Adam increments each in place
+                state["step"] = state["step"].clone()
+        return result
+
+    return load_state_dict
+
+
+def _without_step(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def get_states(self: Any, model_param: Any) -> Any:
+        states = original(self, model_param)
+        return {key: state for key, state in states.items() if key != "step"} if replacements.are_made else states
+
+    return get_states
+
+
+def _keeping_step(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def set_states(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
+        if replacements.are_made:
+            group, position = self.model_param_group_index_map[model_param]
+            main_param = self.optimizer.param_groups[group]["params"][position]
+            tensors = {**tensors, "step": self.optimizer.state[main_param]["step"]}
+        with torch.no_grad():  # in fp32 a main parameter is a view of the model's parameter
+            original(self, model_param, tensors)
+
+    return set_states

@@ -1,0 +1,339 @@
+"""The tensors of a rank's Megatron model and optimizer."""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from megatron.core.fp8_utils import get_fp8_recipe, is_float8tensor
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import MegatronOptimizer, MixedPrecisionOptimizer
+from torch.autograd.graph import increment_version
+from typing_extensions import override
+
+from checkpointless.inprocess import UnrecoverableError
+from checkpointless.integrations.compat.precision import DELAYED, fp8_recipe
+from checkpointless.integrations.megatron.fp8_parameters import fp8_parameters, left_as_they_are
+from checkpointless.integrations.megatron.replicas import dense_and_experts, replica_group
+from checkpointless.integrations.megatron.update import gather_parameters, sub_optimizers, update_locally
+from checkpointless.integrations.torch.param_groups import ParamGroups, has_buffers
+from checkpointless.state.module_tensors import TrainingTensors
+from checkpointless.state.rank_local.buffers import OWN_BUFFER_BYTES
+from checkpointless.transfer.rank_groups import Group
+from checkpointless.transfer.tensor_entry import Key
+
+_META = ("scaling_fwd", "scaling_bwd")
+_TENSORS = ("scale", "amax_history")
+_PREFIX = "checkpointless_"  # of the buffers' names, which a layer must not have itself
+#: Layers with more products than one; each has three scales forward and two backward.
+_PRODUCTS = {"LayerNormMLP": 2}
+_ATTENTION = "DotProductAttention"  # quantises only with fp8_dot_product_attention, which is refused
+_training = operator.attrgetter("training")
+_requires_grad = operator.attrgetter("requires_grad")
+_DERIVED = (torch.bfloat16, torch.float16, torch.uint8)  # the last are the bytes of parameters in FP8
+
+
+class MegatronTensors(TrainingTensors):
+    """The tensors of one rank's model and optimizer; what a distributed optimizer owns is a shard.
+
+    Args:
+        chunks: the model's chunks (one, or several with virtual pipeline stages).
+        optimizer: Megatron's optimizer; None: there is none yet.
+    """
+
+    def __init__(self, chunks: Iterable[torch.nn.Module], optimizer: MegatronOptimizer | None) -> None:
+        self.optimizers = sub_optimizers(optimizer)
+        chunks = list(chunks)
+        self._scales = Scales(chunks)  # first: they are buffers then
+        super().__init__(chunks, [getattr(each, "optimizer", None) for each in self.optimizers])
+        self._groups = ParamGroups(self._torch_optimizers)
+        self._has_buffers = has_buffers(chunks)
+        self._all_modules = [each for chunk in chunks for each in chunk.modules()]
+        self._all_parameters = [each for chunk in chunks for each in chunk.parameters()]
+        self._resumed: Mapping[str, Any] = {}  # what belonged to the modules at the moment that was resumed at
+
+    @override
+    def group(self) -> Group:
+        """Return the ranks that hold all that this rank holds."""
+        return replica_group(self.optimizers)
+
+    @override
+    def parts(self, keys: Iterable[Key]) -> Mapping[Group, Sequence[Key]]:
+        """Return ``keys`` by holders: with expert parallelism more ranks hold dense parameters than experts.
+
+        Megatron reduces the gradients of the former over all data- and context-parallel ranks, and of the latter
+        over those that have the same experts. With the distributed optimizer the holders of a shard of either are
+        the same. Buffers, and what tensor-parallel ranks have in common, are left to the ranks that hold all.
+        """
+        group = self.group()
+        split = (
+            None if any(isinstance(each, DistributedOptimizer) for each in self.optimizers) else dense_and_experts()
+        )
+        if split is None:
+            return {group: list(keys)}
+        experts = self._keys_of_experts()
+        buffers = {
+            ("model", index, name) for index, chunk in enumerate(self.modules) for name, _ in chunk.named_buffers()
+        }
+        found: dict[Group, list[Key]] = defaultdict(list)
+        for key in keys:
+            owner = key[:3] if key[0] == "optimizer" else key
+            found[group if owner in buffers else split[owner in experts]].append(key)
+        return found
+
+    def _keys_of_experts(self) -> set[Key]:
+        """Return the keys of the model's parameters that are experts', and of the optimizers' groups that have any.
+
+        What tells them is what Megatron itself goes by, in its buffers and in the groups of its optimizers.
+        """
+        keys: set[Key] = {
+            ("model", index, name)
+            for index, chunk in enumerate(self.modules)
+            for name, parameter in self.parameters_of(chunk)
+            if not getattr(parameter, "allreduce", True)
+        }
+        for number, optimizer in enumerate(self._torch_optimizers):
+            for position, group in enumerate(optimizer.param_groups if optimizer is not None else ()):
+                if group["is_expert_parallel"]:
+                    keys.add(("optimizer", number, position))
+        return keys
+
+    @override
+    def parameters_of(self, module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Yield the parameters of a module that are not kept in FP8, with their names."""
+        return ((name, each) for name, each in super().parameters_of(module) if not is_float8tensor(each))
+
+    @override
+    def copy_buffers(self) -> Mapping[Key, torch.Tensor]:
+        """Return copies, by key, of the buffers as they are now, scales of FP8 among them."""
+        if not self._has_buffers:
+            return {}
+        self._scales.follow()
+        return super().copy_buffers()
+
+    @override
+    def model(self) -> dict[Key, torch.Tensor]:
+        """Return the parameters and buffers of the modules, by key."""
+        self._scales.follow()
+        return super().model()
+
+    @override
+    def tensors(self) -> dict[Key, torch.Tensor]:
+        """Return model and shard, without the parameters that :meth:`derive` makes of the shards.
+
+        What is left out is neither held through a re-entry, where it would be there twice, nor sent to a peer.
+        """
+        keys = self._keys_of(derived_parameters(self.optimizers))
+        return {key: tensor for key, tensor in super().tensors().items() if key not in keys}
+
+    @override
+    def essentials(self) -> dict[Key, torch.Tensor]:
+        """Return the shard, and of the model what no gather makes of the shards of all ranks."""
+        gathered = self._keys_of(
+            parameter
+            for optimizer in self.optimizers
+            if isinstance(optimizer, DistributedOptimizer)
+            for buffer in optimizer.buffers
+            for parameter in buffer.params
+        )
+        model = {key: tensor for key, tensor in self.tensors().items() if key not in gathered}
+        return {**model, **self.shard()}
+
+    def _keys_of(self, parameters: Iterable[torch.nn.Parameter]) -> set[Key]:
+        """Return the keys of ``parameters`` as those of the model."""
+        meant = {id(parameter) for parameter in parameters}
+        return {
+            ("model", index, name)
+            for index, chunk in enumerate(self.modules)
+            for name, parameter in self.parameters_of(chunk)
+            if id(parameter) in meant
+        }
+
+    def take_groups(self) -> Callable[[], list[list[dict[str, Any]]]]:
+        """Take the values of the optimizers' param groups; return what makes them as they are now."""
+        return self._groups.take()
+
+    def updated_parameters(self) -> list[torch.Tensor]:
+        """Return the parameters that the optimizers update; the same list as long as they have the same."""
+        return self._groups.parameters()
+
+    def scalers(self) -> list[dict[str, Any] | None]:
+        """Return a copy of every optimizer's loss-scaler state; None for an optimizer without a loss scaler."""
+        return [
+            {name: _copy(value) for name, value in scaler.state_dict().items()}
+            if (scaler := getattr(optimizer, "grad_scaler", None)) is not None
+            else None
+            for optimizer in self.optimizers
+        ]
+
+    def take_modules(self) -> dict[str, Any]:
+        """Return which modules train, and which parameters are trained: hooks may change both at any time."""
+        trained = list(map(_requires_grad, self._all_parameters))
+        return {"modes": list(map(_training, self._all_modules)), "trained": trained}
+
+    def _put_modules(self) -> None:
+        """Put back what :meth:`take_modules` returned, if it is of as many modules and parameters."""
+        modes, trained = self._resumed.get("modes", ()), self._resumed.get("trained", ())
+        if len(modes) == len(self._all_modules):
+            for module, mode in zip(self._all_modules, modes):
+                module.training = mode
+        if len(trained) == len(self._all_parameters):
+            for parameter, is_trained in zip(self._all_parameters, trained):
+                if parameter.requires_grad != is_trained:
+                    parameter.requires_grad_(is_trained)
+
+    @override
+    def put_buffers(self, copies: Mapping[Key, torch.Tensor]) -> None:
+        """Give the modules' buffers the values of ``copies``, and put back what hooks have changed of modules."""
+        super().put_buffers(copies)
+        self._put_modules()
+
+    @override
+    def load_objects(self, objects: Mapping[str, Any]) -> None:
+        """Load what :meth:`groups`, :meth:`plain_state`, :meth:`scalers` and :meth:`take_modules` returned."""
+        super().load_objects(objects)
+        self._resumed = {name: objects[name] for name in ("modes", "trained") if name in objects}
+        self._put_modules()
+        for optimizer, scaler in zip(self.optimizers, objects["scalers"]):
+            if scaler is not None:
+                optimizer.grad_scaler.load_state_dict(scaler)
+
+    def apply_held_update(self) -> None:
+        """Apply the update whose final gradients the optimizer holds."""
+        with torch.no_grad():
+            update_locally(self.optimizers)
+
+    def settle(self) -> None:
+        """Derive parameters in FP8 before the first step, too. This is a collective.
+
+        Megatron has quantised the values that it drew, or those of a checkpoint, which may have been in 8 bits
+        before: a recovery in the first step could not make the same bytes of the main parameters.
+        """
+        if fp8_parameters(self.modules):
+            self.derive()
+
+    def derive(self) -> None:
+        """Derive the model's parameters from the shards of all ranks. This is a collective."""
+        with torch.no_grad():
+            for optimizer in self.optimizers:
+                if isinstance(optimizer, MixedPrecisionOptimizer) and not optimizer.is_stub_optimizer:
+                    with left_as_they_are(optimizer):
+                        optimizer._copy_main_params_to_model_params()
+            gather_parameters(self.optimizers, force=True)
+
+
+def derived_parameters(optimizers: Iterable[Any]) -> list[torch.nn.Parameter]:
+    """Return the parameters in 16 or 8 bits that are their main parameters, rounded; every step makes them anew.
+
+    Args:
+        optimizers: Megatron's optimizers, none of which chains others. With a precision-aware optimizer the main
+            parameters are torch's own state, and no parameter is derived here.
+    """
+    derived: list[torch.nn.Parameter] = []
+    for optimizer in optimizers:
+        if not isinstance(optimizer, MixedPrecisionOptimizer) or optimizer.is_stub_optimizer:
+            continue
+        if getattr(optimizer.config, "use_precision_aware_optimizer", False):
+            continue
+        if isinstance(optimizer, DistributedOptimizer):
+            for buffer in optimizer.buffers:
+                if buffer.param_dtype in _DERIVED:
+                    derived += buffer.params
+        else:
+            derived += [each for group in getattr(optimizer, "float16_groups", []) for each in group]
+    return derived
+
+
+def _copy(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+# --- Scales of FP8 training, which TransformerEngine's layers keep beside their parameters ------------------------
+#
+# With delayed scaling a layer quantises by scales that follow from the largest values of earlier steps. It keeps
+# both in objects of its own, where no ``state_dict`` and no list of buffers shows them; a checkpoint has them as
+# pickled extra state. Here they become buffers of their layer, in the same memory, so that they are taken back,
+# sent and compared like any other buffer, and nothing is unpickled. The other recipes compute scales from the
+# tensor at hand and keep nothing.
+#
+# What is used of a layer (``TransformerEngineBaseModule`` of TransformerEngine 2.0 to 2.20): ``fp8_meta`` and
+# ``init_fp8_meta_tensors``. A layer changes scales and histories in place, and keeps those that it has if it is
+# initialised again with the same recipe.
+
+
+class Scales:
+    """The scales of a model's layers, which are buffers of the layers from now on. Checkpoints do not get them.
+
+    Args:
+        chunks: the model's chunks, as Megatron's ``DistributedDataParallel`` wraps them.
+
+    Raises:
+        UnrecoverableError: a layer keeps its scales in a way that is not known here.
+    """
+
+    def __init__(self, chunks: Iterable[torch.nn.Module]) -> None:
+        self._layers: list[Any] = []
+        for chunk in chunks:
+            config = getattr(chunk, "config", None)
+            if getattr(config, "fp8", None) and fp8_recipe(config) == DELAYED:
+                self._layers += [layer for name, layer in chunk.named_modules() if _begin(name, layer, config)]
+        self.follow()
+        nbytes = sum(tensor.nbytes for layer in self._layers for _, tensor in _tensors(layer))
+        if nbytes > OWN_BUFFER_BYTES:  # a validation leaves each rank with largest values of its own
+            raise UnrecoverableError(
+                f"checkpointless keeps at most {OWN_BUFFER_BYTES >> 20} MiB of FP8 histories for each rank, and "
+                f"they take {nbytes >> 20} MiB: set fp8_amax_history_len to less"
+            )
+
+    def follow(self) -> None:
+        """Take the tensors that the layers use now: a checkpoint may bring a history of another length."""
+        for layer in self._layers:
+            for name, tensor in _tensors(layer):
+                if layer._buffers.get(name) is not tensor:
+                    layer.register_buffer(name, tensor, persistent=False)
+                increment_version(tensor)  # TransformerEngine's kernels write where torch does not see it
+
+
+def _begin(name: str, layer: Any, config: Any) -> bool:
+    """Have a layer make its scales, as its first forward pass does it; return whether it has any."""
+    if not isinstance(getattr(layer, "fp8_meta", None), dict) or _is_a(layer, _ATTENTION):
+        return False
+    recipe = get_fp8_recipe(config)
+    # With the last two, a checkpoint that is made before the first forward pass has the scales.
+    layer.fp8_meta |= {"num_gemms": _products(layer), "recipe": recipe, "fp8_checkpoint": True}
+    try:
+        layer.init_fp8_meta_tensors(recipe)
+        found = {name for name, _ in _tensors(layer)}
+    except (AttributeError, KeyError, TypeError) as error:
+        found, reason = set(), f": {type(error).__name__}: {error}"
+    else:
+        reason = f": it has {', '.join(sorted(found)) or 'none'}"
+    if not found >= {f"{_PREFIX}{meta}_{tensor}" for meta in _META for tensor in _TENSORS}:
+        raise UnrecoverableError(
+            f"checkpointless does not know the FP8 scales of {name} ({type(layer).__name__}){reason}: set fp8=None"
+        )
+    return True
+
+
+def _tensors(layer: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a layer's scales, with the names of their buffers."""
+    for meta in _META:
+        for name in _TENSORS:
+            tensor = getattr(layer.fp8_meta.get(meta), name, None)
+            if isinstance(tensor, torch.Tensor):
+                yield f"{_PREFIX}{meta}_{name}", tensor
+
+
+def _products(layer: Any) -> int:
+    found = getattr(layer, "num_gemms", None)
+    if isinstance(found, int):
+        return found
+    return next((number for name, number in _PRODUCTS.items() if _is_a(layer, name)), 1)
+
+
+def _is_a(layer: Any, name: str) -> bool:
+    """Return whether a layer is of a class of this name, which may not be imported here."""
+    return any(base.__name__ == name for base in type(layer).__mro__)

@@ -1,0 +1,248 @@
+"""Megatron's optimizer update, guarded: the local change under the lock, then the parameter gather.
+
+Megatron's ``step_with_ready_grads`` combines the two. Once they are separated, the update is guarded like any other
+(:mod:`checkpointless.recovery.guard`), and a gather that did not finish is repeated from the shards. A step whose
+gradients overflow changes the loss scaler but no parameter; it is guarded, too, with nothing to apply.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import MegatronOptimizer, MixedPrecisionOptimizer
+
+from checkpointless.inprocess import ParameterUpdateLock, UnrecoverableError
+from checkpointless.integrations.compat.kernels import unabortable
+from checkpointless.integrations.compat.precision import fp8_recipe, unsupported
+from checkpointless.integrations.megatron.fp8_parameters import (
+    fp8_parameters,
+    left_as_they_are,
+    quantize,
+    unsupported_optimizer,
+)
+from checkpointless.recovery.guard import guarded_update
+
+_UNSCALED = (torch.float32, torch.bfloat16)
+
+
+def sub_optimizers(optimizer: MegatronOptimizer | None) -> list[Any]:
+    """Return the optimizers chained in ``optimizer``, or a list of ``optimizer`` alone."""
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
+def update_locally(optimizers: Sequence[Any]) -> bool:
+    """Apply the gradients that the optimizers hold to this rank's shards, without communication.
+
+    Returns:
+        Whether every optimizer reports that it succeeded.
+    """
+    succeeded = True
+    for optimizer in optimizers:
+        if isinstance(optimizer, DistributedOptimizer):
+            with left_as_they_are(optimizer):
+                succeeded &= bool(MixedPrecisionOptimizer.step_with_ready_grads(optimizer))
+        else:
+            succeeded &= bool(type(optimizer).step_with_ready_grads(optimizer))
+    return succeeded
+
+
+def gather_parameters(optimizers: Sequence[Any], force: bool = False) -> None:
+    """Gather every rank's shards into the model's parameters; those in FP8 are quantised. This is a collective.
+
+    Args:
+        force: gather even where the optimizer leaves it to the next forward pass (``overlap_param_gather``).
+    """
+    quantize(optimizers)
+    chunks: list[Any] = []
+    for optimizer in optimizers:
+        if isinstance(optimizer, DistributedOptimizer) and (force or not optimizer.ddp_config.overlap_param_gather):
+            chunks += [chunk for chunk in optimizer.model_chunks if not any(chunk is known for known in chunks)]
+    for chunk in chunks:
+        chunk.start_param_sync(force_sync=force)
+
+
+def unguardable(optimizer: MegatronOptimizer, models: Iterable[Any] = ()) -> str | None:
+    """Return why the update of ``optimizer`` cannot be guarded, or why its state cannot be carried over.
+
+    Args:
+        optimizer: the (chained) Megatron optimizer.
+        models: the model's chunks, as Megatron's ``DistributedDataParallel`` wraps them.
+
+    Returns:
+        One line that says what to set; None if there is no obstacle.
+    """
+    models = list(models)
+    for model in models:
+        config = getattr(model, "config", None)
+        reason = unabortable(config)
+        if reason is not None:
+            return reason
+        reason = unsupported(config)
+        if reason is not None:
+            return f"{reason} (NeMo: in MegatronMixedPrecision)"
+    quantised = fp8_parameters(models)
+    if not all(parameter.requires_grad for parameter in quantised):
+        return "checkpointless cannot take along frozen parameters in FP8: set fp8_param_gather=False"
+    recipe = fp8_recipe(next((getattr(model, "config", None) for model in models), None))
+    for each in sub_optimizers(optimizer) if quantised else ():
+        reason = unsupported_optimizer(each, recipe)
+        if reason is not None:
+            return reason
+    if any(
+        getattr(getattr(each, "ddp_config", None), "use_megatron_fsdp", False) for each in sub_optimizers(optimizer)
+    ):
+        return (
+            "checkpointless does not know the shards of Megatron's FSDP: set use_megatron_fsdp=False "
+            "(NeMo: leave out fsdp='megatron')"
+        )
+    config = optimizer.config
+    if getattr(config, "overlap_param_gather_with_optimizer_step", False):
+        return (
+            "checkpointless cannot guard an update that is overlapped with the parameter gather: "
+            "set overlap_param_gather_with_optimizer_step=False"
+        )
+    if any(
+        isinstance(getattr(each, "optimizer", None), HybridDeviceOptimizer) for each in sub_optimizers(optimizer)
+    ):
+        return (
+            "checkpointless cannot take along what an optimizer that is offloaded to the CPU keeps for itself: "
+            "set optimizer_cpu_offload=False"
+        )
+    if getattr(config, "use_precision_aware_optimizer", False):
+        dtypes = {
+            name: getattr(config, name, torch.float32)
+            for name in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+        }
+        for name, dtype in dtypes.items():
+            if dtype not in _UNSCALED:
+                return (
+                    f"checkpointless cannot take along the scales of an optimizer's state in {dtype}: "
+                    f"set {name} to torch.float32 or torch.bfloat16"
+                )
+    return None
+
+
+class NotedNorms:
+    """Records the gradient norm and the zero count that one Megatron optimizer computes from its final gradients.
+
+    Args:
+        optimizer: the (chained) Megatron optimizer.
+
+    Attributes:
+        grad_norm: norm of all gradients; if it was not computed, what Megatron then returns (None or 0.0).
+        num_zeros: number of gradients that are zero; if they were not counted, what Megatron returns (None or 0).
+    """
+
+    def __init__(self, optimizer: MegatronOptimizer) -> None:
+        # Megatron returns these values if it is not asked for the norm and the zero count.
+        self._not_asked = (0.0, 0) if isinstance(optimizer, MixedPrecisionOptimizer) else (None, None)
+        self.grad_norm: float | None = None
+        self.num_zeros: float | None = None
+        for name in ("get_grad_norm", "clip_grad_norm"):
+            setattr(optimizer, name, self._noting(getattr(optimizer, name), "grad_norm"))
+        optimizer.count_zeros = self._noting(optimizer.count_zeros, "num_zeros")
+
+    def forget(self) -> None:
+        """Forget the recorded values, because a new step begins."""
+        self.grad_norm, self.num_zeros = self._not_asked
+
+    def _noting(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            value = function(*args, **kwargs)
+            setattr(self, name, value)
+            return value
+
+        return noting
+
+
+class GuardedUpdate:
+    """Replacement for ``prepare_grads`` and ``step_with_ready_grads`` of one Megatron optimizer.
+
+    Args:
+        optimizer: the (chained) Megatron optimizer.
+        models: the model's chunks, as Megatron's ``DistributedDataParallel`` wraps them.
+        lock: lock that brackets the local update.
+        step: returns the optimizer step in progress.
+        ready: called with the step when the gradients are final, before the vote.
+        applied: called with the step inside the lock, when the step's update has been applied.
+        committed: called with the step when the lock has been released.
+        phase: called with ``optimizer`` inside the lock and with ``after_optimizer`` after it.
+        vote: returns once every rank has called it; None: the vote of
+            :func:`~checkpointless.recovery.guard.guarded_update`.
+
+    Raises:
+        UnrecoverableError: the update cannot be guarded; the message says what to set.
+
+    Attributes:
+        overflow: whether the gradients of the step in progress overflow, so that nothing is to be applied.
+    """
+
+    def __init__(
+        self,
+        optimizer: MegatronOptimizer,
+        *,
+        models: Iterable[Any],
+        lock: ParameterUpdateLock,
+        step: Callable[[], int],
+        ready: Callable[[int], None],
+        applied: Callable[[int], None],
+        committed: Callable[[int], None],
+        phase: Callable[[str, int], None],
+        vote: Callable[[], object] | None = None,
+    ) -> None:
+        reason = unguardable(optimizer, models)
+        if reason is not None:
+            raise UnrecoverableError(reason)
+        self.overflow = False
+        self._optimizers = sub_optimizers(optimizer)
+        self._lock = lock
+        self._step = step
+        self._ready = ready
+        self._applied = applied
+        self._committed = committed
+        self._phase = phase
+        self._options: dict[str, Any] = {} if vote is None else {"vote": vote}
+        self._prepare_grads: Callable[[], bool] = optimizer.prepare_grads
+        optimizer.prepare_grads = self.prepare_grads
+        optimizer.step_with_ready_grads = self
+
+    @torch.no_grad()
+    def prepare_grads(self) -> bool:
+        """Make the gradients final; if they overflow, all ranks commit a step that applies nothing.
+
+        Returns:
+            Whether the gradients overflow.
+        """
+        self.overflow = bool(self._prepare_grads())
+        if self.overflow:
+            self._guarded()
+        return self.overflow
+
+    @torch.no_grad()
+    def __call__(self) -> bool:
+        """Vote, apply the update and gather the parameters."""
+        succeeded = self._guarded()
+        gather_parameters(self._optimizers)
+        return succeeded
+
+    def _guarded(self) -> bool:
+        step = self._step()
+
+        def apply() -> bool:
+            succeeded = True if self.overflow else update_locally(self._optimizers)
+            self._applied(step)
+            return succeeded
+
+        return guarded_update(
+            step,
+            apply,
+            lock=self._lock,
+            ready=self._ready,
+            committed=self._committed,
+            phase=self._phase,
+            **self._options,
+        )

@@ -1,0 +1,322 @@
+"""A model with its optimizer that stays built over a restart, and is bound to the groups of the next generation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+from megatron.core import optimizer as megatron_optimizer
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.utils import get_model_config
+from torch.autograd.graph import get_gradient_edge
+
+from checkpointless.inprocess.communicators.launch_bound import LaunchBound
+from checkpointless.integrations.megatron.fp8_parameters import fp8_parameters
+from checkpointless.integrations.megatron.update import sub_optimizers
+from checkpointless.integrations.megatron.warm import transformer_engine
+from checkpointless.integrations.megatron.warm.bindings import rebind
+from checkpointless.integrations.megatron.warm.known_classes import blueprint_of, unknown_class
+from checkpointless.state.rng import RngStates
+from checkpointless.state.serialization.pictures import differing
+
+#: A process group with its global ranks and its description.
+Group = tuple[Any, tuple[int, ...], str]
+#: Pictures of the values of configurations, by what each describes and by name.
+Plans = Mapping[str, Mapping[str, object]]
+#: Options with which an interrupted step leaves more behind than is undone here, or a graph that is given up.
+_UNKNOWN_REMAINS = (
+    "defer_embedding_wgrad_compute",
+    "moe_shared_expert_overlap",
+    "enable_cuda_graph",
+    "external_cuda_graph",
+    # TransformerEngine's: what its modules then keep belongs to a step, or to a process group.
+    "fp8",
+    "fp4",
+    "tp_comm_overlap",
+    "symmetric_ar_type",
+    "delay_wgrad_compute",
+    "use_transformer_engine_op_fuser",
+    "cpu_offloading",
+    "fine_grained_activation_offloading",
+)
+#: What the guard and the strategy put over an optimizer's own functions.
+_COVERED = ("get_grad_norm", "clip_grad_norm", "count_zeros", "prepare_grads", "step_with_ready_grads", "step")
+
+
+def groups_now() -> list[Group]:
+    """Return the process groups that this rank is in, in the order in which they were made."""
+    groups: list[Any] = list(c10d._world.pg_map)
+    return [(group, tuple(dist.get_process_group_ranks(group)), str(group.group_desc)) for group in groups]
+
+
+class KeptModel:
+    """A built model and its optimizer. It is made when they are built, and used after a fault, if it still may be.
+
+    Args:
+        chunks: the model's chunks, as Megatron's ``DistributedDataParallel`` wraps them.
+        optimizer: the (chained) Megatron optimizer.
+        plans: pictures of all configurations before anything was built.
+        streams: the random streams before anything was built, and after.
+        noted: for each chunk, the values of its configuration that were set while it was built, by name.
+        bound: what bounds the launches of the model's layers, by hooks that the model has already; None: nothing.
+        saved: the names of the parameters that are saved as adapters.
+
+    Attributes:
+        chunks, optimizer, streams, noted, bound, saved: the arguments.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[Any],
+        optimizer: MegatronOptimizer,
+        plans: Plans,
+        streams: tuple[RngStates, RngStates],
+        noted: Sequence[Mapping[str, Any]],
+        bound: LaunchBound | None = None,
+        saved: Collection[str] = (),
+    ) -> None:
+        self.chunks = list(chunks)
+        self.optimizer = optimizer
+        self.noted = [dict(each) for each in noted]
+        self.bound = bound
+        self.saved = frozenset(saved)
+        self._plans = plans
+        self.streams = streams
+        self._built = blueprint_of(self.chunks)
+        self._marks = _marks(optimizer)
+        self._accumulation = self._hooks_of_accumulation()
+        self._ties = [_ties_embeddings(chunk) for chunk in self.chunks]  # while it is built
+        self._modes = [(module, module.training) for chunk in self.chunks for module in chunk.modules()]
+        self._trackers = [get_cuda_rng_tracker()]  # of random streams
+        self._generations = [groups_now()]  # to which references may point: a fault may come while they change
+
+    # --- whether it may be used -----------------------------------------------------------------------------------
+
+    def unfit(self) -> str | None:
+        """Return why the model cannot be kept over the fault that has come, in a phrase; None: it can."""
+        unknown = unknown_class(self.chunks)
+        if unknown is not None:
+            return f"it is not known what {unknown} keeps from step to step"
+        if fp8_parameters(self.chunks):
+            return "parameters in FP8 are built anew"
+        if getattr(self.optimizer.config, "overlap_param_gather_with_optimizer_step", False):
+            return "overlap_param_gather_with_optimizer_step is on"
+        if self.chunks[0].ddp_config.use_megatron_fsdp:
+            return "Megatron's FSDP is built anew"
+        for model in self.chunks:
+            config = get_model_config(model)
+            on = [name for name in _UNKNOWN_REMAINS if getattr(config, name, False)]
+            on += ["cuda_graph_impl"] if getattr(config, "cuda_graph_impl", "none") not in (None, "none") else []
+            if on:
+                return f"{on[0]} is on"
+            obstacle = transformer_engine.obstacle(model.modules())
+            if obstacle is not None:
+                return obstacle
+        if _marks(self.optimizer) != self._marks:
+            return "the optimizer has other hooks or functions than when it was built"
+        difference = self._built.difference(self.chunks)
+        if difference is None and self._hooks_of_accumulation() != self._accumulation:
+            return "other hooks hang where gradients are added up than when the model was built"
+        return difference
+
+    def _hooks_of_accumulation(self) -> list[tuple[int, int]]:
+        return hooks_of_accumulation(each for chunk in self.chunks for each in chunk.parameters())
+
+    @property
+    def builds_together(self) -> bool:
+        """Whether ranks that build this model may exchange more than keys of param groups and tied embeddings."""
+        config = get_model_config(self.chunks[0])
+        if config.pipeline_model_parallel_size == 1:
+            return False
+        shares = getattr(config, "share_embeddings_and_output_weights", True)
+        known = all(type(_inside(chunk)) is GPTModel for chunk in self.chunks)
+        return bool(getattr(config, "mtp_num_layers", None) or (shares and not known))
+
+    def mismatch(self, plans: Plans) -> str | None:
+        """Return what the next generation's model would have otherwise, in a phrase; None: it is the same.
+
+        Args:
+            plans: pictures of its configurations, before anything is built.
+        """
+        for what, then in self._plans.items():
+            name = differing(then, plans.get(what, {}))
+            if name is not None:
+                return f"{name} of the {what} is another one"
+        now = [group[1:] for group in groups_now()]
+        if any([group[1:] for group in then] != now for then in self._generations):
+            return "the process groups are laid out otherwise"
+        return None
+
+    # --- how it is used -------------------------------------------------------------------------------------------
+
+    def bind(self) -> int:
+        """Bind everything to the groups of this generation, and undo what a half-made step has left.
+
+        Returns:
+            How many references to a group were replaced.
+        """
+        now = groups_now()
+        successors = {
+            id(old): new for then in self._generations for (old, *_), (new, *_) in zip(then, now) if old is not new
+        }
+        tracker = get_cuda_rng_tracker()
+        successors |= {id(old): tracker for old in self._trackers if old is not tracker}
+        self._generations.append(now)  # before the first is replaced
+        self._trackers.append(tracker)
+        for name in _COVERED:
+            vars(self.optimizer).pop(name, None)
+        replaced = rebind([*self.chunks, self.optimizer, self.noted], successors)
+        self._generations, self._trackers = [now], [tracker]
+        self._reset()
+        return replaced
+
+    def _reset(self) -> None:
+        """Undo what a half-made step has left in buckets and modules: each step clears gradients when it begins."""
+        for chunk in self.chunks:
+            for group in [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]:
+                group.param_gather_handle = group.grad_reduce_handle = None
+                group.param_gather_dispatched = False
+            for module in chunk.modules():
+                if getattr(module, "input_tensor", None) is not None:
+                    module.input_tensor = None
+                transformer_engine.reset(module)
+        for module, training in self._modes:
+            module.training = training
+        if self.bound is not None:
+            self.bound.restart()
+
+    @contextmanager
+    def in_place_of_new(self, everywhere: bool) -> Iterator[None]:
+        """Have Megatron return the kept optimizer while the context lasts, where it would make one of these chunks.
+
+        Args:
+            everywhere: whether all ranks keep theirs. Otherwise this rank takes part in what those exchange who
+                make one.
+        """
+        original = megatron_optimizer.get_megatron_optimizer
+
+        def get(config: OptimizerConfig, model_chunks: Sequence[Any], **options: Any) -> MegatronOptimizer:
+            if [id(each) for each in model_chunks] != [id(each) for each in self.chunks]:
+                return original(config, list(model_chunks), **options)
+            if not everywhere:
+                self._gather_keys(config, options)
+            self._renew(config)
+            return self.optimizer
+
+        megatron_optimizer.get_megatron_optimizer = get
+        try:
+            yield
+        finally:
+            megatron_optimizer.get_megatron_optimizer = original
+
+    def take_part(self, index: int, dtype: torch.dtype) -> None:
+        """Take part in what ranks exchange that build a chunk: tied embeddings. Collective with the other stage.
+
+        The weight of the stage that builds is overwritten by the restore, whatever it gets here.
+
+        Args:
+            index: the chunk.
+            dtype: the type in which the parameters are built.
+        """
+        if self._ties[index]:
+            weight = _inside(self.chunks[index]).shared_embedding_or_output_weight()
+            given = torch.zeros_like(weight, dtype=dtype, requires_grad=False)
+            dist.all_reduce(given, group=parallel_state.get_embedding_group())
+
+    def _gather_keys(self, config: OptimizerConfig, options: Mapping[str, Any]) -> None:
+        """Gather the keys of param groups with ranks that make an optimizer: of dense and of expert parameters."""
+        names = ("no_weight_decay_cond", "scale_lr_cond")
+        filters: tuple[tuple[Callable[[Any], bool], str], ...] = (
+            (lambda group: not group["is_expert_parallel"], "buffers"),
+            (lambda group: bool(group["is_expert_parallel"]), "expert_parallel_buffers"),
+        )
+        for keep, buffers in filters:
+            megatron_optimizer._get_param_groups_and_buffers(
+                self.chunks,
+                model_chunk_offset=0,
+                config=config,
+                lr_mult=options.get("lr_mult", 1.0),
+                filter_fn=keep,
+                buffer_name=buffers,
+                **{name: options.get(name) for name in names},
+            )
+
+    def _renew(self, config: OptimizerConfig) -> None:
+        """Let the optimizer look as it does when it is new: a scheduler is made for it, and takes its values."""
+        configs = {id(each.config): each.config for each in [self.optimizer, *sub_optimizers(self.optimizer)]}
+        for each in configs.values():
+            vars(each).update(vars(config))
+        for group in self.optimizer.param_groups:
+            group.pop("initial_lr", None)
+            group["lr"] = group["pre_mult_lr"] * group.get("pre_lr_mult", 1.0)
+            group["weight_decay"] = group["pre_mult_wd"] * group.get("pre_wd_mult", 1.0)
+
+
+def _inside(chunk: Any) -> Any:
+    """Return the model in its wrappers."""
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk
+
+
+def _ties_embeddings(chunk: Any) -> bool:
+    """Return whether a stage exchanges the weight that it shares with another one while it is built.
+
+    The condition is that of Megatron's ``LanguageModule.setup_embeddings_and_output_layer``.
+    """
+    model = _inside(chunk)
+    if not getattr(model, "share_embeddings_and_output_weights", False):
+        return False
+    return bool(get_model_config(chunk).pipeline_model_parallel_size > 1 and model._is_in_embd_group())
+
+
+def _marks(optimizer: Any) -> list[object]:
+    """Return what users may have put on an optimizer: the hooks of each part, and functions of its own."""
+    parts = [optimizer, *sub_optimizers(optimizer)]
+    parts += [inner for each in parts if (inner := vars(each).get("optimizer")) is not None]
+    return [
+        (
+            {name: len(hooks) for name, hooks in vars(each).items() if name.endswith("_hooks") and hooks},
+            sorted(name for name, value in vars(each).items() if callable(value) and name not in _COVERED),
+        )
+        for each in parts
+    ]
+
+
+# --- Hooks where torch adds up a parameter's gradient, which C++ keeps beside the parameter -----------------------
+
+
+def hooks_of_accumulation(parameters: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
+    """Return how many hooks are called before and after each parameter's gradient is added up.
+
+    Megatron's ``DistributedDataParallel`` has one behind each. What nobody holds has none, and is made anew when it
+    is needed.
+    """
+    return [_hooks_of(each) for each in parameters]
+
+
+def _hooks_of(parameter: torch.Tensor) -> tuple[int, int]:
+    if not parameter.requires_grad:
+        return 0, 0
+    node: Any = get_gradient_edge(parameter).node
+    return _count(node.register_prehook), _count(node.register_hook)
+
+
+def _count(register: Any) -> int:
+    """Return how many hooks there are, which are known by who registers a further one."""
+    handle = register(_nothing)
+    count = len(handle.hooks_dict_ref()) - 1
+    handle.remove()
+    return count
+
+
+def _nothing(*_: object) -> None:
+    """Do nothing: it is never called."""

@@ -1,0 +1,26 @@
+"""Recovery for trainings with Megatron-Bridge: ``pretrain`` and ``finetune`` in the places of Bridge's own.
+
+    from checkpointless import HPWrapper
+    from checkpointless.integrations.megatron_bridge import pretrain
+
+    @HPWrapper()
+    def main():
+        pretrain(config(), forward_step)
+
+Importing this package imports Megatron-Bridge. If the job was started with ``--cpu``, import it before
+``megatron.bridge``, which can be imported without TransformerEngine then.
+"""
+
+from __future__ import annotations
+
+from checkpointless.integrations.megatron import cpu_platform
+
+if cpu_platform.requested():
+    cpu_platform.install()
+
+from checkpointless.integrations.megatron_bridge.entry import (  # after the platform, without which this fails on CPUs
+    finetune,
+    pretrain,
+)
+
+__all__ = ["finetune", "pretrain"]

@@ -1,0 +1,347 @@
+"""The state of a training of Megatron-Bridge, and how its steps are noted, kept and gone through again."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.rerun_state_machine import get_rerun_state_machine
+from typing_extensions import override
+
+from checkpointless.inprocess import HPCallWrapper, StateLostError, UnrecoverableError
+from checkpointless.integrations.megatron.training import MegatronTraining
+from checkpointless.integrations.megatron.update import NotedNorms, gather_parameters
+from checkpointless.integrations.torch.repeated_steps import repeated_steps
+from checkpointless.state.snapshot import SnapshotPoint, StepSnapshot
+from checkpointless.transfer.tensor_entry import Key
+
+if TYPE_CHECKING:
+    from megatron.bridge.training.state import GlobalState
+
+Losses = Sequence[Mapping[str, torch.Tensor]]
+logger = logging.getLogger(__name__)
+
+
+class BridgeTraining(MegatronTraining):
+    """A training of Megatron-Bridge, for :class:`~checkpointless.recovery.CheckpointManager`.
+
+    Bridge has the loop. A step of the engine is an iteration of Bridge, counted from 1. Its state is kept at two
+    moments: ``COMMITTED``, when the update is applied and nothing that follows it has happened, and ``CHECKED``,
+    when the next iteration begins. What lies between (the scheduler's step, counters, logging, a validation, a
+    save) is gone through again if training resumes at the first: Bridge makes the step once more, and forward,
+    backward and update give what they gave before.
+
+    Args:
+        call: the running wrapper. Its ``checkpoint_manager`` is used; if there is none, one is made.
+        chunks: the model's chunks.
+        optimizer: Megatron's optimizer.
+        scheduler: the scheduler of learning rate and weight decay.
+        state: Bridge's global state.
+        declared: what callbacks and the forward step change from step to step, by name.
+
+    Raises:
+        UnrecoverableError: the update cannot be guarded, or the state cannot be carried over.
+
+    Attributes:
+        recovered: whether the state was recovered from memory in this generation.
+        replayed: the outcome of the committed step that is gone through again; None: the next step is computed.
+        totals: what Bridge has added up since it logged last, by name; Bridge changes it.
+        kept_totals: what had been added up when the moment was taken that training resumed at.
+        began: for each stream of samples how many were consumed when the training began.
+    """
+
+    def __init__(
+        self,
+        call: HPCallWrapper,
+        chunks: Sequence[torch.nn.Module],
+        optimizer: MegatronOptimizer,
+        scheduler: OptimizerParamScheduler,
+        state: GlobalState,
+        declared: Mapping[str, Any],
+    ) -> None:
+        super().__init__(call, chunks, optimizer, schedulers=[scheduler], state=declared)
+        self._state = state
+        self._norms = NotedNorms(optimizer)
+        self._losses: Losses = []
+        self._reached: dict[tuple[int, SnapshotPoint], StepSnapshot] = {}
+        self._objects: Mapping[str, Any] = {}
+        self.recovered = False
+        self.replayed: StepOutcome | None = None
+        self.totals: dict[str, Any] = {}
+        self.kept_totals: Mapping[str, Any] = {}
+        self.began: dict[str, int] = {}
+
+    # --- when the block is entered ----------------------------------------------------------------------------
+
+    def recover(self, is_stored: Callable[[], bool]) -> None:
+        """Recover model, optimizer and scheduler from memory, if there is something to recover. Collective.
+
+        Args:
+            is_stored: returns whether Bridge will load a checkpoint if this is not possible.
+
+        Raises:
+            UnrecoverableError: steps were committed, and neither memory nor storage holds them.
+        """
+        call, manager = self._call, self._manager
+        if call.generation == 0:
+            return
+        call.enter_phase("recovery", call.high_water)
+        objects = manager.recover(self)
+        if objects is not None:
+            self.recovered, self._objects, self.step = True, objects, objects["step"]
+            self.kept_totals, self.began = objects["totals"], dict(objects["began"])
+            return
+        if call.high_water <= 0:
+            return
+        reason = manager.refusal or "no rank holds the state in memory"
+        if is_stored():
+            logger.error("%s: Bridge loads its own checkpoint", reason)
+        elif manager.allow_restart_from_scratch:
+            logger.error("%s: starting over at step 0, as allow_restart_from_scratch allows", reason)
+        else:
+            raise StateLostError(reason)
+        manager.delete_checkpoint()
+
+    def note_counters(self) -> None:
+        """Note Bridge's counters as those that the training begins with."""
+        train_state = self._state.train_state
+        self.began = {"train": train_state.consumed_train_samples, "valid": train_state.consumed_valid_samples}
+
+    def put_counters(self) -> int:
+        """Give Bridge's counters the values that they had at the moment that training resumes at.
+
+        Returns:
+            The number of training samples that precede the batch to take next.
+        """
+        train_state = self._state.train_state
+        for name, value in self._objects["counters"].items():
+            setattr(train_state, name, value)
+        consumed: int = train_state.consumed_train_samples
+        if self._is_to_be_replayed:
+            own = self._manager.own_of(self.step, SnapshotPoint.COMMITTED)
+            if not own:
+                raise UnrecoverableError(f"the outcome of step {self.step} of this rank is lost")
+            self.replayed = StepOutcome.from_plain(own["outcome"])
+            consumed += self.replayed.samples
+        return consumed
+
+    def start(self) -> None:
+        """Begin the loop: the state is in place, and only the random streams are put back here. Collective."""
+        manager = self._manager
+        if self.recovered:
+            manager.restore_streams()
+            self._put_largest()
+        else:
+            self.step = self._state.train_state.step
+            self.settle()
+            manager.begin_buffers(self)
+            self._take(SnapshotPoint.LOADED, {})
+        manager.attach(self, self.step)
+        self._call.steps.begin_data()
+
+    @property
+    def _is_to_be_replayed(self) -> bool:
+        resumed_at = self._manager.resumed_at
+        return self.recovered and resumed_at is not None and resumed_at[1] is SnapshotPoint.COMMITTED
+
+    # --- while training ---------------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """Take the state before the next step, and report that the step begins."""
+        if self.replayed is not None:
+            return
+        self._take(SnapshotPoint.CHECKED, self._largest())
+        self._manager.make_copies(self.step)
+        self._norms.forget()
+        self._losses = []
+        self._call.begin_step(self.step + 1)
+        self._call.enter_phase("data", self.step + 1)
+
+    def note(self, losses: Losses) -> None:
+        """Note what forward and backward report of the step in the making."""
+        self._losses = losses
+
+    def end_step(self, reduced: Mapping[str, torch.Tensor]) -> None:
+        """Record the step, whose update and schedulers are behind it.
+
+        Args:
+            reduced: the losses that Bridge reports, by name; none on a rank that is not in the last pipeline stage.
+        """
+        if self.replayed is None:
+            if self._call.parameter_update_lock.committed < self._call.steps.making:
+                return
+            self.step = self._call.steps.making
+        if self._log is not None:
+            self._record_once(sum(float(value) for value in reduced.values()))
+        if self.replayed is None:
+            self._call.end_step()
+            self._call.enter_phase("between", self.step)
+        self.replayed = None
+
+    def _record_once(self, loss: float) -> None:
+        """Record the step, unless it is gone through again and was recorded before. Collective."""
+        if self.replayed is None:
+            with torch.no_grad():  # a gather that is left to the next forward pass would come too late
+                gather_parameters([each for each in self.optimizers if _gathers_late(each)], force=True)
+        elif self._log is not None and (self._log.last_step() or 0) >= self.step:
+            return
+        self._record(loss)
+
+    def end(self) -> None:
+        """Make no more copies of this training, whose loop is over."""
+        self._manager.finish_copies()
+
+    @contextmanager
+    def replay(self, outcome: StepOutcome) -> Iterator[None]:
+        """Let the optimizer's ``step`` give ``outcome`` and change nothing but the streams while this lasts."""
+        kept = outcome.succeeded, outcome.grad_norm, outcome.num_zeros
+
+        def step() -> tuple[bool, float | None, float | None]:
+            self._manager.restore_streams()
+            return kept
+
+        self._optimizer.step = step  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            del self._optimizer.step
+
+    @override
+    def _ready(self, step: int) -> None:
+        call, manager = self._call, self._manager
+        call.enter_phase("before_optimizer", step)
+        self._ready_buffers = self.copy_buffers()
+        self._ready_step = step
+        manager.keep_buffers(step, SnapshotPoint.COMMITTED, self._ready_buffers)
+        outcome = self._outcome().to_plain()
+        losses = [float(values.sum()) for _, values in outcome["losses"].values()]
+        repeated_steps.compute(step, sum(losses) if losses else None)
+        manager.store_rng_states(step, own={"outcome": outcome, **self._largest()})
+        manager.replicate_rng_states(step)
+        call.parameter_update_lock.mark_ready(step)
+
+    def _outcome(self) -> StepOutcome:
+        cfg, succeeded = self._state.cfg, not self._guard.overflow
+        return StepOutcome(
+            self._losses,
+            succeeded,
+            self._norms.grad_norm if succeeded else None,
+            self._norms.num_zeros if succeeded else None,
+            get_num_microbatches() * cfg.train.micro_batch_size * cfg.data_parallel_size,
+        )
+
+    @override
+    def applied(self, changes: bool = True) -> None:
+        """Take the state that the update leaves, before Bridge goes on. It is called inside the lock."""
+        step = self._ready_step
+        self._reached = {(step, SnapshotPoint.COMMITTED): self._moment(step)}
+        self._at_boundary.note()
+
+    def _take(self, stage: SnapshotPoint, own: Mapping[str, Any]) -> None:
+        """Take the state of a moment; the streams first, so that a rank that has a moment also has its streams."""
+        moment = self._moment(self.step)
+        self._manager.keep_buffers(self.step, stage, moment.buffers)
+        self._manager.store_rng_states(self.step, stage=stage, own=own)
+        kept = {key: each for key, each in self._reached.items() if key[0] == self.step}
+        self._at_boundary.note()
+        self._reached = {**kept, (self.step, stage): moment}
+
+    def _largest(self) -> dict[str, Any]:
+        """Return the largest values that Megatron's rerun machine has seen on this rank, if it looks for them."""
+        machine = get_rerun_state_machine()
+        if not machine.max_values:
+            return {}
+        return {"largest": dict(machine.max_values), "large": dict(machine.large_value_counts)}
+
+    def _put_largest(self) -> None:
+        step, stage = self._manager.resumed_at or (self.step, SnapshotPoint.CHECKED)
+        own = self._manager.own_of(step, stage) or {}
+        machine = get_rerun_state_machine()
+        machine.max_values.update(own.get("largest", {}))
+        machine.large_value_counts.update(own.get("large", {}))
+
+    # --- what the manager asks for (checkpointless.state.live_state.LiveState) ---------------------------------
+
+    @override
+    def moments(self, step: int) -> Mapping[SnapshotPoint, StepSnapshot]:
+        """Return the state at every moment after ``step`` that can be resumed at."""
+        return {stage: moment for (taken, stage), moment in self._reached.items() if taken == step}
+
+    @override
+    def own_buffers(self, step: int) -> Mapping[SnapshotPoint, Mapping[Key, torch.Tensor]]:
+        """Return the buffers after ``step``; if its update has failed or is to come, those before the update."""
+        moments = self.moments(step)
+        if moments:
+            return {stage: moment.buffers for stage, moment in moments.items()}
+        return {SnapshotPoint.COMMITTED: self._ready_buffers} if step == self._ready_step > 0 else {}
+
+    @override
+    def resumed(self, step: int, stage: SnapshotPoint, objects: dict[str, Any]) -> None:
+        """Record that the state is that after ``step``."""
+        self._reached = {(step, stage): StepSnapshot(objects, self.copy_buffers())}
+        self._at_boundary.forget()  # until the next step begins
+
+    @override
+    def more_objects(self) -> Mapping[str, Any]:
+        """Return the states of the loss scalers, Bridge's counters, and what it has added up to log."""
+        train_state = self._state.train_state
+        totals = dict(self.kept_totals or self.totals)  # what is kept, until Bridge logs for the first time
+        counters = {field.name: getattr(train_state, field.name) for field in dataclasses.fields(train_state)}
+        return {**super().more_objects(), "counters": counters, "totals": totals, "began": self.began}
+
+
+def _gathers_late(optimizer: MegatronOptimizer) -> bool:
+    """Return whether parameters are gathered in the forward pass that follows an update."""
+    return bool(getattr(getattr(optimizer, "ddp_config", None), "overlap_param_gather", False))
+
+
+# The outcome of a step whose update is applied, with which Megatron-Bridge can go through the rest of it again.
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What forward, backward and update of one step gave this rank.
+
+    Attributes:
+        losses: for each microbatch the values to report, by name, each of one or two elements; empty on a rank
+            that is not in the last pipeline stage.
+        succeeded: whether the update was not skipped.
+        grad_norm: norm of all gradients, if it was computed.
+        num_zeros: number of gradients that are zero, if they were counted.
+        samples: number of samples that the step took, of all ranks.
+    """
+
+    losses: Losses
+    succeeded: bool
+    grad_norm: float | None
+    num_zeros: float | None
+    samples: int
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return the outcome as plain data, with one tensor for each name."""
+        names = list(self.losses[0]) if self.losses else []
+        stacked = {name: torch.stack([each[name].detach().view(-1) for each in self.losses]) for name in names}
+        return {
+            "losses": {name: (tensor.device.type, tensor.cpu()) for name, tensor in stacked.items()},
+            "succeeded": self.succeeded,
+            "grad_norm": self.grad_norm,
+            "num_zeros": self.num_zeros,
+            "samples": self.samples,
+        }
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> StepOutcome:
+        """Return the outcome that :meth:`to_plain` gave."""
+        stacked = {name: tensor.to(device) for name, (device, tensor) in plain["losses"].items()}
+        microbatches = len(next(iter(stacked.values()))) if stacked else 0
+        losses = [{name: tensor[number] for name, tensor in stacked.items()} for number in range(microbatches)]
+        rest = {name: value for name, value in plain.items() if name != "losses"}
+        return cls(losses, **rest)

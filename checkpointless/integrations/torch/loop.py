@@ -1,0 +1,557 @@
+"""A training loop of one's own, kept from step to step and resumed after a fault, whatever its optimizer is."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from typing_extensions import override
+
+from checkpointless.inprocess import HPCallWrapper, StateLostError, UnrecoverableError
+from checkpointless.inprocess.context import putting_back
+from checkpointless.integrations.torch.loop_state import LoopState, Undeclared, warn_of_changes_between
+from checkpointless.integrations.torch.owned import Owned, put_back
+from checkpointless.integrations.torch.param_groups import BoundaryWeights
+from checkpointless.integrations.torch.repeated_steps import repeated_steps
+from checkpointless.observability.telemetry.steps import StepExtras, StepLog
+from checkpointless.recovery.guard import vote
+from checkpointless.recovery.manager import CheckpointManager
+from checkpointless.recovery.running import manager_of
+from checkpointless.state.module_tensors import TrainingTensors
+from checkpointless.state.port import groups_of
+from checkpointless.state.rank_local.agreement import require_equal_replicas, require_same_step
+from checkpointless.state.rank_local.declared import DeclaredState, begin_declared
+from checkpointless.state.serialization import state_tree
+from checkpointless.state.serialization.digest import (
+    MemoryChecksumManager,
+    digest_buffers,
+    digest_parameters,
+    samples,
+)
+from checkpointless.state.snapshot import UPDATED_BUFFERS, SnapshotPoint, StepSnapshot
+from checkpointless.system.environment import own_rank
+from checkpointless.transfer.exchange import all_gather_json, true_on_all
+from checkpointless.transfer.tensor_entry import Key
+
+if TYPE_CHECKING:
+    from checkpointless.launcher.protocol.plain import Parsed
+
+_LEFT = (
+    "steps() was left by break or return: after a fault that comes before the next call of steps(), or before the "
+    "function returns, more steps are made there. Let steps(last) end the loop, or call stop() in its last step, "
+    "before update()"
+)
+_TWO_LOOPS = (
+    "a second training begins in the block, whose state could not be kept beside that of the first: give all "
+    "modules and optimizers to one {name}, or train in two jobs"
+)
+_TWO_UPDATES = (
+    "update() was called twice in step {}: a step has one update. Make two steps of it, in each of which the other "
+    "optimizer's gradients are None"
+)
+_EXCHANGED = (
+    "parameters were written to in step %d before its update(), as for a validation with other weights: a fault in "
+    "such a step is the end of the job, unless they are exchanged in `with training.other_weights():`"
+)
+_COMPARED = (1, 2)  # the steps after which replicas are compared; a first learning rate of 0 leaves them equal
+_warned: set[str] = set()  # once in a process
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """What was taken after a step; it is put into its form when somebody asks.
+
+    Attributes:
+        make: makes the objects, without the optimizers' plain state.
+        buffers: copies of the buffers.
+    """
+
+    make: Callable[[], dict[str, Any]]
+    buffers: Mapping[Key, torch.Tensor]
+
+
+class LoopTraining(TrainingTensors, ABC):
+    """What loops of one's own have in common. A subclass knows the optimizer.
+
+    It is a :class:`~checkpointless.state.live_state.LiveState`, and makes its tensors before :meth:`begin`.
+
+    Attributes:
+        step: the newest committed step.
+    """
+
+    step: int
+    _how_to_get_replicas = "A second holder of each part helps"
+
+    def begin(
+        self, call: HPCallWrapper, schedulers: Sequence[Any], state: Mapping[str, Any], known: Iterable[object]
+    ) -> None:
+        """Begin a training.
+
+        Args:
+            call: the running wrapper. Its ``checkpoint_manager`` is used; if there is none, one is made.
+            schedulers: the learning-rate schedulers, which step with every update.
+            state: what else the loop changes, by name.
+            known: objects that the training restores, besides its modules and parameters.
+
+        Raises:
+            UnrecoverableError: a training has begun in this entry of the block before, or in another block.
+            ValueError: an object in ``state`` has no state, or one that cannot be kept.
+        """
+        declared = LoopState(state)
+        if call.steps.loops:
+            raise UnrecoverableError(_TWO_LOOPS.format(name=type(self).__name__))
+        call.steps.loops += 1
+        repeated_steps.begin_entry(call.is_first)
+        self.step = 0
+        self._schedulers = list(schedulers)
+        self._call = call
+        self._ready_step = 0
+        self._exits = LoopExits()
+        call.blocks.begin_training(self._exits.warn_if_left)
+        self._done = 0  # before the job; a block that is entered again may load another checkpoint
+        self._left = Owned(self._trained, samples)  # as a call of steps() leaves it
+        parameters = [each for module in self.modules for each in module.parameters()]
+        restored = [self, call, state, *known, *self.modules, *schedulers, *parameters]
+        self._undeclared = Undeclared(declared, restored)
+        begin_declared(DeclaredState(lambda: [declared]).require_all() if state else None)
+        self._moments: dict[int, _Taken] = {}  # by step
+        self._at_boundary = BoundaryWeights(self._weights)  # when the newest of these was taken
+        self._updated_buffers: set[Key] = set()  # those that the update itself writes to
+        self._ready_buffers: Mapping[Key, torch.Tensor] = {}  # those of the step in the making, before its update
+        manager = manager_of(call)
+        if manager is None:
+            call.checkpoint_manager = manager = CheckpointManager()
+        self._manager = manager
+        groups = groups_of(self)
+        alone = [example for group, example in groups.items() if len(group) == 1 < dist.get_world_size()]
+        if alone and not manager.tiers and dist.get_rank() == 0:
+            logger.warning(
+                "no two ranks hold the same %s: a rank that dies cannot be restored from memory. "
+                "%s, or CheckpointManager(tiers=[NeighborMemory()])",
+                "part of the state" if len(groups) == 1 else f"{alone[0]} (others have more holders)",
+                self._how_to_get_replicas,
+            )
+        self._log = StepLog.from_environment()
+        if call.faults is not None:
+            call.faults.target = lambda: next(iter(self.shard().values()))
+
+    def steps(self, last: int, *, done: int = 0) -> Iterable[int]:
+        """Yield the optimizer steps to make, from the first that is not committed to ``last``.
+
+        If this is a restart, the state is recovered before the first of them. It may be called several times, for
+        epochs, with ever later steps: a loop that is entered again makes the same calls, and those whose steps are
+        made yield nothing.
+
+        Args:
+            last: the number of the last step.
+            done: in the first call, how many steps were made before this job, if the block has loaded a checkpoint
+                of its own: the first step is then ``done + 1``. After a fault, memory says which steps were made,
+                and what the block has loaded meanwhile does not count.
+
+        Raises:
+            UnrecoverableError: steps were committed and no rank holds them any more, ``done`` is not the same on
+                all ranks, or data comes from an iterator that was made before the first step.
+            RuntimeError: a step ended without :meth:`update`.
+        """
+        number = self._exits.begin_call(self.step)
+        if number == 0:
+            self._restore(done)
+        else:
+            self._left.require_unchanged("between two calls of steps()", self._title_of)
+            taken, exits = self._moments.get(self.step), self._exits.take()
+            if taken is not None:
+                make, buffers = taken.make, taken.buffers
+                self._moments = {self.step: _Taken(lambda: {**make(), "exits": exits}, buffers)}
+            self._manager.attach(self, self.step)  # the copies of the call before are finished
+            if number == self._exits.resumed_in:  # what stands behind the calls before was done again
+                self._manager.restore_streams()
+                self.put_buffers(self._moments[self.step].buffers)
+        self._left.forget()
+        if not self._exits.was_left(number, self.step):
+            with repeated_steps.listening():
+                yield from self._remaining(last, number)
+        self._exits.end_call()
+        self._manager.finish_copies()
+        self._left.note()
+
+    def _remaining(self, last: int, number: int) -> Iterable[int]:
+        """Yield the steps to make in a call of :meth:`steps`, of which ``number`` precede it."""
+        begun_at = self.step
+        while self.step < last and not self._exits.ends:
+            self._keep_again()
+            if self.step > 0:
+                self._manager.replicate_rng_states(self.step)
+            if number > 0 and self.step == begun_at:
+                true_on_all(True)  # what was drawn since the call before is kept on all ranks before any goes on
+            if self.step - self._done in _COMPARED and self._call.high_water < self.step:
+                require_equal_replicas(self, self.step)
+            if self._manager.tiers_are_kept:
+                self._manager.make_copies(self.step)  # with what the loop has done since the update
+            self._call.begin_step(self.step + 1)
+            self._undeclared.look(sys._getframe(2))
+            yield self.step + 1
+            if self.step < self._call.steps.making:
+                raise RuntimeError(f"step {self._call.steps.making} ended without a call of update()")
+            self._call.end_step()
+            self._call.enter_phase("between", self.step)
+
+    def stop(self) -> None:
+        """Make the step in progress the last one of the training: :meth:`steps` yields none behind it.
+
+        It is called before the :meth:`update` of that step. If one rank calls it, the training stops on all. A loop
+        that is left by ``break`` would go on after a fault that comes before the next call of :meth:`steps`.
+
+        Raises:
+            RuntimeError: the update of the step was made, or no step is in progress.
+        """
+        if self.step >= self._call.steps.making:
+            raise RuntimeError("stop() is called in a step, before its update()")
+        self._exits.ends = True
+
+    @contextmanager
+    def other_weights(self) -> Iterator[None]:
+        """Allow other weights in the place of the trained ones meanwhile, such as averaged ones for a validation.
+
+        All bytes of the parameters are compared with those before, which takes as long as reading them twice. A
+        fault in this context costs nothing, either, if what exchanges weights puts them back in a ``finally``.
+
+        Raises:
+            UnrecoverableError: the context is left with other weights than it was entered with.
+        """
+        was_written = (
+            not self._at_boundary.are_noted or self._at_boundary.are_written()
+        )  # before the context, which says nothing of that
+        with putting_back(), put_back(self._weights, (lambda: None) if was_written else self._at_boundary.note):
+            yield
+
+    def _vote(self) -> None:
+        """Wait until every rank holds its final gradients; whether the step is the last is agreed on, too."""
+        self._exits.ends = vote(self._exits.ends)
+
+    def _compute(self, loss: float | None) -> None:
+        """Keep the loss of the step, whose gradients are final, and compare it if the step is made again."""
+        self._call.steps.loss = loss
+        repeated_steps.compute(self._call.steps.making, loss)
+
+    def _record(self, loss: float | None) -> None:
+        """Record the committed step, if that is requested (``--record-steps``)."""
+        if self._log is not None:
+            params, extras = (
+                digest_parameters(self.modules),
+                extras_of(self, self._manager, self._exits.own()["call"]),
+            )
+            self._call.leave_if_over()  # what aborted collectives have left is not recorded
+            repeated_steps.record(self._log, self.step, loss, params, extras)
+
+    def _keep_again(self) -> None:
+        """Keep state, buffers and streams as the loop leaves them to the next step: it may have drawn some.
+
+        No interruption comes here: it would leave buffers of one call of :meth:`steps` with streams of another.
+        """
+        taken = self._taken(self.step)
+        self._manager.keep_buffers(self.step, SnapshotPoint.COMMITTED, taken.buffers)
+        self._moments = {self.step: taken}
+        self._at_boundary.note()
+        known, own = self._manager.rng_of(self.step), self._exits.own()
+        if known is None:
+            return
+        has_drawn, has_changed = self._manager.has_moved_since(known)
+        if has_drawn or has_changed or known.own != own:  # buffers may have changed since the call before
+            self._manager.store_rng_states(self.step, known.loss, own=own)
+        warn_of_changes_between(self.step, has_drawn, has_changed)
+
+    def _ready(self, step: int) -> None:
+        if step <= self.step:
+            raise UnrecoverableError(_TWO_UPDATES.format(step))
+        if _EXCHANGED not in _warned and self.step > self._done and self._at_boundary.are_written():
+            _warned.add(_EXCHANGED)
+            if dist.get_rank() == 0:
+                logger.warning(_EXCHANGED, step)
+        self._call.enter_phase("before_optimizer", step)
+        self._ready_buffers = self.copy_buffers()
+        self.mark_buffers()
+        self._ready_step = step
+        self._manager.keep_buffers(step, SnapshotPoint.COMMITTED, self._ready_buffers)
+        self._manager.store_rng_states(step, self._call.steps.loss, own=self._exits.own())
+        self._manager.replicate_rng_states(step)
+        self._call.parameter_update_lock.mark_ready(step)
+
+    def _restore(self, done: int) -> None:
+        call, manager = self._call, self._manager
+        self.arrange()
+        objects: dict[str, Any] | None = None
+        if call.is_first:
+            self.step = self._done = done
+        else:
+            call.enter_phase("recovery", call.high_water)
+            objects = self._recover()
+            if objects is None and call.high_water > 0:
+                reason = manager.refusal or "no rank holds the state in memory"
+                if not manager.allow_restart_from_scratch:
+                    raise StateLostError(reason)
+                logger.error("%s: starting over at step %d, as allow_restart_from_scratch allows", reason, done)
+            self.step, self._done = (objects["step"], objects["done"]) if objects is not None else (done, done)
+            states = manager.rng_of(self.step)
+            recorded = max(self._done, self._log.last_step() or 0) if self._log is not None else self.step
+            if recorded < self.step and states is not None:
+                self._record(states.loss)  # committed, but the fault came before it was recorded
+            if objects is not None:
+                self._exits.put(objects.get("exits", {}))
+                self._exits.agree(self.step)
+                self._exits.resume(states.own if states is not None else None)
+                objects["exits"] = self._exits.take()
+        if objects is None:
+            require_same_step(done)
+            self.settle()
+            manager.begin_buffers(self)
+        if call.is_first:
+            manager.keep_buffers(done, SnapshotPoint.COMMITTED, self.copy_buffers())
+            manager.store_rng_states(done, own=self._exits.own())
+        manager.restore_streams()
+        manager.attach(self, self.step)
+        call.steps.begin_data()
+
+    def _recover(self) -> dict[str, Any] | None:
+        """Recover the state from memory; return its objects, or None if there is nothing or that is refused."""
+        return self._manager.recover(self)
+
+    # --- what the manager asks for (checkpointless.state.live_state.LiveState) ---------------------------------
+
+    @abstractmethod
+    def group(self) -> tuple[int, ...]:
+        """Return the global ranks that hold all that this rank holds."""
+
+    def moments(self, step: int) -> Mapping[SnapshotPoint, StepSnapshot]:
+        """Return the state after the update of ``step``; what the loop does after ``update()`` is not in it."""
+        taken = self._moments.get(step)
+        return {} if taken is None else {SnapshotPoint.COMMITTED: self._whole(taken)}
+
+    def changed(self) -> str:
+        """Return why the tensors are not those of the newest moment; "" if nothing is known of it."""
+        if not self._at_boundary.are_others():
+            return ""
+        return (
+            f"parameters were changed between update() of step {self.step} and the next update; what changes them "
+            "has to be a part of the update (the optimizer's register_step_post_hook)"
+        )
+
+    def own_buffers(self, step: int) -> Mapping[SnapshotPoint, Mapping[Key, torch.Tensor]]:
+        """Return the buffers after ``step``; if its update has failed or is to come, those before the update."""
+        if step in self._moments:
+            return {SnapshotPoint.COMMITTED: self._moments[step].buffers}
+        return {SnapshotPoint.COMMITTED: self._ready_buffers} if step == self._ready_step > 0 else {}
+
+    def own_parts(self, objects: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return nothing, because a batch follows from the step and the streams."""
+        return {}
+
+    def resumed(self, step: int, stage: SnapshotPoint, objects: dict[str, Any]) -> None:
+        """Record that the state is that after ``step``."""
+        self._moments = {step: _Taken(lambda: objects, self.copy_buffers())}
+        self._at_boundary.forget()  # until the next step begins
+
+    def _moment(self, step: int) -> StepSnapshot:
+        """Return the state as it is now, as the moment after ``step``."""
+        return self._whole(self._taken(step))
+
+    def _taken(self, step: int) -> _Taken:
+        """Take the state as it is now, as that after ``step``."""
+        groups, more, exits = self.take_groups(), self.more_objects(), self._exits.take()
+        schedulers = [state_tree.copy(scheduler.state_dict()) for scheduler in self._schedulers]
+        if self._updated_buffers:
+            more = {**more, UPDATED_BUFFERS: sorted(self._updated_buffers)}
+        return _Taken(
+            lambda: {
+                "step": step,
+                "done": self._done,
+                "groups": groups(),
+                "schedulers": schedulers,
+                "exits": exits,
+                **more,
+            },
+            self.copy_buffers(),
+        )
+
+    def _whole(self, taken: _Taken) -> StepSnapshot:
+        """Return what was taken, with the optimizers' plain state, which nothing but an update changes."""
+        return StepSnapshot({**taken.make(), "state": self.plain_state(), "spread": self.spread()}, taken.buffers)
+
+    @override
+    def load_objects(self, objects: Mapping[str, Any]) -> None:
+        """Put back the objects of a moment."""
+        super().load_objects(objects)
+        for scheduler, state in zip(self._schedulers, objects["schedulers"]):
+            scheduler.load_state_dict(dict(state))
+
+    def apply_held_update(self) -> None:
+        """Make one step of the optimizers, from the gradients that they hold, and of every scheduler."""
+        self.applied(self.step_optimizers())
+
+    def applied(self, changes: bool = True) -> None:
+        """Take the state that the update of the step in the making leaves. It is called inside the lock.
+
+        Args:
+            changes: whether the update was not skipped.
+        """
+        for scheduler in self._schedulers if changes else ():
+            self._step_scheduler(scheduler)
+        written = self.written_buffers()
+        self._updated_buffers.update(written)
+        taken = self._taken(self._ready_step)
+        self._moments = {self._ready_step: taken}
+        if written:  # those that were kept before the update are not those after it
+            self._manager.keep_buffers(self._ready_step, SnapshotPoint.COMMITTED, taken.buffers)
+        self._at_boundary.note()
+
+    def _weights(self) -> Iterable[torch.Tensor]:
+        """Return the parameters that nothing but an update may change."""
+        return self.updated_parameters()
+
+    def _trained(self) -> dict[Key, torch.Tensor]:
+        """Return what nothing but an update may change: parameters and the optimizers' state, by key."""
+        buffers = {key for key, _ in self._buffers.present()}
+        return {key: tensor for key, tensor in self.tensors().items() if key not in buffers}
+
+    def _title_of(self, key: Key) -> str:
+        """Return what a tensor of the state is, for people."""
+        return f"the parameter {key[-1]}" if key[0] == "model" else ".".join(map(str, key))
+
+    @abstractmethod
+    def updated_parameters(self) -> Sequence[torch.Tensor]:
+        """Return the parameters that are updated on this rank."""
+
+    @abstractmethod
+    def take_groups(self) -> Callable[[], list[list[dict[str, Any]]]]:
+        """Take the values of the optimizers' param groups; return what makes them as they are now."""
+
+    # --- what a subclass knows ------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def step_optimizers(self) -> bool:
+        """Make one step of the optimizers, without communication, and return whether it was not skipped."""
+
+    def _step_scheduler(self, scheduler: Any) -> None:
+        """Make one step of a scheduler."""
+        scheduler.step()
+
+    def more_objects(self) -> Mapping[str, Any]:
+        """Return what else belongs to the state beside tensors, as plain data."""
+        return {}
+
+    def arrange(self) -> None:
+        """Arrange what would be arranged in the first step, and kept, in every generation alike. Collective."""
+
+    def settle(self) -> None:
+        """Derive before the first step what a recovery derives to other bits than the start. Collective."""
+
+    @abstractmethod
+    def derive(self) -> None:
+        """Derive what follows from the shards, once all shards of the job are at one step. Collective."""
+
+
+# --- How loops leave steps() --------------------------------------------------------------------------------------
+
+
+class LoopExits:
+    """Where the calls of ``steps()`` of one entry of the block were left, and whether a step is to be the last.
+
+    Calls are counted from 0 in each entry. A loop that is entered again makes the same calls. One that was left is
+    known as soon as the next call begins: until then, the loop may be on its way out because of an error.
+
+    Attributes:
+        ends: whether the newest step is the last one, as ``stop()`` said.
+        resumed_in: the call in which this rank's streams and buffers were kept that it resumed with; None: none.
+    """
+
+    def __init__(self) -> None:
+        self.ends = False
+        self.resumed_in: int | None = None
+        self._left: dict[int, int] = {}  # by call: the step after which it was left
+        self._calls = 0
+        self._under_way: int | None = None
+
+    def begin_call(self, step: int) -> int:
+        """Count a call of ``steps()`` after ``step``; return its number. The call before, if not over, was left."""
+        if self._under_way is not None:
+            self._left[self._under_way] = step
+            self.warn_if_left()
+        self._under_way = self._calls
+        self._calls += 1
+        return self._under_way
+
+    def end_call(self) -> None:
+        """Note that all steps of the newest call are made."""
+        self._under_way = None
+
+    def warn_if_left(self) -> None:
+        """Warn, once, if the newest call was left before it was over."""
+        if self._under_way is not None and _LEFT not in _warned and own_rank() == 0:
+            _warned.add(_LEFT)
+            logger.warning(_LEFT)
+
+    def own(self) -> dict[str, int]:
+        """Return what is kept with the streams and buffers of a rank: the number of the newest call."""
+        return {"call": self._calls - 1}
+
+    def resume(self, own: Mapping[str, Any] | None) -> None:
+        """Note in which call that was kept which this rank resumes with.
+
+        Args:
+            own: what :meth:`own` returned then; None: it is lost.
+        """
+        self.resumed_in = int((own or {}).get("call", 0))
+
+    def was_left(self, call: int, step: int) -> bool:
+        """Return whether a call was left before, at ``step`` or earlier."""
+        return self._left.get(call, step + 1) <= step
+
+    def take(self) -> dict[str, Any]:
+        """Return what is noted, as plain data that nobody changes."""
+        return {"ends": self.ends, "left": sorted(self._left.items())}
+
+    def put(self, plain: Mapping[str, Any]) -> None:
+        """Note what :meth:`take` returned."""
+        self.ends = bool(plain.get("ends"))
+        self._left = {int(call): int(step) for call, step in plain.get("left", ())}
+
+    def agree(self, step: int) -> None:
+        """Note what any rank has noted, since some were interrupted before they did. Collective.
+
+        Args:
+            step: the step that all have resumed after.
+        """
+        told: list[Parsed] = all_gather_json([self.ends, [[call, at] for call, at in self._left.items()]])
+        self.ends = any(ends for ends, _ in told)
+        self._left = {int(call): int(at) for _, left in told for call, at in left if at <= step}
+
+
+# --- What --record-steps records ----------------------------------------------------------------------------------
+
+
+def extras_of(training: LoopTraining, manager: CheckpointManager, call_number: int) -> StepExtras:
+    """Return what is recorded of the committed step of a training.
+
+    Args:
+        training: the training.
+        manager: its manager, which has kept the rank-local state.
+        call_number: the number of the call of ``steps()`` that gave the step.
+    """
+    rates = [values.get("lr", 0.0) for groups in training.groups() for values in groups]
+    epoch, was_validated = repeated_steps.passes.look()
+    return StepExtras(
+        buffers=digest_buffers(training.modules),
+        lr=tuple(float(rate).hex() for rate in rates),
+        optimizer=MemoryChecksumManager().digest_all(training.shard()),
+        own=manager.own_digests(training.step),
+        batch=repeated_steps.batch_of(training.step),
+        epoch=epoch + call_number,
+        validated=was_validated or None,
+    )

@@ -1,0 +1,235 @@
+"""Recovery for a hand-written training loop: any modules, any ``torch.optim`` optimizer, no framework."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+from checkpointless.inprocess import HPCallWrapper, UnrecoverableError
+from checkpointless.integrations.torch.loop import LoopTraining
+from checkpointless.integrations.torch.owned import Owned
+from checkpointless.integrations.torch.param_groups import (
+    changed_value,
+    plain_values,
+    plateaus,
+    without_scheduler,
+)
+from checkpointless.integrations.torch.torch_tensors import TorchTensors
+from checkpointless.recovery.guard import guarded_update
+from checkpointless.recovery.running import running_block
+from checkpointless.state.module_tensors import PARAMETER
+from checkpointless.transfer.tensor_entry import Key
+
+_LATE = (
+    "{} between update() of step {} and the next step, which is not made again after a fault: schedulers in "
+    "PlainTraining(schedulers=[...]) step with every update (but a ReduceLROnPlateau, at the beginning of a step), "
+    "and what the loop itself changes it changes in a step, before its update()"
+)
+_LEFT_OUT = (
+    "a learning-rate scheduler of {} is not known here, and would begin anew after a fault: give it to "
+    "PlainTraining(schedulers=[...]), and do not call its step(), which every update does (but that of a "
+    "ReduceLROnPlateau, at the beginning of a step)"
+)
+_WATCHED = 3  # steps: an average may begin as what it follows
+
+
+class PlainTraining(LoopTraining, TorchTensors):
+    """Modules, optimizers and schedulers of a hand-written training loop, for
+    :class:`~checkpointless.recovery.CheckpointManager`.
+
+    Inside a function wrapped with :class:`checkpointless.inprocess.HPWrapper`::
+
+        training = PlainTraining(modules=[model], optimizers=[optimizer])
+        for step in training.steps(1000):
+            loss = model(batch_of(step)).mean()
+            loss.backward()            # and the gradients' all-reduce
+            training.update()          # in place of optimizer.step() and optimizer.zero_grad()
+
+    A batch must follow from the step's number and the random streams; each rank gets its own streams back after a
+    fault. If the batch comes from a ``DataLoader`` whose workers draw random numbers, pass the loader to
+    :func:`~checkpointless.recovery.seed_data_workers` and give it a separate ``generator``. Otherwise each iterator
+    draws a number from the training's stream, and after a fault there is one iterator more. Gradients must be final
+    (reduced and clipped) when :meth:`update` is called. Of the phases of fault specs, ``before_optimizer`` to
+    ``between`` and ``recovery`` are announced.
+
+    Args:
+        call: the running wrapper; None: it is found. Its ``checkpoint_manager`` is used; if there is none, one is
+            made.
+        modules: the modules that are trained.
+        optimizers: the optimizers of the modules.
+        schedulers: the learning-rate schedulers, which step with every update; a ``ReduceLROnPlateau`` when the
+            loop calls its ``step``, at the beginning of a step of the training, with the same metric on all ranks.
+        state: what else the loop changes from step to step, by name: objects with ``state_dict`` and
+            ``load_state_dict``, lists, dicts, sets, deques or tensors, which are restored in place, generators of
+            random numbers, and :class:`~checkpointless.Value` for numbers. Each rank gets back its own. Change it
+            in a step, before its :meth:`update`.
+        scaler: a loss scaler (``torch.amp.GradScaler``); the same as ``state={"scaler": scaler}``.
+        group: the global ranks that hold the same modules and optimizers. Default: what the meshes of the modules'
+            DTensors say of each tensor (FSDP2, HSDP, tensor parallelism by a plan), else all ranks (data parallel).
+
+    Raises:
+        UnrecoverableError: the modules cannot be recovered.
+        ValueError: this rank is in no mesh of a parameter, no module or optimizer is given, or no block is running.
+    """
+
+    _how_to_get_replicas = (
+        "A mesh with a dimension of replicas (HSDP) helps, or group=, if ranks outside of the mesh hold the same"
+    )
+
+    def __init__(
+        self,
+        call: HPCallWrapper | None = None,
+        modules: Iterable[torch.nn.Module] = (),
+        optimizers: Sequence[torch.optim.Optimizer] = (),
+        *,
+        schedulers: Sequence[Any] = (),
+        state: Mapping[str, Any] = MappingProxyType({}),
+        scaler: torch.amp.GradScaler | None = None,
+        group: Sequence[int] | None = None,
+    ) -> None:
+        call, modules = running_block(call), list(modules)
+        if not modules or not optimizers:
+            raise ValueError("PlainTraining(modules=[...], optimizers=[...]): give the modules and the optimizers")
+        TorchTensors.__init__(self, modules, optimizers, is_known=call.high_water > 0, group=group)
+        self._by_update: tuple[list[bool], list[dict[str, Any]], list[int]] = ([], [], [])
+        self._owned = Owned(self._trained)
+        declared = {**state, "scaler": scaler} if scaler is not None else state
+        self.begin(call, schedulers, declared, [state, *optimizers])
+
+    def update(self, loss: float | None = None) -> None:
+        """Apply the gradients, on all ranks or on none, and clear them.
+
+        Args:
+            loss: the loss of the step, which is kept with the step if steps are recorded.
+        """
+        self._refuse_changes("in a step before its update()")
+        self._compute(loss)
+        guarded_update(
+            self._call.steps.making,
+            self.apply_held_update,
+            lock=self._call.parameter_update_lock,
+            ready=self._ready,
+            committed=self._call.committed,
+            phase=self._call.enter_phase,
+            vote=self._vote,
+        )
+        self.step = self._call.steps.making
+        self._record(loss)
+        self._clear_gradients()
+
+    @override
+    def _restore(self, done: int) -> None:
+        left_out = without_scheduler(self.optimizers, self._schedulers)
+        if left_out is not None:
+            raise UnrecoverableError(_LEFT_OUT.format(left_out))
+        super()._restore(done)
+
+    @override
+    def group(self) -> tuple[int, ...]:
+        """Return the global ranks that hold all that this rank holds."""
+        return TorchTensors.group(self)
+
+    @override
+    def take_groups(self) -> Callable[[], list[list[dict[str, Any]]]]:
+        """Take the values of the optimizers' param groups; return what makes them as they are now."""
+        return TorchTensors.take_groups(self)
+
+    @override
+    def updated_parameters(self) -> list[torch.Tensor]:
+        """Return the parameters that are updated on this rank."""
+        return TorchTensors.updated_parameters(self)
+
+    @override
+    def step_optimizers(self) -> bool:
+        """Make one step of every optimizer.
+
+        Raises:
+            UnrecoverableError: in the first step of the job, an optimizer communicates, or its state cannot be
+                carried over.
+        """
+        return TorchTensors.step_optimizers(self)
+
+    @override
+    def changed(self) -> str:
+        """Return why the tensors are not those of the newest moment; "" if nothing is known of it."""
+        return self.grown() or LoopTraining.changed(self)
+
+    @override
+    def _step_scheduler(self, scheduler: Any) -> None:
+        """Make one step of a scheduler, but of one that steps by a metric: the loop does."""
+        if not plateaus([scheduler]):
+            super()._step_scheduler(scheduler)
+
+    @override
+    def more_objects(self) -> Mapping[str, Any]:
+        """Return what belongs to the modules and is no tensor.
+
+        Raises:
+            UnrecoverableError: the optimizers have other parameters than at the beginning, or the loop has frozen
+                or freed some, or changed learning rates or other parameters, or stepped a scheduler, behind the
+                update.
+        """
+        modules = self.take_modules()
+        counts = [each.last_epoch for each in plateaus(self._schedulers)]
+        now = modules["trained"], plain_values(self.optimizers), counts
+        is_behind_update = 0 < self.step == self._ready_step
+        late = _late_change(self._by_update, now) if is_behind_update else ""
+        if late:
+            raise UnrecoverableError(_LATE.format(late, self.step))
+        self._by_update = now
+        if is_behind_update:
+            self._refuse_changes("between update() and the next step")
+        if self._is_young():
+            self._owned.note()
+        return modules
+
+    def _is_young(self) -> bool:
+        return max(self.step, self._call.high_water) - self._done < _WATCHED
+
+    def _refuse_changes(self, when: str) -> None:
+        """Refuse, in the first steps of a job, what is changed outside of updates."""
+        if self._is_young() and self.step > self._done:  # the first step may give first values
+            self._owned.require_unchanged(when, self._title_of)
+
+    @override
+    def _title_of(self, key: Key) -> str:
+        """Return what a tensor of the state is, for people."""
+        if key[0] == "model":
+            return super()._title_of(key)
+        names = {id(each): name for of_module in self._named.values() for name, each in of_module}
+        name = next((names.get(id(each), "") for at, _, each in self._parameters() if at == key[:-1]), "")
+        parameter = f"the parameter {name or '.'.join(map(str, key[:-1]))}"
+        return parameter if key[-1] == PARAMETER else f"{key[-1]} of {parameter}"
+
+    @override
+    def _weights(self) -> Iterable[torch.Tensor]:
+        """Return all parameters, those that no optimizer updates among them."""
+        return self.weights()
+
+    @override
+    def arrange(self) -> None:
+        """Arrange what torch would arrange in the first step, and keep, in every generation alike. Collective."""
+        TorchTensors.arrange(self)
+        self._clear_gradients()
+
+    def _clear_gradients(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+
+    @override
+    def derive(self) -> None:
+        """Do nothing: each tensor comes from its holders, so nothing follows from other ranks' shards."""
+
+
+def _late_change(before: Sequence[Any], now: Sequence[Any]) -> str:
+    """Return what has changed of requires_grad, the values of param groups, and schedulers; "": nothing."""
+    if before[0] != now[0]:
+        return "requires_grad of parameters was changed"
+    changed = changed_value(before[1], now[1])
+    if changed:
+        return "learning rates were changed" if changed == "lr" else f"{changed} of param groups was changed"
+    return "the step() of a ReduceLROnPlateau was called" if before[2] != now[2] else ""

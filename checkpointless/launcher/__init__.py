@@ -1,0 +1,1 @@
+"""Starts, watches and regroups the ranks of a job; imports no torch."""

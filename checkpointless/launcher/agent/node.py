@@ -1,0 +1,430 @@
+"""A node's agent: it starts the ranks of the node, listens to them and does what the coordinator says."""
+
+from __future__ import annotations
+
+import logging
+import selectors
+import signal
+import socket
+import time
+from collections.abc import Callable
+
+from torch.distributed import TCPStore
+
+from checkpointless.launcher.agent.beat_watch import BeatWatch
+from checkpointless.launcher.agent.exit_watch import ExitWatch
+from checkpointless.launcher.agent.launch_config import DEFAULT_TERM_GRACE_S
+from checkpointless.launcher.agent.ranks.device_check import DeviceCheck
+from checkpointless.launcher.agent.ranks.known_job import KnownJob
+from checkpointless.launcher.agent.ranks.local_rank import EXIT_GRACE_S, LocalRank
+from checkpointless.launcher.agent.ranks.process_keeper import ProcessKeeper
+from checkpointless.launcher.agent.ranks.script_end import DEFAULT_EXIT_GRACE_S
+from checkpointless.launcher.agent.ranks.starters import Starter
+from checkpointless.launcher.coordinator.coordinator import FAILED
+from checkpointless.launcher.coordinator.hangs.policy import Heartbeat
+from checkpointless.launcher.protocol.board import NO_STEP
+from checkpointless.launcher.protocol.causes import signal_name
+from checkpointless.launcher.protocol.channel import LOOPBACK
+from checkpointless.launcher.protocol.messages import FaultNotice, Finish, Go, HandOver, Inquire
+from checkpointless.launcher.protocol.node_messages import (
+    IN_BLOCK,
+    AllDone,
+    Ask,
+    Begin,
+    Command,
+    Discard,
+    End,
+    JobOver,
+    Kill,
+    Leaving,
+    NodeMessage,
+    OneEnded,
+    OpenStore,
+    Progress,
+    RankEnded,
+    RankStanding,
+    RankState,
+    Spawn,
+    Standing,
+    StoreOpened,
+)
+from checkpointless.observability.telemetry.event_names import EventName
+from checkpointless.observability.telemetry.events import EventLog
+from checkpointless.observability.telemetry.wording import numbered
+from checkpointless.system.signals import ENDING
+
+logger = logging.getLogger(__name__)
+
+
+class NodeAgent:
+    """Runs the ranks of one node until the job is over.
+
+    Args:
+        index: the node's number.
+        heartbeat: how long a rank in its block may show no progress.
+        address: returns the numeric address at which the other nodes reach this one.
+        report: sends a message to the coordinator. The answer comes to :meth:`obey`, and not before ``report`` has
+            returned.
+        selector: selector of the loop that this agent runs in.
+        starter: starts the ranks' processes.
+        fresh_starter: makes the starter to use if the zygote must not be forked.
+        make_rank: makes a rank, given its number, before its first process is started.
+        rank_env: environment variables of every rank, besides those that the coordinator sends.
+        events: the job's event log.
+        say: called with each line for the terminal.
+        clock: clock of the times given to :meth:`tick`; it should stand still while this process does not run, so
+            that ranks are not blamed for what the agent did not see.
+        device_check: what is run before a rank is started again (None: nothing).
+        term_grace_s: how many seconds the ranks have to end once the job has ended.
+        exit_grace_s: how many seconds a process may be idle that has only to end.
+        hosts: whether the coordinator ends with this agent.
+
+    Attributes:
+        index: the node's number.
+        clock: clock of the times given to :meth:`tick`.
+    """
+
+    def __init__(
+        self,
+        *,
+        index: int,
+        heartbeat: Heartbeat,
+        address: Callable[[], str],
+        report: Callable[[NodeMessage], None],
+        selector: selectors.BaseSelector,
+        starter: Starter,
+        fresh_starter: Callable[[], Starter],
+        make_rank: Callable[[int], LocalRank],
+        rank_env: dict[str, str],
+        events: EventLog,
+        say: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+        device_check: DeviceCheck | None = None,
+        term_grace_s: float = DEFAULT_TERM_GRACE_S,
+        exit_grace_s: float = DEFAULT_EXIT_GRACE_S,
+        hosts: bool = True,
+    ) -> None:
+        self.clock = clock
+        self.index = index
+        self._address = address
+        self._report = report
+        self._say = say
+        self._job = KnownJob(events)
+        self._beats = BeatWatch(heartbeat, self._tell)
+        self._store: GenerationStore | None = None
+        self._term_grace_s = term_grace_s
+        self._hosts = hosts
+        self._farewell: Leaving | None = None  # what the coordinator is told when the first rank has ended
+        self._kill_all_at_s = float("inf")
+        self._too_late = ""  # for what the ranks that are killed then were too late
+        self._processes = ProcessKeeper(
+            self._job,
+            starter=starter,
+            fresh_starter=fresh_starter,
+            make_rank=make_rank,
+            rank_env=rank_env,
+            selector=selector,
+            report=self._pass,
+            say=say,
+            clock=clock,
+            on_lost=self._leave,
+            device_check=device_check,
+        )
+        self._exits = ExitWatch(exit_grace_s, heartbeat.ceiling_s(0.0), self._processes.signal, say)
+
+    # ---- what others may know
+
+    @property
+    def ranks(self) -> dict[int, LocalRank]:
+        """Every rank that this node has started a process of, by number."""
+        return self._processes.ranks
+
+    @property
+    def generation(self) -> int:
+        """The generation that began last (-1: none)."""
+        return self._job.generation
+
+    @property
+    def newest(self) -> int:
+        """The highest optimizer step that a rank of this node was seen to commit (-1: none)."""
+        return self._beats.newest
+
+    @property
+    def began_after(self) -> int:
+        """The highest step that was known to be committed when the generation began."""
+        return self._job.began_after
+
+    @property
+    def joined(self) -> bool:
+        """Whether this node can start processes."""
+        return self._processes.can_start
+
+    @property
+    def is_discarding(self) -> bool:
+        """Whether this node ends its ranks before it joins again, so that nobody should count on them."""
+        return self._processes.is_discarding
+
+    @property
+    def outcome(self) -> End | None:
+        """How the job ended; None until it has."""
+        return self._job.outcome
+
+    @property
+    def incident(self) -> str | None:
+        """The incident that the ranks are being brought together for; None while they train."""
+        together = any(rank.state in (*IN_BLOCK, RankState.FINISHED) for rank in self.ranks.values())
+        return None if together or self._job.outcome is not None else self._job.incident
+
+    @property
+    def has_ended_well(self) -> bool:
+        """Whether every rank's block has returned and every process of this node exited with code 0."""
+        return self._job.finished and self._processes.failures == 0 and not self.alive()
+
+    def alive(self) -> list[LocalRank]:
+        """Return the ranks whose processes have not ended."""
+        return self._processes.alive()
+
+    # ---- the loop
+
+    def tick(self, now_s: float) -> None:
+        """Act on the time that has passed.
+
+        Args:
+            now_s: the current time on the monotonic clock.
+        """
+        self._processes.hear()
+        self._processes.kill_overdue(now_s)
+        if self._job.outcome is not None:
+            if now_s >= self._kill_all_at_s:
+                self._kill_all()
+            return
+        if self.ranks:
+            self._beats.look(self.ranks.values(), self._job.generation, now_s)
+            self._exits.look(self.ranks.values(), now_s)
+
+    def interrupted(self, number: int) -> None:
+        """Pass a signal that this process got on to the ranks.
+
+        One that ends a job gives them the time to end in; SIGINT while a job ends has them killed at once.
+        """
+        if self._job.outcome is None and number in ENDING:
+            self._leave(f"stopped by {signal_name(number)}", number)
+        elif number == signal.SIGINT:
+            self._kill_all_at_s, self._too_late = self.clock(), "before a second SIGINT came"
+        else:
+            self._processes.pass_on(number)
+
+    def end(self, outcome: End, grace_s: float | None = None, number: int = signal.SIGTERM) -> None:
+        """Ask the remaining ranks to end because the job is over, and kill those that do not end in time.
+
+        Args:
+            outcome: how the job ended.
+            grace_s: how many seconds the ranks may take to end (None: as configured).
+            number: the signal that they get.
+        """
+        if self._job.outcome is not None:
+            return
+        self._job.outcome = outcome
+        grace_s = self._term_grace_s if grace_s is None else grace_s
+        self._kill_all_at_s = self.clock() + grace_s
+        self._too_late = f"within {grace_s:g} s of {signal_name(number)}" if grace_s else ""
+        self._processes.terminate(number)
+
+    def close(self) -> None:
+        """Kill and reap the remaining processes, and release all resources."""
+        self._processes.close()
+        self._close_store()
+
+    def _leave(self, reason: str, number: int = signal.SIGTERM) -> None:
+        """End the job on this node, and tell the coordinator that the node no longer takes part.
+
+        It is told when the first rank has ended: the other nodes may be about to get the same signal, and what
+        their ranks do then must not be interrupted because this node is lost.
+        """
+        self._farewell = Leaving(reason)
+        self.end(End(FAILED, [reason]), number=number)
+        if self._hosts or not self.alive():
+            self._say_farewell()
+
+    def _say_farewell(self) -> None:
+        if self._farewell is not None:
+            self._report(self._farewell)
+            self._farewell = None
+
+    def _pass(self, message: NodeMessage) -> None:
+        """Report what has happened to a process."""
+        if isinstance(message, RankEnded):
+            self._say_farewell()
+        self._report(message)
+
+    def _tell(self, message: NodeMessage) -> None:
+        """Report what boards show, after what the ranks said before they showed it."""
+        if isinstance(message, Progress):
+            self._processes.hear_ranks()
+        self._report(message)
+
+    def _kill_all(self) -> None:
+        """Kill the processes that have not ended in time, and say which."""
+        self._say_farewell()
+        late = self.alive()
+        if late and self._too_late:
+            were = "was" if len(late) == 1 else "were"
+            ranks = numbered("rank", [rank.number for rank in late])
+            self._say(f"{ranks} did not end {self._too_late} and {were} killed")
+            self._too_late = ""
+        for rank in late:
+            self._processes.kill(rank)
+
+    # ---- what the coordinator says
+
+    def obey(self, command: Command) -> None:
+        """Do what the coordinator says.
+
+        Raises:
+            ValueError: the command is for a rank that this node does not run.
+        """
+        if self._job.outcome is not None:
+            return
+        if isinstance(command, OpenStore):
+            self._open_store(command.generation)
+        elif isinstance(command, Discard):
+            self._discard()
+        elif isinstance(command, Spawn):
+            if command.afresh:
+                self._exits.elsewhere = None
+            self._processes.spawn(command)
+        elif isinstance(command, Begin):
+            self._begin(command)
+        elif isinstance(command, FaultNotice):
+            self._interrupt(command)
+        elif isinstance(command, HandOver):
+            self._processes.hand_over(command)
+        elif isinstance(command, Ask):
+            for number in command.ranks:
+                self._rank(number).send(Inquire(command.id))
+        elif isinstance(command, Kill):
+            self._kill(command)
+        elif isinstance(command, AllDone):
+            self._job.finished = True
+            for rank in self.ranks.values():
+                if rank.state in IN_BLOCK:  # others have gone on to the next block
+                    rank.state = RankState.FINISHED
+                    rank.send(Finish())
+        elif isinstance(command, OneEnded):
+            self._exits.elsewhere = command.rank
+        elif isinstance(command, End):
+            self.end(command)
+
+    def standing(self) -> Standing:
+        """Return what a coordinator that has just begun needs to know of the ranks that run here."""
+        self._beats.forget_told()
+        self._processes.report_again()
+        job, rows = self._job, []
+        for rank in self.ranks.values():
+            reading = rank.board.read()
+            rows.append(RankStanding(rank.number, rank.incarnation, rank.state, reading.committed, reading.making))
+        incident = int(job.incident or 0)
+        return Standing(job.generation, incident, job.began_after, job.run_id, job.finished, rows)
+
+    def _rank(self, number: int) -> LocalRank:
+        if number not in self.ranks:
+            raise ValueError(f"the coordinator named rank {number}, which this node does not run")
+        return self.ranks[number]
+
+    def _kill(self, command: Kill) -> None:
+        rank = self.ranks.get(command.rank)
+        if rank is None:
+            logger.info("rank %d is to be killed, and was never started here", command.rank)
+            return
+        is_meant = (rank.incarnation, self._job.generation) == (command.incarnation, command.generation)
+        if is_meant and command.beat in (-1, rank.board.read().beat):
+            rank.forgiven = True
+            self._processes.kill(rank)
+
+    def _discard(self) -> None:
+        """End the ranks, which a coordinator has declared dead, and join again without them."""
+        self._say("this node was declared lost: its ranks are ended, and it joins the job again")
+        self._close_store()
+        self._processes.discard()
+
+    def _open_store(self, generation: int) -> None:
+        self._close_store()
+        try:
+            self._store = GenerationStore(generation, self._address())
+        except (OSError, RuntimeError) as error:
+            self._report(JobOver(f"node {self.index}: no store can be opened for generation {generation}: {error}"))
+            return
+        self._report(StoreOpened(generation, self._store.address, self._store.port))
+
+    def _close_store(self) -> None:
+        """Close the store, which frees the ranks that wait in it."""
+        if self._store is not None:
+            self._store.close()
+            self._store = None
+
+    def _begin(self, begin: Begin) -> None:
+        job = self._job
+        job.generation, job.began_after = begin.generation, begin.high_water
+        job.incident, job.finished = begin.incident or None, False
+        self._beats.begin(begin.target, begin.high_water)
+        self._processes.failures = 0
+        known = NO_STEP if begin.generation == begin.origin else begin.high_water  # nothing comes before an origin
+        go = Go(begin.generation, job.incident, begin.env, known, begin.origin)
+        now_s = self.clock()
+        for rank in self.ranks.values():
+            if rank.state is not RankState.READY:
+                continue  # its process has ended since; the coordinator hears of that
+            rank.begin(now_s)
+            if not rank.send(go):
+                rank.kill_at_s = now_s + EXIT_GRACE_S
+
+    def _interrupt(self, notice: FaultNotice) -> None:
+        began_s, now_s = time.monotonic(), self.clock()
+        self._job.interrupt(notice.incident, began_s - notice.undetected_ms / 1000)
+        if self._store is not None and self._store.generation <= notice.generation:
+            self._close_store()
+        # A rank that failed by itself may reach the barrier before this notice; its successor ignores a notice of a
+        # generation that is over.
+        told = [rank for rank in self.ranks.values() if rank.state in (*IN_BLOCK, RankState.READY)]
+        self._job.emit(EventName.NOTIFY, "begin")
+        for rank in told:
+            if rank.state in IN_BLOCK:
+                rank.state = RankState.LEAVING
+            if not rank.send(notice):
+                rank.kill_at_s = now_s + EXIT_GRACE_S
+        seconds = time.monotonic() - began_s
+        self._job.emit(EventName.NOTIFY, "end", seconds=seconds, ranks=[rank.number for rank in told])
+
+
+class GenerationStore:
+    """A c10d store for one generation, which runs in the agent: the ranks do not notice if the coordinator is lost.
+
+    It is bound to one address, on a free port. Closing it frees every rank that waits for a key in it.
+
+    Args:
+        generation: the generation that meets at the store.
+        address: numeric address of this node, as the other nodes reach it.
+
+    Raises:
+        OSError, RuntimeError: the store cannot be opened.
+    """
+
+    def __init__(self, generation: int, address: str = LOOPBACK) -> None:
+        self.generation = generation
+        self.address = address
+        listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+        listener.bind((address, 0))
+        listener.listen(1024)
+        self.port: int = listener.getsockname()[1]
+        self._store: TCPStore | None = TCPStore(
+            address,
+            self.port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),  # the store owns it from here on
+            use_libuv=True,
+        )
+
+    def close(self) -> None:
+        """Stop serving and drop every connection."""
+        self._store = None

@@ -1,0 +1,102 @@
+"""A rank as the agent of its node sees it, over all its processes."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from checkpointless.launcher.agent.ranks.output import Printed
+from checkpointless.launcher.agent.ranks.rank_link import RankLink
+from checkpointless.launcher.protocol.board import Board
+from checkpointless.launcher.protocol.messages import AgentMessage
+from checkpointless.launcher.protocol.node_messages import RankEnded, RankState
+
+EXIT_GRACE_S = 1.0  # for a process to end after it hung up or said that it would exit
+
+
+@dataclass
+class Beats:
+    """The beats of a rank's main thread, as they were seen on its board.
+
+    Attributes:
+        last: the last beat seen.
+        at_begin: the beat when the generation began.
+        at_s: when the beat last changed, on the agent's clock.
+        seen_at_s: when the beat last changed, on the monotonic clock, which does not stand still with the agent.
+        in_step: whether the rank is within an optimizer step, but not in the first ones of a generation.
+    """
+
+    last: int = 0
+    at_begin: int = 0
+    at_s: float = 0.0
+    seen_at_s: float = field(default_factory=time.monotonic)
+    in_step: bool = False
+
+
+@dataclass
+class LocalRank:
+    """One rank, over all its processes.
+
+    Attributes:
+        number: the rank.
+        board: the rank's board, which outlives its processes.
+        log: what its processes print; whoever made it closes it.
+        incarnation: 0 for the first process, +1 at each respawn.
+        pid: process ID of the living process; None until it is known.
+        link: the connection to the living process; None once either side has closed it.
+        said_hello: whether the living process has said hello.
+        forgiven: whether the end of the process is a consequence of what is known already, and no fault by itself.
+        handed_over: whether the process has handed its state to its successor.
+        beats: the beats of the generation.
+        started_at_s: when the living process was started, on the monotonic clock.
+        ended: how the last process ended, once it has.
+        is_cut_off: whether the process is killed because it does not end.
+        is_shown: whether all that it prints is on the terminal of the job, which has no other node.
+        kill_at_s: when the agent kills the process if it still runs, on the agent's clock (None: never).
+    """
+
+    number: int
+    board: Board
+    log: Printed
+    incarnation: int = -1
+    state: RankState = RankState.GONE
+    pid: int | None = None
+    link: RankLink | None = None
+    said_hello: bool = False
+    forgiven: bool = False
+    handed_over: bool = False
+    beats: Beats = field(default_factory=Beats)
+    started_at_s: float = 0.0
+    ended: RankEnded | None = None
+    is_cut_off: bool = False
+    is_shown: bool = False
+    kill_at_s: float | None = None
+
+    def send(self, message: AgentMessage) -> bool:
+        """Send ``message`` to the rank.
+
+        Returns:
+            False if the rank cannot be reached: it has ended, or has read nothing for a long time.
+        """
+        return self.link is not None and self.link.send(message)
+
+    def begin(self, now_s: float) -> None:
+        """Note that the rank enters its block.
+
+        Args:
+            now_s: the current time on the agent's clock.
+        """
+        self.state = RankState.RUNNING
+        beat = self.board.read().beat
+        self.beats = Beats(beat, beat, now_s)
+
+    def disconnect(self) -> None:
+        """Close the connection, if there is one."""
+        if self.link is not None:
+            self.link.close()
+            self.link = None
+
+    def close(self) -> None:
+        """Release all resources."""
+        self.disconnect()
+        self.board.close()

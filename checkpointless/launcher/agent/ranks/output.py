@@ -1,0 +1,280 @@
+"""What the processes of a node print: the pipes that they print to, and the threads that empty these."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import select
+import threading
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from checkpointless.launcher.agent.ranks.sinks import LineCopy, LogFile, write_all
+
+logger = logging.getLogger(__name__)
+
+_PIPE_BYTES = 1 << 20
+_READ_BYTES = 64 * 1024
+_TAIL_BYTES = 16 * 1024
+_ROOM_BYTES = 4 << 20  # that wait for a disk or a terminal, of each rank
+_DISK_PATIENCE_S = 0.25
+_TURN_S = 0.25
+_CLOSE_S = 5.0
+_COMPLAIN_EVERY_S = 600.0
+
+
+class Sink(Protocol):
+    """Takes the output of one rank; only the thread of its outlet calls it, which may wait in it."""
+
+    def write(self, data: bytes | bytearray, lost: int) -> None:
+        """Take output (also none, now and then), after which so many bytes were lost."""
+
+    def close(self) -> None:
+        """Finish."""
+
+
+@dataclass
+class _Source:
+    sink: Sink
+    waiting: bytearray = field(default_factory=bytearray)
+    lost: int = 0
+
+
+class Outlet:
+    """A thread that hands output to sinks, which may block, and room of bounded size in which output waits.
+
+    Args:
+        name: name of the thread.
+        patience_s: how long whoever passes output on waits for room. It waits once until the thread has come to the
+            sink again; what follows is lost until then.
+        complain: called when output is lost because a sink takes none, or not fast enough.
+    """
+
+    def __init__(self, name: str, patience_s: float, complain: Callable[[], None]) -> None:
+        self._patience_s, self._complain = patience_s, complain
+        self._changed = threading.Condition()
+        self._sources: list[_Source] = []
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self.start = self._thread.start
+
+    def to(self, sink: Sink) -> Callable[[bytes], None]:
+        """Return what passes output on to a sink, if there is room."""
+        source = _Source(sink)
+        with self._changed:
+            self._sources.append(source)
+
+        def put(data: bytes) -> None:
+            def has_room() -> bool:
+                return len(source.waiting) + len(data) <= _ROOM_BYTES
+
+            with self._changed:
+                self._changed.notify_all()
+                was_lost = source.lost
+                if not was_lost and self._changed.wait_for(has_room, self._patience_s):
+                    source.waiting += data
+                    return
+                source.lost += len(data)
+            if not was_lost:
+                self._complain()
+
+        return put
+
+    def close(self) -> bool:
+        """Hand out what waits, and end the thread; return whether this was done in time."""
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify_all()
+        self._thread.join(_CLOSE_S)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        is_closing = False
+        while not is_closing:
+            with self._changed:
+                self._changed.wait_for(self._has_work, _TURN_S)
+                is_closing = self._is_closing
+                taken = [(source.sink, source.waiting, source.lost) for source in self._sources]
+                for source in self._sources:
+                    source.waiting, source.lost = bytearray(), 0
+                self._changed.notify_all()
+            for sink, data, lost in taken:
+                try:
+                    sink.write(data, lost)
+                    if is_closing:
+                        sink.close()
+                except Exception:  # the edge of the thread: the output of other ranks still has to go out
+                    logger.exception("output could not be passed on")
+
+    def _has_work(self) -> bool:
+        return self._is_closing or any(source.waiting or source.lost for source in self._sources)
+
+
+class Printed:
+    """What one rank prints, over all its processes: the pipe that they print to, and its last lines.
+
+    This process holds both ends, so that there is one pipe, however many processes the rank has and whatever they
+    leave running.
+
+    Args:
+        path: the log.
+        outlets: are called with all output, in order; they wait for a moment at most.
+    """
+
+    def __init__(self, path: Path, *outlets: Callable[[bytes], None]) -> None:
+        self.path = path
+        self._outlets = outlets
+        self._lock = threading.Lock()
+        self._tail = b""
+        self.readable, self._writable = os.pipe()
+        os.set_blocking(self.readable, False)
+        with contextlib.suppress(OSError):  # an unprivileged user has this much for a limited number of pipes
+            fcntl.fcntl(self._writable, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+
+    def begin(self) -> int:
+        """Return the descriptor that a process which is being started shall print to; it is only lent."""
+        self.take()
+        self._tail = b""
+        os.set_blocking(self._writable, True)  # whatever the process before it has set
+        return self._writable
+
+    def last_lines(self, count: int = 10) -> list[str]:
+        """Return the last lines that the last process printed, also those that are still in the pipe."""
+        self.take()
+        return self._tail.decode(errors="replace").splitlines()[-count:]
+
+    def take(self) -> None:
+        """Pass on what the pipe holds."""
+        with self._lock:
+            for _ in range(_PIPE_BYTES // _READ_BYTES):  # and no more, if a process prints all the time
+                try:
+                    data = os.read(self.readable, _READ_BYTES)
+                except BlockingIOError:
+                    return
+                self._tail = (self._tail + data)[-_TAIL_BYTES:]
+                for put in self._outlets:
+                    put(data)
+
+    def close(self) -> None:
+        """Close the pipe."""
+        os.close(self.readable)
+        os.close(self._writable)
+
+
+class Output:
+    """Takes what the processes of a node print, to log files and to the terminal.
+
+    A thread empties all pipes. It does not wait for a terminal, and for a disk only for a moment, so that no rank
+    does. One thread for the files and one for the terminal wait in its place; what they cannot pass on is left out
+    and counted.
+
+    Args:
+        folder: folder of the logs.
+        node: the node's number; None if it is the job's only node.
+        most_bytes: size of each log, with the older files of the same rank.
+        new_logs: the ranks whose logs begin with this agent; logs that are there already are continued for others.
+        terminal: descriptor that output is copied to; None: it is not.
+        shown: the ranks whose output is copied.
+        say: called with each line for the terminal.
+
+    Attributes:
+        fork_server: what the process that starts ranks prints.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        node: int | None,
+        most_bytes: int,
+        *,
+        new_logs: Collection[int],
+        terminal: int | None,
+        shown: Collection[int],
+        say: Callable[[str], None],
+    ) -> None:
+        self._folder, self._most_bytes, self._new_logs = folder, most_bytes, new_logs
+        self._terminal, self._shown_ranks, self._say = terminal, shown, say
+        self._complained_s = -_COMPLAIN_EVERY_S
+        too_slow = "its disk does not answer in time"
+        self._files = Outlet("checkpointless-logs", _DISK_PATIENCE_S, lambda: self._complain(too_slow))
+        self._shown = Outlet("checkpointless-shown", 0.0, lambda: None)
+        self._reader = threading.Thread(target=self._read, name="checkpointless-output", daemon=True)
+        self._poll, self._wake = select.epoll(), os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._poll.register(self._wake, select.EPOLLIN)
+        self._is_closing = False
+        self._pipes: dict[int, Printed] = {}
+        log = folder / ("zygote.log" if node is None else f"zygote-{node}.log")
+        self.fork_server = self._empty(Printed(log, self._files.to(self._log_file(log, is_new=True))))
+
+    def of_rank(self, rank: int) -> Printed:
+        """Return what a rank prints; once for each rank."""
+        log = self._folder / f"rank-{rank}.log"
+        outlets = [self._files.to(self._log_file(log, is_new=rank in self._new_logs))]
+        if self._terminal is not None and rank in self._shown_ranks:
+            outlets.append(self._shown.to(LineCopy(f"rank {rank}", self._show, log)))
+        return self._empty(Printed(log, *outlets))
+
+    def start(self) -> None:
+        """Start the threads; what was printed before waits in the pipes."""
+        for thread in (self._files, self._shown, self._reader):
+            thread.start()
+
+    def close(self) -> None:
+        """Take what the pipes still hold, wait in bounded time until it is written and shown, and close them."""
+        if self._reader.is_alive():
+            self._is_closing = True
+            os.eventfd_write(self._wake, 1)
+            self._reader.join()  # it waits for nothing
+            if not self._files.close():
+                self._say(f"the disk of {self._folder} does not answer: what the ranks printed last is not kept")
+            if not self._shown.close():
+                self._say(f"what the ranks printed last is not shown: nobody takes it; it is in {self._folder}")
+        self._poll.close()
+        os.close(self._wake)
+        for printed in self._pipes.values():
+            printed.close()
+
+    def descriptors(self) -> list[int]:
+        """Return the descriptors that a process which is forked from this one has to close."""
+        return [self._poll.fileno(), self._wake, self.fork_server.readable]
+
+    def _log_file(self, path: Path, *, is_new: bool) -> LogFile:
+        return LogFile(path, self._most_bytes, self._complain, is_new=is_new)
+
+    def _empty(self, printed: Printed) -> Printed:
+        self._pipes[printed.readable] = printed
+        self._poll.register(printed.readable, select.EPOLLIN)
+        return printed
+
+    def _read(self) -> None:
+        while not self._is_closing:
+            for descriptor, _ in self._poll.poll():
+                if descriptor in self._pipes:
+                    self._take(self._pipes[descriptor])
+        for printed in self._pipes.values():
+            self._take(printed)
+
+    def _take(self, printed: Printed) -> None:
+        try:
+            printed.take()
+        except Exception:  # the edge of the thread: a rank that nobody reads would wait for ever
+            logger.exception("what %s is for could not be read", printed.path)
+
+    def _show(self, lines: bytes) -> None:
+        if self._terminal is None:
+            return
+        try:
+            write_all(self._terminal, lines)
+        except OSError as error:
+            self._terminal = None
+            self._say(f"what ranks print is not shown any more: {error.strerror}; it is in {self._folder}")
+
+    def _complain(self, why: str) -> None:
+        if time.monotonic() - self._complained_s >= _COMPLAIN_EVERY_S:
+            self._complained_s = time.monotonic()
+            self._say(f"output of ranks is left out of {self._folder}: {why}; training goes on")

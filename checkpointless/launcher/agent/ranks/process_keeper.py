@@ -1,0 +1,369 @@
+"""Starts and ends the processes of a node's ranks, and listens to them."""
+
+from __future__ import annotations
+
+import logging
+import selectors
+import signal
+import socket
+import time
+from collections.abc import Callable
+
+from checkpointless.launcher.agent.ranks.device_check import DeviceCheck, DeviceChecks
+from checkpointless.launcher.agent.ranks.known_job import KnownJob
+from checkpointless.launcher.agent.ranks.local_rank import LocalRank
+from checkpointless.launcher.agent.ranks.rank_link import RankLink
+from checkpointless.launcher.agent.ranks.rank_reports import RankReports
+from checkpointless.launcher.agent.ranks.starters import (
+    Descriptors,
+    Exited,
+    Order,
+    Ready,
+    Refused,
+    Started,
+    Starter,
+    StarterLostError,
+)
+from checkpointless.launcher.protocol.causes import signal_name
+from checkpointless.launcher.protocol.messages import Ending, HandOver, ProtocolError
+from checkpointless.launcher.protocol.node_messages import Joined, NodeMessage, RankEnded, RankState, Spawn
+from checkpointless.observability.telemetry.event_names import EventName
+from checkpointless.observability.telemetry.wording import numbered
+from checkpointless.system.environment import FAULT_AT_ENV, INCARNATION_ENV, TORCHELASTIC_RUN_ID_ENV
+from checkpointless.system.signals import ENDING, is_default
+
+logger = logging.getLogger(__name__)
+
+LEAVE_S = 5.0  # a process that was killed ends in a moment, or gives much memory back, or is held by the kernel
+
+
+class ProcessKeeper:
+    """Keeps the processes of a node's ranks.
+
+    Args:
+        job: what this node knows of the job.
+        starter: starts the processes.
+        fresh_starter: makes the starter to use if the zygote must not be forked.
+        make_rank: makes a rank, given its number, before its first process is started.
+        rank_env: environment variables of every rank, besides those that the coordinator sends.
+        selector: selector of the loop.
+        report: sends a message to the coordinator.
+        say: called with each line for the terminal.
+        clock: clock of the times after which a process is killed.
+        on_lost: called with the reason when no process can be started any more.
+        device_check: what is run before a rank is started again (None: nothing).
+
+    Attributes:
+        ranks: every rank that this node has started a process of, by number.
+        can_start: whether processes can be started.
+        is_discarding: whether all processes are being ended before the node joins again.
+        failures: how many processes exited with a nonzero code since the generation began.
+    """
+
+    def __init__(
+        self,
+        job: KnownJob,
+        *,
+        starter: Starter,
+        fresh_starter: Callable[[], Starter],
+        make_rank: Callable[[int], LocalRank],
+        rank_env: dict[str, str],
+        selector: selectors.BaseSelector,
+        report: Callable[[NodeMessage], None],
+        say: Callable[[str], None],
+        clock: Callable[[], float],
+        on_lost: Callable[[str], None],
+        device_check: DeviceCheck | None = None,
+    ) -> None:
+        self.ranks: dict[int, LocalRank] = {}
+        self.can_start = self.is_discarding = False
+        self.failures = 0
+        self._job = job
+        self._reports = RankReports(job, report, clock)
+        self._starter = starter
+        self._starter_lost = False
+        self._fresh_starter = fresh_starter
+        self._make_rank = make_rank
+        self._rank_env = rank_env
+        self._selector = selector
+        self._report = report
+        self._say = say
+        self._clock = clock
+        self._on_lost = on_lost
+        self._checks = DeviceChecks(job, device_check, report, say, clock)
+        self._next: dict[int, Spawn] = {}  # to be started when the living process of the rank has ended
+        self._killed_at_s: dict[int, float] = {}  # by rank, while its process has not ended
+        self._told_of: set[int] = set()  # signals that ranks have no handlers for
+        if starter.readable is not None:
+            selector.register(starter.readable, selectors.EVENT_READ, self.hear)
+
+    def alive(self) -> list[LocalRank]:
+        """Return the ranks whose processes have not ended."""
+        return [rank for rank in self.ranks.values() if rank.state is not RankState.GONE]
+
+    def hear(self) -> None:
+        """Take what has happened to processes and device checks since the last call."""
+        if self._starter_lost:
+            return
+        for spawn in self._checks.passed():
+            self._start(self.ranks[spawn.rank], spawn)
+        if any(rank.link is None for rank in self.alive()):  # nobody else would say that it has ended
+            self._starter.ask()
+        self._hear_starter()
+
+    def hear_ranks(self) -> None:
+        """Take what the ranks have said until now."""
+        for rank in self.ranks.values():
+            self._hear_rank(rank)
+
+    def _hear_starter(self) -> None:
+        if self._starter_lost:
+            return
+        try:
+            news = self._starter.news()
+        except StarterLostError as error:
+            self._starter_lost = True
+            self._unwatch_starter()
+            for rank in self.ranks.values():  # they died with the starter
+                rank.disconnect()
+                rank.state = RankState.GONE
+            self._on_lost(str(error))
+            return
+        for item in news:
+            if isinstance(item, Ready):
+                self._on_starter_ready(item)
+                continue
+            rank = self.ranks[item.rank]
+            if item.incarnation != rank.incarnation:
+                continue
+            if isinstance(item, Started):
+                rank.pid = item.pid
+                if self._job.outcome is not None or rank.number in self._killed_at_s:
+                    self._starter.signal(item.pid, signal.SIGKILL)
+            elif isinstance(item, Refused):
+                rank.disconnect()
+                rank.kill_at_s = None
+                self._ended(rank, 1, refusal=item.why)
+                self._spawn_next(rank)
+            elif isinstance(item, Exited):
+                self._on_exit(rank, item.code)
+
+    def spawn(self, spawn: Spawn) -> None:
+        """Start a process of a rank, once its device has passed the check if it had a process before.
+
+        If the rank's last process lives, it is killed first: the coordinator counts on the new one only.
+        """
+        held = self._checks.held(spawn.rank)
+        if spawn.anyway and held != spawn.incarnation:
+            logger.info("rank %d: nothing holds its process %d any more", spawn.rank, spawn.incarnation)
+            return
+        if spawn.rank not in self.ranks:
+            self.ranks[spawn.rank] = self._make_rank(spawn.rank)
+        rank, job = self.ranks[spawn.rank], self._job
+        if rank.state is not RankState.GONE and held is None:
+            self._replace(rank, spawn)
+            return
+        rank.incarnation = spawn.incarnation
+        job.generation = max(job.generation, spawn.generation - 1)  # a spare's agent has seen no generation yet
+        job.incident = spawn.incident or None
+        job.run_id = spawn.env.get(TORCHELASTIC_RUN_ID_ENV, "")
+        rank.state, rank.pid, rank.kill_at_s = RankState.STARTING, None, None
+        rank.said_hello, rank.forgiven, rank.ended = False, False, None
+        rank.is_cut_off = rank.handed_over = False
+        rank.board.set_exit_code(None)
+        if not self._checks.hold(spawn, {**self._rank_env, **spawn.env}):
+            self._start(rank, spawn)
+
+    def _start(self, rank: LocalRank, spawn: Spawn) -> None:
+        job = self._job
+        if spawn.afresh:
+            rank.board.clear_snapshots()
+        ours, theirs = socket.socketpair()
+        env = {**self._rank_env, **spawn.env, INCARNATION_ENV: str(rank.incarnation)}
+        if spawn.incident:
+            env[FAULT_AT_ENV] = str(job.fault_at(spawn.incident))
+        if rank.incarnation > 0:
+            job.emit(EventName.RESPAWN, "begin", rank=rank.number, incarnation=rank.incarnation)
+        order = Order(rank.number, rank.incarnation, env)
+        self._starter.start(order, Descriptors(rank.log.begin(), theirs.fileno(), rank.board.fd))
+        theirs.close()
+        rank.link = RankLink(rank.number, ours, self._selector, lambda: self._hear_rank(rank))
+        rank.started_at_s = time.monotonic()
+
+    def _replace(self, rank: LocalRank, spawn: Spawn) -> None:
+        """Start a process once the rank's living process has ended."""
+        logger.info("rank %d: %d is to be started while %d lives", rank.number, spawn.incarnation, rank.incarnation)
+        if spawn.incarnation > rank.incarnation:
+            self._next[rank.number] = spawn
+            self.kill(rank)
+
+    def report_again(self) -> None:
+        """Report anew what a coordinator may not have heard of: bad devices, and how processes ended."""
+        self._checks.report_again()
+        for rank in self.ranks.values():
+            if rank.ended is not None:
+                self._report(rank.ended)
+
+    def terminate(self, number: int) -> None:
+        """Let go of the blocks that return, and ask every process to end with the signal ``number``."""
+        for rank in self.alive():
+            rank.send(Ending())
+        for rank in self.alive():
+            if self._checks.drop(rank.number):
+                rank.state = RankState.GONE
+            elif rank.pid is not None:
+                self._starter.signal(rank.pid, number)
+
+    def pass_on(self, number: int) -> None:
+        """Send a signal to every process, but to one that would die of it only if it ends jobs."""
+        would_die = []
+        for rank in self.alive():
+            if rank.pid is None:
+                continue
+            if number not in ENDING and is_default(rank.pid, number):
+                would_die.append(rank.number)
+            else:
+                self._starter.signal(rank.pid, number)
+        if would_die and number not in self._told_of:
+            self._told_of.add(number)
+            name, ranks = signal_name(number), numbered("rank", would_die)
+            self._say(f"{name} is not passed on to {ranks}: without a handler a process would die of it")
+
+    def hand_over(self, command: HandOver) -> None:
+        """Have processes that wait at the barrier hand their state to successors."""
+        for number in command.ranks:
+            rank = self.ranks.get(number)
+            if rank is not None and rank.state is RankState.READY:
+                rank.state = RankState.LEAVING
+                if not rank.send(command):
+                    self.kill(rank)
+
+    def signal(self, rank: LocalRank, number: int) -> None:
+        """Send a signal to a rank's process, if it has one."""
+        if rank.pid is not None:
+            self._starter.signal(rank.pid, number)
+
+    def kill(self, rank: LocalRank) -> None:
+        """Kill the rank's process, as soon as its process ID is known."""
+        rank.kill_at_s = None
+        if rank.state is RankState.GONE or rank.number in self._killed_at_s:
+            return
+        if self._checks.drop(rank.number):  # there is no process, and it does not come
+            self._ended(rank, -signal.SIGKILL, was_started=False)
+        else:
+            self._killed_at_s[rank.number] = self._clock()
+            self.signal(rank, signal.SIGKILL)
+
+    def kill_overdue(self, now_s: float) -> None:
+        """Kill the processes that should have ended by now; once the job is over, do not wait for them any more.
+
+        Args:
+            now_s: the current time on the agent's clock.
+        """
+        for rank in self.ranks.values():
+            if rank.kill_at_s is not None and now_s >= rank.kill_at_s:
+                self.kill(rank)
+        if self._job.outcome is None:
+            return
+        for rank in self.alive():
+            if now_s > self._killed_at_s.get(rank.number, now_s) + LEAVE_S:
+                self._say(f"rank {rank.number} was killed, and has not ended for {LEAVE_S:g} s: it is left")
+                rank.disconnect()
+                rank.state = RankState.GONE
+
+    def discard(self) -> None:
+        """Kill all processes, report nothing of their ends, and join the job again without them."""
+        self.is_discarding = True
+        self._next.clear()
+        for rank in self.alive():
+            rank.disconnect()
+            self.kill(rank)
+        self._join_when_empty()
+
+    def close(self) -> None:
+        """Kill and reap the remaining processes, and release all resources."""
+        self._checks.close()
+        self._starter.close()
+        for rank in self.ranks.values():
+            rank.close()
+
+    def _unwatch_starter(self) -> None:
+        if self._starter.readable is not None:
+            self._selector.unregister(self._starter.readable)
+
+    def _on_starter_ready(self, ready: Ready) -> None:
+        self._job.emit_preload(ready.seconds, ready.failed)
+        if self._job.outcome is not None:
+            return
+        if not ready.can_fork:
+            self._say(
+                "a preloaded module has initialized CUDA, so ranks are started as new processes instead of forked"
+            )
+            self._unwatch_starter()
+            self._starter.close()
+            self._starter = self._fresh_starter()
+        self.can_start = True
+        self._report(Joined())
+
+    def _on_exit(self, rank: LocalRank, code: int) -> None:
+        self._hear_rank(rank)  # take what it said before it ended
+        rank.disconnect()
+        rank.state, rank.kill_at_s = RankState.GONE, None
+        if rank.is_cut_off and (scripts := rank.board.exit_code()) is not None:
+            code = scripts  # nothing of the script was cut off
+        self.failures += code != 0
+        lines = rank.log.last_lines() if code != 0 else []
+        self._ended(rank, code, lines)
+        self._spawn_next(rank)
+
+    def _spawn_next(self, rank: LocalRank) -> None:
+        """Start the process that has waited for the end of the rank's last one."""
+        following = self._next.pop(rank.number, None)
+        if following is not None and self._job.outcome is None:
+            self.spawn(following)
+
+    def _ended(
+        self,
+        rank: LocalRank,
+        code: int,
+        lines: list[str] | None = None,
+        *,
+        was_started: bool = True,
+        refusal: str = "",
+    ) -> None:
+        """Report that a rank has no process any more."""
+        rank.state = RankState.GONE
+        self._killed_at_s.pop(rank.number, None)
+        if self.is_discarding:
+            self._join_when_empty()
+            return
+        reading = rank.board.read()
+        rank.ended = RankEnded(
+            rank.number,
+            rank.incarnation,
+            code,
+            rank.forgiven,
+            reading.committed,
+            reading.making,
+            str(rank.log.path),
+            [] if rank.is_shown else lines or [],
+            was_started,
+            refusal,
+            rank.handed_over,
+        )
+        self._report(rank.ended)
+
+    def _join_when_empty(self) -> None:
+        if self.is_discarding and not self.alive():
+            self.is_discarding = False
+            self._report(Joined())
+
+    def _hear_rank(self, rank: LocalRank) -> None:
+        if rank.pid is None:
+            self._hear_starter()  # which process this is, if both have spoken since the last look
+        try:
+            self._reports.hear(rank)
+        except ProtocolError as error:
+            self._say(f"rank {rank.number} broke the protocol and is replaced: {error}")
+            rank.disconnect()
+            self.kill(rank)

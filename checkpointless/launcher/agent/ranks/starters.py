@@ -1,0 +1,420 @@
+"""The two ways to start the processes of ranks: a zygote that forks them, or an interpreter for each."""
+
+from __future__ import annotations
+
+import abc
+import errno
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from checkpointless.launcher.agent.ranks.rank_process import Script
+from checkpointless.system.awake_clock import AwakeClock
+from checkpointless.system.environment import AGENT_FD_ENV, BOARD_FD_ENV, RANK_ENV
+from checkpointless.system.forked_process import ForkedProcess
+from checkpointless.system.process_state import ProcessLook, state_of
+from checkpointless.system.process_tree import ProcessTree, kill_descendants, wait_for_killed
+from checkpointless.system.signals import forget_handlers
+
+logger = logging.getLogger(__name__)
+
+_CLOSE_TIMEOUT_S = 5.0
+ANSWER_LIMIT_S = 20.0  # a zygote answers in milliseconds, or in a second on a machine that is starved
+_ASK_EVERY_S = 1.0
+_CLOSE_SILENT_S = 1.0
+_LIMITS = "raise the limits on processes (ulimit -u, pids.max of the cgroup)"
+_DESCRIPTORS = "raise the limit on open files (ulimit -n)"
+_REMEDIES = {
+    errno.EAGAIN: _LIMITS,
+    errno.ENOMEM: "give the job more memory (memory.max of the cgroup, vm.overcommit_memory)",
+    errno.EMFILE: _DESCRIPTORS,
+    errno.ENFILE: _DESCRIPTORS,
+}
+
+
+@dataclass(frozen=True)
+class Order:
+    """The order to start one process.
+
+    Attributes:
+        env: environment variables of the process, on top of the agent's environment.
+    """
+
+    rank: int
+    incarnation: int
+    env: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Descriptors:
+    """The descriptors that a rank inherits; the starter only borrows them."""
+
+    log: int
+    agent: int
+    board: int
+
+
+@dataclass(frozen=True)
+class Started:
+    """A process was started."""
+
+    rank: int
+    incarnation: int
+    pid: int
+
+
+@dataclass(frozen=True)
+class Refused:
+    """The kernel has refused a rank's process; ``why`` is one line, with what to do."""
+
+    rank: int
+    incarnation: int
+    why: str
+
+    @classmethod
+    def by(cls, number: int, rank: int, incarnation: int) -> Refused:
+        """Make it of the kernel's error number."""
+        remedy = _REMEDIES.get(number)
+        return cls(rank, incarnation, f"{os.strerror(number)}{f'; {remedy}' if remedy else ''}")
+
+
+@dataclass(frozen=True)
+class Exited:
+    """A process has ended; ``code`` is its exit code, or minus the number of the signal that killed it."""
+
+    rank: int
+    incarnation: int
+    pid: int
+    code: int
+
+
+@dataclass(frozen=True)
+class Ready:
+    """The zygote has imported what it was told to.
+
+    Attributes:
+        can_fork: whether ranks may be forked from it (no CUDA context exists).
+    """
+
+    can_fork: bool
+    failed: tuple[str, ...]
+    seconds: float
+
+
+News: TypeAlias = Started | Refused | Exited | Ready
+
+
+class StarterLostError(RuntimeError):
+    """The process that starts ranks has ended."""
+
+
+class Starter(abc.ABC):
+    """Starts, signals and reaps the processes of ranks.
+
+    Attributes:
+        readable: socket that becomes readable when there is news; None if the caller has to poll :meth:`news`.
+    """
+
+    readable: socket.socket | None = None
+
+    @abc.abstractmethod
+    def start(self, order: Order, descriptors: Descriptors) -> None:
+        """Start one process; :class:`Started` follows, or :class:`Refused`."""
+
+    @abc.abstractmethod
+    def signal(self, pid: int, number: int) -> None:
+        """Send a signal to a rank; SIGKILL also goes to its children. A rank that has ended is left alone."""
+
+    @abc.abstractmethod
+    def ask(self) -> None:
+        """Find out whether ranks are still watched; :meth:`news` raises if they are not."""
+
+    @abc.abstractmethod
+    def news(self) -> list[News]:
+        """Return what happened since the last call, without blocking.
+
+        Raises:
+            StarterLostError: no process can be started any more.
+        """
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Kill and reap every remaining process, in bounded time."""
+
+
+class ZygoteStarter(Starter):
+    """Has a zygote fork the ranks.
+
+    Args:
+        script: what the ranks run.
+        preload: names that the zygote imports.
+        platform: name of the platform that the zygote installs after the imports
+            (:mod:`checkpointless.launcher.agent.ranks.platforms`); None: none.
+        env: environment variables of the zygote, on top of this process's environment.
+        log: descriptor that the zygote's own output goes to; it is only lent.
+        folder: folder in which the ranks keep their sockets (:mod:`checkpointless.system.temp_folder`).
+        fork_here: whether to fork the zygote from this process, which has imported everything, instead of starting
+            an interpreter; this process must have one thread and no CUDA context.
+        clock: clock of the time in which the zygote must answer; it should stand still while this process does.
+        close: descriptors that a zygote which is forked from this process closes.
+    """
+
+    def __init__(
+        self,
+        script: Script,
+        *,
+        preload: tuple[str, ...],
+        platform: str | None,
+        env: dict[str, str],
+        log: int,
+        folder: Path | None,
+        fork_here: bool = False,
+        clock: Callable[[], float] | None = None,
+        close: Sequence[int] = (),
+    ) -> None:
+        self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        arguments = ["--fd", str(theirs.fileno()), "--parent", str(os.getpid())]
+        arguments += ["--preload", ",".join(preload), "--script", script.to_json()]
+        if folder is not None:
+            arguments += ["--temp-folder", str(folder)]
+        if platform is not None:
+            arguments += ["--platform", platform]
+        self.process: subprocess.Popen[bytes] | ForkedProcess
+        with theirs:
+            if fork_here:
+                self.process = ForkedProcess(
+                    lambda: zygote_in_this_process(arguments, env),
+                    output=log,
+                    close=[self._connection.fileno(), *close],
+                )
+            else:
+                self.process = subprocess.Popen(
+                    [sys.executable, "-m", "checkpointless.launcher.agent.ranks.zygote", *arguments],
+                    env=zygote_env(env),
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,
+                )
+        self._connection.setblocking(False)
+        self.readable = self._connection
+        self._is_ready = False
+        self._pids: set[int] = set()
+        self._clock = clock or AwakeClock()
+        self._queue: deque[tuple[bytes, list[int]]] = deque()  # requests that the zygote has not taken
+        self._unanswered = 0
+        self._heard_s = self._clock()  # or when the first request was made that is not answered
+
+    def start(self, order: Order, descriptors: Descriptors) -> None:
+        request = {
+            "type": "start",
+            "rank": order.rank,
+            "incarnation": order.incarnation,
+            "env": order.env,
+        }
+        self._request(request, [descriptors.log, descriptors.agent, descriptors.board])
+
+    def signal(self, pid: int, number: int) -> None:
+        self._request({"type": "signal", "pid": pid, "signal": int(number)}, [])
+
+    def ask(self) -> None:
+        if not self._unanswered and self._clock() - self._heard_s > _ASK_EVERY_S:
+            self._request({"type": "ping"}, [])
+
+    def news(self) -> list[News]:
+        found: list[News] = []
+        while True:
+            try:
+                data = self._connection.recv(64 * 1024)
+            except BlockingIOError:
+                break
+            except OSError as error:
+                raise self._lost() from error
+            if not data:
+                if found:
+                    return found  # the next call sees the end again
+                raise self._lost()
+            self._heard_s = self._clock()
+            event = self._event(json.loads(data))
+            if event is not None:
+                found.append(event)
+        self._send()
+        if not found and self._unanswered and self._clock() - self._heard_s > ANSWER_LIMIT_S:
+            look = ProcessLook.at(self.process.pid)
+            self._kill()
+            raise StarterLostError(
+                f"the process that starts ranks has not answered for {ANSWER_LIMIT_S:g} s "
+                f"({state_of(look, look, 0.0).value}), and was killed with the ranks"
+            )
+        return found
+
+    def close(self) -> None:
+        self._connection.close()
+        for _, descriptors in self._queue:
+            for descriptor in descriptors:
+                os.close(descriptor)
+        if not self._is_ready:
+            self.process.kill()  # it would first finish its imports
+        try:
+            self.process.wait(_CLOSE_SILENT_S if self._unanswered else _CLOSE_TIMEOUT_S + 1)
+        except subprocess.TimeoutExpired:
+            logger.warning("the zygote did not end by itself and is killed")
+            self._kill()
+        if self.process.returncode == 0:
+            return
+        trees = [ProcessTree(pid, None) for pid in self._pids]
+        for tree in trees:  # the kernel kills the ranks, but not what they started
+            tree.kill()
+        for tree in trees:
+            tree.clean()
+
+    def _kill(self) -> None:
+        """Kill the zygote and all that it has led to, without its help."""
+        kill_descendants(self.process.pid)
+        self.process.kill()
+        wait_for_killed(self.process, _CLOSE_TIMEOUT_S)
+
+    def _request(self, request: dict[str, Any], descriptors: list[int]) -> None:
+        if not self._unanswered:
+            self._heard_s = self._clock()
+        self._unanswered += 1
+        self._queue.append((json.dumps(request).encode(), [os.dup(each) for each in descriptors]))
+        self._send()
+
+    def _send(self) -> None:
+        """Send the requests that the zygote takes now; the others wait for :meth:`news`."""
+        while self._queue:
+            data, descriptors = self._queue[0]
+            try:
+                socket.send_fds(self._connection, [data], descriptors)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                logger.warning("the zygote cannot be reached: %s", error)  # news() reports this too
+            self._queue.popleft()
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+    def _event(self, body: dict[str, Any]) -> News | None:
+        if body["type"] == "done":
+            self._unanswered -= 1
+            return None
+        if body["type"] == "ready":
+            self._is_ready = True
+            return Ready(body["can_fork"], tuple(body["failed"]), body["seconds"])
+        if body["type"] == "started":
+            self._pids.add(body["pid"])
+            return Started(body["rank"], body["incarnation"], body["pid"])
+        if body["type"] == "refused":
+            return Refused.by(body["number"], body["rank"], body["incarnation"])
+        self._pids.discard(body["pid"])
+        return Exited(body["rank"], body["incarnation"], body["pid"], body["code"])
+
+    def _lost(self) -> StarterLostError:
+        try:
+            code = self.process.wait(1)
+        except subprocess.TimeoutExpired:
+            return StarterLostError("the process that starts ranks hung up")
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        return StarterLostError(f"the process that starts ranks {how}")
+
+
+def zygote_in_this_process(arguments: Sequence[str], env: Mapping[str, str]) -> None:
+    """Run the zygote in this process, which was forked for it."""
+    from checkpointless.launcher.agent.ranks import zygote
+
+    wanted = zygote_env(env)
+    os.environ.clear()
+    os.environ.update(wanted)
+    forget_handlers()
+    zygote.main(arguments)
+
+
+def zygote_env(env: Mapping[str, str]) -> dict[str, str]:
+    """Return the zygote's environment, without the rank that a pod may have given to the agent.
+
+    Libraries check whether that rank is 0 when they are imported.
+    """
+    return {**{name: value for name, value in os.environ.items() if name != RANK_ENV}, **env}
+
+
+class FreshStarter(Starter):
+    """Starts every rank in a separate interpreter.
+
+    Args:
+        script: what the ranks run.
+        platform: name of the platform that a rank installs before the script
+            (:mod:`checkpointless.launcher.agent.ranks.platforms`); None: none.
+        folder: folder in which the ranks keep their sockets (:mod:`checkpointless.system.temp_folder`).
+    """
+
+    def __init__(self, script: Script, platform: str | None, folder: Path | None) -> None:
+        self._command = [sys.executable, "-m", "checkpointless.launcher.agent.ranks.rank_process"]
+        self._command += ["--parent", str(os.getpid()), "--script", script.to_json()]
+        if folder is not None:
+            self._command += ["--temp-folder", str(folder)]
+        self._folder = folder
+        if platform is not None:
+            self._command += ["--platform", platform]
+        self._processes: dict[int, tuple[Order, subprocess.Popen[bytes], ProcessTree]] = {}
+        self._news: list[News] = []
+
+    def start(self, order: Order, descriptors: Descriptors) -> None:
+        inherited = {AGENT_FD_ENV: str(descriptors.agent), BOARD_FD_ENV: str(descriptors.board)}
+        try:
+            process = subprocess.Popen(
+                self._command,
+                env={**os.environ, **order.env, **inherited},
+                stdin=subprocess.DEVNULL,
+                stdout=descriptors.log,
+                stderr=descriptors.log,
+                pass_fds=[descriptors.agent, descriptors.board],
+                start_new_session=True,
+            )
+        except OSError as error:
+            self._news.append(Refused.by(error.errno or errno.EIO, order.rank, order.incarnation))
+            return
+        self._processes[process.pid] = (order, process, ProcessTree(process.pid, self._folder))
+        self._news.append(Started(order.rank, order.incarnation, process.pid))
+
+    def signal(self, pid: int, number: int) -> None:
+        if pid not in self._processes:
+            return
+        if number == signal.SIGKILL:
+            self._processes[pid][2].kill()
+        else:
+            os.kill(pid, number)
+
+    def ask(self) -> None:
+        return  # this process watches them itself
+
+    def news(self) -> list[News]:
+        for pid, (order, process, tree) in list(self._processes.items()):
+            if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                continue
+            tree.kill()
+            self._news.append(Exited(order.rank, order.incarnation, pid, process.wait()))
+            tree.clean()
+            del self._processes[pid]
+        found, self._news = self._news, []
+        return found
+
+    def close(self) -> None:
+        for _, _, tree in self._processes.values():
+            tree.kill()
+        deadline = time.monotonic() + _CLOSE_TIMEOUT_S
+        for _, process, tree in self._processes.values():
+            wait_for_killed(process, max(0.1, deadline - time.monotonic()))
+            tree.clean()
+        self._processes.clear()

@@ -1,0 +1,238 @@
+"""A process that has imported the frameworks once and forks ranks: ``python -m checkpointless.launcher.agent.ranks.zygote``.
+
+It talks to the agent over a socket that keeps message boundaries. Each request to start a rank carries three
+descriptors: the rank's log, its connection to the agent, and its board. Each request is answered at the end by
+``done``, so that the agent notices a process that does nothing any more.
+
+It adopts the orphans of ranks. When the agent ends, however it ends, all that ranks have started is ended, too.
+"""
+
+from __future__ import annotations
+
+import errno
+import gc
+import json
+import logging
+import os
+import selectors
+import shutil
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from checkpointless.launcher.agent.ranks.platforms import install_platform
+from checkpointless.launcher.agent.ranks.preload import preload, prepare
+from checkpointless.launcher.agent.ranks.rank_process import Script, die_with_parent, process_parser, run_script
+from checkpointless.system import temp_folder
+from checkpointless.system.environment import AGENT_FD_ENV, BOARD_FD_ENV, HANDOVER_ENV, RANK_ENV
+from checkpointless.system.process_tree import ProcessTree, adopt_orphans, kill_descendants
+from checkpointless.system.signals import ENDING, PASSED_ON
+
+logger = logging.getLogger(__name__)
+
+MAX_REQUEST_BYTES = 128 * 1024
+_KILL_GRACE_S = 5.0
+#: A child has ended; or the agent has, which is sent as a signal that a stopped process gets, too.
+_AWAKES = (signal.SIGCHLD, signal.SIGCONT)
+
+
+class Zygote:
+    """Forks ranks on request, and reports at once how each of them ended.
+
+    Args:
+        connection: connection to the agent; when it closes, the zygote and every rank end.
+        script: what the ranks run.
+        folder: folder in which the ranks keep their sockets (:mod:`checkpointless.system.temp_folder`).
+    """
+
+    def __init__(self, connection: socket.socket, script: Script, folder: Path | None) -> None:
+        self._connection = connection
+        self._script = script
+        self._folder = folder
+        self._ranks: dict[int, tuple[int, int, ProcessTree]] = {}  # pid -> rank, incarnation, its processes
+        self._wakeup, self._wake = socket.socketpair()
+        self._wakeup.setblocking(False)
+        self._wake.setblocking(False)
+        signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
+        for number in _AWAKES:
+            signal.signal(number, lambda *_: None)
+        self._agent = os.getppid()
+        # A service manager signals every process; this one has to outlive the ranks, and ends with the agent.
+        signal.pthread_sigmask(signal.SIG_BLOCK, (*ENDING, *PASSED_ON))
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(connection, selectors.EVENT_READ, self._on_request)
+        self._selector.register(self._wakeup, selectors.EVENT_READ, self._on_awake)
+        self._open = True
+
+    def serve(self) -> None:
+        """Serve until the agent closes the connection or ends, then end all processes that ranks have led to."""
+        adopt_orphans()
+        die_with_parent(self._agent, signal.SIGCONT)
+        while self._open:
+            for key, _ in self._selector.select():
+                key.data()
+        self._end_all()
+
+    def say(self, **event: Any) -> None:
+        """Send an event to the agent."""
+        try:
+            self._connection.send(json.dumps(event).encode())
+        except OSError as error:
+            logger.warning("the agent is gone: %s", error)
+            self._open = False
+
+    def _on_request(self) -> None:
+        data, descriptors, _, _ = socket.recv_fds(self._connection, MAX_REQUEST_BYTES, 3, socket.MSG_CMSG_CLOEXEC)
+        if not data:
+            self._open = False
+            return
+        request = json.loads(data)
+        if request["type"] == "start":
+            self._start(request, descriptors)
+            for descriptor in descriptors:
+                os.close(descriptor)
+        elif request["type"] == "signal":
+            self._signal(request["pid"], request["signal"])
+        self.say(type="done")
+
+    def _start(self, request: dict[str, Any], descriptors: list[int]) -> None:
+        zygote_pid, rank, incarnation = os.getpid(), request["rank"], request["incarnation"]
+        try:
+            pid = os.fork()
+        except OSError as error:
+            self.say(type="refused", rank=rank, incarnation=incarnation, number=error.errno or errno.EIO)
+            return
+        if pid == 0:
+            self._become_rank(zygote_pid, request["env"], *descriptors)
+        self._ranks[pid] = (rank, incarnation, ProcessTree(pid, self._folder))
+        self.say(type="started", rank=rank, incarnation=incarnation, pid=pid)
+
+    def _become_rank(self, zygote_pid: int, env: dict[str, str], log: int, agent: int, board: int) -> NoReturn:
+        """Run the script in the forked child."""
+        try:
+            os.setsid()  # the terminal's Ctrl-C is for the agent, and the rank's own children die with its group
+            die_with_parent(zygote_pid)
+            signal.set_wakeup_fd(-1)
+            for number in _AWAKES:
+                signal.signal(number, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.pthread_sigmask(signal.SIG_SETMASK, [])
+            self._selector.close()
+            for own in (self._connection, self._wakeup, self._wake):
+                own.close()
+            for stream in (sys.stdout, sys.stderr):
+                stream.flush()  # what was printed before belongs to the log of before
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            os.close(log)
+            os.environ.update(env)
+            os.environ[AGENT_FD_ENV] = str(agent)
+            os.environ[BOARD_FD_ENV] = str(board)
+            _tell_rank(int(env[RANK_ENV]))
+            if "numpy" in sys.modules:
+                sys.modules["numpy"].random.seed()  # a fresh interpreter's state differs from rank to rank
+            logging.getLogger().handlers.clear()  # the zygote's own handlers
+            temp_folder.use(self._folder)
+            run_script(self._script)
+        finally:
+            os._exit(1)
+
+    def _on_awake(self) -> None:
+        self._wakeup.recv(4096)
+        self._open = self._open and os.getppid() == self._agent
+        while self._reap(os.WNOHANG):
+            pass
+
+    def _reap(self, flags: int) -> bool:
+        """Reap one child that has ended, and what it left in its process group; return whether there was one."""
+        try:
+            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT | flags)
+        except ChildProcessError:
+            return False
+        if ended is None:
+            return False
+        if ended.si_pid not in self._ranks:
+            os.waitpid(ended.si_pid, 0)
+            return True
+        rank, incarnation, tree = self._ranks.pop(ended.si_pid)
+        tree.kill()
+        _, status = os.waitpid(ended.si_pid, 0)
+        code = os.waitstatus_to_exitcode(status)
+        self.say(type="exited", rank=rank, incarnation=incarnation, pid=ended.si_pid, code=code)
+        tree.clean()
+        return True
+
+    def _signal(self, pid: int, number: int) -> None:
+        if pid not in self._ranks:
+            return  # it has ended meanwhile
+        if number == signal.SIGKILL:
+            self._ranks[pid][2].kill()
+        os.kill(pid, number)
+
+    def _end_all(self) -> None:
+        deadline = time.monotonic() + _KILL_GRACE_S
+        for pid, (_, _, tree) in self._ranks.items():
+            tree.kill()
+            os.kill(pid, signal.SIGKILL)
+        while kill_descendants(os.getpid()) and time.monotonic() < deadline:
+            while self._reap(os.WNOHANG):
+                pass
+            time.sleep(0.005)
+
+
+def _tell_rank(rank: int) -> None:
+    """Tell Lightning the rank: it notes the rank when it is imported, and no rank was known then."""
+    module = sys.modules.get("lightning_utilities.core.rank_zero")
+    if module is not None:
+        module.rank_zero_only.rank = rank
+
+
+def can_fork() -> bool:
+    """Return whether forked children can use CUDA, as far as torch is concerned."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return True
+    try:
+        pid = os.fork()
+    except OSError as error:  # the starts of ranks report it
+        logger.warning("no child can be asked whether CUDA works there: %s", error)
+        return not torch.cuda.is_initialized()
+    if pid == 0:
+        os._exit(1 if torch.cuda._is_in_bad_fork() else 0)
+    _, status = os.waitpid(pid, 0)
+    return status == 0
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Preload, then serve the agent.
+
+    Args:
+        arguments: command-line arguments (default: those of this process).
+    """
+    parser = process_parser()
+    parser.add_argument("--fd", type=int, required=True)
+    parser.add_argument("--preload", default="")
+    options = parser.parse_args(arguments)
+    die_with_parent(options.parent)
+    logging.basicConfig(level=logging.INFO, format="zygote: %(message)s")
+    os.set_inheritable(options.fd, False)
+    connection = socket.socket(fileno=options.fd)
+    started_s = time.monotonic()
+    failed = preload(tuple(name for name in options.preload.split(",") if name), options.script)
+    if options.platform is not None:
+        install_platform(options.platform)
+    prepare(options.script)
+    gc.collect()
+    gc.freeze()  # what is loaded now is never garbage: collections in the ranks need not scan it
+    zygote = Zygote(connection, options.script, options.temp_folder)
+    zygote.say(type="ready", can_fork=can_fork(), failed=failed, seconds=time.monotonic() - started_s)
+    zygote.serve()
+    shutil.rmtree(os.environ.get(HANDOVER_ENV, ""), ignore_errors=True)  # an agent that was killed leaves it
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""Looks at the agent and the coordinator a few times per second, and leaves what it sees as a snapshot."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from checkpointless.launcher.protocol.board import NO_STEP
+from checkpointless.launcher.protocol.node_messages import RankState
+from checkpointless.observability.monitoring.accounting import Accounting
+from checkpointless.observability.monitoring.measured import Measuring
+from checkpointless.observability.monitoring.snapshot import (
+    OUTSIDE,
+    JobNames,
+    JobNode,
+    JobRank,
+    JobStatus,
+    RankStatus,
+    Snapshot,
+    Tally,
+)
+from checkpointless.observability.telemetry.event_names import EventName
+from checkpointless.observability.telemetry.events import Edge, EventLog
+
+if TYPE_CHECKING:  # a node's agent loads torch, and a coordinator in a process of its own needs none
+    from collections.abc import Iterator
+
+    from checkpointless.launcher.agent.node import NodeAgent
+    from checkpointless.launcher.coordinator.coordinator import Coordinator
+    from checkpointless.launcher.coordinator.roster import Node
+
+_EVERY_S = 0.25
+
+_SHARE = 50  # looking takes less than a fiftieth of the loop's time, however many ranks there are
+
+_BEATING = (RankState.RUNNING, RankState.LEAVING)
+
+
+class Watch:
+    """Keeps the snapshot of a loop up to date.
+
+    Args:
+        node: number of this node, or :data:`OUTSIDE`.
+        names: what the job is called.
+
+    Attributes:
+        snapshot: the newest snapshot; it is replaced, never changed.
+        measuring: reads what the ranks of this node measured; None before :meth:`log`, and outside of nodes.
+        accounting: reads what the run's time was spent on; None before :meth:`log`.
+        names: what the job is called.
+    """
+
+    def __init__(self, node: int, names: JobNames | None = None) -> None:
+        self.snapshot = Snapshot(node)
+        self.measuring: Measuring | None = None
+        self.accounting: Accounting | None = None
+        self.names = names or JobNames()
+        self._tally = Tally()
+        self._began_s = self._again_at_s = 0.0
+
+    def log(self, path: Path | None) -> EventLog:
+        """Return the event log of this node's agent, or of the coordinator; what is written to it is counted here.
+
+        Args:
+            path: path of the log; None drops what is written after it was counted.
+        """
+        node = self.snapshot.node
+        if path is not None:
+            self.accounting = Accounting(path)
+        if node != OUTSIDE and path is not None:
+            self.measuring = Measuring(path, node, self._own_ranks)
+        return _WatchedLog(path, node, self._tally)
+
+    def look(self, agent: NodeAgent, coordinator: Coordinator | None, now_s: float) -> None:
+        """Replace the snapshot if it is due.
+
+        Args:
+            coordinator: the job's coordinator; None on nodes where it does not run.
+            now_s: the current time on the monotonic clock.
+        """
+        if not self._is_due(now_s):
+            return
+        ranks = tuple(_ranks(agent, agent.clock()))
+        committed = max((rank.committed for rank in ranks if rank.committed is not None), default=None)
+        self.snapshot = Snapshot(
+            node=agent.index,
+            at_s=round(time.time(), 3),
+            looked_at_s=now_s,
+            generation=_known(agent.generation),
+            high_water=_known(agent.began_after) if committed is None else committed,
+            incident=agent.incident,
+            respawns=self._tally.respawns,
+            device_checks_failed=self._tally.device_checks_failed,
+            exit_code=None if agent.outcome is None else agent.outcome.code,
+            ranks=ranks,
+            job=None if coordinator is None else self._job(coordinator),
+        )
+        self._looked(now_s)
+
+    def look_from_outside(self, coordinator: Coordinator, now_s: float) -> None:
+        """Replace the snapshot of a coordinator in a separate process, if it is due."""
+        if not self._is_due(now_s):
+            return
+        job = self._job(coordinator)
+        self.snapshot = Snapshot(
+            node=OUTSIDE,
+            at_s=round(time.time(), 3),
+            looked_at_s=now_s,
+            generation=_known(coordinator.generation),
+            high_water=_known(coordinator.high_water),
+            incident=next(reversed(self._tally.open), None),
+            exit_code=None if coordinator.outcome is None else coordinator.outcome.code,
+            job=job,
+        )
+        self._looked(now_s)
+
+    def _is_due(self, now_s: float) -> bool:
+        self._began_s = time.perf_counter()
+        return now_s >= self._again_at_s
+
+    def _looked(self, now_s: float) -> None:
+        self._again_at_s = now_s + max(_EVERY_S, _SHARE * (time.perf_counter() - self._began_s))
+
+    def _own_ranks(self) -> tuple[frozenset[int], bool]:
+        now = self.snapshot
+        return frozenset(rank.rank for rank in now.ranks), now.exit_code is not None
+
+    def _job(self, coordinator: Coordinator) -> JobStatus:
+        return JobStatus(
+            nodes=tuple(_node(node) for node in coordinator.nodes),
+            ranks=tuple(
+                JobRank(rank.number, rank.node.index, rank.state.value, rank.incarnation)
+                for rank in coordinator.ranks
+            ),
+            spares=len(coordinator.spares),
+            incidents=self._tally.incidents,
+            cause=next(reversed(self._tally.open.values()), None),
+            causes=dict(self._tally.causes),
+            recoveries=self._tally.recoveries,
+            rungs=dict(self._tally.rungs),
+            steps_lost=self._tally.steps_lost,
+            given_up=self._tally.given_up,
+            inexact=coordinator.inexact,
+        )
+
+
+class _WatchedLog(EventLog):
+    """An event log that counts what it is given."""
+
+    def __init__(self, path: Path | None, node: int, tally: Tally) -> None:
+        super().__init__(path, node=node)
+        self._tally = tally
+
+    def emit(
+        self,
+        stage: EventName,
+        edge: Edge,
+        *,
+        generation: int,
+        incident: str | None = None,
+        rank: int | None = None,
+        **fields: Any,
+    ) -> None:
+        """Append one event, and count it."""
+        super().emit(stage, edge, generation=generation, incident=incident, rank=rank, **fields)
+        self._tally.event(stage, edge, incident, fields)
+
+
+def _ranks(agent: NodeAgent, now_s: float) -> Iterator[RankStatus]:
+    for rank in agent.ranks.values():
+        reading = rank.board.read()
+        yield RankStatus(
+            rank.number,
+            rank.state.value,
+            rank.pid if rank.state is not RankState.GONE else None,
+            rank.incarnation,
+            _known(reading.committed),
+            _known(reading.making),
+            round(max(0.0, now_s - rank.beats.at_s), 3) if rank.state in _BEATING else None,
+        )
+
+
+def _node(node: Node) -> JobNode:
+    return JobNode(node.index, "joined" if node.joined else "absent" if node.lost else "loading", node.lost)
+
+
+def _known(number: int) -> int | None:
+    """Return a step or a generation, or None for -1."""
+    return None if number == NO_STEP else number

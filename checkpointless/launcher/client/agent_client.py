@@ -1,0 +1,344 @@
+"""The rank's side of the connection to its agent."""
+
+from __future__ import annotations
+
+import abc
+import logging
+import os
+import socket
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import TypeVar, cast
+
+from checkpointless.launcher.protocol.causes import exception_cause
+from checkpointless.launcher.protocol.messages import (
+    FROM_AGENT,
+    AgentMessage,
+    Answer,
+    Barrier,
+    Done,
+    Ending,
+    FaultNotice,
+    FaultReport,
+    Finish,
+    GiveUp,
+    Go,
+    HandOver,
+    Hello,
+    Inexact,
+    Inquire,
+    LineBuffer,
+    ProtocolError,
+    RankMessage,
+    Replace,
+    encode,
+)
+from checkpointless.system.environment import AGENT_FD_ENV, RANK_ENV
+
+logger = logging.getLogger(__name__)
+
+SEND_TIMEOUT_S = 30
+_TICK_S = 0.1  # waits are cut into ticks, so that signals and asynchronous exceptions reach the waiting thread
+_RECEIVE_BYTES = 64 * 1024
+
+T = TypeVar("T")
+
+
+class AgentLostError(ConnectionError):
+    """The connection to the agent is closed, so nothing regroups this rank any more."""
+
+
+class SuccessorWantedError(Exception):
+    """This process, which waits at the barrier, has to hand its state to a successor and end.
+
+    Args:
+        high_water: the highest optimizer step that any rank was ever seen to commit (-1: none).
+    """
+
+    def __init__(self, high_water: int) -> None:
+        super().__init__("this process has to hand its state to a successor")
+        self.high_water = high_water
+
+
+class RankUnknownError(AssertionError, RuntimeError):
+    """It is not known which rank this process is (an ``AssertionError``, as in HyperPod's ``wait_rank``)."""
+
+
+class RankClient(abc.ABC):
+    """Base class of a rank's connection to what regroups it: what the rank sends, and what it receives.
+
+    Args:
+        rank: this process's global rank.
+
+    Attributes:
+        on_fault: called on the listening thread with each notice that is not older than the rank's generation. It
+            must return soon, because nothing is received meanwhile. :meth:`pending_fault` returns a notice that
+            came before ``on_fault`` was set.
+        has_launcher: whether a launcher started this process; if not, nothing is recovered from.
+        on_inquire: called on the listening thread with the number of an inquiry; returns the answer to it.
+        is_ending: whether the job is ending, so that no block is entered again.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.on_fault: Callable[[FaultNotice], None] | None = None
+        self.on_inquire: Callable[[int], Answer] | None = None
+        self.rank = rank
+        self.is_ending = False
+        self.has_launcher = True
+        self._news = threading.Condition()
+        self._generation = 0
+        self._go: Go | None = None
+        self._hand_over: HandOver | None = None
+        self._faults: dict[int, FaultNotice] = {}
+        self._finish: Finish | None = None
+        self._lost: str | None = None
+
+    def hello(self, generation: int) -> None:
+        """Report that this rank is at the entry of its block.
+
+        Raises:
+            AgentLostError: the connection is closed; every method that sends raises this.
+        """
+        with self._news:
+            self._go = self._finish = None  # left from a block that this process ran before, if any
+            self._move_to(generation)
+        self._send(Hello(rank=self.rank, pid=os.getpid(), generation=generation))
+
+    def wait_go(self, after_generation: int, timeout_s: float | None = None) -> Go:
+        """Wait for a ``go`` whose generation is larger than ``after_generation``.
+
+        Raises:
+            AgentLostError: the connection was closed before the ``go`` came.
+            SuccessorWantedError: the process has to hand its state to a successor instead.
+            SystemExit: the job is ending.
+            TimeoutError: the ``go`` did not come within ``timeout_s`` seconds.
+        """
+
+        def arrived() -> Go | None:
+            if self.is_ending:
+                raise SystemExit(1)
+            if self._hand_over is not None and self._hand_over.generation == after_generation:
+                wanted, self._hand_over = self._hand_over, None
+                raise SuccessorWantedError(wanted.high_water)
+            return self._go if self._go is not None and self._go.generation > after_generation else None
+
+        return self._wait(arrived, timeout_s, f"a go after generation {after_generation}")
+
+    def report_fault(
+        self, generation: int, *, error: str, message: str, traceback: str, step: int, victim: bool
+    ) -> None:
+        """Tell the agent that this rank failed; see :class:`~checkpointless.launcher.protocol.messages.FaultReport`."""
+        cause = exception_cause(self.rank, error, message, traceback, step, victim)
+        self._send(FaultReport(generation, cause))
+
+    def barrier(self, generation: int, unfit: str = "") -> None:
+        """Report that this rank has left ``generation``, is clean and healthy, and waits for ``go``.
+
+        Args:
+            unfit: why this process cannot enter its block again, in one line ("": it can).
+        """
+        self._send(Barrier(generation, unfit))
+
+    def request_replacement(self, generation: int, reason: str, handed_over: bool = False) -> None:
+        """Report that this process must not be used again; it has to exit next.
+
+        Args:
+            handed_over: whether its successor finds its state in the node's memory.
+        """
+        self._send(Replace(generation, reason, handed_over))
+
+    def done(self, generation: int) -> None:
+        """Report that the block has returned."""
+        self._send(Done(generation))
+
+    def report_inexact(self, generation: int, reason: str) -> None:
+        """Report that a step is not the one that it was before the fault.
+
+        Args:
+            reason: what is another, in one line.
+        """
+        self._send(Inexact(generation, reason))
+
+    def give_up(self, generation: int, reason: str, code: int = 1, is_lost: bool = False) -> None:
+        """End the job, with ``reason`` as its last message and ``code`` as its exit code.
+
+        Args:
+            is_lost: whether the job could continue if it began again, from the script's own checkpoint.
+        """
+        self._send(GiveUp(generation, reason, code, is_lost))
+
+    def wait_finish_or_fault(self, generation: int, timeout_s: float | None = None) -> Finish | FaultNotice:
+        """Wait, after :meth:`done`, until all ranks are done, another rank needs this one, or the job is ending.
+
+        Raises:
+            AgentLostError: the connection was closed before either message came.
+            TimeoutError: neither message came within ``timeout_s`` seconds.
+        """
+
+        def arrived() -> Finish | FaultNotice | None:
+            if self.is_ending:
+                return Finish()
+            notice = self._faults.get(generation)
+            return notice if notice is not None else self._finish
+
+        return cast(Finish | FaultNotice, self._wait(arrived, timeout_s, "finish or a fault notice"))
+
+    def pending_fault(self, generation: int) -> FaultNotice | None:
+        """Return the notice that ``generation`` is over if it has come at any time, else None."""
+        with self._news:
+            return self._faults.get(generation)
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Stop listening and release every descriptor."""
+
+    @abc.abstractmethod
+    def _send(self, message: RankMessage) -> None:
+        """Send ``message``."""
+
+    def _hear(self, message: AgentMessage) -> None:
+        """Keep ``message`` for the thread that waits for it, and call the callback for it.
+
+        Raises:
+            ProtocolError: ``message`` is none of those that are handled here.
+        """
+        if isinstance(message, Inquire):
+            asked = self.on_inquire
+            self._send(asked(message.id) if asked is not None else Answer(message.id, False, ""))
+            return
+        with self._news:
+            if isinstance(message, Go):
+                self._go = message
+                self._move_to(message.generation)
+            elif isinstance(message, HandOver):
+                self._hand_over = message
+            elif isinstance(message, Finish):
+                self._finish = message
+            elif isinstance(message, Ending):
+                self.is_ending = True
+            elif not isinstance(message, FaultNotice):
+                raise ProtocolError(f"this rank cannot handle the agent's message {message.type!r}")
+            elif message.generation < self._generation:
+                return  # stale: the rank has left that generation already
+            else:
+                self._faults[message.generation] = message
+            self._news.notify_all()
+        if isinstance(message, FaultNotice) and self.on_fault is not None:
+            self.on_fault(message)
+
+    def _lose(self, reason: str) -> None:
+        with self._news:
+            self._lost = self._lost or reason
+            self._news.notify_all()
+
+    def _move_to(self, generation: int) -> None:
+        with self._news:
+            self._generation = max(self._generation, generation)
+            self._faults = {of: notice for of, notice in self._faults.items() if of >= self._generation}
+
+    def _wait(self, arrived: Callable[[], T | None], timeout_s: float | None, what: str) -> T:
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        with self._news:
+            while (found := arrived()) is None:
+                if self._lost is not None:
+                    raise AgentLostError(f"the agent is gone ({self._lost}) while waiting for {what}")
+                if deadline is not None and time.monotonic() >= deadline:
+                    raise TimeoutError(f"waited {timeout_s} s for {what}")
+                self._news.wait(_TICK_S)
+            return found
+
+
+class AgentClient(RankClient):
+    """Talks to the agent that started this process; a daemon thread reads the agent's messages.
+
+    If the reader fails, the client closes the connection. The agent then replaces this process, because a process
+    that receives no notices would hold up every other rank.
+
+    Args:
+        connection: one end of the socket pair to the agent; the client owns it from now on.
+        rank: this process's global rank.
+    """
+
+    def __init__(self, connection: socket.socket, rank: int) -> None:
+        super().__init__(rank)
+        self._connection = connection
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_TIMEOUT_S, 0))
+        self._send_lock = threading.Lock()
+        _clients.add(self)
+        self._reader = threading.Thread(target=self._read, name="checkpointless-agent-reader", daemon=True)
+        self._reader.start()
+
+    @classmethod
+    def from_environment(cls) -> AgentClient | None:
+        """Return the client of this process, or None if no checkpointless agent started it.
+
+        The descriptor is removed from the environment, so that a child process does not take it for its own.
+        Later calls return the same client.
+        """
+        global _of_this_process
+        value = os.environ.pop(AGENT_FD_ENV, None)
+        if value is not None:
+            fd = int(value)
+            os.set_inheritable(fd, False)
+            _of_this_process = cls(socket.socket(fileno=fd), rank=int(os.environ[RANK_ENV]))
+        return _of_this_process
+
+    def close(self) -> None:
+        """Close the connection and end the reader thread."""
+        self._hang_up()
+        if threading.current_thread() is not self._reader:
+            self._reader.join(timeout=5)
+        self._connection.close()
+
+    def _send(self, message: RankMessage) -> None:
+        line = encode(message)
+        try:
+            with self._send_lock:
+                self._connection.sendall(line)
+        except OSError as error:
+            self._lose(f"could not send {message.type!r}: {error}")
+            raise AgentLostError(f"the agent is gone: could not send {message.type!r}: {error}") from error
+
+    def _read(self) -> None:
+        lines = LineBuffer()
+        try:
+            while data := self._connection.recv(_RECEIVE_BYTES):
+                for line in lines.feed(data):
+                    self._hear(FROM_AGENT.decode(line))
+            self._lose("it closed the connection")
+        except (OSError, ProtocolError) as error:
+            self._lose(str(error))
+        except Exception as error:
+            logger.exception("rank %d can no longer listen to its agent", self.rank)
+            self._lose(f"{type(error).__name__}: {error}")
+        finally:
+            self._hang_up()
+
+    def _hang_up(self) -> None:
+        try:
+            self._connection.shutdown(socket.SHUT_RDWR)  # frees the reader; close() alone would not
+        except OSError:
+            logger.debug("the connection to the agent was closed already")
+
+    def _forget_after_fork(self) -> None:
+        """Close a forked child's copy of the parent's connection, which would hide the parent's death."""
+        self._connection.close()
+        self._lost = "this process was forked by the rank"
+
+
+_clients: weakref.WeakSet[AgentClient] = weakref.WeakSet()
+_of_this_process: AgentClient | None = None
+
+
+def _forget_clients() -> None:
+    global _of_this_process
+    _of_this_process = None
+    for client in list(_clients):
+        client._forget_after_fork()
+    _clients.clear()
+
+
+os.register_at_fork(after_in_child=_forget_clients)

@@ -1,0 +1,322 @@
+"""Which nodes belong to a job: those that join it, are lost, come back or take the place of a lost one."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Sequence
+from enum import Enum
+
+from checkpointless.launcher.coordinator.job import FAILED, Job, Phase
+from checkpointless.launcher.coordinator.nodes.adoption import Adoption
+from checkpointless.launcher.coordinator.processes import Processes
+from checkpointless.launcher.coordinator.regrouping import Regrouping
+from checkpointless.launcher.coordinator.roster import NOT_YET, Node, Rank
+from checkpointless.launcher.protocol.causes import Cause, CauseKind
+from checkpointless.launcher.protocol.node_messages import Command, DeviceBad, End, Holding, RankState
+from checkpointless.observability.telemetry.event_names import EventName
+from checkpointless.observability.telemetry.rungs import Rung
+
+logger = logging.getLogger(__name__)
+
+
+class Membership:
+    """Admits nodes to a job, and replaces those that are lost.
+
+    Args:
+        job: the job.
+        adoption: what nodes reported about ranks that an earlier coordinator had them start.
+        processes: has a node open the store, if the one that did is lost.
+        regrouping: opens incidents, and ends the job.
+        on_complete: called whenever a node has joined and none is missing then.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        adoption: Adoption,
+        processes: Processes,
+        regrouping: Regrouping,
+        on_complete: Callable[[], None],
+    ) -> None:
+        self._job = job
+        self._roster = job.roster
+        self._adoption = adoption
+        self._processes = processes
+        self._regrouping = regrouping
+        self._on_complete = on_complete
+
+    def admit(self, index: int, nproc: int, send: Callable[[Command], None]) -> Node:
+        """Admit the agent of a node; see :meth:`Coordinator.admit`.
+
+        Raises:
+            ValueError: the job has no place for the node; the message says why.
+        """
+        roster = self._roster
+        wanted = roster.nodes[0].nproc
+        if nproc != wanted:
+            raise ValueError(f"it runs {nproc} ranks, and the nodes of this job run {wanted}")
+        if index >= len(roster.nodes):
+            raise ValueError(f"there is no node {index} in a job of {len(roster.nodes)}")
+        if self._job.phase is Phase.OVER:
+            raise ValueError("the job is over")
+        node = Node(index, nproc, send)
+        if index < 0:
+            roster.spares.append(node)
+        elif index in roster.back_by_s:
+            node.back_by_s = roster.back_by_s.pop(index)
+            node.joined, node.is_back = roster.nodes[index].joined, True
+            node.tried = roster.nodes[index].tried
+            node.speaks_by_s = self._job.clock() + self._job.limits.regroup_timeout_s
+            roster.put_in_place(node, index)
+        elif not roster.nodes[index].lost:
+            raise ValueError(f"node {index} is here already")
+        else:
+            roster.put_in_place(node, index)
+        return node
+
+    def joined(self, node: Node) -> None:
+        """Note that the agent of ``node`` can start processes."""
+        if node.is_back and not self.begin_anew(node, "its agent was started anew"):
+            return
+        node.joined = True
+        if not self._roster.is_in_place(node):
+            vacant = self._vacant()
+            if vacant is not None:
+                self._replace(vacant)
+            return
+        self._roster.not_joined.discard(node.index)
+        if not self._roster.not_joined:
+            self._on_complete()
+
+    def lose(self, node: Node, reason: str, since_s: float | None = None) -> None:
+        """Note that the agent of a node cannot be reached; see :meth:`Coordinator.lose`."""
+        roster, job = self._roster, self._job
+        if not self._comes_back(node):
+            self.lose_for_good(node, reason, since_s)
+        elif node.index not in roster.back_by_s:
+            by_s = node.back_by_s if node.is_back else job.clock() + job.limits.node_timeout_s
+            roster.back_by_s[node.index] = by_s
+            node.send, node.is_back = _drop, False
+
+    def lose_for_good(self, node: Node, reason: str, since_s: float | None = None) -> None:
+        """Treat the ranks of ``node`` as dead.
+
+        Args:
+            since_s: since when they are, as far as that is known, on the monotonic clock (None: since now).
+        """
+        if node.lost:  # it had said that it leaves, and now its connection is closed
+            return
+        roster, job = self._roster, self._job
+        node.send, node.lost, node.joined, node.is_back = _drop, reason, False, False
+        if node in roster.spares:
+            roster.spares.remove(node)
+        if job.phase is Phase.OVER or not roster.is_in_place(node):
+            return
+        roster.lost.add(node.index)
+        roster.not_joined.add(node.index)
+        roster.back_by_s.pop(node.index, None)
+        job.progress.drop(node.index)
+        self._adoption.drop(node)
+        self._lose_ranks(node, reason, since_s)
+
+    def give_up(self, node: Node, reason: str) -> None:
+        """Have a node end its part of the job, and treat it as lost: a device of it must not be used."""
+        node.send(End(FAILED, [reason]))
+        self.lose_for_good(node, reason)
+
+    def lose_those_that_stay_away(self, now_s: float) -> None:
+        """Treat nodes as lost that looked for this coordinator and have not come back, or not spoken, in time."""
+        for index in [index for index, by_s in self._roster.back_by_s.items() if now_s >= by_s]:
+            self.lose_for_good(self._roster.nodes[index], "it lost sight of the coordinator and did not come back")
+        for node in [node for node in self._roster.nodes if node.is_back and now_s >= node.speaks_by_s]:
+            self.begin_anew(node, "it came back and did not say what its ranks do")
+
+    def replace_missing(self, why: str) -> None:
+        """Have spares take the places of all nodes that are not here.
+
+        Args:
+            why: why the nodes are not here, for people.
+        """
+        for index in sorted(self._roster.lost):
+            missing = self._roster.nodes[index]
+            missing.send, missing.lost = _drop, why
+            self._replace(missing)
+
+    def begin_anew(self, node: Node, reason: str) -> bool:
+        """Treat the ranks of a node as lost, because it has come back without them.
+
+        Returns:
+            Whether the node still has a place in the job.
+        """
+        send, index = node.send, node.index
+        self.lose_for_good(node, reason)
+        if self._job.outcome is None and self._roster.nodes[index] is node:
+            node.send, node.lost = send, ""
+            self._roster.put_in_place(node, index)
+            return True
+        send(self._job.outcome or End(FAILED, [f"a spare has taken the place of node {index}"]))
+        return False
+
+    def _comes_back(self, node: Node) -> bool:
+        """Return whether a node whose connection is lost is expected back with its ranks, which go on meanwhile.
+
+        This holds for a node that looks for this coordinator, and when all that is left is to hear how ranks
+        ended. Of a node that has not joined, nobody here knows what its ranks do.
+        """
+        if node.lost or not node.joined or not self._roster.is_in_place(node):
+            return False
+        return node.is_back or node.searching or self._job.phase is Phase.FINISHING
+
+    def _vacant(self) -> Node | None:
+        """Return a node that was lost, whose place anybody may take."""
+        if self._job.replace_at_s is not None:
+            return None
+        return next((each for each in self._roster.nodes if each.lost and each.lost != NOT_YET), None)
+
+    def _lose_ranks(self, node: Node, reason: str, since_s: float | None) -> None:
+        """Treat the ranks of a node that was lost as dead, and look for another node."""
+        job, mine = self._job, self._roster.ranks_of(node)
+        states = {rank.state for rank in mine}
+        making = max(rank.making for rank in mine)
+        for rank in mine:
+            self._roster.move(rank, RankState.GONE)
+        if job.phase is Phase.FINISHING:
+            if states != {RankState.GONE}:
+                job.end(FAILED, f"node {node.index} was lost before its ranks had ended ({reason})")
+            self._regrouping.check_end()
+            return
+        if job.phase is Phase.JOINING:
+            job.say(f"node {node.index} was lost before the job began ({reason})")
+            if self._adoption or job.replace_at_s is not None:
+                job.replace_at_s = job.clock() + job.limits.node_timeout_s
+                return  # its ranks may train, and it may come back
+        else:
+            cause = Cause(CauseKind.LOSS, None, "node", "was lost", making, reason, who=f"node {node.index}")
+            self._regrouping.fault(cause, since_s)
+            job.incidents.step_up(Rung.NODE, str(cause))
+            job.gather_by_s = job.clock() + job.limits.regroup_timeout_s
+            if job.rendezvous.host == node.index:
+                self._processes.ask_for_store()
+        if job.outcome is None:
+            self._replace(node)
+
+    def _replace(self, lost: Node) -> None:
+        """Have a spare take the place of a lost node, if one is ready."""
+        roster, job = self._roster, self._job
+        spare = next((each for each in roster.spares if each.joined), None)
+        if spare is None:
+            left_s = (job.gather_by_s or 0.0) - job.clock()
+            job.say(f"no spare is ready: waiting up to {max(left_s, 0):.0f} s for another node {lost.index}")
+            return
+        roster.spares.remove(spare)
+        job.say(f"a spare takes the place of node {lost.index}")
+        roster.put_in_place(spare, lost.index)
+        self.joined(spare)
+
+
+def _drop(command: Command) -> None:
+    logger.info("%r is for a node that is lost", command.type)
+
+
+class Remedy(Enum):
+    """What to do about a rank whose device must not be used."""
+
+    GIVE_UP = "give_up"  # a spare takes the node's place, with all of its ranks
+    TRY = "try"  # the rank is started on the device although it is bad
+
+
+def remedy(*, has_spare: bool, hosts_coordinator: bool, is_last_holder: bool, was_tried: bool) -> Remedy:
+    """Return what to do.
+
+    A node is given up whole, since ranks belong to nodes, so its other ranks lose what they hold. That costs only
+    time if every shard of the node has another holder elsewhere. If one has not, the device is tried once first:
+    should that work, no step is lost. If it fails again, the node is given up even so, because going back to
+    storage is better than the end. Without a spare the device is tried each time, since the error may be over; the
+    limits on incidents without progress end a job in which it is not. A node whose agent hosts the coordinator is
+    never given up: that would end the job.
+
+    Args:
+        has_spare: whether a spare is ready.
+        hosts_coordinator: whether the agent of the node hosts the coordinator.
+        is_last_holder: whether the node is known to hold a shard that no living rank of another node holds.
+        was_tried: whether a process of the rank was started on the device although it was bad, and no step was
+            committed since.
+    """
+    if has_spare and not hosts_coordinator and (was_tried or not is_last_holder):
+        return Remedy.GIVE_UP
+    return Remedy.TRY
+
+
+def is_last_holder(node: Node, ranks: Sequence[Rank], fresh: Collection[int]) -> bool:
+    """Return whether a living rank of ``node`` holds a shard that no living rank of another node is known to hold.
+
+    Ranks that have not said which shard they hold share the state with all others or have none, so they do not
+    count.
+
+    Args:
+        ranks: all ranks of the job.
+        fresh: numbers of the ranks whose processes may not have received any state yet.
+    """
+    living = [rank for rank in ranks if rank.state is not RankState.GONE and rank.number not in fresh]
+    elsewhere = {rank.shard for rank in living if rank.node is not node}
+    return any(rank.shard is not None and rank.shard not in elsewhere for rank in living if rank.node is node)
+
+
+class BadDevices:
+    """Acts on reports of devices that must not be used.
+
+    Args:
+        job: the job.
+        membership: gives nodes up for spares.
+        processes: starts processes.
+    """
+
+    def __init__(self, job: Job, membership: Membership, processes: Processes) -> None:
+        self._job = job
+        self._membership = membership
+        self._processes = processes
+
+    def note_holding(self, node: Node, message: Holding) -> None:
+        """Note which shards the ranks of a node hold."""
+        if self._job.roster.is_in_place(node):
+            for rank, shard in zip(self._job.roster.ranks_of(node), message.shards):
+                rank.shard = shard
+
+    def hear(self, rank: Rank, message: DeviceBad, host: Node | None) -> None:
+        """Act on a report.
+
+        Args:
+            rank: the rank whose process was to be started.
+            host: the node whose agent runs this coordinator, if there is one.
+        """
+        job, node = self._job, rank.node
+        is_meant = rank.state is RankState.STARTING and rank.incarnation == message.incarnation
+        if not is_meant or job.phase is not Phase.GATHERING:
+            return
+        tried, tried_after = node.tried.get(rank.number, (-1, -1))
+        if tried == message.incarnation:
+            self._processes.start_anyway(rank)  # the answer may be lost, and one that comes twice is ignored
+            return
+        chosen = remedy(
+            has_spare=any(spare.joined for spare in job.roster.spares),
+            hosts_coordinator=node is host,
+            is_last_holder=is_last_holder(node, job.roster.ranks, job.roster.fresh),
+            was_tried=tried >= 0 and job.high_water <= tried_after,
+        )
+        why = f"the device of rank {rank.number} must not be used: {message.why}"
+        job.incidents.emit(
+            EventName.BAD_DEVICE,
+            "point",
+            rank=rank.number,
+            node_number=node.index,
+            why=message.why,
+            remedy=chosen.value,
+        )
+        if chosen is Remedy.GIVE_UP:
+            job.say(f"node {node.index} is given up for a spare: {why}")
+            self._membership.give_up(node, why)
+        else:
+            node.tried[rank.number] = message.incarnation, job.high_water
+            todo = "is started on it once more" if tried < 0 else "is started on it again: add a spare node"
+            job.say(f"node {node.index} cannot be given up: {why}; rank {rank.number} {todo}")
+            self._processes.start_anyway(rank)

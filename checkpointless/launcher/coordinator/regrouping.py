@@ -1,0 +1,376 @@
+"""Regrouping: an incident stops a generation, the ranks gather at the barrier, and the next generation begins."""
+
+from __future__ import annotations
+
+import time
+
+from checkpointless.launcher.coordinator.hangs.watch import HangWatch
+from checkpointless.launcher.coordinator.incident_policy import (
+    SAME_FAILURE_S,
+    STILLBORN_LIMIT,
+    GiveUpDecision,
+    certain_failure,
+    may_be_certain,
+)
+from checkpointless.launcher.coordinator.job import FAILED, Job, Phase
+from checkpointless.launcher.coordinator.processes import Processes
+from checkpointless.launcher.coordinator.roster import Rank
+from checkpointless.launcher.protocol.board import NO_STEP
+from checkpointless.launcher.protocol.causes import Cause, CauseKind, culprit, exit_cause, refusal_cause
+from checkpointless.launcher.protocol.node_messages import (
+    COUNTED,
+    IN_BLOCK,
+    AllDone,
+    Begin,
+    FaultNotice,
+    OneEnded,
+    RankEnded,
+    RankState,
+)
+from checkpointless.observability.telemetry.event_names import EventName
+from checkpointless.observability.telemetry.rungs import Rung
+from checkpointless.observability.telemetry.wording import plural
+
+_NO_RESTARTS = "; or begin again from the script's own checkpoint: --max-restarts N"
+_FIRST_STEP = 1
+_RETURN_TOGETHER_S = 1.0  # ranks that leave their training in the same step return within this time
+_RETURNED = (
+    "rank {} has returned from its block in step {}, which is not made, and other ranks have not: they wait for it "
+    "until they count as stalled. A block that catches an exception hides a fault: let it leave the function"
+)
+
+
+class Regrouping:
+    """Takes a job from a fault to the next generation, and from its last block to its end.
+
+    Args:
+        job: the job.
+        processes: starts and kills the processes of ranks.
+        hangs: the watch over ranks without progress; it forgets what it saw when a generation ends or begins.
+    """
+
+    def __init__(self, job: Job, processes: Processes, hangs: HangWatch) -> None:
+        self._job = job
+        self._roster = job.roster
+        self._incidents = job.incidents
+        self._processes = processes
+        self._hangs = hangs
+        self._notify_at_s: float | None = None  # when ranks are interrupted that might raise the same by themselves
+        self._began_over = NO_STEP  # the newest step that was committed when the generation began
+        self._returned: tuple[float, str] | None = None  # a rank within a step: when to say so, and what
+        self._one_ended = False  # whether a process has ended well since the job began, or began again
+
+    # ---- from a fault to the barrier
+
+    def fault(self, cause: Cause, since_s: float | None = None) -> None:
+        """Open an incident, or add ``cause`` to the open one.
+
+        Args:
+            since_s: when the fault happened, on the monotonic clock: the last progress of a rank that hangs, the
+                last word of a node (None: it was noticed at once).
+        """
+        if self._incidents.open is None:
+            self._interrupt(cause, since_s)
+        self._incidents.add_cause(cause, since_s)
+        if self._notify_at_s is not None:
+            self._look_whether_all_fail()
+        if cause.kind is CauseKind.LOSS:
+            decision = self._incidents.one_too_many(cause, self._job.high_water)
+            if decision is not None:
+                self._give_up(cause, decision)
+
+    def _interrupt(self, cause: Cause, since_s: float | None) -> None:
+        """Open an incident and interrupt the ranks that are in their block."""
+        job = self._job
+        self._incidents.begin(cause, since_s)
+        self._hangs.forget()
+        self._returned = None
+        if job.phase is Phase.RUNNING:
+            job.enter(Phase.GATHERING)
+            if job.generation == job.origin and may_be_certain([cause]):
+                self._notify_at_s = job.clock() + SAME_FAILURE_S
+            else:
+                job.tell_nodes(self.interruption())
+            for rank in self._roster.ranks:
+                if rank.state in IN_BLOCK:
+                    self._roster.move(rank, RankState.LEAVING)
+        job.gather_by_s = job.clock() + job.limits.regroup_timeout_s
+        self._processes.ensure_store()
+
+    def tick(self, now_s: float) -> None:
+        """Interrupt the ranks if not all have raised in time what the first one has; name one that has returned."""
+        if self._returned is not None and now_s >= self._returned[0]:
+            self._job.say(self._returned[1])
+            self._returned = None
+        if self._notify_at_s is not None and now_s >= self._notify_at_s:
+            self._notify()
+
+    def _look_whether_all_fail(self) -> None:
+        """End the job if every rank raises the same before the first step; interrupt the ranks if not all can."""
+        incident = self._incidents.open
+        assert incident is not None
+        decision = certain_failure(incident.by_rank, len(self._roster.ranks))
+        if decision is not None:
+            self._give_up(incident.cause, decision)
+        elif not may_be_certain(incident.by_rank.values()):
+            self._notify()
+
+    def _notify(self) -> None:
+        if self._notify_at_s is not None:
+            self._notify_at_s = None
+            self._job.tell_nodes(self.interruption())
+
+    def interruption(self) -> FaultNotice:
+        """Return the notice that has ranks leave their block because of the open incident."""
+        incident = self._incidents.open
+        assert incident is not None
+        cause, undetected_ms = incident.cause, int(1000 * (incident.undetected_s or 0))
+        return FaultNotice(self._job.generation, incident.id, str(cause), culprit(cause), undetected_ms)
+
+    def ended(self, rank: Rank, ended: RankEnded) -> None:
+        """Act on the end of a rank's process: have it replaced, or end the job."""
+        job, was = self._job, rank.state
+        self._roster.move(rank, RankState.GONE)
+        entered = was in COUNTED
+        if not entered and (was is RankState.FINISHED or (rank.incarnation == rank.first and not ended.forgiven)):
+            if ended.refusal:
+                job.end(FAILED, str(refusal_cause(rank.number, ended.refusal)))
+            elif ended.code != 0:
+                cause = exit_cause(rank.number, ended.code, NO_STEP)
+                words = f"{cause}; its log: {ended.log_path}"
+                if was is RankState.FINISHED:
+                    job.end(FAILED, *ended.last_lines, words)
+                else:
+                    self._end_or_restart(cause, words, *ended.last_lines, words)
+            elif not self._one_ended:
+                self._one_ended = True
+                job.tell_nodes(OneEnded(rank.number))
+            self.check_end()
+            return
+        cause = exit_cause(rank.number, ended.code, ended.making)
+        if ended.refusal:
+            cause = refusal_cause(rank.number, ended.refusal)
+        elif not entered:
+            cause = exit_cause(rank.number, ended.code, NO_STEP, "before it entered the block")
+        if not ended.forgiven or job.phase is Phase.RUNNING:
+            self.fault(cause)
+        incident = self._incidents.open
+        if not entered and ended.was_started and incident is not None:
+            incident.stillborn += 1
+            if incident.stillborn >= STILLBORN_LIMIT:
+                many = f"{incident.stillborn} successors ended before they entered the block; the last: {cause}"
+                self._end_or_restart(cause, many, *ended.last_lines, many)
+                return
+        if incident is not None:
+            rung = Rung.OWN_STATE if ended.handed_over else Rung.PROCESS
+            self._incidents.step_up(rung, str(incident.cause if ended.forgiven else cause))
+        if job.outcome is None and rank.state is RankState.GONE:  # else the whole job begins again
+            self._processes.spawn(rank)
+
+    # ---- where the job would end
+
+    def state_lost(self, generation: int, reason: str) -> None:
+        """Act on a rank's word that no rank holds the state of ``generation`` any more."""
+        job = self._job
+        if job.phase is not Phase.RUNNING or generation != job.generation:
+            return  # the other ranks have said so, and the job begins again
+        limit = job.limits.max_restarts
+        more = f"; the job was restarted {plural(limit, 'time')}" if limit else _NO_RESTARTS
+        lost = Cause(CauseKind.LOSS, None, "lost", "hold the state no more", NO_STEP, reason)
+        self._end_or_restart(lost, reason, f"{reason}{more}")
+
+    def _give_up(self, cause: Cause, decision: GiveUpDecision) -> None:
+        """End the job, or begin it again if that could help."""
+        words = decision.reason, decision.last_words.rstrip()
+        if decision.is_final:
+            self._job.end(FAILED, *words)
+        else:
+            self._end_or_restart(cause, decision.reason, *words)
+
+    def _end_or_restart(self, cause: Cause, why: str, *last_words: str) -> None:
+        """End the job; or begin it again, with new processes of all ranks, if a restart is left.
+
+        Args:
+            cause: the cause of the incident that is opened if none is.
+            why: what the restart is for, in one line.
+            last_words: what the job says that ends.
+        """
+        job, limit = self._job, self._job.limits.max_restarts
+        if job.restarts >= limit or job.outcome is not None:
+            job.end(FAILED, *last_words)
+            return
+        job.restarts += 1
+        self._notify_at_s, self._one_ended = None, False
+        job.enter(Phase.GATHERING)
+        job.gather_by_s, job.origin = None, job.coming
+        self._hangs.forget()
+        number = f"restart {job.restarts} of {limit}"
+        incident = self._incidents.restart(cause, f"{number}: {why}")
+        job.say(
+            f"incident {incident.id}: {number}: {why}; every rank begins again with what the script itself "
+            "loads: steps after its checkpoint are repeated"
+        )
+        self._processes.restart_all()
+
+    # ---- at the barrier
+
+    def ready(self, rank: Rank) -> None:
+        """Note that ``rank`` is at the barrier, and begin the next generation if it was the last one."""
+        job = self._job
+        if job.phase is Phase.RUNNING:
+            self.fault(Cause(CauseKind.EXCEPTION, rank.number, "exit", "left the block", NO_STEP))
+        self._roster.move(rank, RankState.READY)
+        if job.gather_by_s is None:
+            job.gather_by_s = job.clock() + job.limits.heartbeat.limit_s
+        self.begin_if_all_are_here()
+        self.check_end()
+
+    def begin_if_all_are_here(self) -> None:
+        """Begin the next generation if all ranks are at the barrier, and no node is expected back."""
+        if not self._roster.all_are(RankState.READY):
+            return
+        rendezvous = self._job.rendezvous
+        if not rendezvous.is_open or rendezvous.generation != self._job.coming:
+            # The next block of the same processes: the keys of the one before are in its store, and a coordinator
+            # that took the job over has none.
+            self._processes.ensure_store()
+            return
+        if self._roster.back_by_s:
+            return
+        if not any(node.is_back for node in self._roster.nodes):  # such a node is about to say what its ranks do
+            self._begin()
+
+    def too_late(self, now_s: float) -> None:
+        """Act on ranks or nodes that have not come in time: replace the ranks once, then end the job."""
+        job = self._job
+        missing = self._what_is_missing()
+        if missing:
+            job.end(FAILED, missing)
+            return
+        late = [rank for rank in self._roster.ranks if rank.state is not RankState.READY]
+        if not late:  # a node that looks for this coordinator is waited for, and has a limit of its own
+            return
+        names = "rank " + ", ".join(str(rank.number) for rank in late)
+        began = job.generation >= 0
+        limit_s = job.limits.regroup_timeout_s if began else job.limits.heartbeat.limit_s
+        if self._incidents.open is None:
+            what = f"did not enter the block within {limit_s:g} s after the first rank did"
+            cause = Cause(CauseKind.LOSS, late[0].number, "hang", what, NO_STEP)
+            self.fault(cause, time.monotonic() - limit_s)  # the first rank was here, and this one had done nothing
+        incident = self._incidents.open
+        if incident is None or job.outcome is not None:
+            return
+        if incident.killed_the_late:
+            did = "come back" if began else "enter the block"
+            reason = f"{names} did not {did} within {limit_s:g} s, also not as a new process"
+            self._end_or_restart(incident.cause, reason, reason)
+        else:
+            incident.killed_the_late = True
+            job.gather_by_s = now_s + limit_s
+            job.say(f"incident {incident.id}: {names} did not come back in time and is replaced")
+            self._processes.kill(late)
+
+    def _what_is_missing(self) -> str:
+        """Return which node or store has not come in time; "" if only ranks are late, which can be replaced."""
+        limit_s, rendezvous = self._job.limits.regroup_timeout_s, self._job.rendezvous
+        if self._roster.lost:
+            lost = self._roster.nodes[min(self._roster.lost)]
+            return f"node {lost.index} was lost ({lost.lost}) and no other took its place within {limit_s:g} s"
+        if not rendezvous.is_open:
+            return f"node {rendezvous.host} opened no store for generation {self._job.coming} in time"
+        return ""
+
+    def _begin(self) -> None:
+        """Begin a generation, since all ranks are at the barrier."""
+        job = self._job
+        self._notify()
+        self._look_back()
+        self._began_over = job.high_water
+        oldest = min(rank.committed for rank in self._roster.ranks)
+        incident, decision = self._incidents.open, self._incidents.gathered(job.high_water, oldest)
+        if decision is not None:
+            assert incident is not None
+            self._give_up(incident.cause, decision)
+            return
+        if self._processes.hand_over():
+            return
+        self._incidents.regrouped(job.coming, job.target)
+        job.enter(Phase.RUNNING)
+        job.gather_by_s = None
+        env = job.rendezvous.go_env()
+        for rank in self._roster.ranks:
+            self._roster.move(rank, RankState.RUNNING)
+        self._hangs.forget()
+        job.progress.forget()
+        incident_id = incident.id if incident else ""
+        job.tell_nodes(Begin(job.generation, incident_id, env, job.high_water, job.target, job.origin))
+        self._incidents.emit(EventName.GO, "point", high_water=job.high_water)
+
+    def _look_back(self) -> None:
+        """Determine which step was committed last and which one is next, since all boards have been read."""
+        newest = max(rank.committed for rank in self._roster.ranks)
+        self.resumed_at(newest)
+        making = max(rank.making for rank in self._roster.ranks)
+        self._job.target = max(making, newest + 1, _FIRST_STEP)
+
+    def began_after(self, step: int) -> None:
+        """Note that the training of this generation began after ``step``; steps may have been made since."""
+        newest = self._job.progress.newest
+        if step < self._began_over:  # every rank is behind what was committed, so storage gave the state
+            self._job.high_water, self._began_over = self._began_over, step
+            self.resumed_at(step)
+        self._job.high_water = newest
+
+    def resumed_at(self, newest: int) -> None:
+        """Note that the job resumes after step ``newest``, since no rank's board shows a later step."""
+        if newest < self._job.high_water:  # every rank is behind what was committed, so storage gave the state
+            self._incidents.fell_back(self._job.high_water, newest)
+            self._roster.fell_back(newest)
+        self._job.high_water = newest
+
+    # ---- the end
+
+    def done(self, rank: Rank, unmade: int = NO_STEP) -> None:
+        """Note that the block of ``rank`` has returned.
+
+        Args:
+            rank: the rank.
+            unmade: the step that it has begun and not made (-1: none that is known).
+        """
+        if rank.state is RankState.RUNNING:
+            self._roster.move(rank, RankState.DONE)
+            if unmade != NO_STEP and self._roster.in_state[RankState.DONE] == 1:
+                at_s = self._job.clock() + _RETURN_TOGETHER_S
+                self._returned = at_s, _RETURNED.format(rank.number, unmade)
+            self.finish_if_all_are_done()
+
+    def finish_if_all_are_done(self) -> None:
+        """Have all processes end if every rank's block has returned."""
+        if self._roster.all_are(RankState.DONE):
+            self.finish()
+
+    def finish(self) -> None:
+        """Have all processes end, since every rank's block has returned."""
+        self._job.enter(Phase.FINISHING)
+        self._returned = None
+        self._incidents.recovered(self._job.high_water)
+        for rank in self._roster.ranks:
+            if rank.state in IN_BLOCK:
+                self._roster.move(rank, RankState.FINISHED)
+        self._job.tell_nodes(AllDone())
+
+    def check_end(self) -> None:
+        """End the job if all processes have ended, or if one has ended that the others wait for."""
+        roster = self._roster
+        if roster.not_joined and self._job.phase is Phase.GATHERING:
+            return  # ranks without a process are started when all nodes are here
+        if roster.in_state[RankState.GONE] <= len(roster.not_joined) * roster.nodes[0].nproc:
+            return  # only the ranks of nodes that are lost or not ready yet are gone
+        if roster.all_are(RankState.GONE):
+            self._job.end(0)
+        elif roster.in_state[RankState.READY]:
+            gone = next(rank for rank in roster.ranks if rank.state is RankState.GONE and rank.node.joined)
+            waiting = next(rank for rank in roster.ranks if rank.state is RankState.READY)
+            self._job.end(
+                FAILED, f"rank {gone.number} ended without entering the block that rank {waiting.number} waits in"
+            )

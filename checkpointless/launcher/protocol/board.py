@@ -1,0 +1,315 @@
+"""The board: a rank's few shared facts, in memory that outlives the rank's process.
+
+The rank writes with plain memory stores, and the agent reads without asking, so a rank that is stopped, wedged or
+dead can still be read. The black box keeps the rank's two newest snapshots of what no peer holds (its random
+streams, and buffers of its modules), so that a respawned rank gets its own back. Unused parts of it take no memory.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import mmap
+import os
+import struct
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from checkpointless.system.environment import BOARD_FD_ENV
+
+_MAGIC = b"CPLBRD04"
+_HEADER = struct.Struct("<8sQqqqqqq")  # magic; beat to shard as in BoardReading; exit code; began after
+_BEAT_OFFSET = 8
+_FIELD = struct.Struct("<q")
+_MAKING_OFFSET, _COMMITTED_OFFSET, _GENERATION_OFFSET, _SHARD_OFFSET = 16, 24, 32, 40
+_EXIT_OFFSET, _BEGAN_OFFSET = 48, 56
+_SLOT = struct.Struct("<qIII")  # step, length, how many bytes have a checksum, and that: their crc32
+_EMPTY = _SLOT.pack(-1, 0, 0, 0)
+_STREAMS_OFFSET, _MOMENTS_OFFSET, _BUFFERS_OFFSET, _SLOTS_OFFSET = 64, 128, 256, 512
+_STREAMS = struct.Struct("<qdqq")  # number of a snapshot, loss, whether it is known, step; for even and odd steps
+_STREAMS_STEP_OFFSET = 24
+_MOMENTS = 8  # after even and odd steps
+_BUFFERS = struct.Struct("<qq")
+_FACTS_SERIES = 6
+NO_STEP = -1
+
+
+@dataclass(frozen=True)
+class BoardReading:
+    """One reading of a board.
+
+    Attributes:
+        beat: how many times the rank's main thread has shown progress.
+        making: the optimizer step in progress, counted from 1 (-1: none).
+        committed: the last optimizer step that this rank has applied (-1: not known yet).
+        generation: the generation in which the rank last wrote to the board.
+        shard: the first of the ranks that hold the same state as this one (-1: not known yet).
+        began_after: the step whose state the rank's training began with in this generation (-1: it has not yet).
+    """
+
+    beat: int
+    making: int
+    committed: int
+    generation: int
+    shard: int = -1
+    began_after: int = NO_STEP
+
+
+class Board:
+    """A rank's board, backed by a memfd.
+
+    Args:
+        fd: an open memfd made by :meth:`create`; it must stay open while the board is in use.
+
+    Attributes:
+        clears: how many times this object has forgotten all snapshots.
+    """
+
+    SLOT_BYTES = 2 * 1024 * 1024
+    #: The rank's random streams at each moment after a step, its streams at the start of the data, and its facts.
+    SMALL_SERIES = 8
+    LARGE_SLOT_BYTES = 8 * 1024 * 1024
+    #: The rank's buffers at each moment after a step, and what it keeps for another rank.
+    LARGE_SERIES = 6
+    SERIES = SMALL_SERIES + LARGE_SERIES
+    SIZE = _SLOTS_OFFSET + 2 * (SMALL_SERIES * SLOT_BYTES + LARGE_SERIES * LARGE_SLOT_BYTES)
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self.clears = 0
+        self._written: dict[int, list[tuple[int, bytes]]] = {}  # by slot: what is in it, each with its place
+        self._memory = mmap.mmap(fd, self.SIZE)
+        if self._memory[:8] != _MAGIC:
+            self._memory.close()
+            raise ValueError(f"file descriptor {fd} is not a board")
+
+    @classmethod
+    def create(cls, rank: int) -> Board:
+        """Create an empty board; its descriptor is close-on-exec.
+
+        Its size is sealed: to read what a rank had cut off would kill the agent (SIGBUS).
+        """
+        fd = os.memfd_create(f"checkpointless-board-{rank}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(fd, cls.SIZE)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        header = _HEADER.pack(_MAGIC, 0, NO_STEP, NO_STEP, 0, -1, -1, NO_STEP)
+        os.pwrite(fd, header, 0)
+        board = cls(fd)
+        board.clear_snapshots()
+        board.set_exit_code(None)
+        return board
+
+    @classmethod
+    def from_environment(cls) -> Board | None:
+        """Return the board that the agent gave this process, or None under another launcher."""
+        value = os.environ.get(BOARD_FD_ENV)
+        return cls(int(value)) if value else None
+
+    def close(self) -> None:
+        """Unmap the memory and close the descriptor."""
+        self._memory.close()
+        os.close(self.fd)
+
+    def beat(self) -> None:
+        """Record that the main thread has made progress."""
+        (count,) = struct.unpack_from("<Q", self._memory, _BEAT_OFFSET)
+        struct.pack_into("<Q", self._memory, _BEAT_OFFSET, count + 1)
+
+    def begin_step(self, step: int) -> None:
+        """Record which optimizer step is in progress, and that the main thread has made progress."""
+        memory = self._memory
+        _FIELD.pack_into(memory, _MAKING_OFFSET, step)
+        _FIELD.pack_into(memory, _BEAT_OFFSET, _FIELD.unpack_from(memory, _BEAT_OFFSET)[0] + 1)
+
+    def set_committed(self, step: int) -> None:
+        """Record which optimizer step was applied last."""
+        _FIELD.pack_into(self._memory, _COMMITTED_OFFSET, step)
+
+    def set_generation(self, generation: int) -> None:
+        """Record in which generation the rank runs; its training has not begun in it."""
+        _FIELD.pack_into(self._memory, _BEGAN_OFFSET, NO_STEP)
+        _FIELD.pack_into(self._memory, _GENERATION_OFFSET, generation)
+
+    def begin_after(self, step: int) -> None:
+        """Record that training begins with the state after ``step``; the first call of a generation counts."""
+        if self.read().began_after == NO_STEP:
+            _FIELD.pack_into(self._memory, _BEGAN_OFFSET, step)
+        self.set_committed(step)
+
+    def set_shard(self, first: int) -> None:
+        """Record the first of the ranks that hold the same state as this one."""
+        _FIELD.pack_into(self._memory, _SHARD_OFFSET, first)
+
+    def set_exit_code(self, code: int | None) -> None:
+        """Record that the rank's script has ended, with which code; None: it has not."""
+        _FIELD.pack_into(self._memory, _EXIT_OFFSET, -1 if code is None else code)
+
+    def exit_code(self) -> int | None:
+        """Return the code with which the rank's script has ended; None if it has not."""
+        (code,) = _FIELD.unpack_from(self._memory, _EXIT_OFFSET)
+        return code if 0 <= code <= 0xFF else None
+
+    def read(self) -> BoardReading:
+        """Read the counters."""
+        _, beat, making, committed, generation, shard, _, began_after = _HEADER.unpack_from(self._memory, 0)
+        return BoardReading(beat, making, committed, generation, shard, began_after)
+
+    def mark_streams(self, step: int, number: int, loss: float | None) -> None:
+        """Record which snapshot has the random streams after ``step``, and keep the mark of the step before.
+
+        Args:
+            step: the optimizer step.
+            number: the number that the snapshot has in its series in the place of a step.
+            loss: the loss of the step, if it is known.
+        """
+        place = _STREAMS_OFFSET + step % 2 * _STREAMS.size
+        _FIELD.pack_into(self._memory, place + _STREAMS_STEP_OFFSET, NO_STEP)  # until the rest is whole
+        _STREAMS.pack_into(self._memory, place, number, 0.0 if loss is None else loss, loss is not None, step)
+
+    def streams_mark(self, step: int) -> tuple[int, float | None] | None:
+        """Return what :meth:`mark_streams` recorded of ``step``, number and loss; None if nothing."""
+        place = _STREAMS_OFFSET + step % 2 * _STREAMS.size
+        number, loss, has_loss, found = _STREAMS.unpack_from(self._memory, place)
+        return (number, loss if has_loss else None) if found == step >= 0 else None
+
+    def marked_steps(self) -> tuple[int, int]:
+        """Return the two newest steps that :meth:`mark_streams` recorded; -1 stands for none."""
+        even, odd = (
+            _FIELD.unpack_from(self._memory, _STREAMS_OFFSET + parity * _STREAMS.size + _STREAMS_STEP_OFFSET)[0]
+            for parity in (0, 1)
+        )
+        return even, odd
+
+    def mark_moment(self, step: int, moment: int) -> None:
+        """Record that a moment after ``step`` was reached, and keep the mark of the step before.
+
+        Args:
+            step: the optimizer step.
+            moment: the number of the moment, below 8.
+        """
+        _FIELD.pack_into(self._memory, _MOMENTS_OFFSET + (2 * moment + step % 2) * _FIELD.size, step)
+
+    def has_moment(self, step: int, moment: int) -> bool:
+        """Return whether :meth:`mark_moment` recorded the moment."""
+        place = _MOMENTS_OFFSET + (2 * moment + step % 2) * _FIELD.size
+        return bool(_FIELD.unpack_from(self._memory, place)[0] == step >= 0)
+
+    def drop_moment(self, step: int, moment: int) -> None:
+        """Forget that a moment after ``step`` was reached."""
+        if self.has_moment(step, moment):
+            _FIELD.pack_into(self._memory, _MOMENTS_OFFSET + (2 * moment + step % 2) * _FIELD.size, NO_STEP)
+
+    def mark_buffers(self, step: int, moment: int) -> None:
+        """Record that no buffer had changed before a moment after ``step``; step -1: nothing is known of that."""
+        _BUFFERS.pack_into(self._memory, _BUFFERS_OFFSET, step, moment)
+
+    def buffers_mark(self) -> tuple[int, int]:
+        """Return what :meth:`mark_buffers` recorded."""
+        step, moment = _BUFFERS.unpack_from(self._memory, _BUFFERS_OFFSET)
+        return int(step), int(moment)
+
+    def put_snapshot(self, step: int, payload: bytes, series: int = 0) -> None:
+        """Store ``payload`` as the black box's snapshot after ``step``, and keep the snapshot before it.
+
+        A process that dies in the middle leaves a slot whose checksum does not match, which readers skip.
+
+        Args:
+            step: the optimizer step.
+            payload: at most 2 MiB, or 8 MiB in a large series, less the 20 bytes of the slot's header.
+            series: the number of the series, below :attr:`SERIES`; from :attr:`SMALL_SERIES` on, the series are
+                large. Each series keeps its two newest snapshots.
+
+        Raises:
+            ValueError: the payload is larger than a slot.
+        """
+        self._put(step, [payload], len(payload), zlib.crc32(payload), series)
+
+    def put_parts(self, step: int, head: bytes, parts: Sequence[bytes], series: int = 0) -> None:
+        """Store a snapshot as :meth:`put_snapshot` does; parts that are in the slot already are not copied again.
+
+        Args:
+            step: the optimizer step.
+            head: what has a checksum. It has to have those of the parts, for :meth:`snapshot` looks at it alone.
+            parts: what follows; a part is known again if it is the same object.
+            series: the number of the series.
+
+        Raises:
+            ValueError: all together are larger than a slot.
+        """
+        self._put(step, [head, *parts], len(head), zlib.crc32(head), series)
+
+    def _put(self, step: int, parts: Sequence[bytes], checked: int, crc: int, series: int) -> None:
+        length = sum(map(len, parts))
+        if length > self._room(series):
+            raise ValueError(f"a snapshot of {length} bytes does not fit into {self._room(series)}")
+        offset, memory = self._offset(step, series), self._memory
+        memory[offset : offset + _SLOT.size] = _EMPTY
+        written, place = self._written.pop(offset, []), offset + _SLOT.size
+        now: list[tuple[int, bytes]] = []
+        for part in parts:
+            known = written[len(now)] if len(now) < len(written) else None
+            if known is None or known[0] != place or known[1] is not part:
+                memory[place : place + len(part)] = part
+            now.append((place, part))
+            place += len(part)
+        _SLOT.pack_into(memory, offset, step, length, checked, crc)
+        if len(now) > 1:
+            self._written[offset] = now
+
+    def drop_snapshot(self, step: int, series: int) -> None:
+        """Forget the snapshot that :meth:`put_snapshot` stored after ``step``."""
+        if self._read_step(step, series) == step:
+            offset = self._offset(step, series)
+            self._memory[offset : offset + _SLOT.size] = _EMPTY
+
+    def snapshot(self, step: int, series: int = 0) -> bytes | None:
+        """Return the snapshot after ``step``, or None if it is missing or incomplete."""
+        offset = self._offset(step, series)
+        found, length, checked, crc = _SLOT.unpack_from(self._memory, offset)
+        if found != step or step < 0 or length > self._room(series) or checked > length:
+            return None
+        start = offset + _SLOT.size
+        payload = bytes(self._memory[start : start + length])
+        return payload if zlib.crc32(payload[:checked]) == crc else None
+
+    def put_facts(self, facts: dict[str, object]) -> None:
+        """Store what a successor of this process must know from the start: all of it, as plain data."""
+        self.put_snapshot(0, json.dumps(facts).encode(), _FACTS_SERIES)
+
+    def facts(self) -> dict[str, Any]:
+        """Return what :meth:`put_facts` stored last."""
+        kept = self.snapshot(0, _FACTS_SERIES)
+        found: dict[str, Any] = json.loads(kept) if kept else {}
+        return found
+
+    def numbers(self, series: int) -> tuple[int, int]:
+        """Return the steps, or other numbers, of the snapshots that a series has; -1 stands for none."""
+        return self._read_step(0, series), self._read_step(1, series)
+
+    def clear_snapshots(self) -> None:
+        """Forget all snapshots and marks."""
+        self.clears += 1
+        self.mark_buffers(NO_STEP, 0)
+        for step in (0, 1):
+            _STREAMS.pack_into(self._memory, _STREAMS_OFFSET + step * _STREAMS.size, 0, 0.0, 0, NO_STEP)
+            for moment in range(_MOMENTS):
+                _FIELD.pack_into(self._memory, _MOMENTS_OFFSET + (2 * moment + step) * _FIELD.size, NO_STEP)
+        for series in range(self.SERIES):
+            for step in (0, 1):
+                offset = self._offset(step, series)
+                self._memory[offset : offset + _SLOT.size] = _EMPTY
+
+    def _room(self, series: int) -> int:
+        return (self.SLOT_BYTES if series < self.SMALL_SERIES else self.LARGE_SLOT_BYTES) - _SLOT.size
+
+    def _offset(self, step: int, series: int) -> int:
+        if series < self.SMALL_SERIES:
+            return _SLOTS_OFFSET + (2 * series + step % 2) * self.SLOT_BYTES
+        before = _SLOTS_OFFSET + 2 * self.SMALL_SERIES * self.SLOT_BYTES
+        return before + (2 * (series - self.SMALL_SERIES) + step % 2) * self.LARGE_SLOT_BYTES
+
+    def _read_step(self, step: int, series: int) -> int:
+        found, *_ = _SLOT.unpack_from(self._memory, self._offset(step, series))
+        return int(found)

@@ -1,0 +1,119 @@
+"""What went wrong in a rank or a node, and which of several causes explains the others."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from enum import Enum
+
+import msgspec
+
+from checkpointless.launcher.protocol.plain import Int
+
+
+class CauseKind(Enum):
+    """How much a cause explains; a later kind beats an earlier one."""
+
+    VICTIM = "victim"  # an error that says that a peer or the store went away
+    EXCEPTION = "exception"
+    LOSS = "loss"  # a process ended, hung, or asked to be replaced
+
+
+_WEIGHTS = {kind: weight for weight, kind in enumerate(CauseKind)}
+
+
+class Cause(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One thing that went wrong.
+
+    Attributes:
+        rank: the rank at fault; None if it is not known.
+        how: ``exception``, ``exit``, ``hang``, ``replace``, or the name of a signal.
+        what: one line without the rank, for example "killed by SIGKILL".
+        step: the optimizer step in progress (-1: none).
+        detail: the rest of the line, after the step.
+        error: the name of the exception's type, where there was an exception.
+        message: the text of the exception.
+        traceback: the traceback of the exception.
+        who: the name of what is at fault, where that is not a rank.
+    """
+
+    kind: CauseKind
+    rank: Int | None
+    how: str
+    what: str
+    step: Int
+    detail: str = ""
+    error: str = ""
+    message: str = ""
+    traceback: str = ""
+    who: str = ""
+
+    def __str__(self) -> str:
+        who = self.who or ("ranks" if self.rank is None else f"rank {self.rank}")
+        at = f" at step {self.step}" if self.step >= 0 else ""
+        return f"{who} {self.what}{at}" + (f": {self.detail}" if self.detail else "")
+
+
+def exit_cause(rank: int, code: int, step: int, when: str = "") -> Cause:
+    """Return the cause for the end of a process.
+
+    Args:
+        code: the exit code of the process, or minus the number of the signal that killed it.
+        when: more about the moment, where there is no step.
+    """
+    when = f" {when}" if when else ""
+    if code < 0:
+        name = signal_name(-code)
+        return Cause(CauseKind.LOSS, rank, name, f"killed by {name}{when}", step)
+    return Cause(CauseKind.LOSS, rank, "exit", f"exited with code {code}{when}", step)
+
+
+def exit_code(leaving: SystemExit) -> int:
+    """Return the exit code of a process that a script ends by ``sys.exit``: 0 only for nothing and 0, 1 for a text.
+
+    Python takes the last eight bits, so that ``sys.exit(os.system(...))`` of a command that failed is a success.
+    """
+    code = leaving.code
+    if not isinstance(code, int):
+        return int(code is not None)
+    return code & 0xFF or int(code != 0)
+
+
+def refusal_cause(rank: int, why: str) -> Cause:
+    """Return the cause for a process that could not be started.
+
+    Args:
+        why: why the kernel refused it.
+    """
+    return Cause(CauseKind.LOSS, rank, "exit", "could not be started", -1, why)
+
+
+def exception_cause(rank: int, error: str, message: str, traceback: str, step: int, victim: bool) -> Cause:
+    """Return the cause for an exception in a rank."""
+    line = message.strip().partition("\n")[0][:200]
+    kind = CauseKind.VICTIM if victim else CauseKind.EXCEPTION
+    return Cause(kind, rank, "exception", f"raised {error}", step, line, error, message, traceback)
+
+
+def signal_name(number: int) -> str:
+    """Return the name of a signal, for example ``SIGKILL`` for 9."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def attribute(causes: Sequence[Cause]) -> Cause:
+    """Return the cause that explains the others: the first of the strongest kind.
+
+    Raises:
+        ValueError: ``causes`` is empty.
+    """
+    if not causes:
+        raise ValueError("an incident has a cause")
+    return max(causes, key=lambda cause: _WEIGHTS[cause.kind])  # of equals, max() takes the first
+
+
+def culprit(cause: Cause) -> int | None:
+    """Return the rank to blame, or None if only a victim is known."""
+    return None if cause.kind is CauseKind.VICTIM else cause.rank

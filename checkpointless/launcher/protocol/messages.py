@@ -1,0 +1,293 @@
+"""The messages between a rank and its agent: JSON objects, one per line; nothing is evaluated or unpickled.
+
+msgspec checks what comes in against the types of the message's fields. A rank and its agent are of one
+installation; nodes and the coordinator compare their versions when they meet
+(:mod:`~checkpointless.launcher.protocol.handshake`).
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from typing import Any, get_args
+
+import msgspec
+
+from checkpointless.launcher.protocol.causes import Cause
+from checkpointless.launcher.protocol.plain import Int
+
+MAX_MESSAGE_BYTES = 256 * 1024
+_SHORTENED = "[... shortened ...]"
+_MOST_OF_AN_ERROR = 160
+_LEAST_CHARACTERS = 1024  # a shorter text is not shortened
+
+
+class ProtocolError(ValueError):
+    """The data received (or to be sent) is not a message of this protocol."""
+
+
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="type"):
+    """A message of any vocabulary: plain values, texts, rows of them, and the name of the message in ``type``."""
+
+    @property
+    def type(self) -> str:
+        """The name of the message on the wire."""
+        return str(self.__struct_config__.tag)
+
+
+class Hello(Message, frozen=True, tag="hello"):
+    """The rank is at the entry of its block and waits for ``go``.
+
+    Attributes:
+        generation: the generation in the rank's environment.
+    """
+
+    rank: Int
+    pid: Int
+    generation: Int
+
+
+class FaultReport(Message, frozen=True, tag="fault"):
+    """Something went wrong in a rank.
+
+    Attributes:
+        cause: what went wrong; a victim, if the error is a broken collective or store connection.
+    """
+
+    generation: Int
+    cause: Cause
+
+
+class Barrier(Message, frozen=True, tag="barrier"):
+    """The rank has left ``generation``, is clean and healthy, and waits for ``go``.
+
+    Attributes:
+        unfit: why the rank's process cannot enter its block again, in one line ("": it can).
+    """
+
+    generation: Int
+    unfit: str = ""
+
+
+class Replace(Message, frozen=True, tag="replace"):
+    """The rank's process must not be used again; it exits next and asks for a successor.
+
+    Attributes:
+        handed_over: whether the successor finds the state of this process in the node's memory.
+    """
+
+    generation: Int
+    reason: str
+    handed_over: bool = False
+
+
+class Done(Message, frozen=True, tag="done"):
+    """The rank's block has returned; it waits for ``finish``, or for ``fault`` if another rank still needs it."""
+
+    generation: Int
+
+
+class Inexact(Message, frozen=True, tag="inexact"):
+    """A step of ``generation`` is not the one that it was before the fault; ``reason`` says in what, in a line."""
+
+    generation: Int
+    reason: str
+
+
+class GiveUp(Message, frozen=True, tag="giveup"):
+    """The job cannot continue; ``reason`` is its last message and ``code`` its exit code.
+
+    Attributes:
+        is_lost: whether the reason is that no rank holds the state any more.
+    """
+
+    generation: Int
+    reason: str
+    code: Int = 1
+    is_lost: bool = False
+
+
+class Answer(Message, frozen=True, tag="answer"):
+    """The reply to ``inquire``: where the rank stands.
+
+    Attributes:
+        in_collective: whether the main thread waits in a collective.
+        stack: the main thread's stack as text.
+        is_async: whether collectives return when they have been launched, before the peers have come.
+        launched: for each of the rank's process groups, by name, how many collectives the rank has launched in it.
+    """
+
+    id: Int
+    in_collective: bool
+    stack: str
+    is_async: bool = False
+    launched: dict[str, Int] = {}
+
+
+class Go(Message, frozen=True, tag="go"):
+    """All ranks are present: the rank enters its block.
+
+    Attributes:
+        incident: the incident that led here (None at the first start).
+        env: variables to put into ``os.environ``.
+        high_water: the highest optimizer step that any rank was ever seen to commit (-1: none).
+        origin: the generation that began from nothing: 0, or that of the last restart of the whole job.
+    """
+
+    generation: Int
+    incident: str | None
+    env: dict[str, str]
+    high_water: Int
+    origin: Int = 0
+
+
+class FaultNotice(Message, frozen=True, tag="fault"):
+    """Generation ``generation`` is over: the coordinator tells the nodes, and they tell their ranks that are in it.
+
+    Attributes:
+        incident: the incident that ended it.
+        cause: the cause in one line.
+        rank: the rank to blame (None: not known).
+        undetected_ms: the milliseconds from the fault to this notice, where the fault was not noticed at once.
+    """
+
+    generation: Int
+    incident: str
+    cause: str
+    rank: Int | None
+    undetected_ms: Int = 0
+
+
+class HandOver(Message, frozen=True, tag="hand-over"):
+    """Processes at the barrier after ``generation`` hand their state to successors, and end.
+
+    The coordinator tells the nodes, and they tell their ranks.
+
+    Attributes:
+        high_water: the highest optimizer step that any rank was ever seen to commit (-1: none).
+        ranks: the ranks whose processes these are.
+    """
+
+    generation: Int
+    high_water: Int
+    ranks: list[Int]
+
+
+class Inquire(Message, frozen=True, tag="inquire"):
+    """Ask where the rank's main thread is."""
+
+    id: Int
+
+
+class Finish(Message, frozen=True, tag="finish"):
+    """All ranks are done."""
+
+
+class Ending(Message, frozen=True, tag="ending"):
+    """The job is ending: a block that has returned is let go, and none is entered again."""
+
+
+RankMessage = Hello | FaultReport | Barrier | Replace | Done | Inexact | GiveUp | Answer
+AgentMessage = Go | FaultNotice | HandOver | Inquire | Finish | Ending
+
+
+class Vocabulary:
+    """The messages that one side may send.
+
+    Args:
+        sender: name of the side that sends the messages, for error messages.
+        classes: the classes of the messages.
+    """
+
+    def __init__(self, sender: str, *classes: type[Message]) -> None:
+        self._sender = sender
+        self._decoder = msgspec.json.Decoder(functools.reduce(operator.or_, classes))
+
+    def decode(self, line: bytes) -> Any:
+        """Return the message in ``line``, which may end in a newline.
+
+        Raises:
+            ProtocolError: the line is malformed, oversized, or not a message of this sender.
+        """
+        if len(line) > MAX_MESSAGE_BYTES:
+            raise ProtocolError(f"a message of {len(line)} bytes is over {MAX_MESSAGE_BYTES}")
+        try:
+            return self._decoder.decode(line)
+        except (ValueError, RecursionError) as error:
+            raise ProtocolError(f"not a message of the {self._sender}: {str(error)[:_MOST_OF_AN_ERROR]}") from error
+
+
+FROM_RANK = Vocabulary("rank", *get_args(RankMessage))
+FROM_AGENT = Vocabulary("agent", *get_args(AgentMessage))
+
+
+def encode(message: Message) -> bytes:
+    """Return ``message`` as one line, newline included; texts that are too long lose their middle.
+
+    Args:
+        message: a message of any vocabulary.
+
+    Raises:
+        ProtocolError: the message is too large although its texts were shortened.
+    """
+    try:
+        line = msgspec.json.encode(message, enc_hook=_exact)
+        body: Any = None
+    except UnicodeEncodeError:  # half of a surrogate pair, as in the name of a file that is no UTF-8
+        body = _escaped(msgspec.to_builtins(message, enc_hook=_exact))
+        line = msgspec.json.encode(body)
+    while len(line) >= MAX_MESSAGE_BYTES:
+        body = body or msgspec.to_builtins(message, enc_hook=_exact)
+        holder, name = max(_texts(body), key=lambda place: len(place[0][place[1]]), default=({"": ""}, ""))
+        if len(holder[name]) < _LEAST_CHARACTERS:
+            raise ProtocolError(f"a {message.type!r} message of {len(line)} bytes is over {MAX_MESSAGE_BYTES}")
+        holder[name] = _shorten(holder[name], len(holder[name]) // 2)
+        line = msgspec.json.encode(body)
+    return line + b"\n"
+
+
+class LineBuffer:
+    """Turns the pieces that a socket delivers into whole lines."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Return the lines that ``data`` completes, without their newlines.
+
+        Raises:
+            ProtocolError: a line is longer than a message may be.
+        """
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        if any(len(line) > MAX_MESSAGE_BYTES for line in (*lines, self._rest)):
+            raise ProtocolError(f"a line is over {MAX_MESSAGE_BYTES} bytes")
+        return lines
+
+
+def _texts(body: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
+    """Return the objects and names under which a message's texts stand, those of its cause included."""
+    found = [(body, name) for name, value in body.items() if isinstance(value, str)]
+    cause = body.get("cause")
+    return found + [place for place in (_texts(cause) if isinstance(cause, dict) else ())]
+
+
+def _exact(value: object) -> str:
+    """Return a text of a subclass as a plain one; ``str()`` of an exception is whatever its ``__str__`` returns."""
+    if isinstance(value, str):
+        return str.__str__(value)
+    raise NotImplementedError(f"a message holds a {type(value).__name__}")
+
+
+def _escaped(value: Any) -> Any:
+    """Return plain data with what cannot be UTF-8 in its texts as escape sequences."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, dict):
+        return {_escaped(name): _escaped(each) for name, each in value.items()}
+    return [_escaped(each) for each in value] if isinstance(value, list) else value
+
+
+def _shorten(text: str, length: int) -> str:
+    """Cut ``text`` to about ``length`` characters: a third from its start, the rest from its end."""
+    head = length // 3
+    return f"{text[:head]}\n{_SHORTENED}\n{text[-(length - head - len(_SHORTENED) - 2) :]}"

@@ -1,0 +1,426 @@
+"""The messages between the agent of a node and the coordinator of the job: plain data, as between rank and agent.
+
+The coordinator decides which ranks belong together, when a generation begins and ends, which ranks and nodes are
+replaced, and when the job is over. A node's agent starts and ends processes, passes on what its ranks say, and
+manages their boards.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Annotated, get_args
+
+import msgspec
+
+from checkpointless.launcher.protocol.causes import Cause
+from checkpointless.launcher.protocol.messages import FaultNotice, HandOver, Message, Vocabulary
+from checkpointless.launcher.protocol.plain import Int
+
+
+class RankState(Enum):
+    """The state of a rank."""
+
+    STARTING = "starting"  # its process was started but has not said hello
+    READY = "ready"  # at the barrier
+    RUNNING = "running"  # in its block
+    LEAVING = "leaving"  # was told of a fault and is not at the barrier yet
+    DONE = "done"  # its block has returned
+    FINISHED = "finished"  # every rank's block has returned
+    GONE = "gone"  # its process has ended
+
+
+IN_BLOCK = (RankState.RUNNING, RankState.DONE)
+
+COUNTED = (RankState.READY, *IN_BLOCK, RankState.LEAVING)  # the end of their process is a fault
+
+
+class RankStanding(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Where a rank stands.
+
+    Attributes:
+        number: the rank.
+        incarnation: incarnation of the rank's process.
+        committed: the last committed optimizer step on the rank's board (-1: none).
+        making: the step in the making on the rank's board (-1: none).
+    """
+
+    number: Int
+    incarnation: Int
+    state: RankState
+    committed: Int
+    making: Int
+
+
+class SilentRank(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A rank that shows no progress.
+
+    Attributes:
+        number: the rank.
+        beat: the beat at which the rank is stuck.
+        age_ms: the milliseconds since the beat changed, without those in which the agent did not run.
+        quiet_ms: all milliseconds since the beat changed.
+        making: the step in the making (-1: none).
+        in_step: whether the rank is in that step; otherwise it is between two steps.
+        letter: the code of the state of the rank's process, as in
+            :class:`~checkpointless.system.process_state.ProcessLook` (0: not known).
+        cpu_ms: the milliseconds of processor time that the process has used.
+    """
+
+    number: Int
+    beat: Int
+    age_ms: Int
+    quiet_ms: Int
+    making: Int
+    in_step: bool
+    letter: Annotated[int, msgspec.Meta(ge=0, lt=128)]
+    cpu_ms: Int
+
+
+class Joined(Message, frozen=True, tag="joined"):
+    """The node can start processes now."""
+
+
+class Standing(Message, frozen=True, tag="standing"):
+    """The node already runs ranks; a coordinator that has just begun needs to know this about them.
+
+    Attributes:
+        generation: the generation that began last on this node (-1: none).
+        incident: number of the last incident that the node heard of (0: none).
+        high_water: the highest optimizer step that any rank has committed, as the node was told (-1: none).
+        run_id: the job's run ID.
+        finished: whether every rank's block has returned.
+        ranks: the ranks.
+    """
+
+    generation: Int
+    incident: Int
+    high_water: Int
+    run_id: str
+    finished: bool
+    ranks: list[RankStanding]
+
+
+class StoreOpened(Message, frozen=True, tag="store"):
+    """The node has opened the store of ``generation``.
+
+    Attributes:
+        address: numeric address of the node, as the other nodes reach it.
+    """
+
+    generation: Int
+    address: str
+    port: Int
+
+
+class RankReady(Message, frozen=True, tag="ready"):
+    """A rank is at the barrier.
+
+    Attributes:
+        incarnation: incarnation of the rank's process.
+        pid: process ID of the rank.
+        committed: the last committed optimizer step on the rank's board (-1: none).
+        making: the step in the making on the rank's board (-1: none).
+        entered: whether the rank's process was in its block before.
+        unfit: why the process cannot enter its block again, in one line ("": it can).
+    """
+
+    rank: Int
+    incarnation: Int
+    pid: Int
+    committed: Int
+    making: Int
+    entered: bool = False
+    unfit: str = ""
+
+
+class Trouble(Message, frozen=True, tag="trouble"):
+    """Something went wrong with a rank in ``generation``.
+
+    Attributes:
+        cause: what went wrong; the rank at fault is one that the node runs.
+        committed: the last committed optimizer step on the rank's board.
+        making: the step in the making on the rank's board.
+    """
+
+    generation: Int
+    cause: Cause
+    committed: Int
+    making: Int
+
+    def __post_init__(self) -> None:
+        if self.cause.rank is None:
+            raise ValueError("trouble is that of a rank")
+
+    @property
+    def rank(self) -> int:
+        """The rank at fault."""
+        assert self.cause.rank is not None
+        return self.cause.rank
+
+
+class RankEnded(Message, frozen=True, tag="ended"):
+    """A rank's process has ended.
+
+    Attributes:
+        code: exit code of the process, or minus the number of the signal that killed it.
+        forgiven: whether the end of the process follows from what is known already.
+        committed: the last committed optimizer step on the rank's board.
+        making: the step in the making on the rank's board.
+        log_path: path of the rank's log.
+        last_lines: the last lines of the rank's log.
+        was_started: whether there was a process, or was to be one at once; otherwise it was still held back because
+            of its device.
+        refusal: why the kernel gave the rank no process; "" if there was one.
+        handed_over: whether the process has handed its state to its successor.
+    """
+
+    rank: Int
+    incarnation: Int
+    code: Int
+    forgiven: bool
+    committed: Int
+    making: Int
+    log_path: str
+    last_lines: list[str]
+    was_started: bool = True
+    refusal: str = ""
+    handed_over: bool = False
+
+
+class DeviceBad(Message, frozen=True, tag="device"):
+    """The process of ``rank`` was not started, because its device must not be used.
+
+    Attributes:
+        incarnation: incarnation of the process that was asked for.
+        why: how its device check has failed, in one line.
+    """
+
+    rank: Int
+    incarnation: Int
+    why: str
+
+
+class RankDone(Message, frozen=True, tag="rank-done"):
+    """The block of a rank has returned in ``generation``.
+
+    Attributes:
+        committed: the last committed optimizer step on the rank's board (-1: none).
+        making: the step in the making on the rank's board (-1: none).
+    """
+
+    rank: Int
+    generation: Int
+    committed: Int = -1
+    making: Int = -1
+
+
+class RankInexact(Message, frozen=True, tag="rank-inexact"):
+    """A step that ``rank`` makes again in ``generation`` is not the one that it was; ``reason`` says in what."""
+
+    rank: Int
+    generation: Int
+    reason: str
+
+
+class Answered(Message, frozen=True, tag="answered"):
+    """A rank has answered the inquiry ``id``; the other fields are those of its answer."""
+
+    id: Int
+    rank: Int
+    in_collective: bool
+    stack: str
+    is_async: bool = False
+    launched: dict[str, Int] = {}
+
+
+class Silent(Message, frozen=True, tag="silent"):
+    """Lists the ranks of the node that have shown no progress for a good part of their limit.
+
+    Attributes:
+        ranks: the silent ranks; empty once no rank is silent any more.
+    """
+
+    ranks: list[SilentRank]
+
+
+class Progress(Message, frozen=True, tag="progress"):
+    """Reports how far the ranks of the node have come.
+
+    Attributes:
+        oldest: the smallest committed optimizer step on their boards.
+        newest: the largest committed optimizer step on their boards.
+        making: the largest step in the making on their boards.
+        longest_ms: the longest time in milliseconds that a rank took from one beat to the next within a step of
+            this generation (0: not known yet).
+        pause_ms: the longest time in milliseconds that a rank took from one beat to the next outside of a step,
+            since this agent began.
+        shows: whether any rank has ever shown progress after it entered its block.
+        began_after: the newest step whose state a rank's training began with in ``generation`` (-1: none has yet).
+        generation: the generation that began last on the node.
+    """
+
+    oldest: Int
+    newest: Int
+    making: Int
+    longest_ms: Int
+    pause_ms: Int = 0
+    shows: bool = True
+    began_after: Int = -1
+    generation: Int = -1
+
+
+class Holding(Message, frozen=True, tag="holding"):
+    """Says which shards the ranks of the node hold.
+
+    Attributes:
+        shards: for each rank of the node, in their order, the first of the ranks that hold the same state.
+    """
+
+    shards: list[Int]
+
+
+class Alive(Message, frozen=True, tag="alive"):
+    """This side of the connection is still alive, and has nothing else to say."""
+
+
+class Searching(Message, frozen=True, tag="searching"):
+    """The node has not heard from the coordinator for too long: its ranks continue, and it connects again."""
+
+
+class JobOver(Message, frozen=True, tag="over"):
+    """The job cannot continue: a rank gave it up, or a node cannot open a store; ``code`` is its exit code.
+
+    Attributes:
+        generation: the generation that the reason is about (-1: the job as a whole).
+        is_lost: whether the reason is that no rank holds the state any more.
+    """
+
+    reason: str
+    code: Int = 1
+    generation: Int = -1
+    is_lost: bool = False
+
+
+class Leaving(Message, frozen=True, tag="leaving"):
+    """The node no longer takes part: its agent was told to stop, or can no longer start processes."""
+
+    reason: str
+
+
+class Spawn(Message, frozen=True, tag="spawn"):
+    """Start a process for ``rank``.
+
+    Attributes:
+        incarnation: 0 for the rank's first process, +1 at each respawn.
+        generation: the generation that the process will join.
+        incident: the incident that the start belongs to ("" at the first start).
+        env: environment variables of the process, besides those that all ranks of the node get.
+        anyway: whether to start it although its device is bad.
+        afresh: whether the job begins again, so that nothing of the rank's earlier processes counts.
+    """
+
+    rank: Int
+    incarnation: Int
+    generation: Int
+    incident: str
+    env: dict[str, str]
+    anyway: bool = False
+    afresh: bool = False
+
+
+class OpenStore(Message, frozen=True, tag="open-store"):
+    """Open a store for ``generation``, and close the previous one."""
+
+    generation: Int
+
+
+class Discard(Message, frozen=True, tag="discard"):
+    """End the ranks of this node, which were declared dead, and join as a node that has none."""
+
+
+class Begin(Message, frozen=True, tag="begin"):
+    """All ranks are present: let the ranks of the node enter their block.
+
+    Attributes:
+        incident: the incident that led here ("" at the first start).
+        env: variables to put into the ranks' environment.
+        high_water: the highest optimizer step that any rank was ever seen to commit (-1: none).
+        target: the step that was in the making; progress to it must be reported at once (-1: none).
+        origin: the generation that began from nothing: 0, or that of the last restart of the whole job.
+    """
+
+    generation: Int
+    incident: str
+    env: dict[str, str]
+    high_water: Int
+    target: Int
+    origin: Int = 0
+
+
+class Ask(Message, frozen=True, tag="ask"):
+    """Ask ``ranks`` where their main threads are."""
+
+    id: Int
+    ranks: list[Int]
+
+
+class Kill(Message, frozen=True, tag="kill"):
+    """End the process of ``rank`` if no generation after ``generation`` has begun; its end is no fault by itself.
+
+    Attributes:
+        beat: the process is ended only if its main thread is still stuck at this beat (-1: in any case).
+    """
+
+    rank: Int
+    incarnation: Int
+    generation: Int
+    beat: Int = -1
+
+
+class AllDone(Message, frozen=True, tag="all-done"):
+    """Every rank's block has returned."""
+
+
+class OneEnded(Message, frozen=True, tag="one-ended"):
+    """``rank``, of any node, is the first whose process has ended well since the job began, or began again."""
+
+    rank: Int
+
+
+class End(Message, frozen=True, tag="end"):
+    """The job is over.
+
+    Attributes:
+        code: exit code of the agent.
+        last_words: lines that the agent prints at the end.
+    """
+
+    code: Int
+    last_words: list[str]
+
+
+NodeMessage = (
+    Joined
+    | Standing
+    | StoreOpened
+    | RankReady
+    | Trouble
+    | RankEnded
+    | DeviceBad
+    | RankDone
+    | RankInexact
+    | Answered
+    | Silent
+    | Progress
+    | Holding
+    | JobOver
+    | Searching
+    | Leaving
+    | Alive
+)
+Command = (
+    Spawn | OpenStore | Discard | Begin | FaultNotice | HandOver | Ask | Kill | AllDone | OneEnded | End | Alive
+)
+
+FROM_NODE = Vocabulary("node", *get_args(NodeMessage))
+FROM_COORDINATOR = Vocabulary("coordinator", *get_args(Command))

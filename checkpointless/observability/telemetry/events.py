@@ -1,0 +1,418 @@
+"""The event log: one JSON object per line in ``<run dir>/events.jsonl``, from every process of a job."""
+
+from __future__ import annotations
+
+import enum
+import functools
+import itertools
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal, NoReturn, get_args
+
+import msgspec
+
+from checkpointless.observability.telemetry.event_names import EventName, event_name
+from checkpointless.observability.telemetry.scribe import FLUSH_S, scribe
+from checkpointless.observability.telemetry.timeline import on_one_timeline
+from checkpointless.system.environment import NODE_RANK_ENV, RANK_ENV, own_run_dir
+
+Edge = Literal["begin", "end", "point"]
+EDGES: tuple[Edge, ...] = get_args(Edge)
+_Whole = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+_Time = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+_Number = Annotated[int, msgspec.Meta(ge=-1, le=(1 << 31) - 1)]
+_Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e10)]
+logger = logging.getLogger(__name__)
+EVENTS_FILE = "events.jsonl"
+#: What JSON has a form for.
+JsonValue = bool | int | float | str | list["JsonValue"] | dict[str, "JsonValue"] | None
+_OWN_KEYS = ("ts", "mono", "node", "rank", "pid", "generation", "incident", "stage", "edge")
+
+
+@dataclass(frozen=True)
+class Event:
+    """One line of the event log.
+
+    Attributes:
+        ts: UTC time, in nanoseconds since the epoch.
+        mono: monotonic clock, in nanoseconds; comparable between the processes of one node.
+        node: index of the node.
+        rank: rank that the event is about; None for an agent's own event.
+        pid: id of the process that wrote the event.
+        generation: generation in which the event happened.
+        incident: id of the incident that the event belongs to; None if it belongs to none.
+        stage: what the event tells; a plain word if a newer version's log names what this version does not know.
+        edge: ``begin`` or ``end`` of a span, or a ``point`` in time.
+        fields: further fields of the line (bytes, sources, seconds, cause, ...).
+    """
+
+    ts: int
+    mono: int
+    node: int
+    rank: int | None
+    pid: int
+    generation: int
+    incident: str | None
+    stage: EventName | str
+    edge: Edge
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+
+class EventLog:
+    """Appends events to one file, which any number of processes and threads may share.
+
+    A caller of :meth:`emit` never waits for the disk and never fails because of it: a thread of the process
+    (:mod:`checkpointless.observability.telemetry.scribe`) writes the events in the order in which they were emitted. Every line
+    is one ``write(2)`` to a file opened with ``O_APPEND``, so lines never mix. No descriptor is held between lines:
+    the log survives forks and clean-ups, and leaves nothing behind. Lines that cannot be written (disk full,
+    directory gone), and lines that come while thousands wait for a stalled disk, are dropped; one line says how
+    many, once lines can be written again. Points outside of incidents are dropped first.
+
+    Args:
+        path: the file; None drops every event.
+        node: index of this node.
+        rank: rank that writes; used for events that do not name another rank.
+    """
+
+    def __init__(self, path: Path | None, *, node: int = 0, rank: int | None = None) -> None:
+        self.path = path
+        self.node = node
+        self.rank = rank
+
+    def emit(
+        self,
+        stage: EventName,
+        edge: Edge,
+        *,
+        generation: int,
+        incident: str | None = None,
+        rank: int | None = None,
+        **fields: Any,
+    ) -> None:
+        """Queue one event, stamped with the current time and this process's id; never wait.
+
+        Args:
+            stage: what the event tells.
+            edge: ``begin``, ``end`` or ``point``.
+            generation: generation in which the event happens.
+            incident: id of the incident that the event belongs to; None if it belongs to none.
+            rank: rank that the event is about (default: the log's own rank).
+            **fields: further fields; values that are not plain JSON (paths, enums, sets, ...) are converted.
+
+        Raises:
+            ValueError: ``edge`` is unknown, or a field has the name of one of the log's own fields.
+        """
+        if edge not in EDGES:
+            raise ValueError(f"edge must be one of {', '.join(EDGES)}, not {edge!r}")
+        taken = sorted(set(fields).intersection(_OWN_KEYS))
+        if taken:
+            raise ValueError(f"an event has its own {', '.join(taken)}: use another field name")
+        if self.path is None:
+            return
+        record = {
+            "ts": time.time_ns(),
+            "mono": time.monotonic_ns(),
+            "node": self.node,
+            "rank": self.rank if rank is None else rank,
+            "pid": os.getpid(),
+            "generation": generation,
+            "incident": incident,
+            "stage": stage,
+            "edge": edge,
+            **{key: json_safe(value) for key, value in fields.items()},
+        }
+        line = json.dumps(record, separators=(",", ":"), allow_nan=False)
+        origin = {key: record[key] for key in ("node", "rank", "pid", "generation")}
+        chatter = edge == "point" and incident is None
+        if not scribe.put(functools.partial(_append, self.path, line, origin), chatter=chatter):
+            _losses.setdefault(self.path, _Losses()).add()
+
+    @contextmanager
+    def span(
+        self, stage: EventName, *, generation: int, incident: str | None = None, **fields: Any
+    ) -> Iterator[dict[str, Any]]:
+        """Emit ``begin`` now and, when the ``with`` body ends, ``end`` with ``seconds`` and any ``error`` raised.
+
+        Yields:
+            A dict whose entries go into the ``end`` line.
+        """
+        more: dict[str, Any] = {}
+        self.emit(stage, "begin", generation=generation, incident=incident, **fields)
+        started_s = time.monotonic()
+        try:
+            yield more
+        except BaseException as error:
+            more["error"] = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            more["seconds"] = time.monotonic() - started_s
+            self.emit(stage, "end", generation=generation, incident=incident, **{**fields, **more})
+
+
+class _Losses:
+    """Counts the lines that one file did not get, and writes the count once lines can be written again.
+
+    Only one thread calls :meth:`append`; any thread may call :meth:`add`.
+    """
+
+    def __init__(self) -> None:
+        self._left_out = itertools.count()  # advanced in C: neither threads nor interruptions lose a count
+        self._looked = self._unwritten = self._told = 0
+        self._has_complained = False
+
+    def add(self) -> None:
+        """Count a line that was dropped."""
+        next(self._left_out)
+
+    def append(self, path: Path, line: str, origin: Mapping[str, Any]) -> None:
+        """Append ``line``; if that fails, count it, and warn once until a line can be written again.
+
+        Args:
+            path: the file.
+            line: the line, without a newline.
+            origin: node, rank, pid and generation of the line.
+        """
+        left_out = next(self._left_out) - self._looked
+        self._looked += 1
+        count = left_out + self._unwritten - self._told
+        try:
+            if count:
+                told: dict[str, Any] = {"ts": time.time_ns(), "mono": time.monotonic_ns()}
+                told |= {**origin, "incident": None, "stage": EventName.EVENTS_DROPPED, "edge": "point"}
+                told["count"] = count
+                append_line(path, json.dumps(told, separators=(",", ":")))
+                self._told += count
+            append_line(path, line)
+        except OSError as error:
+            self._unwritten += 1
+            if not self._has_complained:
+                logger.warning("events are lost as long as %s cannot be written: %s", path, error.strerror or error)
+            self._has_complained = True
+        else:
+            self._has_complained = False
+
+
+_losses: dict[Path, _Losses] = {}
+
+
+os.register_at_fork(after_in_child=_losses.clear)  # the parent process reports what it lost
+
+
+def _append(path: Path, line: str, origin: Mapping[str, Any]) -> None:
+    _losses.setdefault(path, _Losses()).append(path, line, origin)
+
+
+def flush_events(timeout_s: float = FLUSH_S) -> bool:
+    """Wait until the events of this process are written.
+
+    Args:
+        timeout_s: longest wait, in seconds.
+
+    Returns:
+        Whether all of them are written.
+    """
+    return scribe.flush(timeout_s)
+
+
+def event_log() -> EventLog:
+    """Return the log that this process's environment names: ``CHECKPOINTLESS_RUN_DIR``, ``RANK``, ``NODE_RANK``.
+
+    Without a run directory, the log drops every event.
+    """
+    run_dir = own_run_dir()
+    rank = os.environ.get(RANK_ENV)
+    return EventLog(
+        None if run_dir is None else run_dir / EVENTS_FILE,
+        node=int(os.environ.get(NODE_RANK_ENV, "0")),
+        rank=int(rank) if rank else None,
+    )
+
+
+_opener = functools.partial(os.open, mode=0o644)  # runs in C from end to end: cannot be interrupted
+
+
+def append_line(path: Path, line: str) -> None:
+    """Append ``line`` and a newline to ``path`` with one ``write(2)``; create the file if it does not exist.
+
+    Raises:
+        OSError: the line could not be written, or only a part of it was.
+    """
+    data = line.encode() + b"\n"
+    # The object that open() returns closes its descriptor even if an interruption comes before it has a name.
+    with open(path, "ab", buffering=0, opener=_opener) as file:
+        written = file.write(data)
+    if written != len(data):
+        raise OSError(f"{path}: only {written} of {len(data)} bytes were written")
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the JSON objects of a file of JSON lines, each after its line number, counted from 1.
+
+    A line that a writer was killed on may lack its end. If it is the last line, it is skipped; if another writer
+    has appended a line to it, the appended line is yielded. Lines that are broken in another way are skipped, with
+    one warning for all of them.
+    """
+    broken = []
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+        record = object_of(line)
+        if record is not None:
+            yield number, record
+        else:
+            broken.append(number)
+    _warn_of(path, broken, "JSON object")
+
+
+def read_events(run_dir: Path) -> list[Event]:
+    """Return all events of a run in the order in which they were written, including those of this process.
+
+    Their times are put on one timeline (:func:`~checkpointless.observability.telemetry.timeline.on_one_timeline`). Lines that are
+    no events are left out, with one warning for all of them.
+
+    Args:
+        run_dir: the run directory; without an event file in it, there are no events.
+    """
+    flush_events()
+    path = run_dir / EVENTS_FILE
+    if not path.exists():
+        return []
+    events, odd = [], []
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+        event = parse_event(line)
+        if event is not None:
+            events.append(event)
+        else:
+            odd.append(number)
+    _warn_of(path, odd, "event")
+    return on_one_timeline(events)
+
+
+def parse_event(line: bytes) -> Event | None:
+    """Parse a line of the log; return None if it is not an event."""
+    record = object_of(line)
+    own = None if record is None else checked(record)
+    if record is None or own is None:
+        return None
+    fields = {key: value for key, value in record.items() if key not in _OWN_KEYS}
+    return Event(
+        own.ts,
+        own.mono,
+        own.node,
+        own.rank,
+        own.pid,
+        own.generation,
+        own.incident,
+        event_name(own.stage),
+        own.edge,
+        fields,
+    )
+
+
+def _warn_of(path: Path, numbers: Sequence[int], kind: str) -> None:
+    if numbers:
+        count = len(numbers)
+        which = f"line {numbers[0]} is" if count == 1 else f"{count} lines, from line {numbers[0]} on, are"
+        logger.warning("%s: %s no %s, and left out", path, which, kind if count == 1 else f"{kind}s")
+
+
+def json_safe(value: object) -> JsonValue:
+    """Convert ``value`` to plain JSON types; values without a JSON form become text, non-finite floats included."""
+    if value is None or isinstance(value, bool | int | str):
+        return value.value if isinstance(value, enum.Enum) else value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, enum.Enum):
+        return json_safe(value.value)
+    if isinstance(value, Mapping):
+        return {str(key): json_safe(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_safe(item) for item in value]
+    if isinstance(value, set | frozenset):
+        return sorted((json_safe(item) for item in value), key=str)
+    return str(value)
+
+
+# --- A line of the event log, and the types of its fields ---------------------------------------------------------
+
+
+class EventLine(msgspec.Struct):
+    """What a line must have, and the types of those of its further fields that are calculated with or shown."""
+
+    ts: _Time
+    mono: _Time
+    node: _Number
+    rank: _Number | None
+    pid: _Whole
+    generation: _Number
+    incident: str | None
+    stage: str
+    edge: Edge
+    bytes: _Whole | None = None
+    cause: str | None = None
+    code: _Whole | None = None
+    culprit: _Number | None = None
+    high_water: _Whole | None = None
+    how: str | None = None
+    made: bool | None = None
+    nnodes: _Number | None = None
+    nproc: _Number | None = None
+    path: str | None = None
+    peak_growth_bytes: _Whole | None = None
+    ranks: list[_Number] | None = None
+    reason: str | list[str] | None = None
+    rung: str | None = None
+    samples_per_step: _Whole | None = None
+    seconds: _Seconds | None = None
+    sources: list[_Number] | None = None
+    spec: str | None = None
+    step: _Whole | None = None
+    steps_lost: _Whole | None = None
+    target: _Whole | None = None
+    tier: str | None = None
+    undetected_s: _Seconds | None = None
+
+
+_DEEPEST = 16  # how deeply values may be nested: what writes them out again may not run out of stack
+
+
+_MOST_STARTS = 64  # at which a line may begin anew after a torn one
+
+
+def _is_shallow(value: object, levels: int) -> bool:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return levels > 0 and all(_is_shallow(each, levels - 1) for each in inner)
+
+
+def object_of(line: bytes) -> dict[str, Any] | None:
+    """Return the object that a line is, or that follows the torn beginning of another line; None without one."""
+    start = line.find(b"{")
+    for _ in range(_MOST_STARTS):
+        if start < 0:
+            return None
+        try:
+            record = json.loads(line[start:], parse_constant=_refuse)
+        except (ValueError, RecursionError):
+            start = line.find(b'{"', start + 1)
+            continue
+        return record if isinstance(record, dict) else None
+    return None
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def checked(record: dict[str, Any]) -> EventLine | None:
+    """Return what a line must have, if it has it; None if the line is not an event."""
+    try:
+        line = msgspec.convert(record, EventLine)
+    except (msgspec.ValidationError, ValueError, RecursionError) as error:  # ValueError: text that is no UTF-8
+        logger.debug("a line is not an event: %s", error)
+        return None
+    return line if _is_shallow(record, _DEEPEST) else None

@@ -1,0 +1,390 @@
+"""Narration of an incident while it happens: it takes events and yields lines for the terminal."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from checkpointless.observability.telemetry.event_names import LIVING, EventName
+from checkpointless.observability.telemetry.events import Event
+from checkpointless.observability.telemetry.rungs import Rung
+from checkpointless.observability.telemetry.tracebacks import traceback_path
+from checkpointless.observability.telemetry.wording import plural
+
+#: Stages of the generation that begins; each is told as soon as all ranks have finished it. A loop of one's own has
+#: no `init` and no `rebuild`, and ranks that nobody decides for have no `transfer`: such a stage is left out.
+_STARTING = (
+    EventName.INIT,
+    EventName.REBUILD,
+    EventName.DECIDE,
+    EventName.TRANSFER,
+    EventName.FIRST_STEP,
+)
+#: Stages of the generation that ended; they are told when all ranks have met again.
+_ENDING = (EventName.ABORT, EventName.FINALIZE, EventName.HAND_OVER)
+_PART = "base model"  # the transfer of a base model, which comes before that of the rest
+#: Stages that are usually too short for a separate line, and the stages whose lines mention them.
+_BRIEF: Mapping[str, EventName] = {
+    EventName.HEALTH: EventName.FINALIZE,
+    EventName.ENTER: EventName.INIT,
+    EventName.VERIFY: EventName.TRANSFER,
+    EventName.DATA: EventName.TRANSFER,
+    _PART: EventName.TRANSFER,
+}
+_BRIEF_S = 0.5
+_SILENCE_S = 5.0
+_IMPORTING_S = 2.0  # an import that takes longer is told of
+_STILL_IMPORTING_S = 15.0
+_GENERATIONS_KEPT = 2
+_INDENT = "  "
+INCIDENT = "incident "  # beginning of an incident's first and last line
+
+
+def detected_line(incident: str, cause: str) -> str:
+    """Return the line that says that an incident begins."""
+    return f"{INCIDENT}{incident}: {cause}; recovering"
+
+
+def recovered_line(
+    incident: str, seconds: float, rung: str, steps_lost: int | None, made: bool = True, inexact: str = ""
+) -> str:
+    """Return the line that says that an incident is over.
+
+    Args:
+        incident: id of the incident.
+        seconds: time from the fault until the lost step was completed.
+        rung: level to which the recovery escalated.
+        steps_lost: number of committed steps that have to be repeated; None if nobody said which were committed.
+        made: whether a step was made; otherwise the block has returned without one.
+        inexact: why training is no longer what it would be without the fault ("": it is, as far as is known).
+    """
+    lost = {None: "", 0: "" if inexact else "; nothing was lost", 1: "; 1 step is made once more"}
+    many = f"; {steps_lost} steps are made once more"
+    left = "" if made or steps_lost is None else "; no step was left to make"
+    level = "new process, own state" if rung == Rung.OWN_STATE.label else rung
+    how, why = ("resumed, not exact,", f"; {inexact}") if inexact else ("recovered", "")
+    return f"{INCIDENT}{incident}: {how} in {seconds:.2f} s ({level}){lost.get(steps_lost, many)}{left}{why}"
+
+
+def inexact_line(incident: str, why: str) -> str:
+    """Return the line that corrects that an incident was recovered from."""
+    return f"{INCIDENT}{incident}: resumed, not exact: {why}"
+
+
+def escalated_line(incident: str, following: str) -> str:
+    """Return the line that says that the next fault came before an incident was over."""
+    return f"{INCIDENT}{incident}: escalated: incident {following} came before a step was made"
+
+
+def failed_save_line(event: Event) -> str:
+    """Return the line that says that a checkpoint could not be saved."""
+    ranks = event.fields.get("ranks") or [event.rank]
+    where = f"{_ranks(set(ranks))}: {event.fields.get('reason')}"
+    return f"checkpoint {event.fields.get('path')} could not be saved ({where}); training goes on"
+
+
+@dataclass
+class _Generation:
+    """What the ranks said about a generation.
+
+    Attributes:
+        seconds: seconds of each finished stage, by rank.
+        began: stages that any rank has begun.
+        went: when the ranks were let go into it, in nanoseconds of the coordinator's monotonic clock.
+        began_to_wait: when each rank reached the barrier, in nanoseconds of the coordinator's monotonic clock (-1
+            for ranks of other nodes, which have another clock).
+        target: step after which training resumes.
+        reason: why training does not resume from memory.
+        nbytes: bytes that the ranks in ``filled`` received from the ranks in ``sources``.
+        tiers: ranks that were filled from copies, by tier.
+        steps_lost: finished steps of which there was no copy.
+        step: first step that the generation completed.
+    """
+
+    seconds: defaultdict[str, dict[int, float]] = field(default_factory=lambda: defaultdict(dict))
+    began: set[str] = field(default_factory=set)
+    went: int = -1
+    began_to_wait: dict[int, int] = field(default_factory=dict)
+    target: int | None = None
+    reason: str = ""
+    nbytes: int = 0
+    filled: set[int] = field(default_factory=set)
+    sources: set[int] = field(default_factory=set)
+    tiers: defaultdict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
+    steps_lost: int = 0
+    step: int | None = None
+
+
+@dataclass
+class _Incident:
+    id: str
+    ended: int  # the generation that the incident ended
+    began: int | None = None  # the generation after it
+    told: list[EventName] = field(default_factory=list)
+    respawned: set[int] = field(default_factory=set)
+    last_words_s: float = 0.0
+    closing: str = ""  # the last line, which is told after the stages
+
+
+@dataclass
+class _Import:
+    began_s: float
+    next_word_s: float
+
+
+class Narrator:
+    """Turns the events of a job into a block of a dozen lines per incident.
+
+    Args:
+        run_dir: run directory with the tracebacks.
+        node: index of the coordinator's node.
+        pid: id of the coordinator's process; only incidents that it detected are told.
+        logs: directory of the logs; None: the usual one in ``run_dir``.
+    """
+
+    def __init__(self, run_dir: Path, node: int, pid: int, logs: Path | None = None) -> None:
+        self._run_dir, self._logs = run_dir, logs or run_dir / "logs"
+        self._coordinator = (node, pid)
+        self._world = 0
+        self._generations: dict[int, _Generation] = {}
+        self._incident: _Incident | None = None
+        self._importing: _Import | None = None  # None: nothing is imported for the ranks now
+
+    @property
+    def is_telling(self) -> bool:
+        """Whether an incident is open or its last lines are still to come."""
+        return self._incident is not None
+
+    @property
+    def closing(self) -> str:
+        """The last line of an incident that is over, held back until the ranks have reported; else ""."""
+        return self._incident.closing if self._incident is not None else ""
+
+    def take(self, event: Event, now_s: float) -> Iterator[str]:
+        """Process one event.
+
+        Args:
+            event: the event.
+            now_s: current time of the monotonic clock, in seconds.
+
+        Yields:
+            The lines that can be shown now.
+        """
+        if event.stage == EventName.JOB and event.edge == "begin":
+            self._world = int(event.fields.get("nproc", 0))
+            self._importing = _Import(now_s, now_s + _IMPORTING_S)
+        elif event.stage == EventName.SAVE_FAILED:
+            yield failed_save_line(event)
+        elif event.rank is not None:
+            self._importing = None
+            self._rank_said(event, event.rank)
+        elif event.stage == EventName.PRELOAD:
+            self._importing = None
+        elif (event.node, event.pid) == self._coordinator:
+            yield from self._coordinator_said(event, now_s)
+        incident = self._incident
+        if incident is not None and incident.began is not None:
+            for line in self._starting(incident, incident.began):
+                incident.last_words_s = now_s
+                yield line
+            heard = self._of(incident.began).seconds
+            is_told = EventName.FIRST_STEP in incident.told or not any(heard[each] for each in _STARTING)
+            if incident.closing and is_told:
+                yield from self.close()
+
+    def tick(self, now_s: float) -> Iterator[str]:
+        """Yield a line if imports take long, or if nothing was told of an open incident for some time."""
+        yield from self._still_importing(now_s)
+        incident = self._incident
+        if incident is None or incident.closing or now_s - incident.last_words_s < _SILENCE_S:
+            return
+        incident.last_words_s = now_s
+        if incident.began is None:
+            old, new = self._of(incident.ended), self._of(incident.ended + 1)  # a new process waits for the latter
+            here = len(old.began_to_wait.keys() | new.began_to_wait.keys())
+            of = f" of {self._world}" if self._world else ""
+            yield f"{_INDENT}barrier: {here}{of} ranks are here; waiting for the others"
+        else:
+            generation = self._of(incident.began)
+            stage = next((each for each in _STARTING if each not in incident.told), EventName.FIRST_STEP)
+            if stage not in generation.began and EventName.ENTER in generation.began:
+                stage = EventName.ENTER  # in the script, before the framework or the loop says anything
+            through = len(generation.seconds[stage])
+            yield f"{_INDENT}{stage}: {plural(through, 'rank')} {'is' if through == 1 else 'are'} through"
+
+    def _still_importing(self, now_s: float) -> Iterator[str]:
+        work = self._importing
+        if work is None or now_s < work.next_word_s:
+            return
+        work.next_word_s = now_s + _STILL_IMPORTING_S
+        yield f"importing what the ranks need, once for all of them: {now_s - work.began_s:.0f} s so far"
+
+    def close(self) -> Iterator[str]:
+        """Yield the last line of an incident that is over, even if not all ranks have reported their times."""
+        incident, self._incident = self._incident, None
+        if incident is not None and incident.closing:
+            yield incident.closing
+
+    def _coordinator_said(self, event: Event, now_s: float) -> Iterator[str]:
+        incident = self._incident
+        if event.stage == EventName.DETECT and event.incident is not None:
+            if incident is None or incident.id != event.incident:
+                yield from self.close()
+                incident = self._incident = _Incident(event.incident, event.generation)
+            incident.last_words_s = now_s
+            yield detected_line(event.incident, str(event.fields.get("cause")))
+            yield from self._where_to_look(event)
+        elif event.stage == EventName.GO:
+            if incident is not None:
+                incident.began = event.generation
+                incident.last_words_s = now_s
+                yield from self._ending(incident, event)
+            generation = self._of(event.generation)
+            generation.went = event.mono
+            generation.began_to_wait.clear()  # the ranks no longer wait for it
+        elif incident is None:
+            return
+        elif event.stage == EventName.RECOVERED and event.incident == incident.id:
+            fields = event.fields
+            incident.closing = recovered_line(
+                incident.id,
+                fields["seconds"],
+                str(fields.get("rung")),
+                fields.get("steps_lost"),
+                fields.get("made", True),
+                str(fields.get("inexact", "")),
+            )
+
+    def _rank_said(self, event: Event, rank: int) -> None:
+        if event.stage == EventName.RESPAWN:
+            if self._incident is not None:
+                self._incident.respawned.add(rank)
+            return
+        generation = self._of(event.generation)
+        fields = event.fields
+        if event.edge == "begin":
+            generation.began.add(event.stage)
+        if event.stage == EventName.BARRIER and event.edge == "begin":
+            is_here = event.node == self._coordinator[0]
+            if not is_here or event.mono > generation.went:  # else a late word of the wait for this generation
+                generation.began_to_wait[rank] = event.mono if is_here else -1
+        if event.stage == EventName.HAND_OVER and event.edge == "begin":
+            generation.began_to_wait.pop(rank, None)  # its successor comes
+        if event.stage == EventName.FALLBACK:
+            generation.reason = str(fields.get("reason") or "")
+        if event.edge != "end" or "error" in fields:
+            return
+        spent = generation.seconds[_PART if event.stage == EventName.TRANSFER and "part" in fields else event.stage]
+        spent[rank] = spent.get(rank, 0.0) + float(fields.get("seconds") or 0.0)
+        if event.stage == EventName.DECIDE and isinstance(fields.get("target"), int):
+            generation.target = fields["target"]
+        elif event.stage == EventName.COPIES and "tier" in fields:
+            generation.tiers[str(fields["tier"])].add(rank)
+            generation.steps_lost = int(fields.get("steps_lost") or 0)
+        elif event.stage == EventName.TRANSFER and fields.get("sources"):
+            generation.filled.add(rank)
+            generation.sources.update(fields["sources"])
+            generation.nbytes += int(fields.get("bytes") or 0)
+        elif event.stage == EventName.FIRST_STEP:
+            generation.step = fields.get("step")
+
+    def _where_to_look(self, event: Event) -> Iterator[str]:
+        rank = event.fields.get("culprit")
+        if not isinstance(rank, int):
+            return
+        traceback = traceback_path(self._run_dir, event.generation, rank)
+        log = self._logs / f"rank-{rank}.log"
+        if traceback.is_file():
+            yield f"{_INDENT}its traceback: {traceback}"
+        elif log.is_file():
+            yield f"{_INDENT}its last output: {log}"
+
+    def _ending(self, incident: _Incident, go: Event) -> Iterator[str]:
+        ended = self._of(incident.ended)
+        for stage in _ENDING:
+            if ended.seconds[stage]:
+                yield self._line(ended, stage)
+        here = ended.began_to_wait
+        note = f"{self._world or len(here)} ranks are together again, generation {go.generation}"
+        if incident.respawned:
+            note += f"; new: {_ranks(incident.respawned)}"
+        first = min((at for at in here.values() if at >= 0), default=go.mono)
+        yield _line(EventName.BARRIER, (go.mono - first) / 1e9, note)
+
+    def _starting(self, incident: _Incident, number: int) -> Iterator[str]:
+        generation = self._of(number)
+        for stage in _STARTING:
+            if stage in incident.told:
+                continue
+            later = _STARTING[_STARTING.index(stage) + 1 :]
+            if not generation.seconds[stage] and any(generation.seconds[each] for each in later):
+                incident.told.append(stage)  # each rank's words come in order: no rank has this stage
+                continue
+            if len(generation.seconds[stage]) < max(self._world, 1):
+                return
+            incident.told.append(stage)
+            yield self._line(generation, stage, self._note(generation, stage))
+
+    def _note(self, generation: _Generation, stage: EventName) -> str:
+        if stage == EventName.DECIDE:
+            if generation.reason:
+                return f"not from memory: {generation.reason}"
+            return "" if generation.target is None else f"resume after step {generation.target}"
+        if stage == EventName.TRANSFER:
+            if generation.tiers:
+                return _from_copies(generation)
+            if not generation.filled:
+                return "every rank has kept its own state"
+            filled, sources = _ranks(generation.filled), _ranks(generation.sources)
+            if not generation.nbytes:  # a torn update had not changed a byte
+                return f"{filled} compared with {sources}: the same bytes, none were sent"
+            return f"{filled} filled with {_size(generation.nbytes)} from {sources}"
+        if stage == EventName.FIRST_STEP and generation.step is not None:
+            return f"step {generation.step} is made"
+        return ""
+
+    def _line(self, generation: _Generation, stage: EventName, note: str = "") -> str:
+        """Return the line for a stage that all ranks have finished."""
+        more = [note] if note else []
+        for name, seconds in generation.seconds.items():
+            slowest_s = max(seconds.values(), default=0.0)
+            if _BRIEF.get(name) == stage and slowest_s >= _BRIEF_S:
+                more.append(f"{name} {slowest_s:.2f} s")
+        return _line(stage, max(generation.seconds[stage].values(), default=0.0), "; ".join(more))
+
+    def _of(self, number: int) -> _Generation:
+        if number not in self._generations:
+            self._generations[number] = _Generation()
+            for old in [each for each in self._generations if each < number - _GENERATIONS_KEPT]:
+                del self._generations[old]
+        return self._generations[number]
+
+
+def _line(stage: str, seconds: float, note: str) -> str:
+    return f"{_INDENT}{stage:<10} {seconds:6.2f} s  {note}".rstrip()
+
+
+def _from_copies(generation: _Generation) -> str:
+    """Return which ranks were filled from copies, and what that cost."""
+    tiers = sorted(generation.tiers.items(), key=lambda each: (each[0] == LIVING, each[0]))
+    names = [f"{_ranks(ranks)} {'kept their state' if tier == LIVING else f'from {tier}'}" for tier, ranks in tiers]
+    lost = {0: "", 1: "; 1 finished step is lost"}.get(
+        generation.steps_lost, f"; {generation.steps_lost} finished steps are lost"
+    )
+    return f"after step {generation.target}: {', '.join(names)}{lost}"
+
+
+def _ranks(numbers: set[int]) -> str:
+    """Format ranks as ``rank 3``, ``ranks 1, 2`` or ``8 ranks``."""
+    if len(numbers) > 4:
+        return f"{len(numbers)} ranks"
+    return ("rank " if len(numbers) == 1 else "ranks ") + ", ".join(map(str, sorted(numbers)))
+
+
+def _size(nbytes: int) -> str:
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= factor:
+            return f"{nbytes / factor:.1f} {unit}"
+    return f"{nbytes} B"

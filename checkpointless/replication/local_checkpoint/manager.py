@@ -1,0 +1,316 @@
+"""Checkpoints in a directory of each node: the rung below recovery from memory and above shared storage.
+
+Every rank writes its part into its node's directory. With a replication strategy
+(:mod:`checkpointless.replication.local_checkpoint.replication`), the other ranks of its clique write it into theirs, too. A
+search finds the newest save of which every part is undamaged somewhere. All ranks decide alike, since they decide
+by what they have told each other.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import time
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+
+from checkpointless.replication.agreement import (
+    LocalCheckpointError,
+    NoReplicasAvailableError,
+    agree,
+    attempt,
+    by_rank,
+    gather,
+    own_rank,
+    present,
+    words,
+    world_size,
+)
+from checkpointless.replication.local_checkpoint.async_request import AsyncRequest
+from checkpointless.replication.local_checkpoint.replication import ReplicationStrategy
+from checkpointless.replication.local_checkpoint.tensor_aware import content_of, is_tensor_aware, state_of
+from checkpointless.replication.parts import Content, Part, PartId, SaveId
+from checkpointless.replication.retrieval import Choice, Copy, Search, bring, choose
+from checkpointless.replication.store import PartStore, open_store, write_parts
+from checkpointless.state.serialization.state_tree import Tree
+from checkpointless.transfer.bucket_rounds import TransferError
+
+logger = logging.getLogger(__name__)
+
+
+# --- the manager --------------------------------------------------------------------------------------------------
+
+
+class LocalCheckpointManager:
+    """Saves and loads checkpoints in a directory of each node. All ranks of the job call each method together.
+
+    Its names and its use are those of nvidia-resiliency-ext's class of this name, so NeMo's
+    ``MCoreHierarchicalCheckpointIO`` takes it.
+
+    The manager keeps the newest save that is complete on all ranks, and the saves that are being made. For each
+    rank of its node, the directory therefore takes at least twice the rank's part times the replication factor. An
+    older save is deleted when the next but one begins; as long as none is complete, nothing is deleted. A save that
+    all ranks have completed supersedes any save of a later iteration that was begun before, because training went
+    back from there.
+
+    Only this user can access the files. They are written under another name and renamed when they are on the disk,
+    and contain nothing that is evaluated when they are loaded. A state is nested dicts, lists and tuples of plain
+    values (see :mod:`checkpointless.state.serialization.state_tree`) and strided tensors of any dtype, on the CPU or on a
+    GPU; or a tensor-aware state of such values (:mod:`checkpointless.replication.local_checkpoint.tensor_aware`).
+
+    A disk that is full or fails costs the copies that could not be written, with a warning. If no copy of a part is
+    left, it costs the save; what was complete before is still there.
+
+    Every wait for other ranks ends with the timeout of the process group. Without process groups, the job is this
+    process alone.
+
+    Args:
+        root_local_ckpt_dir: the directory, on a disk of the node, or another place that
+            :func:`~checkpointless.replication.register_store` has named. All ranks of the node use the same one.
+        session_id: tells jobs apart that use the same directory; a name for a folder in it. "": the directory
+            belongs to one job.
+        repl_strategy: decides which ranks keep copies of which parts; None: no copies. To load a save, the
+            world size has to be as it was when it was made.
+
+    Raises:
+        OSError: the directory cannot be made, or other users could write to it.
+        ValueError: ``session_id`` is no name for a folder.
+    """
+
+    def __init__(
+        self,
+        root_local_ckpt_dir: str | os.PathLike[str],
+        session_id: str = "",
+        repl_strategy: ReplicationStrategy | None = None,
+    ) -> None:
+        if session_id in (".", "..") or any(each in session_id for each in "/\0"):
+            raise ValueError(f"session_id has to be a name for a folder, not {session_id!r}")
+        self.root_local_ckpt_dir = Path(root_local_ckpt_dir)
+        self.session_id = session_id
+        self.repl_strategy = repl_strategy
+        self._store = open_store(root_local_ckpt_dir, *([session_id] if session_id else []))
+        self._latest: SaveId | None = None  # the newest that is complete on all ranks
+        self._searched = False  # whether _latest is up to date
+        self._begun = 0  # how many saves this process has begun
+        self._latest_order = 0  # which of them _latest is; 0: it was found
+        self._writing: dict[SaveId, int] = {}  # asynchronous saves that have not ended, and which ones they are
+
+    @property
+    def local_ckpt_dir(self) -> Path:
+        """The directory of this job, which the ranks of the node share."""
+        return self.root_local_ckpt_dir / self.session_id
+
+    def save(self, state_dict: Tree, iteration: int, is_async: bool = False) -> AsyncRequest | None:
+        """Save this rank's state, and the copies that it keeps for its peers.
+
+        Copies are exchanged before this method returns. They need host memory: as much as the peers' parts take,
+        and with ``is_async`` also as much as this rank's part takes, until the files are written.
+
+        Args:
+            state_dict: a tensor-aware state, a nested one, or an object that has one as its ``state_dict``. It is
+                not changed.
+            iteration: the iteration, at least 0 and the same on all ranks.
+            is_async: only copy the state, so that training can go on, and return what is still to be done.
+
+        Returns:
+            With ``is_async``, a request for the ``AsyncCallsQueue`` of Megatron-core or nvidia-resiliency-ext, or
+            for :class:`~checkpointless.replication.local_checkpoint.AsyncSave`. The save is complete when the request has been
+            carried out and ended on all ranks. Otherwise None; the save is then complete, or a warning says why it
+            is not.
+
+        Raises:
+            LocalCheckpointError: on every rank, if the state of any rank cannot be stored, or if the ranks call
+                different things.
+        """
+        prepared, problem = attempt(lambda: self._prepare(state_dict, iteration, is_async))
+        token, writing = self._open("asynchronous save" if is_async else "save", problem, iteration)
+        if not self._searched:
+            self._find(lambda each: True)
+        save = SaveId(iteration, token)
+        if self._latest is not None:
+            self._delete_all_but({self._latest, save} | writing)
+        own, state = present(prepared)
+        kept, problem = attempt(lambda: self._replicate(own, state, PartId(save, own_rank())))
+        agree(problem, f"replicating iteration {iteration}")
+        self._begun += 1
+        self._writing[save] = self._begun
+        arguments = self._store, present(kept), own_rank(), world_size()
+        request = AsyncRequest(_write, arguments, [lambda: self._finish(save)])
+        if is_async:
+            return request
+        # Not in a thread: one that outlives an interruption would write tensors that are being trained by then.
+        request.write()
+        request.execute_finalize_fns()
+        return None
+
+    def find_latest(self) -> int:
+        """Find the newest iteration of which every part is undamaged on its rank or on one of its peers.
+
+        The method reads this rank's part to its end, to be sure. The next :meth:`load` loads that iteration.
+
+        Returns:
+            The iteration, or -1 if there is none.
+        """
+        self._open("find_latest")
+        self._find(lambda save: True)
+        return -1 if self._latest is None else self._latest.iteration
+
+    def load(self) -> tuple[Tree, str]:
+        """Load this rank's part of the iteration that :meth:`find_latest` found, or would find.
+
+        A part that is missing or damaged on this node comes from a peer, and is written to this node's directory.
+
+        Returns:
+            The state, of the class that was saved, and the name of the part. The tensors of a tensor-aware state
+            are on the devices that they came from, those of a nested state on the CPU.
+
+        Raises:
+            NoReplicasAvailableError: on every rank, if a part cannot be obtained; the message names the part and
+                the iteration.
+            LocalCheckpointError: on every rank, if there is no local checkpoint at all, or if loading failed on any
+                rank.
+        """
+        self._open("load")
+        known = self._latest if self._searched else None
+        choice, read = self._find(lambda save: known in (None, save))
+        if choice.save is None:
+            self._searched = False  # an older save may still be whole
+            lacking = choice.lacking or ({} if known is None else {known: range(world_size())})
+            for save, lost in lacking.items():
+                raise NoReplicasAvailableError(_without_copy(save, lost))
+            raise LocalCheckpointError(f"no rank has a local checkpoint; this one looked in {self.local_ckpt_dir}")
+        part = PartId(choice.save, own_rank())
+        arrived, problem = attempt(lambda: bring(choice, read))
+        agree(problem, f"fetching iteration {choice.save.iteration}")
+        content, _ = present(arrived)
+        if choice.copies[own_rank()].holder != own_rank():
+            self._keep(part, present(content))
+        state, problem = attempt(lambda: _in_place(present(content)))
+        agree(problem, f"putting iteration {choice.save.iteration} together")
+        return state, str(part)
+
+    # --- agreement ------------------------------------------------------------------------------------------------
+
+    def _open(
+        self, call: str, problem: Exception | None = None, iteration: int | None = None
+    ) -> tuple[str, set[SaveId]]:
+        """Begin a call: all ranks learn that all make the same call, and who cannot.
+
+        A rank whose process is new may know less than the others; then no rank relies on what it knew.
+
+        Returns:
+            A token for a new save, the same on all ranks, and the saves that any rank takes for being made.
+        """
+        told = gather(
+            {
+                "call": [call, iteration],
+                "latest": [self._searched, str(self._latest)],
+                "writing": sorted(map(str, self._writing)),
+                "problem": words(problem),
+                "token": f"{time.time_ns():016x}{secrets.token_hex(4)}",
+            }
+        )
+        if any(each["latest"] != told[0]["latest"] for each in told):
+            self._searched = False
+        if any(each["call"] != told[0]["call"] for each in told):
+            calls = [" ".join(str(word) for word in each["call"] if word is not None) for each in told]
+            raise LocalCheckpointError(by_rank("the ranks call different things", calls)) from problem
+        if any(each["problem"] for each in told):
+            raise LocalCheckpointError(by_rank(call, [each["problem"] for each in told])) from problem
+        return str(told[0]["token"]), {SaveId.parse(name) for each in told for name in each["writing"]}
+
+    def _finish(self, save: SaveId) -> None:
+        """End a save whose files are written where they could be: keep it if no part is missing. Collective."""
+        shelf, problem = attempt(lambda: self._store.shelf(world_size()))
+        if problem is not None:
+            logger.warning("rank %d cannot look at its local checkpoints: %s", own_rank(), problem)
+        told = gather({"save": str(save), "parts": sorted((shelf or {}).get(save, {}))})
+        if any(each["save"] != told[0]["save"] for each in told):
+            raise LocalCheckpointError(by_rank("the ranks end different saves", [each["save"] for each in told]))
+        order = self._writing.pop(save, 0)
+        if order <= self._latest_order:
+            return  # it has ended before, or one that was begun later has
+        lost = sorted({*range(world_size())}.difference(*(each["parts"] for each in told)))
+        if lost:
+            logger.warning("iteration %d is not kept: %s", save.iteration, _without_copy(save, lost))
+            self._store.delete(lambda each: each == save)
+            return
+        before, self._latest, self._searched, self._latest_order = self._latest, save, True, order
+        self._writing = {each: number for each, number in self._writing.items() if number > order}
+        older = before if before is not None and before < save else None
+        self._delete_all_but({older, save, *self._writing})  # a search would find those of later iterations
+
+    # --- saving ---------------------------------------------------------------------------------------------------
+
+    def _prepare(self, state: Tree, iteration: int, is_async: bool) -> tuple[Content, Tree]:
+        """Check what can be checked, and copy what must be copied, before other ranks are needed.
+
+        Returns:
+            The content, and the state of it for the peers, if there are any.
+        """
+        if type(iteration) is not int or iteration < 0:
+            raise ValueError(f"an iteration must be a whole number of at least 0, not {iteration!r}")
+        content = content_of(_plain(state))
+        content = content.on_host(copy=True) if is_async else content
+        return content, None if self.repl_strategy is None else state_of(content)
+
+    def _replicate(self, content: Content, state: Tree, part: PartId) -> list[tuple[PartId, Content]]:
+        """Return the parts that this rank has to keep."""
+        if self.repl_strategy is None:
+            return [(part, content)]
+        try:
+            states, names = self.repl_strategy.replicate(state, str(part))
+        except TransferError as error:
+            logger.warning("%s is kept without what the peers sent: %s", part.words, error)
+            return [(part, content)]
+        return [(PartId.parse(name), content_of(state)) for state, name in zip(states, names)]
+
+    # --- finding --------------------------------------------------------------------------------------------------
+
+    def _find(self, is_of_use: Callable[[SaveId], bool]) -> tuple[Choice, dict[Copy, Part]]:
+        """Find the newest save of which all parts are undamaged, and read this rank's share of them. Collective."""
+        search = Search({"disk": self._store}, world_size(), lambda copy, is_own: copy.read(is_shared=not is_own))
+        choice, read = search.read(lambda unusable: choose(search.holdings, ["disk"], is_of_use, unusable))
+        for save, lost in choice.lacking.items():
+            logger.warning("%s", _without_copy(save, lost))
+        if choice.save != self._latest:
+            self._latest, self._latest_order = choice.save, 0
+        self._searched = True
+        return choice, read
+
+    def _delete_all_but(self, keep: Collection[SaveId | None]) -> None:
+        self._store.delete(lambda save: save not in keep)
+
+    def _keep(self, part: PartId, content: Content) -> None:
+        """Write a part that came from a peer, so that it is in two places again. The load succeeds without it."""
+        try:
+            self._store.write(Part.sealed(part, world_size(), content), own_rank())
+        except OSError as error:
+            logger.warning("%s was loaded from a peer and cannot be kept here: %s", part.words, error)
+
+
+def _write(store: PartStore, contents: Sequence[tuple[PartId, Content]], holder: int, world_size: int) -> None:
+    """Write the parts of a save, which may be done in a process of its own."""
+    write_parts(store, [Part.sealed(part, world_size, content) for part, content in contents], holder)
+
+
+def _in_place(content: Content) -> Tree:
+    """Return the state of a content, a tensor-aware one with its tensors on the devices that they came from."""
+    state = state_of(content)
+    if is_tensor_aware(state):
+        state.restore_tensor_device(non_blocking=False)
+    return state
+
+
+def _plain(state: Tree) -> Tree:
+    """Return the nested state in ``state``: itself, or its ``state_dict`` (an attribute, or a module's method)."""
+    if isinstance(state, (dict, list, tuple)) or is_tensor_aware(state) or not hasattr(state, "state_dict"):
+        return state
+    return state.state_dict() if callable(state.state_dict) else state.state_dict
+
+
+def _without_copy(save: SaveId, lost: Sequence[int]) -> str:
+    """Return the message about parts that are gone."""
+    parts = ", ".join(PartId(save, rank).words for rank in lost)
+    return f"no undamaged copy is left of {parts} on any rank"

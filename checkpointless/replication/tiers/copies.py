@@ -1,0 +1,374 @@
+"""Makes copies of this rank's state in all tiers while training goes on, and knows which there are."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from threading import Event
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from checkpointless.inprocess import UnrecoverableError
+from checkpointless.inprocess.communicators.helper_thread import awaiting
+from checkpointless.inprocess.facts import Facts
+from checkpointless.replication.agreement import attempt, by_rank, gather, words
+from checkpointless.replication.copier import Copier, Place
+from checkpointless.replication.exchange import CliqueExchange, clique_group, clique_of
+from checkpointless.replication.host_memory import copy_into, recorded
+from checkpointless.replication.lane import within
+from checkpointless.replication.parts import Content, Part, SaveId
+from checkpointless.replication.retrieval import ANSWER_S
+from checkpointless.replication.store import MemoryStore, PartStore, Shelf
+from checkpointless.replication.tiers.lineage import Lineage
+from checkpointless.replication.tiers.snapshot import Snapshot
+from checkpointless.replication.tiers.tier import Tier
+from checkpointless.system.environment import LOCAL_WORLD_SIZE_ENV
+
+if TYPE_CHECKING:
+    from checkpointless.launcher.protocol.plain import Json
+
+logger = logging.getLogger(__name__)
+
+_TURN_S = 0.02
+_COPYING_S = 60.0  # host memory takes seconds for a hundred gigabytes
+_FACT = "lineage"
+
+
+class Copies:
+    """Makes copies of this rank's state, and keeps its neighbors'. All ranks call each method together.
+
+    While training goes on, the state is copied to host memory in a thread, goes to the neighbors from there, and is
+    written to directories in another one. Training waits for the first of these before its next update, for the
+    second before copies are due again, and for the third never: if a directory is too slow, a save is left out.
+
+    Args:
+        tiers: where copies are kept.
+
+    Raises:
+        ValueError: two tiers have the same name.
+
+    Attributes:
+        tiers: the tiers, the cheapest first.
+        lineage: what the running training comes from; None: nothing has begun.
+        stores: the places of the tiers, by name.
+    """
+
+    def __init__(self, tiers: Sequence[Tier] = ()) -> None:
+        names = [tier.name for tier in tiers]
+        if len(set(names)) < len(names):
+            raise ValueError(f"each tier can be given once, not {', '.join(names)}")
+        self.tiers: Sequence[Tier] = sorted(tiers, key=lambda tier: tier.cost)
+        self.lineage: Lineage | None = None
+        self.stores: dict[str, PartStore] = {}
+        self._places: dict[str, Place] = {}
+        self._whole: dict[str, SaveId] = {}  # by directory, the newest save that all ranks have
+        self._told: set[str] = set()  # the directories that were said to be too slow
+        self._exchanges: dict[tuple[int, int], CliqueExchange] = {}
+        self._generation = -1  # in which the exchanges were made
+        self._copier: Copier | None = None  # None: nothing is copied now
+        self._left: list[Copier] = []  # whose threads may still be at their last tasks
+
+    def __bool__(self) -> bool:
+        return bool(self.tiers)
+
+    # --- at the begin of a generation -----------------------------------------------------------------------------
+
+    def begin(self, generation: int, step: int, facts: Facts | None, group: Sequence[int]) -> None:
+        """Begin to make copies, in a generation whose training begins after ``step``. Collective.
+
+        Args:
+            generation: the generation.
+            step: the optimizer step.
+            facts: what outlives this process; None: nothing does.
+            group: the ranks that hold the same shard as this one.
+
+        Raises:
+            UnrecoverableError: in the first generation, a tier cannot be used on some rank; or the ranks have
+                different tiers, or too few ranks for them.
+        """
+        if generation == self._generation:
+            self._wait_for_neighbors()  # an earlier fit of this block, which left its loop
+        self.leave()
+        self.lineage = self.agree(facts).begin(generation, step)
+        if facts is not None:
+            facts.keep(_FACT, self.lineage.to_json())
+        self.open(required=generation == 0)
+        if generation != self._generation:
+            self._exchanges, self._generation = {}, generation
+        jumps = neighborhoods(self.tiers, group)
+        self._places = {tier.name: self._place(tier, jumps[tier.name], self.lineage) for tier in self.tiers}
+        self._whole, self._told = {}, set()
+        self._copier = Copier("copying the state", [*self._places.values()], self._of_use, self.lineage.has)
+
+    def _place(self, tier: Tier, jump: int, lineage: Lineage) -> Place:
+        """Return the place of a tier in this generation. Collective."""
+        exchange, clique = None, (jump, tier.copies + 1)
+        if tier.copies:
+            if clique not in self._exchanges:
+                self._exchanges[clique] = CliqueExchange(clique_group(*clique))
+            exchange = self._exchanges[clique]
+        store, before = self.stores[tier.name], self._places.get(tier.name)
+        if isinstance(store, MemoryStore):  # a thread of the generation before may still use the old one
+            store = self.stores[tier.name] = store.copy()
+        known = before.present if before is not None and tier.is_memory else ()
+        present = frozenset(save for save in known if lineage.has(save))
+        return Place(tier.name, store, tier.is_memory, exchange, present)
+
+    def agree(self, facts: Facts | None) -> Lineage:
+        """Learn from the other ranks what the training comes from, and require the same tiers. Collective.
+
+        Returns:
+            The lineage that some rank knows, or a new one if the job has none yet.
+
+        Raises:
+            UnrecoverableError: the ranks have different tiers.
+        """
+        known = self.lineage
+        if known is None and facts is not None and facts.get(_FACT) is not None:
+            known = Lineage.from_json(facts.get(_FACT))
+        mine: list[Json] = [[tier.name, tier.every, tier.copies, tier.jump] for tier in self.tiers]
+        told = gather([mine, None if known is None else known.to_json(), secrets.token_hex(8)])
+        if any(each[0] != told[0][0] for each in told):
+            names = [str([tier[0] for tier in each[0]]) for each in told]
+            raise UnrecoverableError(by_rank("the ranks were given different tiers", names))
+        lineages = [Lineage.from_json(each[1]) for each in told if each[1] is not None]
+        self.lineage = max(lineages, key=lambda each: each.newest) if lineages else Lineage(told[0][2])
+        return self.lineage
+
+    def open(self, required: bool = False) -> None:
+        """Open the stores of all tiers, unless that was done. Collective.
+
+        Args:
+            required: whether every tier has to be there. Else one that is not costs its copies, with a warning.
+
+        Raises:
+            UnrecoverableError: a place that is required cannot be used on some rank.
+        """
+        assert self.lineage is not None
+        problems = []
+        for tier in self.tiers:
+            if tier.name in self.stores:
+                continue
+            open_ = partial(tier.open, self.lineage.job, dist.get_rank())
+            store, problem = attempt(partial(within, ANSWER_S, open_))
+            if store is None:
+                problems.append(f"{tier.name}: {words(problem)}")
+                store = _UnusableStore(words(problem))
+            self.stores[tier.name] = store
+        told = [str(each) for each in gather("; ".join(problems))]
+        if any(told) and required:
+            raise UnrecoverableError(by_rank("copies of the state cannot be kept", told))
+        for each in problems:
+            logger.warning("no copies are kept here until this process ends: %s", each)
+
+    # --- while training -------------------------------------------------------------------------------------------
+
+    def make(self, step: int, take: Callable[[], Snapshot | None]) -> None:
+        """Begin to make copies of the state after ``step`` in the tiers in which they are due. Collective.
+
+        Args:
+            step: the optimizer step that has just been committed.
+            take: returns the state, whose tensors are the live ones; None if this rank has none to copy.
+
+        Raises:
+            Exception: what has ended the copying.
+        """
+        copier, lineage = self._copier, self.lineage
+        if copier is None or lineage is None:
+            return
+        # What this generation went on from may still be being written to directories by the one before.
+        again = step == lineage.begun[-1][1]
+        due = [tier for tier in self.tiers if tier.is_due(step) and (tier.is_memory or not again)]
+        due = self._without_busy(due) if any(not tier.is_memory for tier in due) else due
+        save = lineage.save(step)
+        if not due or save is None:
+            return
+        places = [self._places[tier.name] for tier in due]
+        making = copier.begin(save, partial(_copied, copier, [take()], recorded()), places)
+        if any(tier.waits for tier in due):
+            self._wait(copier, making.arrived)
+
+    def settle(self, step: int) -> None:
+        """Wait until the update of ``step`` may change the state, and what is due after it may be begun.
+
+        Raises:
+            Exception: what has ended the copying.
+        """
+        copier = self._copier
+        if copier is None or copier.making is None:
+            return
+        self._wait(copier, copier.making.copied)
+        if any(tier.is_due(step) for tier in self.tiers):
+            self._wait(copier, copier.making.arrived)
+
+    def finish(self) -> None:
+        """Wait until the copies that are being made are where they belong, and make no more."""
+        copier = self._copier
+        if copier is not None and copier.making is not None:
+            self._wait(copier, copier.making.arrived)
+        self.leave()
+
+    def end(self) -> None:
+        """Remove all copies, since nothing will be recovered from them any more."""
+        deadline_s = time.monotonic() + _COPYING_S
+        self._wait_for_neighbors()
+        self.leave()
+        while not all(each.has_ended for each in self._left) and time.monotonic() < deadline_s:
+            time.sleep(_TURN_S)
+        for tier in self.tiers:
+            if tier.name in self.stores:
+                _, problem = attempt(partial(within, ANSWER_S, partial(tier.clear, self.stores[tier.name])))
+                if problem is not None:
+                    logger.warning("%s: copies may be left: %s", tier.name, words(problem))
+        self.stores, self._exchanges, self._places = {}, {}, {}
+
+    def leave(self) -> None:
+        """Stop making copies, because a fault has ended the generation. What is complete stays."""
+        copier = self._copier
+        if copier is None:
+            return
+        copier.leave()
+        making, deadline_s = copier.making, time.monotonic() + _COPYING_S
+        while making is not None and making.begun and not making.copied.wait(_TURN_S):
+            if time.monotonic() > deadline_s:
+                logger.error("the state was not copied to host memory within %g s: that copy is void", _COPYING_S)
+                making.void = True
+                break
+        self._left = [each for each in [*self._left, copier] if not each.has_ended]
+        self._copier = None
+
+    def _wait_for_neighbors(self) -> None:
+        """Wait, for a minute at most, until neighbors have what they wait for, since there was no fault."""
+        copier, deadline_s = self._copier, time.monotonic() + _COPYING_S
+        if copier is None or copier.making is None:
+            return
+        with awaiting(copier.thread):
+            while not copier.making.arrived.wait(_TURN_S) and not copier.is_idle:
+                if time.monotonic() > deadline_s:
+                    logger.warning("copies of the state did not arrive within %g s", _COPYING_S)
+                    return
+
+    def _wait(self, copier: Copier, event: Event) -> None:
+        """Wait interruptibly for an event of what is being made.
+
+        Raises:
+            Exception: what has ended the copying: a neighbor is gone, for example, whose fault will be known soon.
+        """
+        if not event.is_set():
+            with awaiting(copier.thread):
+                while not event.wait(_TURN_S) and not copier.is_idle:
+                    pass
+        if copier.error is not None:
+            raise copier.error
+
+    def _of_use(self, place: Place, save: SaveId) -> Collection[SaveId]:
+        """Return what stays in a place while ``save`` is made: its newest save that is whole."""
+        if place.is_memory:
+            newest = max((each for each in place.present if each <= save), default=None)
+            return () if newest is None else (newest,)
+        whole = self._whole.get(place.name)
+        # As long as it is not known which one is whole, only copies of another training are of no use.
+        return place.present if whole is None else (whole,)
+
+    def _without_busy(self, due: Sequence[Tier]) -> list[Tier]:
+        """Learn which saves all ranks have in directories, and leave out those that are busy. Collective."""
+        stuck = {name for each in self._left for name in each.unfinished}
+        places = [self._places[tier.name] for tier in due if not tier.is_memory]
+        told = gather([[place.is_busy or place.name in stuck, sorted(map(str, place.present))] for place in places])
+        busy = {place.name for number, place in enumerate(places) if any(each[number][0] for each in told)}
+        for number, place in enumerate(places):
+            everywhere = set.intersection(*({*each[number][1]} for each in told))
+            if everywhere:
+                self._whole[place.name] = max(map(SaveId.parse, everywhere))
+        for name in busy - self._told:
+            self._told.add(name)
+            if dist.get_rank() == 0:
+                logger.warning("%s: the last copy is still being written; this one is left out", name)
+        return [tier for tier in due if tier.name not in busy]
+
+
+def _copied(copier: Copier, snapshot: list[Snapshot | None], ready: torch.cuda.Event | None) -> Content | None:
+    """Copy a state, which is taken from the list, to host memory."""
+    taken = snapshot.pop()
+    if taken is None:
+        return None
+    live = taken.content()
+    copied = copier.pool.content(live.structure, live.tensors)
+    copy_into(copied, live.tensors, ready)
+    return copied
+
+
+class _UnusableStore:
+    """Stands for a place that cannot be used by this process: it has nothing and keeps nothing."""
+
+    def __init__(self, problem: str) -> None:
+        self._problem = problem
+
+    def write(self, part: Part, holder: int) -> None:
+        raise OSError(self._problem)
+
+    def shelf(self, world_size: int) -> Shelf:
+        return {}
+
+    def delete(self, is_meant: Callable[[SaveId], bool]) -> None:
+        pass
+
+
+# --- who is whose neighbor ----------------------------------------------------------------------------------------
+
+
+def neighborhoods(tiers: Sequence[Tier], group: Sequence[int]) -> Mapping[str, int]:
+    """Return how many ranks apart each tier's copies are, by the name of the tier. Collective.
+
+    Ranks that hold the same shard are bad neighbors: if all holders of a shard are lost, so are its copies. Unless
+    a tier says itself how far apart its copies are, another distance is looked for then.
+
+    Args:
+        tiers: the tiers.
+        group: the ranks that hold the same shard as this one, this one included.
+
+    Raises:
+        UnrecoverableError: the ranks cannot be divided as a tier wants; the message says what is possible.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    sizes = gather(int(os.environ.get(LOCAL_WORLD_SIZE_ENV, world)))
+    node = int(sizes[0])
+    if len(set(sizes)) > 1 and any(tier.copies and not tier.jump for tier in tiers):
+        raise UnrecoverableError(
+            f"nodes have different numbers of ranks, {sorted(set(sizes))}: say with jump how far apart copies are"
+        )
+    possible = {}
+    for tier in tiers:
+        try:
+            possible[tier.name] = tier.distances(world, node)
+        except ValueError as error:
+            raise UnrecoverableError(str(error)) from error
+
+    def is_bad(tier: Tier, jump: int) -> bool:
+        return len(group) > 1 and set(clique_of(rank, world, jump, tier.copies + 1)) <= {*group}
+
+    mine = {tier.name: [is_bad(tier, jump) for jump in possible[tier.name]] for tier in tiers if tier.copies}
+    told = gather({name: list(each) for name, each in mine.items()})
+    found = {}
+    for tier in tiers:
+        jumps = possible[tier.name]
+        good = [
+            jump
+            for place, jump in enumerate(jumps)
+            if not tier.copies or not any(each[tier.name][place] for each in told)
+        ]
+        found[tier.name] = (good or jumps)[0]
+        if not good and rank == 0:
+            logger.warning(
+                "%s: copies are kept by ranks that hold the same shard, %d ranks apart, and are lost with them: "
+                "give another jump",
+                tier.name,
+                jumps[0],
+            )
+    return found

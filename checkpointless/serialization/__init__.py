@@ -1,5 +1,0 @@
-"""Values and tensors as bytes, and their digests. Nothing is pickled or evaluated."""
-
-from checkpointless.serialization.digest import MemoryChecksumManager
-
-__all__ = ["MemoryChecksumManager"]

@@ -1,0 +1,248 @@
+"""The state that a rank holds between two generations: taken from the old trainer, given to the new one."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from checkpointless.inprocess.context import tell
+from checkpointless.inprocess.parameter_update_lock import CommitState
+from checkpointless.observability.telemetry.event_names import EventName
+from checkpointless.state.host_memory import HostMemory
+from checkpointless.state.live_state import Built, BuiltState, ChangingState, LiveState
+from checkpointless.state.port import split
+from checkpointless.state.serialization import state_tree
+from checkpointless.state.serialization.digest import MemoryChecksumManager, samples
+from checkpointless.state.snapshot import SnapshotPoint, StepSnapshot
+from checkpointless.transfer.rank_groups import Group
+from checkpointless.transfer.tensor_entry import Key
+
+_WRITTEN = (
+    "{} was written to since the fault: what the block trains must be built in it, "
+    "and nothing may be written to it before the recovery"
+)
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class HeldState:
+    """The state that a rank holds between two generations.
+
+    Attributes:
+        commit: the step that the state belongs to, and whether the update of the next step can still be applied.
+        tensors: references to the old model's and optimizer's tensors, not copies, without their gradients. Each
+            is replaced by its successor as soon as that is filled, so that at every moment this is the whole state,
+            and little of it exists twice.
+        moments: the rest of the state, at every moment after the committed step that can be resumed at.
+        digests: the digest of each part of the rank's shard, by its replica group, if replicas are to be compared.
+        live: the old trainer's state, while its update can still be applied; else nothing holds the old trainer.
+        fit: the fit of the block that the state belongs to.
+        offset: how many steps of the job precede that fit.
+        buffers: the rank's own buffers, at every moment after the committed step and after the step that follows
+            it. They are whole even if an update failed half-way.
+        built_upon: whether a model that is built uses some of the tensors: what fills that changes these.
+        samples: a few elements of each tensor but buffers, as they were at the newest fault.
+        is_used: whether a recovery has begun since, which may write to the tensors.
+        is_superseded: whether the ranks have decided that replicas fill this one.
+        given_up: why the state was given up, for people ("": it was not).
+        has_replicas: whether other ranks hold all that this one holds, if its update can still be applied.
+    """
+
+    commit: CommitState
+    tensors: dict[Key, torch.Tensor]
+    moments: Mapping[SnapshotPoint, StepSnapshot]
+    digests: dict[Group, str] | None = None
+    live: LiveState | None = None
+    fit: int = 1
+    offset: int = 0
+    buffers: Mapping[tuple[int, SnapshotPoint], Mapping[Key, torch.Tensor]] = field(default_factory=dict)
+    built_upon: bool = False
+    samples: Mapping[Key, bytes] = field(default_factory=dict)
+    is_used: bool = False
+    is_superseded: bool = False
+    has_replicas: bool = False
+    given_up: str = ""
+
+    def go_back_to(self, stage: SnapshotPoint) -> dict[str, Any]:
+        """Hold the state as it was at ``stage``, and drop all other moments.
+
+        Returns:
+            The non-tensor state of that moment.
+        """
+        moment = self.moments[stage]
+        self.moments = {stage: moment}
+        self.tensors.update({key: copy for key, copy in moment.buffers.items() if key in self.tensors})
+        return moment.objects
+
+    def add_digests(self, more: Mapping[Group, str]) -> None:
+        """Let the digests of the parts be those of ``more``, too."""
+        known = self.digests or {}
+        self.digests = {group: known.get(group, "") + more.get(group, "") for group in {**known, **more}}
+
+    def let_trainer_go(self) -> None:
+        """Record that no update can be applied any more, and drop the old trainer."""
+        self.commit = CommitState(self.commit.committed, ready=False, torn=self.commit.torn)
+        self.live = None
+
+    def give_up(self, reason: str) -> None:
+        """Hold nothing that another rank could be given: replicas fill this one.
+
+        Args:
+            reason: why, for people.
+        """
+        logger.error("this rank's state is given up: %s", reason)
+        self.given_up = reason
+        self.let_trainer_go()
+        self.tear()
+
+    def tear(self) -> None:
+        """Record that the state belongs to no step."""
+        self.commit = CommitState(self.commit.committed, ready=False, torn=True)
+
+    def use(self) -> None:
+        """Begin a recovery. What a script has written to since the fault is given up.
+
+        A script that uses the same model in each entry of the block, one from outside of it or from a cache, may
+        give it other weights: ``DistributedDataParallel`` gives it those of a process that is new.
+        """
+        if not self.is_used and not self.commit.torn:
+            self._give_up_what_is_written()
+        self.is_used = True
+
+    def outlive(self, memory_is_short: bool = False) -> None:
+        """Stay what is held over a further fault, before the recovery was complete.
+
+        Args:
+            memory_is_short: whether the fault is that memory did not suffice beside what is held. An update that is
+                still to be made is given up for it if replicas have that update, because the old trainer takes as
+                much memory as the new one. If they cannot fill the rank beside its state either, that is given up,
+                too. What may exist only here is kept.
+        """
+        if memory_is_short and self.live is not None and self.has_replicas:
+            logger.warning("memory does not suffice beside a trainer that has an update to make: it is given up")
+            self.let_trainer_go()
+        elif memory_is_short and self.is_superseded:
+            self.give_up("memory does not suffice beside it, and replicas fill this rank")
+            self.tensors.clear()
+        if not self.commit.torn:
+            if not self.is_used:
+                self._give_up_what_is_written()
+            self.note()
+        self.is_used = False
+
+    def note(self) -> None:
+        """Note a few elements of all tensors but buffers: a script that is entered again may write to them."""
+        buffers = {key for copies in self.buffers.values() for key in copies}
+        buffers.update(key for moment in self.moments.values() for key in moment.buffers)
+        self.samples = samples({key: each for key, each in self.tensors.items() if key not in buffers})
+
+    def _give_up_what_is_written(self) -> None:
+        now = samples({key: self.tensors[key] for key in self.samples if key in self.tensors})
+        written = next((key for key, sample in now.items() if sample != self.samples[key]), None)
+        if written is not None:
+            self.give_up(_WRITTEN.format(written[-1] if isinstance(written[-1], str) else "a parameter"))
+
+    @classmethod
+    def of(
+        cls, live: LiveState, commit: CommitState, checksums: MemoryChecksumManager, fit: int, offset: int
+    ) -> HeldState:
+        """Hold the state that lives in ``live``, unless code beside the update has changed it.
+
+        Args:
+            live: the state.
+            commit: the step that the state belongs to.
+            checksums: computes the digests of the rank's shard, if it is enabled.
+            fit: the fit of the block that the state belongs to.
+            offset: how many steps of the job precede that fit.
+        """
+        changed = live.changed() if isinstance(live, ChangingState) and not commit.torn else ""
+        if changed:
+            logger.error("this rank's state is given up: %s", changed)
+            commit = CommitState(commit.committed, ready=False, torn=True)
+        moments = {} if commit.torn else dict(live.moments(commit.committed))
+        digests = None
+        if checksums.enabled and not commit.torn and commit.committed >= 0:
+            digests = {group: checksums.digest_all(part) for group, part in split(live, live.shard()).items()}
+        buffers = {
+            (step, stage): copies
+            for step in (commit.committed, commit.committed + 1)
+            for stage, copies in live.own_buffers(step).items()
+        }
+        held = cls(
+            commit, _without_gradients(live), moments, digests, live if commit.ready else None, fit, offset, buffers
+        )
+        held.given_up = changed
+        held.has_replicas = held.live is not None and len(live.group()) > 1
+        if not commit.torn:
+            held.note()
+        return held
+
+    def redo(self, target: int) -> None:
+        """Apply the gradients of ``target`` that the old optimizer still holds, unless that was done before.
+
+        Raises:
+            RuntimeError: the gradients are gone.
+        """
+        if self.commit.committed == target:
+            return
+        live = self.live
+        if live is None:
+            raise RuntimeError(f"step {target} is to be applied from gradients that this rank no longer holds")
+        # If the update is interrupted, the shard belongs to no step and is refilled; afterwards it is the target's.
+        self.commit = CommitState(target - 1, ready=False, torn=True)
+        live.apply_held_update()
+        self.tensors = _without_gradients(live)
+        self.moments = dict(live.moments(target))
+        self.digests = None  # they belonged to the step before
+        self.commit = CommitState(target, ready=False, torn=False)
+
+    def own_parts(self, live: LiveState, target: int | None, stage: SnapshotPoint) -> dict[str, str]:
+        """Return the digests, by name, of the parts that ranks keep for themselves.
+
+        Args:
+            live: the freshly built state, which knows the parts.
+            target: the step whose gradients this rank is still to apply; None: the state is that of its step.
+            stage: the moment after the step.
+        """
+        moments = self.live.moments(target) if target is not None and self.live is not None else self.moments
+        # A hand-written loop has no moment of a step that is to be redone.
+        moment = moments.get(stage)
+        parts = live.own_parts(moment.objects) if moment is not None else {}
+        return {name: state_tree.digest(part) for name, part in parts.items()}
+
+    def offload(self, memory: HostMemory) -> None:
+        """Move the tensors to ``memory``, in which nothing else lies."""
+        self.tensors = memory.copies(self.tensors)
+
+
+def stays_built(live: LiveState, commit: CommitState, is_offloaded: bool) -> Built | None:
+    """Return what of ``live`` stays built over the fault.
+
+    Args:
+        live: the state that was left.
+        commit: the step that the state belongs to.
+        is_offloaded: whether the state is moved to host memory.
+    """
+    built = live.built if isinstance(live, BuiltState) else None
+    if built is None:
+        return None
+    reason = "the update of a step is half made" if commit.torn else built.unfit()
+    if is_offloaded:
+        reason = "the state is moved to host memory"
+    if reason is None:
+        return built
+    tell(EventName.WARM, kept=False, reason=reason)
+    return None
+
+
+def _without_gradients(live: LiveState) -> dict[Key, torch.Tensor]:
+    """Return the tensors of ``live``, of which none holds a gradient.
+
+    Between an update and the next ``zero_grad`` the parameters have gradients, which would be held through the
+    re-entry; with Megatron's distributed optimizer they are views of its whole gradient buffer.
+    """
+    return {key: tensor.detach() for key, tensor in live.tensors().items()}

@@ -1,0 +1,246 @@
+"""Digests: of tensors (position-aware, for any dtype, computed where the tensor is), of modules and of any value.
+
+Those of tensors on a GPU are in :mod:`checkpointless.state.serialization.device_digest`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Set
+from typing import Any
+
+import numpy
+import torch
+import xxhash
+
+from checkpointless.state.serialization.device_digest import digest_tensor, unsigned
+from checkpointless.state.serialization.tensor_memory import dtype_name, is_on_host, local_part, tensor_bytes
+
+_PLAIN = (bool, int, float, complex, bytes, type(None))
+_ITERATORS_FROM = 3  # the index in what `__reduce_ex__` returns where the iterators of list and mapping items begin
+_SAMPLED = 16  # elements at the beginning of a tensor, and as many from its middle on
+
+
+class PendingDigests:
+    """Collects digests in order. Those of bytes on the host are computed at once.
+
+    Those of bytes on a device are launched there. The host waits for the device once, when they are fetched.
+    Digests of the two kinds cannot be compared.
+    """
+
+    def __init__(self) -> None:
+        self._digests: list[int | torch.Tensor] = []
+
+    def add(self, flat: torch.Tensor) -> None:
+        """Digest a flat uint8 tensor, which may be changed by whatever is launched afterwards."""
+        if is_on_host(flat):
+            self._digests.append(xxhash.xxh3_64_intdigest(flat.numpy().data))
+        else:
+            self._digests.append(digest_tensor(flat))
+
+    def add_known(self, digest: int) -> None:
+        """Add a digest that is known."""
+        self._digests.append(digest)
+
+    def fetch(self) -> list[int]:
+        """Return all digests in the order in which they were added, and wait for each device once."""
+        found: list[int] = []
+        waiting = [each for each in self._digests if isinstance(each, torch.Tensor)]
+        by_device = {
+            device: [each for each in waiting if each.device == device]
+            for device in {each.device for each in waiting}
+        }
+        fetched = {device: iter(torch.stack(each).tolist()) for device, each in by_device.items()}  # waits for it
+        for digest in self._digests:
+            found.append(unsigned(next(fetched[digest.device])) if isinstance(digest, torch.Tensor) else digest)
+        return found
+
+
+def digest_bytes(flat: torch.Tensor) -> int:
+    """Return the 64-bit digest of a flat uint8 tensor of shape ``(n,)``.
+
+    On the CPU this is xxh3-64. On another device it is a different digest, so that nothing is copied to the host.
+    Two digests can be compared only if their bytes lay on the same kind of device.
+    """
+    pending = PendingDigests()
+    pending.add(flat)
+    return pending.fetch()[0]
+
+
+def digest_parts(parts: Iterable[torch.Tensor]) -> int:
+    """Return what :func:`digest_bytes` gives for the parts, flat uint8 tensors, laid end to end on the CPU."""
+    total = xxhash.xxh3_64()
+    for part in parts:
+        total.update(part.cpu().numpy().data)
+    return total.intdigest()
+
+
+def digest_parameters(modules: Iterable[torch.nn.Module]) -> str:
+    """Return the digest (xxh3-128, hex) of the names and bytes of all parameters, for comparing two runs.
+
+    Of a DTensor, it is that of this rank's part. Of a parameter that TransformerEngine keeps in FP8, it is that of
+    the values that it stands for.
+    """
+    return _digest_named(
+        (name, parameter.dequantize() if hasattr(parameter, "_quantizer") else parameter)
+        for module in modules
+        for name, parameter in module.named_parameters()
+    )
+
+
+def digest_buffers(modules: Iterable[torch.nn.Module]) -> str:
+    """Return the digest (xxh3-128, hex) of the names and bytes of all buffers.
+
+    It includes the buffers that a ``state_dict`` leaves out, because they take part in the next step.
+    """
+    return _digest_named(named for module in modules for named in module.named_buffers())
+
+
+def _digest_named(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
+    digest = xxhash.xxh3_128()
+    for name, tensor in tensors:
+        digest.update(name.encode())
+        digest.update(tensor_bytes(local_part(tensor)).cpu().numpy().data)
+    return digest.hexdigest()
+
+
+class MemoryChecksumManager:
+    """Computes digests of a rank's tensors, to compare replicas and to check what was moved.
+
+    Args:
+        enabled: compare the replicas of every shard before a recovery.
+    """
+
+    def __init__(self, enabled: bool = False) -> None:
+        self.enabled = enabled
+
+    def digest(self, tensor: torch.Tensor) -> int:
+        """Return the 64-bit digest of one tensor's bytes."""
+        return digest_bytes(tensor_bytes(tensor))
+
+    def digest_all(self, tensors: Mapping[tuple, torch.Tensor]) -> str:
+        """Return one digest (128 bits, hex) over keys, dtypes, shapes and bytes, in the mapping's order."""
+        on_devices = PendingDigests()
+        for tensor in tensors.values():
+            if not is_on_host(tensor):
+                on_devices.add(tensor_bytes(tensor))
+        digests = iter(on_devices.fetch())
+        total = xxhash.xxh3_128()
+        for key, tensor in tensors.items():
+            total.update(f"{key}|{dtype_name(tensor.dtype)}|{tuple(tensor.shape)}|".encode())
+            if is_on_host(tensor):
+                total.update(tensor_bytes(tensor).numpy().data)
+            else:
+                total.update(next(digests).to_bytes(8, "little"))
+        return total.hexdigest()
+
+    def digest_each(self, tensors: Mapping[tuple, torch.Tensor]) -> dict[tuple, int]:
+        """Return each tensor's digest by its key, to find out which tensors differ."""
+        pending = PendingDigests()
+        for tensor in tensors.values():
+            pending.add(tensor_bytes(tensor))
+        return dict(zip(tensors, pending.fetch(), strict=True))
+
+
+def digest_value(value: object) -> str:
+    """Return the digest of any value (xxh3-128, hex), the same in every process that holds an equal value.
+
+    The order of a mapping or a set does not count, nor the type of a mapping, nor whether a sequence is a list or a
+    tuple. Of an absolute path only the last name counts: where a run writes is not what it computed. An object
+    counts by its class and by what it would be copied from; an object that cannot be copied (a lock, a file) counts
+    by its class alone.
+    """
+    return _digest(value, ()).hex()
+
+
+def _digest(value: Any, within: tuple[int, ...]) -> bytes:
+    if isinstance(value, torch.Tensor):
+        head = f"tensor|{dtype_name(value.dtype)}|{tuple(value.shape)}"
+        return _join(head, [tensor_bytes(value).cpu().numpy().tobytes()])
+    if isinstance(value, numpy.ndarray) and not value.dtype.hasobject:
+        return _join(f"array|{value.dtype.str}|{value.shape}", [value.tobytes()])
+    for kind in _PLAIN:
+        if isinstance(value, kind):
+            return _join(f"{kind.__name__}|{_exact(value)}", [])
+    if isinstance(value, str | os.PathLike):
+        text = os.fspath(value)
+        return _join("text", [os.path.basename(text).encode() if os.path.isabs(text) else str(text).encode()])
+    if id(value) in within:
+        return _join("itself", [str(len(within) - within.index(id(value))).encode()])
+    return _digest_parts(value, (*within, id(value)))
+
+
+def _exact(value: Any) -> str:
+    """Return the text of a plain value, also for an instance of a subclass (NumPy's numbers, for instance)."""
+    if isinstance(value, float):
+        return value.hex()
+    return int.__repr__(value) if isinstance(value, int) else repr(value)
+
+
+def _digest_parts(value: Any, within: tuple[int, ...]) -> bytes:
+    """Return the digest of a value, made from the digests of its parts."""
+    name = f"{type(value).__module__}.{type(value).__qualname__}"
+    if isinstance(value, Mapping):
+        pairs = (_digest(key, within) + _digest(item, within) for key, item in value.items())
+        return _join("mapping", sorted(pairs))
+    if isinstance(value, Set):
+        return _join("set", sorted(_digest(item, within) for item in value))
+    if isinstance(value, list | tuple | numpy.ndarray):
+        return _join("sequence", [_digest(item, within) for item in value])
+    if inspect.isclass(value) or inspect.isroutine(value):
+        return _join("code", [str(getattr(value, "__qualname__", name)).encode()])
+    try:
+        made_of = value.__reduce_ex__(2)
+    except Exception:  # noqa: BLE001 - a class may refuse to be copied with any error; then only its name is known
+        return _join(f"opaque|{name}", [])
+    if isinstance(made_of, str):
+        return _join(f"global|{made_of}", [])
+    parts = [
+        list(part) if index >= _ITERATORS_FROM and part is not None else part
+        for index, part in enumerate(made_of)
+        if index > 0
+    ]
+    return _join(f"object|{name}", [_digest(part, within) for part in parts])
+
+
+def _join(head: str, parts: list[bytes]) -> bytes:
+    """Return the digest of a head and parts, each with its length, so that no two sequences look alike."""
+    total = xxhash.xxh3_128()
+    for part in (head.encode(), *parts):
+        total.update(len(part).to_bytes(8, "little"))
+        total.update(part)
+    return total.digest()
+
+
+def samples(tensors: Mapping[Any, torch.Tensor]) -> dict[Any, bytes]:
+    """Return the bytes of a few elements of each of ``tensors``, by key, with one copy to the host per device.
+
+    They are enough to notice at little cost that other tensors have taken their places.
+
+    Args:
+        tensors: plain tensors of any shapes, dtypes and devices. One without storage on a device, or one that is
+            quantized, is left out.
+    """
+    by_device: dict[torch.device, list[tuple[Any, torch.Tensor]]] = defaultdict(list)
+    for key, tensor in tensors.items():
+        if tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_quantized) and tensor.numel():
+            by_device[tensor.device].append((key, _sample(tensor.detach())))
+    found: dict[Any, bytes] = {}
+    for taken in by_device.values():
+        together = torch.cat([sample for _, sample in taken]).cpu().numpy().tobytes()
+        place = 0
+        for key, sample in taken:
+            found[key] = together[place : place + sample.numel()]
+            place += sample.numel()
+    return found
+
+
+def _sample(tensor: torch.Tensor) -> torch.Tensor:
+    """Return some elements of a tensor as bytes, wherever they lie in its shape."""
+    begin = tensor.storage_offset()
+    count = min(tensor.numel(), tensor.untyped_storage().nbytes() // tensor.itemsize - begin)  # it may be expanded
+    starts = (0, count // 2) if count > 2 * _SAMPLED else (0,)
+    size = min(count, 2 * _SAMPLED) // len(starts)
+    return torch.cat([tensor.as_strided((size,), (1,), begin + start).view(torch.uint8) for start in starts])

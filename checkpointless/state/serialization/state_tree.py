@@ -1,0 +1,576 @@
+"""A nested state as bytes and tensors: what comes back is what was sent, type for type, or it is refused.
+
+Keys survive as they are (integers, tuples, anything hashable that is plain), and what is shared inside the state
+stays shared. An object that is not plain is refused with its path. Nothing is evaluated, imported or unpickled.
+
+The format is MessagePack, written and read by msgspec. None, booleans, integers, floats, texts, byte strings and
+lists stand for themselves. Any other value is a map with one entry: the name of its type, and the row of its parts;
+``{"same": N}`` is the value that ended as number N. Large tensors and arrays are kept separately (:func:`split`),
+so that they can be moved in buckets.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Annotated, Any, TypeAlias
+
+import msgspec
+import numpy
+import torch
+import xxhash
+
+from checkpointless.state.serialization.digest import digest_bytes
+from checkpointless.state.serialization.later import copy
+from checkpointless.state.serialization.plain_values import (
+    FACTORIES,
+    LARGE_INT,
+    MAX_DEPTH,
+    ODD_TEXT,
+    PLAIN_TYPES,
+    Refused,
+    Tree,
+    made_of,
+    parts_of,
+    register_plain_type,
+    registered_name,
+)
+from checkpointless.state.serialization.tensor_memory import dtype_name, dtype_of, own_device, tensor_bytes
+
+__all__ = [
+    "INLINE_BYTES",
+    "MAX_BYTES",
+    "StateTreeError",
+    "Tree",
+    "check",
+    "copy",
+    "digest",
+    "dtype_name",
+    "dtype_of",
+    "dumps",
+    "join",
+    "loads",
+    "register_plain_type",
+    "split",
+    "tensor_bytes",
+]
+
+INLINE_BYTES = 4096  # a tensor up to this size is copied into the skeleton: a separate message takes longer
+MAX_BYTES = 2 * 1024 * 1024 * 1024  # limit of everything but large tensors and arrays
+_KEY_LENGTH = 60
+_ARRAY_DTYPE = re.compile(r"[<>|=][biufcmMSUV]\d+(\[\w+\])?")  # raw memory, without objects or records
+
+_Node: TypeAlias = Any  # a value in the form in which it travels
+_Length = Annotated[int, msgspec.Meta(ge=0)]
+_BY_TYPE = {each.kind: each for each in PLAIN_TYPES}
+_BY_NAME = {each.name: each for each in (*PLAIN_TYPES, LARGE_INT, ODD_TEXT)}
+_DICTS = (dict, OrderedDict, Counter, defaultdict)
+# The exceptions that a damaged or forged tree may raise while it is decoded.
+_UNREADABLE = (
+    *(msgspec.DecodeError, KeyError, TypeError, AttributeError, IndexError),
+    *(ArithmeticError, RecursionError, RuntimeError, MemoryError),
+)
+
+
+class StateTreeError(TypeError):
+    """An object in the state cannot travel; the message names its path and type, and says what to do."""
+
+
+def dumps(tree: Tree) -> bytes:
+    """Encode ``tree``, tensors and arrays included.
+
+    Allowed are None, bool, int, float, complex, str, bytes, bytearray, list, tuple, deque, dict, OrderedDict,
+    Counter, defaultdict (of a built-in type), set, frozenset, range, slice, date, time, datetime, timedelta,
+    Decimal, Fraction, paths, ``torch.Size``, ``dtype`` and ``device``, dense tensors and parameters, NumPy scalars
+    and arrays, and classes given to :func:`register_plain_type`: exactly these types, no subclasses of them.
+
+    Raises:
+        StateTreeError: ``tree`` contains anything else.
+    """
+    return _packed(tree, _Encoder(None))
+
+
+def loads(data: bytes) -> Tree:
+    """Decode what :func:`dumps` made.
+
+    Raises:
+        ValueError: ``data`` was not made by :func:`dumps`.
+    """
+    return join(data, ())
+
+
+def split(tree: Tree, inline_bytes: int = INLINE_BYTES) -> tuple[bytes, list[torch.Tensor]]:
+    """Encode ``tree`` without its large tensors and arrays.
+
+    Args:
+        tree: a state of the types that :func:`dumps` allows.
+        inline_bytes: the size in bytes up to which a tensor or array is encoded with the rest.
+
+    Returns:
+        The encoded rest, and the tensors. Each tensor shares the memory of the original if that has no gaps.
+
+    Raises:
+        StateTreeError: something in ``tree`` cannot travel.
+    """
+    encoder = _Encoder(inline_bytes)
+    return _packed(tree, encoder), encoder.tensors
+
+
+def join(skeleton: bytes, tensors: Sequence[torch.Tensor]) -> Tree:
+    """Put together what :func:`split` took apart. The state uses ``tensors`` themselves.
+
+    Raises:
+        ValueError: ``skeleton`` is damaged, or belongs to other tensors.
+    """
+    try:
+        return _Decoder(tensors).decode(msgspec.msgpack.decode(skeleton))
+    except _UNREADABLE as error:
+        raise ValueError(f"a state tree cannot be read: {type(error).__name__}: {error}") from error
+
+
+def check(tree: object) -> None:
+    """Check in advance that ``tree`` can travel. No tensor is read or copied.
+
+    Args:
+        tree: any state.
+
+    Raises:
+        StateTreeError: ``tree`` cannot travel; the message is one line with the path, the type and what to do.
+    """
+    checker = _Checker(INLINE_BYTES)
+    _encoded(tree, checker)
+    _bounded(checker.nbytes)
+
+
+def digest(tree: Tree) -> str:
+    """Return a digest of ``tree``, 32 hexadecimal digits, that is equal in every process where the state is equal.
+
+    The order of dictionaries (except OrderedDict) and sets does not matter, nor does the memory layout of a tensor
+    or what is shared. Types, dtypes and kinds of devices do.
+
+    Raises:
+        StateTreeError: something in ``tree`` cannot travel.
+    """
+    return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(_encoded(tree, _Digester(None))))
+
+
+def _encoded(tree: Tree, encoder: _Encoder) -> _Node:
+    try:
+        return encoder.encode(tree)
+    except Refused as refused:
+        raise StateTreeError(str(refused)) from None
+    except RecursionError:
+        raise StateTreeError("state is nested too deep for the stack: keep a flatter state") from None
+
+
+def _packed(tree: Tree, encoder: _Encoder) -> bytes:
+    node = _encoded(tree, encoder)
+    _bounded(encoder.nbytes)
+    packed = msgspec.msgpack.encode(node)
+    _bounded(len(packed))
+    return packed
+
+
+def _bounded(nbytes: int) -> None:
+    if nbytes > MAX_BYTES:
+        raise StateTreeError(f"state has {nbytes} bytes outside of tensors, over {MAX_BYTES}: keep them in tensors")
+
+
+class _Tensor(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """A tensor: the order of its dimensions in memory, and its bytes or its number among the other tensors."""
+
+    dtype: str
+    device: str
+    shape: tuple[_Length, ...]
+    order: tuple[_Length, ...] | None
+    is_parameter: bool
+    requires_grad: bool
+    memory: bytes | _Length
+
+
+class _Array(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """A NumPy array; ``is_turned`` if its first dimension is the densest one in memory."""
+
+    dtype: str
+    shape: tuple[_Length, ...]
+    is_turned: bool
+    memory: bytes | _Length
+
+
+class _Encoder:
+    """Turns one tree into nodes.
+
+    A container or tensor that is met again becomes a reference to its first occurrence. Encoder and decoder number
+    all lists and all values with a name in the order in which they end. A container inside itself is refused.
+
+    Args:
+        inline_bytes: the size in bytes of the largest tensor that is encoded with the rest; None: all tensors are.
+
+    Attributes:
+        nbytes: how many bytes were found that are neither plain values nor in ``tensors``.
+        tensors: the other tensors.
+    """
+
+    is_canonical = False
+
+    def __init__(self, inline_bytes: int | None) -> None:
+        self.nbytes = 0
+        self.tensors: list[torch.Tensor] = []
+        self._inline_bytes = inline_bytes
+        self._open: set[int] = set()
+        self._done: dict[int, tuple[_Node, Tree]] = {}  # by id: what stands for a value, which keeps the id
+        self._in_key = False
+
+    def encode(self, value: Tree) -> _Node:
+        """Return the node of ``value``.
+
+        Raises:
+            Refused: ``value`` cannot travel.
+        """
+        kind = type(value)
+        if kind is str:
+            if value.isascii() or _is_text(value):
+                return value
+        elif kind is int:
+            if -(1 << 63) <= value < 1 << 63:
+                return value
+        elif kind is float or value is None or kind is bool:
+            return value
+        elif kind is bytes:
+            self.nbytes += len(value)
+            return value
+        done = self._done.get(id(value))
+        if done is not None:
+            return done[0]
+        if id(value) in self._open:
+            raise Refused(f"is the {kind.__name__} that it is in: keep a state without cycles")
+        if len(self._open) >= MAX_DEPTH:
+            raise Refused(f"is nested more than {MAX_DEPTH} deep: keep a flatter state")
+        self._open.add(id(value))
+        name, parts = self._parts(value, kind)
+        self._open.discard(id(value))  # a refusal ends the walk, and with it the use of it
+        node, again = self._nodes(name, parts)
+        self._done[id(value)] = again, value
+        return node
+
+    def _nodes(self, name: str, parts: _Node) -> tuple[_Node, _Node]:
+        """Return the node of a value of a type with these parts, and that of the same value met again."""
+        return parts if name == "list" else {name: parts}, {"same": len(self._done)}
+
+    def _memory(self, nbytes: int, read: Callable[[], torch.Tensor]) -> bytes | int:
+        """Return what stands for the memory of a tensor."""
+        if self._inline_bytes is None or nbytes <= self._inline_bytes:
+            self.nbytes += nbytes
+            return tensor_bytes(read()).cpu().numpy().tobytes()
+        self.tensors.append(read())
+        return len(self.tensors) - 1
+
+    def _parts(self, value: Tree, kind: type) -> tuple[str, _Node]:
+        """Return the name of a type and the parts of a value of it."""
+        name = kind.__name__
+        if kind is list or kind is tuple:
+            return name, self._items(value)
+        if kind in _DICTS:
+            return name, [*self._head(value), *self._pairs(value)]
+        if kind is deque:
+            return name, [value.maxlen, *self._items(value)]
+        if kind is set or kind is frozenset:
+            return name, list(map(self._key, sorted(value, key=self._sorting)))
+        if kind is bytearray:
+            self.nbytes += len(value)
+            return name, [value]
+        if isinstance(value, torch.Tensor):
+            return "tensor", self._tensor(value)
+        if isinstance(value, numpy.ndarray):
+            return "array", self._array(value)
+        plain = LARGE_INT if kind is int else ODD_TEXT if kind is str else _BY_TYPE.get(kind)
+        if plain is not None:
+            return plain.name, [self.encode(part) for part in plain.take_apart(value)]
+        if isinstance(value, numpy.generic):
+            return "scalar", [_dtype_str(value.dtype), value.tobytes()]
+        registered = registered_name(kind)
+        if registered is not None:
+            return "registered", [registered, self.encode(parts_of(value))]
+        raise Refused(f"is {_a(kind)}, which cannot be given to another rank: {_advice(value, kind)}")
+
+    def _items(self, items: Iterable[Tree]) -> list[_Node]:
+        encoded = []
+        for index, item in enumerate(items):
+            try:
+                encoded.append(self.encode(item))
+            except Refused as refused:
+                refused.path.append(f"[{index}]")
+                raise
+        return encoded
+
+    def _pairs(self, mapping: dict[Tree, Tree]) -> list[_Node]:
+        pairs: Iterable[tuple[Tree, Tree]] = mapping.items()
+        if self.is_canonical and type(mapping) is not OrderedDict:
+            pairs = sorted(pairs, key=lambda pair: self._sorting(pair[0]))
+        encoded: list[_Node] = []
+        for key, item in pairs:
+            encoded.append(self._key(key))
+            try:
+                encoded.append(self.encode(item))
+            except Refused as refused:
+                refused.path.append(f"[{_short(key)}]")
+                raise
+        return encoded
+
+    def _sorting(self, key: Tree) -> Any:
+        """Return by what keys are sorted so that they are in the same order on every rank."""
+        return msgspec.msgpack.encode(self._key(key)) if self.is_canonical else repr(key)
+
+    def _key(self, key: Tree) -> _Node:
+        if type(key) is str or type(key) is int:
+            return self.encode(key)
+        outer, self._in_key = self._in_key, True
+        try:
+            return self.encode(key)
+        except Refused as refused:
+            refused.path.append(f" key {_short(key)}")
+            raise
+        finally:
+            self._in_key = outer
+
+    def _head(self, mapping: Any) -> list[_Node]:
+        """Return what a dictionary has next to its items."""
+        if type(mapping) is defaultdict:
+            names = [name for name, factory in FACTORIES.items() if factory is mapping.default_factory]
+            if not names:
+                raise Refused(
+                    f"is a defaultdict of {_short(mapping.default_factory)}, which another rank cannot be given: "
+                    f"keep a dict, or a defaultdict of one of {', '.join(FACTORIES)}"
+                )
+            return names[:1]
+        extra = getattr(mapping, "__dict__", {})
+        if extra and (type(mapping) is not OrderedDict or extra.keys() != {"_metadata"}):  # of state_dict()
+            raise Refused(f"has attributes ({', '.join(map(str, extra))}) besides its items: keep a plain dict")
+        return [self.encode(extra.get("_metadata"))] if type(mapping) is OrderedDict else []
+
+    def _tensor(self, tensor: torch.Tensor) -> _Tensor:
+        kind = type(tensor)
+        if self._in_key:
+            raise Refused("is a tensor as a key: use a name or a number")
+        if kind not in (torch.Tensor, torch.nn.Parameter):
+            raise Refused(f"is {_a(kind)}, a special tensor: keep its local, plain tensor")
+        if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type not in ("cpu", "cuda"):
+            what = "quantized" if tensor.is_quantized else f"{tensor.layout}, on {tensor.device.type}"
+            raise Refused(f"is a tensor without plain memory ({what}): keep a dense tensor on a CPU or a GPU")
+        order = None if self.is_canonical else _dense_order(tensor)
+
+        def plain() -> torch.Tensor:
+            found = tensor.detach().resolve_conj().resolve_neg()
+            return found if order is None else found.permute(order)
+
+        return _Tensor(
+            dtype_name(tensor.dtype),
+            tensor.device.type,
+            tuple(tensor.shape),
+            order,
+            kind is torch.nn.Parameter,
+            tensor.requires_grad,
+            self._memory(tensor.numel() * tensor.element_size(), plain),
+        )
+
+    def _array(self, array: Any) -> _Array:
+        if type(array) is not numpy.ndarray:
+            raise Refused(f"is {_a(type(array))}, a special array: keep a plain one, numpy.array(...)")
+        is_turned = not self.is_canonical and array.flags.f_contiguous and not array.flags.c_contiguous
+        plain = array.T if is_turned else array
+        dtype = _dtype_str(array.dtype)  # refuses before memory is read
+        return _Array(dtype, array.shape, is_turned, self._memory(array.nbytes, lambda: _array_memory(plain)))
+
+
+class _Checker(_Encoder):
+    """Reads no memory, and counts the bytes that would be encoded."""
+
+    def _memory(self, nbytes: int, read: Callable[[], torch.Tensor]) -> int:
+        self.nbytes += nbytes if self._inline_bytes is None or nbytes <= self._inline_bytes else 0
+        return 0
+
+
+class _Digester(_Encoder):
+    """Turns values into digests: equal ones if values are equal, however they are shared, ordered and laid out."""
+
+    is_canonical = True
+
+    def _memory(self, nbytes: int, read: Callable[[], torch.Tensor]) -> int:
+        return digest_bytes(tensor_bytes(read()))
+
+    def _nodes(self, name: str, parts: _Node) -> tuple[_Node, _Node]:
+        found = xxhash.xxh3_128_digest(msgspec.msgpack.encode([name, parts]))
+        return found, found
+
+
+class _Decoder:
+    """Decodes one tree; trusts nothing that it reads.
+
+    Args:
+        tensors: the tensors that the tree refers to.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors = tensors
+        self._made: list[Tree] = []  # in the order in which they were finished
+
+    def decode(self, node: _Node) -> Tree:
+        """Return the value that ``node`` stands for.
+
+        Raises:
+            ValueError: it stands for none.
+        """
+        if node is None or type(node) in (str, int, float, bool, bytes):
+            return node
+        if type(node) is list:
+            made: Tree = [self.decode(part) for part in node]
+        else:
+            ((name, parts),) = node.items()
+            if name == "same":
+                if type(parts) is not int or not 0 <= parts < len(self._made):
+                    raise ValueError("a state tree refers to a missing value")
+                return self._made[parts]
+            made = self._value(name, parts)
+        self._made.append(made)
+        return made
+
+    def _value(self, name: str, parts: list[_Node]) -> Tree:
+        if name == "tensor":
+            return self._tensor(msgspec.convert(parts, _Tensor))
+        if name == "array":
+            return self._array(msgspec.convert(parts, _Array))
+        values = [self.decode(part) for part in parts]
+        if name in _BY_NAME:
+            plain = _BY_NAME[name]
+            return plain.make(*msgspec.convert(values, plain.parts))
+        if name in _MAKERS:
+            return _MAKERS[name](*values)
+        raise ValueError(f"unknown type {name!r} in a state tree")
+
+    def _tensor(self, node: _Tensor) -> torch.Tensor:
+        dtype, shape, order = dtype_of(node.dtype), torch.Size(node.shape), node.order
+        if order is not None and sorted(order) != list(range(len(shape))):
+            raise ValueError(f"a tensor {tuple(shape)} has its dimensions in the order {order}")
+        laid_out = shape if order is None else torch.Size([shape[dim] for dim in order])
+        if isinstance(node.memory, int):
+            tensor = self._tensors[node.memory]
+            if tensor.dtype != dtype or tensor.shape != laid_out or tensor.device.type != node.device:
+                raise ValueError("a state tree refers to another tensor")
+        else:
+            if shape.numel() * dtype.itemsize != len(node.memory):
+                raise ValueError(f"a tensor {tuple(shape)} has {len(node.memory)} bytes")
+            tensor = torch.empty(laid_out, dtype=dtype)
+            if node.memory:
+                tensor_bytes(tensor).copy_(torch.frombuffer(bytearray(node.memory), dtype=torch.uint8))
+            tensor = tensor.to(own_device(node.device))
+        if order is not None:
+            tensor = tensor.permute(sorted(range(len(order)), key=order.__getitem__))
+        if node.is_parameter:
+            return torch.nn.Parameter(tensor, requires_grad=node.requires_grad)
+        return tensor.requires_grad_() if node.requires_grad else tensor
+
+    def _array(self, node: _Array) -> Any:
+        flat: Any = (
+            self._tensors[node.memory].numpy()
+            if isinstance(node.memory, int)
+            else numpy.frombuffer(bytearray(node.memory), dtype=numpy.uint8)
+        )
+        array = flat.view(_numpy_dtype(node.dtype)).reshape(node.shape[::-1] if node.is_turned else node.shape)
+        return array.T if node.is_turned else array
+
+
+def _pairs_of(row: Sequence[Tree]) -> Iterable[tuple[Tree, Tree]]:
+    return zip(row[::2], row[1::2], strict=True)
+
+
+def _bytearray_of(data: Tree) -> bytearray:
+    return bytearray(memoryview(data))  # no number: bytearray(n) would be n bytes
+
+
+def _ordered_of(metadata: Tree, *row: Tree) -> Tree:
+    ordered: Any = OrderedDict(_pairs_of(row))
+    if metadata is not None:
+        ordered._metadata = metadata
+    return ordered
+
+
+def _scalar_of(dtype: Tree, data: Tree) -> Any:
+    return numpy.frombuffer(data, dtype=_numpy_dtype(dtype))[0]
+
+
+_MAKERS: dict[str, Callable[..., Tree]] = {
+    "tuple": lambda *items: items,
+    "deque": lambda maxlen, *items: deque(items, maxlen),
+    "set": lambda *items: set(items),
+    "frozenset": lambda *items: frozenset(items),
+    "dict": lambda *row: dict(_pairs_of(row)),
+    "OrderedDict": _ordered_of,
+    "Counter": lambda *row: Counter(dict(_pairs_of(row))),
+    "defaultdict": lambda factory, *row: defaultdict(FACTORIES[factory], _pairs_of(row)),
+    "bytearray": _bytearray_of,
+    "scalar": _scalar_of,
+    "registered": made_of,
+}
+
+
+def _is_text(value: str) -> bool:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _dense_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """Return the order of dimensions in which ``tensor`` is contiguous; None if it is so anyway, or has gaps."""
+    if tensor.is_contiguous():
+        return None
+    strides = tensor.stride()
+    order = tuple(sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim)))
+    return order if tensor.permute(order).is_contiguous() else None
+
+
+def _array_memory(array: Any) -> torch.Tensor:
+    """Return the memory of an array as a flat tensor of bytes, in the order of its items; shared if possible."""
+    flat = numpy.ascontiguousarray(array).reshape(-1).view(numpy.uint8)
+    return torch.from_numpy(flat if flat.flags.writeable else flat.copy())
+
+
+def _dtype_str(dtype: Any) -> str:
+    """Return the ``str`` of a NumPy dtype, if that describes the dtype completely."""
+    if dtype.hasobject:
+        raise Refused("is a NumPy array of objects: keep a list, or an array of numbers")
+    text = str(dtype.str)
+    if not _ARRAY_DTYPE.fullmatch(text) or numpy.dtype(text) != dtype or not dtype.itemsize:
+        raise Refused(f"has the NumPy dtype {dtype}, which is not plain memory: keep plain numbers")
+    return text
+
+
+def _numpy_dtype(text: str) -> Any:
+    if not _ARRAY_DTYPE.fullmatch(text):
+        raise ValueError(f"unknown NumPy dtype {text!r}")
+    return numpy.dtype(text)
+
+
+def _a(kind: type) -> str:
+    return f"a {kind.__module__}.{kind.__qualname__}".replace("a builtins.", "a ")
+
+
+def _advice(value: object, kind: type) -> str:
+    if isinstance(value, (bool, int, float, str, bytes, list, tuple, dict, set, frozenset)):
+        base = next(each for each in kind.__mro__ if each.__module__ == "builtins")
+        return f"keep a plain {base.__name__}, or call register_plain_type with its class"
+    if isinstance(value, torch.nn.Module):
+        return "keep its state_dict()"
+    if callable(value):
+        return "keep what it needs as plain values and make it again when the state is loaded"
+    return (
+        "keep plain values, tensors or NumPy arrays, or call register_plain_type with its class "
+        "if it is an enum, a dataclass or a named tuple"
+    )
+
+
+def _short(key: object) -> str:
+    text = " ".join(repr(key).split())
+    return text if len(text) <= _KEY_LENGTH else text[: _KEY_LENGTH - 3] + "..."

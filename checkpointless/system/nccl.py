@@ -1,0 +1,101 @@
+"""The variables that torch and NCCL read, and which NCCL is recent enough; without torch.
+
+The values keep the loss of one rank from ending its peers.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+
+from checkpointless.system.environment import (
+    NCCL_NVLS_ENABLE_ENV,
+    TORCH_DIST_USE_NCCL2_ENV,
+    TORCH_NCCL_ASYNC_ERROR_HANDLING_ENV,
+    TORCH_NCCL_DUMP_ON_TIMEOUT_ENV,
+    TORCH_NCCL_ENABLE_MONITORING_ENV,
+    TORCH_NCCL_RETHROW_CUDA_ERRORS_ENV,
+    TORCH_NCCL_USE_COMM_NONBLOCKING_ENV,
+    TORCHELASTIC_RUN_ID_ENV,
+)
+
+#: Earlier versions may deadlock while several communicators of a process are aborted
+#: (https://github.com/pytorch/pytorch/issues/149153).
+OLDEST_NCCL = (2, 26, 2)
+_OFF, _ON = "0", "1"
+_OF_TORCHRUN = "1"  # torchrun gives this to every rank whose user has not set it
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One variable.
+
+    Attributes:
+        value: the one with which a recovery works.
+        otherwise: what happens with another one.
+    """
+
+    value: str
+    otherwise: str
+
+
+SETTINGS: Mapping[str, Setting] = {
+    TORCH_NCCL_ASYNC_ERROR_HANDLING_ENV: Setting(
+        _OFF, "torch ends a healthy rank that sees the connection to a lost peer break"
+    ),
+    TORCH_NCCL_RETHROW_CUDA_ERRORS_ENV: Setting(
+        _OFF, "torch's watchdog ends a rank for errors of an aborted group"
+    ),
+    TORCH_NCCL_ENABLE_MONITORING_ENV: Setting(_OFF, "torch ends a rank whose watchdog is held up by an abort"),
+    TORCH_NCCL_DUMP_ON_TIMEOUT_ENV: Setting(_OFF, "a timeout of one rank ends the others"),
+    TORCH_NCCL_USE_COMM_NONBLOCKING_ENV: Setting(
+        _ON, "a rank that makes a communicator with a lost peer cannot be freed, and its state is lost"
+    ),
+    TORCH_DIST_USE_NCCL2_ENV: Setting(
+        _OFF, "from torch 2.15 on, nccl then means ProcessGroupNCCL2, with which no recovery has been tried"
+    ),
+    NCCL_NVLS_ENABLE_ENV: Setting(_OFF, "multicast over NVLink cannot be set up again after an abort"),
+}
+
+
+def problem_of_version(version: tuple[int, ...]) -> str | None:
+    """Return what is wrong with a version of NCCL, in one line, or None.
+
+    Args:
+        version: major, minor and patch.
+    """
+    if version >= OLDEST_NCCL:
+        return None
+    found, least = (".".join(map(str, each)) for each in (version, OLDEST_NCCL))
+    return f"NCCL {found}: aborting several communicators may deadlock; install a torch with NCCL {least} or newer"
+
+
+def apply(environ: MutableMapping[str, str]) -> tuple[str, ...]:
+    """Set every variable that the user has not set, and warn of those that the user has set to another value.
+
+    Args:
+        environ: the environment to change.
+
+    Returns:
+        The names of the variables that have another value.
+    """
+    others = []
+    for name, setting in SETTINGS.items():
+        if name not in environ or is_torchruns(name, environ):
+            environ[name] = setting.value
+        elif environ[name] != setting.value:
+            others.append(name)
+            logger.warning("%s=%s is kept: %s", name, environ[name], setting.otherwise)
+    return tuple(others)
+
+
+def is_torchruns(name: str, environ: Mapping[str, str]) -> bool:
+    """Return whether the launcher, and probably nobody else, has set the variable."""
+    return (
+        name == TORCH_NCCL_ASYNC_ERROR_HANDLING_ENV
+        and environ[name] == _OF_TORCHRUN
+        and TORCHELASTIC_RUN_ID_ENV in environ
+    )

@@ -1,0 +1,1 @@
+"""The demo and the rehearsal: how a job is tried out with faults."""

@@ -1,0 +1,400 @@
+"""Chaos: many small jobs with drawn faults, each compared with its expected outcome and with an undisturbed run."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import secrets
+import shutil
+import signal
+import socket
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from checkpointless.faults.chaos import HANGING, Case, Outcome, draw, outcome_of
+from checkpointless.faults.ledger import not_fired
+from checkpointless.faults.spec import parse, parse_all
+from checkpointless.launcher.agent.agent_process import AgentProcess
+from checkpointless.launcher.agent.launch_config import LaunchConfig
+from checkpointless.observability.report.incidents import IncidentSummary, summarize
+from checkpointless.observability.report.verify import Steps, compare
+from checkpointless.observability.telemetry.events import read_events
+from checkpointless.observability.telemetry.steps import read_steps
+from checkpointless.system.environment import CPU_ENV, OMP_NUM_THREADS_ENV, YES
+from checkpointless.testing.demo.trainers import TRAINERS, Program, Task, Trainer
+
+_REAP_EVERY_S = 0.02
+_LEAVE_S = 10.0  # for agents that were interrupted together with this process
+LIMIT_S = 150.0
+_HEARTBEAT_S, _HANG_HEARTBEAT_S = 20.0, 6.0
+_NODE_TIMEOUT_S, _REGROUP_S = 3.0, 60.0
+_SMALL_BUCKETS = 262144  # bytes; so that a transfer has a middle
+
+
+@dataclass(frozen=True)
+class ChaosConfig:
+    """Configuration of the cases to be run.
+
+    Attributes:
+        cases: number of cases.
+        seed: seed from which the cases are drawn.
+        overlap: whether half of the cases have a second fault.
+        only: number of the one case to be run; None: all cases.
+        steps: number of optimizer steps of each job.
+        most_ranks: largest number of ranks of a job.
+        run_dir: directory for the results and for the jobs of cases that went wrong.
+        trainer: what trains.
+    """
+
+    cases: int
+    seed: int
+    overlap: bool
+    only: int | None
+    steps: int
+    most_ranks: int
+    run_dir: Path
+    trainer: Trainer = TRAINERS["nemo"]
+
+    def drawn(self) -> list[Case]:
+        """Return the cases.
+
+        Raises:
+            ValueError: the cases cannot be drawn with this configuration.
+        """
+        numbers = range(self.cases) if self.only is None else (self.only,)
+        return [
+            draw(
+                self.seed,
+                number,
+                steps=self.steps,
+                overlap=self.overlap,
+                most_ranks=self.most_ranks,
+                scope=self.trainer.scope,
+            )
+            for number in numbers
+        ]
+
+    def repeat(self, case: Case) -> str:
+        """Return the command that runs ``case`` again."""
+        overlap = " --overlap" if self.overlap else ""
+        overlap += f" --trainer {self.trainer.name}" if self.trainer is not TRAINERS["nemo"] else ""
+        return (
+            f"checkpointless demo --chaos {self.cases} --seed {self.seed}{overlap} --steps {self.steps} "
+            f"--nproc {self.most_ranks} --chaos-case {case.number}"
+        )
+
+
+@dataclass(frozen=True)
+class Result:
+    """Result of a case.
+
+    Attributes:
+        case: the case.
+        outcome: outcome of the job; None if it is none of the known outcomes.
+        problem: what is wrong with the result ("" if nothing is).
+        seconds: time from the first fault to the end of the first step after the last incident; None if there was
+            no such step.
+        took_s: duration of the job, in seconds.
+    """
+
+    case: Case
+    outcome: Outcome | None
+    problem: str = ""
+    seconds: float | None = None
+    took_s: float = field(default=0.0, compare=False)
+
+
+def run_chaos(config: ChaosConfig, console: Console) -> int:
+    """Run all cases and show their results.
+
+    Args:
+        config: configuration of the cases.
+        console: console that shows text as it is.
+
+    Returns:
+        0 if every case ended as it must, else 1.
+
+    Raises:
+        ValueError: the cases cannot be drawn with this configuration.
+        ImportError: NeMo is not installed.
+    """
+    cases = config.drawn()
+    shown = "one case" if config.only is not None else f"{len(cases)} cases"
+    console.print(
+        f"chaos: {shown} of seed {config.seed}, trainer {config.trainer.name}; faults will be caused on purpose; "
+        "importing the frameworks once ..."
+    )
+    calm = _Calm(Nursery(config.trainer), config.trainer, config.run_dir / "calm")
+    results = []
+    for index, case in enumerate(cases, start=1):
+        result = _run(case, calm, config.run_dir)
+        results.append(result)
+        _say(console, index, len(cases), result)
+        if result.problem:
+            console.print(f"    repeat it: {config.repeat(case)}")
+        elif config.only is None:
+            shutil.rmtree(_directory(case, config.run_dir))
+        _write(results, config.run_dir / "chaos.json")
+    console.print(table(results))
+    wrong = [result for result in results if result.problem]
+    console.print(
+        f"{len(results) - len(wrong)} of {len(results)} cases ended as they must"
+        + (f"; logs of the others: {config.run_dir}" if wrong else "")
+    )
+    return 1 if wrong else 0
+
+
+def judge(case: Case, ended: Ended, run_dir: Path, calm: Steps) -> Result:
+    """Compare a job with its expected outcome and with a run without faults.
+
+    Args:
+        case: case that was run.
+        ended: how the agent of node 0 ended.
+        run_dir: run directory of the job.
+        calm: steps of a run without faults.
+    """
+    incidents = summarize(read_events(run_dir))
+    outcome = None if ended.code is None else outcome_of(ended.code, incidents)
+    problems = []
+    if outcome is not case.outcome:
+        found = "it did not end in time" if ended.code is None else f"it ended with code {ended.code}"
+        found = outcome.value if outcome is not None else found
+        problems.append(f"expected: {case.outcome.value}; found: {found}")
+    if case.reason and case.reason not in "\n".join(ended.said):
+        problems.append(f"it does not say {case.reason!r}")
+    problems += [f"fault {text} did not happen" for text in not_fired(parse_all(case.faults, None, None), run_dir)]
+    problems += _differences(case, read_steps(run_dir), calm)
+    return Result(case, outcome, "; ".join(problems), _seconds(incidents))
+
+
+def _differences(case: Case, steps: Steps, calm: Steps) -> list[str]:
+    verdict = compare(calm, steps)
+    if verdict.difference is not None:
+        return [verdict.sentence]
+    if case.outcome is Outcome.REFUSED:
+        return []  # the job ended early, and its steps until then are the same
+    if verdict.missing or (verdict.repeated and case.outcome is not Outcome.STORAGE):
+        return [verdict.sentence]
+    return []
+
+
+def _seconds(incidents: Sequence[IncidentSummary]) -> float | None:
+    if not incidents or incidents[-1].end_ns is None:
+        return None
+    return (incidents[-1].end_ns - incidents[0].start_ns) / 1e9
+
+
+class _Calm:
+    """Undisturbed runs; each kind is run once."""
+
+    def __init__(self, nursery: Nursery, trainer: Trainer, directory: Path) -> None:
+        self.nursery = nursery
+        self.trainer = trainer
+        self._directory = directory
+        self._known: dict[tuple[int, Program], Steps] = {}
+
+    def steps(self, case: Case) -> Steps:
+        """Return the steps that a run of ``case`` must make.
+
+        Raises:
+            RuntimeError: the run without faults failed.
+        """
+        key = case.layout.world_size, self.trainer.program(_task(case, None))
+        if key not in self._known:
+            directory = self._directory / str(len(self._known))
+            (config,) = _configs(self.trainer, case, directory, faulty=False)
+            (ended,) = self.nursery.run([config], LIMIT_S)
+            if ended.code != 0:
+                raise RuntimeError(f"the undisturbed run of {case.layout.text} failed; its logs: {directory}")
+            self._known[key] = read_steps(directory)
+        return self._known[key]
+
+
+def _run(case: Case, calm: _Calm, run_dir: Path) -> Result:
+    reference = calm.steps(case)
+    directory = _directory(case, run_dir)
+    if directory.exists():
+        shutil.rmtree(directory)
+    began_s = time.monotonic()
+    ended = calm.nursery.run(_configs(calm.trainer, case, directory, faulty=True), LIMIT_S)
+    took_s = time.monotonic() - began_s
+    result = judge(case, ended[0], directory, reference)
+    return Result(result.case, result.outcome, result.problem, result.seconds, took_s)
+
+
+def _directory(case: Case, run_dir: Path) -> Path:
+    return run_dir / f"case-{case.number}"
+
+
+def _configs(trainer: Trainer, case: Case, directory: Path, *, faulty: bool) -> list[LaunchConfig]:
+    nodes, spares = (case.nodes, case.spares) if faulty else (1, 0)
+    meeting: Mapping[str, Any] = {}
+    if nodes + spares > 1:
+        meeting = {"rdzv_endpoint": f"127.0.0.1:{_port()}", "token": secrets.token_hex(32)}
+    hangs = any(parse(text).kind in HANGING for text in case.faults)
+    program = trainer.program(_task(case, directory / "nemo" if faulty and case.checkpoint_every else None))
+    return [
+        LaunchConfig(
+            nproc_per_node=case.layout.world_size // nodes,
+            script=program.module,
+            script_args=program.arguments,
+            module=True,
+            run_dir=directory,
+            preload=(),
+            cpu=True,
+            heartbeat_timeout_s=_HANG_HEARTBEAT_S if hangs else _HEARTBEAT_S,
+            regroup_timeout_s=_REGROUP_S,
+            node_timeout_s=_NODE_TIMEOUT_S,
+            faults=case.faults if faulty else (),
+            record_steps=True,
+            stream_logs=False,
+            fork_here=True,
+            nnodes=nodes,
+            node_rank=node,
+            spares=spares,
+            **meeting,
+        )
+        for node in range(nodes + spares)
+    ]
+
+
+def _task(case: Case, checkpoints: Path | None) -> Task:
+    return Task(
+        nproc=case.layout.world_size,
+        steps=case.steps,
+        layout=case.layout.sizes,
+        dropout=case.dropout,
+        holders=case.layout.instances,
+        workers=case.workers,
+        checksum=case.checksum,
+        bucket_bytes=_SMALL_BUCKETS,
+        checkpoint_every=case.checkpoint_every if checkpoints is not None else 0,
+        checkpoints=checkpoints,
+    )
+
+
+def _port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+# --- showing ------------------------------------------------------------------------------------------------------
+
+
+def table(results: Iterable[Result]) -> Table:
+    """Return a table of faults by kind, phase and outcome, with the number of cases and their median seconds."""
+    shown = Table("kind", "phase", "what came of it", "cases", "median s", title="chaos", title_justify="left")
+    groups: dict[tuple[str, str, str], list[Result]] = defaultdict(list)
+    for result in results:
+        outcome = "UNEXPECTED" if result.problem else result.case.outcome.value
+        for spec in map(parse, result.case.faults):
+            groups[spec.kind.value, spec.phase.value, outcome].append(result)
+    for (kind, phase, outcome), group in sorted(groups.items()):
+        seconds = [result.seconds for result in group if result.seconds is not None]
+        median = f"{statistics.median(seconds):.2f}" if seconds else ""
+        shown.add_row(kind, phase, outcome, str(len(group)), median)
+    return shown
+
+
+def _say(console: Console, index: int, count: int, result: Result) -> None:
+    case = result.case
+    where = case.layout.text + (f", {case.nodes} nodes" if case.nodes > 1 else "")
+    console.print(f"[{index}/{count}] case {case.number}: {where}: {' '.join(case.faults)}")
+    seconds = "" if result.seconds is None else f" in {result.seconds:.2f} s"
+    if result.problem:
+        console.print(f"    UNEXPECTED: {result.problem}")
+    else:
+        console.print(f"    {case.outcome.value}{seconds}" + (f": {case.reason}" if case.reason else ""))
+
+
+def _write(results: Sequence[Result], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps([_entry(result) for result in results], indent=1) + "\n")
+
+
+def _entry(result: Result) -> dict[str, Any]:
+    layout = result.case.layout
+    return {
+        **asdict(result.case),
+        "layout": {"nproc": layout.world_size, "sizes": layout.sizes, "holders": layout.instances},
+        "outcome": result.case.outcome.value,
+        "problem": result.problem,
+        "seconds": result.seconds,
+        "took_s": round(result.took_s, 2),
+    }
+
+
+# A process that has imported the frameworks once and forks the agents of whole jobs, one job after the other.
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How an agent ended.
+
+    Attributes:
+        code: exit code, or the negative number of the signal that killed the agent; None if it was still running.
+        said: lines of the agent for the terminal.
+    """
+
+    code: int | None
+    said: tuple[str, ...]
+
+
+class Nursery:
+    """Turns this process into one that forks agents, with a trainer's modules imported and with one thread.
+
+    Args:
+        trainer: the trainer of the jobs.
+
+    Raises:
+        ImportError: one of the trainer's modules is not installed.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        os.environ[CPU_ENV] = YES
+        os.environ[OMP_NUM_THREADS_ENV] = "1"  # otherwise sums would depend on the number of ranks of a node
+        trainer.prepare()
+        for name in ("checkpointless.launcher.agent.node_run", *trainer.preload()):
+            importlib.import_module(name)
+        import torch
+
+        torch.set_num_threads(1)
+        gc.collect()
+        gc.freeze()
+
+    def run(self, configs: Sequence[LaunchConfig], limit_s: float) -> list[Ended]:
+        """Run the agents of one job until all have ended.
+
+        Args:
+            configs: one configuration per agent.
+            limit_s: number of seconds after which the agents that are left are killed.
+        """
+        agents = [AgentProcess(config) for config in configs]
+        try:
+            _wait(agents, time.monotonic() + limit_s)
+        except KeyboardInterrupt:
+            for agent in agents:
+                agent.send(signal.SIGINT)
+            _wait(agents, time.monotonic() + _LEAVE_S)
+            raise
+        finally:
+            codes = [agent.poll() for agent in agents]
+            for agent in agents:
+                agent.kill()
+        return [Ended(code, agent.lines()) for code, agent in zip(codes, agents, strict=True)]
+
+
+def _wait(agents: Sequence[AgentProcess], until_s: float) -> None:
+    while any([agent.poll() is None for agent in agents]) and time.monotonic() < until_s:
+        time.sleep(_REAP_EVERY_S)
