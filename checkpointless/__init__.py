@@ -31,8 +31,9 @@ if TYPE_CHECKING:
         RankShouldRestart,
         UnrecoverableError,
     )
+    from checkpointless.integrations.torch import PlainTraining, Value
     from checkpointless.launcher.client import HPAgentK8sAPIFactory, wait_rank
-    from checkpointless.recovery import CheckpointManager, PEFTCheckpointManager, PlainTraining, Value
+    from checkpointless.recovery import CheckpointManager, PEFTCheckpointManager
     from checkpointless.replication.local_checkpoint import (
         CliqueReplicationStrategy,
         LazyCliqueReplicationStrategy,
@@ -80,18 +81,18 @@ __all__ = [
 
 _ELSEWHERE = {
     "CheckpointManager": "recovery",
-    "CliqueReplicationStrategy": "local_checkpoint",
-    "HPAgentK8sAPIFactory": "client",
-    "LazyCliqueReplicationStrategy": "local_checkpoint",
-    "LocalCheckpointError": "local_checkpoint",
-    "LocalCheckpointManager": "local_checkpoint",
-    "MemoryChecksumManager": "serialization",
-    "NoReplicasAvailableError": "local_checkpoint",
+    "CliqueReplicationStrategy": "replication.local_checkpoint",
+    "HPAgentK8sAPIFactory": "launcher.client",
+    "LazyCliqueReplicationStrategy": "replication.local_checkpoint",
+    "LocalCheckpointError": "replication.local_checkpoint",
+    "LocalCheckpointManager": "replication.local_checkpoint",
+    "MemoryChecksumManager": "state.serialization",
+    "NoReplicasAvailableError": "replication.local_checkpoint",
     "PEFTCheckpointManager": "recovery",
-    "PlainTraining": "recovery",
-    "ReplicationStrategy": "local_checkpoint",
-    "Value": "recovery",
-    "wait_rank": "client",
+    "PlainTraining": "integrations.torch",
+    "ReplicationStrategy": "replication.local_checkpoint",
+    "Value": "integrations.torch",
+    "wait_rank": "launcher.client",
 }
 
 

@@ -31,21 +31,21 @@ __all__ = [
 ]
 
 _MODULES = {
-    "CheckpointlessAutoResume": "checkpoints.resume",
-    "CheckpointlessCompatibleConnector": "checkpoints.connector",
-    "CheckpointlessDDPStrategy": "torch_strategies",
-    "CheckpointlessMegatronStrategy": "megatron_strategy",
-    "CheckpointlessModelParallelStrategy": "torch_strategies",
-    "KeepCopies": "checkpoints.copies",
-    "enable": "nemo_run.enable",
-    "keep_copies": "checkpoints.copies",
+    "CheckpointlessAutoResume": "integrations.lightning.checkpoints.resume",
+    "CheckpointlessCompatibleConnector": "integrations.lightning.checkpoints.connector",
+    "CheckpointlessDDPStrategy": "strategies.torch_strategies",
+    "CheckpointlessMegatronStrategy": "strategies.megatron_strategy",
+    "CheckpointlessModelParallelStrategy": "strategies.torch_strategies",
+    "KeepCopies": "integrations.lightning.checkpoints.copies",
+    "enable": "strategies.nemo_run.enable",
+    "keep_copies": "integrations.lightning.checkpoints.copies",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"checkpointless.strategies.{_MODULES[name]}"), name)
+    return getattr(import_module(f"checkpointless.{_MODULES[name]}"), name)
 
 
 def __dir__() -> list[str]:

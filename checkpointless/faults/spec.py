@@ -51,7 +51,8 @@ class FaultPhase(enum.Enum):
 #: Phases in the set-up of a generation after the first; ``step`` is then the last step committed before it.
 SETUP_PHASES = frozenset({FaultPhase.INIT, FaultPhase.TRANSFER, FaultPhase.RECOVERY})
 
-#: Phases that strategies and `checkpointless.integrations.megatron_bridge` announce, and that a loop of one's own has to announce itself.
+#: Phases that strategies and `checkpointless.integrations.megatron_bridge` announce, and that a loop of one's own
+#: has to announce itself.
 ANNOUNCED_BY_FRAMEWORKS = frozenset(
     {FaultPhase.DATA, FaultPhase.FORWARD, FaultPhase.BACKWARD, FaultPhase.SYNC, FaultPhase.INIT}
 )

@@ -4,8 +4,6 @@ The package also moves the state and checks it. Of the frameworks it knows only 
 """
 
 from checkpointless.inprocess.data_workers.streams import Place, seed_data_workers
-from checkpointless.integrations.torch.loop_state import Value
-from checkpointless.integrations.torch.plain import PlainTraining
 from checkpointless.recovery.manager import CheckpointManager
 from checkpointless.recovery.peft import PEFTCheckpointManager
 from checkpointless.replication.agreement import LocalCheckpointError, NoReplicasAvailableError
@@ -30,10 +28,8 @@ __all__ = [
     "NoReplicasAvailableError",
     "PEFTCheckpointManager",
     "Place",
-    "PlainTraining",
     "ReplicationStrategy",
     "SharedDirectory",
     "Tier",
-    "Value",
     "seed_data_workers",
 ]

@@ -11,6 +11,7 @@ from checkpointless.inprocess import active_call_wrapper
 from checkpointless.inprocess.context import span
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.recovery.decide import Decision, RankReport, decide, reports_of
+from checkpointless.replication.tiers.snapshot import Saves
 from checkpointless.state.held_state import HeldState
 from checkpointless.state.live_state import DATA, LiveState
 from checkpointless.state.port import groups_of
@@ -19,8 +20,6 @@ from checkpointless.state.snapshot import SnapshotPoint
 from checkpointless.transfer.exchange import all_gather_json
 
 logger = logging.getLogger(__name__)
-
-Saves = Sequence[tuple[int, int, int, bool]]
 
 
 def decide_together(

@@ -18,13 +18,13 @@ from checkpointless.inprocess.context import span
 from checkpointless.inprocess.memory import peak_growth
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.recovery.base_model import BaseModel, NoBaseModel
-from checkpointless.recovery.conference import Saves, decide_together, find_loss
+from checkpointless.recovery.conference import decide_together, find_loss
 from checkpointless.recovery.decide import Decision, Verdict
 from checkpointless.recovery.refill import Refill, announce_transfer
 from checkpointless.replication.tiers.copies import Copies
 from checkpointless.replication.tiers.handover import clear, hand_over, take_over
 from checkpointless.replication.tiers.retrieval import take_copies
-from checkpointless.replication.tiers.snapshot import Snapshot, snapshot_of
+from checkpointless.replication.tiers.snapshot import Saves, Snapshot, snapshot_of
 from checkpointless.replication.tiers.tier import Tier
 from checkpointless.state.held_state import HeldState, stays_built
 from checkpointless.state.live_state import Built, LiveState, LiveStrategy, LiveTrainer

@@ -1,7 +1,8 @@
 """Where copies are kept and how they get there: stores of parts, the exchange with peers, the copier.
 
-Tiers (:mod:`checkpointless.replication.tiers`), local checkpoints (:mod:`checkpointless.replication.local_checkpoint`) and copies
-of Megatron's checkpoints (:mod:`checkpointless.integrations.megatron.dist_checkpoint`) are its front ends.
+Tiers (:mod:`checkpointless.replication.tiers`), local checkpoints
+(:mod:`checkpointless.replication.local_checkpoint`) and copies of Megatron's checkpoints
+(:mod:`checkpointless.integrations.megatron.dist_checkpoint`) are its front ends.
 """
 
 from checkpointless.replication.directory import DirectoryStore

@@ -21,7 +21,8 @@ class StateTensors(Protocol):
 
     :class:`~checkpointless.state.module_tensors.TrainingTensors` has keys and storage of torch modules and
     optimizers. Which ranks are replicas follows from the framework's parallelism: for Megatron-core see
-    :class:`checkpointless.integrations.megatron.state.MegatronTensors`. Not all tensors of a rank need to have the same holders.
+    :class:`checkpointless.integrations.megatron.state.MegatronTensors`. Not all tensors of a rank need to have the
+    :same holders.
     The tensors with the same ones are a *part* of the state, which is known by its replica group.
     """
 

@@ -2,9 +2,9 @@
 
 Megatron-core calls `torch.cuda` directly. `install()` replaces what it calls there, and the factories and methods
 that place a tensor, so that "the current CUDA device" is the CPU. Each replacement is one row of the table that the
-modules of `checkpointless/integrations/megatron/cpu/` make up, and `uninstall()` restores the very object that was there before.
-`torch.cuda.is_available()` stays False: every caller gets the truth, and Lightning picks its CPU accelerator and
-gloo.
+modules of `checkpointless/integrations/megatron/cpu/` make up, and `uninstall()` restores the very object that was
+there before. `torch.cuda.is_available()` stays False: every caller gets the truth, and Lightning picks its CPU
+accelerator and gloo.
 
 Random numbers. A GPU has a separate generator beside the CPU's, and Megatron relies on that: its tracker swaps the
 state of the *CUDA* generator, so that dropout and initialisation inside `tracker.fork()` draw from the tracked

@@ -1,7 +1,7 @@
 """Recovery for trainings with Megatron-Bridge: ``pretrain`` and ``finetune`` in the places of Bridge's own.
 
     from checkpointless import HPWrapper
-    from checkpointless.integrations.megatron_bridge import pretrain
+    from checkpointless.bridge import pretrain
 
     @HPWrapper()
     def main():
@@ -18,9 +18,7 @@ from checkpointless.integrations.megatron import cpu_platform
 if cpu_platform.requested():
     cpu_platform.install()
 
-from checkpointless.integrations.megatron_bridge.entry import (  # after the platform, without which this fails on CPUs
-    finetune,
-    pretrain,
-)
+# After the platform, without which this fails on CPUs.
+from checkpointless.integrations.megatron_bridge.entry import finetune, pretrain
 
 __all__ = ["finetune", "pretrain"]

@@ -1,1 +1,6 @@
-"""Trainings without a framework: loops of one's own, and the tensors of modules with optimizers of torch's kind."""
+"""Recovery in a training loop of one's own over torch: plain, DDP, FSDP2."""
+
+from checkpointless.integrations.torch.loop_state import Value
+from checkpointless.integrations.torch.plain import PlainTraining
+
+__all__ = ["PlainTraining", "Value"]

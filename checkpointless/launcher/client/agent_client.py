@@ -130,7 +130,7 @@ class RankClient(abc.ABC):
     def report_fault(
         self, generation: int, *, error: str, message: str, traceback: str, step: int, victim: bool
     ) -> None:
-        """Tell the agent that this rank failed; see :class:`~checkpointless.launcher.protocol.messages.FaultReport`."""
+        """Tell the agent that this rank failed, by a :class:`.FaultReport`."""
         cause = exception_cause(self.rank, error, message, traceback, step, victim)
         self._send(FaultReport(generation, cause))
 

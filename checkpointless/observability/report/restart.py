@@ -5,7 +5,8 @@
 
 The expected loss of work is half an interval, as in the first-order model of Young (1974, "A first order
 approximation to the optimum checkpoint interval") and in the ETTR estimate of Kokolis et al. (see
-:mod:`checkpointless.observability.report.ettr`). A fault that came while another one was handled belongs to the same restart.
+:mod:`checkpointless.observability.report.ettr`). A fault that came while another one was handled belongs to the
+:same restart.
 Faults that ended the job are left out, since they need a restart in either case. The cost of writing checkpoints
 during undisturbed training is not counted either. A figure that is neither given nor known from the run itself is
 assumed in favour of the restart, so the result is too low rather than too high.

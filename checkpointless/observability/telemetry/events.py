@@ -69,11 +69,11 @@ class EventLog:
     """Appends events to one file, which any number of processes and threads may share.
 
     A caller of :meth:`emit` never waits for the disk and never fails because of it: a thread of the process
-    (:mod:`checkpointless.observability.telemetry.scribe`) writes the events in the order in which they were emitted. Every line
-    is one ``write(2)`` to a file opened with ``O_APPEND``, so lines never mix. No descriptor is held between lines:
-    the log survives forks and clean-ups, and leaves nothing behind. Lines that cannot be written (disk full,
-    directory gone), and lines that come while thousands wait for a stalled disk, are dropped; one line says how
-    many, once lines can be written again. Points outside of incidents are dropped first.
+    (:mod:`checkpointless.observability.telemetry.scribe`) writes the events in the order in which they were
+    emitted. Every line is one ``write(2)`` to a file opened with ``O_APPEND``, so lines never mix. No descriptor is
+    held between lines: the log survives forks and clean-ups, and leaves nothing behind. Lines that cannot be
+    written (disk full, directory gone), and lines that come while thousands wait for a stalled disk, are dropped;
+    one line says how many, once lines can be written again. Points outside of incidents are dropped first.
 
     Args:
         path: the file; None drops every event.
@@ -272,8 +272,8 @@ def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 def read_events(run_dir: Path) -> list[Event]:
     """Return all events of a run in the order in which they were written, including those of this process.
 
-    Their times are put on one timeline (:func:`~checkpointless.observability.telemetry.timeline.on_one_timeline`). Lines that are
-    no events are left out, with one warning for all of them.
+    Their times are put on one timeline (:func:`~checkpointless.observability.telemetry.timeline.on_one_timeline`).
+    Lines that are no events are left out, with one warning for all of them.
 
     Args:
         run_dir: the run directory; without an event file in it, there are no events.

@@ -1,9 +1,9 @@
 """Checkpoints in a directory of each node: the rung below recovery from memory and above shared storage.
 
 Every rank writes its part into its node's directory. With a replication strategy
-(:mod:`checkpointless.replication.local_checkpoint.replication`), the other ranks of its clique write it into theirs, too. A
-search finds the newest save of which every part is undamaged somewhere. All ranks decide alike, since they decide
-by what they have told each other.
+(:mod:`checkpointless.replication.local_checkpoint.replication`), the other ranks of its clique write it into
+theirs, too. A search finds the newest save of which every part is undamaged somewhere. All ranks decide alike,
+since they decide by what they have told each other.
 """
 
 from __future__ import annotations
@@ -56,8 +56,9 @@ class LocalCheckpointManager:
 
     Only this user can access the files. They are written under another name and renamed when they are on the disk,
     and contain nothing that is evaluated when they are loaded. A state is nested dicts, lists and tuples of plain
-    values (see :mod:`checkpointless.state.serialization.state_tree`) and strided tensors of any dtype, on the CPU or on a
-    GPU; or a tensor-aware state of such values (:mod:`checkpointless.replication.local_checkpoint.tensor_aware`).
+    values (see :mod:`checkpointless.state.serialization.state_tree`) and strided tensors of any dtype, on the CPU
+    or on a GPU; or a tensor-aware state of such values
+    (:mod:`checkpointless.replication.local_checkpoint.tensor_aware`).
 
     A disk that is full or fails costs the copies that could not be written, with a warning. If no copy of a part is
     left, it costs the save; what was complete before is still there.
@@ -115,9 +116,9 @@ class LocalCheckpointManager:
 
         Returns:
             With ``is_async``, a request for the ``AsyncCallsQueue`` of Megatron-core or nvidia-resiliency-ext, or
-            for :class:`~checkpointless.replication.local_checkpoint.AsyncSave`. The save is complete when the request has been
-            carried out and ended on all ranks. Otherwise None; the save is then complete, or a warning says why it
-            is not.
+            for :class:`~checkpointless.replication.local_checkpoint.AsyncSave`. The save is complete when the
+            request has been carried out and ended on all ranks. Otherwise None; the save is then complete, or a
+            warning says why it is not.
 
         Raises:
             LocalCheckpointError: on every rank, if the state of any rank cannot be stored, or if the ranks call

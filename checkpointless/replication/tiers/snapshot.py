@@ -10,7 +10,6 @@ import torch
 
 from checkpointless.inprocess.context import own_board
 from checkpointless.inprocess.parameter_update_lock import CommitState
-from checkpointless.recovery.conference import Saves
 from checkpointless.replication.parts import Content
 from checkpointless.state.held_state import HeldState
 from checkpointless.state.live_state import LiveState
@@ -24,6 +23,8 @@ from checkpointless.transfer.tensor_entry import Key
 _FORMAT = 2
 #: The moment after a step at which copies are made: the first one, so that a finished step is soon copied.
 COPIED_AT = SnapshotPoint.COMMITTED
+#: Saves that were not finished when a step was made: the step, and what the save of each was.
+Saves = Sequence[tuple[int, int, int, bool]]
 
 
 @dataclass(frozen=True)

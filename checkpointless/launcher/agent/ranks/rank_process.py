@@ -1,7 +1,7 @@
 """Sets up the process of a rank, then runs the user's script in it.
 
-``python -m checkpointless.launcher.agent.ranks.rank_process`` runs a rank in a fresh interpreter where forking is not
-possible.
+``python -m checkpointless.launcher.agent.ranks.rank_process`` runs a rank in a fresh interpreter where forking is
+not possible.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""A process that has imported the frameworks once and forks ranks: ``python -m checkpointless.launcher.agent.ranks.zygote``.
+"""A process that has imported the frameworks once and forks ranks.
+
+The agent starts it by ``python -m checkpointless.launcher.agent.ranks.zygote``.
 
 It talks to the agent over a socket that keeps message boundaries. Each request to start a rank carries three
 descriptors: the rank's log, its connection to the agent, and its board. Each request is answered at the end by

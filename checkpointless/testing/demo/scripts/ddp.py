@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from checkpointless.inprocess import HPCallWrapper, HPWrapper
-from checkpointless.recovery import PlainTraining
+from checkpointless.integrations.torch import PlainTraining
 from checkpointless.testing.demo.scripts import byte_model, options
 from checkpointless.testing.demo.trainers.trainer import MICRO_BATCHES
 

@@ -7,7 +7,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from checkpointless.inprocess import HPCallWrapper, HPWrapper
-from checkpointless.recovery import PlainTraining
+from checkpointless.integrations.torch import PlainTraining
 from checkpointless.testing.demo.scripts import byte_model, options
 from checkpointless.testing.demo.trainers.trainer import MICRO_BATCHES
 
