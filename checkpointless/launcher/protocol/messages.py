@@ -1,14 +1,8 @@
 """The messages between a rank and its agent: JSON objects, one per line; nothing is evaluated or unpickled.
 
-<<<<<<< ours
 msgspec checks what comes in against the types of the message's fields. A rank and its agent are of one
 installation; nodes and the coordinator compare their versions when they meet
 (:mod:`~checkpointless.launcher.protocol.handshake`).
-=======
-msgspec checks what comes in against the types of the message's fields. The sum of these messages, of those between
-nodes and the coordinator (:mod:`~checkpointless.launcher.protocol.node_messages`) and of the handshake has one
-version.
->>>>>>> theirs
 """
 
 from __future__ import annotations
