@@ -35,12 +35,11 @@ class CheckpointlessCallback(Callback):
 
     Args:
         enable_inprocess: after a fault, re-enter the block in the living process. False: the process ends and the
-            agent starts a new one. (The documented default is False, which would switch off what the callback is
-            for; here it is True.)
-        enable_checkpointless: recover the state from living replicas. Needs ``enable_inprocess``, whose value is
-            the default. False: recover from storage only. (The documented default is False.)
+            agent starts a new one. Default: True (HyperPod: False).
+        enable_checkpointless: recover the state from living replicas. False: from storage only. Default: as
+            ``enable_inprocess``, which it needs (HyperPod: False).
         enable_checksum: compare the replicas of each shard before a recovery. Needs ``enable_checkpointless``.
-        clean_tensor_hook: at a restart, remove the hooks of all parameters of the model that is left behind.
+        clean_tensor_hook: at a restart, remove the hooks of all parameters of the old model.
         clean_lightning_module: at a restart, drop the trainer's references to its module.
 
     Raises:

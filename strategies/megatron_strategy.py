@@ -69,16 +69,14 @@ class CheckpointlessMegatronStrategy(RecoverableStrategy, MegatronStrategy):
     with the same arguments.
 
     Args:
-        *args: the positional arguments of ``MegatronStrategy``.
-        num_distributed_optimizer_instances: the number of replicas of the optimizer's shards. Default: 2
-            (``MegatronStrategy``: 1). With 1, a rank that dies can only be replaced from storage.
-        on_save_error: what is done if a checkpoint cannot be saved. Default: ``"continue"``; a warning says why,
-            what was written of it is removed, training goes on, and the next checkpoint that is due is made.
-            ``"raise"`` ends the job.
-        warm: whether a rank that lives through a fault keeps its model and optimizer built, if nobody has changed
-            how they are built, and what its data module has built. Default: True. If False, all is built anew and
-            takes over the state.
-        **kwargs: the keyword arguments of ``MegatronStrategy``.
+        *args: positional arguments of ``MegatronStrategy``.
+        num_distributed_optimizer_instances: replicas of the optimizer's shards. With 1, a rank that dies is
+            restored from storage only. Default: 2 (``MegatronStrategy``: 1).
+        on_save_error: ``"continue"`` (default): a checkpoint that cannot be saved is removed, with a warning, and
+            training continues. ``"raise"`` ends the job.
+        warm: whether a surviving rank reuses its model, its optimizer and what its data module has built. Default:
+            True. If False, all of it is rebuilt and takes over the state.
+        **kwargs: keyword arguments of ``MegatronStrategy``.
 
     Attributes:
         base_store: the store on which the process groups were built; None before that.

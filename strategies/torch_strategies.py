@@ -235,10 +235,10 @@ class CheckpointlessModelParallelStrategy(_TorchRecoverable, ModelParallelStrate
     give ``self.device_mesh["replicate", "shard"]`` to ``fully_shard``.
 
     Args:
-        *args: the positional arguments of ``ModelParallelStrategy``.
-        replicas: how many times each shard is held (HSDP). Default: 1, as ``ModelParallelStrategy`` has it; a rank
-            that dies cannot be restored from memory then.
-        **options: the keyword arguments of ``ModelParallelStrategy``.
+        *args: positional arguments of ``ModelParallelStrategy``.
+        replicas: how many times each shard is held (HSDP). Default: 1, with which a rank that dies
+            cannot be restored from memory.
+        **options: keyword arguments of ``ModelParallelStrategy``.
     """
 
     def __init__(self, *args: Any, replicas: int = 1, **options: Any) -> None:

@@ -21,30 +21,26 @@ DEMO_STEPS, DEMO_RANKS = 6, 8
 #: Names of the demo's trainers, which cost an import; a test compares the two.
 TRAINER_NAMES = ("nemo", "ddp", "hsdp", "megatron", "bridge", "lightning-ddp", "lightning-hsdp")
 _DEFAULT, _WITHOUT_NEMO = "nemo", "ddp"
-_SEED_HELP = "of the draws (default: 0); the same seed draws the same faults"
+_SEED_HELP = "seed of the draws (default: 0)"
 _NEEDS_CHAOS = {"seed": None, "overlap": False, "chaos_case": None, "chaos_steps": None}
 
 
 def add_demo_chaos_options(parser: argparse.ArgumentParser) -> None:
     """Add the chaos options of ``demo``."""
     add = parser.add_argument
-    add("--chaos", type=positive, metavar="N", help="instead: N small jobs with drawn layouts and faults")
+    add("--chaos", type=positive, metavar="N", help="run N small jobs with drawn layouts and faults instead")
     add("--seed", type=count, metavar="K", help=_SEED_HELP)
-    add("--overlap", action="store_true", help="let half of the jobs have a second fault meanwhile")
-    add("--chaos-case", type=count, metavar="I", help="run only that one of the N")
+    add("--overlap", action="store_true", help="give half of the jobs a second fault")
+    add("--chaos-case", type=count, metavar="I", help="run only case I of the N")
 
 
 def add_job_chaos_options(parser: argparse._ActionsContainer) -> None:
     """Add the chaos options of ``run`` and ``train``."""
     add = parser.add_argument
-    add("--chaos", type=positive, metavar="N", help="cause N drawn faults, one after the other")
+    add("--chaos", type=positive, metavar="N", help="inject N drawn faults, one after the other")
     add("--seed", type=count, metavar="K", help=_SEED_HELP)
-    add(
-        "--overlap",
-        action="store_true",
-        help="let half of them be followed by another while they are recovered from",
-    )
-    add("--chaos-steps", type=positive, metavar="S", help="optimizer steps of the job (`train` knows them)")
+    add("--overlap", action="store_true", help="inject a second fault during half of the recoveries")
+    add("--chaos-steps", type=positive, metavar="S", help="optimizer steps of the job (known for `train`)")
 
 
 def check_goes_with_chaos(options: argparse.Namespace) -> None:
@@ -77,7 +73,7 @@ def draw_into(options: argparse.Namespace, world_size: int, steps: int | None) -
         return None
     steps = options.chaos_steps or steps
     if steps is None:
-        raise UsageError("--chaos has to know how many optimizer steps the job makes: add --chaos-steps S")
+        raise UsageError("--chaos needs the number of optimizer steps: add --chaos-steps S")
     try:
         texts, expected = draw_faults(
             options.seed or 0, options.chaos, nproc=world_size, steps=steps, overlap=options.overlap

@@ -1,4 +1,4 @@
-"""The last line of a job: what it did, what its incidents cost, and where the report is."""
+"""The last line of a job: its steps, the cost of its incidents, and the report."""
 
 from __future__ import annotations
 

@@ -33,8 +33,8 @@ examples:
   checkpointless rehearse --nproc-per-node 2 train.py is this job exact under faults?
   checkpointless report runs/20260101T120000Z-train   what happened, and how long each stage took
   checkpointless verify runs/a runs/b                 the same losses and parameters, to the bit?
-  checkpointless doctor --nproc-per-node 8            what this node lacks for recoveries
-  checkpointless faults                               which faults can be caused on purpose
+  checkpointless doctor --nproc-per-node 8            check what this node lacks for recoveries
+  checkpointless faults                               list the faults that can be injected
 
 `checkpointless COMMAND --help` explains a command.
 """
@@ -128,7 +128,9 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=_Help,
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action=_Version, nargs=0, help="show the versions of this, torch and Python")
+    parser.add_argument(
+        "--version", action=_Version, nargs=0, help="show the versions of checkpointless, torch and Python"
+    )
     parsers = parser.add_subparsers(metavar="COMMAND", required=True)
     for command in COMMANDS:
         added = parsers.add_parser(

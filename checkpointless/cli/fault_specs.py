@@ -1,4 +1,4 @@
-"""The option ``--fault``, and the faults that it asks for."""
+"""The option ``--fault``, and its faults."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from checkpointless.cli.values import UsageError
 if TYPE_CHECKING:
     from checkpointless.faults.spec import FaultSpec
 
-_FAULT_HELP = (
-    "cause a fault on purpose, e.g. sigkill@backward:rank=1,step=5; repeatable (see `checkpointless faults`)"
-)
+_FAULT_HELP = "inject a fault, e.g. sigkill@backward:rank=1,step=5; repeatable (list: `checkpointless faults`)"
 
 
 def add_fault_option(parser: argparse._ActionsContainer) -> None:

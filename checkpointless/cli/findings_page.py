@@ -1,4 +1,4 @@
-"""The page of ``checkpointless doctor``: what has to be changed, worst first, and in short what is right."""
+"""The page of ``checkpointless doctor``: findings to act on, the worst first, and in short the others."""
 
 from __future__ import annotations
 

@@ -23,25 +23,16 @@ if TYPE_CHECKING:
     from checkpointless.launcher.agent.launch import LaunchConfig
 
 _WORST = 2  # findings that are said before a job
-_STRICT_HELP = "end the job if a step that is made again after a fault is not exact (default: say so)"
+_STRICT_HELP = "end the job if a redone step is not exact (default: report it)"
 _RECORD_HELP = (
-    "record for `verify` what each rank computes: per step loss, learning rates, loss scale and digests of "
-    "parameters, buffers, callbacks, module and data; validations; checkpoints. Takes a pass over the model's "
-    "bytes in each step"
+    "record loss, learning rates and digests of all state in each step, validations and checkpoints, for `verify`"
 )
-_ENDPOINT_HELP = "node 0, as all nodes reach it (P: 29400, if it is left out)"
-_TERM_GRACE_HELP = "seconds that ranks have to end after SIGTERM, SIGINT or SIGHUP (default: 30)"
-_EXIT_GRACE_HELP = "seconds that a rank may be idle after its script has ended, and then is ended (default: 30)"
-_DEVICE_CHECK_HELP = (
-    "command that is run on the node before a rank's process is started again (not at its first start), with the "
-    "rank's environment; unless it exits with 0, the device is given up (default: no check)"
-)
-_DEVICE_CHECK_TIMEOUT_HELP = "seconds that it may take, less than --regroup-timeout (default: 30)"
-
-_LOG_BYTES_HELP = (
-    "size of a rank's log (1048576, 1024K, 1M): four files, of which the oldest is deleted when they are full "
-    "(default: 1G)"
-)
+_ENDPOINT_HELP = "address of node 0, or of the coordinator, for all nodes (default port: 29400)"
+_TERM_GRACE_HELP = "seconds for ranks to end after SIGTERM, SIGINT or SIGHUP (default: 30)"
+_EXIT_GRACE_HELP = "seconds that a rank may be idle after its script before it is ended (default: 30)"
+_DEVICE_CHECK_HELP = "command that must exit with 0 before a rank's process is started again (default: none)"
+_DEVICE_CHECK_TIMEOUT_HELP = "seconds for --device-check, less than --regroup-timeout (default: 30)"
+_LOG_BYTES_HELP = "size of a rank's log, such as 200M, in four files; the oldest is deleted (default: 1G)"
 
 
 @dataclass(frozen=True)
@@ -72,15 +63,13 @@ def add_job_options(parser: argparse.ArgumentParser, default_ranks: str = "1") -
         default_ranks: default number of ranks, as ``--help`` shows it.
     """
     add = parser.add_argument
-    help_text = (
-        f"ranks: a number, or gpu, cpu, auto for as many as there are GPUs or CPUs (default: {default_ranks})"
-    )
+    help_text = f"ranks: a number, or gpu, cpu or auto to count them (default: {default_ranks})"
     add(*both("--nproc-per-node"), type=ranks, default=1, metavar="N", help=help_text)
-    add("--cpu", action="store_true", help="let Megatron-core and NeMo train on this machine's CPUs")
-    add("--run-dir", type=Path, metavar="D", help="where events are written (default: runs/TIME-NAME)")
-    add(*both("--log-dir"), type=Path, metavar="D", help="where logs are written (default: RUN_DIR/logs)")
+    add("--cpu", action="store_true", help="let Megatron-core and NeMo train on CPUs")
+    add("--run-dir", type=Path, metavar="D", help="directory of the run (default: runs/TIME-NAME)")
+    add(*both("--log-dir"), type=Path, metavar="D", help="directory of the logs (default: RUN_DIR/logs)")
     add("--log-bytes", type=nbytes, default=1 << 30, metavar="N", help=_LOG_BYTES_HELP)
-    add("--log-level", choices=tuple(LEVELS), help="how much ranks and agent log (default: warning; debug: all)")
+    add("--log-level", choices=tuple(LEVELS), help="log level of ranks and agent (default: warning)")
     add("--device-check", default=os.environ.get(DEVICE_CHECK_ENV, ""), metavar="CMD", help=_DEVICE_CHECK_HELP)
     limit_s = os.environ.get(DEVICE_CHECK_TIMEOUT_ENV) or None
     add("--device-check-timeout", type=seconds, default=limit_s, metavar="S", help=_DEVICE_CHECK_TIMEOUT_HELP)
@@ -91,9 +80,9 @@ def add_job_options(parser: argparse.ArgumentParser, default_ranks: str = "1") -
     add("--nnodes", type=nodes, default=1, metavar="M", help="nodes of the job (default: 1)")
     add(*both("--node-rank"), type=count, default=0, metavar="I", help="this node's number, from 0")
     add(*both("--rdzv-endpoint"), default="", metavar="H[:P]", help=_ENDPOINT_HELP)
-    add("--spares", type=count, default=0, metavar="S", help="nodes M, M+1, ... that wait to replace a lost one")
+    add("--spares", type=count, default=0, metavar="S", help="nodes from M on that wait to replace a lost one")
     add_coordination_options(parser)
-    tests = parser.add_argument_group("faults on purpose, and what they are compared by")
+    tests = parser.add_argument_group("fault injection")
     tests.add_argument("--record-steps", action="store_true", help=_RECORD_HELP)
     add_fault_option(tests)
     add_job_chaos_options(tests)
@@ -153,7 +142,7 @@ def _why_not(text: str, is_script: bool) -> str:
     if not is_script or phase not in ANNOUNCED_BY_FRAMEWORKS:
         return why
     name = phase.value
-    return f"{why} (a loop of your own reaches {name} only if it says so: caller.enter_phase({name!r}, step))"
+    return f"{why} (a loop of your own reaches {name} only if it calls caller.enter_phase({name!r}, step))"
 
 
 def _configured(options: argparse.Namespace, program: Program, more: Mapping[str, Any]) -> LaunchConfig:
@@ -202,12 +191,12 @@ def _configured(options: argparse.Namespace, program: Program, more: Mapping[str
 
 
 def _say_worst(config: LaunchConfig) -> None:
-    """Print what is worst on this node, one line each."""
+    """Print the worst findings of this node, one line each."""
     from checkpointless.doctor.findings import headline, worst_first
     from checkpointless.doctor.node import quick
 
     for each in worst_first(quick(config.nproc_per_node, config.cpu, os.environ))[:_WORST]:
-        say(f"{headline(each)} (all: checkpointless doctor)")
+        say(f"{headline(each)} (all findings: checkpointless doctor)")
 
 
 def _announce(config: LaunchConfig, name: str) -> None:

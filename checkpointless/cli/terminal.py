@@ -1,4 +1,4 @@
-"""What the terminal shows of a job besides the output of its ranks: one calm block of lines per incident."""
+"""Terminal output of a job next to that of its ranks: one block of lines per incident."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torchrun's options on the command line of ``run``: each works, is accepted with one line, or is refused in one.
+"""torchrun's options on the command line of ``run``: each works, is accepted with one line, or is refused.
 
 Its environment variables count, too: ``PET_NNODES=2`` stands for ``--nnodes 2``, and an option
 wins over its variable.
@@ -17,16 +17,16 @@ from checkpointless.cli.output import say
 from checkpointless.cli.values import UsageError, both, count, local_ranks, nodes, port, ranks, seconds
 
 _VARIABLE = "PET_{}"  # torchrun's, one for each of its options
-_OUTPUT = "what a rank prints goes to the terminal and to its log file"
+_OUTPUT = "output goes to the terminal and to the rank's log"
 #: Options that have no meaning here: their short form, the name of their value (None: a switch), and why.
 _ACCEPTED: dict[str, tuple[str, str | None, str]] = {
     "--standalone": ("", None, "a job of one node meets in its own agent"),
     "--rdzv-backend": ("", "B", "the agents meet in node 0's, or in `checkpointless coordinator`"),
-    "--rdzv-id": ("", "ID", "jobs are told apart by their endpoint, token and run directory"),
+    "--rdzv-id": ("", "ID", "endpoint, token and run directory distinguish jobs"),
     "--role": ("", "NAME", "every rank has the role 'default'"),
     "--monitor-interval": ("", "S", "the end of a process is noticed at once"),
     "--start-method": ("", "M", "ranks are forked from a process that has imported the frameworks"),
-    "--run-path": ("", None, "scripts are run like that in any case"),
+    "--run-path": ("", None, "scripts are always run like that"),
     "--redirects": ("-r", "STD", _OUTPUT),
     "--tee": ("-t", "STD", _OUTPUT),
     "--duplicate-stdout-filters": ("", "F", _OUTPUT),
@@ -34,8 +34,8 @@ _ACCEPTED: dict[str, tuple[str, str | None, str]] = {
     "--logs-specs": ("", "NAME", _OUTPUT),
     "--event-log-handler": ("", "NAME", "events are in events.jsonl of the run directory"),
     "--signals-to-handle": ("", "S,...", "SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 always reach the ranks"),
-    "--local-addr": ("", "A", "a node is known by the address that it reaches the coordinator from"),
-    "--numa-binding": ("", "MODE", "ranks are bound to no CPUs; numactl can do it"),
+    "--local-addr": ("", "A", "the coordinator sees the address of each node"),
+    "--numa-binding": ("", "MODE", "ranks are not bound to CPUs; use numactl"),
 }
 _BACKENDS = ("c10d", "static")
 _REFUSED = {
@@ -84,11 +84,16 @@ class _Variable:
 
 def add_torchrun_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that only torchrun has. Every option of ``parser`` then heeds torchrun's variable for it."""
-    add = parser.add_argument_group("torchrun's, accepted so that its command lines work").add_argument
-    add(*both("--master-addr"), metavar="H", help="with --master-port, stands for --rdzv-endpoint H:P")
+    add = parser.add_argument_group("torchrun's options, accepted for compatibility").add_argument
+    add(*both("--master-addr"), metavar="H", help="with --master-port: --rdzv-endpoint H:P")
     add(*both("--master-port"), type=port, metavar="P", help="port of --master-addr")
-    add(*both("--local-ranks-filter"), type=local_ranks, metavar="I,...", help="show only the output of these")
-    add(*both("--rdzv-conf"), metavar="K=V,...", help=f"{_JOIN_TIMEOUT} works: seconds for all nodes to come")
+    add(
+        *both("--local-ranks-filter"),
+        type=local_ranks,
+        metavar="I,...",
+        help="show only the output of these local ranks",
+    )
+    add(*both("--rdzv-conf"), metavar="K=V,...", help=f"`{_JOIN_TIMEOUT}=S`: seconds for all nodes to join")
     for flag, (short, value, why) in _ACCEPTED.items():
         names = (*filter(None, [short]), *both(flag))
         if value is None:
@@ -105,7 +110,7 @@ def add_torchrun_options(parser: argparse.ArgumentParser) -> None:
 
 
 def settle_torchrun_options(options: argparse.Namespace) -> dict[str, Any]:  # Any: of different types
-    """Turn torchrun's options into those of ``run``, and say of the others that they have no meaning.
+    """Turn torchrun's options into those of ``run``, and report those that have no meaning.
 
     Args:
         options: options of ``run``; the variables among them are read, and the endpoint is set.
@@ -114,14 +119,14 @@ def settle_torchrun_options(options: argparse.Namespace) -> dict[str, Any]:  # A
         Keyword arguments of ``LaunchConfig``.
 
     Raises:
-        UsageError: an option contradicts another one, or asks for what is not there.
+        UsageError: an option contradicts another one, or is not supported.
     """
     _read_variables(options)
     for flag, why in _REFUSED.items():
         if getattr(options, _dest(flag)):
-            raise UsageError(f"{flag} cannot be done: {why}")
+            raise UsageError(f"{flag} is not supported: {why}")
     if options.rdzv_backend not in (None, *_BACKENDS):
-        raise UsageError(f"--rdzv-backend {options.rdzv_backend} is not there: leave it out, or use c10d")
+        raise UsageError(f"--rdzv-backend {options.rdzv_backend} is not supported: leave it out, or use c10d")
     several = options.nnodes + options.spares > 1
     if options.standalone and several:
         raise UsageError("--standalone is for one node: leave it out, or leave out --nnodes and --spares")

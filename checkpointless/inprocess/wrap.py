@@ -85,25 +85,24 @@ class HPWrapper:
     Python's, NumPy's and torch's random streams are in the same state at every entry.
 
     Args:
-        abort: stops the rank's activity after a fault; runs in the fault thread. Default: all aborts of
-            :meth:`CheckpointlessAbortManager.get_default_checkpointless_abort`.
+        abort: stops the rank's activity after a fault; runs in the fault thread. Default:
+            :meth:`~CheckpointlessAbortManager.get_default_checkpointless_abort`.
         finalize: cleans up in the main thread; takes the rank's state and, if it can, the exception that ended
-            the block. Default: :class:`CheckpointlessFinalizeCleanup`, whose work is done after any other, too.
+            the block. Default: :class:`CheckpointlessFinalizeCleanup`, which also runs after any other.
         health_check: raises if this process must be replaced. Default: :class:`CudaHealthCheck`.
         hp_api_factory: makes the client of the agent that started this process. Default:
             :class:`HPAgentK8sAPIFactory`.
-        abort_timeout: time limit, in seconds or as a ``timedelta``, for each part of a restart (update in progress,
-            abort, exit from the block, clean-up, health check). Default: 60 s. Who takes longer is replaced.
+        abort_timeout: limit, in seconds or as a ``timedelta``, for each part of a restart (update in progress,
+            abort, exit from the block, clean-up, health check), after which a rank is replaced. Default: 60 s.
         enabled: False makes the wrapper a pass-through.
         trace_file_path: path of VizTracer's trace, with one file per rank and generation; needs ``viztracer``.
-        async_raise_before_abort: interrupt the main thread before the abort and not after it.
+        async_raise_before_abort: interrupt the main thread before the abort, not after it.
         early_abort_communicator: abort the communicators before anything else.
-        checkpoint_manager: keeps and restores the state; see :class:`checkpointless.recovery.CheckpointManager`.
+        checkpoint_manager: keeps and restores the state; see :class:`~checkpointless.recovery.CheckpointManager`.
             Default: the strategy installs one.
         check_memory_status: log and record the process's memory at every restart.
-        restart: ``"in-process"``, where the living processes enter the function again, or ``"process"``, where new
-            ones take over their state at every fault (under ``checkpointless run``). A function that does what a
-            process can do only once gets new processes in any case.
+        restart: ``"in-process"``: living processes re-enter the function. ``"process"``: new processes take over
+            their state at every fault (under ``checkpointless run``).
 
     Raises:
         TypeError: something else than a function is wrapped.

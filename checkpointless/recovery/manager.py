@@ -98,14 +98,14 @@ class CheckpointManager(FitKeeper):
     Args:
         enable_checksum: compare the replicas of every shard before a recovery. With three or more holders, one that
             differs is refilled; with two, the recovery is refused.
-        enable_offload: keep the held state in pinned host memory while everything is rebuilt. (Nothing is moved if
-            the state lies in host memory already, nor while an update can still be applied to it.)
+        enable_offload: keep the held state in pinned host memory while everything is rebuilt, unless it is in host
+            memory already or an update is pending.
         allow_restart_from_scratch: if neither memory nor storage holds the state, start over at step 0 instead of
             ending the job.
-        memory_budget_bytes: how many bytes the buffers of a transfer may take on each rank that takes part.
-        rng_replication_jump: how many ranks further on a copy of a rank's random streams is kept, in case its node
-            is lost. None: on the next node, if there is more than one. 0: no copy is kept.
-        tiers: where copies of the state are kept for when all holders of a shard are lost at once, each tier once:
+        memory_budget_bytes: limit for the transfer buffers of each rank, in bytes.
+        rng_replication_jump: distance in ranks at which a copy of a rank's random streams is kept, in case its node
+            is lost. None: on the next node, if there are several. 0: no copy.
+        tiers: tiers that keep copies in case all holders of a shard are lost at once, each at most once:
             :class:`~checkpointless.recovery.NeighborMemory`, :class:`~checkpointless.recovery.LocalDirectory`,
             :class:`~checkpointless.recovery.SharedDirectory`.
 

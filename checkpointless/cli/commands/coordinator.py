@@ -16,8 +16,8 @@ _EPILOG = f"""\
 examples:
   checkpointless coordinator --nnodes 4 --nproc-per-node 8 --rdzv-endpoint control0:29400 --run-dir /shared/runs/1
 
-Then `checkpointless run` with the same --rdzv-endpoint on every node. No node is special any more: also the loss of
-node 0 is recovered from. {TOKEN_ENV} must be the same as on the nodes, and so should the limits be.
+Then start `checkpointless run` with the same --rdzv-endpoint on every node. The job then survives the loss of any
+node, node 0 included. Set {TOKEN_ENV} and the limits as on the nodes.
 """
 
 
@@ -26,8 +26,14 @@ def add_coordinator_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--nnodes", type=positive, required=True, metavar="M", help="nodes of the job")
     add("--nproc-per-node", "--nproc_per_node", type=positive, default=1, metavar="N", help="ranks (default: 1)")
-    add("--rdzv-endpoint", "--rdzv_endpoint", required=True, metavar="H[:P]", help="where to listen; for all nodes")
-    add("--run-dir", type=Path, metavar="D", help="the job's run directory (default: no events)")
+    add(
+        "--rdzv-endpoint",
+        "--rdzv_endpoint",
+        required=True,
+        metavar="H[:P]",
+        help="where to listen; the same for all nodes",
+    )
+    add("--run-dir", type=Path, metavar="D", help="run directory of the job (default: no events)")
     add_coordination_options(parser)
 
 
@@ -35,7 +41,7 @@ def coordinate(options: argparse.Namespace) -> int:
     """Coordinate a job until it is over.
 
     Raises:
-        UsageError: it cannot be coordinated as asked.
+        UsageError: an option is wrong, or the endpoint cannot be used.
     """
     from checkpointless.launcher.agent.launch import CoordinatorConfig, launch_coordinator
     from checkpointless.launcher.protocol.handshake import TOKEN_ENV

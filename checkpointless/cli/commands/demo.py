@@ -1,4 +1,4 @@
-"""The command ``demo``: its options, and the faults that it has by itself."""
+"""The command ``demo``: its options and its default faults."""
 
 from __future__ import annotations
 
@@ -36,25 +36,25 @@ def add_demo_options(parser: argparse.ArgumentParser) -> None:
         "--trainer",
         choices=TRAINER_NAMES,
         metavar="NAME",
-        help=f"what trains: {', '.join(TRAINER_NAMES)} (default: nemo; ddp where NeMo is not installed)",
+        help=f"trainer: {', '.join(TRAINER_NAMES)} (default: nemo; ddp where NeMo is not installed)",
     )
     add(
         "--nproc",
         "--nproc-per-node",
         type=positive,
         metavar="N",
-        help="CPU ranks, up to 32 (default: 4; chaos: up to 8)",
+        help="CPU ranks, up to 32 (default: 4; with --chaos: up to 8)",
     )
-    add("--steps", type=positive, metavar="N", help="steps of each run (default: 10; chaos: 6)")
+    add("--steps", type=positive, metavar="N", help="steps of each run (default: 10; with --chaos: 6)")
     add(
         "--layout",
         default="",
         metavar="tp=N,...",
-        help="tp, pp, ep, cp, if the trainer has them (default: 1)",
+        help="sizes of tp, pp, ep and cp, as the trainer has them (default: 1)",
     )
-    add("--dropout", type=float, default=0.0, metavar="P", help="in [0, 1) (default: 0)")
+    add("--dropout", type=float, default=0.0, metavar="P", help="dropout, in [0, 1) (default: 0)")
     add_fault_option(parser)
-    add("--run-dir", type=Path, metavar="D", help="where both runs are kept (default: under runs/)")
+    add("--run-dir", type=Path, metavar="D", help="directory of both runs (default: under runs/)")
     add_demo_chaos_options(parser)
 
 
@@ -62,7 +62,7 @@ def demo(options: argparse.Namespace) -> int:
     """Run the demo, or its jobs with drawn faults.
 
     Raises:
-        UsageError: it cannot be run as asked.
+        UsageError: an option is wrong, or the trainer is not installed.
     """
     check_goes_with_chaos(options)
     if options.chaos is not None:

@@ -1,4 +1,4 @@
-"""The command ``faults``: which faults can be caused on purpose."""
+"""The command ``faults``: a list of the faults that can be injected."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def add_faults_options(_parser: argparse.ArgumentParser) -> None:
 
 
 def faults(_options: argparse.Namespace) -> int:
-    """Show which faults can be caused, in which phases, and what is expected of each."""
+    """Show the kinds of faults, their phases and their expected outcomes."""
     from checkpointless.cli.tables import console, support_table
     from checkpointless.faults.spec import FaultPhase
 
@@ -23,4 +23,4 @@ def faults(_options: argparse.Namespace) -> int:
     return 0
 
 
-COMMAND = Command("faults", "list the faults that can be caused on purpose", add_faults_options, faults)
+COMMAND = Command("faults", "list the faults that can be injected", add_faults_options, faults)

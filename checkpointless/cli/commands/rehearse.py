@@ -1,4 +1,4 @@
-"""The command ``rehearse``: its options, and what it runs."""
+"""The command ``rehearse``: its options and its jobs."""
 
 from __future__ import annotations
 
@@ -33,19 +33,17 @@ examples:
   checkpointless rehearse tiny_gpt_cpu --cpu --nproc-per-node 4 trainer.max_steps=12
   checkpointless rehearse --json train.py | jq .verdict
 
-It runs the job twice without faults, and then with one fault in each run: an exception, a SIGKILL, one right after
-an epoch's end and one right after a validation (where the first --steps steps reach these), and more with --faults.
-Phases, ranks and steps are drawn from --seed. Two jobs run at a time; on GPUs, one. Whatever is recorded of each
-step has to be the same, bit by bit: loss, parameters, buffers, optimizer, attributes and declared state, random
-streams, batches, validations and checkpoints. If something differs, the last lines name what differs first, and the
-point of the contract (docs/contract.md) that this points to.
+The job runs twice without faults, and then once per fault: an exception, a SIGKILL, one right after an epoch's end
+and one right after a validation (if the first --steps steps reach them), and more with --faults. Phases, ranks and
+steps are drawn from --seed. Two jobs run at a time; on GPUs, one. Everything recorded must be the same, bit by
+bit: loss, parameters, buffers, optimizer, rank-local state, batches, validations and checkpoints. Otherwise the
+last lines name what differs first and the point of the contract (docs/contract.md) that it points to.
 
-Each job has a working directory of its own with links to what is in this one: what the job writes anew below it
-stays there, and a file that is there already, or has an absolute path, is written as ever. {REHEARSAL_ENV}
-is 1 in these jobs.
+Each job has a working directory of its own with links to everything in this one. New files stay there; existing
+files and absolute paths are written where they are. {REHEARSAL_ENV} is 1 in these jobs.
 
-Exit status: 0 exact; 1 inexact, or a fault that was not recovered from; 2 wrong usage; 3 the job could not be
-rehearsed: it fails without faults, or two runs without faults differ.
+Exit status: 0 exact; 1 inexact, or a fault was not recovered from; 2 wrong usage; 3 not rehearsed: the job fails
+without faults, or two runs without faults differ.
 """
 
 
@@ -60,13 +58,13 @@ def add_rehearse_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"ranks, as for `run` (default: {_RANKS}; a recipe's: its own)",
     )
-    add("--cpu", action="store_true", help="let Megatron-core and NeMo train on this machine's CPUs")
+    add("--cpu", action="store_true", help="let Megatron-core and NeMo train on CPUs")
     add(
         "--steps",
         type=positive,
         default=20,
         metavar="N",
-        help="optimizer steps to compare (default: 20); a job that makes more is stopped after them",
+        help="optimizer steps to compare (default: 20); a longer job is stopped after them",
     )
     add("--faults", dest="trials", type=positive, default=4, metavar="K", help="runs with a fault (default: 4)")
     add(
@@ -74,13 +72,11 @@ def add_rehearse_options(parser: argparse.ArgumentParser) -> None:
         type=count,
         default=0,
         metavar="S",
-        help="of the draws (default: 0); the same seed, the same faults",
+        help="seed of the draws (default: 0)",
     )
-    add("--timeout", type=seconds, default=900.0, metavar="S", help="seconds that a job may take (default: 900)")
+    add("--timeout", type=seconds, default=900.0, metavar="S", help="limit of each job, in seconds (default: 900)")
     add("--json", action="store_true", help="print the result as JSON, and nothing else to standard output")
-    add(
-        "--run-dir", type=Path, metavar="D", help="keep all runs here (default: a temporary folder, kept if needed)"
-    )
+    add("--run-dir", type=Path, metavar="D", help="directory of all runs, which are kept (default: temporary)")
     add("--in-place", action="store_true", help="run the jobs in this working directory, one at a time")
     add("script", metavar="SCRIPT", help="the training script, or a recipe as for `train`")
     add("script_args", metavar="...", nargs=argparse.REMAINDER, help="its own arguments")
@@ -88,10 +84,10 @@ def add_rehearse_options(parser: argparse.ArgumentParser) -> None:
 
 
 def rehearse(options: argparse.Namespace) -> int:
-    """Rehearse a job and show what came of it.
+    """Rehearse a job and show the result.
 
     Raises:
-        UsageError: it cannot be rehearsed as asked.
+        UsageError: an option, the script or the recipe is wrong.
     """
     program = _program(options)
     from checkpointless.cli.tables import console

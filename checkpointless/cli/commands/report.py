@@ -22,8 +22,8 @@ examples:
   checkpointless report runs/1 --trace trace.json       for ui.perfetto.dev or chrome://tracing
   checkpointless report runs/1 --restart-startup 420 --restart-load 90 --checkpoint-interval 1800
 
-What restarts from a checkpoint would have cost is an estimate. Each figure in it is shown with where it comes from.
-A run may be looked at while it goes on.
+The cost of restarts from a checkpoint is an estimate that shows where each of its figures comes from.
+A run can be reported while it is in progress.
 """
 
 
@@ -31,21 +31,21 @@ def add_report_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``report``."""
     add = parser.add_argument
     add("run_dir", type=Path, metavar="RUN_DIR", help="run directory")
-    add("--json", type=Path, metavar="FILE", help="write it as JSON (-: to standard output, and nothing else)")
-    add("--html", type=Path, metavar="FILE", help="write it as one web page")
-    add("--trace", type=Path, metavar="FILE", help="write what each rank did, as a trace for Perfetto or Chrome")
+    add("--json", type=Path, metavar="FILE", help="write JSON (-: to standard output, and nothing else)")
+    add("--html", type=Path, metavar="FILE", help="write a web page")
+    add("--trace", type=Path, metavar="FILE", help="write a trace for Perfetto or Chrome")
     add(
         "--restart-detect",
         type=_at_least_zero,
         metavar="S",
-        help="seconds from a fault to a restart (default: as here)",
+        help="seconds from a fault to a restart (default: as in this run)",
     )
     add("--restart-requeue", type=_at_least_zero, metavar="S", help="seconds in the scheduler's queue (default: 0)")
     add(
         "--restart-startup",
         type=_at_least_zero,
         metavar="S",
-        help="seconds from there to the first step (default: this run's own start-up)",
+        help="seconds from a start to the first step (default: as in this run)",
     )
     add("--restart-load", type=_at_least_zero, metavar="S", help="seconds to load a checkpoint (default: 0)")
     add(

@@ -1,4 +1,4 @@
-"""The command ``run``: its options, and what it launches."""
+"""The command ``run``: its options and its launch."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ examples:
   checkpointless run --nproc-per-node 8 --nnodes 4 --node-rank 2 --rdzv-endpoint node0:29400 train.py
   checkpointless run --nproc-per-node 8 --dry-run train.py     starts nothing
 
-What follows the script is the script's own. A rank that fails is recovered in place or replaced, while the others
-keep their state; that needs `@HPWrapper()` on the script's main function.
+Arguments after SCRIPT are the script's own. With `@HPWrapper()` on the script's main function, a rank that fails is
+recovered in place or replaced, while the others keep their state.
 """
 
 
@@ -36,13 +36,12 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
         "--preload",
         type=modules,
         metavar="MODULE,...",
-        help="import these once and fork ranks with them, so that a replaced rank is ready at once "
-        "(default: what the script imports from installed packages)",
+        help="import these once, before ranks are forked (default: the script's imports from installed packages)",
     )
     add(
         "--dry-run",
         action="store_true",
-        help="show what would be started, and start nothing",
+        help="show what would be started; start nothing",
     )
     add_job_options(parser)
     add_torchrun_options(parser)
@@ -54,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
     """Run a script on every rank of this node.
 
     Raises:
-        UsageError: it cannot be run as asked.
+        UsageError: an option is wrong.
     """
     settings = settle_torchrun_options(options)
     if options.dry_run:
@@ -66,10 +65,10 @@ def program_of(options: argparse.Namespace) -> Program:
     """Return what every rank runs.
 
     Raises:
-        UsageError: a module that is to be imported before does not exist.
+        UsageError: a module of ``--preload`` does not exist.
     """
-    beside = Path.cwd() if options.module else Path(options.script).resolve().parent
-    _check_importable(options.preload or (), beside)
+    script_dir = Path.cwd() if options.module else Path(options.script).resolve().parent
+    _check_importable(options.preload or (), script_dir)
     return Program(
         name=options.script.rpartition(".")[2] if options.module else Path(options.script).stem,
         script=options.script,
@@ -97,12 +96,12 @@ def dry_run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _check_importable(modules: Sequence[str], beside: Path) -> None:
+def _check_importable(modules: Sequence[str], script_dir: Path) -> None:
     """Raise unless the packages of ``modules`` can be found, without importing any.
 
     Args:
         modules: dotted names of the modules.
-        beside: folder of the script, from which the script can import too.
+        script_dir: folder of the script, from which the script can import too.
     """
     import importlib
     import importlib.util
@@ -111,7 +110,7 @@ def _check_importable(modules: Sequence[str], beside: Path) -> None:
     importlib.invalidate_caches()
     for module in modules:
         root = module.partition(".")[0]
-        if PathFinder.find_spec(root, [str(Path.cwd()), str(beside), *sys.path]) is not None:
+        if PathFinder.find_spec(root, [str(Path.cwd()), str(script_dir), *sys.path]) is not None:
             continue
         try:
             found = importlib.util.find_spec(root)  # by all finders: an editable install has a separate one

@@ -47,10 +47,10 @@ def add_train_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="show the resolved recipe, its layout, replicas and memory, and start nothing",
+        help="show the resolved recipe, layout, replicas and memory; start nothing",
     )
     parser.add_argument("recipe", metavar="RECIPE", help="a YAML file, or the name of a bundled recipe")
-    parser.add_argument("overrides", metavar="key=value", nargs="*", help="a value to set in it, by dotted key")
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="value to set, by dotted key")
     parser.set_defaults(nproc_per_node=None, nnodes=None)  # None: as in the recipe
 
 
@@ -58,7 +58,7 @@ def train(options: argparse.Namespace) -> int:
     """Train a recipe, or show what that would start.
 
     Raises:
-        UsageError: the recipe cannot be trained as asked.
+        UsageError: the recipe or an option is wrong.
     """
     config = check_train(options, has_cuda)
     if options.dry_run:
@@ -72,7 +72,7 @@ def recipe_program(options: argparse.Namespace) -> Program:
     """Check that a recipe can be trained as asked, fill in the number of ranks, and return what every rank runs.
 
     Raises:
-        UsageError: the recipe cannot be trained as asked.
+        UsageError: the recipe or an option is wrong.
     """
     return _program(options, check_train(options, has_cuda))
 
@@ -88,7 +88,7 @@ def _program(options: argparse.Namespace, config: DictConfig) -> Program:
 
 
 def preloads_of(config: DictConfig) -> tuple[str, ...]:
-    """Return what is worth importing once, before ranks are forked: what a recipe names and is installed."""
+    """Return the installed modules that a recipe names, to be imported once, before ranks are forked."""
     from omegaconf import OmegaConf
 
     from checkpointless.launcher.agent.ranks.preload import installed
@@ -99,7 +99,7 @@ def preloads_of(config: DictConfig) -> tuple[str, ...]:
         each = due.pop()
         if isinstance(each, dict):
             target = each.get("_target_")
-            of_hydra = str(target).startswith("hydra.utils.")  # get_object and the like, which are told a path
+            of_hydra = str(target).startswith("hydra.utils.")  # get_object and the like, which take a path
             found.update(name for name in (target, each.get("path") if of_hydra else None) if _is_dotted(name))
         if isinstance(each, dict | list):
             due += each.values() if isinstance(each, dict) else each
@@ -122,7 +122,7 @@ def check_train(options: argparse.Namespace, has_cuda: Callable[[], bool]) -> Di
         The recipe with its overrides.
 
     Raises:
-        UsageError: the recipe cannot be trained as asked.
+        UsageError: the recipe or an option is wrong.
     """
     try:
         from checkpointless.recipes.checks import check_requirements, check_settings

@@ -1,4 +1,4 @@
-"""The command ``verify``: whether two runs computed the same."""
+"""The command ``verify``: a comparison of two runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def add_verify_options(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``verify``."""
     add = parser.add_argument
     add("run_a", type=Path, metavar="RUN_A", help="run directory of a run with --record-steps")
-    add("run_b", type=Path, metavar="RUN_B", help="another one")
+    add("run_b", type=Path, metavar="RUN_B", help="run directory of another one")
 
 
 def verify(options: argparse.Namespace) -> int:
@@ -25,7 +25,7 @@ def verify(options: argparse.Namespace) -> int:
         0 if they are equal, 1 if not.
 
     Raises:
-        UsageError: there is no such run, or nothing was recorded of it.
+        UsageError: a run does not exist, or was not recorded.
     """
     from checkpointless.cli.tables import console, verdict_table
     from checkpointless.observability.report.incidents import gone_back
@@ -47,4 +47,4 @@ def verify(options: argparse.Namespace) -> int:
     return 0 if verdict.equal else 1
 
 
-COMMAND = Command("verify", "compare what was recorded of two runs, bit by bit", add_verify_options, verify)
+COMMAND = Command("verify", "compare two recorded runs, bit by bit", add_verify_options, verify)

@@ -57,19 +57,17 @@ class PlainTraining(LoopTraining, TorchTensors):
     ``between`` and ``recovery`` are announced.
 
     Args:
-        call: the running wrapper; None: it is found. Its ``checkpoint_manager`` is used; if there is none, one is
-            made.
-        modules: the modules that are trained.
-        optimizers: the optimizers of the modules.
-        schedulers: the learning-rate schedulers, which step with every update; a ``ReduceLROnPlateau`` when the
-            loop calls its ``step``, at the beginning of a step of the training, with the same metric on all ranks.
-        state: what else the loop changes from step to step, by name: objects with ``state_dict`` and
-            ``load_state_dict``, lists, dicts, sets, deques or tensors, which are restored in place, generators of
-            random numbers, and :class:`~checkpointless.Value` for numbers. Each rank gets back its own. Change it
-            in a step, before its :meth:`update`.
+        call: the running wrapper, whose ``checkpoint_manager`` is used. None: it is found.
+        modules: the trained modules.
+        optimizers: their optimizers.
+        schedulers: the learning-rate schedulers, which step with every update. A ``ReduceLROnPlateau`` steps when
+            the loop calls its ``step`` at the beginning of a step, with the same metric on all ranks.
+        state: other state that steps change, by name: objects with ``state_dict`` and ``load_state_dict``; lists,
+            dicts, sets, deques and tensors, which are restored in place; random generators;
+            :class:`~checkpointless.Value` for numbers. Change it in a step, before its :meth:`update`.
         scaler: a loss scaler (``torch.amp.GradScaler``); the same as ``state={"scaler": scaler}``.
-        group: the global ranks that hold the same modules and optimizers. Default: what the meshes of the modules'
-            DTensors say of each tensor (FSDP2, HSDP, tensor parallelism by a plan), else all ranks (data parallel).
+        group: the global ranks that hold the same modules and optimizers. Default: read from the meshes
+            of DTensors (FSDP2, HSDP, tensor parallelism by a plan), else all ranks (data parallel).
 
     Raises:
         UnrecoverableError: the modules cannot be recovered.

@@ -67,12 +67,11 @@ class LocalCheckpointManager:
     process alone.
 
     Args:
-        root_local_ckpt_dir: the directory, on a disk of the node, or another place that
-            :func:`~checkpointless.replication.register_store` has named. All ranks of the node use the same one.
-        session_id: tells jobs apart that use the same directory; a name for a folder in it. "": the directory
-            belongs to one job.
-        repl_strategy: decides which ranks keep copies of which parts; None: no copies. To load a save, the
-            world size has to be as it was when it was made.
+        root_local_ckpt_dir: a directory on a disk of the node, or a place named by
+            :func:`~checkpointless.replication.register_store`; the same for all ranks of the node.
+        session_id: name of a folder that separates jobs in the same directory.
+        repl_strategy: which ranks keep copies of which parts; None: no copies. A load needs the world size of its
+            save.
 
     Raises:
         OSError: the directory cannot be made, or other users could write to it.

@@ -104,7 +104,7 @@ def test_a_launch_line_of_torchruns_documentation_starts(launched: list[LaunchCo
     [
         ("--no-python", "give a Python script, or -m MODULE"),
         ("--virtual-local-rank", "LOCAL_RANK"),
-        ("--rdzv-backend etcd", "--rdzv-backend etcd is not there"),
+        ("--rdzv-backend etcd", "--rdzv-backend etcd is not supported"),
         ("--nnodes 1:4", "--nnodes 4, or --nnodes 1 with --spares"),
         ("--nnodes 4:2", "the number of nodes is fixed here"),
         ("--nnodes 1:x", "'x' is not a whole number"),

@@ -49,7 +49,7 @@ def test_the_tables_of_settings_are_those_of_the_code() -> None:
 
 
 def test_a_table_that_is_missing_is_noticed() -> None:
-    with pytest.raises(ValueError, match="command faults"):
+    with pytest.raises(ValueError, match="command verify"):
         _tables().filled("<!-- table: command run -->\n<!-- end -->\n")
 
 

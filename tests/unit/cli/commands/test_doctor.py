@@ -103,9 +103,13 @@ def test_a_job_says_the_two_worst_before_it_begins(
     monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
     monkeypatch.setenv("TMPDIR", "/nowhere")
     assert main(["run", "train.py"]) == 0
-    told = [line for line in capsys.readouterr().err.splitlines() if "(all: checkpointless doctor)" in line]
+    told = [
+        line for line in capsys.readouterr().err.splitlines() if "(all findings: checkpointless doctor)" in line
+    ]
     assert [line.split(": ")[1] for line in told] == ["warning", "warning"]
     assert ["DETAIL" in line or "NCCL_NVLS" in line for line in told] == [True, True]
     assert main(["run", "--cpu", "train.py"]) == 0
-    told = [line for line in capsys.readouterr().err.splitlines() if "(all: checkpointless doctor)" in line]
+    told = [
+        line for line in capsys.readouterr().err.splitlines() if "(all findings: checkpointless doctor)" in line
+    ]
     assert ["/nowhere cannot be written" in line for line in told] == [True]
