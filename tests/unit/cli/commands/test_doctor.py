@@ -72,7 +72,7 @@ def test_json_goes_to_standard_output_alone_or_to_a_file(
     ("argv", "says"),
     [
         (["trainer.max_steps=3"], "unrecognized arguments"),
-        (["-m"], "add --script"),
+        (["-m"], "-m requires --script"),
         (["--script", "nowhere.py"], "nowhere.py"),
         (["--json", "/no/such/folder/x"], "cannot write /no/such/folder/x"),
     ],
