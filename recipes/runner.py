@@ -211,8 +211,6 @@ def before_ranks(arguments: Sequence[str]) -> None:
     Raises:
         RecipeError: the recipe cannot be read, which each rank will say.
     """
-    from checkpointless.integrations.lightning.frameworks import entry_points
-
     config = remember(arguments[0])
     # Both fill what OmegaConf remembers of classes and syntax. Neither the values that are given behind the recipe
     # nor a rank's own variables are known here.
@@ -220,8 +218,6 @@ def before_ranks(arguments: Sequence[str]) -> None:
         missing(config)
     with contextlib.suppress(OmegaConfBaseException):
         OmegaConf.to_container(config.copy(), resolve=True)
-    if checkpointless_enabled(config):
-        entry_points.look_up()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -27,7 +27,6 @@ from checkpointless.callbacks.step_recorder import loss_of
 from checkpointless.inprocess import HPCallWrapper
 from checkpointless.inprocess.communicators import launch_bound
 from checkpointless.inprocess.finalize import register_cleanup
-from checkpointless.integrations.lightning.block.warm_start import WarmStart
 from checkpointless.integrations.lightning.boundary.live_state import TrainerLiveState
 from checkpointless.integrations.lightning.boundary.megatron_steps import KeptReduction, MegatronSteps
 from checkpointless.integrations.lightning.checkpoints import callbacks as checkpoint_callbacks
@@ -41,7 +40,7 @@ from checkpointless.integrations.lightning.checkpoints.unfinished import (
     wait_for_removals,
 )
 from checkpointless.integrations.lightning.data.dataset_cache import cache_megatron_datasets
-from checkpointless.integrations.lightning.frameworks import chatter, cleanup, one_logger
+from checkpointless.integrations.lightning.frameworks import loggers, nemo
 from checkpointless.integrations.lightning.recoverable_strategy import RecoverableStrategy
 from checkpointless.integrations.megatron import cleanup as megatron_cleanup
 from checkpointless.integrations.megatron import cpu_platform
@@ -49,6 +48,7 @@ from checkpointless.integrations.megatron.replicas import replicas
 from checkpointless.integrations.megatron.state import MegatronTensors
 from checkpointless.integrations.torch.repeated_steps import repeated_steps
 from checkpointless.recovery.running import BuildAnewError, manager_of
+from checkpointless.strategies.warm_start import WarmStart
 from checkpointless.transfer.rank_groups import Group
 from checkpointless.transfer.tensor_entry import Key
 
@@ -106,8 +106,7 @@ class CheckpointlessMegatronStrategy(RecoverableStrategy, MegatronStrategy):
         if num_distributed_optimizer_instances < 2 and sharded:
             logger.warning("one optimizer instance: a rank that dies cannot be restored from memory")
         megatron_cleanup.install()
-        cleanup.install()
-        one_logger.install()
+        nemo.install()
         checkpoint_callbacks.install()
 
     @override
@@ -222,10 +221,6 @@ class CheckpointlessMegatronStrategy(RecoverableStrategy, MegatronStrategy):
             assert manager is not None
             manager.kept = None
             raise BuildAnewError("memory does not suffice, and the model that was kept holds what was trained")
-        if self._warm_start is not None and self._warm_start.overwrites_all:
-            assert manager is not None
-            manager.delete_checkpoint()
-            raise BuildAnewError("memory does not suffice, and the model was built for a restore from memory")
 
     def _take_hold(self) -> None:
         """Take hold of model and optimizer, which are built."""
@@ -346,7 +341,7 @@ class CheckpointlessMegatronStrategy(RecoverableStrategy, MegatronStrategy):
 
     def on_train_start(self) -> None:
         """Let the frameworks log again, and announce from now on when gradients are reduced."""
-        chatter.speak()
+        loggers.speak()
         if self._call is not None:
             announce_gradient_sync(get_model_config(self.megatron_parallel[0]), self._call)
 

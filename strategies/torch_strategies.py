@@ -20,9 +20,8 @@ from checkpointless.inprocess import UnrecoverableError
 from checkpointless.inprocess.communicators import launch_bound
 from checkpointless.integrations.lightning.boundary.torch_steps import TorchSteps
 from checkpointless.integrations.lightning.checkpoints.lightning_saves import LightningSaves
-from checkpointless.integrations.lightning.frameworks import chatter
-from checkpointless.integrations.lightning.frameworks.stock_callbacks import unfit
-from checkpointless.integrations.lightning.recoverable_strategy import RecoverableStrategy
+from checkpointless.integrations.lightning.frameworks import loggers
+from checkpointless.integrations.lightning.recoverable_strategy import RecoverableStrategy, unfit
 from checkpointless.integrations.torch.repeated_steps import repeated_steps
 from checkpointless.recovery.decide import Verdict
 
@@ -160,7 +159,7 @@ class _TorchRecoverable(RecoverableStrategy):
 
     def on_train_start(self) -> None:
         """Let the frameworks log again."""
-        chatter.speak()
+        loggers.speak()
 
     @override
     def teardown(self) -> None:

@@ -50,13 +50,16 @@ def calm_and_at_once(fault: str, *rows: tuple[Any, ...]) -> list[Any]:
 
 
 def logged(job: Job) -> list[dict[str, str]]:
-    """Return the rows that the user's logger has written, in one folder, without what recovery adds."""
+    """Return the rows that the user's logger has written, in one folder, without what recovery adds.
+
+    The rows of a redone step may be there twice.
+    """
     (path,) = (job.run_dir / "csv").rglob("metrics.csv")
     rows = [
         {name: value for name, value in row.items() if value and not name.startswith("checkpointless")}
         for row in csv.DictReader(path.read_text().splitlines())
     ]
-    return [row for row in rows if row.keys() - {"epoch", "step"}]
+    return list({tuple(row.items()): row for row in rows if row.keys() - {"epoch", "step"}}.values())
 
 
 @pytest.fixture(scope="module")

@@ -93,7 +93,6 @@ def test_torchdata_where_an_epoch_begins_and_ends(
         pytest.param("own-batches,own-draws,validation", marks=pytest.mark.long),
         "own-batches,own-draws,workers",
         pytest.param("own-batches,counts,validation", marks=pytest.mark.long),
-        pytest.param("own-batches,in-place", marks=pytest.mark.long),
         pytest.param("own-batches,counts,workers", marks=pytest.mark.long),
         pytest.param("shuffled", marks=pytest.mark.long),
         "shuffled,buffer,workers",
@@ -115,7 +114,7 @@ def test_where_an_epoch_of_ones_own_order_begins_and_ends(train: Train, features
 @pytest.mark.parametrize(
     ("features", "reason"),
     [
-        ("shuffled,buffer", "the dataset Shuffled draws random numbers in the training process"),
+        ("shuffled,buffer", "Shuffled draws random numbers of the training process item by item"),
         ("own-batches,endless", "the sampler OwnBatches has no length"),
     ],
 )

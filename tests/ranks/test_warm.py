@@ -92,7 +92,6 @@ def test_it_can_be_switched_off(disturb: Disturb) -> None:
 
 @pytest.mark.parametrize(
     "bf16",
-    # In the memory of the old one it is built in the next test, too.
     [pytest.param(False, id="fp32"), pytest.param(True, id="bf16", marks=pytest.mark.long)],
 )
 def test_a_model_that_a_callback_has_changed_is_built_anew(disturb: Disturb, bf16: bool) -> None:
@@ -102,9 +101,6 @@ def test_a_model_that_a_callback_has_changed_is_built_anew(disturb: Disturb, bf1
     assert len(ranks) == 2
     assert not any(each["kept"] for each in ranks)
     assert all("hooks" in each["reason"] for each in ranks), ranks
-    reused = [event.fields["reused_bytes"] for event in read_events(job.run_dir) if "reused_bytes" in event.fields]
-    assert len(reused) == 2
-    assert all(reused) == bf16, "in fp32 there are no main parameters"
 
 
 @pytest.mark.parametrize(
@@ -122,7 +118,7 @@ def test_what_a_hook_changes_of_modules_in_the_middle_belongs_to_the_state(
     assert any("is not as it was built" in each.get("reason", "") for each in told(job)), told(job)
 
 
-def test_a_model_that_is_built_in_old_memory_through_faults(disturb: Disturb) -> None:
+def test_a_model_that_is_built_anew_through_faults(disturb: Disturb) -> None:
     """A kill within an update, and a second fault before the model is built, and before it is restored."""
     faults = (
         "sigkill@optimizer:rank=1,step=3",
@@ -133,9 +129,6 @@ def test_a_model_that_is_built_in_old_memory_through_faults(disturb: Disturb) ->
     )
     job = disturb(4, 10, *faults, args=(*BF16, *DROPOUT, HOOKS))
     assert not any(each["kept"] for each in told(job))
-    reused = [event.fields["reused_bytes"] for event in read_events(job.run_dir) if "reused_bytes" in event.fields]
-    assert len(reused) >= 11
-    assert all(reused)
 
 
 @pytest.mark.parametrize(
@@ -187,7 +180,7 @@ def test_a_second_fault_while_the_first_is_handled(disturb: Disturb) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "more", [(), pytest.param((*BF16, HOOKS), marks=pytest.mark.long)], ids=["kept", "in-old-memory"]
+    "more", [(), pytest.param((*BF16, HOOKS), marks=pytest.mark.long)], ids=["kept", "built-anew"]
 )
 def test_a_start_from_scratch_does_not_begin_with_what_was_trained(
     nemo_zygote: Zygote, undisturbed: Callable[..., Steps], tmp_path: Path, more: tuple[str, ...]

@@ -34,7 +34,7 @@ from checkpointless.integrations.lightning.data.position import (
 from checkpointless.integrations.lightning.data.training import TrainingData
 from checkpointless.integrations.lightning.data.validation import ValidationData
 from checkpointless.integrations.lightning.data.worker_streams import WorkerSeed
-from checkpointless.integrations.lightning.frameworks.logger_facts import LoggerFacts
+from checkpointless.integrations.lightning.frameworks.loggers import keep_loggers
 from checkpointless.integrations.torch.repeated_steps import repeated_steps
 from checkpointless.recovery import CheckpointManager, PEFTCheckpointManager
 from checkpointless.recovery.decide import Verdict
@@ -114,7 +114,6 @@ class RecoverableFit:
         self._call = call
         self._data = data
         self._worker_seed = worker_seed
-        self._loggers = LoggerFacts(trainer, call.facts)
         self._stored = StoredPosition(trainer, call.facts)
         self.keeper: StepKeeper | None = None
         self._restoration: Restoration | None = None
@@ -171,11 +170,7 @@ class RecoverableFit:
         """Take the state of the moment that the loops have reached: ``stage`` after the newest step."""
         if self.manager is None or self.keeper is None:
             return
-        step = self._job_step()
-        self.keeper.reached(step, stage)
-        epoch_loop = self._trainer.fit_loop.epoch_loop
-        if stage is SnapshotPoint.ENDED or (stage is SnapshotPoint.CHECKED and epoch_loop._is_training_done):
-            self._loggers.keep_rows(step, int(stage))  # before a validation, or before the end of an epoch
+        self.keeper.reached(self._job_step(), stage)
 
     def before_fetch(self) -> None:
         """Announce that a batch is asked for, unless what fetches batches in the step does so itself."""
@@ -210,9 +205,7 @@ class RecoverableFit:
         """
         assert self.manager is not None
         assert self.keeper is not None
-        self._restoration = Restoration(
-            objects, self._trainer, self.manager, self.keeper, self._data, self._loggers
-        )
+        self._restoration = Restoration(objects, self._trainer, self.manager, self.keeper, self._data)
 
     @property
     def _is_resuming(self) -> bool:
@@ -224,7 +217,7 @@ class RecoverableFit:
         call, manager = self._call, self.manager
         if manager is None:
             return
-        self._loggers.keep(manager.fit)
+        keep_loggers(self._trainer, call.facts, manager.fit)
         resumed_at = manager.resumed_at if self._is_resuming else None
         if call.generation > 0:
             manager.saves.agree(resumed_at, self._trainer.strategy)

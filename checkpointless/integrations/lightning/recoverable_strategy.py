@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch import callbacks as stock
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
@@ -25,9 +26,8 @@ from checkpointless.integrations.lightning.boundary.restoration import skip_fit
 from checkpointless.integrations.lightning.checkpoints.connector import CheckpointlessCompatibleConnector
 from checkpointless.integrations.lightning.data.training import TrainingData
 from checkpointless.integrations.lightning.data.worker_streams import WorkerSeed, repeat_worker_draws
-from checkpointless.integrations.lightning.frameworks import chatter, entry_points
-from checkpointless.integrations.lightning.frameworks.logger_facts import LoggerFacts
-from checkpointless.integrations.lightning.frameworks.stock_callbacks import unfit
+from checkpointless.integrations.lightning.frameworks import loggers
+from checkpointless.integrations.lightning.frameworks.loggers import resume_loggers
 from checkpointless.integrations.lightning.recoverable_fit import RecoverableFit, begin_manager
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.events import event_log
@@ -58,10 +58,9 @@ class RecoverableStrategy(ParallelStrategy):
         if self._call is None:
             logger.warning("no HPWrapper is active: this run has no in-process recovery")
             return
-        chatter.install()
-        entry_points.install()
+        loggers.install()
         if self._call.generation > 0:  # also in a new process, which has logged nothing yet
-            chatter.quiet()
+            loggers.quiet()
 
     # --- what the recovery asks for -------------------------------------------------------------------------------
 
@@ -149,7 +148,7 @@ class RecoverableStrategy(ParallelStrategy):
         if call is None or call.generation == 0 or module is None:
             return
         manager = manager_of(call)
-        LoggerFacts(module.trainer, call.facts).write_on((manager.fit if manager is not None else 0) + 1)
+        resume_loggers(module.trainer, call.facts, (manager.fit if manager is not None else 0) + 1)
 
     def _begin_fit(
         self,
@@ -325,3 +324,49 @@ class Rebuild:
             incident=self._call.incident,
             seconds=time.monotonic() - self._began_s,
         )
+
+
+# --- Lightning's own callbacks that no recovery can go on with, each with what to do instead
+
+_AVERAGES = (
+    "{} exchanges weights in hooks, from copies that no rank that is made anew has: let the optimizer's "
+    "register_step_post_hook update a torch.optim.swa_utils.AveragedModel that is a part of the module"
+)
+_TUNES = "{} trains before the fit, again after each fault: tune in another job"
+
+#: By the names of the classes, of which older versions of Lightning lack some.
+_UNFIT = {
+    "LearningRateFinder": _TUNES,
+    "BatchSizeFinder": _TUNES,
+    "BaseFinetuning": (
+        "{} gives the optimizer more parameters while it trains, which no rank that is made anew has: give it all "
+        "of them in configure_optimizers"
+    ),
+    "StochasticWeightAveraging": _AVERAGES,
+    "WeightAveraging": _AVERAGES,
+    "ModelPruning": (
+        "{} gives the model masks while it trains, which no rank that is made anew has: call torch.nn.utils.prune "
+        "in configure_model"
+    ),
+    "SpikeDetection": (
+        "{} ends training with an exception, which is recovered from: compare the loss in a hook, and set "
+        "trainer.should_stop"
+    ),
+}
+
+
+def unfit(callbacks: Iterable[object]) -> str | None:
+    """Say in one line why a training with ``callbacks`` cannot be recovered exactly; None: nothing is known.
+
+    Args:
+        callbacks: the callbacks of a trainer.
+    """
+    return next(_reasons(callbacks), None)
+
+
+def _reasons(callbacks: Iterable[object]) -> Iterator[str]:
+    kinds = [(getattr(stock, name), reason) for name, reason in _UNFIT.items() if hasattr(stock, name)]
+    for each in callbacks:
+        for kind, reason in kinds:
+            if isinstance(each, kind):
+                yield reason.format(type(each).__name__)

@@ -89,17 +89,10 @@ class OwnBatches(Sampler[list[int]]):
     """Batches of the user's: drawn one by one from the rank's stream, or from what the sampler keeps for itself."""
 
     def __init__(self) -> None:
-        self.passes, self.numpys = 0, numpy.random.default_rng(5)
-        self.order = [row % SAMPLES for row in range(90)]
+        self.passes, self.numpys, self.pythons = 0, numpy.random.default_rng(5), random.Random(7)
 
     def __iter__(self) -> Iterator[list[int]]:
         self.passes += 1
-        if "in-place" in FEATURES:
-            random.shuffle(self.order)
-            yield from (self.order[place : place + 3] for place in range(0, 24, 3))
-            return
-        if "own-draws" in FEATURES and self.passes == 1:
-            self.pythons = random.Random(7)
         for _ in range(8):
             if "own-draws" in FEATURES:
                 yield [self.pythons.randrange(SAMPLES), *self.numpys.integers(SAMPLES, size=2).tolist()]

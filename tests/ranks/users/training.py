@@ -409,12 +409,12 @@ def folders() -> dict[str, list[str]]:
         "checkpoints": [undated(name) for name in checkpoints],
         "dated": [f"{path.parent.name}/folder" for path in sorted(nemo.glob("*/*")) if path.name[:2] == "20"],
         "loggers": sorted(str(path.relative_to(end.run_dir())) for path in loggers),
-        "logged": [line for path in sorted(loggers) for line in logged(path / "metrics.csv")],
+        "logged": list(dict.fromkeys(line for path in sorted(loggers) for line in logged(path / "metrics.csv"))),
     }
 
 
 def logged(path: Path) -> list[str]:
-    """Return which losses of which steps are in a file of the CSV logger."""
+    """Return which losses of which steps are in a CSV logger's file, those of a redone step twice."""
     if not path.exists():
         return []
     with path.open() as file:

@@ -185,26 +185,3 @@ def test_values_that_only_the_ranks_know_keep_nothing_from_being_prepared(tmp_pa
     runner.before_ranks([str(recipe), "data.size=4", "trainer.devices=2"])
     recipe.unlink()
     assert load(str(recipe), ["data.size=4", "trainer.devices=2"]).size == 4
-
-
-@pytest.mark.nemo
-def test_what_ranks_would_look_up_is_looked_up_before_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning.fabric.utilities import registry
-
-    from checkpointless.integrations.lightning.frameworks import entry_points
-
-    asked: list[str] = []
-
-    def found(group: str) -> tuple[()]:
-        asked.append(group)
-        return ()
-
-    entry_points.uninstall()
-    monkeypatch.setattr(registry, "entry_points", found)
-    try:
-        runner.before_ranks(["tiny_gpt_cpu", "trainer.max_steps=3"])
-        registry._load_external_callbacks("lightning.pytorch.callbacks_factory")  # as each trainer does
-    finally:
-        entry_points.uninstall()
-    assert asked == ["lightning.pytorch.callbacks_factory"]
-    assert load("tiny_gpt_cpu", ["trainer.max_steps=3"]).trainer.max_steps == 3

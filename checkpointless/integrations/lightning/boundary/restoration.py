@@ -17,7 +17,6 @@ from checkpointless.integrations.lightning.boundary.step_keeper import StepKeepe
 from checkpointless.integrations.lightning.boundary.trainer_settings import put_for_loaders, put_settings, when_made
 from checkpointless.integrations.lightning.data.position import DataPosition, put_sampler
 from checkpointless.integrations.lightning.data.training import TrainingData
-from checkpointless.integrations.lightning.frameworks.logger_facts import LoggerFacts
 from checkpointless.recovery import CheckpointManager
 from checkpointless.state.rank_local.declared import put_declared, take_declared
 from checkpointless.state.rng import RngStates
@@ -35,7 +34,6 @@ class Restoration:
         manager: the manager that recovered the state.
         keeper: holds the trainer's state.
         data: the training data.
-        loggers: what is known of the loggers.
     """
 
     def __init__(
@@ -45,14 +43,12 @@ class Restoration:
         manager: CheckpointManager,
         keeper: StepKeeper,
         data: TrainingData,
-        loggers: LoggerFacts,
     ) -> None:
         self._waiting: dict[str, Any] | None = objects  # until the loops resume
         self._trainer = trainer
         self._manager = manager
         self._keeper = keeper
         self._data = data
-        self._loggers = loggers
         #: The streams and attributes that making a loader has left, in an epoch that begins.
         self._made_loader: tuple[RngStates, dict[str, bytes]] | None = None
 
@@ -144,7 +140,6 @@ class Restoration:
         put_sampler(trainer, objects["sampler"])
         self._waiting = None
         self._keeper.live.put_buffers_back()
-        self._loggers.forget_rows(fit_loop.epoch_loop._batches_that_stepped, step, int(stage))
         if stage is SnapshotPoint.COMMITTED:  # what led to the step is replayed, with the streams from before it
             base = SnapshotPoint(objects["base"])
             if base is not SnapshotPoint.LOADED and not manager.restore_streams_of(step - 1, base):

@@ -7,9 +7,7 @@ Lightning.
 
 from __future__ import annotations
 
-import collections
 import functools
-import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeGuard
 
@@ -18,9 +16,13 @@ from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.types import _Stateful
 from torch.utils.data import IterableDataset
 
-from checkpointless.integrations.lightning.data.passes import OWN, begun, without_own
-from checkpointless.integrations.lightning.data.sampler_state import SamplerState, is_of_a_library, samplers_within
-from checkpointless.state.rng import RngSource, RngStates, register_rng_source
+from checkpointless.integrations.lightning.data.passes import Starts, one_pass
+from checkpointless.integrations.lightning.data.sampler_state import (
+    keep_own_state,
+    place_of_sampler,
+    sampler_of,
+    samplers_within,
+)
 from checkpointless.state.serialization import state_tree
 from checkpointless.state.serialization.later import copy_of
 
@@ -224,47 +226,6 @@ def track(loader: Iterable[object], starts: Starts, position: DataPosition | Non
     return tracked
 
 
-def keep_own_state(loader: Iterable[object]) -> None:
-    """Keep, with the random streams of the rank, what the samplers of ``loader`` keep from pass to pass.
-
-    An iterable dataset has no sampler, and takes its place.
-    """
-    dataset = getattr(loader, "dataset", None)
-    owners = samplers_within(dataset) if isinstance(dataset, IterableDataset) else samplers_of(loader)
-    state = SamplerState([loader, *owners])
-    if state.has_own or state.generators() or _kept:
-        _kept[:] = [state]
-        register_rng_source(OWN, RngSource(state.take, state.put))
-
-
-def place_of_sampler(loader: Iterable[object]) -> str:
-    """Return the name of the attribute of ``loader`` that determines its samples."""
-    return "batch_sampler" if getattr(loader, "batch_sampler", None) is not None else "sampler"
-
-
-def sampler_of(loader: Iterable[object]) -> Iterable[object] | None:
-    """Return the batch sampler of ``loader`` if it has one, else its sampler, or None."""
-    return getattr(loader, place_of_sampler(loader), None)
-
-
-def samplers_of(loader: Iterable[object]) -> list[Any]:
-    """Return the sampler of ``loader`` and those that it takes its items from, also one that Lightning divides."""
-    return samplers_within(sampler_of(loader))
-
-
-_kept: list[SamplerState] = []  # what is registered, if anything was
-
-
-class Starts(Protocol):
-    """Keeps a rank's random streams as of the beginning of an epoch's iterator, and outlives the process."""
-
-    def keep_data_start(self, streams: RngStates) -> None:
-        """Keep the streams of an iterator that begins: a sampler that shuffles draws its order from them."""
-
-    def data_start(self) -> RngStates | None:
-        """Return the streams that were kept last."""
-
-
 class TrackedSampler:
     """A sampler that knows how its iterator began, and whose first iterator begins after what was delivered.
 
@@ -287,36 +248,16 @@ class TrackedSampler:
         self._position = position
         self._went_on_at = position
         self.length_at_start = position.length_at_start if position is not None else None
-        self._has_begun = self._is_set_up = self._has_resumed = False
-        self._is_known = all(map(is_of_a_library, samplers_within(inner)))
+        self._has_begun = self._is_set_up = False
 
     def __iter__(self) -> Iterator[Any]:
-        # This runs when the first item is asked for: torch makes two iterators of a loader with workers, and uses
-        # the second.
         position, self._position = self._position, None
         self._has_begun = True
         if is_megatrons(self._inner):
             yield from self._iterate_megatron(position)
-        elif position is None or position.delivered == 0 or not position.within:
-            self._starts.keep_data_start(RngStates.capture())
-            yield from self._items()
-        else:
-            now = RngStates.capture()
-            start = self._starts.data_start()
-            if start is not None:
-                start.restore()  # the order of the epoch is drawn from these
-            items = self._items()
-            collections.deque(itertools.islice(items, position.delivered), 0)
-            # Workers ask for items before the state of the moment is put back, which has what samplers keep.
-            (now if self._has_resumed else without_own(now)).restore()
-            yield from items
-
-    def _items(self) -> Iterator[Any]:
-        return iter(self._inner) if self._is_known else begun(self._inner)
-
-    def resumed(self) -> None:
-        """Note that the state of the moment at which training resumes is put back now."""
-        self._has_resumed = True
+            return
+        again = position is not None and position.within and position.delivered > 0
+        yield from one_pass(self._inner, self._starts, again, position.delivered if again and position else 0)
 
     def _iterate_megatron(self, position: DataPosition | None) -> Iterator[Any]:
         """Iterate over a sampler of Megatron's, which draws no random numbers and can begin anywhere at once."""

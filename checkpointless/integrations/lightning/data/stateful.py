@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -10,21 +9,13 @@ from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.fabric.utilities.types import _Stateful
 from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset, SequentialSampler
 
-from checkpointless.inprocess import UnrecoverableError
-from checkpointless.integrations.lightning.data.position import (
-    DataPosition,
-    Starts,
-    is_megatrons,
+from checkpointless.integrations.lightning.data.passes import Starts, one_pass
+from checkpointless.integrations.lightning.data.position import DataPosition, is_megatrons
+from checkpointless.integrations.lightning.data.sampler_state import (
     keep_own_state,
     place_of_sampler,
     sampler_of,
     samplers_of,
-)
-from checkpointless.state.rng import RngStates
-
-_ENDLESS = (
-    "the sampler {} draws random numbers item by item and has no length, so its order could not be drawn again "
-    "after a fault: give it __len__, or state_dict and load_state_dict"
 )
 
 
@@ -127,36 +118,9 @@ class DrawnOrder:
         self._repeats = False
 
     def __iter__(self) -> Iterator[Any]:
-        start = self._starts.data_start() if self._repeats else None
-        self._has_repeated, self._repeats = self._repeats, self._repeats and not self._has_resumed
-        if not hasattr(self._inner, "__len__"):  # it may never end
-            return self._one_by_one(start)
-        if start is None:
-            self._starts.keep_data_start(RngStates.capture())
-            return iter(list(self._inner))
-        now = RngStates.capture()
-        start.restore()
-        items = list(self._inner)
-        now.restore()
-        return iter(items)
-
-    def _one_by_one(self, start: RngStates | None) -> Iterator[Any]:
-        """Begin when the first item is asked for, which alone may draw random numbers."""
-        now = RngStates.capture()
-        if start is None:
-            self._starts.keep_data_start(now)
-        else:
-            start.restore()
-        items = iter(self._inner)
-        first = list(itertools.islice(items, 1))
-        if start is not None:
-            now.restore()
-        yield from first
-        before = RngStates.capture()
-        second = list(itertools.islice(items, 1))
-        if not RngStates.capture().same_streams(before):
-            raise UnrecoverableError(_ENDLESS.format(type(self._inner).__name__))
-        yield from itertools.chain(second, items)
+        again = self._has_repeated = self._repeats
+        self._repeats = self._repeats and not self._has_resumed
+        yield from one_pass(self._inner, self._starts, again)
 
     def __len__(self) -> int:
         return len(self._inner)

@@ -3,36 +3,26 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from lightning.fabric.utilities.types import _Stateful
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 
-from checkpointless.inprocess import UnrecoverableError
-from checkpointless.integrations.lightning.data.passes import moved, without_own
+from checkpointless.integrations.lightning.data.passes import Starts, one_pass
 from checkpointless.integrations.lightning.data.position import (
     DataPosition,
-    Starts,
     TrackedSampler,
     go_on_counting,
-    keep_own_state,
     keeps_its_position,
     track,
 )
+from checkpointless.integrations.lightning.data.sampler_state import keep_own_state
 from checkpointless.integrations.lightning.data.stateful import DrawnOrder, begin_anew, repeat_order
-from checkpointless.state.rng import RngStates
 
 if TYPE_CHECKING:
     from lightning.pytorch.loops.fetchers import _DataFetcher
     from lightning.pytorch.utilities.combined_loader import CombinedLoader
-
-_DRAWS = (
-    "the dataset {} draws random numbers in the training process while it is gone through, so that it would give "
-    "other items after a fault: let a worker draw them (num_workers=1), draw from a generator that the dataset has "
-    "for itself, or give it state_dict and load_state_dict"
-)
 
 
 class CountingLoop(Protocol):
@@ -131,8 +121,6 @@ class TrainingData:
             position: where the training stands.
             fit_loop: Lightning's loop over epochs, whose loader and iterator were made anew.
         """
-        if self._tracked is not None:
-            self._tracked.resumed()
         fetcher: Any = fit_loop._data_fetcher
         combined = cast("CombinedLoader", fit_loop._combined_loader)
         self._take_what_was_delivered(combined.flattened, fetcher, position)
@@ -159,9 +147,6 @@ class TrainingData:
 
 
 # --- Iterable datasets that keep no position ----------------------------------------------------------------------
-#
-# What such a dataset draws from the streams of the training process before its first item is drawn again. Later
-# items have to come from elsewhere, because the training draws from these streams in between.
 
 
 def repeat_items(loader: Iterable[object], starts: Starts, position: DataPosition | None) -> None:
@@ -180,8 +165,12 @@ def repeat_items(loader: Iterable[object], starts: Starts, position: DataPositio
     if loader.num_workers > 0 or isinstance(loader, _Stateful) or isinstance(loader.dataset, _Stateful):
         return
     keep_own_state(loader)
-    repeats = iter([position is not None and position.within and position.delivered > 0])  # the first pass alone
-    begin = functools.partial(_pass, loader.dataset, starts, repeats)
+    dataset, is_again = loader.dataset, position is not None and position.within and position.delivered > 0
+    repeats = iter([is_again])  # the first pass alone
+
+    def begin(items: Iterable[Any]) -> Iterator[Any]:
+        yield from one_pass(items, starts, next(repeats, False), owner=dataset)
+
     loader._get_iterator = functools.partial(_begin, loader._get_iterator, loader, begin)  # type: ignore[method-assign]
 
 
@@ -213,34 +202,3 @@ class _Late(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         return self._items
-
-
-def _pass(owner: object, starts: Starts, repeats: Iterator[bool], dataset: Iterable[Any]) -> Iterator[Any]:
-    """Yield the items of a pass, which begins when the first is asked for.
-
-    Args:
-        owner: the dataset.
-        starts: keeps the random streams at the beginning of each pass.
-        repeats: says of the next pass whether it was begun before a fault.
-        dataset: the dataset, or an iterator over it that has drawn nothing yet.
-
-    Raises:
-        UnrecoverableError: the dataset draws random numbers for its second item.
-    """
-    now = RngStates.capture()
-    is_again = next(repeats, False)
-    start = starts.data_start() if is_again else None
-    if not is_again:
-        starts.keep_data_start(now)
-    elif start is not None:
-        start.restore()
-    items = iter(dataset)
-    first = list(itertools.islice(items, 1))
-    if start is not None:
-        without_own(now).restore()
-    yield from first
-    before = RngStates.capture()
-    second = list(itertools.islice(items, 1))
-    if second and moved(before, RngStates.capture()):
-        raise UnrecoverableError(_DRAWS.format(type(owner).__name__))
-    yield from itertools.chain(second, items)

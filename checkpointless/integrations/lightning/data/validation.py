@@ -7,24 +7,25 @@ put back with the random streams of the rank.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from torch.utils.data import DataLoader
 
-from checkpointless.integrations.lightning.data.position import (
-    is_megatrons,
+from checkpointless.integrations.lightning.data.position import is_megatrons
+from checkpointless.integrations.lightning.data.sampler_state import (
+    SamplerState,
     place_of_sampler,
     sampler_of,
     samplers_of,
 )
-from checkpointless.integrations.lightning.data.sampler_state import SamplerState
 from checkpointless.state.rng import RngSource, register_rng_source
 
 _SOURCE = "validation_data"
+_aside = torch.Generator()  # of the numbers that iterators draw for workers, which get other seeds
 
 
 class ValidationData:
@@ -39,11 +40,15 @@ class ValidationData:
         self._waiting: dict[str, Any] = {}  # the state of loaders that are not made yet
         self._made = 0
         self._is_new = False  # whether the loaders take nothing over from those before the fault
-        self._own: dict[int, tuple[object, SamplerState]] = {}  # by the loader's id
         register_rng_source(_SOURCE, RngSource(self._take, self._put))
 
     def made(self, loader: Iterable[object]) -> None:
-        """Let the next loader, which has just been made, resume where the one before the fault stood."""
+        """Let the next loader, which has just been made, resume where the one before the fault stood.
+
+        Making its iterators takes no numbers from the training's streams.
+        """
+        if isinstance(loader, DataLoader) and loader.generator is None:
+            loader.generator = _aside
         trainer = self._trainer()
         if self._waiting and trainer is not None and not vars(trainer.fit_loop).get("val_is_made_again", True):
             self._waiting, self._is_new = {}, True  # without the fault it would have been made for the epoch, too
@@ -54,7 +59,6 @@ class ValidationData:
             sampler = getattr(loader, name, None)
             if consumed is not None and is_megatrons(sampler):
                 object.__setattr__(loader, name, _GoesOn(sampler, consumed))  # torch forbids a plain assignment
-            _put_begun(loader, self._made, self._waiting)
             self._made += 1
 
     def _take(self) -> dict[str, Any]:
@@ -64,8 +68,6 @@ class ValidationData:
         found: dict[str, Any] = {}
         for index, each in enumerate(loaders):
             found.update(_consumed_of(each, index))
-            if getattr(each, "persistent_workers", False) and getattr(each, "_iterator", None) is not None:
-                found[f"{index}:begun"] = True
             found.update((f"{index}/{key}", state) for key, state in self._own_of(each).take().items())
         return found
 
@@ -77,15 +79,11 @@ class ValidationData:
         for index, loader in enumerate(loaders):
             _put_consumed(loader, index, state)
             self._put_own(loader, index, state)
-            _put_begun(loader, index, state)
 
     def _own_of(self, loader: Any) -> SamplerState:
         """Return what the loader's samplers keep from validation to validation."""
-        if id(loader) not in self._own or self._own[id(loader)][0] is not loader:
-            loaders = self._loaders()
-            self._own = {key: each for key, each in self._own.items() if any(each[0] is one for one in loaders)}
-            self._own[id(loader)] = (loader, SamplerState([loader, *samplers_of(loader)]))
-        return self._own[id(loader)][1]
+        is_aside = getattr(loader, "generator", None) is _aside
+        return SamplerState([None if is_aside else loader, *samplers_of(loader)])
 
     def _put_own(self, loader: Any, index: int, state: Mapping[str, Any]) -> None:
         prefix = f"{index}/"
@@ -144,23 +142,3 @@ def _put_consumed(loader: Iterable[object], index: int, state: Mapping[str, Any]
     sampler = sampler_of(loader)
     if is_megatrons(sampler) and f"{index}" in state:
         sampler.consumed_samples = state[f"{index}"]
-
-
-def _put_begun(loader: Any, index: int, state: Mapping[str, Any]) -> None:
-    """Let a loader with persistent workers begin them without a number from the training's stream.
-
-    Each iterator draws one. Without the fault, the next validation would go on with the iterator that there was.
-    """
-    if state.get(f"{index}:begun") and loader._iterator is None and loader.generator is None:
-        # In the instance, since the class is everybody's; weakly, so that no cycle keeps the loader.
-        object.__setattr__(loader, "_get_iterator", functools.partial(_begin_quietly, weakref.ref(loader)))
-
-
-def _begin_quietly(reference: weakref.ref[Any]) -> Any:
-    loader = reference()
-    assert loader is not None, "it is the loader that asks"
-    loader.generator = torch.Generator()  # for the seed of the workers; the sampler has its own or none
-    try:
-        return type(loader)._get_iterator(loader)
-    finally:
-        loader.generator = None

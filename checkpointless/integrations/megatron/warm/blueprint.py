@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from megatron.core.utils import get_te_version
 
 # Where torch keeps the hooks of a module.
 _HOOKS = (
@@ -19,28 +20,56 @@ _HOOKS = (
     "_load_state_dict_post_hooks",
 )
 _PLAIN = (bool, int, float, str, torch.dtype)  # None may become a tensor that every step makes anew
-_MODE = frozenset({"training"})
+_PASSING = frozenset({"training", "current_microbatch"})  # put back, or set anew before it is read
 
-_Notes = Callable[[torch.nn.Module], frozenset[str]]
+#: Packages whose modules keep nothing from step to step but parameters and buffers.
+KNOWN = ("megatron.core.", "nemo.", "torch.nn.", "checkpointless.", "builtins.", "abc.", "typing.")
+#: Packages of which only modules with these names are known: no whole layers, for example. Without FP8, user
+#: buffers and delayed gradients, of which the configuration says, these keep nothing either.
+_ENGINE = ("transformer_engine.", "megatron.core.extensions.")
+_KNOWN_OF_ENGINE = (
+    "megatron.core.extensions.transformer_engine.TE",
+    *(f"transformer_engine.pytorch.{each}." for each in ("attention", "module", "ops.basic", "ops.op")),
+)
+#: The first and the last version of TransformerEngine whose sources were read.
+VERSIONS = ((2, 6), (2, 12))
 
 
-def _no_notes(module: torch.nn.Module) -> frozenset[str]:
-    return frozenset()
+def unknown_class(modules: Iterable[torch.nn.Module]) -> str | None:
+    """Return the name of a class of which it is not known what it keeps from step to step; None: there is none."""
+    for module in modules:
+        for each in module.modules():
+            for kind in _kinds_of(each):
+                if not kind.startswith(_KNOWN_OF_ENGINE if kind.startswith(_ENGINE) else KNOWN):
+                    return kind
+            if is_of_engine(each):
+                release = get_te_version().release[:2]
+                if not VERSIONS[0] <= release <= VERSIONS[1]:
+                    return f"TransformerEngine {'.'.join(map(str, release))}"
+    return None
+
+
+def is_of_engine(module: torch.nn.Module) -> bool:
+    """Return whether a module is one of TransformerEngine's."""
+    return any(kind.startswith(_ENGINE) for kind in _kinds_of(module))
+
+
+def _kinds_of(module: torch.nn.Module) -> list[str]:
+    return [f"{kind.__module__}.{kind.__qualname__}" for kind in type(module).__mro__]
 
 
 class Blueprint:
     """The structure of modules as they are now: classes, hooks, parameters, buffers, plain attributes.
 
     Hooks are counted, attributes compared where they are plain numbers and words, and buffers by their shape, which
-    suffices for classes that are known to keep nothing else.
+    suffices for classes that are known to keep nothing else. TransformerEngine's note much in each forward pass, so
+    their attributes are left out.
 
     Args:
         modules: the modules.
-        notes: returns the attributes of a module that are set anew before they are read.
     """
 
-    def __init__(self, modules: Sequence[torch.nn.Module], notes: _Notes = _no_notes) -> None:
-        self._notes = notes
+    def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
         self._entries = list(self._look(modules))
 
     def difference(self, modules: Sequence[torch.nn.Module]) -> str | None:
@@ -59,14 +88,15 @@ class Blueprint:
                 yield f"{type(each).__name__} {name or index}", self._entry(each)
 
     def _entry(self, module: torch.nn.Module) -> tuple[Any, ...]:
-        values, passing = vars(module), _MODE | self._notes(module)
+        values = vars(module)
+        names = values.keys() - (values.keys() if is_of_engine(module) else _PASSING)
         return (
             type(module),
             {kind: len(values[kind]) for kind in _HOOKS if values.get(kind)},
-            {key: value for key, value in values.items() if isinstance(value, _PLAIN) and key not in passing},
+            {key: values[key] for key in names if isinstance(values[key], _PLAIN)},
             {key: _marks_of(value) for key, value in module._parameters.items() if value is not None},
             {key: value.shape if value is not None else None for key, value in module._buffers.items()},
-            sorted(values.keys() - passing),
+            sorted(names),
             list(module._modules),
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,14 +16,12 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.utils import get_model_config
-from torch.autograd.graph import get_gradient_edge
 
 from checkpointless.inprocess.communicators.launch_bound import LaunchBound
 from checkpointless.integrations.megatron.fp8_parameters import fp8_parameters
 from checkpointless.integrations.megatron.update import sub_optimizers
-from checkpointless.integrations.megatron.warm import transformer_engine
 from checkpointless.integrations.megatron.warm.bindings import rebind
-from checkpointless.integrations.megatron.warm.known_classes import blueprint_of, unknown_class
+from checkpointless.integrations.megatron.warm.blueprint import Blueprint, is_of_engine, unknown_class
 from checkpointless.state.rng import RngStates
 from checkpointless.state.serialization.pictures import differing
 
@@ -90,9 +88,8 @@ class KeptModel:
         self.saved = frozenset(saved)
         self._plans = plans
         self.streams = streams
-        self._built = blueprint_of(self.chunks)
+        self._built = Blueprint(self.chunks)
         self._marks = _marks(optimizer)
-        self._accumulation = self._hooks_of_accumulation()
         self._ties = [_ties_embeddings(chunk) for chunk in self.chunks]  # while it is built
         self._modes = [(module, module.training) for chunk in self.chunks for module in chunk.modules()]
         self._trackers = [get_cuda_rng_tracker()]  # of random streams
@@ -117,18 +114,9 @@ class KeptModel:
             on += ["cuda_graph_impl"] if getattr(config, "cuda_graph_impl", "none") not in (None, "none") else []
             if on:
                 return f"{on[0]} is on"
-            obstacle = transformer_engine.obstacle(model.modules())
-            if obstacle is not None:
-                return obstacle
         if _marks(self.optimizer) != self._marks:
             return "the optimizer has other hooks or functions than when it was built"
-        difference = self._built.difference(self.chunks)
-        if difference is None and self._hooks_of_accumulation() != self._accumulation:
-            return "other hooks hang where gradients are added up than when the model was built"
-        return difference
-
-    def _hooks_of_accumulation(self) -> list[tuple[int, int]]:
-        return hooks_of_accumulation(each for chunk in self.chunks for each in chunk.parameters())
+        return self._built.difference(self.chunks)
 
     @property
     def builds_together(self) -> bool:
@@ -187,7 +175,8 @@ class KeptModel:
             for module in chunk.modules():
                 if getattr(module, "input_tensor", None) is not None:
                     module.input_tensor = None
-                transformer_engine.reset(module)
+                if is_of_engine(module) and hasattr(module, "is_first_microbatch"):
+                    module.is_first_microbatch = True
         for module, training in self._modes:
             module.training = training
         if self.bound is not None:
@@ -289,34 +278,3 @@ def _marks(optimizer: Any) -> list[object]:
         )
         for each in parts
     ]
-
-
-# --- Hooks where torch adds up a parameter's gradient, which C++ keeps beside the parameter -----------------------
-
-
-def hooks_of_accumulation(parameters: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
-    """Return how many hooks are called before and after each parameter's gradient is added up.
-
-    Megatron's ``DistributedDataParallel`` has one behind each. What nobody holds has none, and is made anew when it
-    is needed.
-    """
-    return [_hooks_of(each) for each in parameters]
-
-
-def _hooks_of(parameter: torch.Tensor) -> tuple[int, int]:
-    if not parameter.requires_grad:
-        return 0, 0
-    node: Any = get_gradient_edge(parameter).node
-    return _count(node.register_prehook), _count(node.register_hook)
-
-
-def _count(register: Any) -> int:
-    """Return how many hooks there are, which are known by who registers a further one."""
-    handle = register(_nothing)
-    count = len(handle.hooks_dict_ref()) - 1
-    handle.remove()
-    return count
-
-
-def _nothing(*_: object) -> None:
-    """Do nothing: it is never called."""

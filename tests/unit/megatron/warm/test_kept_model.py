@@ -16,11 +16,9 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
-from torch.autograd.graph import get_gradient_edge
 
 from checkpointless.integrations.megatron import cpu_platform
-from checkpointless.integrations.megatron.warm import KeptModel
-from checkpointless.integrations.megatron.warm.kept_model import groups_now
+from checkpointless.integrations.megatron.warm.kept_model import KeptModel, groups_now
 from checkpointless.state.rng import RngStates
 from checkpointless.state.serialization.pictures import pictures
 
@@ -174,23 +172,6 @@ def test_an_optimizer_that_somebody_has_changed_is_not_kept(hook: str) -> None:
         (part,) = training.optimizer.chained_optimizers
         HOOKS[hook](part)
         assert training.kept.unfit() == "the optimizer has other hooks or functions than when it was built"
-
-
-@pytest.mark.parametrize("before", [True, False])
-def test_a_model_with_a_hook_more_where_a_gradient_is_added_up_is_not_kept(before: bool) -> None:
-    """Torch keeps it in C++, behind those of Megatron's own; in a model that is kept there would be two of them."""
-    with generation():
-        training = Training()
-        training.step(1)
-        assert training.kept.unfit() is None
-        node: Any = get_gradient_edge(next(training.model.parameters())).node
-        handle = (node.register_prehook if before else node.register_hook)(fail)
-        assert (
-            training.kept.unfit() == "other hooks hang where gradients are added up than when the model was built"
-        )
-        handle.remove()
-        assert training.kept.unfit() is None
-        training.step(2)
 
 
 def test_what_checkpointless_puts_over_an_optimizers_functions_is_no_change() -> None:

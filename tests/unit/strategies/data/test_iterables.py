@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from checkpointless.inprocess import UnrecoverableError
-from checkpointless.integrations.lightning.data import position as position_module
+from checkpointless.integrations.lightning.data import sampler_state
 from checkpointless.integrations.lightning.data.position import DataPosition
 from checkpointless.integrations.lightning.data.training import repeat_items
 from checkpointless.state import rng
@@ -26,7 +26,7 @@ ITEMS = 24
 @pytest.fixture(autouse=True)
 def no_sources(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rng, "_sources", {})
-    monkeypatch.setattr(position_module, "_kept", [])
+    monkeypatch.setattr(sampler_state, "_kept", [])
 
 
 class Starts:
@@ -107,8 +107,7 @@ def test_the_second_pass_is_gone_through_once_more(how: str, within: int) -> Non
 
 def test_a_dataset_that_draws_for_its_second_item_is_refused() -> None:
     items = iter(made("for each item", Starts(), None))
-    next(items)
-    with pytest.raises(UnrecoverableError, match="the dataset Rows draws random numbers in the training process"):
+    with pytest.raises(UnrecoverableError, match="Rows draws random numbers of the training process item by item"):
         next(items)
 
 

@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler
 
-from checkpointless.integrations.lightning.data import position as position_module
-from checkpointless.integrations.lightning.data.passes import begun
-from checkpointless.integrations.lightning.data.position import DataPosition, keep_own_state, track
+from checkpointless.integrations.lightning.data import sampler_state
+from checkpointless.integrations.lightning.data.passes import one_pass
+from checkpointless.integrations.lightning.data.position import DataPosition, track
+from checkpointless.integrations.lightning.data.sampler_state import keep_own_state
 from checkpointless.state import rng
 from checkpointless.state.rng import RngStates
 
@@ -26,7 +27,7 @@ SAMPLES, BATCHES = 40, 8
 @pytest.fixture(autouse=True)
 def no_sources(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rng, "_sources", {})
-    monkeypatch.setattr(position_module, "_kept", [])
+    monkeypatch.setattr(sampler_state, "_kept", [])
 
 
 class Starts:
@@ -50,16 +51,11 @@ class Own(Sampler[list[int]]):
 
     def __init__(self, how: str) -> None:
         self.how, self.passes, self.at_end, self.asked = how, 0, 0, 0
-        self.numpys, self.legacy = numpy.random.default_rng(3), numpy.random.RandomState(4)
+        self.numpys, self.pythons = numpy.random.default_rng(3), random.Random(7)
         self.torchs, self.philox = torch.Generator().manual_seed(5), numpy.random.Generator(numpy.random.Philox(6))
-        self.list, self.array, self.tensor = list(range(SAMPLES)), numpy.arange(SAMPLES), torch.arange(SAMPLES)
 
     def __iter__(self) -> Iterator[list[int]]:
         self.passes += 1
-        if self.passes == 1:
-            self.pythons = random.Random(7)  # a new sampler has none
-        if self.how in IN_PLACE:
-            IN_PLACE[self.how](self)
         pool = list(range(SAMPLES))
         for number in range(BATCHES):
             self.asked += 1
@@ -75,11 +71,7 @@ class Own(Sampler[list[int]]):
             "python": lambda: self.pythons.randrange(SAMPLES),
             "numpy": lambda: int(self.numpys.integers(SAMPLES)),
             "philox": lambda: int(self.philox.integers(SAMPLES)),
-            "legacy": lambda: self.legacy.randint(SAMPLES),
             "torch": lambda: int(torch.randint(SAMPLES, (), generator=self.torchs)),
-            "list": lambda: self.list[number],
-            "array": lambda: int(self.array[number]),
-            "tensor": lambda: int(self.tensor[number]),
             "counts": lambda: (self.passes * 7 + self.at_end * 11 + self.asked * 13 + number) % SAMPLES,
         }
         return draws[self.how]()
@@ -88,13 +80,7 @@ class Own(Sampler[list[int]]):
         return BATCHES
 
 
-#: What follows from the order of the pass before.
-IN_PLACE: dict[str, Callable[[Own], object]] = {
-    "list": lambda own: random.shuffle(own.list),
-    "array": lambda own: numpy.random.shuffle(own.array),
-    "tensor": lambda own: own.tensor.copy_(own.tensor[torch.randperm(SAMPLES)]),
-}
-HOW = (*IN_PLACE, "pool", "global", "global-torch", "python", "numpy", "philox", "legacy", "torch", "counts")
+HOW = ("pool", "global", "global-torch", "python", "numpy", "philox", "torch", "counts")
 
 
 def own(how: str) -> DataLoader[Any]:
@@ -154,7 +140,6 @@ def test_a_pass_goes_on_and_the_next_ones_follow(make: tuple[Any, str], within: 
     batches = iter(again.batch_sampler)
     if ahead:
         assert list(itertools.islice(batches, asked - within)) == not_had
-    tracked.resumed()
     RngStates.from_bytes(moment).restore()
     found = [*trained(batches, BATCHES - asked), *trained(end_and_begin(batches, again), BATCHES)]
     assert found == expected
@@ -196,12 +181,12 @@ class NominallyFinite(Endless):
 
 
 def test_what_has_no_length_is_asked_for_two_items() -> None:
-    items = begun(Endless(100))
+    items = one_pass(Endless(100), Starts(), again=False)
     assert len(list(itertools.islice(items, 300))) == 300
 
 
 def test_a_length_bounds_what_is_drawn_at_the_beginning() -> None:
-    items = begun(NominallyFinite(1))
+    items = one_pass(NominallyFinite(1), Starts(), again=False)
     first = next(items)
     state = random.getstate()
     assert [first, *itertools.islice(items, 3)]

@@ -19,8 +19,8 @@ from torch.utils.data import (
 )
 
 from checkpointless.inprocess import UnrecoverableError
-from checkpointless.integrations.lightning.data.position import DataPosition, samplers_of
-from checkpointless.integrations.lightning.data.sampler_state import SamplerState
+from checkpointless.integrations.lightning.data.position import DataPosition
+from checkpointless.integrations.lightning.data.sampler_state import SamplerState, samplers_of
 from checkpointless.integrations.lightning.data.stateful import (
     DrawnOrder,
     begin_anew,
@@ -66,7 +66,8 @@ def loader_of(sampler: Any) -> DataLoader[Any]:
 
 
 def generators_of(loader: DataLoader[Any]) -> list[torch.Generator]:
-    return SamplerState([loader, *samplers_of(loader)]).generators()
+    kept = SamplerState([loader, *samplers_of(loader)])._kept()
+    return list({id(value): value for *_, value in kept}.values())
 
 
 def seeded() -> torch.Generator:
@@ -86,7 +87,8 @@ def test_the_interrupted_pass_is_drawn_again_and_the_next_one_anew(wrap: Any) ->
     list(loader.batch_sampler), list(loader.batch_sampler)  # type: ignore[arg-type]
     kept = starts.kept  # the third pass
 
-    entered = loader_of(wrap(weighted(seeded())))
+    own = seeded()
+    entered = loader_of(wrap(weighted(own)))
     order = repeat_order(entered, starts, DataPosition(3, 3))
     assert order is not None
     batches = entered.batch_sampler
@@ -94,7 +96,7 @@ def test_the_interrupted_pass_is_drawn_again_and_the_next_one_anew(wrap: Any) ->
     assert starts.kept is kept
     assert kept is not None
     kept.restore()
-    list(weighted(generators_of(entered)[0]))  # what is put back last: the streams behind the third pass
+    list(weighted(own))  # what is put back last: the streams behind the third pass
     order.resumed()
     assert list(batches) not in (first, second, third)
 
@@ -197,7 +199,7 @@ def test_an_endless_order_is_drawn_again_item_by_item() -> None:
 def test_an_endless_order_that_draws_each_item_is_refused() -> None:
     loader = loader_of(Endless(draws_each=True))
     assert repeat_order(loader, Starts(), None) is not None
-    with pytest.raises(UnrecoverableError, match="the sampler Endless draws random numbers item by item"):
+    with pytest.raises(UnrecoverableError, match="Endless draws random numbers of the training"):
         next(iter(loader))
 
 

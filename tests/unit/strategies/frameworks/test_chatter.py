@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from checkpointless.integrations.lightning.frameworks import chatter
+from checkpointless.integrations.lightning.frameworks import loggers
 from checkpointless.observability.telemetry.log_level import apply_log_level, asked_for_level
 from checkpointless.system.environment import LOG_LEVEL_ENV
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.nemo
 def as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv(LOG_LEVEL_ENV, raising=False)
     yield
-    chatter.speak()
+    loggers.speak()
 
 
 def said_by_nemo_to_the_root_logger(level: int) -> logging.LogRecord:
@@ -27,15 +27,15 @@ def test_only_warnings_of_the_frameworks_come_through() -> None:
     megatron, ours = logging.getLogger("megatron.core.optimizer"), logging.getLogger("my.training")
     logging.getLogger("lightning.pytorch").setLevel(logging.INFO)
     ours.setLevel(logging.INFO)
-    chatter.quiet()
-    chatter.quiet()
+    loggers.quiet()
+    loggers.quiet()
     assert not megatron.isEnabledFor(logging.INFO)
     assert megatron.isEnabledFor(logging.WARNING)
     assert not logging.getLogger("lightning.pytorch").isEnabledFor(logging.INFO)
     assert ours.isEnabledFor(logging.INFO)
     assert not logging.getLogger().filter(said_by_nemo_to_the_root_logger(logging.INFO))
     assert logging.getLogger().filter(said_by_nemo_to_the_root_logger(logging.WARNING))
-    chatter.speak()
+    loggers.speak()
     assert logging.getLogger("lightning.pytorch").level == logging.INFO
     assert logging.getLogger("megatron").level == logging.NOTSET
     assert logging.getLogger().filter(said_by_nemo_to_the_root_logger(logging.INFO))
@@ -43,7 +43,7 @@ def test_only_warnings_of_the_frameworks_come_through() -> None:
 
 def test_who_debugs_hears_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(LOG_LEVEL_ENV, "debug")
-    chatter.quiet()
+    loggers.quiet()
     assert logging.getLogger("megatron").level == logging.NOTSET
 
 

@@ -17,7 +17,7 @@ def test_the_log_files_of_a_trainer_are_closed_and_the_users_stay(
     from nemo.utils import logging as nemo_logging
     from nemo.utils.mcore_logger import add_handlers_to_mcore_logger
 
-    from checkpointless.integrations.lightning.frameworks import cleanup
+    from checkpointless.integrations.lightning.frameworks import nemo as cleanup
 
     monkeypatch.setattr(cleanup, "_installed", [])
     monkeypatch.setattr(cleanup, "_of_the_user", set())

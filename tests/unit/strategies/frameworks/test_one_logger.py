@@ -23,7 +23,7 @@ from nv_one_logger.training_telemetry.api.config import TrainingTelemetryConfig
 from nv_one_logger.training_telemetry.api.spans import StandardTrainingJobSpanName as Name
 from nv_one_logger.training_telemetry.api.training_telemetry_provider import TrainingTelemetryProvider
 
-from checkpointless.integrations.lightning.frameworks.one_logger import end_spans
+from checkpointless.integrations.lightning.frameworks.nemo import end_spans
 
 pytestmark = pytest.mark.nemo
 

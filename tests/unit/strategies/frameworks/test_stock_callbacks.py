@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from lightning.pytorch import callbacks as stock
 
-from checkpointless.integrations.lightning.frameworks.stock_callbacks import unfit
+from checkpointless.integrations.lightning.recoverable_strategy import unfit
 
 pytestmark = pytest.mark.nemo
 ROOT = Path(__file__).parents[4]

@@ -1,4 +1,4 @@
-"""Test when a fit takes the model that was kept, and when it builds in the memory of the old one."""
+"""Test when a fit takes the model that was kept."""
 
 from __future__ import annotations
 
@@ -13,11 +13,9 @@ import torch
 
 pytest.importorskip("nemo.lightning", reason="needs NeMo")
 
-from checkpointless.inprocess.parameter_update_lock import CommitState
-from checkpointless.integrations.lightning.block import warm_start
-from checkpointless.integrations.lightning.block.warm_start import WarmStart
-from checkpointless.state.held_state import HeldState
 from checkpointless.state.rng import RngStates
+from checkpointless.strategies import warm_start
+from checkpointless.strategies.warm_start import WarmStart
 
 pytestmark = pytest.mark.nemo
 
@@ -51,16 +49,13 @@ class Job:
     def __init__(self) -> None:
         self.obstacle: str | None = None
         self.everyone = True
-        self.early: list[object] = []
         self.told: list[Mapping[str, Any]] = []
 
-    def start(self, kept: Kept | None, held: HeldState | None = None, offload: bool = False, fit: int = 1) -> Any:
+    def start(self, kept: Kept | None, fit: int = 1) -> Any:
         """Set up the fit after the first one of the block, for which a model may have been kept."""
         strategy: Any = SimpleNamespace(lightning_module=SimpleNamespace())
         start: Any = WarmStart(strategy)
-        manager: Any = SimpleNamespace(
-            kept=None if kept is None else (fit, kept), fit=0, enable_offload=offload, _held=held
-        )
+        manager: Any = SimpleNamespace(kept=None if kept is None else (fit, kept), fit=0)
         start.agree(manager)
         assert (manager.kept is not None) == start.is_warm or fit != 1
         return start
@@ -72,7 +67,6 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Job:
     random.seed(3)
     monkeypatch.setattr(warm_start, "_obstacle", lambda strategy: made.obstacle)
     monkeypatch.setattr(warm_start, "_plans", lambda strategy: {})
-    monkeypatch.setattr(warm_start, "_early", lambda strategy: made.early)
     monkeypatch.setattr(warm_start, "true_on_all", lambda mine: mine and made.everyone)
     monkeypatch.setattr(warm_start, "tell", lambda name, **fields: made.told.append(fields))
     return made
@@ -124,34 +118,6 @@ def test_other_random_numbers_before_a_model_is_built_give_another_model(job: Jo
 
 def test_the_model_of_another_fit_is_not_taken(job: Job) -> None:
     assert not job.start(Kept(), fit=2).is_warm
-
-
-# --- building in the memory of the old model ----------------------------------------------------------------------
-
-
-def state(**commit: bool) -> HeldState:
-    """Return the state of a fit after its third step."""
-    tensors = {("optimizer", 0, 0, 0, "parameter"): torch.ones(3)}
-    return HeldState(CommitState(3, **{"ready": False, "torn": False, **commit}), tensors, {})  # type: ignore[arg-type]
-
-
-def test_a_state_that_is_built_upon_is_marked(job: Job) -> None:
-    """Else a further fault, while a peer fills it, would find half of it changed and take it for whole."""
-    held = state()
-    start = job.start(Kept(unfit="a hook"), held)
-    assert held.built_upon
-    assert start._old_memory is not None
-    assert not start.overwrites_all, "nothing was built yet"
-
-
-@pytest.mark.parametrize("case", ["kept", "offloaded", "early", "half an update", "another fit"])
-def test_a_state_that_somebody_would_see_changed_is_not_built_upon(job: Job, case: str) -> None:
-    held = state(torn=case == "half an update")
-    held.fit = 2 if case == "another fit" else 1
-    job.early = [object()] if case == "early" else []
-    start = job.start(Kept(unfit=None if case == "kept" else "a hook"), held, offload=case == "offloaded")
-    assert not held.built_upon
-    assert start._old_memory is None
 
 
 def test_a_module_that_another_thread_copies_meanwhile_is_none_of_the_models(

@@ -1,9 +1,11 @@
-"""Drops what NeMo and Lightning would keep in their modules over a restart."""
+"""Drops what NeMo and Lightning would keep in their modules over a restart: patches, log files, telemetry."""
 
 from __future__ import annotations
 
 import inspect
 import logging
+import sys
+from typing import Any
 
 from lightning.pytorch.loops import evaluation_loop, fit_loop, prediction_loop
 from nemo.utils import lightning_logger_patch
@@ -12,17 +14,19 @@ from nemo.utils.formatters.base import BaseNeMoFormatter
 
 from checkpointless.inprocess.finalize import register_cleanup
 
+logger = logging.getLogger(__name__)
 _installed: list[bool] = []
 _of_the_user: set[logging.Handler] = set()  # log files that were open before the first trainer
 
 
 def install() -> None:
-    """Have NeMo's module-level patches undone and its log files closed at every restart. Idempotent."""
+    """Have NeMo's patches undone, its log files closed and its spans ended at every restart. Idempotent."""
     if not _installed:
         _installed.append(True)
         _of_the_user.update(_log_files())
     register_cleanup("nemo", unwrap_data_fetchers)
     register_cleanup("log files", close_log_files)
+    register_cleanup("one_logger", end_spans)
 
 
 def close_log_files() -> None:
@@ -61,3 +65,39 @@ def unwrap_data_fetchers() -> None:
     """
     for module in (fit_loop, evaluation_loop, prediction_loop):
         module._select_data_fetcher = inspect.unwrap(module._select_data_fetcher)  # type: ignore[attr-defined]
+
+
+# --- OneLogger, the telemetry that NeMo starts on rank 0 ----------------------------------------------------------
+#
+# If a span of training (``nv_one_logger.training_telemetry``) is still active when the block is entered again, the
+# next start of the same span is an error, which OneLogger by default raises in the middle of training.
+
+
+def end_spans() -> None:
+    """End every active span of training. If that is not possible, OneLogger is switched off."""
+    module = sys.modules.get("nv_one_logger.api.one_logger_provider")
+    if module is None:
+        return
+    provider = module.OneLoggerProvider.instance()
+    if not provider.one_logger_enabled:
+        return
+    try:
+        _end_spans(provider.recorder)
+    except Exception as error:  # noqa: BLE001 - telemetry must not keep training from going on
+        logger.warning("OneLogger is switched off, since its spans could not be ended: %s", error)
+        provider.force_disable_logging()
+
+
+def _end_spans(recorder: Any) -> None:
+    from nv_one_logger.training_telemetry.api.spans import StandardTrainingJobSpanName
+
+    active = [span for name in StandardTrainingJobSpanName for span in recorder.get_active_spans_by_name(name)]
+    for span in sorted(active, key=_depth, reverse=True):
+        recorder.stop(span)
+    for timer in recorder._training_state.multi_iteration_timers.values():
+        if timer.is_active:  # it was started for a span that did not exist yet
+            timer.stop()
+
+
+def _depth(span: Any) -> int:
+    return 0 if span.parent_span is None else 1 + _depth(span.parent_span)

@@ -6,7 +6,7 @@ import dataclasses
 import threading
 import time
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
 
@@ -20,11 +20,9 @@ from nemo.lightning.pytorch.strategies import MegatronStrategy
 
 from checkpointless.inprocess.communicators.launch_bound import LaunchBound
 from checkpointless.inprocess.context import tell
-from checkpointless.integrations.megatron.state import MegatronTensors
-from checkpointless.integrations.megatron.warm import KeptModel, OldMemory
+from checkpointless.integrations.megatron.warm.kept_model import KeptModel
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.recovery import CheckpointManager
-from checkpointless.recovery.running import held_for
 from checkpointless.state.rng import RngStates
 from checkpointless.state.serialization.pictures import pictures
 from checkpointless.transfer.exchange import true_on_all
@@ -56,7 +54,6 @@ class WarmStart:
         self._strategy: Any = strategy
         self._kept: KeptModel | None = None
         self._everywhere = False
-        self._old_memory: OldMemory | None = None
         self._streams = RngStates.capture().without_sources()
         self._left = RngStates()
         self._obstacle = _obstacle(strategy)
@@ -69,11 +66,6 @@ class WarmStart:
     def is_warm(self) -> bool:
         """Whether the model was kept."""
         return self._kept is not None
-
-    @property
-    def overwrites_all(self) -> bool:
-        """Whether the model must not be used unless it is restored from memory: it was built in what is held."""
-        return self._old_memory is not None and self._old_memory.nbytes > 0
 
     def agree(self, manager: CheckpointManager | None) -> None:
         """Take what ``manager`` keeps for this fit, if it fits, and tell the other ranks. Collective.
@@ -92,15 +84,6 @@ class WarmStart:
         if self._kept is not None and not self._everywhere and self._kept.builds_together:
             assert manager is not None
             self._take(manager, None, RngStates(), "another rank builds its model, and exchanges weights meanwhile")
-        if self._kept is None and manager is not None:
-            self._build_upon(manager)
-
-    def _build_upon(self, manager: CheckpointManager) -> None:
-        """Have the model that is built use memory of what ``manager`` holds, unless somebody would see it so."""
-        held = held_for(manager, manager.fit + 1)
-        if held is not None and not manager.enable_offload and not _early(self._strategy):
-            self._old_memory = OldMemory(held.tensors)
-            held.built_upon = True
 
     def _take(
         self, manager: CheckpointManager, kept: KeptModel | None, left: RngStates, reason: str | None
@@ -156,13 +139,8 @@ class WarmStart:
         """Have NeMo find everything built that was kept, while it builds model and optimizer in the context."""
         kept = self._kept
         if kept is None:
-            old = self._old_memory
-            with self._stages(), old.used() if old is not None else nullcontext():
+            with self._stages():
                 yield
-            if old is not None and self._strategy.optimizers:
-                optimizer = self._strategy.optimizers[0].mcore_optimizer
-                old.check(MegatronTensors(self._strategy.megatron_parallel, optimizer).shard())
-                tell(EventName.WARM, reused_bytes=old.nbytes)
             self._left = RngStates.capture()
             return
         began_s = time.monotonic()
