@@ -29,13 +29,17 @@ BRIDGE_CONSTRAINTS := constraints/bridge-cpu.txt
 BRIDGE_BIN := .venv-bridge/bin
 BRIDGE_STAMP := .venv-bridge/.installed
 
+# NeMo wants transformers 4: version 5 lies beside .venv, and in front of it on the path.
+HF := .transformers
+HF_STAMP := $(HF)/.installed
+
 # In one call: callbacks/, strategies/ and recipes/ are installed as subpackages of checkpointless, and mypy, which
 # knows only paths, must not be asked about the same file under two names.
 TYPED := checkpointless callbacks strategies recipes tests benchmarks
 FAST := tests/unit -m "not nemo and not ranks and not gpu and not long and not slow"
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-long test-bridge compat dist dist-check gpu-kit gpu lint docs format clean
+.PHONY: help demo test test-fast test-long test-bridge test-transformers compat dist dist-check gpu-kit gpu lint docs format clean
 
 help: ## what there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
@@ -58,6 +62,9 @@ test-long: $(STAMP) ## run what takes longer: long tests, many more drawn inputs
 
 test-bridge: $(BRIDGE_STAMP) ## run the tests with Megatron-Bridge, in .venv-bridge (3 minutes; made once, 3 GB)
 	$(BRIDGE_BIN)/python -m pytest -n 2 --dist loadfile -m "not long" tests/bridge tests/unit/megatron
+
+test-transformers: $(STAMP) $(HF_STAMP) ## run the tests with Hugging Face's Trainer of transformers 5 (4 minutes; 12 MB, made once)
+	PYTHONPATH=$(HF) $(BIN)/python -m pytest -n 2 --dist loadfile tests/hf
 
 compat: $(STAMP) ## run the fast tests with other Pythons, the newest Lightning, torch 2.14 and 2.15 (2.7 GB each), where they install
 	$(BIN)/python tests/compat.py $(FAST)
@@ -90,13 +97,17 @@ format: $(STAMP) ## put the code into shape
 	$(BIN)/ruff format .
 
 clean: ## remove .venv and what tools have left
-	rm -rf .venv .venv-bridge .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info
+	rm -rf .venv .venv-bridge .transformers .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info
 
 $(STAMP): pyproject.toml setup.py $(CONSTRAINTS)
 	@[ -n "$(PYTHON)" ] || { echo "make: Python 3.11 is needed: install it, or say make PYTHON=/path/to/python" >&2; exit 2; }
 	@echo "make: installing checkpointless, NeMo and the tools into .venv; about 3 minutes, once"
 	@[ -x $(BIN)/python ] || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[nemo,dev,docs]' -c $(CONSTRAINTS) $(TORCH)
+	@touch $@
+
+$(HF_STAMP): constraints/transformers.txt | $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(HF) --upgrade -r $<
 	@touch $@
 
 $(BRIDGE_STAMP): pyproject.toml setup.py $(BRIDGE_CONSTRAINTS)

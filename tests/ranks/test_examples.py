@@ -15,7 +15,7 @@ import pytest
 
 from checkpointless.faults.ledger import fired
 from checkpointless.observability.report.verify import compare
-from tests.ranks.example_diffs import EXAMPLES, FULL, WITH_DIFF, changed_lines, ranks_of, stock_script
+from tests.ranks.example_diffs import EXAMPLES, FULL, TRAINER, WITH_DIFF, changed_lines, ranks_of, stock_script
 from tests.ranks.jobs import Job, run_job
 from tests.ranks.nemo_zygote import Zygote
 
@@ -104,4 +104,4 @@ def test_without_the_lines_of_its_diff_an_example_is_anybodys_script(
 def test_every_script_has_its_diff() -> None:
     """NeMo's are in the README; the changed lines of Bridge's are marked in it."""
     scripts = {path.stem for path in EXAMPLES.glob("train_*.py")} - {"train_gpt", "train_bridge"}
-    assert scripts == {*WITH_DIFF, *FULL}
+    assert scripts == {*WITH_DIFF, *FULL, TRAINER}

@@ -45,6 +45,7 @@ FLOORS = {
     "recovery": 7,
     "integrations.torch": 8,
     "__init__": 8,
+    "integrations.transformers": 9,
     "integrations.megatron": 9,
     "callbacks": 9,
     "integrations.megatron_bridge": 10,

@@ -1,0 +1,588 @@
+"""Recovery for Hugging Face's Trainer: ``train(trainer)`` in the place of ``trainer.train()``.
+
+    from checkpointless import HPWrapper
+    from checkpointless.integrations.transformers import train
+
+    @HPWrapper()
+    def main():
+        trainer = Trainer(model=..., args=..., train_dataset=...)
+        train(trainer)
+
+The Trainer has the loop. A step of the engine is an optimizer step of it, counted from 1. Its state is kept at two
+step boundaries: ``COMMITTED``, when the optimizer has stepped and nothing that follows has happened, and
+``CHECKED``, when the next step begins (``on_step_begin``). What lies between (scheduler, counters, logs, evaluation
+and save) is made again if training resumes at the first: the Trainer goes through the step once more, and losses,
+norm and update are those that it had.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from transformers import trainer as trainer_module
+from transformers.trainer_callback import ExportableState, TrainerCallback
+from typing_extensions import override
+
+from checkpointless.inprocess import HPCallWrapper, StateLostError, UnrecoverableError, active_call_wrapper
+from checkpointless.inprocess.abort import register_trainer_parts
+from checkpointless.inprocess.data_workers.streams import Place, seed_data_workers
+from checkpointless.integrations.torch.plain import PlainTraining
+from checkpointless.integrations.torch.repeated_steps import repeated_steps
+from checkpointless.recovery.guard import guarded_update
+from checkpointless.state.rank_local.agreement import require_equal_replicas, require_same_step
+from checkpointless.state.rank_local.declared import DeclaredState, put_value
+from checkpointless.state.rng import RngStates
+from checkpointless.state.snapshot import SnapshotPoint, StepSnapshot
+from checkpointless.system.patches import Patch, Patches
+from checkpointless.transfer.tensor_entry import Key
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
+    from transformers import Trainer
+    from transformers.trainer_utils import TrainOutput
+
+_SEAMS = ("_init_training_state", "_prepare_for_training", "_run_epoch", "_get_grad_norm", "_load_rng_state")
+_UNKNOWN = "transformers {} has no Trainer.{}: checkpointless follows the loop of 5.x, install transformers>=5.4,<6"
+_OUTSIDE = "a Trainer is trained once: make it in the function that @HPWrapper() wraps, and train once in it"
+_DRAWS = (
+    "the dataset or its collator draws random numbers in the training process, ahead of the step that uses them, "
+    "so that a batch would be another one after a fault: let a worker draw them (dataloader_num_workers=1)"
+)
+_IN_MEMORY = "checkpointless"  # stands for a checkpoint's path where training resumes from memory
+_COMPARED = (1, 2)  # the steps after which replicas are compared
+_LOOKS = 3  # batches of the first steps are looked at
+_PLAIN = (type(None), bool, int, float, str, torch.Tensor)
+_patches = Patches()
+_trained: weakref.WeakSet[Trainer] = weakref.WeakSet()
+
+
+def train(
+    trainer: Trainer,
+    resume_from_checkpoint: str | bool | None = None,
+    *,
+    state: Mapping[str, Any] = MappingProxyType({}),
+    **more: Any,
+) -> TrainOutput:
+    """Train as ``trainer.train()`` does, and resume from memory after a fault.
+
+    Call it once, in a function that is wrapped with :class:`checkpointless.HPWrapper` and makes the Trainer.
+    Outside of one it is ``trainer.train()``. Restored are model, optimizer, scheduler, random streams, the position
+    in the data, ``trainer.state`` and ``trainer.control``, and plain attributes of the Trainer and of callbacks.
+
+    Args:
+        trainer: the Trainer, or one of a subclass.
+        resume_from_checkpoint: as for ``trainer.train``; it is left out once the job has trained.
+        state: what else changes from step to step, by name, as :class:`~checkpointless.PlainTraining` takes it.
+        **more: what else ``trainer.train`` takes.
+
+    Returns:
+        What ``trainer.train`` returns.
+
+    Raises:
+        UnrecoverableError: something that is configured cannot be carried through a fault.
+        StateLostError: steps were committed and no rank holds them any more.
+    """
+    call = active_call_wrapper()
+    if call is None:
+        return trainer.train(resume_from_checkpoint, **more)
+    reason = refusal(trainer)
+    if reason is not None:
+        raise UnrecoverableError(reason)
+    _trained.add(trainer)
+    if call.high_water > 0:
+        resume_from_checkpoint = None  # memory has what is newer, and a save may be half written
+    entry = _Entry(call, trainer, state)
+    with entry.entered():
+        return trainer.train(resume_from_checkpoint, **more)
+
+
+def refusal(trainer: Trainer) -> str | None:
+    """Return why a training cannot be recovered exactly, in one line that says what to change; None: it can be."""
+    missing = next((name for name in _SEAMS if not hasattr(trainer, name)), None)
+    if missing is not None:
+        return _UNKNOWN.format(transformers.__version__, missing)
+    args, plugin = trainer.args, getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    refused = [
+        (trainer.is_deepspeed_enabled, "deepspeed: its shards are unknown here: set fsdp"),
+        (
+            trainer.is_fsdp_enabled and getattr(plugin, "fsdp_version", 1) != 2,
+            "fsdp: the shards of version 1 are unknown here: set fsdp_config={'version': 2}",
+        ),
+        (trainer.accelerator.scaler is not None, "fp16: nothing would bring its GradScaler back: set bf16=True"),
+        (
+            args.auto_find_batch_size,
+            "auto_find_batch_size: a step keeps its batches: set per_device_train_batch_size",
+        ),
+        (args.ignore_data_skip, "ignore_data_skip: training resumes in the middle of the data: leave it out"),
+        (args.n_gpu > 1, "several GPUs in one process have no replicas: start a process for each GPU"),
+        (trainer in _trained, _OUTSIDE),
+    ]
+    return next((reason for is_refused, reason in refused if is_refused), None)
+
+
+class _Attributes:
+    """Plain attributes of an object that training changes.
+
+    Args:
+        name: its name, the same at every entry of the block.
+        target: returns the object.
+        is_script: whether the script's own class made it, whose attributes are named if they cannot be kept.
+        leave: names that are left out.
+    """
+
+    def __init__(self, name: str, target: Callable[[], Any], *, is_script: bool = False, leave: str = "") -> None:
+        self.name = name
+        self._target = target
+        self._is_script = is_script
+        self._leave = leave
+
+    def values(self) -> Mapping[str, Any]:
+        """Return the attributes as they are now."""
+        return {
+            name: value
+            for name, value in vars(self._target()).items()
+            if name != self._leave and (self._is_script or isinstance(value, (*_PLAIN, dict)))
+        }
+
+    def put(self, values: Mapping[str, Any]) -> None:
+        """Put back what :meth:`values` returned."""
+        target = self._target()
+        for name, value in values.items():
+            setattr(target, name, put_value(getattr(target, name, None), value))
+
+
+def _is_script(value: object) -> bool:
+    """Return whether the class of an object is not one of transformers."""
+    return type(value).__module__.partition(".")[0] != "transformers"
+
+
+class TrainerTraining(PlainTraining):
+    """The state of a Trainer's training, for :class:`~checkpointless.recovery.CheckpointManager`.
+
+    Args:
+        call: the running wrapper.
+        trainer: the Trainer, which has made model, optimizer and scheduler.
+        state: the declared state, by name.
+
+    Attributes:
+        position: the epoch and how many of its batches precede the step in the making.
+        replayed: losses of the batches and norm of a committed step that is gone through again; None: none is.
+        losses: the losses of the batches of the step in the making.
+        norm: the norm of its gradients.
+    """
+
+    def __init__(self, call: HPCallWrapper, trainer: Trainer, state: Mapping[str, Any]) -> None:
+        self._trainer = trainer
+        self._inner: torch.optim.Optimizer = trainer.optimizer.optimizer
+        self._step_inner = self._inner.step
+        self.position = (0, 0)
+        self.replayed: tuple[list[torch.Tensor], float | None] | None = None
+        self.losses: list[torch.Tensor] = []
+        self.norm: float | None = None
+        self._reached: dict[tuple[int, SnapshotPoint], StepSnapshot] = {}
+        self._objects: Mapping[str, Any] = {}
+        self._is_resuming = True  # until the first step begins
+        callbacks = [
+            _Attributes(f"{number}.{type(each).__name__}", lambda each=each: each, is_script=_is_script(each))
+            for number, each in enumerate(trainer.callback_handler.callbacks)
+            if (_is_script(each) and not isinstance(each, _Entry)) or isinstance(each, ExportableState)
+        ]
+        own = [
+            _Attributes("trainer", lambda: trainer, leave="_eval_dataloaders"),
+            _Attributes("state", lambda: trainer.state, leave="log_history"),
+            _Attributes("control", lambda: trainer.control),
+        ]
+        self._attributes = DeclaredState(lambda: [*own, *callbacks])
+        self._early = DeclaredState(lambda: own[1:2])
+        super().__init__(
+            call, [trainer.model_wrapped], [self._inner], schedulers=[trainer.lr_scheduler], state=state
+        )
+        self._inner.step = self._update  # type: ignore[method-assign]
+
+    # --- when the block is entered ----------------------------------------------------------------------------
+
+    def recover(self, position: tuple[int, int]) -> tuple[int, int]:
+        """Recover model, optimizer and scheduler from memory, if there is something to recover. Collective.
+
+        Args:
+            position: where the Trainer would begin: the epoch, and how many of its batches precede.
+
+        Returns:
+            The position to begin at.
+
+        Raises:
+            StateLostError: steps were committed and no rank holds them any more.
+        """
+        call, manager = self._call, self._manager
+        self.position, self.step = position, self._trainer.state.global_step
+        self.arrange()
+        objects = None
+        if not call.is_first:
+            call.enter_phase("recovery", call.high_water)
+            objects = manager.recover(self)
+            if objects is None and call.high_water > 0:
+                raise StateLostError(manager.refusal or "no rank holds the state in memory")
+        if objects is None:
+            self._done = self.step
+            require_same_step(self.step)
+            self.settle()
+            manager.begin_buffers(self)
+            self._take(SnapshotPoint.LOADED)
+        else:
+            self._objects, self.step, self._done = objects, objects["step"], objects["done"]
+            self.position = tuple(self._own["position"])
+            self._early.put(self._own["attributes"])
+            self._trainer.state.log_history[:] = objects["history"]
+            self._trainer.args.eval_on_start = False
+            if self.point is SnapshotPoint.LOADED:
+                manager.restore_streams()
+        manager.attach(self, self.step)
+        call.steps.begin_data()
+        return self.position
+
+    @property
+    def point(self) -> SnapshotPoint | None:
+        """The point that the recovery resumed at; None: nothing was recovered."""
+        return self._manager.resumed_at[1] if self._manager.resumed_at is not None else None
+
+    @property
+    def _own(self) -> Mapping[str, Any]:
+        """What this rank alone had at the step boundary that the recovery resumed at."""
+        own = self._manager.own_of(*self._manager.resumed_at) if self._manager.resumed_at is not None else None
+        if not own:
+            raise UnrecoverableError(f"the Trainer's counters of this rank after step {self.step} are lost")
+        return own
+
+    # --- while training ---------------------------------------------------------------------------------------
+
+    @property
+    def is_replaying(self) -> bool:
+        """Whether the step in the making is committed already."""
+        return self.replayed is not None or (self._is_resuming and self.point is SnapshotPoint.COMMITTED)
+
+    def begin_step(self) -> None:
+        """Put back or take the state at a step boundary, the step's first batches being there already."""
+        self.losses, self.norm = [], None
+        if self._is_resuming and self.point not in (None, SnapshotPoint.LOADED):
+            self._put_back()
+            if self.point is SnapshotPoint.COMMITTED:
+                self.replayed = list(self._own["losses"]), self._own["norm"]
+        self._is_resuming = False
+        if self.replayed is not None:
+            return
+        if self.step - self._done in _COMPARED and self._call.high_water < self.step:
+            require_equal_replicas(self, self.step)
+        self._take(SnapshotPoint.CHECKED)
+        self._manager.make_copies(self.step)
+
+    def _put_back(self) -> None:
+        """Put back streams, declared state, and what the Trainer and its callbacks have beside tensors."""
+        self._manager.restore_streams()
+        self._attributes.put(self._own["attributes"])
+        self._trainer.state.log_history[:] = self._objects["history"]
+
+    def _update(self, closure: None = None) -> None:
+        """Apply the gradients, on all ranks or on none; the optimizer's ``step``."""
+        if self.replayed is not None:
+            losses, self.replayed = self.replayed[0], None
+            self._put_back()  # whatever callbacks have done meanwhile
+            if self._log is not None and (self._log.last_step() or 0) < self.step:
+                self._record(_sum(losses))
+            return
+        call, loss = self._call, _sum(self.losses)
+        self._compute(loss)
+        guarded_update(
+            call.steps.making,
+            self.apply_held_update,
+            lock=call.parameter_update_lock,
+            ready=self._ready,
+            committed=call.committed,
+            phase=call.enter_phase,
+            vote=self._vote,
+        )
+        self.step = call.steps.making
+        self._record(loss)
+        call.end_step()
+        call.enter_phase("between", self.step)
+
+    def end(self) -> None:
+        """Make no more copies of this training, whose loop is over."""
+        self._manager.finish_copies()
+
+    def _noted(self) -> dict[str, Any]:
+        """Return what this rank alone has: attributes, and where the step in the making begins in the data."""
+        return {"attributes": self._attributes.take(), "position": list(self.position)}
+
+    def _take(self, point: SnapshotPoint) -> None:
+        """Take the state of a moment; the streams first, so that a rank that has a moment also has its streams."""
+        moment = self._moment(self.step)
+        self._manager.keep_buffers(self.step, point, moment.buffers)
+        self._manager.store_rng_states(self.step, stage=point, own=self._noted())
+        kept = {key: each for key, each in self._reached.items() if key[0] == self.step}
+        self._at_boundary.note()
+        self._reached = {**kept, (self.step, point): moment}
+
+    @override
+    def _ready(self, step: int) -> None:
+        call, manager = self._call, self._manager
+        call.enter_phase("before_optimizer", step)
+        self._ready_buffers, self._ready_step = self.copy_buffers(), step
+        manager.keep_buffers(step, SnapshotPoint.COMMITTED, self._ready_buffers)
+        own = {**self._noted(), "losses": [each.cpu() for each in self.losses], "norm": self.norm}
+        manager.store_rng_states(step, call.steps.loss, own=own)
+        manager.replicate_rng_states(step)
+        call.parameter_update_lock.mark_ready(step)
+
+    @override
+    def applied(self, changes: bool = True) -> None:
+        """Take the state that the update leaves, before the Trainer goes on. It is called inside the lock."""
+        self._reached = {(self._ready_step, SnapshotPoint.COMMITTED): self._moment(self._ready_step)}
+        self._at_boundary.note()
+
+    @override
+    def step_optimizers(self) -> bool:
+        """Make one step of the optimizer."""
+        with self.watched():
+            self._step_inner()
+        return True
+
+    # --- what the manager asks for (checkpointless.state.live_state.LiveState) ---------------------------------
+
+    @override
+    def moments(self, step: int) -> Mapping[SnapshotPoint, StepSnapshot]:
+        """Return the state at every moment after ``step`` that can be resumed at."""
+        return {stage: moment for (taken, stage), moment in self._reached.items() if taken == step}
+
+    @override
+    def own_buffers(self, step: int) -> Mapping[SnapshotPoint, Mapping[Key, torch.Tensor]]:
+        """Return the buffers after ``step``; if its update has failed or is to come, those before the update."""
+        moments = self.moments(step)
+        if moments:
+            return {stage: moment.buffers for stage, moment in moments.items()}
+        return {SnapshotPoint.COMMITTED: self._ready_buffers} if step == self._ready_step > 0 else {}
+
+    @override
+    def resumed(self, step: int, stage: SnapshotPoint, objects: dict[str, Any]) -> None:
+        """Record that the state is that after ``step``."""
+        self._reached = {(step, stage): StepSnapshot(objects, self.copy_buffers())}
+        self._at_boundary.forget()  # until the next step begins
+
+    @override
+    def more_objects(self) -> Mapping[str, Any]:
+        """Return what belongs to the modules and is no tensor, and the Trainer's log."""
+        return {**self.take_modules(), "history": list(self._trainer.state.log_history)}
+
+
+class _Entry(TrainerCallback):  # type: ignore[misc]
+    """One call of ``trainer.train`` in a block: what is done at each of the Trainer's seams.
+
+    Attributes:
+        iterators: the iterators over loaders with workers, the newest first.
+    """
+
+    _training: TrainerTraining  # from the moment at which the Trainer has made model and optimizer
+
+    def __init__(self, call: HPCallWrapper, trainer: Trainer, state: Mapping[str, Any]) -> None:
+        self._call = call
+        self._trainer = trainer
+        self._state = state
+        self._loader: Any = None
+        self._epoch = self._taken = self._looks = 0
+        self._is_first_of_pass = True
+        self.iterators: list[weakref.ref[Any]] = []
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Have the Trainer's seams lead here while the context lasts."""
+        trainer, seams = self._trainer, self._seams()
+        self._prepare = trainer._prepare_for_training
+        for name, seam in seams.items():
+            setattr(trainer, name, functools.partial(seam, getattr(trainer, name)))
+        trainer.callback_handler.callbacks.insert(0, self)
+        for part in (self._call.wrapper.abort, self._call.wrapper.finalize):
+            register = getattr(part, "register_attributes", None)
+            if register is not None:
+                register(self)
+        if self._call.faults is not None:
+            self._call.faults.batches = lambda: next(_Parts().loader_iterators(self), None)
+        self._call.enter_phase("init", self._call.high_water)
+        _patches.make([Patch(trainer_module, "skip_first_batches", self._skip, "ends workers of this loader, too")])
+        try:
+            yield
+            self._training.end()
+        finally:
+            for name in seams:
+                delattr(trainer, name)
+            trainer.callback_handler.callbacks.remove(self)
+            _patches.undo()
+
+    def _seams(self) -> dict[str, Callable[..., Any]]:
+        seams: dict[str, Callable[..., Any]] = {
+            "get_train_dataloader": self._make_loader,
+            "get_eval_dataloader": self._make_eval_loader,
+            "_init_training_state": self._begin,
+            "_prepare_for_training": lambda original, *args, **kwargs: self._prepared,
+            "_run_epoch": self._run_epoch,
+            "_load_rng_state": self._load_streams,
+            "get_batch_samples": self._take_batches,
+            "training_step": self._compute_batch,
+            "_clip_grad_norm": self._clip,
+            "_get_grad_norm": self._note_norm,
+        }
+        return seams if self._call.faults is None else {**seams, "compute_loss": self._announce_backward}
+
+    # --- the data -----------------------------------------------------------------------------------------------
+
+    def _make_loader(self, original: Callable[[], DataLoader[Any]]) -> DataLoader[Any]:
+        self._loader = loader = original()
+        self._seed_workers(loader, "train", lambda: Place(self._epoch))
+        return loader
+
+    def _make_eval_loader(
+        self, original: Callable[..., DataLoader[Any]], *args: Any, **kwargs: Any
+    ) -> DataLoader[Any]:
+        loader = original(*args, **kwargs)
+        self._seed_workers(loader, "eval", lambda: Place(None))
+        return loader
+
+    def _seed_workers(self, loader: Any, stream: str, place: Callable[[], Place]) -> None:
+        args, inner = self._trainer.args, getattr(loader, "base_dataloader", loader)
+        if inner.num_workers > 0 and inner._iterator is None:
+            seed = args.seed if args.data_seed is None else args.data_seed
+            seed_data_workers(inner, seed, rank=args.process_index, stream=stream, place=place)
+            if inner.persistent_workers and inner.generator is None:
+                inner.generator = torch.Generator().manual_seed(seed)  # so that making workers again draws nothing
+            inner._get_iterator = functools.partial(self._make_iterator, weakref.proxy(inner), type(inner))
+
+    def _make_iterator(self, loader: Any, kind: Any) -> Any:
+        iterator = kind._get_iterator(loader)
+        self.iterators = [weakref.ref(iterator), *(each for each in self.iterators if each() is not None)]
+        return iterator
+
+    def _skip(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def skip_first_batches(*args: Any, **kwargs: Any) -> Any:
+            loader = original(*args, **kwargs)
+            self._seed_workers(loader, "train", lambda: Place(self._epoch))
+            return loader
+
+        return skip_first_batches
+
+    def _run_epoch(self, original: Callable[..., None], **kwargs: Any) -> None:
+        training = self._training
+        epoch, taken = kwargs["epoch"], 0
+        if epoch == kwargs["epochs_trained"]:
+            taken = kwargs["steps_trained_in_current_epoch"]
+            if training.point is not None:
+                kwargs["resume_from_checkpoint"] = _IN_MEMORY if taken > 0 else None
+            elif kwargs["resume_from_checkpoint"] is None:
+                taken = 0
+        self._epoch, self._taken, self._is_first_of_pass = epoch, taken, True
+        original(**kwargs)
+
+    def _load_streams(self, original: Callable[[str | None], None], checkpoint: str | None) -> None:
+        if checkpoint != _IN_MEMORY:
+            original(checkpoint)
+
+    def _take_batches(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        training, call = self._training, self._call
+        if not training.is_replaying:
+            call.begin_step(training.step + 1)
+            call.enter_phase("data", training.step + 1)
+        training.position = self._epoch, self._taken
+        looks = self._loader.num_workers == 0 and not self._is_first_of_pass and self._looks < _LOOKS
+        before = RngStates.capture() if looks else None
+        batches, items = original(*args, **kwargs)
+        if before is not None:
+            self._looks += 1
+            if not RngStates.capture().same_streams(before):
+                raise UnrecoverableError(_DRAWS)
+        self._taken += len(batches)
+        self._is_first_of_pass = False
+        if not training.is_replaying:
+            for batch in batches:
+                repeated_steps.take(training.step + 1, batch)
+            repeated_steps.passes.gave(self._epoch)
+        return batches, items
+
+    # --- a step ---------------------------------------------------------------------------------------------------
+
+    def _begin(self, original: Callable[..., tuple[int, int]], *args: Any, **kwargs: Any) -> tuple[int, int]:
+        """Have model, optimizer and scheduler made, and their state put in place."""
+        trainer, bound = self._trainer, inspect.signature(original).bind(*args, **kwargs).arguments
+        position = original(*args, **kwargs)
+        self._call.beat()
+        self._prepared = self._prepare(bound["max_steps"], self._loader, bound["resume_from_checkpoint"])
+        self._training = TrainerTraining(self._call, trainer, self._state)
+        position = self._training.recover(position)
+        self._call.beat()
+        return position
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Keep the state at the step boundary."""
+        self._training.begin_step()
+
+    def on_prediction_step(self, *args: Any, **kwargs: Any) -> None:
+        """Report that an evaluation makes progress."""
+        self._call.beat()
+
+    def on_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        """Note that an evaluation was made."""
+        repeated_steps.passes.gave(-1)
+
+    def _compute_batch(self, original: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+        training = self._training
+        if training.replayed is not None:
+            losses = training.replayed[0]
+            loss = losses[len(training.losses)].to(self._trainer.args.device)
+        else:
+            self._call.enter_phase("forward", self._call.steps.making)
+            loss = original(*args, **kwargs)
+        training.losses.append(loss)
+        return loss
+
+    def _announce_backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Announce the phase ``backward``, for faults on purpose."""
+        result = original(*args, **kwargs)
+        loss = result[0] if isinstance(result, tuple) else result
+        if loss.requires_grad:
+            loss.register_hook(lambda _: self._call.enter_phase("backward", self._call.steps.making))
+        return result
+
+    def _clip(self, original: Callable[..., Any], model: torch.nn.Module) -> Any:
+        training = self._training
+        return original(model) if training.replayed is None else training.replayed[1]
+
+    def _note_norm(self, original: Callable[..., Any], model: torch.nn.Module, grad_norm: Any = None) -> Any:
+        training = self._training
+        if training.replayed is not None:
+            return training.replayed[1]
+        norm = original(model, grad_norm)
+        training.norm = float(norm.item() if isinstance(norm, torch.Tensor) else norm)
+        return training.norm
+
+
+class _Parts:
+    """Finds what an abort has to stop."""
+
+    def loader_iterators(self, trainer: object) -> Iterator[Any]:
+        """Yield torch's iterators with workers, the newest first."""
+        found = (each() for each in trainer.iterators) if isinstance(trainer, _Entry) else iter(())
+        return (each for each in found if each is not None)
+
+    def stop_saves(self, trainer: object) -> None:
+        """Do nothing: the Trainer saves in its own thread."""
+
+
+register_trainer_parts("transformers", _Parts())
+
+
+def _sum(losses: list[torch.Tensor]) -> float:
+    return float(sum(each.item() for each in losses))

@@ -1,0 +1,24 @@
+"""Tests that need transformers 5: ``make test-transformers`` runs them. NeMo 2.7 wants version 4."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+
+import pytest
+
+from tests.ranks.nemo_zygote import Zygote
+
+try:
+    collect_ignore_glob = ["test_*.py"] if int(version("transformers").partition(".")[0]) < 5 else []
+except PackageNotFoundError:
+    collect_ignore_glob = ["test_*.py"]
+
+
+@pytest.fixture(scope="session")
+def hf_zygote() -> Iterator[Zygote]:
+    """Yield a process that has imported the Trainer and a model, and forks ranks in milliseconds."""
+    model = "transformers.models.llama.modeling_llama"
+    zygote = Zygote(("checkpointless.integrations.transformers", model, "datasets", "tests.ranks.jobs"))
+    yield zygote
+    zygote.close()

@@ -1,0 +1,46 @@
+"""The example with Hugging Face's Trainer comes through faults, by the five lines of its diff and no other."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.hf.test_trainer import require_same_steps
+from tests.ranks.example_diffs import EXAMPLES, TRAINER, changed_lines, stock_script
+from tests.ranks.jobs import run_job
+from tests.ranks.nemo_zygote import Zygote
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
+
+ARGS = ("--steps", "7")
+FAULTS = (
+    "exception@before_optimizer:rank=1,step=2",
+    "sigkill@optimizer:rank=0,step=4",
+    "sigkill@between:rank=1,step=5",
+)
+PAGE = EXAMPLES.parent / "docs" / "transformers.md"
+
+
+def test_the_example(hf_zygote: Zygote, tmp_path: Path) -> None:
+    script = EXAMPLES / f"{TRAINER}.py"
+    calm = run_job(hf_zygote, tmp_path / "calm", 2, script=str(script), args=ARGS)
+    rough = run_job(hf_zygote, tmp_path / "rough", 2, script=str(script), args=ARGS, faults=FAULTS)
+    assert (calm.code, rough.code) == (0, 0), rough.story()
+    assert [incident.resumed_after for incident in rough.incidents] == [1, 4, 5], rough.story()
+    require_same_steps(calm, rough, 7)
+
+    plain = stock_script(TRAINER, tmp_path)
+    stock = run_job(hf_zygote, tmp_path / "stock", 2, script=str(plain), args=ARGS)
+    said = [re.findall(r"^step \d+: loss \d+\.\d+$", job.log(0), re.M) for job in (stock, calm)]
+    assert said[0] == said[1]
+    assert len(said[0]) == 7
+
+
+def test_its_size_and_its_page(tmp_path: Path) -> None:
+    diff = (EXAMPLES / f"{TRAINER}.diff").read_text()
+    added = [line for line in changed_lines(diff, "+") if line.strip()]
+    assert len(added) <= 5
+    assert len(stock_script(TRAINER, tmp_path).read_text().splitlines()) <= 60
+    assert all(line in PAGE.read_text() for line in [*added, *changed_lines(diff, "-")])
