@@ -1,4 +1,4 @@
-"""What `checkpointless train --dry-run` shows: recipe, layout, replicas, memory, and what is still to be given."""
+"""What `checkpointless train --dry-run` shows: recipe, layout, replicas, and what is still to be given."""
 
 from __future__ import annotations
 
@@ -6,35 +6,27 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
 from checkpointless.observability.telemetry.wording import numbered, plural
-from checkpointless.recipes.memory import GIB, Stage, fullest, memory, precision_of
-from checkpointless.recipes.settings import checkpointless_enabled, missing, needs_gpu
-from checkpointless.recipes.tiers import copy_bytes, tier_lines, tiers_of
+from checkpointless.recipes.settings import checkpointless_enabled, missing
+from checkpointless.recipes.tiers import tier_lines, tiers_of
 from checkpointless.system.layout import Layout
 
 
-def show(config: DictConfig, layout: Layout, stages: list[Stage] | str, console: Console) -> None:
+def show(config: DictConfig, layout: Layout, console: Console) -> None:
     """Print what a recipe would start, as plain text if the console is not a terminal.
 
     Args:
         config: the recipe with its overrides.
         layout: the layout of its ranks.
-        stages: the parameters on each GPU of every pipeline stage, or one line that says why they are not known.
         console: where it is printed.
     """
     whole, enabled = config.copy(), checkpointless_enabled(config)
     OmegaConf.update(whole, "trainer.num_nodes", layout.nodes, force_add=True)
     OmegaConf.update(whole, "trainer.devices", layout.ranks_per_node, force_add=True)
-    nbytes = None
-    if not isinstance(stages, str):
-        precision = precision_of(config)
-        nbytes = copy_bytes(fullest(stages, layout, precision)[1], precision, layout)
-    unit = "GPU" if needs_gpu(config) else "rank"
     parts = [
         ("configuration", [OmegaConf.to_yaml(whole, resolve=True).rstrip()]),
         ("layout", layout_lines(layout)),
         ("replicas", replica_lines(layout, enabled, bool(tiers_of(config)))),
-        (f"memory of the state, per {unit}", memory_lines(config, layout, stages)),
-        ("copies in tiers", tier_lines(config, layout, nbytes) if enabled else []),
+        ("copies in tiers", tier_lines(config, layout) if enabled else []),
         ("yours to give", missing(config)),
     ]
     for number, (title, lines) in enumerate(part for part in parts if part[1]):
@@ -97,32 +89,3 @@ def replica_lines(layout: Layout, enabled: bool, has_copies: bool = False) -> li
         *lines,
         "The loss of a whole node: survivable, any one. The holders of each shard are on different nodes.",
     ]
-
-
-def memory_lines(config: DictConfig, layout: Layout, stages: list[Stage] | str) -> list[str]:
-    """Describe how much memory the state takes, and how much of it the replicas."""
-    if isinstance(stages, str):
-        return [f"not known: {stages}"]
-    precision = precision_of(config)
-    number, most = fullest(stages, layout, precision)
-    least = min(memory(stage, layout, precision).total for stage in stages)
-    held = stages[number].dense.total + stages[number].expert.total
-    trained = stages[number].dense.trained + stages[number].expert.trained
-    where = f"each rank of stage {number + 1} of {len(stages)}, the fullest" if len(stages) > 1 else "every rank"
-    lines = [
-        f"{sum(stage.whole for stage in stages):,} parameters in all. On {where}: {held:,}"
-        + (f", {trained:,} of them trained." if trained != held else "."),
-        f"Parameters {_size(most.parameters)}, gradients {_size(most.gradients)}, "
-        f"optimizer {_size(most.optimizer)}: {_size(most.total)}, {_size(most.replica)} of it for the replicas.",
-        f"Where a model cannot be kept and is built again after a fault, up to {_size(most.peak)} at its peak.",
-    ]
-    if least != most.total:
-        lines.append(f"On the other pipeline stages it is down to {_size(least)}.")
-    budget = OmegaConf.select(config, "checkpointless.memory_budget_bytes")
-    if checkpointless_enabled(config) and budget is not None:
-        lines.append(f"While a rank is filled, buffers take at most {_size(budget)} more.")
-    return [*lines, "Activations, buffers of collectives and CUDA's own are not in it."]
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes / GIB:.2f} GiB" if nbytes >= GIB // 100 else f"{nbytes / 2**20:.2f} MiB"

@@ -45,20 +45,18 @@ def layout_of(config: DictConfig, nodes: int | None = None, ranks_per_node: int 
     )
 
 
-def check_layout(config: DictConfig, layout: Layout, layers: int | None = None, heads: int | None = None) -> None:
+def check_layout(config: DictConfig, layout: Layout) -> None:
     """Raise if the recipe's ranks cannot be laid out in this way, as far as is known.
 
     Args:
         config: the recipe.
         layout: the layout of its ranks.
-        layers: the number of layers of the model, where the recipe leaves it to the model's class.
-        heads: the number of attention heads, where the recipe leaves it to the model's class.
 
     Raises:
         RecipeError: the layout cannot work; the message is one line that says why.
     """
-    layers = OmegaConf.select(config, "model.config.num_layers", default=layers)
-    heads = OmegaConf.select(config, "model.config.num_attention_heads", default=heads)
+    layers = OmegaConf.select(config, "model.config.num_layers")
+    heads = OmegaConf.select(config, "model.config.num_attention_heads")
     try:
         layout.check(None if _stages_are_uneven(config) else layers, heads)
     except LayoutError as error:

@@ -1,4 +1,4 @@
-"""The tiers that a recipe's `checkpointless:` block asks for: made from its values, checked, and what they take."""
+"""The tiers that a recipe's `checkpointless:` block asks for: made from its values, and checked."""
 
 from __future__ import annotations
 
@@ -6,14 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from checkpointless.recipes.memory import Memory, Precision
 from checkpointless.recipes.settings import RecipeError
 from checkpointless.system.layout import Layout
 
 if TYPE_CHECKING:
     from checkpointless.recovery import Tier
-
-_SINGLE = 4  # bytes of a number in fp32
 
 
 def tiers_of(config: DictConfig) -> list[Tier]:
@@ -58,28 +55,12 @@ def check_tiers(config: DictConfig, layout: Layout) -> None:
             raise RecipeError(f"checkpointless.tiers: {error}") from error
 
 
-def copy_bytes(size: Memory, precision: Precision, layout: Layout) -> int:
-    """Return how many bytes of tensors a copy of a rank's state takes.
-
-    It has what no gather makes of other ranks' shards: the optimizer and, in fp32, its part of the parameters.
-
-    Args:
-        size: the memory that the state takes on a rank.
-        precision: the precision of the job.
-        layout: the layout of its ranks.
-    """
-    if precision.parameter != _SINGLE:
-        return size.optimizer
-    return size.optimizer + size.parameters // (layout.shards if layout.sharded else 1)
-
-
-def tier_lines(config: DictConfig, layout: Layout, nbytes: int | None) -> list[str]:
-    """Describe the tiers of a recipe, and what they cost each rank.
+def tier_lines(config: DictConfig, layout: Layout) -> list[str]:
+    """Describe the tiers of a recipe.
 
     Args:
         config: the recipe.
         layout: the layout of its ranks.
-        nbytes: the bytes of a copy of a rank's state, on the rank that holds the most; None: they are not known.
 
     Raises:
         RecipeError: a tier cannot be made.
@@ -90,11 +71,4 @@ def tier_lines(config: DictConfig, layout: Layout, nbytes: int | None) -> list[s
         where = f", {tier.copies} of them on other ranks, {jump} ranks apart" if tier.copies else ""
         often = "after each step" if tier.every == 1 else f"after each {tier.every} steps"
         lines.append(f"{tier.name}: {1 + tier.copies} {'copies' if tier.copies else 'copy'} {often}{where}.")
-        if nbytes is None:
-            continue
-        gib, kept = nbytes / 2**30, 2 * (1 + tier.copies)
-        takes = f"{kept} parts of {gib:.3g} GiB" if tier.is_memory or tier.copies else f"2 parts of {gib:.3g} GiB"
-        place = "host memory of each rank" if tier.is_memory else "directory, for each rank"
-        sent = f"; {gib * tier.copies:.3g} GiB are sent each time" if tier.copies else ""
-        lines.append(f"  It takes {takes} in the {place}{sent}.")
     return lines

@@ -36,7 +36,7 @@ from checkpointless.observability.report.verify import compare
 from checkpointless.observability.telemetry.events import read_events
 from checkpointless.observability.telemetry.steps import Recording, read_steps
 from checkpointless.testing.demo.chaos import Ended, Nursery
-from checkpointless.testing.demo.trainers.nemo import NeMo
+from checkpointless.testing.demo.trainers import TRAINERS
 from tests.ports import free_port
 from tests.ranks.users.draw import UsersCase, draw
 from tests.ranks.users.end import IN_ALL, Difference, compare_ends, read_ends
@@ -365,7 +365,7 @@ def main() -> int:
     progress(f"{len(cases)} cases of seed {args.seed}; faults will be caused on purpose; importing NeMo once")
     results: list[tuple[UsersCase, Result]] = []
     with interruptible():
-        calm = Calm(Nursery(NeMo()), args.run_dir / "calm")
+        calm = Calm(Nursery(TRAINERS["nemo"]), args.run_dir / "calm")
         for case in cases:
             result = known.get(case.number) if args.case is None else None
             if result is None or (args.again and result.outcome is Outcome.WRONG):

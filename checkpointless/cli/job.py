@@ -9,9 +9,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from checkpointless.cli.chaos import add_job_chaos_options, draw_into, judge_chaos
 from checkpointless.cli.coordination import add_coordination_options, coordination_settings
-from checkpointless.cli.fault_specs import add_fault_option, fault_specs
+from checkpointless.cli.fault_specs import (
+    add_fault_option,
+    add_job_chaos_options,
+    draw_into,
+    fault_specs,
+    judge_chaos,
+)
 from checkpointless.cli.output import say
 from checkpointless.cli.run_directory import RUNS_DIR, new_run_dir
 from checkpointless.cli.values import UsageError, both, count, nbytes, nodes, ranks, seconds

@@ -11,17 +11,19 @@ from rich.table import Table
 from rich.text import Text
 
 from checkpointless.faults.spec import EXPECTED, SUPPORT, VARIANTS, FaultPhase
+from checkpointless.observability.report.ettr import Comparison
 from checkpointless.observability.report.incidents import IncidentSummary
-from checkpointless.observability.report.restart import Comparison
 from checkpointless.observability.report.summary import PHASE_OF, PHASES, Report, RunState
 from checkpointless.observability.report.verify import Quantity, Steps, Verdict
 from checkpointless.observability.telemetry import wording
+from checkpointless.observability.telemetry.steps import NO_LOSS
 from checkpointless.observability.telemetry.tracebacks import TRACEBACKS_DIR
 
 #: Width, in columns, if the output is a pipe or a file, which has no width.
 _FILE_WIDTH = 160
 _MOST_INCIDENTS = 30
 _MOST_COLUMNS = 8
+_MOST_LOSSES = 24
 _LONGEST_CAUSE = 120
 _LONGEST_LINE, _TRACEBACK_LINES = 600, 60
 _BAR_WIDTH = 20
@@ -135,8 +137,10 @@ def restart_table(comparison: Comparison) -> Table:
     factor = "" if comparison.factor is None else f"measured; restarts: {comparison.factor:.3g} times as much"
     table.add_row("recovery", wording.duration(comparison.recovered_s), factor)
     table.add_row("ETTR with restarts", wording.share(comparison.ettr), "the same training, the same faults")
-    if comparison.left_out:
-        table.add_row("left out", str(comparison.left_out), "incidents that ended the job, or have not ended")
+    if comparison.incidents_left_out:
+        table.add_row(
+            "left out", str(comparison.incidents_left_out), "incidents that ended the job, or have not ended"
+        )
     return table
 
 
@@ -259,6 +263,25 @@ def verdict_table(verdict: Verdict, a: Steps, b: Steps, names: tuple[str, str]) 
     if where is not None:
         table.add_row(where.place, *(_with_decimal(value, where.quantity) for value in (where.a, where.b)))
     return table
+
+
+def loss_table(a: Steps, b: Steps) -> Table:
+    """Return a table of the losses of two runs, undisturbed and with faults; of many steps, only the last."""
+    table = Table("step", "undisturbed", "with faults", "same bits", title="losses", title_justify="left")
+    left, right = _losses(a), _losses(b)
+    for step in sorted({*left, *right})[-_MOST_LOSSES:]:
+        shown = (f"{each[step]:.6f}" if step in each else "-" for each in (left, right))
+        table.add_row(str(step), *shown, "yes" if left.get(step) == right.get(step) else "no")
+    return table
+
+
+def _losses(steps: Steps) -> dict[int, float]:
+    """Return the losses by step of the first rank with any but zeros (pipeline stages in between report none)."""
+    for rank in sorted(steps):
+        losses = {each.step: float.fromhex(each.loss) for each in steps[rank] if each.loss != NO_LOSS}
+        if any(losses.values()):
+            return losses
+    return {}
 
 
 def _with_decimal(value: str, quantity: Quantity) -> str:

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-import checkpointless.testing.demo.scripts
 from checkpointless.faults.ledger import fired
 from checkpointless.observability.report.verify import compare
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.events import read_events
-from checkpointless.testing.demo import TRAINERS
-from checkpointless.testing.demo.trainers import Task
+from checkpointless.testing.demo.trainers import TRAINERS, Task
 from tests.ranks.jobs import Job, run_job
 from tests.ranks.nemo_zygote import Zygote
 
 pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(400)]
 
-FOLDER = Path(checkpointless.testing.demo.scripts.__file__).parent
 PHASES = ("data", "forward", "backward", "before_optimizer", "optimizer", "after_optimizer", "between")
 INCIDENTS = 10
 SCRIPTED = [
@@ -29,9 +27,10 @@ SCRIPTED = [
 
 def train(zygote: Zygote, run_dir: Path, trainer: str, nproc: int, task: Task, *faults: str) -> Job:
     """Run the demo's script of a trainer."""
-    program = TRAINERS[trainer].program(task)
-    script = FOLDER / f"{program.module.rpartition('.')[2]}.py"
-    job = run_job(zygote, run_dir, nproc, script=str(script), args=program.arguments, faults=faults)
+    module, arguments = TRAINERS[trainer].program(task)
+    found = find_spec(module)
+    assert found is not None
+    job = run_job(zygote, run_dir, nproc, script=str(found.origin), args=arguments, faults=faults)
     assert job.code == 0, job.story()
     assert fired(job.run_dir) == dict.fromkeys(faults, 1)
     return job

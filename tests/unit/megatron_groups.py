@@ -15,10 +15,7 @@ from checkpointless.system.layout import Layout
 def megatron(layout: Layout, monkeypatch: pytest.MonkeyPatch, rank: int = 0) -> Iterator[dict[str, list[Any]]]:
     """Make the groups at the real world size; yield, by name, the ranks of all groups, also of other ranks'."""
     pytest.importorskip("megatron.core")
-    pytest.importorskip("hydra", reason="recipes need hydra-core")
     from megatron.core import parallel_state
-
-    from checkpointless.recipes.counting import as_rank
 
     made: dict[str, list[Any]] = {}
     create = parallel_state.create_group
@@ -31,3 +28,29 @@ def megatron(layout: Layout, monkeypatch: pytest.MonkeyPatch, rank: int = 0) -> 
         patch.setattr(parallel_state, "create_group", note)
         with as_rank(layout, rank):
             yield made
+
+
+@contextmanager
+def as_rank(layout: Layout, rank: int) -> Iterator[None]:
+    """Act as one rank of a job, as far as Megatron's process groups tell, although there is no other rank."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=rank, world_size=layout.world_size, store=FakeStore())
+    try:
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tensor,
+            pipeline_model_parallel_size=layout.pipeline,
+            virtual_pipeline_model_parallel_size=layout.virtual_pipeline if layout.virtual_pipeline > 1 else None,
+            context_parallel_size=layout.context,
+            expert_model_parallel_size=layout.expert,
+            expert_tensor_parallel_size=layout.expert_tensor,
+            num_distributed_optimizer_instances=layout.instances,
+            order="tp-cp-ep-pp-dp" if layout.pipeline_before_data else "tp-cp-ep-dp-pp",
+            create_gloo_process_groups=False,
+        )
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()

@@ -1,22 +1,30 @@
-"""The command ``demo``: its options and its default faults."""
+"""The command ``demo``: a small GPT is trained undisturbed and through faults, and the two runs are compared."""
 
 from __future__ import annotations
 
 import argparse
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import datetime, timezone
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from checkpointless.cli.chaos import (
-    TRAINER_NAMES,
-    add_demo_chaos_options,
-    check_goes_with_chaos,
-    demo_chaos,
-    demo_trainer,
-)
 from checkpointless.cli.command import Command
-from checkpointless.cli.fault_specs import add_fault_option, fault_specs
-from checkpointless.cli.run_directory import check_can_be_made
-from checkpointless.cli.values import UsageError, positive
+from checkpointless.cli.fault_specs import SEED_HELP, add_fault_option, check_goes_with_chaos, fault_specs
+from checkpointless.cli.output import say
+from checkpointless.cli.run_directory import RUNS_DIR, check_can_be_made, new_run_dir
+from checkpointless.cli.values import UsageError, count, positive
 
+if TYPE_CHECKING:
+    from checkpointless.testing.demo.trainers import Task, Trainer
+
+#: Names of the demo's trainers, which cost an import; a test compares the two.
+TRAINER_NAMES = ("nemo", "ddp", "hsdp", "megatron", "bridge", "lightning-ddp", "lightning-hsdp")
+_DEFAULT, _WITHOUT_NEMO = "nemo", "ddp"
+_CHAOS_STEPS, _CHAOS_RANKS = 6, 8
+_HEARTBEAT_TIMEOUT_S = 20.0  # a step of the demo takes a tenth of a second; its set-up a few seconds
+_STOPPED = "stopped by "  # how the last line of a job begins that a signal has ended
 _EPILOG = """\
 examples:
   checkpointless demo
@@ -29,36 +37,25 @@ Exit status: 0 if every fault happened and both runs are equal to the bit, 1 if 
 """
 
 
-def add_demo_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``demo``."""
+def _add_demo_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add(
-        "--trainer",
-        choices=TRAINER_NAMES,
-        metavar="NAME",
-        help=f"trainer: {', '.join(TRAINER_NAMES)} (default: nemo; ddp where NeMo is not installed)",
-    )
-    add(
-        "--nproc",
-        "--nproc-per-node",
-        type=positive,
-        metavar="N",
-        help="CPU ranks, up to 32 (default: 4; with --chaos: up to 8)",
-    )
+    trainers = f"trainer: {', '.join(TRAINER_NAMES)} (default: nemo; ddp where NeMo is not installed)"
+    add("--trainer", choices=TRAINER_NAMES, metavar="NAME", help=trainers)
+    ranks = "CPU ranks, up to 32 (default: 4; with --chaos: up to 8)"
+    add("--nproc", "--nproc-per-node", type=positive, metavar="N", help=ranks)
     add("--steps", type=positive, metavar="N", help="steps of each run (default: 10; with --chaos: 6)")
-    add(
-        "--layout",
-        default="",
-        metavar="tp=N,...",
-        help="sizes of tp, pp, ep and cp, as the trainer has them (default: 1)",
-    )
+    layout = "sizes of tp, pp, ep and cp, as the trainer has them (default: 1)"
+    add("--layout", default="", metavar="tp=N,...", help=layout)
     add("--dropout", type=float, default=0.0, metavar="P", help="dropout, in [0, 1) (default: 0)")
     add_fault_option(parser)
     add("--run-dir", type=Path, metavar="D", help="directory of both runs (default: under runs/)")
-    add_demo_chaos_options(parser)
+    add("--chaos", type=positive, metavar="N", help="run N small jobs with drawn layouts and faults instead")
+    add("--seed", type=count, metavar="K", help=SEED_HELP)
+    add("--overlap", action="store_true", help="give half of the jobs a second fault")
+    add("--chaos-case", type=count, metavar="I", help="run only case I of the N")
 
 
-def demo(options: argparse.Namespace) -> int:
+def _demo(options: argparse.Namespace) -> int:
     """Run the demo, or its jobs with drawn faults.
 
     Raises:
@@ -66,35 +63,152 @@ def demo(options: argparse.Namespace) -> int:
     """
     check_goes_with_chaos(options)
     if options.chaos is not None:
-        return demo_chaos(options)
-    options.nproc, options.steps = options.nproc or 4, options.steps or 10
-    from checkpointless.testing.demo import DemoConfig, DemoError, parse_layout
+        return _chaos(options)
+    from checkpointless.testing.demo.trainers import DemoError, Task, parse_layout
 
-    middle, late = max(1, options.steps * 4 // 10), max(1, options.steps * 7 // 10)
+    nproc, steps = options.nproc or 4, options.steps or 10
+    middle, late = max(1, steps * 4 // 10), max(1, steps * 7 // 10)
     faults = options.faults or [
-        f"exception@backward:rank={options.nproc // 2},step={middle}",
-        f"sigkill@optimizer:rank={min(1, options.nproc - 1)},step={late}",
+        f"exception@backward:rank={nproc // 2},step={middle}",
+        f"sigkill@optimizer:rank={min(1, nproc - 1)},step={late}",
     ]
     trainer = demo_trainer(options)
     try:
-        config = DemoConfig(
-            nproc=options.nproc,
-            steps=options.steps,
-            layout=parse_layout(options.layout, trainer.keys),
-            dropout=options.dropout,
-            faults=tuple(faults),
-            run_dir=options.run_dir,
-            trainer=trainer,
-        )
+        task = Task(nproc, steps, parse_layout(options.layout, trainer.keys), options.dropout)
+        trainer.check(task)
     except DemoError as error:
         raise UsageError(str(error)) from error
-    fault_specs(faults, options.nproc, options.steps, cpu=True)
+    fault_specs(faults, nproc, steps, cpu=True)
     check_can_be_made(options.run_dir)
-    from checkpointless.testing.demo.run import run_demo
+    stamp = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%SZ")
+    return run_demo(trainer, task, faults, options.run_dir or RUNS_DIR / f"{stamp}-demo")
 
-    return run_demo(config)
+
+def run_demo(trainer: Trainer, task: Task, faults: Sequence[str], run_dir: Path) -> int:
+    """Train twice, compare the runs, and show everything.
+
+    Args:
+        trainer: what trains.
+        task: what it is to train.
+        faults: fault specs of the second run.
+        run_dir: directory of both runs.
+
+    Returns:
+        0 if losses and parameters are bit-identical and every fault happened, else 1.
+    """
+    from checkpointless.cli.tables import console, loss_table, show_report, verdict_table
+    from checkpointless.faults.ledger import not_fired
+    from checkpointless.faults.spec import parse_all
+    from checkpointless.observability.report.summary import build_report
+    from checkpointless.observability.report.verify import compare
+    from checkpointless.observability.telemetry.events import read_events
+    from checkpointless.observability.telemetry.steps import read_steps
+    from checkpointless.testing.demo.trainers import GLOBAL_BATCH, global_batch
+
+    page = console()
+    layout = ", ".join(f"{key}={size}" for key, size in task.layout.items()) or "data parallel"
+    page.print(f"{trainer.what}: {task.nproc} CPU ranks ({layout}), dropout {task.dropout:g}, in {run_dir}")
+    if trainer.name == _DEFAULT and (samples := global_batch(task)) != GLOBAL_BATCH:
+        page.print(f"a step takes {samples} samples, not the recipe's {GLOBAL_BATCH}: whole microbatches for all")
+    calm, rough = run_dir / "undisturbed", run_dir / "disturbed"
+    for directory, specs in ((calm, ()), (rough, faults)):
+        code, last = _train(trainer, task, directory, specs)
+        if code != 0:
+            if not last.startswith(_STOPPED):
+                say(f"the {directory.name} run ended with exit code {code}; its logs: {directory / 'logs'}")
+            return 1
+    runs = [read_steps(directory) for directory in (calm, rough)]
+    verdict = compare(*runs)
+    show_report(build_report(str(rough), read_events(rough)), page)
+    page.print(verdict_table(verdict, *runs, (calm.name, rough.name)))
+    page.print(loss_table(*runs))
+    missing = not_fired(parse_all(faults, None, None), rough)
+    for fault in missing:
+        page.print(f"the fault {fault} never happened")
+    is_complete = verdict.steps == task.steps and len(verdict.ranks) == task.nproc
+    if not is_complete:
+        page.print(f"not every one of the {task.steps} steps was recorded on every rank")
+    page.print(verdict.sentence)
+    return 0 if verdict.equal and is_complete and not missing else 1
+
+
+def _train(trainer: Trainer, task: Task, directory: Path, faults: Sequence[str]) -> tuple[int, str]:
+    """Return the exit code of a job, and its last line."""
+    from checkpointless.launcher.agent.launch import launch
+    from checkpointless.launcher.agent.launch_config import LaunchConfig
+
+    lines = [""]
+
+    def tell(line: str) -> None:
+        lines.append(line)
+        say(line)
+
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+    say(f"the {directory.name} run: {' '.join(faults) or 'no faults'} (imports the frameworks once, about 10 s)")
+    module, arguments = trainer.program(task)
+    config = LaunchConfig(
+        nproc_per_node=task.nproc,
+        script=module,
+        script_args=arguments,
+        module=True,
+        run_dir=directory,
+        cpu=True,
+        preload=trainer.preload(),
+        heartbeat_timeout_s=_HEARTBEAT_TIMEOUT_S,
+        faults=tuple(faults),
+        record_steps=True,
+        stream_logs=False,
+    )
+    return launch(config, tell), lines[-1]
+
+
+def demo_trainer(options: argparse.Namespace) -> Trainer:
+    """Return the trainer that ``options`` ask for; where they ask for none, NeMo's, or DDP's without NeMo.
+
+    Raises:
+        UsageError: it is not installed.
+    """
+    from checkpointless.testing.demo.trainers import TRAINERS, DemoError
+
+    trainer = TRAINERS[options.trainer or _DEFAULT]
+    try:
+        trainer.require()
+    except DemoError as error:
+        if options.trainer is not None:
+            raise UsageError(str(error)) from error
+        say(f"{error}; what trains is --trainer {_WITHOUT_NEMO}")
+        return TRAINERS[_WITHOUT_NEMO]
+    return trainer
+
+
+def _chaos(options: argparse.Namespace) -> int:
+    asked: dict[str, Any] = {"--layout": options.layout, "--dropout": options.dropout, "--fault": options.faults}
+    fixed = [name for name, value in asked.items() if value]
+    if fixed:
+        raise UsageError(f"--chaos draws layouts and faults itself: leave {', '.join(fixed)} out")
+    if options.chaos_case is not None and options.chaos_case >= options.chaos:
+        raise UsageError(f"--chaos-case must be below {options.chaos}, not {options.chaos_case}")
+    from checkpointless.cli.tables import console
+    from checkpointless.testing.demo.chaos import ChaosConfig, run_chaos
+
+    config = ChaosConfig(
+        cases=options.chaos,
+        seed=options.seed or 0,
+        overlap=options.overlap,
+        only=options.chaos_case,
+        steps=options.steps or _CHAOS_STEPS,
+        most_ranks=options.nproc or _CHAOS_RANKS,
+        run_dir=options.run_dir or RUNS_DIR,
+        trainer=demo_trainer(options),
+    )
+    try:
+        config.drawn()  # what cannot be drawn is refused before a directory is made
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    return run_chaos(replace(config, run_dir=new_run_dir(options.run_dir, "chaos")), console())
 
 
 COMMAND = Command(
-    "demo", "train a small GPT with and without faults and compare the two", add_demo_options, demo, _EPILOG
+    "demo", "train a small GPT with and without faults and compare the two", _add_demo_options, _demo, _EPILOG
 )

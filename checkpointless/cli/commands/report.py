@@ -27,6 +27,16 @@ A run can be reported while it is in progress.
 """
 
 
+#: What a restart would cost, for the estimate.
+_RESTART_OPTIONS = {
+    "--restart-detect": "from a fault to a restart (default: as in this run)",
+    "--restart-requeue": "in the scheduler's queue (default: 0)",
+    "--restart-startup": "from a start to the first step (default: as in this run)",
+    "--restart-load": "to load a checkpoint (default: 0)",
+    "--checkpoint-interval": "of training between two checkpoints (default: 900)",
+}
+
+
 def add_report_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``report``."""
     add = parser.add_argument
@@ -34,26 +44,9 @@ def add_report_options(parser: argparse.ArgumentParser) -> None:
     add("--json", type=Path, metavar="FILE", help="write JSON (-: to standard output, and nothing else)")
     add("--html", type=Path, metavar="FILE", help="write a web page")
     add("--trace", type=Path, metavar="FILE", help="write a trace for Perfetto or Chrome")
-    add(
-        "--restart-detect",
-        type=_at_least_zero,
-        metavar="S",
-        help="seconds from a fault to a restart (default: as in this run)",
-    )
-    add("--restart-requeue", type=_at_least_zero, metavar="S", help="seconds in the scheduler's queue (default: 0)")
-    add(
-        "--restart-startup",
-        type=_at_least_zero,
-        metavar="S",
-        help="seconds from a start to the first step (default: as in this run)",
-    )
-    add("--restart-load", type=_at_least_zero, metavar="S", help="seconds to load a checkpoint (default: 0)")
-    add(
-        "--checkpoint-interval",
-        type=seconds,
-        metavar="S",
-        help="seconds of training between two checkpoints (default: 900)",
-    )
+    for option, text in _RESTART_OPTIONS.items():
+        kind = seconds if option == "--checkpoint-interval" else _at_least_zero
+        add(option, type=kind, metavar="S", help=f"seconds {text}")
 
 
 def report_command(options: argparse.Namespace) -> int:
@@ -62,7 +55,6 @@ def report_command(options: argparse.Namespace) -> int:
     Raises:
         UsageError: there is no run, or a file cannot be read or written.
     """
-    from checkpointless.observability.report.restart import RestartOptions
     from checkpointless.observability.report.summary import as_json, build_report
     from checkpointless.observability.telemetry.events import EVENTS_FILE, read_events
 
@@ -79,18 +71,14 @@ def report_command(options: argparse.Namespace) -> int:
         caused = fired(run_dir)
     except OSError as error:
         raise UsageError(f"cannot read {run_dir}: {error.strerror}") from error
+    named = {option: getattr(options, option[2:].replace("-", "_")) for option in _RESTART_OPTIONS}
+    given = {option: value for option, value in named.items() if value is not None}
     report = build_report(
         str(run_dir),
         events,
         caused=caused,
         lines_left_out=max(0, lines - len(events)),
-        options=RestartOptions(
-            detect_s=options.restart_detect,
-            requeue_s=options.restart_requeue,
-            startup_s=options.restart_startup,
-            load_s=options.restart_load,
-            interval_s=options.checkpoint_interval,
-        ),
+        given=given,
     )
     if options.json is not None:
         write(options.json, as_json(report) + "\n")

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import io
 import os
 from collections.abc import Callable
-from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeGuard
 
 from checkpointless.cli.command import Command
 from checkpointless.cli.cuda import has_cuda
 from checkpointless.cli.job import Program, add_job_options, launch_job
-from checkpointless.cli.output import say
 from checkpointless.cli.values import UsageError
 from checkpointless.system.environment import CPU_ENV
 
@@ -36,7 +33,7 @@ examples:
   checkpointless train tiny_gpt_cpu --cpu --nproc-per-node 4
   checkpointless train my_recipe.yaml --nproc-per-node 8 trainer.max_steps=1000 optim.config.lr=3e-4
   checkpointless train tiny_gpt_cpu --cpu --nproc-per-node 4 --fault exception@forward:rank=2,step=7
-  checkpointless train llama3_70b_pretrain --dry-run     layout, replicas and memory; starts nothing
+  checkpointless train llama3_70b_pretrain --dry-run     layout and replicas; starts nothing
 """
 
 
@@ -47,7 +44,7 @@ def add_train_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="show the resolved recipe, layout, replicas and memory; start nothing",
+        help="show the resolved recipe, layout and replicas; start nothing",
     )
     parser.add_argument("recipe", metavar="RECIPE", help="a YAML file, or the name of a bundled recipe")
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="value to set, by dotted key")
@@ -62,7 +59,12 @@ def train(options: argparse.Namespace) -> int:
     """
     config = check_train(options, has_cuda)
     if options.dry_run:
-        return dry_run(options, config)
+        from checkpointless.cli.tables import console
+        from checkpointless.recipes.dry_run import show
+        from checkpointless.recipes.layout import layout_of
+
+        show(config, layout_of(config, options.nnodes, options.nproc_per_node), console())
+        return 0
     max_steps = config.trainer.get("max_steps")
     last = max_steps if isinstance(max_steps, int) and max_steps > 0 else None  # -1: all steps of the epochs
     return launch_job(options, _program(options, config), last)
@@ -164,35 +166,6 @@ def check_train(options: argparse.Namespace, has_cuda: Callable[[], bool]) -> Di
         raise UsageError(str(error)) from error
     options.nnodes, options.nproc_per_node = layout.nodes, layout.ranks_per_node
     return config
-
-
-def dry_run(options: argparse.Namespace, config: DictConfig) -> int:
-    """Show what `train` would start.
-
-    Args:
-        options: options that :func:`check_train` has filled in.
-        config: recipe that :func:`check_train` returned.
-
-    Raises:
-        UsageError: the model cannot be laid out as asked.
-    """
-    from checkpointless.cli.tables import console
-    from checkpointless.recipes.dry_run import show
-    from checkpointless.recipes.layout import layout_of
-    from checkpointless.recipes.settings import RecipeError
-
-    say("building the model on the meta device, to count its parameters (imports NeMo: 10 to 40 s)")
-    os.environ.update({CPU_ENV: "1", "CUDA_VISIBLE_DEVICES": ""})  # nothing is computed, so no GPU is touched
-    layout = layout_of(config, options.nnodes, options.nproc_per_node)
-    try:
-        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):  # what NeMo says when it is imported
-            from checkpointless.recipes.counting import count
-
-            stages = count(config, layout)
-    except RecipeError as error:
-        raise UsageError(str(error)) from error
-    show(config, layout, stages, console())
-    return 0
 
 
 COMMAND = Command("train", "train a NeMo recipe, through faults", add_train_options, train, _EPILOG)

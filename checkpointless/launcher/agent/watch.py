@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from checkpointless.launcher.protocol.board import NO_STEP
 from checkpointless.launcher.protocol.node_messages import RankState
-from checkpointless.observability.monitoring.accounting import Accounting
-from checkpointless.observability.monitoring.measured import Measuring
+from checkpointless.observability.monitoring.metrics import Metrics, Source
+from checkpointless.observability.monitoring.run_log import RunLog
 from checkpointless.observability.monitoring.snapshot import (
     OUTSIDE,
     JobNames,
@@ -18,10 +18,9 @@ from checkpointless.observability.monitoring.snapshot import (
     JobStatus,
     RankStatus,
     Snapshot,
-    Tally,
 )
 from checkpointless.observability.telemetry.event_names import EventName
-from checkpointless.observability.telemetry.events import Edge, EventLog
+from checkpointless.observability.telemetry.events import Edge, Event, EventLog
 
 if TYPE_CHECKING:  # a node's agent loads torch, and a coordinator in a process of its own needs none
     from collections.abc import Iterator
@@ -46,17 +45,14 @@ class Watch:
 
     Attributes:
         snapshot: the newest snapshot; it is replaced, never changed.
-        measuring: reads what the ranks of this node measured; None before :meth:`log`, and outside of nodes.
-        accounting: reads what the run's time was spent on; None before :meth:`log`.
-        names: what the job is called.
+        metrics: what is counted.
+        run_log: reads what ranks measured and what the run's time was spent on; None before :meth:`log`.
     """
 
     def __init__(self, node: int, names: JobNames | None = None) -> None:
         self.snapshot = Snapshot(node)
-        self.measuring: Measuring | None = None
-        self.accounting: Accounting | None = None
-        self.names = names or JobNames()
-        self._tally = Tally()
+        self.metrics = Metrics(node, names or JobNames())
+        self.run_log: RunLog | None = None
         self._began_s = self._again_at_s = 0.0
 
     def log(self, path: Path | None) -> EventLog:
@@ -67,10 +63,8 @@ class Watch:
         """
         node = self.snapshot.node
         if path is not None:
-            self.accounting = Accounting(path)
-        if node != OUTSIDE and path is not None:
-            self.measuring = Measuring(path, node, self._own_ranks)
-        return _WatchedLog(path, node, self._tally)
+            self.run_log = RunLog(path, node, self._own_ranks, self._take)
+        return _WatchedLog(path, node, self.metrics)
 
     def look(self, agent: NodeAgent, coordinator: Coordinator | None, now_s: float) -> None:
         """Replace the snapshot if it is due.
@@ -90,8 +84,8 @@ class Watch:
             generation=_known(agent.generation),
             high_water=_known(agent.began_after) if committed is None else committed,
             incident=agent.incident,
-            respawns=self._tally.respawns,
-            device_checks_failed=self._tally.device_checks_failed,
+            respawns=int(self.metrics.values("respawns")[""]),
+            device_checks_failed=int(self.metrics.values("device_checks_failed")[""]),
             exit_code=None if agent.outcome is None else agent.outcome.code,
             ranks=ranks,
             job=None if coordinator is None else self._job(coordinator),
@@ -109,7 +103,7 @@ class Watch:
             looked_at_s=now_s,
             generation=_known(coordinator.generation),
             high_water=_known(coordinator.high_water),
-            incident=next(reversed(self._tally.open), None),
+            incident=next(reversed(self.metrics.open), None),
             exit_code=None if coordinator.outcome is None else coordinator.outcome.code,
             job=job,
         )
@@ -122,11 +116,16 @@ class Watch:
     def _looked(self, now_s: float) -> None:
         self._again_at_s = now_s + max(_EVERY_S, _SHARE * (time.perf_counter() - self._began_s))
 
-    def _own_ranks(self) -> tuple[frozenset[int], bool]:
-        now = self.snapshot
-        return frozenset(rank.rank for rank in now.ranks), now.exit_code is not None
+    def _own_ranks(self) -> frozenset[int]:
+        return frozenset(rank.rank for rank in self.snapshot.ranks)
+
+    def _take(self, event: Event) -> None:
+        about = {"stage": event.stage, "edge": event.edge, "generation": event.generation}
+        self.metrics.take((Source.RANKS,), {**event.fields, **about, "incident": event.incident})
 
     def _job(self, coordinator: Coordinator) -> JobStatus:
+        metrics = self.metrics
+        counts, sums = (metrics.values("recovery_seconds", suffix) for suffix in ("_count", "_sum"))
         return JobStatus(
             nodes=tuple(_node(node) for node in coordinator.nodes),
             ranks=tuple(
@@ -134,13 +133,13 @@ class Watch:
                 for rank in coordinator.ranks
             ),
             spares=len(coordinator.spares),
-            incidents=self._tally.incidents,
-            cause=next(reversed(self._tally.open.values()), None),
-            causes=dict(self._tally.causes),
-            recoveries=self._tally.recoveries,
-            rungs=dict(self._tally.rungs),
-            steps_lost=self._tally.steps_lost,
-            given_up=self._tally.given_up,
+            incidents=metrics.incidents,
+            cause=next(reversed(self.metrics.open.values()), None),
+            causes={cause: int(count) for cause, count in metrics.values("incidents").items() if count},
+            recoveries=_durations(sum(counts.values()), sum(sums.values())),
+            rungs={rung: _durations(count, sums[rung]) for rung, count in counts.items()},
+            steps_lost=int(metrics.values("steps_lost")[""]),
+            given_up=int(metrics.values("nodes_given_up")[""]),
             inexact=coordinator.inexact,
         )
 
@@ -148,9 +147,9 @@ class Watch:
 class _WatchedLog(EventLog):
     """An event log that counts what it is given."""
 
-    def __init__(self, path: Path | None, node: int, tally: Tally) -> None:
+    def __init__(self, path: Path | None, node: int, metrics: Metrics) -> None:
         super().__init__(path, node=node)
-        self._tally = tally
+        self._metrics = metrics
 
     def emit(
         self,
@@ -164,7 +163,8 @@ class _WatchedLog(EventLog):
     ) -> None:
         """Append one event, and count it."""
         super().emit(stage, edge, generation=generation, incident=incident, rank=rank, **fields)
-        self._tally.event(stage, edge, incident, fields)
+        about = {"stage": stage, "edge": edge, "generation": generation, "incident": incident}
+        self._metrics.take((Source.AGENT, Source.COORDINATOR), fields | about)
 
 
 def _ranks(agent: NodeAgent, now_s: float) -> Iterator[RankStatus]:
@@ -179,6 +179,10 @@ def _ranks(agent: NodeAgent, now_s: float) -> Iterator[RankStatus]:
             _known(reading.making),
             round(max(0.0, now_s - rank.beats.at_s), 3) if rank.state in _BEATING else None,
         )
+
+
+def _durations(count: float, seconds: float) -> dict[str, float]:
+    return {"count": int(count), "seconds": round(seconds, 3)}
 
 
 def _node(node: Node) -> JobNode:

@@ -1,12 +1,12 @@
 """Health, status and metrics over HTTP, read-only: ``/healthz``, ``/status`` and ``/metrics``, listed at ``/``.
 
 Daemon threads serve them from the snapshot of the agent, or of a coordinator in a separate process: one accepts
-clients, and each client has one. They never make the loop wait: a slow client loses its connection, and a flood is
-accepted at a fixed pace.
+clients, and each client has one. They never make the loop wait.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import logging
@@ -24,17 +24,16 @@ from ipaddress import ip_address
 from typing import Protocol, TypeAlias, cast
 from urllib.parse import urlsplit
 
-from checkpointless.observability.monitoring import prometheus
-from checkpointless.observability.monitoring.accounting import Accounting
-from checkpointless.observability.monitoring.durations import Durations
-from checkpointless.observability.monitoring.measured import Measuring
-from checkpointless.observability.monitoring.snapshot import JobNames, Snapshot
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+from checkpointless.observability.monitoring.metrics import Metrics
+from checkpointless.observability.monitoring.run_log import RunLog
+from checkpointless.observability.monitoring.snapshot import Snapshot
 
 logger = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 32  # the oldest connection makes room for a new one
-REQUEST_TIMEOUT_S = 5.0  # from the start of the connection until the client has taken the answer
-_ACCEPT_PAUSE_S = 0.005  # after each connection, which bounds what a flood can cost
+REQUEST_TIMEOUT_S = 5.0  # for each read from a client, and each write to it
 _POLL_S = 0.2
 _CLOSE_TIMEOUT_S = 5.0
 _Request: TypeAlias = socket.socket | tuple[bytes, socket.socket]
@@ -66,73 +65,41 @@ class Watched(Protocol):
         """The newest look at the job."""
 
     @property
-    def measuring(self) -> Measuring | None:
-        """Reads what the ranks of this node measured; None where there is no event log."""
+    def metrics(self) -> Metrics:
+        """What is counted."""
 
     @property
-    def accounting(self) -> Accounting | None:
-        """Reads what the run's time was spent on; None where there is no event log."""
-
-    @property
-    def names(self) -> JobNames:
-        """What the job is called."""
+    def run_log(self) -> RunLog | None:
+        """Reads what ranks measured and what the run's time was spent on; None where there is no event log."""
 
 
-class Pages:
-    """The pages that can be read, each made from a snapshot on request, once per snapshot.
-
-    One thread at a time may use them.
-
-    Args:
-        watch: holds the snapshot.
-    """
-
-    def __init__(self, watch: Watched) -> None:
-        self._watch = watch
-        self._made: dict[str, tuple[Snapshot, Page]] = {}
-        self._pages: dict[str, Callable[[Snapshot], Page]] = {"/status": _status, "/metrics": self._metrics}
-
-    def at(self, path: str) -> Page | None:
-        """Return the page at exactly this path, or None if there is none."""
-        snapshot = self._watch.snapshot
-        if path == "/":
-            return Page(HTTPStatus.OK, TEXT, PATHS.encode())
-        if path == "/healthz":
-            well, words = snapshot.health(time.monotonic())
-            status = HTTPStatus.OK if well else HTTPStatus.SERVICE_UNAVAILABLE
-            return Page(status, TEXT, f"{words}\n".encode())
-        make = self._pages.get(path)
-        if make is None:
-            return None
-        of, page = self._made.get(path, (None, None))
-        if page is None or of is not snapshot:
-            page = make(snapshot)
-            self._made[path] = (snapshot, page)
-        return page
-
-    def _metrics(self, now: Snapshot) -> Page:
-        watch = self._watch
-        measured = watch.measuring.ask() if watch.measuring is not None else None
-        account = None
-        if watch.accounting is not None and now.job is not None:  # the run's, so once for all nodes
-            account = watch.accounting.ask(now.high_water)
-        return Page(HTTPStatus.OK, prometheus.CONTENT_TYPE, prometheus.render(now, measured, account, watch.names))
-
-
-def _status(snapshot: Snapshot) -> Page:
-    return Page(HTTPStatus.OK, _JSON, json.dumps(snapshot, default=_plain).encode() + b"\n")
+def page_at(path: str, watch: Watched) -> Page | None:
+    """Return the page at exactly this path, made from the snapshot; None if there is none."""
+    now, run_log = watch.snapshot, watch.run_log
+    if path == "/":
+        return Page(HTTPStatus.OK, TEXT, PATHS.encode())
+    if path == "/healthz":
+        well, words = now.health(time.monotonic())
+        return Page(HTTPStatus.OK if well else HTTPStatus.SERVICE_UNAVAILABLE, TEXT, f"{words}\n".encode())
+    if path == "/status":
+        return Page(HTTPStatus.OK, _JSON, json.dumps(now, default=_plain).encode() + b"\n")
+    if path != "/metrics":
+        return None
+    is_known = now.looked_at_s is None or now.job is not None  # the account is the run's, so once for all nodes
+    account = run_log.ask(now.high_water, has_account=is_known) if run_log is not None else None
+    found = watch.metrics.page(now, account if now.job is not None else None, has_log=run_log is not None)
+    return Page(HTTPStatus.OK, CONTENT_TYPE_LATEST, found)
 
 
 def _plain(value: object) -> dict[str, object]:
-    if isinstance(value, Durations):
-        return {"count": value.counts[-1], "seconds": round(value.seconds, 3)}
     return {key: item for key, item in vars(value).items() if key != "looked_at_s"}  # on this machine's own clock
 
 
 class StatusHandler(BaseHTTPRequestHandler):
-    """Answers one request with a page of the server; what follows the request's headers is ignored."""
+    """Answers one request with a page; what follows the request's headers is ignored."""
 
     server: StatusServer
+    timeout = REQUEST_TIMEOUT_S
     command = ""
     requestline = ""
 
@@ -150,7 +117,8 @@ class StatusHandler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Send the page, or 404."""
-        page = self.server.page_at(self.path.partition("?")[0])
+        with self.server.turn:  # one client at a time is worked for, so the loop shares the interpreter with one
+            page = page_at(self.path.partition("?")[0], self.server.watch)
         if page is None:
             self.send_error(HTTPStatus.NOT_FOUND)
         else:
@@ -189,12 +157,12 @@ class StatusHandler(BaseHTTPRequestHandler):
 
 
 class StatusServer(ThreadingHTTPServer):
-    """The standard library's server with limits on connections.
+    """The standard library's server, with a limit on connections.
 
     Args:
         where: address and port to bind to.
         family: the address's family.
-        pages: what is served.
+        watch: holds what is served.
         name: the name that the address was given by.
 
     Raises:
@@ -203,13 +171,14 @@ class StatusServer(ThreadingHTTPServer):
 
     request_queue_size = 128
 
-    def __init__(self, where: tuple[str, int], family: socket.AddressFamily, pages: Pages, name: str = "") -> None:
+    def __init__(
+        self, where: tuple[str, int], family: socket.AddressFamily, watch: Watched, name: str = ""
+    ) -> None:
         self.address_family = family
+        self.watch = watch
+        self.turn = threading.Lock()
         self._names = {name.lower(), "localhost"} if ip_address(where[0]).is_loopback else None
-        self._pages = pages
-        self._turn = threading.Lock()
-        self._clients: list[tuple[socket.socket, threading.Thread, float]] = []  # until when each may stay
-        self._ending = threading.Lock()  # a descriptor that was closed may be another file's already
+        self._clients: dict[threading.Thread, socket.socket] = {}
         super().__init__(where, StatusHandler)
 
     def answers_to(self, host: str) -> bool:
@@ -224,21 +193,6 @@ class StatusServer(ThreadingHTTPServer):
         except ValueError:
             return False
 
-    def page_at(self, path: str) -> Page | None:
-        """Return the page at this path, or None; of all clients one at a time is worked for."""
-        with self._turn:
-            return self._pages.at(path)
-
-    def close(self) -> None:
-        """Stop ``serve_forever``, which runs in another thread, and close every connection."""
-        self.shutdown()
-        self.server_close()
-        by_s = time.monotonic() + _CLOSE_TIMEOUT_S
-        for request, _, _ in self._clients:
-            self._drop(request)
-        for _, thread, _ in self._clients:
-            thread.join(max(0.0, by_s - time.monotonic()))
-
     def server_bind(self) -> None:
         """Bind as ``socket.create_server`` does: without looking up this host's name, which may take long."""
         if self.address_family is socket.AF_INET6:
@@ -246,27 +200,17 @@ class StatusServer(ThreadingHTTPServer):
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
 
-    def service_actions(self) -> None:
-        """Drop clients whose time is up; called after each connection, and several times per second."""
-        self._keep(MAX_CONNECTIONS)
-        time.sleep(_ACCEPT_PAUSE_S)
-
     def process_request(self, request: _Request, client_address: object) -> None:
         """Serve a client in a thread; if there are too many clients, the oldest makes room first."""
-        self._keep(MAX_CONNECTIONS - 1)
-        thread = threading.Thread(
-            target=self.process_request_thread,
-            args=(request, client_address),
-            name="checkpointless-http-client",
-            daemon=True,
-        )
+        self._clients = {thread: client for thread, client in self._clients.items() if thread.is_alive()}
+        if len(self._clients) >= MAX_CONNECTIONS:
+            oldest = next(iter(self._clients))
+            _hang_up(self._clients.pop(oldest))
+            oldest.join(_POLL_S)
+        serve, arguments = self.process_request_thread, (request, client_address)
+        thread = threading.Thread(target=serve, args=arguments, name="checkpointless-http-client", daemon=True)
+        self._clients[thread] = cast(socket.socket, request)
         thread.start()
-        self._clients.append((cast(socket.socket, request), thread, time.monotonic() + REQUEST_TIMEOUT_S))
-
-    def close_request(self, request: _Request) -> None:
-        """Close a connection whose client was served."""
-        with self._ending:
-            super().close_request(request)
 
     def handle_error(self, request: _Request, client_address: object) -> None:
         """Log why a client was not answered."""
@@ -276,24 +220,20 @@ class StatusServer(ThreadingHTTPServer):
         else:
             logger.exception("HTTP: a request could not be answered")
 
-    def _keep(self, most: int) -> None:
-        """Drop clients whose time is up, and the oldest ones while there are more than ``most``."""
-        self._clients = [client for client in self._clients if client[1].is_alive()]
-        for index, (request, thread, until_s) in enumerate(self._clients):
-            is_surplus = index < len(self._clients) - most
-            if is_surplus or time.monotonic() > until_s:
-                self._drop(request)
-            if is_surplus:
-                thread.join(_POLL_S)
+    def close(self) -> None:
+        """Stop ``serve_forever``, which runs in another thread, and close every connection."""
+        self.shutdown()
+        self.server_close()
+        for client in self._clients.values():
+            _hang_up(client)
+        by_s = time.monotonic() + _CLOSE_TIMEOUT_S
+        for thread in self._clients:
+            thread.join(max(0.0, by_s - time.monotonic()))
 
-    def _drop(self, request: socket.socket) -> None:
-        with self._ending:
-            if request.fileno() < 0:
-                return
-            try:
-                request.shutdown(socket.SHUT_RDWR)
-            except OSError as error:
-                logger.debug("HTTP: %s", error)
+
+def _hang_up(client: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # it is closed already
+        client.shutdown(socket.SHUT_RDWR)
 
 
 class HttpStatus:
@@ -308,7 +248,6 @@ class HttpStatus:
     def __init__(self, host: str, port: int, watch: Watched) -> None:
         self.watch = watch
         self._where = (host, port)
-        self._pages = Pages(watch)
         self._server: StatusServer | None = None
         self._thread: threading.Thread | None = None
 
@@ -330,7 +269,7 @@ class HttpStatus:
         host, port = self._where
         try:
             family, *_, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-            self._server = StatusServer((str(where[0]), int(where[1])), family, self._pages, host)
+            self._server = StatusServer((str(where[0]), int(where[1])), family, self.watch, host)
         except (OSError, UnicodeError) as error:  # UnicodeError: the host cannot be a host name
             number = getattr(error, "errno", None) or 0
             reason = os.strerror(number) if number > 0 else str(error)
@@ -346,9 +285,8 @@ class HttpStatus:
         if self._server is not None and self._thread is not None:
             self._server.close()
             self._thread.join(_CLOSE_TIMEOUT_S)
-        for reader in (self.watch.measuring, self.watch.accounting):
-            if reader is not None:
-                reader.close()
+        if self.watch.run_log is not None:
+            self.watch.run_log.close()
 
 
 def _url(host: str, port: int) -> str:

@@ -5,24 +5,13 @@ Only the loop calls :class:`Watch`; other threads only read its ``snapshot``, so
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from checkpointless.observability.monitoring.durations import Durations
-from checkpointless.observability.telemetry.event_names import EventName
-from checkpointless.observability.telemetry.rungs import Rung
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-
-RECOVERY_BUCKETS_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 OUTSIDE = -1  # in place of a node's number: a coordinator in a separate process is no node
 STALE_S = 5.0  # a loop that has not turned for this long counts as stuck
-_RUNGS = tuple(rung.label for rung in Rung)
-_NO_RECOVERIES = Durations.none(RECOVERY_BUCKETS_S)
+_Durations = Mapping[str, float]  # how many there were, and their sum: ``count`` and ``seconds``
 
 
 @dataclass(frozen=True)
@@ -111,8 +100,8 @@ class JobStatus:
     incidents: int
     cause: str | None
     causes: Mapping[str, int]
-    recoveries: Durations
-    rungs: Mapping[str, Durations]
+    recoveries: _Durations
+    rungs: Mapping[str, _Durations]
     steps_lost: int = 0
     given_up: int = 0
     inexact: int = 0
@@ -163,50 +152,3 @@ class Snapshot:
         if self.incident is not None:
             return True, f"ok, recovering from incident {self.incident}"
         return True, "ok" if self.generation is not None else "ok, waiting for all ranks"
-
-
-@dataclass
-class Tally:
-    """Counts what the agent of this node, or the coordinator, writes into the event log.
-
-    Attributes:
-        incidents: how many incidents were seen.
-        open: how the cause came about, for each incident whose ranks have not met again.
-        causes: how many of the other incidents there were, by how the cause came about.
-        recoveries: see :class:`JobStatus`.
-        rungs: see :class:`JobStatus`.
-        respawns: see :class:`Snapshot`.
-        steps_lost: see :class:`JobStatus`.
-        given_up: see :class:`JobStatus`.
-        device_checks_failed: see :class:`Snapshot`.
-    """
-
-    incidents: int = 0
-    open: dict[str, str] = field(default_factory=dict)
-    causes: Counter[str] = field(default_factory=Counter)
-    recoveries: Durations = _NO_RECOVERIES
-    rungs: dict[str, Durations] = field(default_factory=lambda: dict.fromkeys(_RUNGS, _NO_RECOVERIES))
-    respawns: int = 0
-    steps_lost: int = 0
-    given_up: int = 0
-    device_checks_failed: int = 0
-
-    def event(self, stage: EventName, edge: str, incident: str | None, fields: Mapping[str, Any]) -> None:
-        """Count an event; of several ``detect`` events of an incident, the last knows best how it came about."""
-        if stage == EventName.RESPAWN:
-            self.respawns += edge == "begin"
-        elif stage == EventName.DEVICE_CHECK:
-            self.device_checks_failed += bool(fields["why"])
-        elif stage == EventName.BAD_DEVICE:
-            self.given_up += fields["remedy"] == "give_up"
-        elif stage == EventName.DETECT and incident is not None:
-            self.incidents += incident not in self.open
-            self.open[incident] = str(fields.get("how"))
-        elif stage == EventName.GO and incident in self.open:
-            self.causes[self.open.pop(incident)] += 1
-        elif stage == EventName.RECOVERED:
-            seconds = float(fields["seconds"])
-            rung = str(fields["rung"])
-            self.recoveries = self.recoveries.and_one_of(seconds)
-            self.steps_lost += int(fields["steps_lost"] or 0)
-            self.rungs[rung] = self.rungs[rung].and_one_of(seconds)

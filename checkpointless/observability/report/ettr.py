@@ -22,10 +22,10 @@ from __future__ import annotations
 
 import enum
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from checkpointless.observability.report.incidents import IncidentSummary
+from checkpointless.observability.report.incidents import IncidentSummary, Outcome
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.events import Event
 
@@ -239,3 +239,197 @@ def _repeated_s(incidents: Iterable[IncidentSummary], step_s: float | None) -> f
     if steps == 0:
         return 0.0
     return None if step_s is None else steps * step_s
+
+
+# --- What restarts from a checkpoint would have cost --------------------------------------------------------------
+#
+#     cost of one fault = detection + requeue + start-up + checkpoint load + steps made again
+#     steps made again  = min(half the checkpoint interval, effective training so far)
+#
+# The expected loss of work is half an interval, as in the first-order model of Young (1974, "A first order
+# approximation to the optimum checkpoint interval") and in Kokolis et al. A fault that came while another one was
+# handled belongs to the same restart. Faults that ended the job are left out, since they need a restart in either
+# case. The cost of writing checkpoints during undisturbed training is not counted either. A figure that is neither
+# given nor known from the run itself is assumed in favour of the restart, so the result is too low rather than too
+# high.
+
+
+class Source(enum.Enum):
+    """Where a figure comes from."""
+
+    MEASURED = "measured in this run"
+    GIVEN = "given"
+    ASSUMED = "assumed"
+
+
+@dataclass(frozen=True)
+class Assumption:
+    """One figure of the estimate.
+
+    Attributes:
+        name: name of the figure.
+        seconds: value of the figure; None if each fault has a different one.
+        source: where the value comes from.
+        why: more about the source of the value.
+        option: option of ``checkpointless report`` that sets the figure.
+    """
+
+    name: str
+    seconds: float | None
+    source: Source
+    why: str
+    option: str
+
+
+#: The figures in the order in which a restart spends them, as far as they are not given.
+_FIGURES = (
+    Assumption(
+        "detection",
+        None,
+        Source.MEASURED,
+        "each fault as soon as here; at once where nobody knows when it happened",
+        "--restart-detect",
+    ),
+    Assumption("requeue", 0.0, Source.ASSUMED, "the same nodes at once", "--restart-requeue"),
+    Assumption(
+        "start-up", 60.0, Source.ASSUMED, "the log does not say how long this run's took", "--restart-startup"
+    ),
+    Assumption("checkpoint load", 0.0, Source.ASSUMED, "as if it took no time", "--restart-load"),
+    Assumption(  # nemo.collections.llm.recipes.log.default
+        "checkpoint interval",
+        15 * 60.0,
+        Source.ASSUMED,
+        "as in NeMo's recipes; half of it is done again",
+        "--checkpoint-interval",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Restart:
+    """What one restart would have cost, and what the recovery cost instead, in seconds.
+
+    Attributes:
+        incidents: ids of the incidents that the restart would have answered; the last of them was resumed.
+        redo_s: time to repeat steps.
+        redo_steps: number of steps to repeat; None if the duration of a step is not known.
+        recovered_s: time that recovery took instead, including the steps that it repeated.
+        total_s: the cost of the restart.
+    """
+
+    incidents: tuple[str, ...]
+    detect_s: float
+    requeue_s: float
+    startup_s: float
+    load_s: float
+    redo_s: float
+    redo_steps: float | None
+    recovered_s: float
+    total_s: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Comparison of recovery in memory with restarts from a checkpoint.
+
+    Attributes:
+        assumptions: figures that the estimate rests on.
+        restarts: the restarts that the recovered faults would have caused; overlapping faults share one.
+        restart_s: total cost of the restarts, in seconds.
+        recovered_s: total time that recovery took instead, in seconds.
+        factor: the cost of the restarts divided by the cost of recovery; None without restarts.
+        ettr: the run's ETTR if it had been restarted each time; None if the run's actual ETTR is not known.
+        incidents_left_out: number of incidents that ended the job or have not ended yet, and are not compared.
+    """
+
+    assumptions: tuple[Assumption, ...]
+    restarts: tuple[Restart, ...]
+    restart_s: float
+    recovered_s: float
+    factor: float | None
+    ettr: float | None
+    incidents_left_out: int
+
+
+def compare_with_restart(
+    given: Mapping[str, float],
+    spent: TimeAccount,
+    incidents: Sequence[IncidentSummary],
+    step_s: float | None,
+    trained: bool,
+) -> Comparison:
+    """Estimate what the faults of a run would have cost with restarts from a checkpoint.
+
+    Args:
+        given: figures that the user gives, in seconds, by their option.
+        spent: what the run's time was spent on.
+        incidents: incidents of the run, in order.
+        step_s: duration of an undisturbed step, in seconds; None if not known.
+        trained: whether ``spent.startup_s`` is a complete start-up, from the first event to the first step.
+    """
+    why = "processes, imports, model and optimizer, until the first step"
+    measured = {"start-up": (spent.startup_s, why)} if trained else {}
+    assumptions = tuple(
+        Assumption(each.name, given[each.option], Source.GIVEN, "", each.option)
+        if each.option in given
+        else Assumption(each.name, *measured[each.name][:1], Source.MEASURED, measured[each.name][1], each.option)
+        if each.name in measured
+        else each
+        for each in _FIGURES
+    )
+    figures = [each.seconds for each in assumptions]
+    chains, left_out = _chains(incidents)
+    restarts = tuple(_restart(chain, figures, spent, step_s) for chain in chains)
+    restart_s = sum(restart.total_s for restart in restarts)
+    recovered_s = sum(restart.recovered_s for restart in restarts)
+    ettr = None
+    if spent.training_s is not None and spent.wall_s > 0:
+        ettr = spent.training_s / max(spent.wall_s - recovered_s + restart_s, spent.training_s)
+    factor = restart_s / recovered_s if recovered_s > 0 else None
+    return Comparison(assumptions, restarts, restart_s, recovered_s, factor, ettr, left_out)
+
+
+def _restart(
+    chain: Sequence[IncidentSummary], figures: Sequence[float | None], spent: TimeAccount, step_s: float | None
+) -> Restart:
+    """Estimate the restart that would have answered the incidents of one chain."""
+    first, last = chain[0], chain[-1]
+    detect_s, *others = figures
+    requeue_s, startup_s, load_s, interval_s = (each or 0.0 for each in others)
+    if detect_s is None:
+        detect_s = first.stages_s.get(EventName.DETECT, 0.0)
+    trained_s = sum(
+        (min(period.end_ns, first.start_ns) - period.begin_ns) / _NS_PER_S
+        for period in spent.periods
+        if period.activity is Activity.TRAINING and period.begin_ns < first.start_ns
+    )
+    redo_s = min(interval_s / 2, trained_s)
+    end_ns = first.start_ns if last.end_ns is None else last.end_ns
+    return Restart(
+        incidents=tuple(incident.incident for incident in chain),
+        detect_s=detect_s,
+        requeue_s=requeue_s,
+        startup_s=startup_s,
+        load_s=load_s,
+        redo_s=redo_s,
+        redo_steps=redo_s / step_s if step_s else None,
+        recovered_s=max(0.0, (end_ns - first.start_ns) / _NS_PER_S) + (last.steps_lost or 0) * (step_s or 0.0),
+        total_s=detect_s + requeue_s + startup_s + load_s + redo_s,
+    )
+
+
+def _chains(incidents: Sequence[IncidentSummary]) -> tuple[list[list[IncidentSummary]], int]:
+    """Group the incidents that one restart would have answered; also return how many belong to no restart."""
+    chains: list[list[IncidentSummary]] = []
+    open_chain: list[IncidentSummary] = []
+    left_out = 0
+    for incident in incidents:
+        open_chain.append(incident)
+        if incident.outcome is Outcome.ESCALATED:
+            continue
+        if incident.has_resumed:
+            chains.append(open_chain)
+        else:
+            left_out += len(open_chain)
+        open_chain = []
+    return chains, left_out + len(open_chain)

@@ -11,9 +11,15 @@ from datetime import datetime, timezone
 from statistics import median
 from typing import Any
 
-from checkpointless.observability.report.ettr import TimeAccount, account, milestones, step_time_s
+from checkpointless.observability.report.ettr import (
+    Comparison,
+    TimeAccount,
+    account,
+    compare_with_restart,
+    milestones,
+    step_time_s,
+)
 from checkpointless.observability.report.incidents import IncidentSummary, Outcome, summarize
-from checkpointless.observability.report.restart import Comparison, RestartOptions, compare_with_restart
 from checkpointless.observability.telemetry.event_names import STAGES, EventName
 from checkpointless.observability.telemetry.events import Event, json_safe
 
@@ -189,7 +195,7 @@ def build_report(
     *,
     caused: Mapping[str, int] | None = None,
     lines_left_out: int = 0,
-    options: RestartOptions | None = None,
+    given: Mapping[str, float] | None = None,
 ) -> Report:
     """Build the report of a run.
 
@@ -198,7 +204,7 @@ def build_report(
         events: all events of the run, in any order.
         caused: how often each fault was injected, by its spec.
         lines_left_out: number of lines of the run's log that were not events.
-        options: what a restart from a checkpoint would cost.
+        given: what a restart from a checkpoint would cost, in seconds, by the option of ``checkpointless report``.
     """
     marks = milestones(events)
     if marks is None:
@@ -207,7 +213,7 @@ def build_report(
     step_s = step_time_s(events, incidents)
     spent = account(marks, incidents, step_s)
     trained = marks.trains_ns is not None and not (incidents and incidents[0].start_ns < marks.trains_ns)
-    comparison = compare_with_restart(options or RestartOptions(), spent, incidents, step_s, trained)
+    comparison = compare_with_restart(given or {}, spent, incidents, step_s, trained)
     jobs = [event for event in events if event.stage == EventName.JOB]
     begins = [event.fields for event in jobs if event.edge == "begin"]
     ends = sorted((event for event in jobs if event.edge == "end"), key=lambda event: event.ts)
@@ -296,7 +302,7 @@ def as_json(report: Report) -> str:
         "devices": [asdict(each) for each in report.devices],
         "failed_saves": [asdict(each) for each in report.failed_saves],
         "incidents": [_incident(number, each, report) for number, each in enumerate(report.incidents, start=1)],
-        "restart_from_checkpoint": report.comparison and _comparison(report.comparison),
+        "restart_from_checkpoint": report.comparison and asdict(report.comparison),
     }
     return json.dumps(json_safe(document), indent=2, allow_nan=False)
 
@@ -324,18 +330,6 @@ def _incident(number: int, incident: IncidentSummary, report: Report) -> dict[st
         "end": utc(incident.end_ns),
         "steps_lost": incident.steps_lost,
         "samples_lost": report.samples(incident.steps_lost),
-    }
-
-
-def _comparison(comparison: Comparison) -> dict[str, Any]:
-    return {
-        "assumptions": [{**asdict(each), "source": each.source.value} for each in comparison.assumptions],
-        "restarts": [{**asdict(each), "total_s": each.total_s} for each in comparison.restarts],
-        "restart_s": comparison.restart_s,
-        "recovered_s": comparison.recovered_s,
-        "factor": comparison.factor,
-        "ettr": comparison.ettr,
-        "incidents_left_out": comparison.left_out,
     }
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import enum
 import itertools
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from checkpointless.observability.telemetry.steps import Recording, StepRecord, ValidationRecord
 
@@ -35,12 +35,13 @@ class Quantity(enum.Enum):
     LOSS_SCALE = "loss scale"
     MODULE = "state of the module"
     DATA = "state of the data module"
-    CALLBACK = "state of callback"
     OWN = "rank-local state"
+    CALLBACK = "state of callback"
     METRIC = "of the validation after"
     CHECKPOINTS = "checkpoints"
 
 
+_ORDER = {quantity: place for place, quantity in enumerate(Quantity)}
 #: The fields of a step's extras that are compared as they are.
 _FIELDS = {
     Quantity.BATCH: "batch",
@@ -53,10 +54,15 @@ _FIELDS = {
 }
 #: The fields that have a value for each name.
 _BY_NAME = {Quantity.OWN: "own", Quantity.CALLBACK: "callbacks"}
-_NOTHING, _LEFT_OUT = "-", ""  # the latter is the digest of what is no plain data and begins anew after a fault
+_NOTHING, _LEFT_OUT = "-", ""  # the latter is the digest of what is no plain data and is not restored after a fault
+_OF_CALLBACK = f"{Quantity.CALLBACK.value} "
 
 #: A quantity, and the name of the callback, attribute or metric ("" if there is none).
 What = tuple[Quantity, str]
+_Values = Mapping[What, Any]  # Any: a text or a tuple of texts
+_Place = tuple[int, int]  # rank and step
+_Record = TypeVar("_Record", StepRecord, ValidationRecord)
+_Validations = Mapping[_Place, Sequence[ValidationRecord]]
 
 
 @dataclass(frozen=True)
@@ -161,6 +167,11 @@ class Verdict:
         reasons += [f"{what}: {_places(places)}" for what, places in self._irregular() if places]
         return "not equal: " + ("; ".join(reasons) or "no step is in both runs") + left_out
 
+    @property
+    def is_irregular(self) -> bool:
+        """Whether a step or a validation was made too often, or is missing."""
+        return any(places for _, places in self._irregular())
+
     def _irregular(self) -> tuple[tuple[str, tuple[StepPlace, ...]], ...]:
         return (
             ("repeated steps", self.repeated),
@@ -170,22 +181,21 @@ class Verdict:
         )
 
 
-def _expected(records: Iterable[StepRecord]) -> list[int]:
-    """Return the steps that every rank should have: from the first to the last of each fit."""
-    by_fit: dict[int, list[int]] = {}
-    for record in records:
-        by_fit.setdefault(record.fit, []).append(record.step)
-    return sorted({step for steps in by_fit.values() for step in range(min(steps), max(steps) + 1)})
-
-
 def differences(a: Steps, b: Steps) -> Iterator[Difference]:
     """Yield everything that differs between two runs where both recorded it: steps, validations, checkpoints."""
-    last = [{(rank, each.step): each for rank, records in run.items() for each in records} for run in (a, b)]
-    common = _Common.of(a, b)
-    for rank, step in sorted(last[0].keys() & last[1].keys(), key=lambda key: (key[1], key[0])):
-        yield from common.differences(rank, last[0][rank, step], last[1][rank, step])
-    yield from _Validations.of(a, b).differences()
-    yield from _checkpoint_differences(a, b, max((step for run in last for _, step in run), default=0))
+    common = _recorded(a) & _recorded(b)
+    steps = [{place: _values(records[-1]) for place, records in _by_place(run).items()} for run in (a, b)]
+    yield from _all_different(steps[0], steps[1], common)
+    last = [{place: _values(each[-1]) for place, each in (_validations(run) or {}).items()} for run in (a, b)]
+    yield from _all_different(last[0], last[1], common)
+    kept = [_checkpoints(run) for run in (a, b)]
+    if kept[0] is None or kept[1] is None:
+        return
+    end = max((step for each in steps for _, step in each), default=0)
+    for folders in itertools.zip_longest(kept[0], kept[1], fillvalue=()):
+        for name in sorted({*folders[0]} ^ {*folders[1]}):
+            there = [name if name in folder else _NOTHING for folder in folders]
+            yield Difference(end, 0, Quantity.CHECKPOINTS, there[0], there[1], None, name)
 
 
 def compare(
@@ -208,228 +218,150 @@ def compare(
         without: what is not compared.
         gone_back: for each run, the committed steps that no rank held any more, so that they were made again.
     """
-    expected = _expected(record for run in (a, b) for records in run.values() for record in records)
-    last = {
-        run: {(rank, record.step): record for rank, records in steps.items() for record in records}
-        for run, steps in ((Run.A, a), (Run.B, b))
-    }
-    missing = tuple(
-        StepPlace(run, rank, step)
-        for run in Run
-        for rank in sorted({*a, *b})
-        for step in expected
-        if (rank, step) not in last[run]
-    )
-    twice = [place for run, steps in ((Run.A, a), (Run.B, b)) for place in _repeated(run, steps)]
+    made = {Run.A: _by_place(a), Run.B: _by_place(b)}
+    due = {(rank, step) for rank in {*a, *b} for step in _expected([*a.values(), *b.values()])}
+    twice = [
+        StepPlace(run, *place) for run, found in made.items() for place in sorted(found) if len(found[place]) > 1
+    ]
     made_again = tuple(place for place in twice if place.step in gone_back[place.run is Run.B])
-    repeated = tuple(place for place in twice if place not in made_again)
-    shared = last[Run.A].keys() & last[Run.B].keys()
-    common, validations = _Common.of(a, b), _Validations.of(a, b)
-    all_found = itertools.chain(differences(a, b), common.differences_made_again(made_again, {Run.A: a, Run.B: b}))
-    of_run = _of_each_run(a, b) - without
-    own = sorted(f"{name} (from the first step on)" for _, name in of_run if not name.startswith("random stream"))
-    found = (each for each in all_found if each.what not in without | of_run)
+    common, of_run = _recorded(a) & _recorded(b), _of_each_run(a, b)
+    again = (
+        _different(place.rank, place.step, _values(first), _values(later), common)
+        for place in made_again
+        for first, *others in [made[place.run][place.rank, place.step]]
+        for later in others
+    )
+    found = (each for each in itertools.chain(differences(a, b), *again) if each.what not in without | of_run)
     difference = min(found, key=lambda each: each.step, default=None)
-    not_compared = (*own, *common.not_compared, *validations.not_compared, *_checkpoints_not_compared(a, b))
-    irregular = (repeated, missing, validations.repeated, validations.missing)
-    return Verdict(
-        equal=bool(shared) and difference is None and not any(irregular),
+    shared = made[Run.A].keys() & made[Run.B].keys()
+    verdict = Verdict(
+        equal=False,
         difference=difference,
         steps=len({step for _, step in shared}),
         ranks=tuple(sorted({rank for rank, _ in shared})),
-        repeated=repeated,
-        missing=missing,
-        repeated_validations=validations.repeated,
-        missing_validations=validations.missing,
-        again=validations.again,
+        repeated=tuple(place for place in twice if place not in made_again),
+        missing=tuple(StepPlace(run, *place) for run in Run for place in sorted(due - made[run].keys())),
         made_again=made_again,
-        not_compared=not_compared,
+        not_compared=(
+            *sorted(
+                f"{name} (from the first step on)"
+                for _, name in of_run - without
+                if not name.startswith("random stream")
+            ),
+            *_one_sided(a, b),
+        ),
+        **_irregular_validations(_validations(a), _validations(b)),
     )
+    return replace(verdict, equal=bool(shared) and difference is None and not verdict.is_irregular)
 
 
-def _repeated(run: Run, steps: Mapping[int, Sequence[StepRecord]]) -> Iterator[StepPlace]:
-    for rank, records in sorted(steps.items()):
-        times = Counter(record.step for record in records)
-        yield from (StepPlace(run, rank, step) for step in sorted(times) if times[step] > 1)
+def _expected(runs: Iterable[Sequence[StepRecord]]) -> set[int]:
+    """Return the steps that every rank should have: from the first to the last of each fit."""
+    by_fit: dict[int, list[int]] = defaultdict(list)
+    for record in itertools.chain(*runs):
+        by_fit[record.fit].append(record.step)
+    return {step for steps in by_fit.values() for step in range(min(steps), max(steps) + 1)}
 
 
-def _validated_again(
-    run: Run, validations: Mapping[int, Sequence[ValidationRecord]], *, alike: bool
-) -> Iterator[StepPlace]:
-    """Yield the validations recorded more than once: with equal results if ``alike``, else with different ones."""
-    for rank, records in sorted(validations.items()):
-        by_step: dict[int, list[ValidationRecord]] = {}
-        for record in records:
-            by_step.setdefault(record.step, []).append(record)
-        for step, found in sorted(by_step.items()):
-            if len(found) > 1 and alike == all(each == found[0] for each in found):
-                yield StepPlace(run, rank, step)
+def _by_place(records: Mapping[int, Sequence[_Record]]) -> dict[_Place, list[_Record]]:
+    found: dict[_Place, list[_Record]] = defaultdict(list)
+    for rank, of_rank in records.items():
+        for record in of_rank:
+            found[rank, record.step].append(record)
+    return found
+
+
+def _values(record: StepRecord | ValidationRecord) -> _Values:
+    """Return everything that a record holds."""
+    if isinstance(record, ValidationRecord):
+        callbacks = {f"{_OF_CALLBACK}{key}": record.callbacks[key] for key in sorted(record.callbacks)}
+        return {(Quantity.METRIC, name): value for name, value in {**record.metrics, **callbacks}.items()}
+    values: dict[What, Any] = {(Quantity.LOSS, ""): record.loss, (Quantity.PARAMS, ""): record.params}
+    values |= {(quantity, ""): getattr(record.extras, field) for quantity, field in _FIELDS.items()}
+    for quantity, field in _BY_NAME.items():
+        values |= {(quantity, name): value for name, value in (getattr(record.extras, field) or {}).items()}
+    return {what: value for what, value in values.items() if value is not None}
+
+
+def _recorded(run: Steps) -> set[What]:
+    """Return what a run recorded of any step."""
+    return {what for records in run.values() for record in records for what in _values(record)}
+
+
+def _all_different(
+    a: Mapping[_Place, _Values], b: Mapping[_Place, _Values], common: Set[What]
+) -> Iterator[Difference]:
+    for rank, step in sorted(a.keys() & b.keys(), key=lambda place: (place[1], place[0])):
+        yield from _different(rank, step, a[rank, step], b[rank, step], common)
+
+
+def _different(rank: int, step: int, a: _Values, b: _Values, common: Set[What]) -> Iterator[Difference]:
+    """Yield the differences of what both runs recorded of a step, or of a validation."""
+    for what in sorted({**a, **b}, key=lambda each: _ORDER[each[0]]):
+        one, other = a.get(what), b.get(what)
+        quantity, name = what
+        is_metric = quantity is Quantity.METRIC
+        of = (Quantity.CALLBACK, name.removeprefix(_OF_CALLBACK)) if name.startswith(_OF_CALLBACK) else None
+        is_common = what in common or (is_metric and (of is None or of in common))
+        is_known = quantity is not Quantity.BATCH or None not in (one, other)  # not if recorded after a fault
+        if one != other and is_common and is_known and _LEFT_OUT not in (one, other):
+            shown = [_shown(one), _shown(other)]
+            by = _distance(*shown) if is_metric or quantity is Quantity.LOSS else None
+            yield Difference(step, rank, quantity, shown[0], shown[1], by, name)
 
 
 def _of_each_run(a: Steps, b: Steps) -> Set[What]:
     """Return the rank-local state that differs in the first step of both: unseeded streams, times, paths."""
+    made, of_a = [_by_place(run) for run in (a, b)], _recorded(a)
     found: set[What] = set()
     for rank in a.keys() & b.keys():
-        own = [{each.step: each.extras.own or {} for each in run[rank]} for run in (a, b)]
-        first = min(own[0].keys() & own[1].keys(), default=None)
-        one, other = (each[first] if first is not None else {} for each in own)
-        both = {name for name in one.keys() & other.keys() if _LEFT_OUT not in (one[name], other[name])}
-        found |= {(Quantity.OWN, name) for name in both if one[name] != other[name]}
+        first = min((step for of, step in made[0].keys() & made[1].keys() if of == rank), default=None)
+        if first is not None:
+            values = [_values(each[rank, first][-1]) for each in made]
+            names = {(Quantity.OWN, each.name) for each in _different(rank, first, *values, of_a)}
+            found |= {what for what in names if all(what in each for each in values)}
     return found
 
 
-@dataclass(frozen=True)
-class _Common:
-    """What both runs recorded of their steps.
-
-    Attributes:
-        quantities: quantities of :data:`_FIELDS` that both runs recorded.
-        named: quantities of :data:`_BY_NAME` that both runs recorded, with their names.
-        not_compared: what only one of the runs recorded.
-    """
-
-    quantities: tuple[Quantity, ...]
-    named: tuple[What, ...]
-    not_compared: tuple[str, ...]
-
-    @classmethod
-    def of(cls, a: Steps, b: Steps) -> _Common:
-        quantities = [_recorded(run) for run in (a, b)]
-        named = [[(each, name) for each in _BY_NAME for name in sorted(_names(each, run))] for run in (a, b)]
-        both = quantities[0] & quantities[1]
-        return cls(
-            tuple(quantity for quantity in _FIELDS if quantity in both),
-            tuple(each for each in named[0] if each in named[1]),
-            (
-                *_one_sided([each.value for each in _FIELDS if each in run] for run in quantities),
-                *_one_sided([f"{each.value} {name}" for each, name in run] for run in named),
-            ),
-        )
-
-    def differences(self, rank: int, a: StepRecord, b: StepRecord) -> Iterator[Difference]:
-        """Yield the differences of one step."""
-        if a.loss != b.loss:
-            yield Difference(a.step, rank, Quantity.LOSS, a.loss, b.loss, _distance(a.loss, b.loss))
-        if a.params != b.params:
-            yield Difference(a.step, rank, Quantity.PARAMS, a.params, b.params, None)
-        for quantity in self.quantities:
-            values = [getattr(each.extras, _FIELDS[quantity]) for each in (a, b)]
-            is_known = quantity is not Quantity.BATCH or None not in values  # not if it was recorded after a fault
-            if values[0] != values[1] and is_known:
-                yield Difference(a.step, rank, quantity, _shown(values[0]), _shown(values[1]), None)
-        for quantity, name in self.named:
-            values = [(getattr(each.extras, _BY_NAME[quantity]) or {}).get(name) for each in (a, b)]
-            if values[0] != values[1] and _LEFT_OUT not in values:
-                yield Difference(a.step, rank, quantity, _shown(values[0]), _shown(values[1]), None, name)
-
-    def differences_made_again(
-        self, places: Iterable[StepPlace], runs: Mapping[Run, Steps]
-    ) -> Iterator[Difference]:
-        """Yield the differences between the first and each later record of steps that one run has made again."""
-        for place in places:
-            first, *later = (each for each in runs[place.run][place.rank] if each.step == place.step)
-            for record in later:
-                yield from self.differences(place.rank, first, record)
-
-
-@dataclass(frozen=True)
-class _Validations:
-    """The last validation after each step of both runs, by rank and step."""
-
-    a: Mapping[tuple[int, int], ValidationRecord]
-    b: Mapping[tuple[int, int], ValidationRecord]
-    callbacks: tuple[str, ...] = ()
-    repeated: tuple[StepPlace, ...] = ()
-    again: tuple[StepPlace, ...] = ()
-    missing: tuple[StepPlace, ...] = ()
-    not_compared: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, a: Steps, b: Steps) -> _Validations:
-        runs = [_validations(run) for run in (a, b)]
-        if runs[0] is None or runs[1] is None:
-            return cls({}, {}, not_compared=tuple(_one_sided(["validations"] if run else [] for run in runs)))
-        last = [
-            {(rank, record.step): record for rank, records in run.items() for record in records}
-            for run in runs
-            if run is not None
-        ]
-        repeated, again = (
-            tuple(
-                place for which, run in zip(Run, runs) for place in _validated_again(which, run or {}, alike=alike)
-            )
-            for alike in (False, True)
-        )
-        return cls(
-            last[0],
-            last[1],
-            callbacks=tuple(sorted(_names(Quantity.CALLBACK, a) & _names(Quantity.CALLBACK, b))),
-            repeated=repeated,
-            again=again,
-            missing=tuple(
-                StepPlace(which, rank, step)
-                for which, own, other in zip(Run, last, reversed(last))
-                for rank, step in sorted(other.keys() - own.keys())
-            ),
-        )
-
-    def differences(self) -> Iterator[Difference]:
-        """Yield the differences of all validations that are in both runs."""
-        for rank, step in sorted(self.a.keys() & self.b.keys(), key=lambda key: (key[1], key[0])):
-            a, b = self.a[rank, step], self.b[rank, step]
-            for name in sorted({*a.metrics, *b.metrics}):
-                of_a, of_b = _shown(a.metrics.get(name)), _shown(b.metrics.get(name))
-                if of_a != of_b:
-                    yield Difference(step, rank, Quantity.METRIC, of_a, of_b, _distance(of_a, of_b), name)
-            for key in self.callbacks:
-                of_a, of_b = _shown(a.callbacks.get(key)), _shown(b.callbacks.get(key))
-                if of_a != of_b:
-                    name = f"{Quantity.CALLBACK.value} {key}"
-                    yield Difference(step, rank, Quantity.METRIC, of_a, of_b, None, name)
-
-
-def _checkpoint_differences(a: Steps, b: Steps, step: int) -> Iterator[Difference]:
-    kept = [run.checkpoints for run in (a, b) if isinstance(run, Recording) and run.checkpoints is not None]
-    if len(kept) < len(Run):
-        return
-    for folder_a, folder_b in itertools.zip_longest(*kept, fillvalue=()):
-        for name in sorted({*folder_a} ^ {*folder_b}):
-            there = [name if name in folder else _NOTHING for folder in (folder_a, folder_b)]
-            yield Difference(step, 0, Quantity.CHECKPOINTS, there[0], there[1], None, name)
-
-
-def _checkpoints_not_compared(a: Steps, b: Steps) -> Iterator[str]:
-    kept = (run.checkpoints if isinstance(run, Recording) else None for run in (a, b))
-    return _one_sided([] if each is None else [Quantity.CHECKPOINTS.value] for each in kept)
-
-
-def _recorded(run: Steps) -> set[Quantity]:
-    """Return the quantities of :data:`_FIELDS` that a run recorded of any step."""
-    records = [record.extras for each in run.values() for record in each]
+def _irregular_validations(a: _Validations | None, b: _Validations | None) -> dict[str, tuple[StepPlace, ...]]:
+    """Return which validations were recorded again, with equal or other results, and which are missing."""
+    if a is None or b is None:
+        return {}
+    repeated, again, missing = list[StepPlace](), list[StepPlace](), list[StepPlace]()
+    for run, own, other in ((Run.A, a, b), (Run.B, b, a)):
+        for place in sorted(own):
+            first, *others = own[place]
+            if others:
+                (again if all(each == first for each in others) else repeated).append(StepPlace(run, *place))
+        missing += [StepPlace(run, *place) for place in sorted(other.keys() - own.keys())]
     return {
-        quantity
-        for quantity, name in _FIELDS.items()
-        if any(getattr(extras, name) is not None for extras in records)
+        "repeated_validations": tuple(repeated),
+        "again": tuple(again),
+        "missing_validations": tuple(missing),
     }
 
 
-def _names(quantity: Quantity, run: Steps) -> set[str]:
-    field = _BY_NAME[quantity]
-    return {name for each in run.values() for record in each for name in getattr(record.extras, field) or ()}
-
-
-def _validations(run: Steps) -> Mapping[int, Sequence[ValidationRecord]] | None:
+def _validations(run: Steps) -> _Validations | None:
     """Return the validations of a run; None if an older version recorded it, which left them out."""
-    if not isinstance(run, Recording) or Quantity.BUFFERS not in _recorded(run):
+    if not isinstance(run, Recording) or (Quantity.BUFFERS, "") not in _recorded(run):
         return None
-    return run.validations
+    return _by_place(run.validations)
 
 
-def _one_sided(names: Iterable[Sequence[str]]) -> Iterator[str]:
-    """Yield the names that are in the list of only one of two runs."""
-    a, b = names
-    yield from (f"{name} (only in run A)" for name in a if name not in b)
-    yield from (f"{name} (only in run B)" for name in b if name not in a)
+def _checkpoints(run: Steps) -> tuple[tuple[str, ...], ...] | None:
+    return run.checkpoints if isinstance(run, Recording) else None
+
+
+def _one_sided(a: Steps, b: Steps) -> Iterator[str]:
+    """Yield what only one of two runs recorded."""
+    names = []
+    for run in (a, b):
+        recorded = sorted(_recorded(run), key=lambda what: (_ORDER[what[0]], what[1]))
+        names.append([f"{quantity.value}{name and ' '}{name}" for quantity, name in recorded])
+        names[-1] += [] if _validations(run) is None else ["validations"]
+        names[-1] += [] if _checkpoints(run) is None else [Quantity.CHECKPOINTS.value]
+    yield from (f"{name} (only in run A)" for name in names[0] if name not in names[1])
+    yield from (f"{name} (only in run B)" for name in names[1] if name not in names[0])
 
 
 def _shown(value: Any) -> str:
@@ -438,10 +370,10 @@ def _shown(value: Any) -> str:
 
 
 def _distance(a: str, b: str) -> float | None:
-    try:
-        distance = abs(float.fromhex(a) - float.fromhex(b))
-    except (ValueError, OverflowError):
+    """Return the distance of two numbers as ``float.hex()`` gives them; None for digests and what is not finite."""
+    if "0x" not in a or "0x" not in b:
         return None
+    distance = abs(float.fromhex(a) - float.fromhex(b))
     return distance if math.isfinite(distance) else None
 
 

@@ -14,7 +14,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from checkpointless.observability.report.verify import Steps, compare
 from checkpointless.observability.telemetry.events import read_events
 from checkpointless.observability.telemetry.steps import read_steps
 from checkpointless.system.environment import CPU_ENV, OMP_NUM_THREADS_ENV, YES
-from checkpointless.testing.demo.trainers import TRAINERS, Program, Task, Trainer
+from checkpointless.testing.demo.trainers import TRAINERS, Task, Trainer
 
 _REAP_EVERY_S = 0.02
 _LEAVE_S = 10.0  # for agents that were interrupted together with this process
@@ -134,16 +134,16 @@ def run_chaos(config: ChaosConfig, console: Console) -> int:
         f"chaos: {shown} of seed {config.seed}, trainer {config.trainer.name}; faults will be caused on purpose; "
         "importing the frameworks once ..."
     )
-    calm = _Calm(Nursery(config.trainer), config.trainer, config.run_dir / "calm")
+    runner = _Runner(config)
     results = []
     for index, case in enumerate(cases, start=1):
-        result = _run(case, calm, config.run_dir)
+        result = runner.run(case)
         results.append(result)
         _say(console, index, len(cases), result)
         if result.problem:
             console.print(f"    repeat it: {config.repeat(case)}")
         elif config.only is None:
-            shutil.rmtree(_directory(case, config.run_dir))
+            shutil.rmtree(runner.directory(case))
         _write(results, config.run_dir / "chaos.json")
     console.print(table(results))
     wrong = [result for result in results if result.problem]
@@ -194,46 +194,41 @@ def _seconds(incidents: Sequence[IncidentSummary]) -> float | None:
     return (incidents[-1].end_ns - incidents[0].start_ns) / 1e9
 
 
-class _Calm:
-    """Undisturbed runs; each kind is run once."""
+class _Runner:
+    """Runs the cases, each kind also once without faults."""
 
-    def __init__(self, nursery: Nursery, trainer: Trainer, directory: Path) -> None:
-        self.nursery = nursery
-        self.trainer = trainer
-        self._directory = directory
-        self._known: dict[tuple[int, Program], Steps] = {}
+    def __init__(self, config: ChaosConfig) -> None:
+        self._config = config
+        self._nursery = Nursery(config.trainer)
+        self._calm: dict[object, Steps] = {}
 
-    def steps(self, case: Case) -> Steps:
-        """Return the steps that a run of ``case`` must make.
+    def run(self, case: Case) -> Result:
+        """Run a case.
 
         Raises:
             RuntimeError: the run without faults failed.
         """
-        key = case.layout.world_size, self.trainer.program(_task(case, None))
-        if key not in self._known:
-            directory = self._directory / str(len(self._known))
-            (config,) = _configs(self.trainer, case, directory, faulty=False)
-            (ended,) = self.nursery.run([config], LIMIT_S)
+        reference, directory = self._reference(case), self.directory(case)
+        shutil.rmtree(directory, ignore_errors=True)
+        began_s = time.monotonic()
+        ended = self._nursery.run(_configs(self._config.trainer, case, directory, faulty=True), LIMIT_S)
+        took_s = time.monotonic() - began_s
+        return replace(judge(case, ended[0], directory, reference), took_s=took_s)
+
+    def directory(self, case: Case) -> Path:
+        """Return the run directory of a case."""
+        return self._config.run_dir / f"case-{case.number}"
+
+    def _reference(self, case: Case) -> Steps:
+        trainer = self._config.trainer
+        key = case.layout.world_size, trainer.program(_task(case, None))
+        if key not in self._calm:
+            directory = self._config.run_dir / "calm" / str(len(self._calm))
+            (ended,) = self._nursery.run(_configs(trainer, case, directory, faulty=False), LIMIT_S)
             if ended.code != 0:
                 raise RuntimeError(f"the undisturbed run of {case.layout.text} failed; its logs: {directory}")
-            self._known[key] = read_steps(directory)
-        return self._known[key]
-
-
-def _run(case: Case, calm: _Calm, run_dir: Path) -> Result:
-    reference = calm.steps(case)
-    directory = _directory(case, run_dir)
-    if directory.exists():
-        shutil.rmtree(directory)
-    began_s = time.monotonic()
-    ended = calm.nursery.run(_configs(calm.trainer, case, directory, faulty=True), LIMIT_S)
-    took_s = time.monotonic() - began_s
-    result = judge(case, ended[0], directory, reference)
-    return Result(result.case, result.outcome, result.problem, result.seconds, took_s)
-
-
-def _directory(case: Case, run_dir: Path) -> Path:
-    return run_dir / f"case-{case.number}"
+            self._calm[key] = read_steps(directory)
+        return self._calm[key]
 
 
 def _configs(trainer: Trainer, case: Case, directory: Path, *, faulty: bool) -> list[LaunchConfig]:
@@ -242,12 +237,12 @@ def _configs(trainer: Trainer, case: Case, directory: Path, *, faulty: bool) -> 
     if nodes + spares > 1:
         meeting = {"rdzv_endpoint": f"127.0.0.1:{_port()}", "token": secrets.token_hex(32)}
     hangs = any(parse(text).kind in HANGING for text in case.faults)
-    program = trainer.program(_task(case, directory / "nemo" if faulty and case.checkpoint_every else None))
+    module, arguments = trainer.program(_task(case, directory / "nemo" if faulty else None))
     return [
         LaunchConfig(
             nproc_per_node=case.layout.world_size // nodes,
-            script=program.module,
-            script_args=program.arguments,
+            script=module,
+            script_args=arguments,
             module=True,
             run_dir=directory,
             preload=(),
@@ -364,7 +359,10 @@ class Nursery:
     def __init__(self, trainer: Trainer) -> None:
         os.environ[CPU_ENV] = YES
         os.environ[OMP_NUM_THREADS_ENV] = "1"  # otherwise sums would depend on the number of ranks of a node
-        trainer.prepare()
+        if trainer.name == "nemo":
+            from checkpointless.recipes.runner import prepare_process
+
+            prepare_process()
         for name in ("checkpointless.launcher.agent.node_run", *trainer.preload()):
             importlib.import_module(name)
         import torch

@@ -34,7 +34,7 @@ def test_metrics_name_the_recipe_or_the_script(
     names: list[JobNames] = []
 
     def run(*args: Any) -> int:
-        names.append(args[-1].names)
+        names.append(args[-1].metrics.names)
         return 0
 
     monkeypatch.setattr("checkpointless.launcher.agent.launch._run", run)

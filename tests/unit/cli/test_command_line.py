@@ -11,16 +11,15 @@ import pytest
 import torch
 
 from checkpointless.cli import main
-from checkpointless.cli.chaos import TRAINER_NAMES
+from checkpointless.cli.commands.demo import TRAINER_NAMES
 from checkpointless.faults.ledger import FaultLedger
 from checkpointless.faults.spec import EXPECTED, FaultKind, FaultPhase, parse
 from checkpointless.launcher.agent import launch as launch_module
 from checkpointless.launcher.agent.launch_config import LaunchConfig
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.events import EVENTS_FILE, EventLog, flush_events
-from checkpointless.testing.demo import TRAINERS, DemoConfig, parse_layout
-from checkpointless.testing.demo.trainers import Task
-from checkpointless.testing.demo.trainers import nemo as demo
+from checkpointless.testing.demo import trainers as demo
+from checkpointless.testing.demo.trainers import TRAINERS, Task, parse_layout
 
 
 @pytest.fixture
@@ -160,7 +159,7 @@ def test_what_can_work_is_not_refused(argv: list[str], launched: list[LaunchConf
 
 def test_the_demo_fits_its_batch_to_its_ranks() -> None:
     def task(nproc: int, layout: str = "") -> Task:
-        return DemoConfig(nproc=nproc, steps=3, layout=parse_layout(layout, demo.NeMo.keys)).task
+        return Task(nproc, 3, parse_layout(layout, TRAINERS["nemo"].keys))
 
     def batch(nproc: int, layout: str = "") -> int:
         return demo.global_batch(task(nproc, layout))
@@ -186,12 +185,12 @@ def test_the_demo_knows_what_its_recipe_is_made_of() -> None:
     recipe = load(demo.RECIPE)
     assert (recipe.model.config.num_layers, recipe.model.config.num_attention_heads) == (demo.LAYERS, demo.HEADS)
     assert (recipe.data.micro_batch_size, recipe.data.global_batch_size) == (
-        demo.RECIPE_MICRO_BATCH,
+        demo.MICRO_BATCH,
         demo.GLOBAL_BATCH,
     )
     for nproc, text in [(16, ""), (32, "pp=4"), (24, "tp=2"), (16, "ep=4"), (32, "pp=2,ep=4")]:
-        config = DemoConfig(nproc=nproc, steps=3, layout=parse_layout(text, demo.NeMo.keys), dropout=0.1)
-        changed = load(demo.RECIPE, demo.overrides(config.task))
+        task = Task(nproc, 3, parse_layout(text, TRAINERS["nemo"].keys), dropout=0.1)
+        changed = load(demo.RECIPE, demo.overrides(task))
         check_layout(changed, layout_of(changed, 1, nproc))
         check_settings(changed, layout_of(changed, 1, nproc))
 

@@ -5,10 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
-pytest.importorskip("hydra", reason="the demo's recipes need hydra-core")
-
 from checkpointless.faults.chaos import LAYOUTS, draw
 from checkpointless.testing.demo.chaos import Result, _write
 

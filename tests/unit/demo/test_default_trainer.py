@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 
 import pytest
 
-from checkpointless.cli.chaos import demo_trainer
+from checkpointless.cli.commands.demo import demo_trainer
 from checkpointless.cli.values import UsageError
-from checkpointless.testing.demo import TRAINERS
+from checkpointless.testing.demo.trainers import TRAINERS
 
 
 def test_the_demo_takes_nemo_where_it_is_and_else_ddp_with_a_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     unasked, asked = argparse.Namespace(trainer=None), argparse.Namespace(trainer="nemo")
-    monkeypatch.setattr(TRAINERS["nemo"], "needs", ("torch",))
+    monkeypatch.setitem(TRAINERS, "nemo", replace(TRAINERS["nemo"], needs=("torch",)))
     assert demo_trainer(unasked) is demo_trainer(asked) is TRAINERS["nemo"]
     assert capsys.readouterr().err == ""
-    monkeypatch.setattr(TRAINERS["nemo"], "needs", ("no_such_module",))
+    monkeypatch.setitem(TRAINERS, "nemo", replace(TRAINERS["nemo"], needs=("no_such_module",)))
     assert demo_trainer(unasked) is TRAINERS["ddp"]
     (line,) = capsys.readouterr().err.splitlines()
     assert "no_such_module: pip install -e '.[nemo]' in a clone; what trains is --trainer ddp" in line

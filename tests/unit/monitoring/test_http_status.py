@@ -14,16 +14,9 @@ from hypothesis import strategies as st
 
 from checkpointless.launcher.agent.watch import Watch
 from checkpointless.observability.monitoring import http_status
-from checkpointless.observability.monitoring.http_status import (
-    MAX_CONNECTIONS,
-    HttpStatus,
-    Page,
-    Pages,
-    StatusServer,
-)
-from checkpointless.observability.monitoring.snapshot import JobRank, JobStatus, Snapshot
+from checkpointless.observability.monitoring.http_status import MAX_CONNECTIONS, HttpStatus, Page, StatusServer
 from tests.descriptors import descriptors
-from tests.unit.monitoring.http_exchange import NONE, SNAPSHOT, answer, pages_of
+from tests.unit.monitoring.http_exchange import SNAPSHOT, answer, pages_of
 
 # ---- requests
 
@@ -120,19 +113,16 @@ def test_a_server_that_others_reach_may_have_any_name() -> None:
 
 
 def test_who_is_slow_keeps_nobody_waiting_and_loses_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_status, "REQUEST_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(http_status.StatusHandler, "timeout", 1.0)
     with serving() as where:
-        slow = [socket.create_connection(where, timeout=10) for _ in range(3 * MAX_CONNECTIONS)]
+        slow = [socket.create_connection(where, timeout=10) for _ in range(MAX_CONNECTIONS - 2)]
         for client in slow[::2]:
             client.sendall(b"GET /st")
         assert b"high_water" in ask(where)
         assert b"high_water" in ask(where, "/status?" + "x" * 8000)
         for client in slow:
             with client:
-                try:
-                    assert client.recv(100) == b""
-                except ConnectionResetError:
-                    continue
+                assert not client.recv(100).startswith(b"HTTP/1.0 200")
 
 
 def test_a_request_may_come_byte_by_byte() -> None:
@@ -143,52 +133,33 @@ def test_a_request_may_come_byte_by_byte() -> None:
         assert client.recv(100).startswith(b"HTTP/1.0 503 ")
 
 
-@pytest.mark.slow
-def test_who_asks_and_does_not_listen_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_status, "REQUEST_TIMEOUT_S", 3.0)
-    ranks = tuple(JobRank(rank, 0, "running", 0) for rank in range(200_000))
-    large = Snapshot(0, job=JobStatus((), ranks, 0, 0, None, {}, NONE, {}))
-    watch, said = Watch(0), list[str]()
-    watch.snapshot = large
-    with HttpStatus("127.0.0.1", 0, watch) as http:
-        http.open(said.append)
-        where = ("127.0.0.1", int(said[0].split("127.0.0.1:")[1].split()[0]))
-        with socket.create_connection(where, timeout=60) as deaf:
-            deaf.sendall(b"GET /status HTTP/1.0\r\n\r\n")
-            time.sleep(4.0)
-            assert len(b"".join(received(deaf))) < 10_000_000
-        watch.snapshot = SNAPSHOT
-        assert b"high_water" in ask(where)
-
-
 def test_of_all_clients_one_at_a_time_is_worked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loop thus shares the interpreter with one thread, however many clients there are."""
     within: set[int] = set()
     most: list[int] = []
 
-    def at(_: Pages, path: str) -> Page:
+    def at(path: str, _: Watch) -> Page:
         within.add(threading.get_ident())
         most.append(len(within))
         time.sleep(0.01)
         within.discard(threading.get_ident())
         return Page(HTTPStatus.OK, "text/plain", path.encode())
 
-    monkeypatch.setattr(Pages, "at", at)
+    monkeypatch.setattr(http_status, "page_at", at)
     with serving() as where, ThreadPoolExecutor(16) as crowd:
         replies = list(crowd.map(lambda number: ask(where, f"/{number}"), range(24)))
     assert [reply.rpartition(b"/")[2] for reply in replies] == [str(number).encode() for number in range(24)]
     assert (max(most), len(most)) == (1, 24)
 
 
-@pytest.mark.slow
-def test_a_flood_has_no_more_threads_than_connections() -> None:
+def test_no_more_clients_have_threads_than_there_may_be_connections() -> None:
     with serving() as where:
         before = set(threading.enumerate())
-        flood = [socket.create_connection(where, timeout=20) for _ in range(4 * MAX_CONNECTIONS)]
+        crowd = [socket.create_connection(where, timeout=20) for _ in range(2 * MAX_CONNECTIONS)]
         assert b"high_water" in ask(where)  # this came last, so all others were accepted
+        assert sum(is_open(client) for client in crowd) <= MAX_CONNECTIONS
         assert len(set(threading.enumerate()) - before) <= MAX_CONNECTIONS
-        assert sum(is_open(client) for client in flood) <= MAX_CONNECTIONS
-        for client in flood:
+        for client in crowd:
             client.close()
 
 
@@ -241,7 +212,7 @@ def test_nothing_is_written_to_the_terminal(
         for garbage in (b"\0\0\r\n\r\n", b"GET /status HTTP/9.9\r\n"):
             with socket.create_connection(where, timeout=10) as client:
                 client.sendall(garbage)
-        monkeypatch.setattr(Pages, "at", lambda *_: 1 / 0)
+        monkeypatch.setattr(http_status, "page_at", lambda *_: 1 / 0)
         assert ask(where) == b""
     assert capfd.readouterr() == ("", "")
     assert [record.message for record in caplog.records if record.levelname != "DEBUG"] == [
@@ -255,13 +226,6 @@ def test_what_follows_the_headers_is_not_read() -> None:
         reply = b"".join(iter(lambda: client.recv(65536), b""))
     assert reply.startswith(b"HTTP/1.0 405 ")
     assert b"\r\nAllow: GET, HEAD\r\n" in reply
-
-
-def received(client: socket.socket) -> Iterator[bytes]:
-    try:
-        yield from iter(lambda: client.recv(1 << 20), b"")
-    except ConnectionResetError:
-        return
 
 
 @pytest.mark.parametrize("host", ["not-a-host.invalid", "a..b", "203.0.113.7"])

@@ -13,13 +13,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from checkpointless.launcher.agent.watch import Watch
 from checkpointless.launcher.protocol.node_messages import End
-from checkpointless.observability.monitoring import prometheus
-from checkpointless.observability.monitoring.durations import Durations
-from checkpointless.observability.monitoring.http_status import Pages
-from checkpointless.observability.monitoring.measured import MEASURED_STAGES, STAGE_BUCKETS_S, Measured
-from checkpointless.observability.monitoring.snapshot import OUTSIDE, STALE_S, JobNames, Snapshot, Tally
+from checkpointless.observability.monitoring.snapshot import OUTSIDE, STALE_S, JobNames, Snapshot
 from checkpointless.observability.telemetry.event_names import EventName
-from tests.unit.monitoring.http_exchange import RUNGS, SNAPSHOT, get, pages_of
+from tests.unit.monitoring.http_exchange import SNAPSHOT, get, pages_of
 
 
 @pytest.mark.parametrize(
@@ -86,7 +82,23 @@ def _own(labels: dict[str, str]) -> str:
 
 
 def test_the_metrics_are_those_of_the_snapshot() -> None:
-    status, body = get(pages_of(SNAPSHOT), "/metrics")
+    watch = pages_of(SNAPSHOT)
+    log = watch.log(None)
+    for incident, (how, rung, seconds) in enumerate(
+        [("SIGKILL", "process", 40.0), ("SIGSEGV", "in-process", 0.75)]
+    ):
+        log.emit(EventName.DETECT, "point", generation=incident, incident=str(incident), how="exception")
+        log.emit(EventName.DETECT, "point", generation=incident, incident=str(incident), how=how)
+        log.emit(EventName.GO, "point", generation=incident + 1, incident=str(incident))
+        more = {"seconds": seconds, "rung": rung, "steps_lost": 3 * incident}
+        log.emit(EventName.RECOVERED, "point", generation=incident + 1, incident=str(incident), **more)
+    log.emit(EventName.RESPAWN, "begin", generation=0, incident="0", rank=1)
+    log.emit(EventName.RESPAWN, "end", generation=0, incident="0", rank=1)
+    for why in ("", "the device check exited with 1"):
+        log.emit(EventName.DEVICE_CHECK, "point", generation=1, why=why)
+    for remedy in ("try", "give_up"):
+        log.emit(EventName.BAD_DEVICE, "point", generation=1, remedy=remedy)
+    status, body = get(watch, "/metrics")
     found = samples(body)
     assert status == 200
     assert found["generation", ""] == 3
@@ -99,8 +111,8 @@ def test_the_metrics_are_those_of_the_snapshot() -> None:
     assert found["respawns_total", ""] == 1
     causes = {label: value for (name, label), value in found.items() if name == "incidents_total"}
     zeros = dict.fromkeys(("exception", "exit", "hang", "node", "replace"), 0)
-    assert causes == {"SIGKILL": 2, "SIGSEGV": 1, **zeros}
-    counts = {rung: found["recovery_seconds_count", rung] for rung in RUNGS}
+    assert causes == {"SIGKILL": 1, "SIGSEGV": 1, **zeros}
+    counts = {rung: found["recovery_seconds_count", rung] for rung in ("in-process", "process", "node", "job")}
     assert counts == {"in-process": 1, "process": 1, "node": 0, "job": 0}
     assert found["recovery_seconds_sum", "process"] == 40
     buckets = re.findall(r'recovery_seconds_bucket{le="([^"]+)",node="0",rung="process"} (\S+)', body)
@@ -130,26 +142,14 @@ def test_what_is_not_known_has_no_sample() -> None:
     assert json.loads(get(pages_of(Snapshot(1)), "/status")[1])["job"] is None
 
 
-def test_what_ranks_measured_has_every_stage_and_kind_from_the_start() -> None:
-    stages: dict[str, Durations] = dict.fromkeys(MEASURED_STAGES, Durations.none(STAGE_BUCKETS_S))
-    stages["abort"] = stages["abort"].and_one_of(0.25)
-    found = samples(prometheus.render(SNAPSHOT, Measured(stages, 4096, {"sigkill": 0, "hang": 2})).decode())
-    assert {label for name, label in found if name == "stage_seconds_count"} == set(MEASURED_STAGES)
-    assert (found["stage_seconds_count", "abort"], found["stage_seconds_sum", "abort"]) == (1, 0.25)
-    assert found["stage_seconds_count", "verify"] == 0
-    assert found["transfer_bytes_total", ""] == 4096
-    assert (found["faults_injected_total", "sigkill"], found["faults_injected_total", "hang"]) == (0, 2)
-
-
 def test_a_coordinator_in_a_process_of_its_own_tells_of_the_job_alone() -> None:
     watch = Watch(OUTSIDE)
     watch.log(None).emit(EventName.DETECT, "point", generation=0, incident="1", how="hang")
     job: dict[str, Any] = {"nodes": [], "ranks": [], "spares": [], "inexact": 2}
     known = {"generation": 2, "high_water": 7, "outcome": None, **job}
     watch.look_from_outside(cast(Any, SimpleNamespace(**known)), time.monotonic())
-    pages = Pages(watch)
-    assert get(pages, "/healthz") == (200, "ok, recovering from incident 1\n")
-    found = samples(get(pages, "/metrics")[1])
+    assert get(watch, "/healthz") == (200, "ok, recovering from incident 1\n")
+    found = samples(get(watch, "/metrics")[1])
     assert (found["generation", ""], found["high_water_step", ""]) == (2, 7)
     assert found["job_nodes", "absent"] == found["incidents_total", "hang"] == 0
     assert not {name for name, _ in found} & {"ranks", "respawns_total", "stage_seconds_count"}
@@ -168,40 +168,55 @@ def test_the_first_page_lists_the_paths_and_so_does_404() -> None:
 def test_every_sample_says_whose_it_is() -> None:
     watch = Watch(0, JobNames("train", "/data/runs/20260101T120000Z-train", "train.py"))
     watch.snapshot = SNAPSHOT
-    body = get(Pages(watch), "/metrics")[1]
+    body = get(watch, "/metrics")[1]
     families = list(text_string_to_metric_families(body))
     whose = {"job": "train", "run": "20260101T120000Z-train", "node": "0"}
     labels = [sample.labels for family in families for sample in family.samples]
     assert labels
     assert all(whose.items() <= each.items() for each in labels)
     (info,) = (family for family in families if family.name == "checkpointless_info")
-    about = {"version": version("checkpointless"), "script": "train.py", "run_dir": watch.names.run_dir}
+    about = {
+        "version": version("checkpointless"),
+        "script": "train.py",
+        "run_dir": "/data/runs/20260101T120000Z-train",
+    }
     assert [(sample.labels, sample.value) for sample in info.samples] == [({**whose, **about}, 1)]
     spare = samples(get(pages_of(replace(SNAPSHOT, node=OUTSIDE)), "/metrics")[1])
     assert spare["generation", ""] == 3
 
 
-def test_an_incident_is_counted_when_the_ranks_are_together_again_and_by_its_last_cause() -> None:
-    tally = Tally()
-    tally.event(EventName.GO, "point", None, {})
-    tally.event(EventName.DETECT, "point", "1", {"how": "exception"})
-    tally.event(EventName.DETECT, "point", "1", {"how": "SIGKILL"})
-    tally.event(EventName.RESPAWN, "begin", "1", {})
-    assert (tally.incidents, tally.open, dict(tally.causes)) == (1, {"1": "SIGKILL"}, {})
-    tally.event(EventName.RESPAWN, "end", "1", {})
-    tally.event(EventName.GO, "point", "1", {})
-    tally.event(EventName.RECOVERED, "point", "1", {"seconds": 0.07, "rung": "process", "steps_lost": 2})
-    tally.event(EventName.DETECT, "point", "2", {"how": "hang"})
-    assert (tally.incidents, tally.open, dict(tally.causes)) == (2, {"2": "hang"}, {"SIGKILL": 1})
-    assert tally.respawns == 1
-    assert (tally.recoveries.counts[-1], tally.recoveries.seconds) == (1, 0.07)
-    assert {rung: found.counts[-1] for rung, found in tally.rungs.items() if found.counts[-1]} == {"process": 1}
-    assert tally.steps_lost == 2
-    for why in ("", "the device check exited with 1"):
-        tally.event(EventName.DEVICE_CHECK, "point", "2", {"why": why})
-    for remedy in ("try", "give_up"):
-        tally.event(EventName.BAD_DEVICE, "point", "2", {"remedy": remedy})
-    assert (tally.device_checks_failed, tally.given_up) == (1, 1)
+def test_the_status_counts_an_incident_by_its_last_cause_when_the_ranks_are_together_again() -> None:
+    watch = Watch(OUTSIDE)
+    log = watch.log(None)
+    known = {
+        "generation": 2,
+        "high_water": 7,
+        "outcome": None,
+        "nodes": [],
+        "ranks": [],
+        "spares": [],
+        "inexact": 2,
+    }
+
+    def status() -> dict[str, Any]:
+        watch.look_from_outside(cast(Any, SimpleNamespace(**known)), time.monotonic() + 1e6)
+        return json.loads(get(watch, "/status")[1])["job"]
+
+    log.emit(EventName.GO, "point", generation=0)
+    for how in ("exception", "SIGKILL"):
+        log.emit(EventName.DETECT, "point", generation=0, incident="1", how=how)
+    log.emit(EventName.GO, "point", generation=1, incident="1")
+    recovered = {"seconds": 0.07, "rung": "process", "steps_lost": 2}
+    log.emit(EventName.RECOVERED, "point", generation=1, incident="1", **recovered)
+    log.emit(EventName.DETECT, "point", generation=1, incident="2", how="hang")
+    found = status()
+    assert (found["incidents"], found["cause"], found["causes"], found["steps_lost"]) == (
+        2,
+        "hang",
+        {"SIGKILL": 1},
+        2,
+    )
+    assert found["recoveries"] == found["rungs"]["process"] == {"count": 1, "seconds": 0.07}
 
 
 def test_the_snapshot_is_replaced_a_few_times_per_second(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,11 +13,8 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from checkpointless.faults.spec import FaultKind
-from checkpointless.observability.monitoring.accounting import Account
-from checkpointless.observability.monitoring.durations import Durations
-from checkpointless.observability.monitoring.measured import MEASURED_STAGES, STAGE_BUCKETS_S, Measured
-from checkpointless.observability.monitoring.prometheus import render
+from checkpointless.observability.monitoring.metrics import Metrics
+from checkpointless.observability.monitoring.run_log import Account
 from checkpointless.observability.monitoring.snapshot import JobNames
 from tests.unit.monitoring.http_exchange import SNAPSHOT
 
@@ -34,11 +31,8 @@ EXPRESSIONS = {name: target["expr"] for name, target in TARGETS} | {rule["alert"
 
 def served() -> Mapping[str, dict[str, set[str]]]:
     """Return the values of each label of each metric of a node that runs the coordinator."""
-    measured = Measured(
-        dict.fromkeys(MEASURED_STAGES, Durations.none(STAGE_BUCKETS_S)), 0, {kind.value: 0 for kind in FaultKind}
-    )
     account = Account(1, 7, 0.5, 0.8, 0.9, dict.fromkeys(("startup", "training", "recovery", "repeated"), 1.0))
-    page = render(SNAPSHOT, measured, account, JobNames("train", "/runs/one", "train.py")).decode()
+    page = Metrics(0, JobNames("train", "/runs/one", "train.py")).page(SNAPSHOT, account).decode()
     found: dict[str, dict[str, set[str]]] = {}
     for family in text_string_to_metric_families(page):
         for sample in family.samples:

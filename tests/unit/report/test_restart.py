@@ -2,8 +2,8 @@
 
 import pytest
 
+from checkpointless.observability.report.ettr import Source
 from checkpointless.observability.report.incidents import Outcome
-from checkpointless.observability.report.restart import DEFAULT_STARTUP_S, RestartOptions, Source
 from checkpointless.observability.report.summary import RunState
 from tests.unit.made_up_run import MadeUpRun
 from tests.unit.report.reports import report_of, simple_run
@@ -21,8 +21,9 @@ def test_a_restart_costs_what_the_formula_says() -> None:
     sources = {each.name: each.source for each in comparison.assumptions}
     assert sources["start-up"] is Source.MEASURED
     assert sources["checkpoint interval"] is Source.ASSUMED
-    options = RestartOptions(detect_s=5, requeue_s=60, startup_s=300, load_s=40, interval_s=20)
-    comparison = report_of(run, options=options).comparison
+    given = {"detect": 5.0, "requeue": 60.0, "startup": 300.0, "load": 40.0}
+    options = {f"--restart-{name}": seconds for name, seconds in given.items()}
+    comparison = report_of(run, given={**options, "--checkpoint-interval": 20.0}).comparison
     assert comparison is not None
     assert comparison.restart_s == pytest.approx(5 + 60 + 300 + 40 + 10)
     assert {each.source for each in comparison.assumptions} == {Source.GIVEN}
@@ -47,7 +48,7 @@ def test_a_fault_during_recovery_is_no_restart_of_its_own_and_a_failure_is_not_c
     assert report.comparison is not None
     (restart,) = report.comparison.restarts
     assert restart.incidents == ("1", "2")
-    assert report.comparison.left_out == 1
+    assert report.comparison.incidents_left_out == 1
     assert (report.run.state, report.run.reason) == (RunState.FAILED, "nobody holds shard 3")
 
 
@@ -61,4 +62,4 @@ def test_a_fault_during_the_start_leaves_the_start_up_to_the_default() -> None:
     assert report.spent.startup_s == pytest.approx(5.1)
     assert report.comparison is not None
     startup = next(each for each in report.comparison.assumptions if each.name == "start-up")
-    assert (startup.seconds, startup.source) == (DEFAULT_STARTUP_S, Source.ASSUMED)
+    assert (startup.seconds, startup.source) == (60.0, Source.ASSUMED)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpointless.observability.monitoring.measured import MEASURED_STAGES
+from checkpointless.observability.monitoring.metrics import MEASURED_STAGES
 from checkpointless.observability.telemetry.event_names import STAGES, EventName, event_name
 from checkpointless.observability.telemetry.events import (
     EVENTS_FILE,

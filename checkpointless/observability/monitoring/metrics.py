@@ -1,0 +1,367 @@
+"""The metrics in Prometheus's text format: what events count, and what the snapshot of a loop and the report say.
+
+Every sample has the labels ``job``, ``run`` and ``node``, which say whose it is wherever it is scraped: Prometheus
+adds the address of the target (``instance``) and the name of the scrape configuration (``job``), and an address
+belongs to another job tomorrow. They are the same for all samples of a process, so they multiply nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from importlib.metadata import version
+from typing import Any, Generic, TypeVar
+
+import prometheus_client
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric as Family
+from prometheus_client.registry import Collector
+
+from checkpointless.faults.spec import FaultKind
+from checkpointless.launcher.protocol.node_messages import RankState
+from checkpointless.observability.monitoring.run_log import Account
+from checkpointless.observability.monitoring.snapshot import OUTSIDE, JobNames, JobStatus, Snapshot
+from checkpointless.observability.telemetry.event_names import STAGES, EventName
+from checkpointless.observability.telemetry.rungs import Rung
+
+RECOVERY_BUCKETS_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+STAGE_BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
+#: ``detect`` is measured between processes, and only for a fault that was injected.
+MEASURED_STAGES = (EventName.RESPAWN, *(stage for stage in STAGES if stage != EventName.DETECT))
+_CAUSES = ("SIGKILL", "exception", "exit", "hang", "node", "replace")  # always present, so that rates see the first
+_KINDS = tuple(kind.value for kind in FaultKind)
+_OTHER = "other"
+_NODE_STATES = ("absent", "joined", "loading")
+_RANK_STATES = tuple(state.value for state in RankState)
+#: In these stages the rank may not know the incident's name yet.
+_WITHOUT_INCIDENT = (EventName.ABORT, EventName.FINALIZE, EventName.HEALTH)
+_Fields = Mapping[str, Any]  # Any: what an event's fields are
+_Part = TypeVar("_Part")
+
+
+class Source(Enum):
+    """Where events are counted."""
+
+    AGENT = "events of a node's agent"
+    COORDINATOR = "events of the coordinator"
+    RANKS = "events of a node's ranks, which are read from the event log"
+
+
+@dataclass(frozen=True)
+class EventMetric:
+    """A counter or a histogram that is filled from events.
+
+    Attributes:
+        name: its name, without ``checkpointless_`` before it and ``_total`` after it.
+        source: whose events count.
+        help: what it is.
+        stages: the events that count.
+        edge: the edge that counts; None: all.
+        amount: returns what an event adds, or the duration that it tells of; None: nothing.
+        label: a label ("" without one).
+        of: returns the value of the label.
+        values: values of the label that are there from the start.
+        buckets: the bounds of a histogram; empty for a counter.
+    """
+
+    name: str
+    source: Source
+    help: str
+    stages: tuple[EventName, ...]
+    edge: str | None = None
+    amount: Callable[[_Fields], float | None] = lambda _: 1
+    label: str = ""
+    of: Callable[[_Fields], str] = lambda _: ""
+    values: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+
+
+EVENT_METRICS = (
+    EventMetric(
+        "respawns",
+        Source.AGENT,
+        "Processes started on this node in place of dead ones.",
+        (EventName.RESPAWN,),
+        "begin",
+    ),
+    EventMetric(
+        "device_checks_failed",
+        Source.AGENT,
+        "Device checks that failed on this node.",
+        (EventName.DEVICE_CHECK,),
+        amount=lambda fields: bool(fields.get("why")),
+    ),
+    EventMetric(
+        "incidents",
+        Source.COORDINATOR,
+        "Incidents that all ranks have met again after.",
+        (EventName.GO,),
+        amount=lambda fields: None if fields["cause"] is None else 1,
+        label="cause",
+        of=lambda fields: str(fields["cause"]),
+        values=_CAUSES,
+    ),
+    EventMetric(
+        "recovery_seconds",
+        Source.COORDINATOR,
+        "From a fault until the step was made.",
+        (EventName.RECOVERED,),
+        amount=lambda fields: fields.get("seconds"),
+        label="rung",
+        of=lambda fields: str(fields.get("rung")),
+        values=tuple(rung.label for rung in Rung),
+        buckets=RECOVERY_BUCKETS_S,
+    ),
+    EventMetric(
+        "steps_lost",
+        Source.COORDINATOR,
+        "Committed steps that storage lost.",
+        (EventName.RECOVERED,),
+        amount=lambda fields: fields.get("steps_lost"),
+    ),
+    EventMetric(
+        "nodes_given_up",
+        Source.COORDINATOR,
+        "Nodes given up because of a device.",
+        (EventName.BAD_DEVICE,),
+        amount=lambda fields: fields.get("remedy") == "give_up",
+    ),
+    EventMetric(
+        "stage_seconds",
+        Source.RANKS,
+        "How long a stage of an incident took a rank of this node.",
+        MEASURED_STAGES,
+        "end",
+        amount=lambda fields: None if "error" in fields or not _of_incident(fields) else fields.get("seconds"),
+        label="stage",
+        of=lambda fields: str(fields["stage"]),
+        values=MEASURED_STAGES,
+        buckets=STAGE_BUCKETS_S,
+    ),
+    EventMetric(
+        "transfer_bytes",
+        Source.RANKS,
+        "Bytes that ranks of this node received from living replicas.",
+        (EventName.TRANSFER,),
+        "end",
+        amount=lambda fields: fields.get("bytes") if _of_incident(fields) else None,
+    ),
+    EventMetric(
+        "faults_injected",
+        Source.RANKS,
+        "Faults caused on purpose in ranks of this node.",
+        (EventName.FAULT_INJECTED,),
+        label="kind",
+        of=lambda fields: _kind(str(fields.get("spec"))),
+        values=_KINDS,
+    ),
+    EventMetric(
+        "inexact_incidents",
+        Source.RANKS,
+        "Incidents after which a rank of this node no longer computed what an undisturbed run computes.",
+        (EventName.INEXACT,),
+        amount=lambda fields: fields["is_first"],
+    ),
+)
+
+
+def _of_incident(fields: _Fields) -> bool:
+    return fields["incident"] is not None or fields["stage"] in _WITHOUT_INCIDENT
+
+
+def _kind(spec: str) -> str:
+    kind = spec.partition("@")[0].partition(":")[0]
+    return kind if kind in _KINDS else _OTHER
+
+
+class Metrics:
+    """Counts events, and makes the page.
+
+    Args:
+        node: number of the node; :data:`OUTSIDE` for a coordinator in a separate process.
+        names: what the job is called.
+
+    Attributes:
+        open: how the cause came about, for each incident whose ranks have not met again.
+        incidents: how many incidents there were, including those.
+        names: what the job is called.
+    """
+
+    def __init__(self, node: int, names: JobNames) -> None:
+        prometheus_client.disable_created_metrics()
+        self.open: dict[str, str] = {}
+        self.incidents = 0
+        self.names = names
+        whose = {"job": names.job, "run": names.run, "node": "coordinator" if node == OUTSIDE else str(node)}
+        self._whose = {name: value for name, value in whose.items() if value}
+        self._inexact: set[int] = set()  # generations
+        self._registries = {source: CollectorRegistry() for source in Source}
+        self._counted = {metric.name: self._made(metric) for metric in EVENT_METRICS}
+
+    def _made(self, metric: EventMetric) -> Any:  # Any: a Counter or a Histogram of prometheus_client
+        labels = [*self._whose, *([metric.label] if metric.label else [])]
+        more = {"labelnames": labels, "registry": self._registries[metric.source]}
+        name = f"checkpointless_{metric.name}"
+        made: Any = (
+            prometheus_client.Histogram(name, metric.help, buckets=metric.buckets, **more)
+            if metric.buckets
+            else prometheus_client.Counter(name, metric.help, **more)
+        )
+        for value in metric.values if metric.label else ("",):
+            self._labelled(made, metric, value)
+        return made
+
+    def _labelled(self, made: Any, metric: EventMetric, value: str) -> Any:
+        labels = self._whose | ({metric.label: str(value)} if metric.label else {})
+        return made.labels(**labels) if labels else made
+
+    def take(self, sources: Iterable[Source], record: _Fields) -> None:
+        """Count an event; of several ``detect`` events of an incident, the last knows best how it came about.
+
+        Args:
+            sources: what the event is one of.
+            record: the event as a line of the log has it, without times and origin.
+        """
+        stage, incident, known = record["stage"], record["incident"], dict(record)
+        if stage == EventName.DETECT and incident is not None and Source.COORDINATOR in sources:
+            self.incidents += incident not in self.open
+            self.open[incident] = str(record.get("how"))
+        elif stage == EventName.GO and Source.COORDINATOR in sources:
+            known["cause"] = self.open.pop(incident, None)
+        elif stage == EventName.INEXACT:
+            known["is_first"] = record["generation"] not in self._inexact
+            self._inexact.add(record["generation"])
+        for metric in EVENT_METRICS:
+            if metric.source in sources and stage in metric.stages and metric.edge in (None, record["edge"]):
+                amount = metric.amount(known)
+                if amount is not None:
+                    found = self._labelled(self._counted[metric.name], metric, metric.of(known))
+                    (found.observe if metric.buckets else found.inc)(amount)
+
+    def values(self, name: str, suffix: str = "_total") -> dict[str, float]:
+        """Return the values of a metric that is counted, by the value of its label ("" without one).
+
+        Args:
+            name: its name.
+            suffix: ``_total`` of a counter; ``_count`` or ``_sum`` of a histogram.
+        """
+        label = next(metric.label for metric in EVENT_METRICS if metric.name == name)
+        return {
+            sample.labels.get(label, ""): sample.value
+            for family in self._counted[name].collect()
+            for sample in family.samples
+            if sample.name.endswith(suffix)
+        }
+
+    def page(self, now: Snapshot, account: Account | None, has_log: bool = True) -> bytes:
+        """Return the metrics of a node, or of a coordinator in a separate process.
+
+        Args:
+            now: its snapshot.
+            account: what the run's time was spent on; None leaves it out.
+            has_log: whether there is an event log.
+        """
+        is_node = now.node != OUTSIDE
+        due = {
+            Source.AGENT: is_node,
+            Source.COORDINATOR: now.job is not None,
+            Source.RANKS: is_node and has_log,
+        }
+        registry = CollectorRegistry()
+        registry.register(_Gauges(self._whose, self.names, now, account))
+        pages = [generate_latest(self._registries[source]) for source, is_due in due.items() if is_due]
+        return b"".join([generate_latest(registry), *pages])
+
+
+# --- What the snapshot and the report say -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Gauge(Generic[_Part]):
+    """A metric that is read from a part of what is known; with a label, it has a value for each of the label's."""
+
+    name: str
+    help: str
+    value: Callable[[_Part], float | Mapping[Any, float | None] | None]
+    label: str = ""
+    kind: type[GaugeMetricFamily] | type[CounterMetricFamily] = GaugeMetricFamily
+
+
+def _states(of: Iterable[Any], known: Iterable[str]) -> Mapping[str, int]:
+    counts = Counter(each.state for each in of)
+    return {state: counts[state] for state in known}
+
+
+_OF_ALL: tuple[_Gauge[Snapshot], ...] = (
+    _Gauge("generation", "How often all ranks have begun together, less one.", lambda now: now.generation),
+    _Gauge("high_water_step", "Newest committed step that this node knows of.", lambda now: now.high_water),
+    _Gauge("incident_in_progress", "1 while ranks meet again.", lambda now: now.incident is not None),
+)
+_OF_NODE: tuple[_Gauge[Snapshot], ...] = (
+    _Gauge("ranks", "Ranks of this node.", lambda now: _states(now.ranks, _RANK_STATES), "state"),
+    _Gauge(
+        "committed_step",
+        "Last optimizer step that a rank of this node has applied.",
+        lambda now: {rank.rank: rank.committed for rank in now.ranks},
+        "rank",
+    ),
+    _Gauge(
+        "beat_age_seconds",
+        "Seconds since a rank of this node showed progress.",
+        lambda now: {rank.rank: rank.beat_age_s for rank in now.ranks},
+        "rank",
+    ),
+)
+_OF_JOB: tuple[_Gauge[JobStatus], ...] = (
+    _Gauge("job_nodes", "Nodes of the job.", lambda job: _states(job.nodes, _NODE_STATES), "state"),
+    _Gauge("job_ranks", "Ranks of the job.", lambda job: _states(job.ranks, _RANK_STATES), "state"),
+    _Gauge("job_spares", "Nodes that wait to take a lost one's place.", lambda job: job.spares),
+)
+_OF_RUN: tuple[_Gauge[Account], ...] = (
+    _Gauge(
+        "steps",
+        "Optimizer steps made; one that is repeated counts once.",
+        lambda run: run.steps,
+        kind=CounterMetricFamily,
+    ),
+    _Gauge("step_seconds", "Seconds per optimizer step in undisturbed training.", lambda run: run.step_s),
+    _Gauge("ettr_ratio", "Effective training time over wall-clock time (ETTR, goodput).", lambda run: run.ettr),
+    _Gauge("ettr_while_training_ratio", "ETTR without start-up and shutdown.", lambda run: run.ettr_while_training),
+    _Gauge("time_seconds", "What the run's time was spent on so far.", lambda run: run.spent_s, "activity"),
+)
+
+
+class _Gauges(Collector):
+    """The metric families of one snapshot; a value that is not known yet has no sample."""
+
+    def __init__(self, whose: Mapping[str, str], names: JobNames, now: Snapshot, account: Account | None) -> None:
+        self._whose, self._names, self._now, self._account = whose, names, now, account
+
+    def collect(self) -> Iterator[Family]:
+        """Yield every family that this node can report."""
+        names = self._names
+        about = {**self._whose, "version": version("checkpointless"), "script": names.script}
+        about["run_dir"] = names.run_dir
+        info = GaugeMetricFamily("checkpointless_info", "What runs here; always 1.", labels=list(about))
+        info.add_metric(list(about.values()), 1)
+        yield info
+        yield from self._made(_OF_ALL, self._now)
+        if self._now.node != OUTSIDE:
+            yield from self._made(_OF_NODE, self._now)
+        if self._now.job is not None:
+            yield from self._made(_OF_JOB, self._now.job)
+        if self._account is not None:
+            yield from self._made(_OF_RUN, self._account)
+
+    def _made(self, gauges: Iterable[_Gauge[_Part]], part: _Part) -> Iterator[Family]:
+        for gauge in gauges:
+            labels = [*self._whose, *([gauge.label] if gauge.label else [])]
+            family = gauge.kind(f"checkpointless_{gauge.name}", gauge.help, labels=labels)
+            value = gauge.value(part)
+            for label, item in value.items() if isinstance(value, Mapping) else [("", value)]:
+                if item is not None:
+                    family.add_metric([*self._whose.values(), *([str(label)] if gauge.label else [])], item)
+            yield family

@@ -1,1 +1,0 @@
-"""The scripts of the demo's trainers, each as a user would write it."""

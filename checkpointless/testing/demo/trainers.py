@@ -1,0 +1,286 @@
+"""The trainers that the demo can show, each with the program that does a task."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from checkpointless.faults.chaos import (
+    BRIDGE,
+    DATA_PARALLEL,
+    LIGHTNING,
+    LIGHTNING_SHARDED,
+    MEGATRON,
+    NEMO,
+    SHARDED,
+    Scope,
+)
+
+MOST_RANKS = 32  # more ranks than that, on one machine's CPUs, spend their time waiting for each other
+LAYERS, HEADS, _EXPERTS = 4, 4, 4  # of all models, the recipe's among them
+MICRO_BATCH, MICRO_BATCHES = 2, 2  # samples of a microbatch, and microbatches of a rank in each step
+RECIPE, GLOBAL_BATCH = "tiny_gpt_cpu", 16  # NeMo's recipe, and its samples in a step
+_SHARED = {"tp": ("attention heads", HEADS), "pp": ("layers", LAYERS), "ep": ("experts", _EXPERTS)}
+_NEMO_EXTRA = "pip install -e '.[nemo]' in a clone"
+
+
+class DemoError(ValueError):
+    """Raised if the demo cannot run as asked; the message is one line that says what to do."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a trainer is asked to train.
+
+    Attributes:
+        nproc: number of ranks.
+        steps: number of optimizer steps.
+        layout: parallel sizes by key of the trainer's ``keys``; a missing key means 1.
+        dropout: dropout probability, in [0, 1).
+        holders: number of ranks that hold each shard, where a trainer shards.
+        workers: number of workers of each data loader.
+        checksum: whether replicas are compared before a recovery.
+        bucket_bytes: how many bytes the buffers of a transfer may take; None: as many as by default.
+        checkpoint_every: optimizer steps between two checkpoints of the trainer's own (0: none).
+        checkpoints: directory of these checkpoints.
+    """
+
+    nproc: int
+    steps: int
+    layout: Mapping[str, int] = field(default_factory=dict)
+    dropout: float = 0.0
+    holders: int = 2
+    workers: int = 0
+    checksum: bool = False
+    bucket_bytes: int | None = None
+    checkpoint_every: int = 0
+    checkpoints: Path | None = None
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """A way to train: the recipe of NeMo, or one of the trainers of :mod:`checkpointless.testing.demo.script`.
+
+    Attributes:
+        name: name on the command line.
+        what: what is trained, and by whom, for people.
+        scope: cases that chaos may draw.
+        keys: parallel sizes that a layout may give.
+        needs: modules that have to be installed.
+        install: how to install them.
+        imports: modules that are worth importing once, before the ranks are forked.
+    """
+
+    name: str
+    what: str
+    scope: Scope
+    keys: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ("torch",)
+    install: str = "pip install torch"
+    imports: tuple[str, ...] = ()
+
+    def require(self) -> None:
+        """Check that what the trainer needs is installed.
+
+        Raises:
+            DemoError: something is missing.
+        """
+        for name in self.needs:
+            try:
+                found = importlib.util.find_spec(name) is not None
+            except ModuleNotFoundError:  # the package that it is in
+                found = False
+            if not found:
+                raise DemoError(f"--trainer {self.name} needs {name}: {self.install}")
+
+    def check(self, task: Task) -> None:
+        """Check that a task's ranks can be laid out as asked, and share the model, each shard with two holders.
+
+        Raises:
+            DemoError: they cannot, or a number is out of range.
+        """
+        nproc, layout = task.nproc, task.layout
+        if not 0.0 <= task.dropout < 1.0:
+            raise DemoError(f"--dropout must be at least 0 and below 1, not {task.dropout:g}")
+        if not 1 <= nproc <= MOST_RANKS:
+            raise DemoError(f"--nproc must be from 2 to {MOST_RANKS}, not {nproc}")
+        for key, (what, number) in _SHARED.items():
+            if number % layout.get(key, 1):
+                raise DemoError(
+                    f"--layout {key}={layout[key]}: the model has {number} {what}, which {layout[key]} "
+                    "cannot share: use 1, 2 or 4"
+                )
+        if layout.get("cp", 1) > 1:
+            raise DemoError(
+                f"--layout cp={layout['cp']}: context parallelism needs TransformerEngine's attention, which CPU "
+                "ranks do not have: leave it out"
+            )
+        if layout.get("tp", 1) > 1 and layout.get("ep", 1) > 1:
+            raise DemoError(
+                f"--layout tp={layout['tp']},ep={layout['ep']}: Megatron trains experts with tensor parallelism "
+                "only with sequence parallelism, which its own layers do not have on CPU ranks: use one of the two"
+            )
+        model_ranks, holders = layout.get("tp", 1) * layout.get("pp", 1), 2 * layout.get("ep", 1)
+        replicas, rest = divmod(nproc, model_ranks)
+        shape = ",".join(f"{key}={size}" for key, size in layout.items()) or "one rank per model"
+        use = f"use a multiple of {holders * model_ranks}"
+        if rest:
+            raise DemoError(f"--nproc {nproc} does not divide into models of {model_ranks} ranks ({shape}): {use}")
+        if replicas % holders and (self.keys or nproc < 2):
+            raise DemoError(
+                f"--nproc {nproc} makes {replicas} data-parallel ranks ({shape}), too few or too odd to hold every "
+                f"shard twice: {use}"
+            )
+
+    def program(self, task: Task) -> tuple[str, tuple[str, ...]]:
+        """Return the module that does a task, and its arguments."""
+        if self is _NEMO:
+            return "checkpointless.recipes.runner", (RECIPE, *overrides(task))
+        options = {
+            "--steps": task.steps,
+            "--dropout": task.dropout,
+            "--tensor": task.layout.get("tp", 1),
+            "--pipeline": task.layout.get("pp", 1),
+            "--holders": task.holders,
+            "--workers": task.workers,
+        }
+        if task.bucket_bytes is not None:
+            options["--bucket-bytes"] = task.bucket_bytes
+        arguments = [text for name, value in options.items() for text in (name, str(value))]
+        more = ["--checksum"] if task.checksum else []
+        return "checkpointless.testing.demo.script", (self.name, *arguments, *more)
+
+    def preload(self) -> tuple[str, ...]:
+        """Return the names of modules that are worth importing once, before the ranks are forked."""
+        if self is not _NEMO:
+            return *self.imports, "checkpointless.testing.demo.corpus", "checkpointless.recovery"
+        from checkpointless.recipes.settings import load, modules
+
+        return modules(load(RECIPE, ()))
+
+
+_FSDP2 = ("torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch._dynamo")
+_PL = ("lightning.pytorch", "checkpointless.strategies.torch_strategies", "checkpointless.callbacks")
+_CORE = ("megatron.core.models.gpt", "megatron.core.optimizer", "checkpointless.integrations.megatron.training")
+_LIGHTNING_NEEDS = (("lightning",), "pip install lightning")
+_BRIDGE_INSTALL = "see docs/megatron-bridge.md, which says how; it and NeMo need environments of their own"
+
+_NEMO = Trainer("nemo", "A NeMo GPT", NEMO, ("tp", "pp", "ep", "cp"), ("nemo", "hydra"), _NEMO_EXTRA)
+#: By name; the first is the default.
+TRAINERS: dict[str, Trainer] = {
+    each.name: each
+    for each in (
+        _NEMO,
+        Trainer("ddp", "A GPT in a loop with torch's DistributedDataParallel", DATA_PARALLEL),
+        Trainer("hsdp", "A GPT in a loop with torch's FSDP2 and replicas", SHARDED, ("tp",), imports=_FSDP2),
+        Trainer(
+            "megatron",
+            "Megatron-core's GPT and distributed optimizer, in a loop",
+            MEGATRON,
+            ("tp", "pp"),
+            ("megatron.core",),
+            _NEMO_EXTRA,
+            _CORE,
+        ),
+        Trainer(
+            "bridge",
+            "Megatron-Bridge's GPT, on made-up text",
+            BRIDGE,
+            ("tp", "pp"),
+            ("megatron.bridge",),
+            _BRIDGE_INSTALL,
+            ("checkpointless.integrations.megatron_bridge",),
+        ),
+        Trainer("lightning-ddp", "A GPT with Lightning's DDP strategy", LIGHTNING, (), *_LIGHTNING_NEEDS, _PL),
+        Trainer(
+            "lightning-hsdp",
+            "A GPT with Lightning's model-parallel strategy: FSDP2 with replicas",
+            LIGHTNING_SHARDED,
+            ("tp",),
+            *_LIGHTNING_NEEDS,
+            (*_FSDP2, *_PL),
+        ),
+    )
+}
+
+
+def parse_layout(text: str, keys: tuple[str, ...]) -> dict[str, int]:
+    """Parse a layout such as ``tp=2,pp=1``.
+
+    Args:
+        text: ``key=size`` pairs with commas between them; empty for none.
+        keys: the keys that there are.
+
+    Raises:
+        DemoError: a key is unknown or occurs twice, or a size is not a whole number of at least 1.
+    """
+    layout: dict[str, int] = {}
+    for part in text.split(",") if text.strip() else ():
+        key, _, size = (piece.strip() for piece in part.partition("="))
+        if key not in keys:
+            known = f"is not one of {', '.join(f'{k}=N' for k in keys)}" if keys else "is not for this trainer"
+            raise DemoError(f"layout {text!r}: {part!r} {known}")
+        if key in layout:
+            raise DemoError(f"layout {text!r}: {key} is there twice")
+        if not size.isascii() or not size.isdecimal() or not 1 <= int(size) <= 10**6:
+            raise DemoError(f"layout {text!r}: {key} must be a whole number of at least 1, not {size!r}")
+        layout[key] = int(size)
+    return layout
+
+
+# --- NeMo's recipe ------------------------------------------------------------------------------------------------
+
+_OVERRIDES = {
+    "tp": "strategy.tensor_model_parallel_size",
+    "pp": "strategy.pipeline_model_parallel_size",
+    "ep": "strategy.expert_model_parallel_size",
+    "cp": "strategy.context_parallel_size",
+}
+
+
+def global_batch(task: Task) -> int:
+    """Return the samples per step: the recipe's number, rounded up to whole microbatches for each rank."""
+    ranks = task.nproc // (task.layout.get("tp", 1) * task.layout.get("pp", 1))
+    return math.ceil(GLOBAL_BATCH / (MICRO_BATCH * ranks)) * MICRO_BATCH * ranks
+
+
+def overrides(task: Task) -> tuple[str, ...]:
+    """Return the overrides of the recipe for ``task``."""
+    changed = [
+        f"trainer.max_steps={task.steps}",
+        f"model.config.hidden_dropout={task.dropout}",
+        f"model.config.attention_dropout={task.dropout}",
+    ]
+    changed += [f"{_OVERRIDES[key]}={size}" for key, size in task.layout.items()]
+    if global_batch(task) != GLOBAL_BATCH:
+        changed.append(f"data.global_batch_size={global_batch(task)}")
+    if task.holders != 2:
+        changed.append(f"strategy.num_distributed_optimizer_instances={task.holders}")
+    if task.layout.get("ep", 1) > 1:
+        changed += [
+            f"model.config.num_moe_experts={_EXPERTS}",
+            "model.config.moe_router_topk=2",
+            "model.config.moe_grouped_gemm=false",
+            # Megatron-core 0.15 leaves the router's bias uninitialised, so the model has no biases.
+            "model.config.add_bias_linear=false",
+        ]
+    if task.bucket_bytes is not None:
+        changed.append(f"checkpointless.memory_budget_bytes={task.bucket_bytes}")
+    if task.workers:
+        changed.append(f"data.num_workers={task.workers}")
+    if task.checksum:
+        changed.append("checkpointless.enable_checksum=true")
+    if task.checkpoint_every:
+        changed += [
+            "trainer.enable_checkpointing=true",
+            "callbacks.checkpoint={_target_: nemo.lightning.pytorch.callbacks.ModelCheckpoint, "
+            f"every_n_train_steps: {task.checkpoint_every}, save_last: true, save_top_k: -1, monitor: null, "
+            "save_context_on_train_end: false}",
+            f"log={{_target_: nemo.lightning.NeMoLogger, log_dir: '{task.checkpoints}', name: tiny_gpt}}",
+            "resume={_target_: nemo.lightning.AutoResume, resume_if_exists: true, "
+            "resume_ignore_no_checkpoint: true}",
+        ]
+    return tuple(changed)

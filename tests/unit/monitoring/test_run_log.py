@@ -1,0 +1,315 @@
+"""Test what is read from the event log as it grows, breaks and is replaced, and what is counted of it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from checkpointless.launcher.agent.watch import Watch
+from checkpointless.observability.monitoring import run_log
+from checkpointless.observability.monitoring.metrics import MEASURED_STAGES
+from checkpointless.observability.monitoring.run_log import Account, RunLog
+from checkpointless.observability.monitoring.snapshot import RankStatus, Snapshot
+from checkpointless.observability.report.summary import build_report
+from checkpointless.observability.telemetry.event_names import EventName
+from checkpointless.observability.telemetry.events import (
+    EVENTS_FILE,
+    Event,
+    EventLog,
+    append_line,
+    flush_events,
+    read_events,
+)
+from checkpointless.observability.telemetry.lines import LineTail
+from tests.unit.made_up_run import MadeUpRun
+
+OWN = (2, 3)
+Counted = Callable[[], Watch]
+
+
+def rank(number: int) -> RankStatus:
+    return RankStatus(number, "running", 1, 0, None, None, None)
+
+
+@pytest.fixture
+def counted(tmp_path: Path) -> Counted:
+    """Return a function that reads the log and returns what has counted it, for ranks 2 and 3 of node 1."""
+    watch = Watch(1)
+    watch.log(tmp_path / EVENTS_FILE)
+    watch.snapshot = Snapshot(1, ranks=tuple(map(rank, OWN)))
+
+    def read() -> Watch:
+        assert flush_events()
+        assert watch.run_log is not None
+        watch.run_log.look(time.monotonic())
+        return watch
+
+    return read
+
+
+def emit(folder: Path, stage: str, edge: Any, of: int | None, generation: int, **fields: Any) -> None:
+    incident = fields.pop("incident", str(generation))
+    log = EventLog(folder / EVENTS_FILE, node=1 if of in (None, *OWN) else 0, rank=of)
+    log.emit(EventName(stage), edge, generation=generation, incident=incident, **fields)
+
+
+def test_stages_and_bytes_are_those_of_this_nodes_ranks_in_incidents(tmp_path: Path, counted: Counted) -> None:
+    counts = counted().metrics.values("stage_seconds", "_count")
+    assert counts == dict.fromkeys(MEASURED_STAGES, 0)
+    for of in (0, 2, 3):  # rank 0 is another node's
+        emit(tmp_path, "abort", "end", of, 0, seconds=0.25, incident=None)  # it does not know the incident yet
+        emit(tmp_path, "transfer", "begin", of, 1)
+        emit(tmp_path, "transfer", "end", of, 1, seconds=0.5, bytes=100)
+        emit(tmp_path, "init", "end", of, 1, seconds=9.0, error="RankShouldRestart")  # it was broken off
+    emit(tmp_path, "init", "end", 2, 0, seconds=9.0, incident=None)  # the job begins
+    emit(tmp_path, "notify", "end", None, 0, seconds=0.125)
+    metrics = counted().metrics
+    counts, sums = (metrics.values("stage_seconds", suffix) for suffix in ("_count", "_sum"))
+    assert {stage: (count, sums[stage]) for stage, count in counts.items() if count} == {
+        "abort": (2, 0.5),
+        "transfer": (2, 1.0),
+        "notify": (1, 0.125),
+    }
+    assert metrics.values("transfer_bytes") == {"": 200}
+
+
+def test_faults_on_purpose_are_counted_by_kind_and_unknown_ones_together(tmp_path: Path, counted: Counted) -> None:
+    for of, spec in ((2, "hang@forward:rank=2"), (3, "sigkill:rank=3"), (3, "x" * 99), (0, "hang")):
+        emit(tmp_path, "fault_injected", "point", of, 0, spec=spec)
+    found = counted().metrics.values("faults_injected")
+    assert {kind: count for kind, count in found.items() if count} == {"hang": 1, "sigkill": 1, "other": 1}
+    assert found["slow"] == 0
+
+
+def test_what_is_no_longer_the_undisturbed_run_counts_once_per_incident(tmp_path: Path, counted: Counted) -> None:
+    for of, generation in ((2, 1), (3, 1), (0, 2), (3, 4)):
+        emit(tmp_path, "inexact", "point", of, generation)
+    assert counted().metrics.values("inexact_incidents") == {"": 2}
+
+
+def test_what_another_agent_wrote_before_is_not_counted(tmp_path: Path) -> None:
+    emit(tmp_path, "fault_injected", "point", 2, 0, spec="hang")
+    assert flush_events()
+    taken: list[Event] = []
+    reader = RunLog(tmp_path / EVENTS_FILE, 1, lambda: frozenset(OWN), taken.append)
+    emit(tmp_path, "fault_injected", "point", 3, 0, spec="hang")
+    assert flush_events()
+    reader.look(0.0)
+    assert [event.rank for event in taken] == [3]
+
+
+@given(
+    st.lists(
+        st.binary(max_size=60)
+        | st.sampled_from(
+            [
+                b'{"node":1,"rank":2,' + b"[" * 20_000,
+                b'{"node":1,"rank":2,"stage":"abort","edge":"end","generation":null,"seconds":1}',
+                b'["node":1,"rank":2,]',
+            ]
+        )
+    )
+)
+def test_what_is_no_event_is_left_out(tmp_path_factory: pytest.TempPathFactory, found: list[bytes]) -> None:
+    path = tmp_path_factory.mktemp("log") / EVENTS_FILE
+    path.write_bytes(b"\n".join([*found, b""]))
+    taken: list[Event] = []
+    reader = RunLog(path, 1, lambda: frozenset(OWN), taken.append)
+    reader.look(0.0)
+    assert taken == []
+
+
+@pytest.fixture
+def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunLog]:
+    monkeypatch.setattr(run_log, "_EVERY_S", 0.01)
+    reader = RunLog(tmp_path / EVENTS_FILE, 0, frozenset, lambda _: None)
+    yield reader
+    reader.close()
+
+
+def test_the_log_is_read_while_somebody_asks(
+    asked: RunLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, disturbed_run().events, monkeypatch)
+    time.sleep(0.05)
+    assert asked.account == Account(), "nobody has asked"
+    until_s = time.monotonic() + 10
+    while asked.ask(None).ettr is None:
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+
+
+# ---- the account
+
+
+def write(run_dir: Path, events: list[Event], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write events into a log, at the times that they have."""
+    for event in events:
+        with monkeypatch.context() as patch:
+            patch.setattr("time.time_ns", lambda ns=event.ts: ns)
+            patch.setattr("time.monotonic_ns", lambda ns=event.mono: ns)
+            EventLog(run_dir / EVENTS_FILE, node=event.node, rank=event.rank).emit(
+                event.stage,  # type: ignore[arg-type]
+                event.edge,
+                generation=event.generation,
+                incident=event.incident,
+                **event.fields,
+            )
+    assert flush_events()
+
+
+def disturbed_run() -> MadeUpRun:
+    run = MadeUpRun()
+    run.start()
+    run.incident(31.0, "1", committed=21, resumed=15)
+    run.add(100.0, "progress", "point", high_water=60)
+    return run
+
+
+def reader_of(run_dir: Path) -> RunLog:
+    return RunLog(run_dir / EVENTS_FILE, 0, frozenset, lambda _: None)
+
+
+def test_the_account_is_that_of_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = disturbed_run()
+    write(tmp_path, run.events[:30], monkeypatch)
+    reader = reader_of(tmp_path)  # what was written before it began belongs to the run, too
+    reader.look(0.0)
+    write(tmp_path, run.events[30:], monkeypatch)
+    reader.look(1e9)
+    report = build_report(str(tmp_path), read_events(tmp_path))
+    assert report.spent is not None
+    found = reader.account
+    assert (found.ettr, found.ettr_while_training) == (report.spent.ettr, report.spent.ettr_while_training)
+    assert found.ettr is not None
+    assert found.step_s == report.run.step_s is not None
+    assert found.spent_s["recovery"] == report.spent.recovery_s > 0
+    assert found.spent_s["repeated"] == report.spent.repeated_s
+    assert (found.first_step, found.last_step, found.steps) == (1, 60, 60)
+
+
+def test_steps_are_counted_from_the_first_one_of_the_job_and_never_less(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = MadeUpRun(ranks=1)
+    run.add(1.0, "first_step", "end", 0, step=101)  # the script resumed from a checkpoint of step 100
+    write(tmp_path, run.events, monkeypatch)
+    reader = reader_of(tmp_path)
+    monkeypatch.setattr(reader, "_read", lambda: None)
+    assert reader.ask(None).steps is None
+    reader.look(0.0)
+    assert reader.ask(None).steps == 1
+    assert reader.ask(110).steps == 10
+    assert reader.ask(105).steps == 10  # the job fell back to storage
+
+
+def test_an_account_is_made_only_if_something_was_written_and_not_too_often(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+
+    def made_of(run_dir: str, events: list[Event]) -> Account:
+        made.append(len(events))
+        return Account()
+
+    monkeypatch.setattr(run_log, "account_of", made_of)
+    run, reader = disturbed_run(), reader_of(tmp_path)
+    write(tmp_path, run.events[:5], monkeypatch)
+    for now_s in (0.0, 1e6, 2e6):
+        reader.look(now_s)
+    assert made == [5]
+    write(tmp_path, run.events[5:7], monkeypatch)
+    reader.look(0.0)
+    assert made == [5], "the last one is not paid for yet"
+    reader.look(3e6)
+    assert made == [5, 7]
+
+
+def test_a_log_that_is_too_long_has_no_account(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(run_log, "MAX_EVENTS", 10)
+    reader = reader_of(tmp_path)
+    append_line(tmp_path / EVENTS_FILE, "no event")
+    write(tmp_path, disturbed_run().events[:11], monkeypatch)
+    with caplog.at_level(logging.WARNING):
+        for now_s in (0.0, 1e6):
+            reader.look(now_s)
+    assert reader.account == Account()
+    assert caplog.text.count("over 10 events") == 1
+
+
+# ---- the file
+
+
+def test_only_what_is_appended_is_read_and_a_torn_line_when_it_is_whole(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_bytes(b"of another agent\n")
+    tail = LineTail(log, 1000)
+    assert tail.lines() == []
+    with log.open("ab") as file:
+        file.write(b"one\ntwo\nth")
+        file.flush()
+        assert tail.lines() == [b"one", b"two"]
+        assert tail.lines() == []
+        file.write(b"ree\n")
+        file.flush()
+        assert tail.lines() == [b"three"]
+
+
+def test_a_file_that_is_cut_rotated_or_removed_is_read_on(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    tail = LineTail(log, 1000)
+    assert tail.lines() == []
+    log.write_bytes(b"a longer line\n")
+    assert tail.lines() == [b"a longer line"]
+    os.truncate(log, 0)
+    with log.open("ab") as file:
+        file.write(b"cut\n")
+    assert tail.lines() == [b"cut"]
+    log.rename(tmp_path / "old")
+    log.write_bytes(b"another one of the same length or more\n")
+    assert tail.lines() == [b"another one of the same length or more"]
+    log.unlink()
+    assert tail.lines() == []
+    log.write_bytes(b"back\n")
+    assert tail.lines() == [b"back"]
+
+
+def test_no_more_than_so_much_is_read_at_a_time_and_longer_lines_are_left_out(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    tail = LineTail(log, max_bytes=16)
+    log.write_bytes(b"one\n" + b"x" * 100 + b"\ntwo\nthree\n")
+    reads = [tail.lines() for _ in range(12)]
+    assert [line for read in reads for line in read if line] == [b"one", b"two", b"three"]
+    assert all(sum(map(len, read)) <= 16 for read in reads)
+
+
+@given(st.lists(st.binary(max_size=12).filter(lambda line: b"\n" not in line), max_size=12), st.integers(16, 40))
+def test_every_line_is_read_once_however_it_is_cut(tmp_path_factory: Any, said: list[bytes], size: int) -> None:
+    log = tmp_path_factory.mktemp("log") / "log"
+    tail = LineTail(log, max_bytes=size)
+    data = b"".join(line + b"\n" for line in said)
+    with log.open("ab", buffering=0) as file:
+        found: list[bytes] = []
+        for at in range(0, len(data), 7):
+            file.write(data[at : at + 7])
+            found += tail.lines()
+        found += [line for _ in range(len(data) // 4 + 1) for line in tail.lines()]
+    assert found == said
+
+
+def test_a_log_that_cannot_be_read_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "log").mkdir()
+    tail = LineTail(tmp_path / "log", 1000)
+    assert tail.lines() == tail.lines() == []
+    (record,) = caplog.records
+    assert record.message == f"what is appended to {tmp_path / 'log'} is not read: Is a directory"
