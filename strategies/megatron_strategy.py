@@ -300,7 +300,7 @@ class CheckpointlessMegatronStrategy(RecoverableStrategy, MegatronStrategy):
         """Remove a checkpoint so that, whenever the process is killed, nothing half removed passes for one."""
         folder = Path(ckpt_to_dir(filepath))
         if not self.is_global_zero or self._call is None or "://" in str(filepath) or folder.is_symlink():
-            super().remove_checkpoint(filepath)
+            super().remove_checkpoint(filepath)  # type: ignore[arg-type]  # NeMo's takes both
         else:
             remove_whole(folder)
 
@@ -309,7 +309,7 @@ class CheckpointlessMegatronStrategy(RecoverableStrategy, MegatronStrategy):
         self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any | None = None
     ) -> None:
         """Save a checkpoint, unless it was saved before a fault that makes the ranks pass this point once more."""
-        save = partial(super().save_checkpoint, checkpoint, filepath)
+        save = partial(super().save_checkpoint, checkpoint, filepath)  # type: ignore[arg-type]
         failed, calls = self.failed_saves, getattr(self.checkpoint_io, "async_calls_queue", None)
         finish = None
         if failed is not None and calls is not None:
@@ -326,7 +326,7 @@ class CheckpointlessMegatronStrategy(RecoverableStrategy, MegatronStrategy):
         self, checkpoint_path: str | os.PathLike[str], selective_restore: bool = False
     ) -> dict[str, Any]:
         """Load a checkpoint; after a fault from copies of it, and each chunk that they lack from storage once."""
-        load = partial(super().load_checkpoint, checkpoint_path, selective_restore)
+        load = partial(super().load_checkpoint, checkpoint_path, selective_restore)  # type: ignore
         if self._call is None or self._call.generation == 0:
             return load()
         with loading_from_copies(self.checkpoint_io) as strategy:

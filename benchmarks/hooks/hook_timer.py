@@ -242,9 +242,10 @@ def install(watch: Stopwatch, trainer: Any, by_call: bool) -> None:
     defaults["vote"] = watch.around("vote", defaults["vote"], whole=True)
     for undo in process_groups._patches._undos:
         if undo.target is c10d.Work:
-            c10d.Work.wait = undo.original
+            work: Any = c10d.Work
+            work.wait = undo.original
             watch.replace(c10d.Work, "wait", "torch's Work.wait")
-            c10d.Work.wait = interruptible_wait(c10d.Work.wait)
+            work.wait = interruptible_wait(work.wait)
             watch.replace(c10d.Work, "wait", "Work.wait")
     if by_call:
         _install_inside(watch, call, strategy, guarded)

@@ -94,9 +94,10 @@ class TrainerTimer:
         self.replace(loop, "vote", VOTE, whole=True)
         for undo in process_groups._patches._undos:
             if undo.target is c10d.Work:
-                c10d.Work.wait = undo.original
+                work: Any = c10d.Work
+                work.wait = undo.original
                 self.replace(c10d.Work, "wait", TRAINING)
-                c10d.Work.wait = interruptible_wait(c10d.Work.wait)
+                work.wait = interruptible_wait(work.wait)
                 self.replace(c10d.Work, "wait", WAITS)
 
     # --- trainers -------------------------------------------------------------------------------------------------

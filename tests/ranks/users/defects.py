@@ -44,7 +44,7 @@ def callbacks_are_a_step_ahead() -> None:
             moment.objects["checkpoint"]["callbacks"] = call._call_callbacks_state_dict(live.trainer)
         return found
 
-    TrainerLiveState.moments = moments  # type: ignore[method-assign]
+    TrainerLiveState.moments = moments  # type: ignore[method-assign, assignment]
 
 
 def validations_are_repeated() -> None:
@@ -59,7 +59,7 @@ def validations_are_repeated() -> None:
             loop.resumption = dataclasses.replace(loop.resumption, stage=SnapshotPoint.ENDED)
         original(loop, data_fetcher)
 
-    ResumableEpochLoop.on_run_start = on_run_start  # type: ignore[method-assign]
+    ResumableEpochLoop.on_run_start = on_run_start  # type: ignore[method-assign, assignment]
 
 
 def entry_streams_are_stale() -> None:
@@ -83,7 +83,7 @@ def accumulated_metrics_are_a_peers() -> None:
     """Let a new process go on with what a peer has accumulated."""
     from checkpointless.integrations.lightning.boundary import restoration
 
-    restoration.with_own = lambda kept, own: kept
+    restoration.with_own = lambda kept, own: kept  # type: ignore[assignment, return-value]
 
 
 def what_a_step_has_logged_is_lost() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +106,7 @@ def new_paths(callback: LightningModelCheckpoint, books: dict[str, Any]) -> list
     return list(dict.fromkeys(path for path in now if path not in then))
 
 
-def replaced(callback: LightningModelCheckpoint, books: dict[str, Any]) -> Replaced:
+def replaced(callback: LightningModelCheckpoint, books: Mapping[str, Any]) -> Replaced:
     """Return what a save of ``callback`` has replaced since its books were ``books``."""
     models = books["best_k_models"].items()
     gone = {path: float(score) for path, score in models if path not in callback.best_k_models}

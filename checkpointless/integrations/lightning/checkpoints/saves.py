@@ -39,6 +39,7 @@ from checkpointless.integrations.lightning.checkpoints.failed_saves import (
     reasons_by,
 )
 from checkpointless.integrations.lightning.checkpoints.unfinished import leave_unfinished, remove, remove_unfinished
+from checkpointless.launcher.protocol.plain import Json
 from checkpointless.state.snapshot import SnapshotPoint
 from checkpointless.transfer.exchange import all_gather_json
 
@@ -391,7 +392,7 @@ class Saves:
             CheckpointException: no rank knows the save.
             UnrecoverableError: a failed save ends the job.
         """
-        mine = None if save is None else [save.path, save.replaced]
+        mine: Json = None if save is None else [save.path, save.replaced]
         reasons = reasons_by(error) if isinstance(error, CheckpointException) else {}
         everyone = all_gather_json({"save": mine, "reasons": reasons})
         known = [each["save"] for each in everyone if each["save"] is not None]

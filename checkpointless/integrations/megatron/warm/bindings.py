@@ -77,7 +77,8 @@ class _Walk:
         elif isinstance(each, functools.partial):
             arguments, keywords = self._next(each.args), dict(each.keywords)
             self._items(keywords, list(keywords.items()))
-            each.__setstate__((self._next(each.func), arguments, keywords, each.__dict__))
+            state: Any = each  # Any: typeshed leaves __setstate__ out
+            state.__setstate__((self._next(each.func), arguments, keywords, each.__dict__))
         elif isinstance(each, types.MethodType):
             self._next(each.__self__)
             self._next(each.__func__)
@@ -87,7 +88,7 @@ class _Walk:
             values = getattr(each, "__dict__", None)
             if isinstance(values, dict):
                 self._items(values, list(values.items()))
-            for name in _slots(type(each)):
+            for name in _slots(type(each)):  # type: ignore[arg-type]  # mypy: a class is hashable
                 value = getattr(each, name, None)
                 new = self._next(value)
                 if new is not value:
@@ -137,7 +138,6 @@ class _Walk:
                 self._items(values, list(values.items()))
 
 
-@functools.cache
 def _is_leaf(kind: type) -> bool:
     return issubclass(kind, _LEAVES)
 

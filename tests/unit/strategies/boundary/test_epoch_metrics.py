@@ -49,7 +49,7 @@ class Module(torch.nn.Module):
 
 def trainer_of() -> Any:
     """Make a stand-in for a trainer, with results and metrics of its own."""
-    trainer = SimpleNamespace(
+    trainer: Any = SimpleNamespace(
         lightning_module=Module(),
         strategy=Strategy(),
         fit_loop=SimpleNamespace(epoch_loop=SimpleNamespace(_results=_ResultCollection(training=True))),

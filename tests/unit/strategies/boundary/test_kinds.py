@@ -55,7 +55,7 @@ def test_what_hooks_have_added(module: Any, data: Any, found: dict[str, Any]) ->
 
     Of a data module, Lightning asks ``state_dict`` alone, so that a method of such a name means nothing.
     """
-    trainer = SimpleNamespace(
+    trainer: Any = SimpleNamespace(
         lightning_module=module, datamodule=data, callbacks=[pl.Callback()], precision_plugin=Precision()
     )
     parts = ("epoch", "global_step", "pytorch-lightning_version", "state_dict", "optimizer_states", "loops")

@@ -50,6 +50,7 @@ def test_the_lengths_at_set_up_are_the_same_after_a_fault() -> None:
     position = DataPosition(4, 4, first.began_at, 48, length=6, length_at_start=first.length_at_start)
     again = TrackedSampler(sampler_at(), starts, position)
     assert set_up(again) == lengths
+    assert again.consumed is not None
     assert len(again) == (SAMPLES - again.consumed) // PER_ITEM, "behind the set-up as ever"
 
 
