@@ -128,7 +128,7 @@ def recipe_table() -> str:
     for line in block[1].splitlines():
         key, _, rest = line.strip().partition(":")
         value, _, what = rest.partition("#")
-        rows.append(f"| `{key}` | `{value.strip()}` | {_cell(what.strip() or 'false: train without it')} |")
+        rows.append(f"| `{key}` | `{value.strip()}` | {_cell(what.strip() or 'false: plain NeMo')} |")
     return "\n".join(["| key | there | what |", "| --- | --- | --- |", *rows])
 
 

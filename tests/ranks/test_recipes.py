@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from checkpointless.faults.ledger import fired
 from checkpointless.observability.report.incidents import Outcome
 from checkpointless.observability.report.verify import compare
-from checkpointless.recipes.dry_run import show
 from checkpointless.recipes.layout import layout_of
 from checkpointless.recipes.settings import available, load
 from tests.ranks.jobs import run_job
@@ -28,7 +24,6 @@ PUBLISHED = {
     "llama3_70b_pretrain": 70_553_706_496,
     "gpt_oss_120b_full": 116_829_156_672,
 }
-DOCUMENT = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text()
 TINY = [recipe for recipe in available() if recipe.startswith("tiny_")]
 
 
@@ -67,13 +62,6 @@ def test_lora_trains_adapters_only(stages: Stages, recipe: str, base: str) -> No
     ((whole, held, trained),) = stages(recipe)
     assert 0 < trained < held / 100
     assert 0 < whole - PUBLISHED[base] < PUBLISHED[base] / 100
-
-
-def test_the_documents_show_what_the_dry_run_shows() -> None:
-    config, page = load("llama3_8b_pretrain"), io.StringIO()
-    show(config, layout_of(config), Console(file=page, width=160))
-    text = page.getvalue()
-    assert f"`llama3_8b_pretrain`:\n\n```text\n{text[text.index('layout') :].rstrip()}\n```" in DOCUMENT
 
 
 @pytest.mark.parametrize(

@@ -23,9 +23,9 @@ POINTS = {
     1: "restored by the front end",
     2: "plain attributes",
     3: "declared state",
-    4: "everything else begins anew",
+    4: "everything else starts over",
     5: "data",
-    6: "what a process can do only once",
+    6: "a function that a process can execute only once",
 }
 #: What a run computes. Where two runs without faults differ in one of these, a comparison would prove nothing.
 _COMPUTED = frozenset(
