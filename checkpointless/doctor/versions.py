@@ -32,7 +32,8 @@ os.environ.pop("PYTORCH_NVML_BASED_CUDA_CHECK", None)
 with warnings.catch_warnings(record=True) as said:
     usable = torch.cuda.is_available()
 there = dist.is_available() and dist.is_nccl_available()
-nccl = torch.cuda.nccl.version() if there else ()
+from checkpointless.system.nccl import in_force
+nccl = (in_force() or torch.cuda.nccl.version()) if there else ()
 print(json.dumps({"nccl": nccl, "has_gpu": usable, "warning": str(said[-1].message) if said else ""}))
 """
 

@@ -5,6 +5,7 @@ The values keep the loss of one rank from ending its peers.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from checkpointless.system.environment import (
 OLDEST_NCCL = (2, 26, 2)
 _OFF, _ON = "0", "1"
 _OF_TORCHRUN = "1"  # torchrun gives this to every rank whose user has not set it
+
+LIBRARY = "libnccl.so.2"
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +62,21 @@ SETTINGS: Mapping[str, Setting] = {
     ),
     NCCL_NVLS_ENABLE_ENV: Setting(_OFF, "multicast over NVLink cannot be set up again after an abort"),
 }
+
+
+def in_force() -> tuple[int, ...]:
+    """Return the version of the NCCL that this process has loaded, as major, minor and patch; empty: it has none.
+
+    ``torch.cuda.nccl.version()`` is that of torch's build, also where ``LD_PRELOAD`` has put another in its place.
+    """
+    for name in (None, LIBRARY):
+        version = ctypes.c_int()
+        try:
+            ctypes.CDLL(name).ncclGetVersion(ctypes.byref(version))
+        except (OSError, AttributeError):
+            continue
+        return version.value // 10000, version.value // 100 % 100, version.value % 100
+    return ()
 
 
 def problem_of_version(version: tuple[int, ...]) -> str | None:

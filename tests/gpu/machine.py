@@ -17,7 +17,7 @@ def machine() -> dict[str, str]:
     """Return the date, the commit, and the versions of what the results depend on, as text by name."""
     import torch
 
-    from tests.gpu import nccl_library
+    from checkpointless.system import nccl
 
     found = {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
@@ -35,7 +35,7 @@ def machine() -> dict[str, str]:
             "GPU": torch.cuda.get_device_name(0),
             "GPUs": str(torch.cuda.device_count()),
             "GPU memory": f"{memory / 2**30:.0f} GiB",
-            "NCCL": ".".join(map(str, nccl_library.in_force())) or "none",
+            "NCCL": ".".join(map(str, nccl.in_force())) or "none",
             "driver": _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()[0]
             if _said("nvidia-smi", "-L")
             else "unknown",

@@ -8,7 +8,6 @@ The layout of such fat binaries is that of ``fatbinary_section.h`` and of what `
 
 from __future__ import annotations
 
-import ctypes
 import lzma
 import shutil
 import struct
@@ -18,9 +17,10 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from checkpointless.system.nccl import LIBRARY
+
 #: Of CUDA 13, like torch 2.11 and newer.
 WHEEL = "nvidia-nccl-cu13==2.31.2"
-LIBRARY = "libnccl.so.2"
 PACKED = f"{LIBRARY}.xz"
 #: What every part gets that loads it: no multicast over NVLink, which one GPU does not have.
 SETTINGS = {"NCCL_NVLS_ENABLE": "0"}
@@ -31,21 +31,6 @@ _FILE_HEADER = struct.Struct("<IHHQ")  # magic, version, bytes of the header, by
 _ENTRY = struct.Struct("<HHIQ")  # kind, version, bytes of the header, bytes of the code
 _ARCH_AT = 28  # in an entry's header
 _SECTION = struct.Struct("<IIQQQQIIQQ")
-
-
-def in_force() -> tuple[int, ...]:
-    """Return the version of the NCCL that this process uses; () without one.
-
-    torch's own answer is that of its build, whatever was loaded before it.
-    """
-    for name in (None, LIBRARY):
-        version = ctypes.c_int()
-        try:
-            ctypes.CDLL(name).ncclGetVersion(ctypes.byref(version))
-        except (OSError, AttributeError):
-            continue
-        return version.value // 10000, version.value // 100 % 100, version.value % 100
-    return ()
 
 
 def cut(library: bytearray, arch: int) -> None:

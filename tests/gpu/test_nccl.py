@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.gpu import nccl_library
+from checkpointless.system import nccl
 from tests.gpu.isolated import run, run_ranks
 from tests.gpu.jobs import LOOP, Undisturbed, check_equal
 from tests.gpu.jobs import run as run_job
@@ -18,7 +18,7 @@ from tests.ports import free_port
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 
 BODIES = "tests.gpu.nccl"
-VERSION = nccl_library.in_force() if torch.cuda.is_available() else ()
+VERSION = nccl.in_force() if torch.cuda.is_available() else ()
 several = pytest.mark.skipif(
     torch.cuda.is_available() and VERSION < SHARED_SINCE,
     reason=f"NCCL {'.'.join(map(str, VERSION))} lets no two ranks share a GPU; "

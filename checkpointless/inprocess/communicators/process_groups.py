@@ -220,7 +220,7 @@ def _prepare_nccl() -> None:
     nccl.apply(os.environ)
     if is_ours and own_rank() == 0 and tuple(map(int, torch.__version__.split(".")[:2])) >= _NCCL2_SINCE:
         logger.info("nccl means torch's former ProcessGroupNCCL in this job (%s=0)", TORCH_DIST_USE_NCCL2_ENV)
-    problem = nccl.problem_of_version(torch.cuda.nccl.version())
+    problem = nccl.problem_of_version(nccl.in_force() or torch.cuda.nccl.version())
     if problem is not None:
         logger.warning("%s", problem)
 
