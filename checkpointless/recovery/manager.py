@@ -460,7 +460,7 @@ class CheckpointManager(FitKeeper):
         self.was_filled = is_filled
         if held is not None and not is_filled:
             own = held.go_back_to(moment[1])
-        elif held is not None and (self.kept is not None or held.built_upon):  # its tensors are filled now
+        elif held is not None and self.kept is not None:  # its tensors are filled now
             held.tear()
         with span(EventName.TRANSFER, refills=len(decision.refills)) as fields:
             objects, report = self._refill.move(

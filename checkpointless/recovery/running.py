@@ -6,7 +6,6 @@ from typing import cast
 
 from checkpointless.inprocess import HPCallWrapper, active_call_wrapper
 from checkpointless.recovery.manager import CheckpointManager
-from checkpointless.state.held_state import HeldState
 
 
 class BuildAnewError(RuntimeError):
@@ -23,19 +22,6 @@ def manager_of(call: HPCallWrapper | None) -> CheckpointManager | None:
         None outside of a block, and as long as nothing in the block keeps its state.
     """
     return cast("CheckpointManager | None", call.checkpoint_manager) if call is not None else None
-
-
-def held_for(manager: CheckpointManager, fit: int) -> HeldState | None:
-    """Return the state that ``manager`` holds of a fit after its first step; None: none, or half of an update.
-
-    Args:
-        manager: the manager of the running block.
-        fit: the fit, counted from 1.
-    """
-    held = manager._held
-    if held is None or held.fit != fit or held.commit.torn or not held.commit.committed:
-        return None
-    return held
 
 
 def running_block(call: HPCallWrapper | None) -> HPCallWrapper:

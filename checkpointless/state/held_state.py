@@ -44,7 +44,6 @@ class HeldState:
         offset: how many steps of the job precede that fit.
         buffers: the rank's own buffers, at every moment after the committed step and after the step that follows
             it. They are whole even if an update failed half-way.
-        built_upon: whether a model that is built uses some of the tensors: what fills that changes these.
         samples: a few elements of each tensor but buffers, as they were at the newest fault.
         is_used: whether a recovery has begun since, which may write to the tensors.
         is_superseded: whether the ranks have decided that replicas fill this one.
@@ -60,7 +59,6 @@ class HeldState:
     fit: int = 1
     offset: int = 0
     buffers: Mapping[tuple[int, SnapshotPoint], Mapping[Key, torch.Tensor]] = field(default_factory=dict)
-    built_upon: bool = False
     samples: Mapping[Key, bytes] = field(default_factory=dict)
     is_used: bool = False
     is_superseded: bool = False

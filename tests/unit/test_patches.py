@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from checkpointless.integrations.megatron.cpu.replacements import constant, itself, replaced_by
+from checkpointless.integrations.megatron.cpu.torch_replacements import constant, itself, replaced_by
 from checkpointless.system.patches import Patch, Patches
 
 

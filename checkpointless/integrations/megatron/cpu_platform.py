@@ -35,14 +35,18 @@ import sys
 import torch
 import torch.utils._device
 
-from checkpointless.integrations.megatron.cpu import draws, megatron_bridge, megatron_core, placement, torch_cuda
-from checkpointless.integrations.megatron.cpu.device_stream import (
+from checkpointless.integrations.megatron.cpu.megatron_replacements import bridge_rows, core_rows
+from checkpointless.integrations.megatron.cpu.torch_replacements import (
+    cuda_rows,
+    draw_rows,
     inside_fork,
+    itself,
+    placement_rows,
+    replacements,
     set_stream_bytes,
     stream,
     stream_bytes,
 )
-from checkpointless.integrations.megatron.cpu.replacements import itself, replacements
 from checkpointless.state.rng import RngSource, register_rng_source
 from checkpointless.system.environment import CPU_ENV
 from checkpointless.system.patches import Patch
@@ -96,12 +100,12 @@ def uninstall() -> None:
 
 def _table() -> list[Patch]:
     """Return every replacement that `install()` makes, but for those in what may be imported later."""
-    return [*torch_cuda.rows(), *placement.rows(), *draws.rows(), *megatron_core.rows()]
+    return [*cuda_rows(), *placement_rows(), *draw_rows(), *core_rows()]
 
 
 def _rows_of_what_is_imported() -> list[Patch]:
     """Return the replacements in NeMo and Megatron-Bridge, as far as they have been imported."""
-    return [*rows(), *megatron_bridge.rows()]
+    return [*rows(), *bridge_rows()]
 
 
 # --- Replacements in NeMo -----------------------------------------------------------------------------------------

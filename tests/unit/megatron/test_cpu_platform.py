@@ -6,9 +6,8 @@ from importlib.metadata import version
 import pytest
 import torch
 
-from checkpointless.inprocess.communicators.process_groups import process_groups
 from checkpointless.integrations.megatron import cpu_platform
-from checkpointless.integrations.megatron.cpu.draws import DRAW_METHODS
+from checkpointless.integrations.megatron.cpu.torch_replacements import DRAW_METHODS
 from checkpointless.system.environment import CPU_ENV
 
 pytestmark = pytest.mark.nemo
@@ -69,22 +68,6 @@ def test_timers_that_are_none_are_gathered_from_nobody(platform: None, monkeypat
         assert len(gathered) == 1
     finally:
         torch.distributed.destroy_process_group()
-
-
-def test_groups_of_megatrons_over_the_same_ranks_connect_once(platform: None) -> None:
-    parallel_state = pytest.importorskip("megatron.core.parallel_state")
-    process_groups.install()
-    try:
-        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-        made = [parallel_state.create_group([0], group_desc="MINE") for _ in range(3)]
-        made += [parallel_state.create_group([0], backend="gloo") for _ in range(3)]
-        made.append(torch.distributed.new_group([0]))
-        backends = [id(group._get_backend(torch.device("cpu"))) for group in made]
-        assert [backends.index(each) for each in backends] == [0, 0, 0, 3, 3, 3, 6]
-    finally:
-        process_groups.destroy()
-        process_groups.uninstall()
-        parallel_state.destroy_model_parallel()
 
 
 def test_refuses_where_cuda_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
@@ -74,33 +74,16 @@ class ResumableResults(_ResultCollection):
     Attributes:
         put_back: the keys of the entries that were put back and not logged since.
         about: by key, how each entry is logged, as plain data that is not changed later.
-        known: the entries that ``readers`` read.
-        entries: their keys, and how each is logged; the list is not changed later.
-        readers: the attributes of each entry, and what reads those that are kept.
-        accumulate: whether an entry is accumulated over the epoch.
     """
 
     put_back: set[str]
     about: dict[str, dict[str, Any]]
-    known: list[_ResultMetric]
-    entries: list[tuple[str, dict[str, Any]]]
-    readers: list[tuple[dict[str, Any], Callable[[dict[str, Any]], tuple[Any, ...]]]]
-    accumulate: bool
 
-    def read(self) -> list[tuple[Any, ...]]:
-        """Return what is kept of each entry, in the order of the entries."""
-        known = self.known
-        if len(self) != len(known) or not all(map(operator.is_, self.values(), known)):
-            self._look()
-        return [read(attributes) for attributes, read in self.readers]
-
-    def _look(self) -> None:
+    def entries(self) -> list[tuple[str, _ResultMetric, dict[str, Any]]]:
+        """Return the key of each entry, the entry, and how it is logged."""
         for key in self.keys() - self.about.keys():
             self.about[key] = _about(self[key])
-        self.entries = [(key, self.about[key]) for key in self]
-        self.accumulate = any(about["meta"]["on_epoch"] for _, about in self.entries)
-        self.readers = [(vars(self[key]), _reader(self[key], about)) for key, about in self.entries]
-        self.known = list(self.values())
+        return [(key, metric, self.about[key]) for key, metric in self.items()]
 
     @override
     def log(self, fx: str, name: str, value: Any, *args: Any, **options: Any) -> None:
@@ -126,18 +109,11 @@ def make_results_resumable(trainer: pl.Trainer) -> None:
     """Turn the training results of ``trainer`` into :class:`ResumableResults`, in place."""
     results: Any = trainer.fit_loop.epoch_loop._results
     results.__class__ = ResumableResults
-    results.put_back = set()
-    results.about, results.known, results.entries, results.readers = {}, [], [], []
-    results.accumulate = False
+    results.put_back, results.about = set(), {}
     _watch_modules()
 
 
 # --- taken --------------------------------------------------------------------------------------------------------
-
-
-def take_accumulated(trainer: pl.Trainer) -> dict[str, Any]:
-    """Return what was logged and accumulated in this epoch, as plain data that is not changed later."""
-    return Accumulated(trainer)()
 
 
 class Accumulated(Later[dict[str, Any]]):
@@ -155,8 +131,7 @@ class Accumulated(Later[dict[str, Any]]):
     def __init__(self, trainer: pl.Trainer) -> None:
         connector = trainer._logger_connector
         results: Any = trainer.fit_loop.epoch_loop._results
-        taken = results.read()
-        entries = results.entries
+        taken = {key: _take_result(metric, about) for key, metric, about in results.entries()}
         metrics: dict[str, Any] = {}
         tracked: dict[str, int] = {}
         for name, each in _metrics_of(trainer):
@@ -165,55 +140,36 @@ class Accumulated(Later[dict[str, Any]]):
             else:
                 tracked[name] = len(each)
         first, fx = connector._first_loop_iter, connector._current_fx
-        self.has_own = bool(metrics) or results.accumulate
+        self.has_own = bool(metrics) or any(map(_accumulates, taken.values()))
 
-        def make() -> dict[str, Any]:
-            return {
-                "results": {key: _kept_of_result(about, values) for (key, about), values in zip(entries, taken)},
-                "metrics": metrics,
-                "tracked": tracked,
-                "first": first,
-                "fx": fx,
-            }
-
-        super().__init__(make)
+        super().__init__(
+            lambda: {"results": taken, "metrics": metrics, "tracked": tracked, "first": first, "fx": fx}
+        )
 
 
-def _reader(metric: _ResultMetric, about: dict[str, Any]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
-    """Return what reads from a result's attributes what is kept: count, whether it was reset, and its values."""
-    if not about["is_tensor"]:
-        return operator.itemgetter("_update_count", "has_reset")
-    has_size = "cumulated_batch_size" in vars(metric)
-    names = ("_update_count", "has_reset", "_forward_cache", "value", *(["cumulated_batch_size"] * has_size))
-    read: Callable[[dict[str, Any]], tuple[Any, ...]] = operator.itemgetter(*names)
-    meta = about["meta"]
-    return functools.partial(_read_changing, read) if meta["on_epoch"] or meta["enable_graph"] else read
-
-
-def _read_changing(
-    read: Callable[[dict[str, Any]], tuple[Any, ...]], attributes: dict[str, Any]
-) -> tuple[Any, ...]:
-    """Read a result that is accumulated over the epoch, or that has a graph.
+def _take_result(metric: _ResultMetric, about: dict[str, Any]) -> dict[str, Any]:
+    """Take an entry as it is now.
 
     Lightning changes neither a value nor the cache, but puts another in its place. A size is summed up over the
     ranks in place.
     """
-    count, has_reset, logged, value, *size = read(attributes)
-    if value is not logged and value.requires_grad:
-        value = value.detach()
-    return count, has_reset, logged, value, *(each.detach().clone() for each in size)
-
-
-def _kept_of_result(about: dict[str, Any], values: tuple[Any, ...]) -> dict[str, Any]:
-    count, has_reset, *rest = values
-    logged, *states = rest or (None,)
-    return {
+    values = vars(metric)
+    taken = {
         "about": about,
-        "values": dict(zip(("value", "cumulated_batch_size"), states)),
-        "logged": logged,
-        "count": count,
-        "has_reset": has_reset,
+        "values": {},
+        "logged": None,
+        "count": values["_update_count"],
+        "has_reset": values["has_reset"],
     }
+    if about["is_tensor"]:
+        value = values["value"]
+        taken["logged"] = values["_forward_cache"]
+        taken["values"] = {
+            "value": value.detach() if value.requires_grad and value is not taken["logged"] else value
+        }
+        if "cumulated_batch_size" in values:
+            taken["values"]["cumulated_batch_size"] = values["cumulated_batch_size"].detach().clone()
+    return taken
 
 
 def _about(metric: _ResultMetric) -> dict[str, Any]:
@@ -301,7 +257,7 @@ def own_part(kept: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the part of ``kept`` that this rank alone has.
 
     Args:
-        kept: what :func:`take_accumulated` returned.
+        kept: what :class:`Accumulated` makes.
 
     Returns:
         That part; None if it is too large to be kept outside of the process.
@@ -372,11 +328,11 @@ def warn_if_lost(kept: Mapping[str, Any], own: Mapping[str, Any] | None) -> None
 
 
 def put_accumulated(trainer: pl.Trainer, kept: Mapping[str, Any]) -> None:
-    """Put back what :func:`take_accumulated` returned.
+    """Put back what :class:`Accumulated` makes.
 
     Args:
         trainer: the trainer, in which nothing else of its epoch is left afterwards.
-        kept: what :func:`take_accumulated` returned; it stays as it is.
+        kept: what :class:`Accumulated` makes; it stays as it is.
     """
     connector: Any = trainer._logger_connector
     results: Any = trainer.fit_loop.epoch_loop._results
@@ -390,7 +346,7 @@ def put_accumulated(trainer: pl.Trainer, kept: Mapping[str, Any]) -> None:
         result = _made_result(trainer, entry)
         if result is not None:
             results[key] = result
-    results.put_back, results.known = set(results), []
+    results.put_back = set(results)
     results.about = {key: kept["results"][key]["about"] for key in results}
     connector._first_loop_iter = kept["first"]
     connector._current_fx = kept["fx"]

@@ -78,7 +78,7 @@ def take_state(trainer: pl.Trainer) -> Callable[[], dict[str, Any]]:
     sampler = take_sampler(megatron_sampler(trainer), getattr(trainer, "datamodule", None))
     return lambda: {
         "checkpoint": checkpoint,
-        "kinds": {"stop": stop, "metrics": metrics(), "savers": savers, SETTINGS: settings()},
+        "kinds": {"stop": stop, "metrics": metrics(), "savers": savers, SETTINGS: settings},
         "sampler": sampler(),
     }
 

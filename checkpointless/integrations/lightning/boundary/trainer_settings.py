@@ -42,17 +42,12 @@ _READ = (
 _read: Callable[[Any], tuple[Any, ...]] = operator.attrgetter(*_READ)
 
 
-def take_settings(trainer: pl.Trainer) -> Callable[[], dict[str, Any]]:
-    """Take the settings as they are now; return what makes plain data of them."""
-    values, validates = _read(trainer), vars(trainer).get(_VALIDATES)
-
-    def make() -> dict[str, Any]:
-        made = dict(zip(_READ, values))
-        algorithm = made[_CLIPPING]
-        made[_CLIPPING] = str(getattr(algorithm, "value", algorithm)) if algorithm is not None else None
-        return {**made, _VALIDATES: validates}
-
-    return make
+def take_settings(trainer: pl.Trainer) -> dict[str, Any]:
+    """Return the settings as they are now, as plain data."""
+    taken = dict(zip(_READ, _read(trainer)))
+    algorithm = taken[_CLIPPING]
+    taken[_CLIPPING] = str(getattr(algorithm, "value", algorithm)) if algorithm is not None else None
+    return {**taken, _VALIDATES: vars(trainer).get(_VALIDATES)}
 
 
 def put_for_loaders(trainer: pl.Trainer, state: Mapping[str, Any]) -> None:

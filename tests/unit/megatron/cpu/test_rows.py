@@ -9,16 +9,17 @@ import torch
 
 from checkpointless.integrations.megatron import cpu_platform
 from checkpointless.integrations.megatron import cpu_platform as nemo
-from checkpointless.integrations.megatron.cpu import draws, megatron_core, placement, torch_cuda
+from checkpointless.integrations.megatron.cpu.megatron_replacements import core_rows
+from checkpointless.integrations.megatron.cpu.torch_replacements import cuda_rows, draw_rows, placement_rows
 from checkpointless.system.patches import Patch
 
 
 @pytest.mark.parametrize(
     ("rows", "targets"),
     [
-        (torch_cuda.rows, [torch.cuda, torch.cuda.random]),
-        (placement.rows, [torch, torch.Tensor, torch.nn.Module]),
-        (draws.rows, [torch, torch.Tensor, torch.nn.functional]),
+        (cuda_rows, [torch.cuda, torch.cuda.random]),
+        (placement_rows, [torch, torch.Tensor, torch.nn.Module]),
+        (draw_rows, [torch, torch.Tensor, torch.nn.functional]),
     ],
 )
 def test_the_rows_of_torch_patch_what_their_module_names_and_say_why(
@@ -32,7 +33,7 @@ def test_the_rows_of_torch_patch_what_their_module_names_and_say_why(
 @pytest.mark.nemo
 def test_the_rows_of_megatron_core_patch_nothing_else() -> None:
     pytest.importorskip("megatron.core")
-    table = megatron_core.rows()
+    table = core_rows()
     homes = {getattr(row.target, "__module__", None) or vars(row.target)["__name__"] for row in table}
     assert homes
     assert all(home.startswith("megatron.core.") for home in homes)

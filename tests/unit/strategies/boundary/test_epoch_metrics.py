@@ -14,16 +14,21 @@ from torchmetrics import CatMetric, MeanMetric, MetricTracker, MinMaxMetric
 from checkpointless.integrations.lightning.boundary import epoch_metrics
 from checkpointless.integrations.lightning.boundary.epoch_metrics import (
     OWN_BYTES,
+    Accumulated,
     make_results_resumable,
     own_part,
     put_accumulated,
-    take_accumulated,
     warn_if_lost,
     with_own,
 )
 from checkpointless.state.serialization import state_tree
 
 pytestmark = pytest.mark.nemo
+
+
+def taken(trainer: Any) -> dict[str, Any]:
+    """Return what was logged and accumulated, as plain data."""
+    return Accumulated(trainer)()
 
 
 class Strategy:
@@ -97,7 +102,7 @@ def test_what_is_put_back_goes_on_as_if_nothing_had_been() -> None:
         log(calm, value)
     for value in (3.0, 1.0):
         log(broken, value, group="old")
-    kept = take_accumulated(broken)
+    kept = taken(broken)
     log(broken, 100.0, group="old")
     state_tree.check(kept)
     put_accumulated(resumed, state_tree.loads(state_tree.dumps(kept)))
@@ -109,7 +114,7 @@ def test_what_is_put_back_goes_on_as_if_nothing_had_been() -> None:
 def test_what_is_put_back_stays_as_it_was_kept() -> None:
     broken = trainer_of()
     log(broken, 3.0)
-    kept = take_accumulated(broken)
+    kept = taken(broken)
     before = state_tree.digest(kept)
     for _ in range(2):
         resumed = trainer_of()
@@ -124,9 +129,9 @@ def test_a_peers_values_are_not_taken_for_ones_own() -> None:
     log(mine, 2.0)
     log(peer, 50.0)
     peer.fit_loop.epoch_loop._results.log("training_step", "of rank 0", torch.tensor(1.0), batch_size=1)
-    own = own_part(take_accumulated(mine))
+    own = own_part(taken(mine))
     assert own is not None
-    put_accumulated(resumed, with_own(take_accumulated(peer), state_tree.loads(state_tree.dumps(own))))
+    put_accumulated(resumed, with_own(taken(peer), state_tree.loads(state_tree.dumps(own))))
     assert ended(resumed) == ended(mine)
 
 
@@ -136,7 +141,7 @@ def test_nothing_is_kept_of_what_is_not_accumulated() -> None:
     trainer.fit_loop.epoch_loop._results.log(
         "training_step", "loss", torch.tensor(1.0), on_step=True, on_epoch=False
     )
-    assert own_part(take_accumulated(trainer)) == {}
+    assert own_part(taken(trainer)) == {}
 
 
 def test_what_is_too_large_to_outlive_its_process_is_said_once(
@@ -145,7 +150,7 @@ def test_what_is_too_large_to_outlive_its_process_is_said_once(
     monkeypatch.setattr(epoch_metrics, "_warned", False)
     trainer = trainer_of()
     trainer.lightning_module.more["all"].update(torch.zeros(OWN_BYTES))
-    kept = take_accumulated(trainer)
+    kept = taken(trainer)
     with caplog.at_level(logging.WARNING):
         assert own_part(kept) is None
         assert own_part(kept) is None
@@ -154,7 +159,7 @@ def test_what_is_too_large_to_outlive_its_process_is_said_once(
     caplog.clear()
     with caplog.at_level(logging.WARNING):
         assert with_own(kept, None)["metrics"].keys() == kept["metrics"].keys()
-        warn_if_lost(kept, own_part(take_accumulated(trainer_of())))
+        warn_if_lost(kept, own_part(taken(trainer_of())))
         warn_if_lost(kept, None)
     (said,) = caplog.messages
     assert "is lost with its process" in said

@@ -81,7 +81,7 @@ def test_what_was_taken_does_not_follow_later_changes(trainer: Any) -> None:
 @pytest.mark.parametrize("is_due", [True, False], ids=["reload", "none"])
 def test_an_epoch_with_a_loader_of_its_own_keeps_what_that_loader_has(trainer: Any, is_due: bool) -> None:
     trainer.fit_loop.max_batches, trainer.val_check_batch = 77, 78
-    state = take_settings(trainer)()
+    state = take_settings(trainer)
     state["reload_dataloaders_every_n_epochs"] = 1 if is_due else 0
     fresh = trained()
     put_settings(fresh, state, begins_epoch=True)
@@ -89,7 +89,7 @@ def test_an_epoch_with_a_loader_of_its_own_keeps_what_that_loader_has(trainer: A
 
 
 def test_before_the_loader_is_made_only_what_makes_it_is_put(trainer: Any) -> None:
-    state = take_settings(trainer)()
+    state = take_settings(trainer)
     fresh = trained()
     put_for_loaders(fresh, {**state, "val_check_interval": 0.25, "accumulate_grad_batches": 4})
     assert (fresh.val_check_interval, fresh.accumulate_grad_batches) == (0.25, 1)
