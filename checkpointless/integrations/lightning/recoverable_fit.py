@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import lightning.pytorch as pl
-from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch.trainer.states import TrainerFn
 
 from checkpointless.callbacks import CheckpointlessCallback
@@ -16,6 +15,7 @@ from checkpointless.inprocess import HPCallWrapper, UnrecoverableError
 from checkpointless.inprocess.context import not_exact
 from checkpointless.inprocess.facts import Facts
 from checkpointless.inprocess.finalize import register_cleanup
+from checkpointless.integrations.compat.lightning import set_sampler_epoch
 from checkpointless.integrations.lightning.boundary.live_state import TrainerLiveState
 from checkpointless.integrations.lightning.boundary.loops import ResumableFitLoop
 from checkpointless.integrations.lightning.boundary.outcome import StepOutcome
@@ -284,7 +284,7 @@ class RecoverableFit:
             position = self._restoration.position() if self._restoration is not None else None
             if position is not None:  # Lightning tells the sampler too late: workers ask for their items at once
                 epochs: Any = self._trainer.fit_loop.epoch_progress
-                _set_sampler_epoch(loader, epochs.current.processed)
+                set_sampler_epoch(loader, epochs.current.processed)
             self._data.made(loader, self.manager, position)
             self._stored.made(loader)
         elif self._validation_data is not None and self._trainer.state.fn == TrainerFn.FITTING:

@@ -16,6 +16,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer import cuda_graphs
 
 from checkpointless.inprocess.finalize import register_cleanup
+from checkpointless.integrations.compat.megatron import CudagraphGlobalRecord
 from checkpointless.integrations.megatron import cpu_platform
 from checkpointless.state.rng import RngSource, register_rng_source
 
@@ -39,9 +40,9 @@ def drop_globals() -> None:
             setattr(parallel_state, name, None)
     num_microbatches_calculator.unset_num_microbatches_calculator()
     destroy_rerun_state_machine()
-    if cuda_graphs._CudagraphGlobalRecord.cudagraph_created or cuda_graphs._CudagraphGlobalRecord.cudagraph_record:
+    if CudagraphGlobalRecord.cudagraph_created or CudagraphGlobalRecord.cudagraph_record:
         cuda_graphs.delete_cuda_graphs()
-    cuda_graphs._CudagraphGlobalRecord.cudagraph_inference_record = []
+    CudagraphGlobalRecord.cudagraph_inference_record = []
     _forget_whole_iterations()
     for embedding in (RotaryEmbedding, YarnRotaryEmbedding):
         clear = getattr(embedding.forward, "cache_clear", None)

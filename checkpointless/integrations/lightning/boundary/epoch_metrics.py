@@ -16,16 +16,11 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.trainer.connectors.logger_connector.result import (
-    _Metadata,
-    _ResultCollection,
-    _ResultMetric,
-    _Sync,
-)
 from torch.nn.modules.module import register_module_module_registration_hook
 from torchmetrics import Metric, MetricTracker
 from typing_extensions import override
 
+from checkpointless.integrations.compat.lightning import Metadata, ResultCollection, ResultMetric, Sync
 from checkpointless.state.serialization.later import Later
 
 logger = logging.getLogger(__name__)
@@ -68,7 +63,7 @@ class _Bare(Metric):
 _OF_ANY = frozenset(vars(_Bare()))  # attributes that every metric has
 
 
-class ResumableResults(_ResultCollection):
+class ResumableResults(ResultCollection):
     """Lightning's collection of results, which can resume with entries that were put back.
 
     Attributes:
@@ -79,7 +74,7 @@ class ResumableResults(_ResultCollection):
     put_back: set[str]
     about: dict[str, dict[str, Any]]
 
-    def entries(self) -> list[tuple[str, _ResultMetric, dict[str, Any]]]:
+    def entries(self) -> list[tuple[str, ResultMetric, dict[str, Any]]]:
         """Return the key of each entry, the entry, and how it is logged."""
         for key in self.keys() - self.about.keys():
             self.about[key] = _about(self[key])
@@ -100,7 +95,7 @@ class ResumableResults(_ResultCollection):
         if key in self.put_back:  # the process group that it is reduced over is new
             self.put_back.discard(key)
             sync = self[key].meta.sync
-            sync.fn = options.get("sync_dist_fn", _Sync.no_op)
+            sync.fn = options.get("sync_dist_fn", Sync.no_op)
             sync.group = options.get("sync_dist_group")
         super().log(fx, name, value, *args, **options)
 
@@ -147,7 +142,7 @@ class Accumulated(Later[dict[str, Any]]):
         )
 
 
-def _take_result(metric: _ResultMetric, about: dict[str, Any]) -> dict[str, Any]:
+def _take_result(metric: ResultMetric, about: dict[str, Any]) -> dict[str, Any]:
     """Take an entry as it is now.
 
     Lightning changes neither a value nor the cache, but puts another in its place. A size is summed up over the
@@ -172,7 +167,7 @@ def _take_result(metric: _ResultMetric, about: dict[str, Any]) -> dict[str, Any]
     return taken
 
 
-def _about(metric: _ResultMetric) -> dict[str, Any]:
+def _about(metric: ResultMetric) -> dict[str, Any]:
     """Return what stays the same about a result as long as it is logged in the same way."""
     meta = metric.meta
     return {
@@ -373,12 +368,12 @@ def _put_metric(metric: Metric, entry: Mapping[str, Any]) -> None:
     metric._computed = None
 
 
-def _made_result(trainer: pl.Trainer, entry: Mapping[str, Any]) -> _ResultMetric | None:
+def _made_result(trainer: pl.Trainer, entry: Mapping[str, Any]) -> ResultMetric | None:
     about = entry["about"]
     should, rank_zero_only, op, has_group = about["sync"]
-    meta = _Metadata(**about["meta"], reduce_fx=_REDUCTIONS[about["reduce"]])
-    meta.sync = _Sync(_should=should, fn=trainer.strategy.reduce, rank_zero_only=rank_zero_only, _op=op)
-    result = _ResultMetric(meta, about["is_tensor"])
+    meta = Metadata(**about["meta"], reduce_fx=_REDUCTIONS[about["reduce"]])
+    meta.sync = Sync(_should=should, fn=trainer.strategy.reduce, rank_zero_only=rank_zero_only, _op=op)
+    result = ResultMetric(meta, about["is_tensor"])
     device = trainer.strategy.root_device
     if about["is_tensor"]:
         for name, value in entry["values"].items():

@@ -15,10 +15,15 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback, Checkpoint
-from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from checkpointless.inprocess import UnrecoverableError
+from checkpointless.integrations.compat.lightning import (
+    call_callbacks_load_state_dict,
+    call_callbacks_on_load_checkpoint,
+    call_datamodule_hook,
+    call_module_hook,
+)
 from checkpointless.integrations.lightning.boundary.epoch_metrics import put_accumulated
 from checkpointless.integrations.lightning.boundary.trainer_settings import schedulers_of, take_settings
 from checkpointless.integrations.lightning.data.position import megatron_sampler, take_sampler
@@ -186,12 +191,12 @@ def load_again(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> None:
     """
     checkpoint = copy_to_load(checkpoint)
     if is_overridden("on_load_checkpoint", trainer.lightning_module):
-        call._call_lightning_module_hook(trainer, "on_load_checkpoint", checkpoint)
+        call_module_hook(trainer, "on_load_checkpoint", checkpoint)
     datamodule = getattr(trainer, "datamodule", None)
     if datamodule is not None and type(datamodule).__qualname__ in checkpoint:
-        call._call_lightning_datamodule_hook(trainer, "load_state_dict", checkpoint[type(datamodule).__qualname__])
-    call._call_callbacks_on_load_checkpoint(trainer, checkpoint)
-    call._call_callbacks_load_state_dict(trainer, checkpoint)
+        call_datamodule_hook(trainer, "load_state_dict", checkpoint[type(datamodule).__qualname__])
+    call_callbacks_on_load_checkpoint(trainer, checkpoint)
+    call_callbacks_load_state_dict(trainer, checkpoint)
     _empty_those_without_state(trainer, checkpoint["callbacks"])
 
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import lightning.pytorch as pl
-from lightning.pytorch.loops import _FitLoop, _TrainingEpochLoop
 from typing_extensions import override
 
+from checkpointless.integrations.compat.lightning import FitLoop, TrainingEpochLoop
 from checkpointless.integrations.lightning.boundary.epoch_metrics import make_results_resumable
 from checkpointless.state.rank_local.declared import put_declared, take_declared
 from checkpointless.state.snapshot import SnapshotPoint
@@ -60,7 +60,7 @@ class Observer(Protocol):
         """Refuse training loaders that could not be brought back to where they stood."""
 
 
-class ResumableEpochLoop(_TrainingEpochLoop):
+class ResumableEpochLoop(TrainingEpochLoop):
     """Lightning's loop over the batches of an epoch, which reports its moments and can resume at each of them.
 
     Attributes:
@@ -148,7 +148,7 @@ class ResumableEpochLoop(_TrainingEpochLoop):
         super()._on_before_fetch()
 
 
-class ResumableFitLoop(_FitLoop):
+class ResumableFitLoop(FitLoop):
     """Lightning's loop over epochs, which can resume at each moment after a step.
 
     Attributes:

@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch.utilities import GradClipAlgorithmType
+
+from checkpointless.integrations.compat.lightning import Stateful
 
 _CLIPPING = "gradient_clip_algorithm"
 #: What makes the training loader from then on; the rest is read in every step, or at the end of an epoch.
@@ -95,6 +96,6 @@ def _put(trainer: pl.Trainer, state: Mapping[str, Any], names: Iterable[str]) ->
             setattr(owner, last, value)
 
 
-def schedulers_of(trainer: pl.Trainer) -> list[_Stateful]:
+def schedulers_of(trainer: pl.Trainer) -> list[Stateful]:
     """Return the learning-rate schedulers of ``trainer``."""
     return [config.scheduler for config in trainer.strategy.lr_scheduler_configs]

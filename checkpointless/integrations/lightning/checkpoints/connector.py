@@ -6,13 +6,13 @@ import logging
 from pathlib import Path
 from typing import Any, cast
 
-from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 from checkpointless.inprocess import StateLostError, UnrecoverableError, active_call_wrapper
 from checkpointless.inprocess.block.end import is_victim
 from checkpointless.inprocess.exceptions import line_of
+from checkpointless.integrations.compat.lightning import CheckpointConnector
 from checkpointless.integrations.lightning.boundary.kinds import InMemoryCheckpoint, copy_to_load
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.events import event_log
@@ -24,7 +24,7 @@ _LONGEST = 200  # characters of an error
 logger = logging.getLogger(__name__)
 
 
-class CheckpointlessCompatibleConnector(_CheckpointConnector):
+class CheckpointlessCompatibleConnector(CheckpointConnector):
     """Restores a trainer from living replicas or, failing that, from the checkpoint that Lightning would load.
 
     If neither is possible although steps were committed, the job ends with the reason, unless the manager allows a
@@ -32,7 +32,7 @@ class CheckpointlessCompatibleConnector(_CheckpointConnector):
     """
 
     @classmethod
-    def adopt(cls, connector: _CheckpointConnector) -> CheckpointlessCompatibleConnector:
+    def adopt(cls, connector: CheckpointConnector) -> CheckpointlessCompatibleConnector:
         """Return a connector that takes the place of ``connector``, with all its attributes."""
         if isinstance(connector, cls):
             return connector

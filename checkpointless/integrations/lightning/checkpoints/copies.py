@@ -10,12 +10,12 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch import Callback
 from lightning.pytorch.plugins import CheckpointIO
-from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.parallel_state import get_data_parallel_group
 from nemo.lightning.io.pl import MegatronCheckpointIO
 from typing_extensions import override
 
+from checkpointless.integrations.compat.lightning import WrappingCheckpointIO
 from checkpointless.integrations.megatron.dist_checkpoint import Copies, CopiesLoadStrategy, CopiesSaveStrategy
 from checkpointless.integrations.megatron.dist_checkpoint.save_strategy import loading
 
@@ -113,6 +113,6 @@ def loading_from_copies(checkpoint_io: CheckpointIO) -> Iterator[CopiesLoadStrat
 def megatrons(checkpoint_io: CheckpointIO) -> MegatronCheckpointIO | None:
     """Return NeMo's checkpoint IO for ``torch_dist`` in its wrappers; None if it is another one."""
     inner: CheckpointIO | None = checkpoint_io
-    while isinstance(inner, _WrappingCheckpointIO):
+    while isinstance(inner, WrappingCheckpointIO):
         inner = inner.checkpoint_io
     return inner if isinstance(inner, MegatronCheckpointIO) and inner.save_ckpt_format == _FORMAT else None

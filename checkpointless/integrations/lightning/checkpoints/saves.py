@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.callbacks import Checkpoint
-from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest, _ActiveAsyncRequest
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from nemo.lightning.ckpt_utils import ckpt_to_dir
 from nemo.lightning.pytorch.callbacks import ModelCheckpoint
 from torch.distributed.checkpoint import CheckpointException
 
+from checkpointless.integrations.compat.megatron import ActiveAsyncRequest
 from checkpointless.integrations.lightning.checkpoints.background import (
     PendingSaves,
     let_go,
@@ -502,4 +503,4 @@ def _finish_by(save: _Save, before: _Save | None, calls: AsyncCallsQueue) -> Non
     calls.call_idx += 1
     save.number = calls.call_idx
     fns = [each for each in (save.finish, save.finished) if each is not None]
-    calls.async_calls.append(_ActiveAsyncRequest(save.number, _Ended(), AsyncRequest(None, (), fns)))
+    calls.async_calls.append(ActiveAsyncRequest(save.number, _Ended(), AsyncRequest(None, (), fns)))

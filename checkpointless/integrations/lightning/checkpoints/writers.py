@@ -13,7 +13,9 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
-from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync, _disable_gc
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+from checkpointless.integrations.compat.megatron import disable_gc
 
 if TYPE_CHECKING:
     from multiprocessing.queues import Queue
@@ -34,7 +36,7 @@ class _Report:
     task_done = get
 
 
-@_disable_gc()
+@disable_gc()
 def write_buckets(
     transforms: Sequence[Any], use_msc: bool, rank: int, buckets: Sequence[Any], results: Queue[Any]
 ) -> None:

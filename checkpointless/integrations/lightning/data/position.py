@@ -7,15 +7,14 @@ Lightning.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeGuard
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.data import sized_len
-from lightning.fabric.utilities.types import _Stateful
 from torch.utils.data import IterableDataset
 
+from checkpointless.integrations.compat.lightning import Stateful
 from checkpointless.integrations.lightning.data.passes import Starts, one_pass
 from checkpointless.integrations.lightning.data.sampler_state import (
     keep_own_state,
@@ -27,8 +26,9 @@ from checkpointless.state.serialization import state_tree
 from checkpointless.state.serialization.later import copy_of
 
 if TYPE_CHECKING:
-    from lightning.pytorch.loops.fetchers import _DataFetcher
     from nemo.lightning.pytorch.plugins import MegatronDataSampler
+
+    from checkpointless.integrations.compat.lightning import DataFetcher
 
 #: The attributes that NeMo's sampler counts with.
 _SAMPLER = (
@@ -139,14 +139,9 @@ def megatron_sampler(trainer: pl.Trainer) -> MegatronDataSampler | None:
 
 
 def _calculator() -> Any:
-    return _calculators()._GLOBAL_NUM_MICROBATCHES_CALCULATOR
+    from checkpointless.integrations.compat.megatron import microbatches_calculator
 
-
-@functools.cache
-def _calculators() -> Any:
-    from megatron.core import num_microbatches_calculator  # NeMo's sampler brings it; Lightning alone does not
-
-    return num_microbatches_calculator
+    return microbatches_calculator()  # NeMo's sampler brings it; Lightning alone does not
 
 
 def samples_per_step(trainer: pl.Trainer) -> int | None:
@@ -165,7 +160,7 @@ def several_loaders(count: int) -> str:
     )
 
 
-def go_on_counting(fetcher: _DataFetcher, position: DataPosition) -> None:
+def go_on_counting(fetcher: DataFetcher, position: DataPosition) -> None:
     """Make the numbering of an epoch's batches continue from where the training stands.
 
     Args:
@@ -180,7 +175,7 @@ def go_on_counting(fetcher: _DataFetcher, position: DataPosition) -> None:
 
 def keeps_its_position(loader: object) -> bool:
     """Return whether Lightning saves and restores the position of ``loader``."""
-    return isinstance(loader, _Stateful)
+    return isinstance(loader, Stateful)
 
 
 def ahead_of_steps(loader: object) -> str | None:

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
-from lightning.fabric.utilities.types import _Stateful
 from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset, SequentialSampler
 
+from checkpointless.integrations.compat.lightning import Stateful
 from checkpointless.integrations.lightning.data.passes import Starts, one_pass
 from checkpointless.integrations.lightning.data.position import DataPosition, is_megatrons
 from checkpointless.integrations.lightning.data.sampler_state import (
@@ -45,7 +45,7 @@ def repeat_order(loader: Iterable[object], starts: Starts, position: DataPositio
     if isinstance(sampler, DistributedSamplerWrapper):
         owner, name = sampler.dataset, "_sampler"
         sampler = getattr(owner, name)
-    elif isinstance(sampler, _Stateful) or type(sampler).__module__.startswith("torchdata."):
+    elif isinstance(sampler, Stateful) or type(sampler).__module__.startswith("torchdata."):
         return None
     if sampler is None or isinstance(sampler, DistributedSampler | SequentialSampler) or is_megatrons(sampler):
         return None

@@ -6,9 +6,9 @@ import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from lightning.fabric.utilities.types import _Stateful
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 
+from checkpointless.integrations.compat.lightning import Stateful
 from checkpointless.integrations.lightning.data.passes import Starts, one_pass
 from checkpointless.integrations.lightning.data.position import (
     DataPosition,
@@ -21,8 +21,9 @@ from checkpointless.integrations.lightning.data.sampler_state import keep_own_st
 from checkpointless.integrations.lightning.data.stateful import DrawnOrder, begin_anew, repeat_order
 
 if TYPE_CHECKING:
-    from lightning.pytorch.loops.fetchers import _DataFetcher
     from lightning.pytorch.utilities.combined_loader import CombinedLoader
+
+    from checkpointless.integrations.compat.lightning import DataFetcher
 
 
 class CountingLoop(Protocol):
@@ -34,7 +35,7 @@ class CountingLoop(Protocol):
 class FitLoop(Protocol):
     """Lightning's loop over epochs, made resumable."""
 
-    _data_fetcher: _DataFetcher | None
+    _data_fetcher: DataFetcher | None
     _combined_loader: CombinedLoader | None
 
     @property
@@ -162,7 +163,7 @@ def repeat_items(loader: Iterable[object], starts: Starts, position: DataPositio
     """
     if not isinstance(loader, DataLoader) or not isinstance(loader.dataset, IterableDataset):
         return
-    if loader.num_workers > 0 or isinstance(loader, _Stateful) or isinstance(loader.dataset, _Stateful):
+    if loader.num_workers > 0 or isinstance(loader, Stateful) or isinstance(loader.dataset, Stateful):
         return
     keep_own_state(loader)
     dataset, is_again = loader.dataset, position is not None and position.within and position.delivered > 0

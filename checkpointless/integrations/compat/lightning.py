@@ -1,0 +1,52 @@
+"""Lightning's private names, each with the versions in which it was seen (2.4.0, which NeMo asks for, and 2.6.6).
+
+Supporting another version means looking each of them up. Attributes are still named where they are used; the test
+``tests/unit/project/test_private_names.py`` has the list of those, which only becomes shorter.
+"""
+
+from __future__ import annotations
+
+# Protocol of loaders whose position Lightning saves (2.4.0, 2.6.6); what tells a loader's sampler its epoch.
+from lightning.fabric.utilities.data import _set_sampler_epoch as set_sampler_epoch
+from lightning.fabric.utilities.types import _Stateful as Stateful
+
+# The loops of a fit, which are subclassed (2.4.0, 2.6.6: 2.5 has new names for where a restart begins).
+from lightning.pytorch.loops import _FitLoop as FitLoop
+from lightning.pytorch.loops import _TrainingEpochLoop as TrainingEpochLoop
+from lightning.pytorch.loops.fetchers import _DataFetcher as DataFetcher
+
+# Base class of checkpoint IOs around another one (2.4.0, 2.6.6).
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO as WrappingCheckpointIO
+
+# How hooks are called that load a checkpoint's parts (2.4.0, 2.6.6).
+from lightning.pytorch.trainer.call import _call_callbacks_load_state_dict as call_callbacks_load_state_dict
+from lightning.pytorch.trainer.call import _call_callbacks_on_load_checkpoint as call_callbacks_on_load_checkpoint
+from lightning.pytorch.trainer.call import _call_lightning_datamodule_hook as call_datamodule_hook
+from lightning.pytorch.trainer.call import _call_lightning_module_hook as call_module_hook
+
+# What a trainer restores a checkpoint with, which is subclassed (2.4.0; 2.6.6 has ``weights_only``).
+from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector as CheckpointConnector
+
+# The results that ``log`` accumulates over an epoch (2.4.0, 2.6.6).
+from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata as Metadata
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection as ResultCollection
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric as ResultMetric
+from lightning.pytorch.trainer.connectors.logger_connector.result import _Sync as Sync
+
+__all__ = [
+    "CheckpointConnector",
+    "DataFetcher",
+    "FitLoop",
+    "Metadata",
+    "ResultCollection",
+    "ResultMetric",
+    "Stateful",
+    "Sync",
+    "TrainingEpochLoop",
+    "WrappingCheckpointIO",
+    "call_callbacks_load_state_dict",
+    "call_callbacks_on_load_checkpoint",
+    "call_datamodule_hook",
+    "call_module_hook",
+    "set_sampler_epoch",
+]
