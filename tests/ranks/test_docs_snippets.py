@@ -116,7 +116,7 @@ def test_only_what_is_there_is_left_out() -> None:
         assert any(re.search(pattern, command) for command in commands), pattern
 
 
-# Names of HyperPod's documentation that docs/coming-from-hyperpod.md need not list, since they do the same here.
+# Names of HyperPod and NVRx that the two pages need not list, since they do the same here.
 WITHOUT_DIFFERENCE = """
     HPWrapper(enabled=) HPWrapper(async_raise_before_abort=) HPCallWrapper.start_hp_fault_handling_thread
     HPCallWrapper.shutdown CudaHealthCheck(timeout=) CheckpointlessAbortManager.get_default_checkpointless_abort
@@ -132,7 +132,11 @@ WITHOUT_DIFFERENCE = """
     CheckpointlessMegatronStrategy.teardown CheckpointlessCallback(clean_lightning_module=)
     CheckpointlessCallback.tried_adapter_checkpointless CheckpointlessCallback.on_train_batch_start
     CheckpointlessCallback.get_peft_callback CheckpointlessCallback._try_adapter_checkpointless_restore
-    CheckpointlessCompatibleConnector.resume_end
+    CheckpointlessCompatibleConnector.resume_end Abort Finalize HealthCheck AbortTransformerEngine CudaHealthCheck
+    HealthCheckError InternalError RankShouldRestart LocalCheckpointManager(session_id=)
+    LocalCheckpointManager(repl_strategy=) CliqueReplicationStrategy(local_group=)
+    CliqueReplicationStrategy(target_device=) CliqueReplicationStrategy.retrieve_plan ReplicationStrategy
+    NoReplicasAvailableError
 """
 
 
@@ -143,7 +147,7 @@ def test_every_name_of_ours_exists(nemo_zygote: Zygote, page: str) -> None:
     for rows in re.findall(r"^\| name \| difference \|\n((?:\|.*\n)+)", text, re.M):
         ours += re.findall(r"^\|([^|\n]*)\|", rows, re.M)
     names = sorted({name for cell in ours for name in re.findall(r"`([^`]+)`", cell)})
-    names += WITHOUT_DIFFERENCE.split() if "hyperpod" in page else []
+    names += WITHOUT_DIFFERENCE.split()
     assert len(names) > 25
     (unknown,) = nemo_zygote.run(1, "tests.ranks.docs_commands:unknown_names", {"names": names})
     assert unknown == []
