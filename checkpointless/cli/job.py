@@ -211,4 +211,4 @@ def _announce(config: LaunchConfig, name: str) -> None:
     if config.record_steps:
         say("each step is recorded for `checkpointless verify`: one pass over the model each")
     if config.faults:
-        say(f"faults will be caused on purpose: {' '.join(config.faults)}")
+        say(f"faults will be injected: {' '.join(config.faults)}")

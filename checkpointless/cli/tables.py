@@ -55,7 +55,7 @@ def show_report(report: Report, page: Console) -> None:
     if run.reason:
         page.print(f"because: {wording.printable(run.reason, 500)}")
     for spec, times in (run.caused or {}).items():
-        page.print(f"caused on purpose, {times} x: {wording.printable(spec)}")
+        page.print(f"injected, {times} x: {wording.printable(spec)}")
     if run.lines_left_out:
         lines = wording.plural(run.lines_left_out, "line")
         why = "is torn or no event" if run.lines_left_out == 1 else "are torn or no events"
@@ -101,8 +101,8 @@ def html_page(report: Report, tracebacks: Mapping[str, str]) -> str:
 
 
 def time_table(report: Report) -> Table:
-    """Return a table of what the run's time was spent on."""
-    table = Table("time", "", "", title="what the time was spent on", title_justify="left")
+    """Return a table of the run's time by activity."""
+    table = Table("time", "", "", title="time of the run", title_justify="left")
     spent = report.spent
     if spent is None:
         return table
@@ -115,7 +115,7 @@ def time_table(report: Report) -> Table:
     row("training", spent.training_s)
     row("recovery", spent.recovery_s)
     if spent.repeated_s != 0:
-        row("steps made again", spent.repeated_s)
+        row("repeated steps", spent.repeated_s)
     if spent.shutdown_s:
         row("after the last step", spent.shutdown_s)
     row("wall clock", spent.wall_s, "from the first event to the end")
@@ -126,14 +126,14 @@ def time_table(report: Report) -> Table:
 
 
 def restart_table(comparison: Comparison) -> Table:
-    """Return a table of what restarts from a checkpoint would have cost, with every figure that this rests on."""
-    table = Table("", "", "", title="had each fault been a restart from a checkpoint", title_justify="left")
+    """Return a table of the estimated cost of restarts from a checkpoint, with every figure that it uses."""
+    table = Table("", "", "", title="the same faults as restarts from a checkpoint, estimated", title_justify="left")
     for each in comparison.assumptions:
         value = "per fault" if each.seconds is None else wording.duration(each.seconds)
         table.add_row(each.name, value, f"{each.source.value}{each.why and ': '}{each.why} ({each.option})")
     table.add_section()
     count = wording.plural(len(comparison.restarts), "restart")
-    table.add_row("restarts", wording.duration(comparison.restart_s), f"{count}, estimated with the above")
+    table.add_row("restarts", wording.duration(comparison.restart_s), f"{count}, estimated from the figures above")
     factor = "" if comparison.factor is None else f"measured; restarts: {comparison.factor:.3g} times as much"
     table.add_row("recovery", wording.duration(comparison.recovered_s), factor)
     table.add_row("ETTR with restarts", wording.share(comparison.ettr), "the same training, the same faults")
@@ -145,8 +145,8 @@ def restart_table(comparison: Comparison) -> Table:
 
 
 def device_table(report: Report) -> Table:
-    """Return a table of the device checks that failed, and what was done about it."""
-    table = Table("node", "rank", "why", "done", title="device checks that failed", title_justify="left")
+    """Return a table of the failed device checks and their remedies."""
+    table = Table("node", "rank", "why", "remedy", title="failed device checks", title_justify="left")
     for each in report.devices:
         row = (each.node, str(each.rank), each.why, each.remedy)
         table.add_row(*(wording.printable(text, _LONGEST_CAUSE) for text in row))
@@ -163,15 +163,15 @@ def failed_save_table(report: Report) -> Table:
 
 
 def incident_table(report: Report) -> Table:
-    """Return a table of what each incident was and how it ended; if there are many, only the newest are shown."""
+    """Return a table of the incidents and their outcomes; of many, only the newest."""
     incidents = report.incidents
     hidden = max(0, len(incidents) - _MOST_INCIDENTS)
     title = "incidents" + (f" ({hidden} earlier ones are in --json)" if hidden else "")
     table = Table("#", title=title, title_justify="left")
     table.add_column("fault", no_wrap=True)
     table.add_column("cause", overflow="fold")
-    table.add_column("rung")
-    table.add_column("went on after")
+    table.add_column("level")
+    table.add_column("resumed after")
     table.add_column("steps lost", justify="right")
     table.add_column("filled from")
     table.add_column("took", no_wrap=True, justify="right")
@@ -184,7 +184,7 @@ def incident_table(report: Report) -> Table:
             str(number),
             wording.printable(incident.kind, 24),
             wording.printable(incident.cause or "unknown", _LONGEST_CAUSE),
-            _rung(incident),
+            _level(incident),
             ended + (f": {wording.printable(why, _LONGEST_CAUSE)}" if why else ""),
             _lost(incident, report),
             _sources(incident),
@@ -196,7 +196,7 @@ def incident_table(report: Report) -> Table:
 def bar_table(report: Report) -> Table:
     """Return a table with each incident's time as a bar of its stages, on one scale; of many, only the newest."""
     key = "  ".join(f"{_MARKS[phase][0]} {phase}" for phase in PHASES)
-    table = Table("#", key, "took", title="where their time went", title_justify="left")
+    table = Table("#", key, "took", title="stages of each incident", title_justify="left")
     shown = list(enumerate(report.incidents, start=1))[-_MOST_INCIDENTS:]
     longest_s = max((sum(incident.tiles_s.values()) for _, incident in shown), default=0.0) or 1.0
     for number, incident in shown:
@@ -245,7 +245,7 @@ def _lost(incident: IncidentSummary, report: Report) -> str:
     return f"{lost:,}" + (f" ({wording.plural(samples, 'sample')})" if samples else "")
 
 
-def _rung(incident: IncidentSummary) -> str:
+def _level(incident: IncidentSummary) -> str:
     whys = (wording.printable(why, _LONGEST_CAUSE) for why in incident.steps_up if why != incident.cause)
     return "; ".join((incident.rung.label, *whys))
 
@@ -255,7 +255,7 @@ def _in_seconds(seconds: float | None) -> str:
 
 
 def verdict_table(verdict: Verdict, a: Steps, b: Steps, names: tuple[str, str]) -> Table:
-    """Return a table of what was compared, and of the two values of the first difference."""
+    """Return a table of the size of two recordings and the two values of the first difference."""
     table = Table("", *names)
     table.add_row("ranks", str(len(a)), str(len(b)))
     table.add_row("steps recorded", *(str(sum(len(records) for records in run.values())) for run in (a, b)))

@@ -95,10 +95,10 @@ EXPECTED: dict[FaultKind, str] = {
     FaultKind.SIGSTOP: "found by its heartbeat; recovered by a new process",
     FaultKind.GIL: "found by its heartbeat; recovered by a new process",
     FaultKind.CUDA: "found by the health check; recovered by a new process",
-    FaultKind.PARTITION: "taken for a lost node, which is taken back with its processes",
-    FaultKind.STORE: "taken for a lost node, which is taken back at once with its processes",
-    FaultKind.NODE: "recovered by a spare node's processes, or by those of the node when it is back",
-    FaultKind.BITFLIP: "found by checksums; refilled from the majority, or the job ends and says why",
+    FaultKind.PARTITION: "the node counts as lost, and comes back with its processes",
+    FaultKind.STORE: "the node counts as lost, and comes back at once with its processes",
+    FaultKind.NODE: "recovered by a spare's processes, or by the node's when it is back",
+    FaultKind.BITFLIP: "found by digests; refilled from the majority, or the job ends with the reason",
 }
 
 #: The variants (``how=``) of the kinds that have any, the default one first.

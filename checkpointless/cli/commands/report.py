@@ -120,7 +120,7 @@ def _at_least_zero(text: str) -> float:
 
 COMMAND = Command(
     "report",
-    "show a run's incidents, and what its time was spent on",
+    "show a run's incidents and where its time went",
     add_report_options,
     report_command,
     _EPILOG,

@@ -293,7 +293,7 @@ def test_a_run_that_injects_says_so_before_and_names_what_did_not_happen(
     fault = "exit@data:rank=0,step=2"
     assert main(["run", "--fault", fault, "train.py"]) == 7
     said = capsys.readouterr().err
-    assert f"on purpose: {fault}" in said
+    assert f"faults will be injected: {fault}" in said
     assert f"{fault} did not happen" in said
 
 

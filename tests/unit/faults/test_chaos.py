@@ -216,7 +216,7 @@ def test_a_job_gets_the_drawn_faults_and_fails_if_they_come_to_something_else(
     expected, outcome = draw_faults(7, 3, nproc=4, steps=30)
     assert launched[0].faults == expected
     said = capsys.readouterr().err
-    assert f"faults will be caused on purpose: {' '.join(expected)}" in said
+    assert f"faults will be injected: {' '.join(expected)}" in said
     assert f"expected: {outcome.value}; found: no incident" in said
     assert "--chaos 3 --seed 7" in said
     assert code == 1
