@@ -362,7 +362,7 @@ def main() -> int:
     numbers = range(args.cases) if args.case is None else (args.case,)
     cases = [draw(args.seed, number) for number in numbers]
     about = machine(["checkpointless", "torch", "nemo_toolkit", "megatron-core"])
-    progress(f"{len(cases)} cases of seed {args.seed}; faults will be caused on purpose; importing NeMo once")
+    progress(f"{len(cases)} cases of seed {args.seed}; faults will be injected; importing NeMo once")
     results: list[tuple[UsersCase, Result]] = []
     with interruptible():
         calm = Calm(Nursery(TRAINERS["nemo"]), args.run_dir / "calm")

@@ -131,7 +131,7 @@ def run_chaos(config: ChaosConfig, console: Console) -> int:
     cases = config.drawn()
     shown = "one case" if config.only is not None else f"{len(cases)} cases"
     console.print(
-        f"chaos: {shown} of seed {config.seed}, trainer {config.trainer.name}; faults will be caused on purpose; "
+        f"chaos: {shown} of seed {config.seed}, trainer {config.trainer.name}; faults will be injected; "
         "importing the frameworks once ..."
     )
     runner = _Runner(config)
