@@ -127,7 +127,7 @@ def time_table(report: Report) -> Table:
 
 def restart_table(comparison: Comparison) -> Table:
     """Return a table of the estimated cost of restarts from a checkpoint, with every figure that it uses."""
-    table = Table("", "", "", title="the same faults as restarts from a checkpoint, estimated", title_justify="left")
+    table = Table("", "", "", title="estimate: restarts from a checkpoint instead", title_justify="left")
     for each in comparison.assumptions:
         value = "per fault" if each.seconds is None else wording.duration(each.seconds)
         table.add_row(each.name, value, f"{each.source.value}{each.why and ': '}{each.why} ({each.option})")
