@@ -30,10 +30,9 @@ from checkpointless.inprocess.finalize import register_cleanup
 from checkpointless.integrations.lightning.boundary.live_state import TrainerLiveState
 from checkpointless.integrations.lightning.boundary.megatron_steps import KeptReduction, MegatronSteps
 from checkpointless.integrations.lightning.checkpoints import callbacks as checkpoint_callbacks
-from checkpointless.integrations.lightning.checkpoints.background import PendingSaves
 from checkpointless.integrations.lightning.checkpoints.copies import loading_from_copies
 from checkpointless.integrations.lightning.checkpoints.failed_saves import FailedSaves, OnSaveError
-from checkpointless.integrations.lightning.checkpoints.saves import Saves
+from checkpointless.integrations.lightning.checkpoints.saves import PendingSaves, Saves
 from checkpointless.integrations.lightning.checkpoints.unfinished import (
     leave_unfinished,
     remove_whole,
@@ -44,8 +43,7 @@ from checkpointless.integrations.lightning.frameworks import loggers, nemo
 from checkpointless.integrations.lightning.recoverable_strategy import RecoverableStrategy
 from checkpointless.integrations.megatron import cleanup as megatron_cleanup
 from checkpointless.integrations.megatron import cpu_platform
-from checkpointless.integrations.megatron.replicas import replicas
-from checkpointless.integrations.megatron.state import MegatronTensors
+from checkpointless.integrations.megatron.state import MegatronTensors, replicas
 from checkpointless.integrations.torch.repeated_steps import repeated_steps
 from checkpointless.recovery.running import BuildAnewError, manager_of
 from checkpointless.strategies.warm_start import WarmStart

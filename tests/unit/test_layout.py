@@ -45,7 +45,7 @@ def layouts(draw: st.DrawFn) -> Layout:
 @pytest.mark.parametrize("sharded", [True, False])
 def test_a_rank_finds_its_replicas_where_the_layout_says(sharded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("megatron.core")
-    from checkpointless.integrations.megatron.replicas import dense_and_experts, replicas
+    from checkpointless.integrations.megatron.state import dense_and_experts, replicas
 
     moe = Layout(32, 8, tensor=2, pipeline=2, expert=2, expert_tensor=2, instances=2)
     layout = replace(moe, sharded=sharded)

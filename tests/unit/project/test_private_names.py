@@ -32,7 +32,7 @@ LEFT = {
     "checkpointless/integrations/lightning/boundary/kinds.py": 2,
     "checkpointless/integrations/lightning/boundary/loops.py": 4,
     "checkpointless/integrations/lightning/boundary/torch_steps.py": 3,
-    "checkpointless/integrations/lightning/checkpoints/background.py": 1,
+    "checkpointless/integrations/lightning/checkpoints/saves.py": 1,
     "checkpointless/integrations/lightning/checkpoints/callbacks.py": 1,
     "checkpointless/integrations/lightning/checkpoints/copies.py": 2,
     "checkpointless/integrations/lightning/checkpoints/lightning_saves.py": 1,

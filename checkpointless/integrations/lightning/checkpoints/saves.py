@@ -13,25 +13,20 @@ can go back to where it began (:mod:`checkpointless.recovery.decide`); otherwise
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.callbacks import Checkpoint
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from nemo.lightning.ckpt_utils import ckpt_to_dir
 from nemo.lightning.pytorch.callbacks import ModelCheckpoint
 from torch.distributed.checkpoint import CheckpointException
 
 from checkpointless.integrations.compat.megatron import ActiveAsyncRequest
-from checkpointless.integrations.lightning.checkpoints.background import (
-    PendingSaves,
-    let_go,
-    report_separately,
-    reset_reports,
-)
 from checkpointless.integrations.lightning.checkpoints.callbacks import Replaced, replaced, undo
 from checkpointless.integrations.lightning.checkpoints.failed_saves import (
     FailedSaves,
@@ -46,6 +41,7 @@ from checkpointless.transfer.exchange import all_gather_json
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+    from lightning.pytorch.plugins import CheckpointIO
     from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
     from nemo.lightning import MegatronStrategy
 
@@ -504,3 +500,84 @@ def _finish_by(save: _Save, before: _Save | None, calls: AsyncCallsQueue) -> Non
     save.number = calls.call_idx
     fns = [each for each in (save.finish, save.finished) if each is not None]
     calls.async_calls.append(ActiveAsyncRequest(save.number, _Ended(), AsyncRequest(None, (), fns)))
+
+
+# --- background saves that were not finished when the block was left, and their writers' reports ------------------
+
+_WRITER_ENDS_S = 5.0
+
+
+@dataclass(frozen=True)
+class PendingSaves:
+    """Saves that were not finished when the block was left.
+
+    Attributes:
+        calls: Megatron's active asynchronous requests, oldest first.
+        newest: the number that Megatron's queue assigned last.
+    """
+
+    calls: tuple[Any, ...]
+    newest: int
+
+    @classmethod
+    def of(cls, checkpoint_io: CheckpointIO | None) -> PendingSaves | None:
+        """Return the pending saves of ``checkpoint_io``, or None if there are none."""
+        found = getattr(checkpoint_io, "async_calls_queue", None)
+        calls = tuple(getattr(found, "async_calls", ()))
+        return cls(calls, found.call_idx) if calls and found is not None else None
+
+    def numbers(self) -> list[int]:
+        """Return the numbers that Megatron's queue gave the saves, which are the same on every rank."""
+        return [call.idx for call in self.calls]
+
+    def end(self, numbers: Collection[int | None]) -> None:
+        """Stop the writers of the saves with these ``numbers``."""
+        for call in self.calls:
+            if call.idx not in numbers:
+                continue
+            process = getattr(call.async_caller, "process", None)
+            if process is not None:
+                process.kill()
+                process.join(_WRITER_ENDS_S)
+
+
+def report_separately() -> None:
+    """Make the writers of the next save report to a separate queue.
+
+    Megatron has one queue for all saves of a rank. With two saves under way, the reports of the second may come
+    first, and each save takes the other's reports for its own.
+    """
+    reports = filesystem_async._results_queue
+    manager = getattr(reports, "_manager", None)
+    if manager is None:
+        return
+    try:
+        filesystem_async._results_queue = manager.Queue()
+    except (OSError, EOFError) as error:  # the process that holds the queues is gone
+        logger.warning("the process that checkpoints in the background report to is replaced: %s", error)
+        filesystem_async._results_queue = None  # Megatron makes another one
+
+
+def reset_reports() -> None:
+    """Make writers report on a connection with nothing left on it, and the next ones to a separate queue.
+
+    Megatron's writers report to their rank through a queue in a separate process. A rank that was interrupted while
+    it asked that process would take the old answer for the answer to its next question, and an old report for the
+    report of its next save.
+    """
+    reports = filesystem_async._results_queue
+    if reports is not None:
+        vars(reports._tls).pop("connection", None)  # of this thread; multiprocessing makes another one
+        report_separately()
+
+
+def let_go(trainer: pl.Trainer | None) -> None:
+    """Drop a trainer's references to model, optimizer and data: what finishes a save refers to the trainer."""
+    if trainer is None:
+        return
+    strategy = trainer.strategy
+    for name in ("megatron_parallel", "model", "_model", "_lightning_module"):
+        if name in vars(strategy):
+            setattr(strategy, name, None)
+    strategy.optimizers = []
+    trainer.fit_loop._data_fetcher = trainer.fit_loop._combined_loader = None

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.nemo
 def test_an_answer_that_nobody_has_read_is_not_taken_for_the_next() -> None:
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-    from checkpointless.integrations.lightning.checkpoints.background import reset_reports
+    from checkpointless.integrations.lightning.checkpoints.saves import reset_reports
 
     before = filesystem_async._get_write_results_queue()
     before.put("of a save that was interrupted")
@@ -32,7 +32,7 @@ def test_an_answer_that_nobody_has_read_is_not_taken_for_the_next() -> None:
 def test_reports_whose_process_is_gone_are_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-    from checkpointless.integrations.lightning.checkpoints.background import report_separately
+    from checkpointless.integrations.lightning.checkpoints.saves import report_separately
 
     monkeypatch.setattr(filesystem_async, "_results_queue", None)
     reports = filesystem_async._get_write_results_queue()

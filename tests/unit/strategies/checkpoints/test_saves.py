@@ -94,7 +94,7 @@ class Job:
 
     def leave(self) -> None:
         """Leave the block."""
-        from checkpointless.integrations.lightning.checkpoints.background import PendingSaves
+        from checkpointless.integrations.lightning.checkpoints.saves import PendingSaves
 
         pending = PendingSaves.of(self.strategy.checkpoint_io)
         self.saves.pending = pending if pending is not None else self.saves.pending
