@@ -6,8 +6,8 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
 from checkpointless.observability.telemetry.wording import numbered, plural
+from checkpointless.recipes.checks import tier_lines, tiers_of
 from checkpointless.recipes.settings import checkpointless_enabled, missing
-from checkpointless.recipes.tiers import tier_lines, tiers_of
 from checkpointless.system.layout import Layout
 
 

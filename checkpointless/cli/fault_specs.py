@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from checkpointless.cli.cuda import has_cuda
-from checkpointless.cli.values import UsageError, count, positive
+from checkpointless.cli.values import UsageError, count, has_cuda, positive
 
 if TYPE_CHECKING:
     from checkpointless.faults.chaos import Outcome

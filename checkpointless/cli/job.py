@@ -20,7 +20,7 @@ from checkpointless.cli.fault_specs import (
 from checkpointless.cli.output import say
 from checkpointless.cli.run_directory import RUNS_DIR, new_run_dir
 from checkpointless.cli.values import UsageError, both, count, nbytes, nodes, ranks, seconds
-from checkpointless.observability.telemetry.log_level import LEVELS, LOG_LEVEL_ENV, apply_log_level
+from checkpointless.observability.telemetry.log_relay import LEVELS, LOG_LEVEL_ENV, apply_log_level
 from checkpointless.observability.telemetry.wording import plural
 from checkpointless.system.environment import DEVICE_CHECK_ENV, DEVICE_CHECK_TIMEOUT_ENV
 
@@ -110,8 +110,7 @@ def launch_job(
     Raises:
         UsageError: the job cannot be done as asked.
     """
-    from checkpointless.cli.closing import closing_line
-    from checkpointless.cli.terminal import Terminal
+    from checkpointless.cli.terminal import Terminal, closing_line
     from checkpointless.faults.ledger import not_fired
     from checkpointless.launcher.agent.launch import launch
 

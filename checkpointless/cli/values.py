@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from pathlib import Path
 
 _FACTORS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _LEAST_BYTES = 64 << 10
@@ -20,7 +21,6 @@ def both(flag: str) -> tuple[str, ...]:
 
 def ranks(text: str) -> int:
     """Return the number of ranks of a node, as torchrun reads it: ``gpu``, ``cpu``, ``auto`` or a number."""
-    from checkpointless.cli.cuda import count_cuda
 
     cpus = len(os.sched_getaffinity(0))
     if text == "gpu":
@@ -95,3 +95,28 @@ def modules(text: str) -> tuple[str, ...]:
     if not all(part.isidentifier() for module in modules for part in module.split(".")):
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of modules with commas between them")
     return modules
+
+
+# --- How many GPUs this machine has -------------------------------------------------------------------------------
+
+_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # of NVIDIA, of WSL and of AMD
+
+
+def count_cuda() -> int:
+    """Return the number of CUDA devices that a process sees; leaves CUDA as it is.
+
+    It imports torch, which takes seconds, only where there is a driver.
+    """
+    if not any(Path(driver).exists() for driver in _DRIVERS):
+        return 0
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's warnings about its own imports
+        import torch
+    return torch.cuda.device_count()  # asks NVML first, without initialising CUDA: ranks are forked from here
+
+
+def has_cuda() -> bool:
+    """Return whether there is a CUDA device."""
+    return count_cuda() > 0

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from checkpointless.faults.spec import SETUP_PHASES, SUPPORT, FaultKind, FaultPhase
 from checkpointless.observability.report.incidents import IncidentSummary
 from checkpointless.observability.report.incidents import Outcome as Ending
-from checkpointless.observability.telemetry.rungs import Rung
+from checkpointless.observability.telemetry.event_names import Rung
 from checkpointless.system.layout import Layout
 
 #: Groups of kinds: those after which the process goes on, and those after which another process replaces it.

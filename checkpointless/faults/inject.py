@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
 import logging
 import os
@@ -11,10 +12,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
 
-from checkpointless.faults import loader
 from checkpointless.faults.ledger import FaultLedger
 from checkpointless.faults.spec import (
     NODE_KINDS,
@@ -192,9 +192,9 @@ class FaultInjector:
             if batches is None:
                 raise _impossible(text, "the data loader of this rank has no workers (num_workers=0)")
             if spec.how == "kill":
-                return lambda: _must_raise(lambda: loader.kill_worker(batches), text)
+                return lambda: _must_raise(lambda: kill_worker(batches), text)
             error = InjectedFault(f"injected fault {text}")
-            return lambda: _must_raise(lambda: loader.raise_in_worker(batches, error), text)
+            return lambda: _must_raise(lambda: raise_in_worker(batches, error), text)
         if spec.kind in NODE_KINDS:
             agent = agent_pid()
             if agent is None:
@@ -332,3 +332,79 @@ def fail_device_assert() -> None:
 
 def _torch() -> Any:
     return sys.modules["torch"]
+
+
+# --- Faults in the workers of a torch data loader, as torch reports them to the training process ------------------
+#
+# Batches that the workers have prefetched are used up, so that the fault shows at the batch for which it was
+# requested. An iterator that has failed is of no use afterwards anyway.
+
+
+class _Worker(Protocol):
+    """A worker process of a data loader."""
+
+    pid: int
+
+    def is_alive(self) -> bool:
+        """Return whether the process runs."""
+
+
+class WorkersIterator(Protocol):
+    """Torch's iterator over a ``DataLoader`` with workers (``_MultiProcessingDataLoaderIter``)."""
+
+    _sampler_iter: Iterator[object]
+    _workers: Sequence[_Worker]
+
+    def __iter__(self) -> Iterator[object]:
+        """Return the iterator itself."""
+
+
+class _BadBatch:
+    """Stand-in for the indices of a batch that a sampler yields, which no dataset can read.
+
+    Args:
+        error: exception that is raised in the worker that tries to read the batch.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def _refuse(self, *_: Any) -> Any:
+        raise self._error
+
+    __getitem__ = __index__ = __iter__ = __len__ = _refuse
+
+
+def raise_in_worker(iterator: WorkersIterator, error: Exception) -> None:
+    """Make a worker raise while it reads a batch.
+
+    Args:
+        iterator: torch's iterator over a ``DataLoader`` with workers.
+        error: exception that the worker raises; it is pickled, and its type must accept a message as only argument.
+
+    Raises:
+        Exception: an exception of the type of ``error``, which torch raises with the worker's traceback in its
+            message.
+    """
+    iterator._sampler_iter = itertools.repeat(_BadBatch(error))
+    _use_up(iterator)
+
+
+def kill_worker(iterator: WorkersIterator) -> None:
+    """Kill a worker with SIGKILL.
+
+    Args:
+        iterator: torch's iterator over a ``DataLoader`` with workers.
+
+    Raises:
+        RuntimeError: torch raises it when it finds the worker dead.
+    """
+    worker = next(each for each in iterator._workers if each.is_alive())
+    os.kill(worker.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)  # torch's SIGCHLD handler asks how it ended
+    _use_up(iterator)
+
+
+def _use_up(iterator: WorkersIterator) -> None:
+    for _ in iterator:
+        pass

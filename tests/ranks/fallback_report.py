@@ -10,8 +10,8 @@ from checkpointless.cli.tables import html_page
 from checkpointless.observability.report.incidents import Outcome
 from checkpointless.observability.report.summary import RunState, build_report
 from checkpointless.observability.report.trace import write_trace
+from checkpointless.observability.telemetry.event_names import Rung
 from checkpointless.observability.telemetry.events import read_events
-from checkpointless.observability.telemetry.rungs import Rung
 from tests.ranks.jobs import Job
 from tests.unit.report import test_page, test_trace
 

@@ -11,8 +11,8 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from checkpointless.recipes import runner
-from checkpointless.recipes.layout import layout_of
-from checkpointless.recipes.objects import make
+from checkpointless.recipes.checks import layout_of
+from checkpointless.recipes.runner import make
 from checkpointless.recipes.settings import RecipeError, load, parameters
 from checkpointless.system.layout import Layout
 from tests.unit.megatron_groups import as_rank

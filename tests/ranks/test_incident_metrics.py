@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpointless.observability.telemetry.rungs import Rung
+from checkpointless.observability.telemetry.event_names import Rung
 from tests.ports import free_port
 from tests.ranks.jobs import Disturb, Scene
 

@@ -14,8 +14,8 @@ import pytest
 from checkpointless.faults.ledger import fired
 from checkpointless.observability.report.incidents import IncidentSummary, summarize
 from checkpointless.observability.report.verify import compare
+from checkpointless.observability.telemetry.event_names import Rung
 from checkpointless.observability.telemetry.events import read_events
-from checkpointless.observability.telemetry.rungs import Rung
 from checkpointless.observability.telemetry.steps import Recording, read_steps
 from checkpointless.system.shared_memory import FOLDER
 from tests.ranks.agent_job import Ended, Job

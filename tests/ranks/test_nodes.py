@@ -12,7 +12,7 @@ import pytest
 
 from checkpointless.faults.ledger import fired
 from checkpointless.observability.report.verify import Steps, compare
-from checkpointless.observability.telemetry.rungs import Rung
+from checkpointless.observability.telemetry.event_names import Rung
 from tests.ranks.jobs import Job, Scene, run_nodes
 from tests.ranks.layouts import DROPOUT, TP2
 from tests.ranks.nemo_zygote import Zygote

@@ -11,7 +11,7 @@ import pytest
 from checkpointless.faults.ledger import fired
 from checkpointless.observability.report.incidents import Outcome
 from checkpointless.observability.report.verify import compare
-from checkpointless.recipes.layout import layout_of
+from checkpointless.recipes.checks import layout_of
 from checkpointless.recipes.settings import available, load
 from tests.ranks.jobs import run_job
 from tests.ranks.nemo_zygote import Zygote

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from checkpointless.observability.report.incidents import summarize
+from checkpointless.observability.telemetry.event_names import Rung
 from checkpointless.observability.telemetry.events import read_events
-from checkpointless.observability.telemetry.rungs import Rung
 from tests.ranks.agent_job import Ended, Job
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]

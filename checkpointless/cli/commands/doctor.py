@@ -66,9 +66,9 @@ def doctor(options: argparse.Namespace) -> int:
     if options.json is not None:
         write(options.json, findings.as_json(found) + "\n")
     if options.json != STDOUT:
-        from checkpointless.cli.findings_page import show
+        from checkpointless.cli.tables import show_findings
 
-        show(found)
+        show_findings(found)
     return findings.exit_code(found)
 
 

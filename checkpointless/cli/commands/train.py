@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeGuard
 
 from checkpointless.cli.command import Command
-from checkpointless.cli.cuda import has_cuda
 from checkpointless.cli.job import Program, add_job_options, launch_job
-from checkpointless.cli.values import UsageError
+from checkpointless.cli.values import UsageError, has_cuda
 from checkpointless.system.environment import CPU_ENV
 
 if TYPE_CHECKING:
@@ -60,8 +59,8 @@ def train(options: argparse.Namespace) -> int:
     config = check_train(options, has_cuda)
     if options.dry_run:
         from checkpointless.cli.tables import console
+        from checkpointless.recipes.checks import layout_of
         from checkpointless.recipes.dry_run import show
-        from checkpointless.recipes.layout import layout_of
 
         show(config, layout_of(config, options.nnodes, options.nproc_per_node), console())
         return 0
@@ -127,8 +126,15 @@ def check_train(options: argparse.Namespace, has_cuda: Callable[[], bool]) -> Di
         UsageError: the recipe or an option is wrong.
     """
     try:
-        from checkpointless.recipes.checks import check_requirements, check_settings
-        from checkpointless.recipes.layout import check_layout, check_replicas, layout_of
+        from checkpointless.recipes.checks import (
+            check_layout,
+            check_replicas,
+            check_requirements,
+            check_settings,
+            check_tiers,
+            layout_of,
+            tiers_of,
+        )
         from checkpointless.recipes.settings import (
             RecipeError,
             checkpointless_enabled,
@@ -136,7 +142,6 @@ def check_train(options: argparse.Namespace, has_cuda: Callable[[], bool]) -> Di
             needs_gpu,
             require_complete,
         )
-        from checkpointless.recipes.tiers import check_tiers, tiers_of
     except ImportError as error:
         raise UsageError(f"`train` needs {error.name}: pip install -e '.[nemo]' in a clone") from error
     name = options.recipe

@@ -13,7 +13,7 @@ from checkpointless.inprocess.data_workers.streams import Place, seed_data_worke
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
-    from checkpointless.faults.loader import WorkersIterator
+    from checkpointless.faults.inject import WorkersIterator
 
 #: The streams of samples, in the order in which Bridge builds their loaders.
 STREAMS = ("train", "valid", "test")

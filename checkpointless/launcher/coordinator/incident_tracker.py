@@ -19,7 +19,7 @@ from typing import Any
 from checkpointless.launcher.coordinator.incident_policy import GiveUpDecision, History
 from checkpointless.launcher.protocol.board import NO_STEP
 from checkpointless.launcher.protocol.causes import Cause, CauseKind, attribute, culprit
-from checkpointless.observability.telemetry.event_names import EventName
+from checkpointless.observability.telemetry.event_names import EventName, Rung
 from checkpointless.observability.telemetry.events import Edge, EventLog
 from checkpointless.observability.telemetry.narration import (
     detected_line,
@@ -27,7 +27,6 @@ from checkpointless.observability.telemetry.narration import (
     inexact_line,
     recovered_line,
 )
-from checkpointless.observability.telemetry.rungs import Rung
 from checkpointless.observability.telemetry.wording import plural
 
 

@@ -8,7 +8,7 @@ from checkpointless.launcher.coordinator.job import Job
 from checkpointless.launcher.coordinator.roster import Rank
 from checkpointless.launcher.protocol.messages import HandOver
 from checkpointless.launcher.protocol.node_messages import Kill, OpenStore, RankState, Spawn
-from checkpointless.observability.telemetry.rungs import Rung
+from checkpointless.observability.telemetry.event_names import Rung
 
 
 class Processes:

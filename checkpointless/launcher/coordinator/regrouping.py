@@ -27,8 +27,7 @@ from checkpointless.launcher.protocol.node_messages import (
     RankEnded,
     RankState,
 )
-from checkpointless.observability.telemetry.event_names import EventName
-from checkpointless.observability.telemetry.rungs import Rung
+from checkpointless.observability.telemetry.event_names import EventName, Rung
 from checkpointless.observability.telemetry.wording import plural
 
 _NO_RESTARTS = "; or begin again from the script's own checkpoint: --max-restarts N"

@@ -24,8 +24,7 @@ from checkpointless.faults.spec import FaultKind
 from checkpointless.launcher.protocol.node_messages import RankState
 from checkpointless.observability.monitoring.run_log import Account
 from checkpointless.observability.monitoring.snapshot import OUTSIDE, JobNames, JobStatus, Snapshot
-from checkpointless.observability.telemetry.event_names import STAGES, EventName
-from checkpointless.observability.telemetry.rungs import Rung
+from checkpointless.observability.telemetry.event_names import STAGES, EventName, Rung
 
 RECOVERY_BUCKETS_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 STAGE_BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)

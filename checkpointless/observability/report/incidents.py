@@ -7,9 +7,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from checkpointless.observability.telemetry.event_names import LIVING, STAGES, EventName
+from checkpointless.observability.telemetry.event_names import LIVING, STAGES, EventName, Rung
 from checkpointless.observability.telemetry.events import Event
-from checkpointless.observability.telemetry.rungs import Rung
 
 _NS_PER_S = 1e9
 _NOTICING = frozenset({EventName.DETECT, EventName.NOTIFY})

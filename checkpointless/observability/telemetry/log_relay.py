@@ -6,10 +6,11 @@ import copy
 import functools
 import logging
 import os
+import sys
 from types import TracebackType
 
-from checkpointless.observability.telemetry.log_level import PACKAGE
 from checkpointless.observability.telemetry.scribe import herald
+from checkpointless.system.environment import LOG_LEVEL_ENV
 
 _formatter = logging.Formatter()
 
@@ -88,3 +89,28 @@ def uninstall_relays() -> None:
 
 def _begin() -> None:
     """Do nothing; queued so that the thread starts at once, and not with the first message."""
+
+
+# --- The log level of ranks and agents (``--log-level``) ----------------------------------------------------------
+
+LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+PACKAGE = "checkpointless"
+
+
+def asked_for_level() -> int | None:
+    """Return the :mod:`logging` level that ``--log-level`` sets for this process; None without the option."""
+    return LEVELS.get(os.environ.get(LOG_LEVEL_ENV, ""))
+
+
+def apply_log_level() -> None:
+    """Write the package's messages in this process, from the requested level on, to standard error."""
+    level = asked_for_level()
+    if level is None:
+        return
+    package = logging.getLogger(PACKAGE)
+    package.setLevel(level)
+    if not package.handlers:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+        package.addHandler(handler)
+        package.propagate = False

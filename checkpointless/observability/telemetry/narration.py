@@ -7,9 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from checkpointless.observability.telemetry.event_names import LIVING, EventName
+from checkpointless.observability.telemetry.event_names import LIVING, EventName, Rung
 from checkpointless.observability.telemetry.events import Event
-from checkpointless.observability.telemetry.rungs import Rung
 from checkpointless.observability.telemetry.tracebacks import traceback_path
 from checkpointless.observability.telemetry.wording import plural
 

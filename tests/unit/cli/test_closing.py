@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpointless.cli.closing import closing_line
+from checkpointless.cli.terminal import closing_line
 from checkpointless.observability.telemetry.events import EVENTS_FILE
 from tests.unit.made_up_run import MadeUpRun
 

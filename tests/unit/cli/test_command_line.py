@@ -178,8 +178,7 @@ def test_the_demo_has_the_trainers_that_the_command_line_names() -> None:
 
 @pytest.mark.nemo
 def test_the_demo_knows_what_its_recipe_is_made_of() -> None:
-    from checkpointless.recipes.checks import check_settings
-    from checkpointless.recipes.layout import check_layout, layout_of
+    from checkpointless.recipes.checks import check_layout, check_settings, layout_of
     from checkpointless.recipes.settings import load
 
     recipe = load(demo.RECIPE)

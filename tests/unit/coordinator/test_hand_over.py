@@ -6,9 +6,8 @@ from pathlib import Path
 
 from checkpointless.launcher.protocol.messages import HandOver
 from checkpointless.launcher.protocol.node_messages import Begin, Spawn
-from checkpointless.observability.telemetry.event_names import EventName
+from checkpointless.observability.telemetry.event_names import EventName, Rung
 from checkpointless.observability.telemetry.events import read_events
-from checkpointless.observability.telemetry.rungs import Rung
 from tests.unit.messaged_job import Job
 
 UNFIT = "rank 1 could not enter its block again"

@@ -32,7 +32,7 @@ from checkpointless.faults.spec import SETUP_PHASES, FaultKind, parse, parse_all
 from checkpointless.launcher.agent.launch_config import LaunchConfig
 from checkpointless.observability.report.incidents import IncidentSummary
 from checkpointless.observability.report.incidents import Outcome as Ending
-from checkpointless.observability.telemetry.rungs import Rung
+from checkpointless.observability.telemetry.event_names import Rung
 from checkpointless.system.layout import Layout
 
 NEEDS_RECIPES = pytest.mark.skipif(find_spec("hydra") is None, reason="recipes need hydra-core")

@@ -15,8 +15,8 @@ from rich.console import Console
 from checkpointless.cli import command_line
 from checkpointless.cli.commands import train
 from checkpointless.cli.values import UsageError
+from checkpointless.recipes.checks import layout_of
 from checkpointless.recipes.dry_run import replica_lines, show
-from checkpointless.recipes.layout import layout_of
 from checkpointless.recipes.settings import load
 from checkpointless.system.layout import Layout
 

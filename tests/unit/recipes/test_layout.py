@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("hydra", reason="recipes need hydra-core")
 
-from checkpointless.recipes.layout import check_layout, check_replicas, layout_of
+from checkpointless.recipes.checks import check_layout, check_replicas, layout_of
 from checkpointless.recipes.settings import RecipeError, available, load
 from tests.unit.megatron_groups import megatron
 

@@ -12,7 +12,7 @@ pytest.importorskip("hydra", reason="recipes need hydra-core")
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from checkpointless.recipes.objects import ObjectError, make
+from checkpointless.recipes.runner import ObjectError, make
 
 
 class Part:

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("hydra", reason="recipes need hydra-core")
 
 from checkpointless.recipes import checks
-from checkpointless.recipes.layout import layout_of
+from checkpointless.recipes.checks import layout_of
 from checkpointless.recipes.settings import RecipeError, available, load
 
 pytestmark = pytest.mark.nemo

@@ -7,9 +7,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from checkpointless.inprocess import UnrecoverableError
 from checkpointless.recipes import runner
-from checkpointless.recipes.checks import check_settings
-from checkpointless.recipes.layout import layout_of
-from checkpointless.recipes.objects import make
+from checkpointless.recipes.checks import check_settings, layout_of
+from checkpointless.recipes.runner import make
 from checkpointless.recipes.settings import RecipeError, load
 
 pytestmark = pytest.mark.nemo

@@ -18,8 +18,7 @@ from checkpointless.replication.copier import Copier, Making, Place
 from checkpointless.replication.directory import PartFile
 from checkpointless.replication.host_memory import HostMemoryPool, copy_into
 from checkpointless.replication.parts import Content, Part, PartId, SaveId
-from checkpointless.replication.tiers.copies import Copies
-from checkpointless.replication.tiers.lineage import Lineage
+from checkpointless.replication.tiers.copies import Copies, Lineage
 
 LIMIT_S = 30.0
 FIRST = Lineage("0" * 16).begin(0, 0)

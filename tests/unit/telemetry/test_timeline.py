@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from checkpointless.observability.report.incidents import Outcome, summarize
 from checkpointless.observability.report.summary import build_report
-from checkpointless.observability.telemetry.events import Event
-from checkpointless.observability.telemetry.timeline import on_one_timeline
+from checkpointless.observability.telemetry.events import Event, on_one_timeline
 from tests.unit.made_up_run import MadeUpRun, S
 
 HOUR = 3600 * S

@@ -13,7 +13,7 @@ from lightning.pytorch.loggers import CSVLogger
 
 from checkpointless.inprocess.facts import Facts
 from checkpointless.inprocess.finalize import register_cleanup
-from checkpointless.observability.telemetry.log_level import asked_for_level
+from checkpointless.observability.telemetry.log_relay import asked_for_level
 
 #: The first component of the names of the loggers that are silenced.
 FAMILIES = (

@@ -27,8 +27,7 @@ from checkpointless.launcher.agent.ranks.script_end import DEFAULT_EXIT_GRACE_S,
 from checkpointless.launcher.client.agent_client import AgentClient
 from checkpointless.launcher.protocol.board import Board
 from checkpointless.launcher.protocol.causes import exit_code
-from checkpointless.observability.telemetry.log_level import apply_log_level
-from checkpointless.observability.telemetry.log_relay import LogRelay, uninstall_relays
+from checkpointless.observability.telemetry.log_relay import LogRelay, apply_log_level, uninstall_relays
 from checkpointless.observability.telemetry.tracebacks import is_first_with, without_own_frames
 from checkpointless.system import temp_folder
 from checkpointless.system.environment import AGENT_FD_ENV, BOARD_FD_ENV, EXIT_GRACE_ENV, RANK_ENV, own_generation

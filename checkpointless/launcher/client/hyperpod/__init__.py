@@ -1,11 +1,9 @@
 """The client of a rank that Amazon SageMaker HyperPod's own agent (``hyperpodrun``) started.
 
-It talks to that agent through the vendor's package ``hyperpod-elastic-agent``. ``package.py`` says what is used of
-that package and where it is known from, ``replies.py`` reads what is replied, and ``vendor_agent.py`` makes each
-call with its limit. The ranks meet in a store of rank 0 (``meeting.py``). :class:`HyperPodClient` leads a rank from
-one generation into the next.
+It talks to that agent through the vendor's package ``hyperpod-elastic-agent``, each call with its limit. The ranks
+meet in a store of rank 0. :class:`HyperPodClient` leads a rank from one generation into the next.
 
-Where the sources in ``package.py`` say nothing, this client is written so that a wrong guess ends the process,
+Where the sources that ``client.py`` names say nothing, this client is written so that a wrong guess ends the process,
 which the vendor's agent looks after, and never lets a rank go on training with a state that is not its own:
 
 * Every wait for the agent has a limit; only a spare (``SPARE=True``) at the barrier, and a process that asks for

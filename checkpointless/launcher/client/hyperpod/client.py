@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
 from enum import Enum
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from checkpointless.launcher.client.agent_client import AgentLostError, RankClient
-from checkpointless.launcher.client.hyperpod.meeting import MeetingPlace
-from checkpointless.launcher.client.hyperpod.package import VendorPackage
-from checkpointless.launcher.client.hyperpod.vendor_agent import ReportError, VendorAgent
+from torch.distributed import PrefixStore, Store, TCPStore
+
+from checkpointless.launcher.client.agent_client import AgentLostError, RankClient, RankUnknownError
 from checkpointless.launcher.client.standalone import FaultLimits, tell
 from checkpointless.launcher.protocol.messages import (
     Barrier,
@@ -21,11 +25,447 @@ from checkpointless.launcher.protocol.messages import (
     FaultReport,
     Finish,
     GiveUp,
+    Go,
     Hello,
     RankMessage,
     Replace,
 )
 from checkpointless.system.environment import RANK_ENV
+
+# --- The vendor's package ``hyperpod-elastic-agent``: what is used of it, and where that is known from ------------
+#
+# Only these public names are used:
+# * ``hyperpod_elastic_agent.ipc``: ``InProcessRestartSocketClient()``, ``HyperPodIPCException``, ``RestartMode``
+#   with ``IN_PROCESS_RESTART`` and ``PROCESS_LEVEL_RESTART``; the client's methods ``hyperpod_wait_rank_info``,
+#   ``hyperpod_barrier``, ``hyperpod_past_rcb_barrier``, ``hyperpod_wait_fault`` and ``hyperpod_send_fault``.
+#   AWS's published training library (aws/sagemaker-hyperpod-checkpointless-training,
+#   ``inprocess/train_utils.py`` and ``inprocess/elastic/hp_agent_api.py``) calls all of them. The developer
+#   guide's API reference names ``hyperpod_wait_rank_info`` and says what ``HPAgentK8sAPIFactory`` and
+#   ``wait_rank`` are for.
+# * The replies ``("job_rank_info" | "job_start", {"worker_envs": {...}})`` and ``("job_fault", {...})``, and
+#   ``JOB_RESTART_COUNT`` in ``worker_envs``. They are known from the same library.
+# * ``restart_count`` in a ``job_fault``, the variable ``SPARE``, the argument ``timeout``, the arguments
+#   ``reason`` and ``message`` of ``hyperpod_send_fault`` and the variable
+#   ``HYPERPOD_ELASTICAGENT_SOCKET_SERVER_PATH``. They are known from signatures and docstrings of the package
+#   itself (1.1.0 to 1.1.3).
+
+_MODULE = "hyperpod_elastic_agent.ipc"
+_METHODS = (
+    "hyperpod_wait_rank_info",
+    "hyperpod_barrier",
+    "hyperpod_past_rcb_barrier",
+    "hyperpod_wait_fault",
+    "hyperpod_send_fault",
+)
+_RESTART_MODES = ("IN_PROCESS_RESTART", "PROCESS_LEVEL_RESTART")
+_INSTALL = "pip install -e '.[hyperpod]' in a clone"
+
+
+@dataclass(frozen=True)
+class VendorPackage:
+    """The parts of ``hyperpod_elastic_agent.ipc`` that are used.
+
+    Attributes:
+        client: the client's class, which makes a connected client.
+        error: the exception that the client's methods raise, also when a time limit has passed.
+        in_place: the restart mode in which processes stay alive.
+        new_processes: the restart mode in which every process of the job is replaced.
+    """
+
+    client: Callable[[], Any]
+    error: type[Exception]
+    in_place: object
+    new_processes: object
+
+    @classmethod
+    def load(cls) -> VendorPackage:
+        """Import the package and check that it has every name that is used.
+
+        Raises:
+            RuntimeError: the package is not installed, cannot be imported, or lacks a name; its one line says what
+                to do.
+        """
+        try:
+            module = importlib.import_module(_MODULE)
+        except ModuleNotFoundError as error:
+            if error.name not in (_MODULE, _MODULE.partition(".")[0]):
+                raise RuntimeError(f"{_MODULE} cannot be imported ({error}): {_INSTALL}") from error
+            raise RuntimeError(
+                "SageMaker HyperPod's agent started this process, but hyperpod_elastic_agent.ipc is not installed "
+                f"for this Python: {_INSTALL}"
+            ) from error
+        except ImportError as error:
+            raise RuntimeError(f"{_MODULE} cannot be imported ({error}): {_INSTALL}") from error
+        client = getattr(module, "InProcessRestartSocketClient", None)
+        modes = getattr(module, "RestartMode", None)
+        missing = [f"RestartMode.{name}" for name in _RESTART_MODES if not hasattr(modes, name)]
+        missing += [
+            f"InProcessRestartSocketClient.{name}" for name in _METHODS if not callable(getattr(client, name, None))
+        ]
+        error_type = getattr(module, "HyperPodIPCException", None)
+        if error_type is None:
+            missing.append("HyperPodIPCException")
+        if client is None or modes is None or error_type is None or missing:
+            raise RuntimeError(
+                f"{_MODULE} has no {', '.join(missing)}: install a version that has (1.1.0 to 1.1.3 do): {_INSTALL}"
+            )
+        return cls(client, error_type, modes.IN_PROCESS_RESTART, modes.PROCESS_LEVEL_RESTART)
+
+
+# --- What the vendor's client replies, checked before anything is done with it ------------------------------------
+
+
+@dataclass(frozen=True)
+class Start:
+    """The vendor's agent has started the job, or started it again.
+
+    Attributes:
+        generation: the ``JOB_RESTART_COUNT``.
+        rank: this process's rank.
+        world_size: the number of ranks.
+        env: what the agent wants in this process's environment.
+    """
+
+    generation: int
+    rank: int
+    world_size: int
+    env: dict[str, str]
+
+    @classmethod
+    def of(cls, reply: object) -> Start:
+        """Return the start that ``hyperpod_barrier`` returned.
+
+        Raises:
+            ValueError: the reply is something else, or says too little.
+        """
+        env = worker_envs(reply, "job_start")
+        return cls(int(env["JOB_RESTART_COUNT"]), int(env["RANK"]), int(env["WORLD_SIZE"]), env)
+
+    @property
+    def layout(self) -> tuple[int, int]:
+        """The rank and the world size."""
+        return self.rank, self.world_size
+
+
+def worker_envs(reply: object, expected: str) -> dict[str, str]:
+    """Return this rank's environment from a reply of the vendor's client.
+
+    Args:
+        reply: what ``hyperpod_barrier`` or ``hyperpod_wait_rank_info`` returned.
+        expected: the kind of message that the reply has to be.
+
+    Raises:
+        ValueError: the reply is something else, or says too little.
+    """
+    if not isinstance(reply, tuple) or len(reply) != 2 or reply[0] != expected:
+        raise ValueError(f"expected a {expected!r} message and got {str(reply)[:200]}")
+    env = reply[1].get("worker_envs") if isinstance(reply[1], dict) else None
+    if not isinstance(env, dict) or not all(isinstance(item, str) for pair in env.items() for item in pair):
+        raise ValueError(f"{expected!r} has no worker_envs of texts")
+    start = ("MASTER_PORT", "JOB_RESTART_COUNT") if expected == "job_start" else ()
+    for name in ("RANK", "WORLD_SIZE", *start):
+        if not env.get(name, "").lstrip("-").isdecimal():
+            raise ValueError(f"{expected!r}: {name}={env.get(name)!r} is not a whole number")
+    if expected == "job_start" and not 0 <= int(env["RANK"]) < int(env["WORLD_SIZE"]):
+        raise ValueError(f"{expected!r}: RANK={env['RANK']} is not below WORLD_SIZE={env['WORLD_SIZE']}")
+    return env
+
+
+# --- The vendor's agent: every call to it, each with its limit ----------------------------------------------------
+
+
+LISTEN_S = 60.0  # long, because the vendor's client drops what arrives between two calls
+MAX_MESSAGE_CHARS = 1000  # shown in the job's status; also, several threads may send, so it must fit into one write
+
+
+class ReportError(ConnectionError):
+    """The agent did not take a report."""
+
+
+class VendorAgent:
+    """A connection to the vendor's agent.
+
+    Args:
+        package: the vendor's package.
+        start_timeout_s: how many seconds the agent may take to start the job, or to start it again.
+
+    Raises:
+        RuntimeError: the agent cannot be reached.
+    """
+
+    def __init__(self, package: VendorPackage, start_timeout_s: float) -> None:
+        self._package = package
+        self._start_timeout_s = start_timeout_s
+        try:
+            self._vendor = package.client()
+        except (OSError, ValueError, package.error) as error:
+            raise RuntimeError(
+                f"SageMaker HyperPod's agent cannot be reached ({error}): start the job with "
+                "`hyperpodrun --inprocess-restart`"
+            ) from error
+
+    def wait_rank_info(self) -> dict[str, str]:
+        """Wait until the agent says which rank this process is, without a limit, and return the environment for it.
+
+        Raises:
+            RankUnknownError: the agent is gone, or said something else.
+        """
+        while True:
+            began_s = time.monotonic()
+            try:
+                return worker_envs(
+                    self._vendor.hyperpod_wait_rank_info(timeout=self._start_timeout_s), "job_rank_info"
+                )
+            except (self._package.error, ValueError) as error:
+                timed_out = time.monotonic() - began_s > self._start_timeout_s / 2
+                if not timed_out or isinstance(error, ValueError):
+                    raise RankUnknownError(
+                        f"SageMaker HyperPod's agent did not say which rank this is ({error}): was the job started "
+                        "with `hyperpodrun --inprocess-restart`?"
+                    ) from error
+                logger.warning("still waiting to be told which rank this is: %s", error)
+
+    def wait_start(self, stopped: threading.Event) -> Start:
+        """Report at the barrier, and wait until the agent starts the job; a spare then waits again.
+
+        Args:
+            stopped: set when a spare need not wait again.
+
+        Raises:
+            RuntimeError: no start came in time.
+            ValueError: the agent said something else.
+        """
+        while True:
+            began_s = time.monotonic()
+            try:
+                return Start.of(self._vendor.hyperpod_barrier(timeout=self._start_timeout_s))
+            except self._package.error as error:
+                timed_out = time.monotonic() - began_s > self._start_timeout_s / 2
+                if os.environ.get("SPARE") == "True" and timed_out and not stopped.is_set():
+                    continue
+                raise RuntimeError(
+                    f"no start message arrived ({error}): "
+                    "was the job started with `hyperpodrun --inprocess-restart`?"
+                ) from error
+
+    def pass_barrier(self) -> None:
+        """Tell the agent that this rank has heard of the start."""
+        self._vendor.hyperpod_past_rcb_barrier()
+
+    def report_fault(self, rank: int, reason: str, message: str, *, in_place: bool = True) -> None:
+        """Report a fault of this rank.
+
+        Args:
+            rank: this process's rank.
+            reason: one word for what went wrong.
+            message: one line, of which the first :data:`MAX_MESSAGE_CHARS` characters are sent.
+            in_place: whether processes may stay alive; otherwise every process of the job is replaced.
+
+        Raises:
+            ReportError: the agent did not take the report.
+        """
+        if len(message) > MAX_MESSAGE_CHARS:
+            message = f"{message[: MAX_MESSAGE_CHARS - 4]} ..."
+        mode = self._package.in_place if in_place else self._package.new_processes
+        try:
+            self._vendor.hyperpod_send_fault(rank, mode, reason=reason, message=message)
+        except self._package.error as error:
+            raise ReportError(f"could not report a fault: {error}") from error
+
+    def notices(self, stopped: threading.Event) -> Iterator[tuple[object, Any]]:
+        """Yield the kind and the body of everything that the agent says to a rank that waits for a fault.
+
+        Args:
+            stopped: set when no more is wanted.
+        """
+        while not stopped.is_set():
+            began_s = time.monotonic()
+            try:
+                kind, body = self._vendor.hyperpod_wait_fault(timeout=LISTEN_S)
+            except self._package.error:
+                if time.monotonic() - began_s < LISTEN_S / 2:  # not a timeout: something is wrong; do not spin
+                    stopped.wait(1.0)
+                continue
+            yield kind, body
+
+
+# --- Where ranks meet once the vendor's agent has started them, and again when they are done: a store of rank 0 ---
+
+
+FINISH_TIMEOUT_S = 3600.0  # one rank may be writing a last checkpoint
+STORE_LOST_TIMEOUT_S = 60.0  # for the agent to say that rank 0 is gone
+POLL_S = 0.05
+CONNECT_TIMEOUT_S = 60.0
+CONNECT_ATTEMPT_S = 2.0
+LEAVE_TIMEOUT_S = 10.0  # for the others to hear of the end before the rank that hosts the store exits
+_PREFIX = "checkpointless"
+
+
+class MeetingPlace:
+    """Rank 0's store, which every rank looks for at the address and port that a start names.
+
+    Args:
+        timeout_s: how many seconds the other ranks may take to come once the agent has started the job.
+        stopped: set once no rank will be met any more; it ends every wait.
+    """
+
+    def __init__(self, timeout_s: float, stopped: threading.Event) -> None:
+        self._timeout_s = timeout_s
+        self._stopped = stopped
+        self._called_off = threading.Event()
+        self._leaving = threading.Condition()
+        self._in_c10d = 0  # threads that are inside c10d
+        self._host: TCPStore | None = None  # rank 0's store, which outlives the generations
+        self._host_port = -1
+        self._groups: TCPStore | None = None  # rank 0's store for the process groups of one generation
+        self._store: Store | None = None
+
+    @property
+    def is_called_off(self) -> bool:
+        """Whether :meth:`call_off` was called since :meth:`prepare`."""
+        return self._called_off.is_set()
+
+    def prepare(self) -> None:
+        """Forget what called off the meeting before."""
+        self._called_off.clear()
+
+    def call_off(self) -> None:
+        """End the meeting in progress, because a fault came first."""
+        self._called_off.set()
+
+    def meet(self, start: Start, high_water: int) -> Go | None:
+        """Meet the other ranks.
+
+        Args:
+            start: what the vendor's agent said.
+            high_water: the highest optimizer step that must have been committed, as far as this rank knows.
+
+        Returns:
+            What the rank enters its block with; None if :meth:`call_off` or the end of all waits came first.
+
+        Raises:
+            RuntimeError: the store cannot be reached, or not all ranks came in time.
+        """
+        by_s = time.monotonic() + self._timeout_s
+        try:
+            with self._inside_c10d():
+                return self._meet(start, high_water)
+        except RuntimeError:
+            # Rank 0 may have died, and the store with it; then the agent says so.
+            if self._called_off.wait(max(0.0, by_s - time.monotonic())):
+                return None
+            raise
+
+    def wait_until_all_are_done(self, rank: int, world_size: int, is_over: Callable[[], bool]) -> None:
+        """Wait until every rank that was met calls this, for :data:`FINISH_TIMEOUT_S` at most.
+
+        Args:
+            rank: this process's rank.
+            world_size: the number of ranks.
+            is_over: whether there is nothing to wait for any more, because the generation has failed.
+
+        Raises:
+            RuntimeError: nobody was met.
+        """
+        by_s = time.monotonic() + FINISH_TIMEOUT_S
+        store = self._store
+        if store is None:
+            raise RuntimeError(f"rank {rank} is done but has met no other rank")
+        try:
+            with self._inside_c10d():
+                met = self._all_left(store, rank, world_size, is_over, by_s)
+        except RuntimeError as error:
+            # Rank 0 is gone. Either this is the regular end, or the agent will report it.
+            logger.warning("rank %d is done and cannot ask about the others: %s", rank, error)
+            by_s, met = time.monotonic() + STORE_LOST_TIMEOUT_S, False
+        while not met and not is_over() and time.monotonic() < by_s:
+            self._stopped.wait(POLL_S)
+
+    def wait_until_free(self) -> None:
+        """Wait until no thread is inside c10d, :data:`CONNECT_TIMEOUT_S` at most."""
+        with self._leaving:
+            self._leaving.wait_for(lambda: not self._in_c10d, timeout=CONNECT_TIMEOUT_S)
+
+    def _meet(self, start: Start, high_water: int) -> Go | None:
+        store = self._connect(start)
+        if store is None:
+            return None
+        if high_water >= 0:
+            store.append("committed", f"{high_water} ")  # type: ignore[attr-defined]
+        present = store.add("arrived", 1)
+        by_s = time.monotonic() + self._timeout_s
+        while not store.check(["go"]):
+            if start.rank == 0 and present == start.world_size:
+                self._groups = TCPStore(start.env["MASTER_ADDR"], 0, is_master=True, wait_for_workers=False)
+                known = store.get("committed").decode().split() if store.check(["committed"]) else []
+                highest = max((int(each) for each in known), default=-1)
+                store.set("go", f"{self._groups.port} {highest}")
+            elif self._called_off.is_set() or self._stopped.wait(POLL_S):
+                return None
+            elif time.monotonic() > by_s:
+                raise RuntimeError(
+                    f"{present} of {start.world_size} ranks reached the start of generation {start.generation} "
+                    f"within {self._timeout_s:.0f} s"
+                )
+            else:
+                present = store.add("arrived", 0)
+        port, highest_text = store.get("go").decode().split()
+        self._store = store
+        env = {**start.env, "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        incident = str(start.generation) if start.generation > 0 else None
+        return Go(start.generation, incident, env, int(highest_text))
+
+    def _connect(self, start: Start) -> Store | None:
+        """Return rank 0's store, or None if :meth:`call_off` or the end of all waits comes first."""
+        address, port = start.env["MASTER_ADDR"], int(start.env["MASTER_PORT"])
+        if start.rank == 0 and (self._host is None or self._host_port != port):
+            timeout = timedelta(seconds=CONNECT_TIMEOUT_S)
+            self._host = TCPStore(address, port, is_master=True, wait_for_workers=False, timeout=timeout)
+            self._host_port = port
+        store = self._host if start.rank == 0 else self._join(address, port)
+        return None if store is None else PrefixStore(f"{_PREFIX}/{start.generation}", store)
+
+    def _join(self, address: str, port: int) -> TCPStore | None:
+        by_s = time.monotonic() + CONNECT_TIMEOUT_S
+        timeout = timedelta(seconds=CONNECT_ATTEMPT_S)  # short, because nothing can stop an attempt
+        while not (self._called_off.is_set() or self._stopped.is_set()):
+            try:
+                store = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
+            except RuntimeError:
+                if time.monotonic() > by_s:
+                    raise
+            else:
+                store.set_timeout(timedelta(seconds=CONNECT_TIMEOUT_S))
+                return store
+        return None
+
+    def _all_left(self, store: Store, rank: int, world_size: int, is_over: Callable[[], bool], by_s: float) -> bool:
+        store.add("done", 1)
+        while store.add("done", 0) < world_size:
+            if is_over():
+                return False
+            if time.monotonic() > by_s:
+                logger.warning("rank %d was done %.0f s ago and waits no longer", rank, FINISH_TIMEOUT_S)
+                return True
+            self._stopped.wait(POLL_S)
+        left = store.add("left", 1)
+        by_s = time.monotonic() + LEAVE_TIMEOUT_S
+        while rank == 0 and left < world_size and time.monotonic() < by_s and not self._stopped.is_set():
+            time.sleep(POLL_S)
+            left = store.add("left", 0)
+        return True
+
+    @contextmanager
+    def _inside_c10d(self) -> Iterator[None]:
+        with self._leaving:
+            self._in_c10d += 1
+        try:
+            yield
+        finally:
+            with self._leaving:
+                self._in_c10d -= 1
+                self._leaving.notify_all()
+
 
 logger = logging.getLogger(__name__)
 

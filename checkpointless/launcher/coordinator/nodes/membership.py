@@ -13,8 +13,7 @@ from checkpointless.launcher.coordinator.regrouping import Regrouping
 from checkpointless.launcher.coordinator.roster import NOT_YET, Node, Rank
 from checkpointless.launcher.protocol.causes import Cause, CauseKind
 from checkpointless.launcher.protocol.node_messages import Command, DeviceBad, End, Holding, RankState
-from checkpointless.observability.telemetry.event_names import EventName
-from checkpointless.observability.telemetry.rungs import Rung
+from checkpointless.observability.telemetry.event_names import EventName, Rung
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from checkpointless.launcher.client import factory
-from checkpointless.launcher.client.hyperpod import HyperPodClient, vendor_agent
+from checkpointless.launcher.client.hyperpod import HyperPodClient
+from checkpointless.launcher.client.hyperpod import client as hyperpod_client
 from tests import hyperpod_stand_in as stand_in
 from tests.unit.client.hyperpod.turns import MakeAgent
 
@@ -28,7 +29,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]
     with monkeypatch.context() as patch:
         patch.setattr(HyperPodClient, "__init__", remember)
         patch.setattr(factory, "_of_other_launcher", None)
-        patch.setattr(vendor_agent, "LISTEN_S", 1.0)
+        patch.setattr(hyperpod_client, "LISTEN_S", 1.0)
         for name, module in stand_in.modules().items():
             patch.setitem(sys.modules, name, module)
         yield patch

@@ -9,8 +9,9 @@ from torch.distributed import TCPStore
 
 from checkpointless.launcher.client.agent_client import AgentLostError
 from checkpointless.launcher.client.factory import HPAgentK8sAPIFactory, wait_rank
-from checkpointless.launcher.client.hyperpod import HyperPodClient, meeting, vendor_agent
-from checkpointless.launcher.client.hyperpod.package import VendorPackage
+from checkpointless.launcher.client.hyperpod import HyperPodClient
+from checkpointless.launcher.client.hyperpod import client as hyperpod_client
+from checkpointless.launcher.client.hyperpod.client import VendorPackage
 from checkpointless.launcher.protocol.messages import FaultNotice, Finish
 from tests.unit.client.hyperpod.turns import MakeAgent, enter, until
 
@@ -248,7 +249,7 @@ def test_what_a_rank_cannot_do_alone(make_agent: MakeAgent) -> None:
     replace, give_up = agent.wait_for("job_fault", 2)
     assert (replace["restart_mode"], replace["message"]) == ("in_process_restart", "the CUDA context is broken")
     assert give_up["restart_mode"] == "process_level_restart"
-    assert len(give_up["message"]) == vendor_agent.MAX_MESSAGE_CHARS
+    assert len(give_up["message"]) == hyperpod_client.MAX_MESSAGE_CHARS
 
 
 def test_an_agent_that_is_gone_is_told(make_agent: MakeAgent) -> None:
@@ -312,8 +313,8 @@ def test_a_fault_while_done_is_heard_instead_of_the_finish(make_agent: MakeAgent
 
 
 def test_done_has_a_limit(make_agent: MakeAgent, environment: pytest.MonkeyPatch) -> None:
-    environment.setattr(meeting, "FINISH_TIMEOUT_S", 0.2)
-    environment.setattr(meeting, "LEAVE_TIMEOUT_S", 0.1)
+    environment.setattr(hyperpod_client, "FINISH_TIMEOUT_S", 0.2)
+    environment.setattr(hyperpod_client, "LEAVE_TIMEOUT_S", 0.1)
     agent = make_agent(automatic=False)
     agent.envs = {"WORLD_SIZE": "2"}
     client = HyperPodClient.from_environment()

@@ -7,8 +7,7 @@ from functools import partial
 
 import pytest
 
-from checkpointless.launcher.client.hyperpod.meeting import MeetingPlace
-from checkpointless.launcher.client.hyperpod.replies import Start
+from checkpointless.launcher.client.hyperpod.client import MeetingPlace, Start
 from checkpointless.launcher.protocol.messages import Go
 from tests.ports import free_port
 

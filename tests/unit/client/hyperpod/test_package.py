@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from checkpointless.launcher.client.factory import HPAgentK8sAPIFactory
-from checkpointless.launcher.client.hyperpod.package import VendorPackage
+from checkpointless.launcher.client.hyperpod.client import VendorPackage
 from tests import hyperpod_stand_in as stand_in
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from checkpointless.launcher.client.hyperpod.replies import Start, worker_envs
+from checkpointless.launcher.client.hyperpod.client import Start, worker_envs
 
 ENV = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1", "JOB_RESTART_COUNT": "0"}
 

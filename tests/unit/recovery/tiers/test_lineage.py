@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpointless.replication.parts import SaveId
-from checkpointless.replication.tiers.lineage import Lineage
+from checkpointless.replication.tiers.copies import Lineage
 
 JOB = "0123456789abcdef"
 FIRST = Lineage(JOB).begin(0, 0)
