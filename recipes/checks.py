@@ -6,14 +6,13 @@ imported here.
 
 from __future__ import annotations
 
-import importlib.util
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from checkpointless.integrations.compat.kernels import unabortable
 from checkpointless.integrations.compat.precision import unsupported
-from checkpointless.recipes.settings import RecipeError, checkpointless_enabled, needs_gpu
+from checkpointless.recipes.settings import RecipeError, checkpointless_enabled
 from checkpointless.system.layout import Layout, LayoutError
 
 if TYPE_CHECKING:
@@ -124,51 +123,6 @@ def _check_checkpointless(config: DictConfig) -> None:
                 f"{key}.overlap_param_gather_with_optimizer_step must be false: an update that is overlapped with "
                 "the parameter gather cannot be guarded"
             )
-
-
-def check_requirements(config: DictConfig, layout: Layout) -> None:
-    """Raise if the recipe needs what is not installed here, or keeps state that checkpointless cannot take along.
-
-    Args:
-        config: the recipe.
-        layout: the layout of its ranks.
-
-    Raises:
-        RecipeError: a requirement is not met; the message is one line that says what to set.
-    """
-    engine = installed("transformer_engine")
-    layers = OmegaConf.select(config, "model.config.transformer_layer_spec.path", default=None)
-    local = str(layers).endswith(f".{_LOCAL_SPEC}") or (layers is None and not engine)
-    offload = bool(_value(config, "optim.config.optimizer_cpu_offload"))
-    sequence = layout.tensor > 1 and _value(config, "strategy.sequence_parallel")
-    grouped = _value(config, "model.config.num_moe_experts") and _value(config, "model.config.moe_grouped_gemm")
-    if layout.context > 1 and local:
-        raise RecipeError("context parallelism needs TransformerEngine: set strategy.context_parallel_size=1")
-    if sequence and local and not installed("apex"):
-        raise RecipeError(
-            "sequence parallelism needs TransformerEngine or apex: set strategy.sequence_parallel=false"
-        )
-    if grouped and local and not installed("grouped_gemm"):
-        raise RecipeError(
-            "the grouped GEMM needs TransformerEngine or grouped_gemm: set model.config.moe_grouped_gemm=false"
-        )
-    if _value(config, "optim.config.use_precision_aware_optimizer") and not engine:
-        raise RecipeError(
-            "the precision-aware optimizer needs TransformerEngine: "
-            "set optim.config.use_precision_aware_optimizer=false"
-        )
-    if offload and (checkpointless_enabled(config) or not needs_gpu(config)):
-        why = (
-            "an optimizer can be offloaded to the CPU from GPUs only"
-            if not needs_gpu(config)
-            else "checkpointless cannot take along what an optimizer that is offloaded to the CPU keeps for itself"
-        )
-        raise RecipeError(f"{why}: set optim.config.optimizer_cpu_offload=false")
-
-
-def installed(package: str) -> bool:
-    """Return whether an optional package is installed here."""
-    return importlib.util.find_spec(package) is not None
 
 
 class _Section:

@@ -25,7 +25,6 @@ from checkpointless.integrations.megatron import cpu_platform
 from checkpointless.recipes.checks import (
     PLAIN_STRATEGY,
     check_layout,
-    check_requirements,
     check_settings,
     check_tiers,
     layout_of,
@@ -246,7 +245,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_layout(config, layout)
         check_settings(config, layout)
         check_tiers(config, layout)
-        check_requirements(config, layout)
         train(config)
     except RecipeError as error:
         sys.stderr.write(f"{error}\n")

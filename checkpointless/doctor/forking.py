@@ -7,7 +7,6 @@ one per line, into a file that it inherits: what it is importing, and in the end
 from __future__ import annotations
 
 import contextlib
-import importlib.machinery
 import json
 import logging
 import os
@@ -17,9 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from types import ModuleType
 from typing import Any
 
 from checkpointless.doctor.findings import Family, Finding, Severity
@@ -48,9 +45,9 @@ class Trial:
         names: the names that were imported.
         failed: for each that could not be, one line that says why.
         cuda: how it shows that CUDA was initialised ("": it was not).
-        cuda_by: module that did it.
+        cuda_by: name whose import did it.
         can_fork: whether a forked child may use CUDA, as far as torch knows.
-        threads: name of each thread that was left running, and the module that started it.
+        threads: name of each thread that was left running, and the name whose import started it.
         seconds: how many seconds all of it took.
         error: why the trial did not come to its end ("" if it did).
     """
@@ -137,57 +134,27 @@ def _frozen(value: Any) -> Any:
     return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
 
-class ImportWatch:
-    """Looks for signs of CUDA and for threads before and after the body of every module that is imported.
-
-    A sign is put down to the module whose body ran when it came: the one that just ended, or the one that was about
-    to import another.
+class _Watch:
+    """Notes signs of CUDA and new threads, and after which import they came.
 
     Attributes:
-        preloaded: the name that is being preloaded.
-        cuda: how CUDA was initialised, and by which module; ("", "") if it was not.
-        threads: for each thread of Python, by its identifier, its name and the module that was being imported.
+        cuda: how CUDA was initialised, and by what; ("", "") if it was not.
     """
 
     def __init__(self) -> None:
-        self.preloaded = ""
         self.cuda = ("", "")
-        self.threads: dict[int | None, tuple[str, str]] = {}
-        self._running = ["what was preloaded"]
-        self._known = {thread.ident for thread in threading.enumerate()}
+        self._threads: dict[threading.Thread, str] = dict.fromkeys(threading.enumerate(), "")
 
-    def install(self) -> None:
-        """Wrap the loaders of Python's own and of compiled modules, for the rest of this process."""
-        for loader in (importlib.machinery.SourceFileLoader, importlib.machinery.ExtensionFileLoader):
-            setattr(loader, "exec_module", self._watched(loader.exec_module))  # noqa: B010 - mypy: a method
-
-    def look(self, module: str) -> None:
-        """Note what is new, and that ``module`` did it."""
-        if self.preloaded and not self.preloaded.startswith(module):
-            module = f"{module} (which {self.preloaded} needs)"
+    def look(self, name: str) -> None:
+        """Note what is new after the import of ``name``."""
         if not self.cuda[0] and (how := cuda_sign()):
-            self.cuda = how, module
+            self.cuda = how, name
         for thread in threading.enumerate():
-            if thread.ident not in self._known:
-                self._known.add(thread.ident)
-                self.threads[thread.ident] = thread.name, module
+            self._threads.setdefault(thread, name)
 
-    def alive(self) -> tuple[tuple[str, str], ...]:
-        """Return name and module of each of these threads that has not ended."""
-        alive = {thread.ident for thread in threading.enumerate()}
-        return tuple(named for ident, named in self.threads.items() if ident in alive)
-
-    def _watched(self, execute: Callable[[Any, ModuleType], None]) -> Callable[[Any, ModuleType], None]:
-        def exec_module(loader: Any, module: ModuleType) -> None:
-            self.look(self._running[-1])
-            self._running.append(module.__name__)
-            try:
-                execute(loader, module)
-            finally:
-                self._running.pop()
-                self.look(module.__name__)
-
-        return exec_module
+    def threads(self) -> tuple[tuple[str, str], ...]:
+        """Return the name of each thread that an import has started and that goes on, and the import."""
+        return tuple((thread.name, by) for thread, by in self._threads.items() if by and thread.is_alive())
 
 
 class _Failures(logging.Handler):
@@ -220,19 +187,16 @@ def main() -> None:
     script = Script.from_json(given) if given else None
     if not names and script is not None:
         names = list(preloading.preloads_of(script))
-    watch = ImportWatch()
-    watch.install()
+    watch = _Watch()
     for number, name in enumerate(names, start=1):
         say({"importing": f"{name} ({number} of {len(names)})"})
-        watch.preloaded = name
         preloading.preload((name,), script)
         watch.look(name)
     if platform:
-        watch.preloaded = ""
         install_platform(platform)
         watch.look(f"the platform {platform}")
     seconds = time.monotonic() - began_s
-    trial = Trial(tuple(names), tuple(failures.lines), *watch.cuda, can_fork(), watch.alive(), seconds)
+    trial = Trial(tuple(names), tuple(failures.lines), *watch.cuda, can_fork(), watch.threads(), seconds)
     say(asdict(trial))
     os._exit(0)  # what was imported may take long to shut down
 

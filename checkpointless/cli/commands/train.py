@@ -129,7 +129,6 @@ def check_train(options: argparse.Namespace, has_cuda: Callable[[], bool]) -> Di
         from checkpointless.recipes.checks import (
             check_layout,
             check_replicas,
-            check_requirements,
             check_settings,
             check_tiers,
             layout_of,
@@ -163,8 +162,6 @@ def check_train(options: argparse.Namespace, has_cuda: Callable[[], bool]) -> Di
         check_layout(config, layout)
         check_settings(config, layout)
         check_tiers(config, layout)
-        if not options.dry_run:  # a dry run may be done on another machine
-            check_requirements(config, layout)
         if options.dry_run and checkpointless_enabled(config) and not tiers_of(config):
             check_replicas(layout)
     except RecipeError as error:

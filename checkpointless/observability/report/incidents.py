@@ -145,15 +145,6 @@ def gone_back(events: Iterable[Event]) -> frozenset[int]:
     return frozenset(steps)
 
 
-def by_incident(events: Iterable[Event]) -> dict[str, list[Event]]:
-    """Return the events of each incident, sorted by time; the incidents are in the order in which they began.
-
-    Args:
-        events: all events of the run, in any order.
-    """
-    return _Log(events).groups
-
-
 class _Log:
     """The events of a run, sorted by what they say about incidents.
 

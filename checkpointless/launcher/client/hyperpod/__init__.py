@@ -3,8 +3,8 @@
 It talks to that agent through the vendor's package ``hyperpod-elastic-agent``, each call with its limit. The ranks
 meet in a store of rank 0. :class:`HyperPodClient` leads a rank from one generation into the next.
 
-Where the sources that ``client.py`` names say nothing, this client is written so that a wrong guess ends the process,
-which the vendor's agent looks after, and never lets a rank go on training with a state that is not its own:
+Where the sources that ``client.py`` names say nothing, a wrong guess ends the process, which the vendor's agent
+replaces, and never lets a rank go on training with a state that is not its own:
 
 * Every wait for the agent has a limit; only a spare (``SPARE=True``) at the barrier, and a process that asks for
   its rank, start the wait again.
