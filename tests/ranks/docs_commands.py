@@ -56,7 +56,7 @@ def _is_known(text: str) -> bool:
     if found is None:
         return False
     name, attribute, parameter = found.groups()
-    for part in ("inprocess", "agent", "recovery", "local_checkpoint", "callbacks", "strategies"):
+    for part in ("inprocess", "agent", "recovery", "replication.local_checkpoint", "callbacks", "strategies"):
         value = getattr(import_module(f"checkpointless.{part}"), name, None)
         if value is None:
             continue
