@@ -23,8 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 from benchmarks.common import interruptible, machine, progress, spread
-from checkpointless.state.serialization.device_digest import digest_on_device
-from checkpointless.state.serialization.digest import MemoryChecksumManager, digest_bytes
+from checkpointless.state.serialization.digest import MemoryChecksumManager, digest_bytes, digest_on_device
 from checkpointless.state.serialization.state_tree import tensor_bytes
 
 MIB = 1 << 20

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from checkpointless.recovery.guard import vote
-from checkpointless.state.serialization.device_digest import CHUNK_LANES, digest_on_device, torch_digest
+from checkpointless.state.serialization.digest import CHUNK_LANES, digest_on_device, torch_digest
 from checkpointless.transfer.tensor_entry import Key
 from checkpointless.transfer.transfer import Fill, receive_state, send_state
 from tests.gpu import single

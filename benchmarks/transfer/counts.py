@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from benchmarks.common import ROOT, machine, progress
-from checkpointless.state.serialization.device_digest import BLOCK_LANES, CHUNK_LANES, launch, torch_digest
+from checkpointless.state.serialization.digest import BLOCK_LANES, CHUNK_LANES, launch, torch_digest
 from tests.unit.serialization import played_triton
 
 HERE = Path(__file__).resolve().parent

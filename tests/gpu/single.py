@@ -22,8 +22,7 @@ from checkpointless.state.held_state import HeldState
 from checkpointless.state.host_memory import HostMemory
 from checkpointless.state.module_tensors import TrainingTensors
 from checkpointless.state.rng import RngStates
-from checkpointless.state.serialization.device_digest import digest_on_device
-from checkpointless.state.serialization.digest import MemoryChecksumManager
+from checkpointless.state.serialization.digest import MemoryChecksumManager, digest_on_device
 from checkpointless.state.serialization.tensor_memory import tensor_bytes
 from tests.gpu.spin import Spin
 

@@ -90,7 +90,7 @@ def rehearse(options: argparse.Namespace) -> int:
     """
     program = _program(options)
     from checkpointless.cli.tables import console
-    from checkpointless.testing.rehearsal import page
+    from checkpointless.testing.rehearsal.rehearse import EXACT, as_json, show, without_folder
     from checkpointless.testing.rehearsal.rehearse import rehearse as run
 
     rehearsal = _configured(options, program)
@@ -98,12 +98,12 @@ def rehearse(options: argparse.Namespace) -> int:
     is_kept = options.run_dir is not None
     try:
         found = run(rehearsal, say)
-        is_kept = is_kept or found.status != page.EXACT
-        found = found if is_kept else page.without_folder(found)
+        is_kept = is_kept or found.status != EXACT
+        found = found if is_kept else without_folder(found)
         if options.json:
-            out(page.as_json(found))
+            out(as_json(found))
         else:
-            page.show(found, console())
+            show(found, console())
         return found.status
     finally:
         shutil.rmtree(folder if not is_kept else folder / "folders", ignore_errors=True)

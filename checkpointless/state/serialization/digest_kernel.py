@@ -1,4 +1,4 @@
-"""The digest of :mod:`checkpointless.state.serialization.device_digest` as one kernel. Only this imports Triton.
+"""The digest of :mod:`checkpointless.state.serialization.digest` as one kernel. Only this imports Triton.
 
 Triton reads annotations when it compiles, so they name only what it knows.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-_GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)  # as in device_digest, without a sign
+_GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)  # as in digest.py, without a sign
 _FIRST_FACTOR = tl.constexpr(0xBF58476D1CE4E5B9)
 _SECOND_FACTOR = tl.constexpr(0x94D049BB133111EB)
 

@@ -9,11 +9,20 @@ import pytest
 
 from checkpointless.observability.report.verify import Difference, Quantity
 from checkpointless.observability.telemetry.steps import Recording, StepExtras, StepLog, StepRecord, read_steps
-from checkpointless.testing.rehearsal import page as pages
+from checkpointless.testing.rehearsal import rehearse as pages
 from checkpointless.testing.rehearsal.jobs import Ended
-from checkpointless.testing.rehearsal.judge import Outcome, Result, blamed, cut, judge, messages_of, unsteady
-from checkpointless.testing.rehearsal.page import Page
-from checkpointless.testing.rehearsal.plan import Course, Trial
+from checkpointless.testing.rehearsal.judge import (
+    Course,
+    Outcome,
+    Result,
+    Trial,
+    blamed,
+    cut,
+    judge,
+    messages_of,
+    unsteady,
+)
+from checkpointless.testing.rehearsal.rehearse import Page
 
 FAULT = "exception@optimizer:rank=1,step=3"
 COURSE = Course(1, 4, 1)

@@ -7,7 +7,7 @@ import sys
 
 import torch
 
-from checkpointless.state.serialization.device_digest import launch, load_kernel, unsigned
+from checkpointless.state.serialization.digest import launch, load_kernel, unsigned
 
 
 def main() -> None:

@@ -18,8 +18,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointless.state.serialization import device_digest
-from checkpointless.state.serialization.device_digest import (
+from checkpointless.state.serialization import digest as digests
+from checkpointless.state.serialization.digest import (
     BLOCK_LANES,
     FusedDigest,
     digest_tensor,
@@ -128,7 +128,7 @@ def test_blocks_do_not_matter_but_chunks_do_not_change_what_it_is(data: bytes, s
 
 def test_the_sizes_in_use_fit_each_other(numpy_kernel: Any) -> None:
     flat = random_bytes(8 * (2 * BLOCK_LANES + 5) + 3)
-    chunk = device_digest.CHUNK_LANES
+    chunk = digests.CHUNK_LANES
     assert fused(numpy_kernel, flat, chunk, BLOCK_LANES) == unsigned(int(digest_tensor(flat).item()))
 
 
@@ -145,7 +145,7 @@ def test_it_compiles_for_gpus(capability: int, aligned: bool) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    fixed = {"block": BLOCK_LANES, "chunk": device_digest.CHUNK_LANES, "aligned": aligned}
+    fixed = {"block": BLOCK_LANES, "chunk": digests.CHUNK_LANES, "aligned": aligned}
     signature = {"raw": "*u8", "words": "*i64", "total": "*i64", "nbytes": "i64"}
     source = ASTSource(
         importlib.import_module(KERNEL).add_digest,
@@ -177,7 +177,7 @@ def test_what_does_not_work_is_tried_once_and_said_once(
         tries.append(failure)
         raise failure
 
-    monkeypatch.setattr(device_digest, "load_kernel", fail)
+    monkeypatch.setattr(digests, "load_kernel", fail)
     flat: Any = OnGpu()
     digest = FusedDigest()
     with caplog.at_level(logging.WARNING):
@@ -189,6 +189,6 @@ def test_what_does_not_work_is_tried_once_and_said_once(
 
 def test_bytes_on_the_host_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded: list[Callable[..., Any]] = []
-    monkeypatch.setattr(device_digest, "load_kernel", lambda: loaded.append(print))
+    monkeypatch.setattr(digests, "load_kernel", lambda: loaded.append(print))
     assert FusedDigest()(random_bytes(8), CHUNK) is None
     assert not loaded

@@ -12,12 +12,12 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from checkpointless.state.serialization import device_digest
-from checkpointless.state.serialization.device_digest import digest_on_device
+from checkpointless.state.serialization import digest as digests
 from checkpointless.state.serialization.digest import (
     MemoryChecksumManager,
     digest_buffers,
     digest_bytes,
+    digest_on_device,
     digest_parameters,
     digest_parts,
     digest_value,
@@ -52,7 +52,7 @@ lanes = st.integers(-(2**63), 2**63 - 1)
 @pytest.fixture(autouse=True, scope="module")
 def _short_chunks() -> Iterator[None]:
     """Make chunks 4 lanes long, so that tensors of a few hundred bytes have several of them."""
-    with mock.patch.object(device_digest, "CHUNK_LANES", 4):
+    with mock.patch.object(digests, "CHUNK_LANES", 4):
         yield
 
 

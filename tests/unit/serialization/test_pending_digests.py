@@ -6,8 +6,12 @@ import pytest
 import torch
 
 from checkpointless.state.serialization import digest
-from checkpointless.state.serialization.device_digest import digest_on_device
-from checkpointless.state.serialization.digest import MemoryChecksumManager, PendingDigests, digest_bytes
+from checkpointless.state.serialization.digest import (
+    MemoryChecksumManager,
+    PendingDigests,
+    digest_bytes,
+    digest_on_device,
+)
 
 PARTS = [torch.arange(count, dtype=torch.uint8) for count in (0, 1, 8, 100)]
 
