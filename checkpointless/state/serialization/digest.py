@@ -1,7 +1,4 @@
-"""Digests: of tensors (position-aware, for any dtype, computed where the tensor is), of modules and of any value.
-
-Those of tensors on a GPU are in :mod:`checkpointless.state.serialization.digest`.
-"""
+"""Digests: of tensors (position-aware, for any dtype, computed where the tensor is), of modules and of any value."""
 
 from __future__ import annotations
 
