@@ -1,4 +1,4 @@
-"""Digests: of tensors (position-aware, for any dtype, computed where the tensor is), of modules and of any value."""
+"""Digests of tensors (for any dtype, computed where the tensor is), of modules and of any value."""
 
 from __future__ import annotations
 
