@@ -24,7 +24,7 @@ def show(config: DictConfig, layout: Layout, console: Console) -> None:
     OmegaConf.update(whole, "trainer.devices", layout.ranks_per_node, force_add=True)
     parts = [
         ("configuration", [OmegaConf.to_yaml(whole, resolve=True).rstrip()]),
-        ("layout", layout_lines(layout)),
+        ("layout", _layout_lines(layout)),
         ("replicas", replica_lines(layout, enabled, bool(tiers_of(config)))),
         ("copies in tiers", tier_lines(config, layout) if enabled else []),
         ("yours to give", missing(config)),
@@ -35,7 +35,7 @@ def show(config: DictConfig, layout: Layout, console: Console) -> None:
             console.print(line, soft_wrap=True)
 
 
-def layout_lines(layout: Layout) -> list[str]:
+def _layout_lines(layout: Layout) -> list[str]:
     """Describe the parallel sizes of a job."""
     model = f"TP {layout.tensor}, PP {layout.pipeline}, CP {layout.context}, DP {layout.data}"
     if layout.virtual_pipeline > 1:

@@ -72,12 +72,12 @@ class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
         import platform
 
-        ours, torch = installed_version(PROG), installed_version("torch")
+        ours, torch = _installed_version(PROG), _installed_version("torch")
         out(f"{PROG} {ours} (torch {torch}, Python {platform.python_version()})")
         parser.exit()
 
 
-def installed_version(distribution: str) -> str:
+def _installed_version(distribution: str) -> str:
     """Return the version of an installed distribution; "not installed" if it is not."""
     from importlib.metadata import PackageNotFoundError, version
 

@@ -65,16 +65,16 @@ def show_report(report: Report, page: Console) -> None:
     if run.state is RunState.EMPTY:
         return
     if report.incidents:
-        page.print(incident_table(report))
-        page.print(bar_table(report))
-        page.print(stage_table(report))
+        page.print(_incident_table(report))
+        page.print(_bar_table(report))
+        page.print(_stage_table(report))
     if report.devices:
         page.print(device_table(report))
     if report.failed_saves:
         page.print(failed_save_table(report))
-    page.print(time_table(report))
+    page.print(_time_table(report))
     if report.comparison is not None and report.comparison.restarts:
-        page.print(restart_table(report.comparison))
+        page.print(_restart_table(report.comparison))
     steps, samples = wording.number(report.steps_lost), wording.number(report.samples_lost)
     step = "" if run.step_s is None else f"; a step takes {wording.duration(run.step_s)}"
     tracebacks = Path(run.path) / TRACEBACKS_DIR
@@ -102,7 +102,7 @@ def html_page(report: Report, tracebacks: Mapping[str, str]) -> str:
     return page.export_html()
 
 
-def time_table(report: Report) -> Table:
+def _time_table(report: Report) -> Table:
     """Return a table of the run's time by activity."""
     table = Table("time", "", "", title="time of the run", title_justify="left")
     spent = report.spent
@@ -127,7 +127,7 @@ def time_table(report: Report) -> Table:
     return table
 
 
-def restart_table(comparison: Comparison) -> Table:
+def _restart_table(comparison: Comparison) -> Table:
     """Return a table of the estimated cost of restarts from a checkpoint, with every figure that it uses."""
     table = Table("", "", "", title="estimate: restarts from a checkpoint instead", title_justify="left")
     for each in comparison.assumptions:
@@ -164,7 +164,7 @@ def failed_save_table(report: Report) -> Table:
     return table
 
 
-def incident_table(report: Report) -> Table:
+def _incident_table(report: Report) -> Table:
     """Return a table of the incidents and their outcomes; of many, only the newest."""
     incidents = report.incidents
     hidden = max(0, len(incidents) - _MOST_INCIDENTS)
@@ -195,7 +195,7 @@ def incident_table(report: Report) -> Table:
     return table
 
 
-def bar_table(report: Report) -> Table:
+def _bar_table(report: Report) -> Table:
     """Return a table with each incident's time as a bar of its stages, on one scale; of many, only the newest."""
     key = "  ".join(f"{_MARKS[phase][0]} {phase}" for phase in PHASES)
     table = Table("#", key, "took", title="stages of each incident", title_justify="left")
@@ -212,7 +212,7 @@ def bar_table(report: Report) -> Table:
     return table
 
 
-def stage_table(report: Report) -> Table:
+def _stage_table(report: Report) -> Table:
     """Return a table of how long each stage took, over all incidents and, if there are few, in each of them."""
     single = report.incidents if len(report.incidents) <= _MOST_COLUMNS else ()
     table = Table("stage", "share of the time", title=_STAGE_TITLE, title_justify="left")

@@ -42,7 +42,7 @@ _HANG_S = 3600.0
 # --- Faults of a node, which a rank causes through its agent ------------------------------------------------------
 
 
-def agent_pid() -> int | None:
+def _agent_pid() -> int | None:
     """Return the process id of this node's agent in a job of several nodes, or None in any other job."""
     pid = os.environ.get(AGENT_PID_ENV)
     return None if pid is None else int(pid)
@@ -67,7 +67,7 @@ def cut_off(agent: int, seconds: float) -> None:
     os.kill(agent, signal.SIGSTOP)
 
 
-def drop_coordinator(agent: int) -> None:
+def _drop_coordinator(agent: int) -> None:
     """Make the agent close its connection to the coordinator, and wait for what follows."""
     os.kill(agent, CUT_SIGNAL)
     until_s = time.monotonic() + _NOTICED_S
@@ -180,7 +180,7 @@ class FaultInjector:
         if spec.kind is FaultKind.SLOW:
             return lambda: time.sleep(spec.duration_s)
         if spec.kind is FaultKind.OOM:
-            if not has_torch():
+            if not _has_torch():
                 raise _impossible(text, "this process has not imported torch, so torch cannot run out of memory")
             return lambda: _must_raise(run_out_of_memory, text)
         if spec.kind is FaultKind.CUDA:
@@ -192,16 +192,16 @@ class FaultInjector:
             if batches is None:
                 raise _impossible(text, "the data loader of this rank has no workers (num_workers=0)")
             if spec.how == "kill":
-                return lambda: _must_raise(lambda: kill_worker(batches), text)
+                return lambda: _must_raise(lambda: _kill_worker(batches), text)
             error = InjectedFault(f"injected fault {text}")
-            return lambda: _must_raise(lambda: raise_in_worker(batches, error), text)
+            return lambda: _must_raise(lambda: _raise_in_worker(batches, error), text)
         if spec.kind in NODE_KINDS:
-            agent = agent_pid()
+            agent = _agent_pid()
             if agent is None:
                 raise _impossible(text, "a node can only be lost in a job of several nodes")
             if spec.kind is FaultKind.PARTITION:
                 return lambda: cut_off(agent, spec.duration_s)
-            return lambda: (lose if spec.kind is FaultKind.NODE else drop_coordinator)(agent)
+            return lambda: (lose if spec.kind is FaultKind.NODE else _drop_coordinator)(agent)
         if spec.kind is FaultKind.BITFLIP:
             if target is None:
                 raise _impossible(text, "the strategy does not say where this rank's state is")
@@ -291,14 +291,14 @@ def flip_a_bit(tensor: Any) -> None:  # Any: a tensor, of a package that this ro
 # Torch is looked up, not imported, because a process that trains has imported it.
 
 
-def has_torch() -> bool:
+def _has_torch() -> bool:
     """Return whether this process has imported torch."""
     return "torch" in sys.modules
 
 
 def has_cuda() -> bool:
     """Return whether this process can train on a GPU with CUDA."""
-    return has_torch() and bool(_torch().cuda.is_available())
+    return _has_torch() and bool(_torch().cuda.is_available())
 
 
 def run_out_of_memory() -> None:
@@ -375,7 +375,7 @@ class _BadBatch:
     __getitem__ = __index__ = __iter__ = __len__ = _refuse
 
 
-def raise_in_worker(iterator: WorkersIterator, error: Exception) -> None:
+def _raise_in_worker(iterator: WorkersIterator, error: Exception) -> None:
     """Make a worker raise while it reads a batch.
 
     Args:
@@ -390,7 +390,7 @@ def raise_in_worker(iterator: WorkersIterator, error: Exception) -> None:
     _use_up(iterator)
 
 
-def kill_worker(iterator: WorkersIterator) -> None:
+def _kill_worker(iterator: WorkersIterator) -> None:
     """Kill a worker with SIGKILL.
 
     Args:

@@ -21,7 +21,7 @@ node, node 0 included. Set {TOKEN_ENV} and the limits as on the nodes.
 """
 
 
-def add_coordinator_options(parser: argparse.ArgumentParser) -> None:
+def _add_coordinator_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``coordinator``."""
     add = parser.add_argument
     add("--nnodes", type=positive, required=True, metavar="M", help="nodes of the job")
@@ -66,7 +66,7 @@ def coordinate(options: argparse.Namespace) -> int:
 COMMAND = Command(
     "coordinator",
     "coordinate a job of several nodes from outside of them",
-    add_coordinator_options,
+    _add_coordinator_options,
     coordinate,
     _EPILOG,
 )

@@ -21,7 +21,7 @@ Exit status: 0 if all is ok or advice, 1 if there is a warning or an error, 2 if
 """
 
 
-def add_doctor_options(parser: argparse.ArgumentParser) -> None:
+def _add_doctor_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``doctor``."""
     add = parser.add_argument
     add("--nproc-per-node", "--nproc_per_node", type=positive, default=1, metavar="N", help="ranks (default: 1)")
@@ -72,4 +72,4 @@ def doctor(options: argparse.Namespace) -> int:
     return findings.exit_code(found)
 
 
-COMMAND = Command("doctor", "check what a node lacks for recoveries", add_doctor_options, doctor, _EPILOG)
+COMMAND = Command("doctor", "check what a node lacks for recoveries", _add_doctor_options, doctor, _EPILOG)

@@ -8,7 +8,7 @@ from checkpointless.cli.command import Command
 from checkpointless.cli.output import out
 
 
-def add_faults_options(_parser: argparse.ArgumentParser) -> None:
+def _add_faults_options(_parser: argparse.ArgumentParser) -> None:
     """Add nothing: the command has no options."""
 
 
@@ -23,4 +23,4 @@ def faults(_options: argparse.Namespace) -> int:
     return 0
 
 
-COMMAND = Command("faults", "list the faults that can be injected", add_faults_options, faults)
+COMMAND = Command("faults", "list the faults that can be injected", _add_faults_options, faults)

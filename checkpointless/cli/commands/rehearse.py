@@ -46,7 +46,7 @@ without faults, or two runs without faults differ.
 """
 
 
-def add_rehearse_options(parser: argparse.ArgumentParser) -> None:
+def _add_rehearse_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``rehearse``."""
     parser.usage = "%(prog)s [OPTIONS] SCRIPT [ITS ARGUMENTS] | RECIPE [KEY=VALUE ...]"
     add = parser.add_argument
@@ -175,7 +175,7 @@ def _read_again(options: argparse.Namespace) -> None:
 COMMAND = Command(
     "rehearse",
     "prove on your own job that it is exact under faults",
-    add_rehearse_options,
+    _add_rehearse_options,
     rehearse,
     _EPILOG,
 )

@@ -37,7 +37,7 @@ _RESTART_OPTIONS = {
 }
 
 
-def add_report_options(parser: argparse.ArgumentParser) -> None:
+def _add_report_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``report``."""
     add = parser.add_argument
     add("run_dir", type=Path, metavar="RUN_DIR", help="run directory")
@@ -49,7 +49,7 @@ def add_report_options(parser: argparse.ArgumentParser) -> None:
         add(option, type=kind, metavar="S", help=f"seconds {text}")
 
 
-def report_command(options: argparse.Namespace) -> int:
+def _report_command(options: argparse.Namespace) -> int:
     """Show the report and write it to files.
 
     Raises:
@@ -121,7 +121,7 @@ def _at_least_zero(text: str) -> float:
 COMMAND = Command(
     "report",
     "show a run's incidents and where its time went",
-    add_report_options,
-    report_command,
+    _add_report_options,
+    _report_command,
     _EPILOG,
 )

@@ -36,7 +36,7 @@ examples:
 """
 
 
-def add_train_options(parser: argparse.ArgumentParser) -> None:
+def _add_train_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``train``."""
     parser.usage = "%(prog)s [OPTIONS] RECIPE [KEY=VALUE ...]"
     add_job_options(parser, default_ranks="the recipe's")
@@ -170,4 +170,4 @@ def check_train(options: argparse.Namespace, has_cuda: Callable[[], bool]) -> Di
     return config
 
 
-COMMAND = Command("train", "train a NeMo recipe, through faults", add_train_options, train, _EPILOG)
+COMMAND = Command("train", "train a NeMo recipe, through faults", _add_train_options, train, _EPILOG)

@@ -11,7 +11,7 @@ from checkpointless.cli.run_directory import check_run_dir
 from checkpointless.cli.values import UsageError
 
 
-def add_verify_options(parser: argparse.ArgumentParser) -> None:
+def _add_verify_options(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``verify``."""
     add = parser.add_argument
     add("run_a", type=Path, metavar="RUN_A", help="run directory of a run with --record-steps")
@@ -47,4 +47,4 @@ def verify(options: argparse.Namespace) -> int:
     return 0 if verdict.equal else 1
 
 
-COMMAND = Command("verify", "compare two recorded runs, bit by bit", add_verify_options, verify)
+COMMAND = Command("verify", "compare two recorded runs, bit by bit", _add_verify_options, verify)

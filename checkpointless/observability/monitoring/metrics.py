@@ -50,7 +50,7 @@ class Source(Enum):
 
 
 @dataclass(frozen=True)
-class EventMetric:
+class _EventMetric:
     """A counter or a histogram that is filled from events.
 
     Attributes:
@@ -79,21 +79,21 @@ class EventMetric:
 
 
 EVENT_METRICS = (
-    EventMetric(
+    _EventMetric(
         "respawns",
         Source.AGENT,
         "Processes started on this node in place of dead ones.",
         (EventName.RESPAWN,),
         "begin",
     ),
-    EventMetric(
+    _EventMetric(
         "device_checks_failed",
         Source.AGENT,
         "Device checks that failed on this node.",
         (EventName.DEVICE_CHECK,),
         amount=lambda fields: bool(fields.get("why")),
     ),
-    EventMetric(
+    _EventMetric(
         "incidents",
         Source.COORDINATOR,
         "Incidents that all ranks have met again after.",
@@ -103,7 +103,7 @@ EVENT_METRICS = (
         of=lambda fields: str(fields["cause"]),
         values=_CAUSES,
     ),
-    EventMetric(
+    _EventMetric(
         "recovery_seconds",
         Source.COORDINATOR,
         "From a fault until the step was made.",
@@ -114,21 +114,21 @@ EVENT_METRICS = (
         values=tuple(rung.label for rung in Rung),
         buckets=RECOVERY_BUCKETS_S,
     ),
-    EventMetric(
+    _EventMetric(
         "steps_lost",
         Source.COORDINATOR,
         "Committed steps that storage lost.",
         (EventName.RECOVERED,),
         amount=lambda fields: fields.get("steps_lost"),
     ),
-    EventMetric(
+    _EventMetric(
         "nodes_given_up",
         Source.COORDINATOR,
         "Nodes given up because of a device.",
         (EventName.BAD_DEVICE,),
         amount=lambda fields: fields.get("remedy") == "give_up",
     ),
-    EventMetric(
+    _EventMetric(
         "stage_seconds",
         Source.RANKS,
         "How long a stage of an incident took a rank of this node.",
@@ -140,7 +140,7 @@ EVENT_METRICS = (
         values=MEASURED_STAGES,
         buckets=STAGE_BUCKETS_S,
     ),
-    EventMetric(
+    _EventMetric(
         "transfer_bytes",
         Source.RANKS,
         "Bytes that ranks of this node received from living replicas.",
@@ -148,7 +148,7 @@ EVENT_METRICS = (
         "end",
         amount=lambda fields: fields.get("bytes") if _of_incident(fields) else None,
     ),
-    EventMetric(
+    _EventMetric(
         "faults_injected",
         Source.RANKS,
         "Faults caused on purpose in ranks of this node.",
@@ -157,7 +157,7 @@ EVENT_METRICS = (
         of=lambda fields: _kind(str(fields.get("spec"))),
         values=_KINDS,
     ),
-    EventMetric(
+    _EventMetric(
         "inexact_incidents",
         Source.RANKS,
         "Incidents after which a rank of this node no longer computed what an undisturbed run computes.",
@@ -200,7 +200,7 @@ class Metrics:
         self._registries = {source: CollectorRegistry() for source in Source}
         self._counted = {metric.name: self._made(metric) for metric in EVENT_METRICS}
 
-    def _made(self, metric: EventMetric) -> Any:  # Any: a Counter or a Histogram of prometheus_client
+    def _made(self, metric: _EventMetric) -> Any:  # Any: a Counter or a Histogram of prometheus_client
         labels = [*self._whose, *([metric.label] if metric.label else [])]
         more = {"labelnames": labels, "registry": self._registries[metric.source]}
         name = f"checkpointless_{metric.name}"
@@ -213,7 +213,7 @@ class Metrics:
             self._labelled(made, metric, value)
         return made
 
-    def _labelled(self, made: Any, metric: EventMetric, value: str) -> Any:
+    def _labelled(self, made: Any, metric: _EventMetric, value: str) -> Any:
         labels = self._whose | ({metric.label: str(value)} if metric.label else {})
         return made.labels(**labels) if labels else made
 

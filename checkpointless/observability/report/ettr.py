@@ -42,7 +42,7 @@ class Activity(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Period:
+class _Period:
     """A part of a run's time that was spent on one activity.
 
     Attributes:
@@ -93,7 +93,7 @@ class TimeAccount:
         training_s: effective training time; None if it is not known when training began or what was repeated.
     """
 
-    periods: tuple[Period, ...]
+    periods: tuple[_Period, ...]
     wall_s: float
     startup_s: float
     recovery_s: float
@@ -154,7 +154,7 @@ def account(marks: Milestones, incidents: Sequence[IncidentSummary], step_s: flo
     """
     begin_ns, end_ns = marks.begin_ns, max(marks.end_ns, marks.begin_ns)
     trains_ns = end_ns if marks.trains_ns is None else marks.trains_ns
-    periods: list[Period] = []
+    periods: list[_Period] = []
 
     def spend(until_ns: int, activity: Activity) -> None:
         at_ns = periods[-1].end_ns if periods else begin_ns
@@ -163,7 +163,7 @@ def account(marks: Milestones, incidents: Sequence[IncidentSummary], step_s: flo
             return
         if periods and periods[-1].activity is activity:
             at_ns = periods.pop().begin_ns
-        periods.append(Period(activity, at_ns, until_ns))
+        periods.append(_Period(activity, at_ns, until_ns))
 
     for index, incident in enumerate(incidents):
         following_ns = incidents[index + 1].start_ns if index + 1 < len(incidents) else end_ns
@@ -263,7 +263,7 @@ class Source(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Assumption:
+class _Assumption:
     """One figure of the estimate.
 
     Attributes:
@@ -283,19 +283,19 @@ class Assumption:
 
 #: The figures in the order in which a restart spends them, as far as they are not given.
 _FIGURES = (
-    Assumption(
+    _Assumption(
         "detection",
         None,
         Source.MEASURED,
         "each fault as soon as here; at once where nobody knows when it happened",
         "--restart-detect",
     ),
-    Assumption("requeue", 0.0, Source.ASSUMED, "the same nodes at once", "--restart-requeue"),
-    Assumption(
+    _Assumption("requeue", 0.0, Source.ASSUMED, "the same nodes at once", "--restart-requeue"),
+    _Assumption(
         "start-up", 60.0, Source.ASSUMED, "the log does not say how long this run's took", "--restart-startup"
     ),
-    Assumption("checkpoint load", 0.0, Source.ASSUMED, "as if it took no time", "--restart-load"),
-    Assumption(  # nemo.collections.llm.recipes.log.default
+    _Assumption("checkpoint load", 0.0, Source.ASSUMED, "as if it took no time", "--restart-load"),
+    _Assumption(  # nemo.collections.llm.recipes.log.default
         "checkpoint interval",
         15 * 60.0,
         Source.ASSUMED,
@@ -342,7 +342,7 @@ class Comparison:
         incidents_left_out: number of incidents that ended the job or have not ended yet, and are not compared.
     """
 
-    assumptions: tuple[Assumption, ...]
+    assumptions: tuple[_Assumption, ...]
     restarts: tuple[Restart, ...]
     restart_s: float
     recovered_s: float
@@ -370,9 +370,9 @@ def compare_with_restart(
     why = "processes, imports, model and optimizer, until the first step"
     measured = {"start-up": (spent.startup_s, why)} if trained else {}
     assumptions = tuple(
-        Assumption(each.name, given[each.option], Source.GIVEN, "", each.option)
+        _Assumption(each.name, given[each.option], Source.GIVEN, "", each.option)
         if each.option in given
-        else Assumption(each.name, *measured[each.name][:1], Source.MEASURED, measured[each.name][1], each.option)
+        else _Assumption(each.name, *measured[each.name][:1], Source.MEASURED, measured[each.name][1], each.option)
         if each.name in measured
         else each
         for each in _FIGURES

@@ -85,7 +85,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class StageFigures:
+class _StageFigures:
     """Times of one stage over all incidents in which it happened, in seconds, on the slowest rank of each.
 
     Attributes:
@@ -151,7 +151,7 @@ class Report:
 
     run: Run
     incidents: tuple[IncidentSummary, ...] = ()
-    stages: tuple[StageFigures, ...] = ()
+    stages: tuple[_StageFigures, ...] = ()
     spent: TimeAccount | None = None
     comparison: Comparison | None = None
     devices: tuple[BadDevice, ...] = ()
@@ -354,7 +354,7 @@ def _last_step(events: Sequence[Event]) -> int | None:
     return max((step for step in known if isinstance(step, int) and step >= 0), default=None)
 
 
-def _stage_figures(incidents: Sequence[IncidentSummary]) -> tuple[StageFigures, ...]:
+def _stage_figures(incidents: Sequence[IncidentSummary]) -> tuple[_StageFigures, ...]:
     longest: dict[str, list[float]] = defaultdict(list)
     tiles: dict[str, float] = defaultdict(float)
     for incident in incidents:
@@ -363,7 +363,7 @@ def _stage_figures(incidents: Sequence[IncidentSummary]) -> tuple[StageFigures, 
         for stage, seconds in incident.tiles_s.items():
             tiles[stage] += seconds
     return tuple(
-        StageFigures(stage, len(longest[stage]), median(longest[stage]), max(longest[stage]), tiles[stage])
+        _StageFigures(stage, len(longest[stage]), median(longest[stage]), max(longest[stage]), tiles[stage])
         for stage in STAGES
         if longest.get(stage)
     )

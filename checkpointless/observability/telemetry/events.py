@@ -262,7 +262,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """
     broken = []
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
-        record = object_of(line)
+        record = _object_of(line)
         if record is not None:
             yield number, record
         else:
@@ -296,7 +296,7 @@ def read_events(run_dir: Path) -> list[Event]:
 
 def parse_event(line: bytes) -> Event | None:
     """Parse a line of the log; return None if it is not an event."""
-    record = object_of(line)
+    record = _object_of(line)
     own = None if record is None else checked(record)
     if record is None or own is None:
         return None
@@ -342,7 +342,7 @@ def json_safe(value: object) -> JsonValue:
 # --- A line of the event log, and the types of its fields ---------------------------------------------------------
 
 
-class EventLine(msgspec.Struct):
+class _EventLine(msgspec.Struct):
     """What a line must have, and the types of those of its further fields that are calculated with or shown."""
 
     ts: _Time
@@ -390,7 +390,7 @@ def _is_shallow(value: object, levels: int) -> bool:
     return levels > 0 and all(_is_shallow(each, levels - 1) for each in inner)
 
 
-def object_of(line: bytes) -> dict[str, Any] | None:
+def _object_of(line: bytes) -> dict[str, Any] | None:
     """Return the object that a line is, or that follows the torn beginning of another line; None without one."""
     start = line.find(b"{")
     for _ in range(_MOST_STARTS):
@@ -409,10 +409,10 @@ def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not JSON")
 
 
-def checked(record: dict[str, Any]) -> EventLine | None:
+def checked(record: dict[str, Any]) -> _EventLine | None:
     """Return what a line must have, if it has it; None if the line is not an event."""
     try:
-        line = msgspec.convert(record, EventLine)
+        line = msgspec.convert(record, _EventLine)
     except (msgspec.ValidationError, ValueError, RecursionError) as error:  # ValueError: text that is no UTF-8
         logger.debug("a line is not an event: %s", error)
         return None

@@ -159,7 +159,7 @@ class BasicTensorAwareStateDict(TensorAwareStateDict):
 
 
 @dataclass(frozen=True)
-class Form:
+class _Form:
     """How states of a class are stored.
 
     Attributes:
@@ -172,7 +172,7 @@ class Form:
 
 
 _FORM = "checkpointless.form"  # the key of a stored state's class
-_forms: dict[str, Form] = {}
+_forms: dict[str, _Form] = {}
 #: Classes of others, with the module of ours that registers their form when it is imported.
 _KNOWN = {
     "megatron.core.dist_checkpointing.tensor_aware_state_dict.MCoreTensorAwareStateDict": (
@@ -193,7 +193,7 @@ def register_form(kind: type, taken_apart: Callable[[Any], Tree], put_together: 
             the state.
         put_together: makes a state of the class from such a tree, whose tensors are in host memory.
     """
-    _forms[_name(kind)] = Form(taken_apart, put_together)
+    _forms[_name(kind)] = _Form(taken_apart, put_together)
 
 
 def is_tensor_aware(state: object) -> bool:
@@ -235,7 +235,7 @@ def state_of(content: Content) -> Tree:
     return form.put_together(state["state"])
 
 
-def _form(name: str) -> Form | None:
+def _form(name: str) -> _Form | None:
     if name not in _forms and name in _KNOWN:
         importlib.import_module(_KNOWN[name])
     return _forms.get(name)
@@ -294,4 +294,4 @@ def _here(kind: str) -> torch.device:
 
 
 register_form(BasicTensorAwareStateDict, _basic_apart, _basic_together)
-_forms[f"{_NVRX}.BasicTensorAwareStateDict"] = Form(_basic_apart, _nvrx_together)
+_forms[f"{_NVRX}.BasicTensorAwareStateDict"] = _Form(_basic_apart, _nvrx_together)

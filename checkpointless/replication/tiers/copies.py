@@ -168,7 +168,7 @@ class Copies:
         self.open(required=generation == 0)
         if generation != self._generation:
             self._exchanges, self._generation = {}, generation
-        jumps = neighborhoods(self.tiers, group)
+        jumps = _neighborhoods(self.tiers, group)
         self._places = {tier.name: self._place(tier, jumps[tier.name], self.lineage) for tier in self.tiers}
         self._whole, self._told = {}, set()
         self._copier = Copier("copying the state", [*self._places.values()], self._of_use, self.lineage.has)
@@ -390,7 +390,7 @@ class _UnusableStore:
 # --- who is whose neighbor ----------------------------------------------------------------------------------------
 
 
-def neighborhoods(tiers: Sequence[Tier], group: Sequence[int]) -> Mapping[str, int]:
+def _neighborhoods(tiers: Sequence[Tier], group: Sequence[int]) -> Mapping[str, int]:
     """Return how many ranks apart each tier's copies are, by the name of the tier. Collective.
 
     Ranks that hold the same shard are bad neighbors: if all holders of a shard are lost, so are its copies. Unless

@@ -104,7 +104,7 @@ class _Painter:
             return self._function(value)
         if _is_transparent(value):
             return self.paint(vars(value))
-        digest = pickled_digest(value)
+        digest = _pickled_digest(value)
         return _Same(value) if digest is None else digest  # what cannot be pickled is known by its identity
 
     def _tensor(self, tensor: torch.Tensor) -> object:
@@ -135,7 +135,7 @@ def _is_transparent(value: object) -> bool:
     )
 
 
-def pickled_digest(value: object) -> str | None:
+def _pickled_digest(value: object) -> str | None:
     """Return a digest of what an object is pickled to; None if it cannot be pickled, or to too much."""
     digest = _BoundedDigest()
     try:

@@ -40,7 +40,7 @@ class Refused(Exception):
         return f"state{''.join(reversed(self.path))} {self.why}"
 
 
-class PlainType(NamedTuple):
+class _PlainType(NamedTuple):
     """How values of one type travel.
 
     Attributes:
@@ -60,8 +60,8 @@ class PlainType(NamedTuple):
 
 def _plain(
     kind: type, parts: Any, take_apart: Callable[[Any], tuple[Any, ...]], make: Any = None, name: str = ""
-) -> PlainType:
-    return PlainType(kind, parts, take_apart, make or kind, name or kind.__name__)
+) -> _PlainType:
+    return _PlainType(kind, parts, take_apart, make or kind, name or kind.__name__)
 
 
 def _slice_parts(value: slice) -> tuple[Any, ...]:

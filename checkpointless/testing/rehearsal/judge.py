@@ -266,7 +266,7 @@ def judge(trial: Trial, ended: Ended, calm: Recording, course: Course, without: 
     messages = messages_of([run_dir])
     if not ended.is_good:
         why = why_ended(ended, incidents)
-        points = cited([why, *messages]) or ((6,) if _fails_at_reentry(incidents) else ())
+        points = _cited([why, *messages]) or ((6,) if _fails_at_reentry(incidents) else ())
         return Result(trial, Outcome.NOT_RECOVERED, why, points, _citing(points, messages), run_dir=run_dir)
     run = cut(read_steps(run_dir), course, whole and ended.code is not None)
     verdict = compare(calm, run, without, gone_back=(frozenset(), gone_back(events)))
@@ -298,10 +298,10 @@ def blamed(found: Sequence[Difference], messages: Iterable[str], is_lightning: b
         if each.quantity is Quantity.OWN and not is_random(each.name):
             of_state.append(3 if each.name.startswith("state.") else 2)
     if of_state and not points and any(each.quantity is Quantity.LOSS for each in earliest):
-        points += cited(messages) or [4]  # state at the end of a step may follow from the step's loss
+        points += _cited(messages) or [4]  # state at the end of a step may follow from the step's loss
     points += of_state
     if not points:
-        points += cited(messages)
+        points += _cited(messages)
     if not points and any(each.quantity is Quantity.OWN and is_random(each.name) for each in earliest):
         points.append(5)
     if not points:
@@ -309,7 +309,7 @@ def blamed(found: Sequence[Difference], messages: Iterable[str], is_lightning: b
     return tuple(dict.fromkeys(points))
 
 
-def cited(messages: Iterable[str]) -> tuple[int, ...]:
+def _cited(messages: Iterable[str]) -> tuple[int, ...]:
     """Return the points of the contract that messages name."""
     return tuple(dict.fromkeys(int(each) for text in messages for each in _CITED.findall(text)))
 
@@ -341,7 +341,7 @@ def _fails_at_reentry(incidents: Sequence[IncidentSummary]) -> bool:
 
 
 def _citing(points: Sequence[int], messages: Iterable[str]) -> tuple[str, ...]:
-    return tuple(text for text in messages if set(cited([text])) & set(points))
+    return tuple(text for text in messages if set(_cited([text])) & set(points))
 
 
 def is_random(name: str) -> bool:

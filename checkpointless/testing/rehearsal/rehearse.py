@@ -227,7 +227,7 @@ class Rehearsal:
     imports: bool = True
 
 
-class NotRehearsed(Exception):
+class _NotRehearsed(Exception):
     """Raised if a job cannot be rehearsed; the message says why and what to do."""
 
 
@@ -261,7 +261,7 @@ def rehearse(rehearsal: Rehearsal, say: Callable[[str], None]) -> Page:
         trials = {
             f"fault-{number}": each for number, each in enumerate(draw(course, rehearsal.faults, rehearsal.seed), 1)
         }
-    except (NotRehearsed, ValueError) as error:
+    except (_NotRehearsed, ValueError) as error:
         warnings = tuple(messages_of([each.run_dir for each in calm]))
         return Page(name, str(error), course, warnings=warnings, folder=plan.folder, seed=rehearsal.seed)
     ended = run({each: (trial.fault,) for each, trial in trials.items()})
@@ -273,7 +273,7 @@ def rehearse(rehearsal: Rehearsal, say: Callable[[str], None]) -> Page:
         results += [judge(trial, each, reference, course, without, whole) for trial, each in pairs]
         is_tried = any(each.outcome is not Outcome.NOT_TRIED for each in results)
         problem = "" if is_tried else "none of the faults came: the runs never reached those points"
-    except NotRehearsed as error:
+    except _NotRehearsed as error:
         problem = str(error)
     return Page(
         name,
@@ -295,13 +295,13 @@ def _read(ended: Ended, may_fail: bool = False) -> Recording:
     """
     if not ended.is_good and not may_fail:
         why = why_ended(ended, summarize(read_events(ended.run_dir)))
-        raise NotRehearsed(f"{ended.name}, which has no fault, failed: {why}")
+        raise _NotRehearsed(f"{ended.name}, which has no fault, failed: {why}")
     try:
         return read_steps(ended.run_dir)
     except FileNotFoundError:
         if may_fail:
             return Recording({}, {}, None)
-        raise NotRehearsed(_RECORDS_NOTHING) from None
+        raise _NotRehearsed(_RECORDS_NOTHING) from None
 
 
 def _require_begin(recording: Recording, step: int) -> None:
@@ -312,7 +312,7 @@ def _require_begin(recording: Recording, step: int) -> None:
     """
     begin = min((each.step for records in recording.values() for each in records), default=step)
     if begin != step:
-        raise NotRehearsed(
+        raise _NotRehearsed(
             f"of two runs, one begins at step {step} and one at step {begin}: the script resumes from a checkpoint "
             "that another run wrote. Let it write below the working directory, or resume from none"
         )
@@ -327,12 +327,12 @@ def _unsteady(first: Recording, second: Recording) -> frozenset[What]:
     difference, without = unsteady(first, second)
     unseeded = [name.rpartition(" ")[2] for _, name in without if is_random(name)]
     if difference is not None:
-        raise NotRehearsed(
+        raise _NotRehearsed(
             f"two runs without faults differ ({difference.sentence}): the script is not deterministic. "
             + (f"It does not seed {', '.join(sorted(unseeded))}. " if unseeded else "")
             + "See what torch.use_deterministic_algorithms(True) reports"
         )
     verdict = compare(first, second, without)
     if not verdict.equal:
-        raise NotRehearsed(f"two runs without faults differ ({verdict.sentence})")
+        raise _NotRehearsed(f"two runs without faults differ ({verdict.sentence})")
     return without

@@ -178,11 +178,11 @@ LISTEN_S = 60.0  # long, because the vendor's client drops what arrives between 
 MAX_MESSAGE_CHARS = 1000  # shown in the job's status; also, several threads may send, so it must fit into one write
 
 
-class ReportError(ConnectionError):
+class _ReportError(ConnectionError):
     """The agent did not take a report."""
 
 
-class VendorAgent:
+class _VendorAgent:
     """A connection to the vendor's agent.
 
     Args:
@@ -270,7 +270,7 @@ class VendorAgent:
         try:
             self._vendor.hyperpod_send_fault(rank, mode, reason=reason, message=message)
         except self._package.error as error:
-            raise ReportError(f"could not report a fault: {error}") from error
+            raise _ReportError(f"could not report a fault: {error}") from error
 
     def notices(self, stopped: threading.Event) -> Iterator[tuple[object, Any]]:
         """Yield the kind and the body of everything that the agent says to a rank that waits for a fault.
@@ -501,7 +501,7 @@ class HyperPodClient(RankClient):
         meeting_timeout_s: float = MEETING_TIMEOUT_S,
     ) -> None:
         super().__init__(rank=int(os.environ.get(RANK_ENV) or "-1"))
-        self._agent = VendorAgent(package, start_timeout_s)
+        self._agent = _VendorAgent(package, start_timeout_s)
         self._stopped = threading.Event()
         self._meeting = MeetingPlace(meeting_timeout_s, self._stopped)
         self._informed = False
@@ -577,7 +577,7 @@ class HyperPodClient(RankClient):
     def _send_fault(self, reason: str, message: str, *, in_place: bool = True) -> None:
         try:
             self._agent.report_fault(self.rank, reason, message, in_place=in_place)
-        except ReportError as error:
+        except _ReportError as error:
             self._fail(str(error))
 
     def _fail(self, reason: str) -> NoReturn:
