@@ -39,7 +39,7 @@ def fault_specs(
     Raises:
         UsageError: one of them cannot happen in this job.
     """
-    from checkpointless.faults.spec import NODE_KINDS, FaultKind, FaultSpecError, parse_all, validate
+    from checkpointless.faults.spec import FaultKind, FaultSpecError, parse_all, validate
 
     try:
         specs = parse_all(texts, world_size, max_steps)
@@ -48,7 +48,7 @@ def fault_specs(
     except FaultSpecError as error:
         raise UsageError(str(error)) from error
     for spec in specs:
-        if spec.kind in NODE_KINDS and nnodes == 1:
+        if spec.kind.is_of_node and nnodes == 1:
             raise UsageError(f"fault {spec.text!r}: a node can only be lost in a job of several (--nnodes)")
     return specs
 

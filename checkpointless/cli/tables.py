@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from checkpointless.doctor.findings import Finding, Severity, worst_first
-from checkpointless.faults.spec import EXPECTED, SUPPORT, VARIANTS, FaultPhase
+from checkpointless.faults.spec import FaultKind, FaultPhase
 from checkpointless.observability.report.ettr import Comparison
 from checkpointless.observability.report.incidents import IncidentSummary
 from checkpointless.observability.report.summary import PHASE_OF, PHASES, Report, RunState
@@ -309,8 +309,8 @@ def support_table() -> Table:
         title="KIND[@PHASE][:rank=R,step=S,times=N,prob=P,seed=N,how=H,seconds=T]",
         title_justify="left",
     )
-    for kind, phases in SUPPORT.items():
-        table.add_row(kind.value, ", ".join(VARIANTS.get(kind, ())), _phases(phases), EXPECTED[kind])
+    for kind in FaultKind:
+        table.add_row(kind.value, ", ".join(kind.variants), _phases(kind.phases), kind.expected)
     return table
 
 

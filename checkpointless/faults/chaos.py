@@ -10,7 +10,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from checkpointless.faults.spec import SETUP_PHASES, SUPPORT, FaultKind, FaultPhase
+from checkpointless.faults.spec import SETUP_PHASES, FaultKind, FaultPhase
 from checkpointless.observability.report.incidents import IncidentSummary
 from checkpointless.observability.report.incidents import Outcome as Ending
 from checkpointless.observability.telemetry.event_names import Rung
@@ -246,7 +246,7 @@ class _Drawn:
             return self._bitflip()
         if kind in NODES:
             return self._node(kind)
-        phase = dice.choice(self._scope.known(_sorted(SUPPORT[kind] - SETUP_PHASES)))
+        phase = dice.choice(self._scope.known(_sorted(kind.phases - SETUP_PHASES)))
         more = ",seconds=1" if kind is FaultKind.SLOW else ""
         if kind is FaultKind.DATALOADER:
             more = f",how={dice.choice(('raise', 'kill'))}"

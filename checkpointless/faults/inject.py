@@ -17,7 +17,6 @@ from typing import Any, Protocol
 
 from checkpointless.faults.ledger import FaultLedger
 from checkpointless.faults.spec import (
-    NODE_KINDS,
     SETUP_PHASES,
     FaultKind,
     FaultPhase,
@@ -195,7 +194,7 @@ class FaultInjector:
                 return lambda: _must_raise(lambda: _kill_worker(batches), text)
             error = InjectedFault(f"injected fault {text}")
             return lambda: _must_raise(lambda: _raise_in_worker(batches, error), text)
-        if spec.kind in NODE_KINDS:
+        if spec.kind.is_of_node:
             agent = _agent_pid()
             if agent is None:
                 raise _impossible(text, "a node can only be lost in a job of several nodes")

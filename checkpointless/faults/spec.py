@@ -10,28 +10,6 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 
-class FaultKind(enum.Enum):
-    """The kind of a fault: what goes wrong."""
-
-    EXCEPTION = "exception"
-    SIGKILL = "sigkill"
-    SIGTERM = "sigterm"
-    SIGSTOP = "sigstop"
-    SEGFAULT = "segfault"
-    ABORT = "abort"
-    EXIT = "exit"
-    HANG = "hang"
-    GIL = "gil"
-    OOM = "oom"
-    CUDA = "cuda"
-    DATALOADER = "dataloader"
-    BITFLIP = "bitflip"
-    SLOW = "slow"
-    PARTITION = "partition"
-    STORE = "store"
-    NODE = "node"
-
-
 class FaultPhase(enum.Enum):
     """The phase of a step, or of the set-up of a generation, in which a fault happens."""
 
@@ -58,57 +36,64 @@ ANNOUNCED_BY_FRAMEWORKS = frozenset(
 )
 
 _ALL_PHASES = frozenset(FaultPhase)
+_NEW_PROCESS = "recovered by a new process"
+_BY_HEARTBEAT = f"found by its heartbeat; {_NEW_PROCESS}"
+_BY_CHECKSUM = "found by checksums; refilled from the majority, or the job ends and says why"
+_LOST_NODE = "taken for a lost node, which is taken back"
+_OTHER_PROCESSES = "a spare node's processes, or by those of the node when it is back"
 
-#: Phases in which each kind can be caused.
-SUPPORT: dict[FaultKind, frozenset[FaultPhase]] = {
-    FaultKind.EXCEPTION: _ALL_PHASES,
-    FaultKind.OOM: _ALL_PHASES,
-    FaultKind.DATALOADER: frozenset({FaultPhase.DATA}),
-    FaultKind.SLOW: _ALL_PHASES,
-    FaultKind.SIGTERM: _ALL_PHASES,
-    FaultKind.SIGKILL: _ALL_PHASES,
-    FaultKind.EXIT: _ALL_PHASES,
-    FaultKind.SEGFAULT: _ALL_PHASES,
-    FaultKind.ABORT: _ALL_PHASES,
-    FaultKind.HANG: _ALL_PHASES,
-    FaultKind.SIGSTOP: _ALL_PHASES,
-    FaultKind.GIL: _ALL_PHASES,
-    FaultKind.CUDA: _ALL_PHASES - SETUP_PHASES,
-    FaultKind.PARTITION: _ALL_PHASES,
-    FaultKind.STORE: _ALL_PHASES,
-    FaultKind.NODE: _ALL_PHASES,
-    FaultKind.BITFLIP: _ALL_PHASES - {FaultPhase.INIT, FaultPhase.RECOVERY},
-}
 
-#: The expected outcome of each kind. In every case, the losses are those of a run without the fault.
-EXPECTED: dict[FaultKind, str] = {
-    FaultKind.EXCEPTION: "recovered in process",
-    FaultKind.OOM: "recovered in process",
-    FaultKind.DATALOADER: "recovered in process, with new workers",
-    FaultKind.SLOW: "no incident, below the heartbeat limit; above it a hang",
-    FaultKind.SIGTERM: "Lightning leaves at the end of the step; recovered by a new process",
-    FaultKind.SIGKILL: "recovered by a new process",
-    FaultKind.EXIT: "recovered by a new process",
-    FaultKind.SEGFAULT: "recovered by a new process",
-    FaultKind.ABORT: "recovered by a new process",
-    FaultKind.HANG: "found by its heartbeat; recovered by a new process",
-    FaultKind.SIGSTOP: "found by its heartbeat; recovered by a new process",
-    FaultKind.GIL: "found by its heartbeat; recovered by a new process",
-    FaultKind.CUDA: "found by the health check; recovered by a new process",
-    FaultKind.PARTITION: "the node counts as lost, and comes back with its processes",
-    FaultKind.STORE: "the node counts as lost, and comes back at once with its processes",
-    FaultKind.NODE: "recovered by a spare's processes, or by the node's when it is back",
-    FaultKind.BITFLIP: "found by digests; refilled from the majority, or the job ends with the reason",
-}
+class FaultKind(enum.Enum):
+    """The kind of a fault: what goes wrong.
 
-#: The variants (``how=``) of the kinds that have any, the default one first.
-VARIANTS: dict[FaultKind, tuple[str, ...]] = {FaultKind.DATALOADER: ("raise", "kill")}
+    Attributes:
+        expected: the expected outcome; in every case, the losses are those of a run without the fault.
+        phases: phases in which it can be caused.
+        variants: its variants (``how=``), the default one first; empty without any.
+        default_s: how many seconds it lasts, unless ``seconds=`` says so; None: it has no duration.
+        is_of_node: whether it happens to a node, so the job must have several nodes.
+    """
 
-#: Kinds that happen to a node, so the job must have several nodes.
-NODE_KINDS = frozenset({FaultKind.PARTITION, FaultKind.STORE, FaultKind.NODE})
+    expected: str
+    phases: frozenset[FaultPhase]
+    variants: tuple[str, ...]
+    default_s: float | None
+    is_of_node: bool
 
-#: Duration in seconds of the kinds that have one, unless ``seconds=`` sets it.
-DEFAULT_S: dict[FaultKind, float] = {FaultKind.SLOW: 2.0, FaultKind.PARTITION: 15.0}
+    EXCEPTION = "exception", "recovered in process"
+    OOM = "oom", "recovered in process"
+    DATALOADER = "dataloader", "recovered in process, with new workers", {FaultPhase.DATA}, ("raise", "kill")
+    SLOW = "slow", "no incident, below the heartbeat limit; above it a hang", _ALL_PHASES, (), 2.0
+    SIGTERM = "sigterm", f"Lightning leaves at the end of the step; {_NEW_PROCESS}"
+    SIGKILL = "sigkill", _NEW_PROCESS
+    EXIT = "exit", _NEW_PROCESS
+    SEGFAULT = "segfault", _NEW_PROCESS
+    ABORT = "abort", _NEW_PROCESS
+    HANG = "hang", _BY_HEARTBEAT
+    SIGSTOP = "sigstop", _BY_HEARTBEAT
+    GIL = "gil", _BY_HEARTBEAT
+    CUDA = "cuda", f"found by the health check; {_NEW_PROCESS}", _ALL_PHASES - SETUP_PHASES
+    PARTITION = "partition", f"{_LOST_NODE} with its processes", _ALL_PHASES, (), 15.0, True
+    STORE = "store", f"{_LOST_NODE} at once with its processes", _ALL_PHASES, (), None, True
+    NODE = "node", f"recovered by {_OTHER_PROCESSES}", _ALL_PHASES, (), None, True
+    BITFLIP = "bitflip", _BY_CHECKSUM, _ALL_PHASES - {FaultPhase.INIT, FaultPhase.RECOVERY}
+
+    def __new__(
+        cls,
+        name: str,
+        expected: str,
+        phases: Iterable[FaultPhase] = _ALL_PHASES,
+        variants: tuple[str, ...] = (),
+        default_s: float | None = None,
+        is_of_node: bool = False,
+    ) -> FaultKind:
+        kind = object.__new__(cls)
+        kind._value_ = name
+        kind.expected, kind.phases, kind.variants = expected, frozenset(phases), variants
+        kind.default_s, kind.is_of_node = default_s, is_of_node
+        return kind
+
+
 _KEYS = ("rank", "step", "times", "prob", "seed", "how", "seconds")
 _Member = TypeVar("_Member", bound=enum.Enum)
 _FORM = "KIND[@PHASE][:key=value,...], for example exception@forward:rank=2,step=7"
@@ -131,8 +116,8 @@ class FaultSpec:
         times: how often the fault happens in all, over every process of the rank.
         prob: probability at each opportunity, in (0, 1]; None means that the fault is certain.
         seed: seed of the draws for ``prob``, which never touch the training's random numbers.
-        how: variant of the kind; None means the first of the kind's :data:`VARIANTS`.
-        seconds: duration in seconds, for the kinds in :data:`DEFAULT_S`; None means the duration given there.
+        how: variant of the kind; None means the kind's first.
+        seconds: duration in seconds, for kinds that have one; None means the kind's own.
         text: the spec as the user wrote it.
     """
 
@@ -150,7 +135,7 @@ class FaultSpec:
     @property
     def duration_s(self) -> float:
         """The duration of the fault in seconds (0 if its kind has none)."""
-        return DEFAULT_S.get(self.kind, 0.0) if self.seconds is None else self.seconds
+        return (self.kind.default_s or 0.0) if self.seconds is None else self.seconds
 
     def __str__(self) -> str:
         """Return the complete spec in the form that :func:`parse` reads."""
@@ -184,8 +169,8 @@ def parse(text: str) -> FaultSpec:
     kind_text, at, phase_text = head.partition("@")
     kind = _member(text, "kind", kind_text, FaultKind)
     phase = _member(text, "phase", phase_text, FaultPhase) if at else FaultPhase.FORWARD
-    if phase not in SUPPORT[kind]:
-        phases = _names(phase for phase in FaultPhase if phase in SUPPORT[kind])
+    if phase not in kind.phases:
+        phases = _names(phase for phase in FaultPhase if phase in kind.phases)
         raise _error(text, f"{kind.value!r} cannot come in phase {phase.value!r}; use {phases}")
     options = _options(text, tail) if colon else {}
     spec = FaultSpec(
@@ -210,15 +195,17 @@ def parse(text: str) -> FaultSpec:
             )
         if "seed" in options:
             raise _error(text, "seed= needs prob=")
-    variants = VARIANTS.get(kind, ())
+    variants = kind.variants
     if spec.how is not None and not variants:
         raise _error(text, f"kind {kind.value!r} has no variants, so leave how= out")
     if spec.how is not None and spec.how not in variants:
         raise _error(
             text, f"unknown how={spec.how!r}{_suggestion(spec.how, variants)}; use {' or '.join(variants)}"
         )
-    if spec.seconds is not None and kind not in DEFAULT_S:
-        raise _error(text, f"seconds= applies to {_names(DEFAULT_S)}, not to {kind.value}")
+    if spec.seconds is not None and kind.default_s is None:
+        raise _error(
+            text, f"seconds= applies to {_names(each for each in FaultKind if each.default_s)}, not to {kind.value}"
+        )
     return spec
 
 

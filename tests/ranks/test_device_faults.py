@@ -10,7 +10,7 @@ import pytest
 
 from checkpointless.faults.chaos import DEADLY, HANGING
 from checkpointless.faults.ledger import fired
-from checkpointless.faults.spec import SETUP_PHASES, SUPPORT, FaultKind, FaultPhase
+from checkpointless.faults.spec import SETUP_PHASES, FaultKind, FaultPhase
 from checkpointless.observability.report.verify import compare
 from tests.ranks.jobs import Job, run_job
 from tests.ranks.nemo_zygote import ROOT, Zygote
@@ -69,11 +69,11 @@ def cases() -> list[Case]:
     found = []
     for layout in LAYOUTS:
         for kind in KINDS:
-            steps = [phase for phase in STEP_PHASES if phase in SUPPORT[kind]]
+            steps = [phase for phase in STEP_PHASES if phase in kind.phases]
             for first in range(0, len(steps), FAULTS_OF_A_JOB):
                 phases = tuple(steps[first : first + FAULTS_OF_A_JOB])
                 found.append(Case(layout, kind, phases, f"{kind.value}-{phases[0].value}"))
-            setup = tuple(phase for phase in FaultPhase if phase in SETUP_PHASES & SUPPORT[kind])
+            setup = tuple(phase for phase in FaultPhase if phase in SETUP_PHASES & kind.phases)
             if kind in REPLACED:  # who sends is the last holder, and must not be lost
                 setup = tuple(phase for phase in setup if phase is not FaultPhase.TRANSFER)
             if setup:

@@ -10,7 +10,7 @@ import random
 from dataclasses import dataclass
 
 from checkpointless.faults.chaos import DEADLY, HANGING, IN_PROCESS, NODES
-from checkpointless.faults.spec import SETUP_PHASES, SUPPORT, FaultKind, FaultPhase, parse
+from checkpointless.faults.spec import SETUP_PHASES, FaultKind, FaultPhase, parse
 from checkpointless.system.layout import Layout
 
 #: A NeMo script can have these; ``resume``, ``two-fits`` and ``fits-two`` are no features of the script itself.
@@ -192,7 +192,7 @@ class _Faults:
             return self._bitflip(rank, step)
         if kind is FaultKind.DATALOADER:
             return [f"{_spec(kind, FaultPhase.DATA, rank, step)},how={dice.choice(('raise', 'kill'))}"]
-        phases = [phase for phase in FaultPhase if phase in SUPPORT[kind] - SETUP_PHASES]
+        phases = [phase for phase in FaultPhase if phase in kind.phases - SETUP_PHASES]
         if step == self._last:
             phases.remove(FaultPhase.BETWEEN)
         phase = dice.choice([each for each in phases if not self._plain or each in _PLAIN_PHASES])
