@@ -19,7 +19,7 @@ from nemo.lightning.pytorch.callbacks import PEFT
 from nemo.lightning.pytorch.strategies import MegatronStrategy
 
 from checkpointless.inprocess.communicators.launch_bound import LaunchBound
-from checkpointless.inprocess.context import tell
+from checkpointless.inprocess.context import emit_event
 from checkpointless.integrations.megatron.warm.kept_model import KeptModel
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.recovery import CheckpointManager
@@ -92,7 +92,7 @@ class WarmStart:
         self._kept, self._left = (kept, left) if reason is None else (None, RngStates())
         if reason is not None:
             manager.kept = None
-            tell(EventName.WARM, kept=False, reason=reason)
+            emit_event(EventName.WARM, kept=False, reason=reason)
 
     def _configure(self, module: Any, vp_stage: int | None = None) -> None:
         """Stand in for a module's ``configure_model``: have it build its model, unless that is kept.
@@ -146,7 +146,7 @@ class WarmStart:
         began_s = time.monotonic()
         _put(kept.chunks[0], self._strategy.lightning_module)
         replaced = kept.bind()
-        tell(
+        emit_event(
             EventName.WARM,
             kept=True,
             everywhere=self._everywhere,

@@ -22,9 +22,8 @@ from benchmarks.common import interruptible, machine, progress, spread
 from benchmarks.control_plane.measurement import Case, Measurement, report
 from checkpointless.launcher.coordinator import coordinator as measured
 from checkpointless.launcher.coordinator.coordinator import Coordinator
-from checkpointless.launcher.coordinator.hangs.policy import Heartbeat
 from checkpointless.launcher.coordinator.hosting import TICK_S
-from checkpointless.launcher.coordinator.limits import Limits
+from checkpointless.launcher.coordinator.job_config import JobConfig
 from checkpointless.launcher.coordinator.roster import Node
 from checkpointless.launcher.protocol.causes import Cause, CauseKind
 from checkpointless.launcher.protocol.channel import Channel
@@ -120,9 +119,12 @@ class World:
 
     def _new_coordinator(self) -> Coordinator:
         return Coordinator(
-            Limits(Heartbeat.of(HEARTBEAT_S), HEARTBEAT_S, None),
-            nnodes=self.ranks // NPROC,
-            nproc=NPROC,
+            JobConfig(
+                nproc_per_node=NPROC,
+                nnodes=self.ranks // NPROC,
+                heartbeat_timeout_s=HEARTBEAT_S,
+                regroup_timeout_s=HEARTBEAT_S,
+            ),
             events=EventLog(None),
             say=lambda line: None,
         )

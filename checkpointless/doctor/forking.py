@@ -20,11 +20,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from checkpointless.doctor.findings import Family, Finding, Severity
-from checkpointless.launcher.agent.rank_program import import_environment
+from checkpointless.launcher.agent.rank_environment import import_environment
 from checkpointless.launcher.agent.ranks import preload as preloading
-from checkpointless.launcher.agent.ranks.platforms import CPU, install_platform
+from checkpointless.launcher.agent.ranks.fork_server import zygote_env
+from checkpointless.launcher.agent.ranks.preload import CPU, install_platform
 from checkpointless.launcher.agent.ranks.rank_process import Script, die_with_parent
-from checkpointless.launcher.agent.ranks.starters import zygote_env
 from checkpointless.launcher.agent.ranks.zygote import can_fork
 from checkpointless.observability.telemetry.wording import duration, plural
 from checkpointless.system.cuda_sign import TORCH_SIGN, cuda_sign

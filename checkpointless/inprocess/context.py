@@ -26,7 +26,7 @@ def span(stage: EventName, **fields: Any) -> AbstractContextManager[dict[str, An
     return event_log().span(stage, generation=generation, incident=call.incident if call else None, **fields)
 
 
-def tell(name: EventName, **fields: Any) -> None:
+def emit_event(name: EventName, **fields: Any) -> None:
     """Write the event ``name`` to the log, with the generation and incident of the running block."""
     call = active_call_wrapper()
     generation = call.generation if call is not None else own_generation()
@@ -44,7 +44,7 @@ def not_exact(step: int, reason: str, **fields: Any) -> None:
     Raises:
         UnrecoverableError: the job is to end then (``--strict``).
     """
-    tell(EventName.INEXACT, step=step, reason=reason, **fields)
+    emit_event(EventName.INEXACT, step=step, reason=reason, **fields)
     call = active_call_wrapper()
     if call is not None:
         call.client.report_inexact(call.generation, reason)

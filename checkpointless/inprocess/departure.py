@@ -29,7 +29,7 @@ from checkpointless.system.environment import FAULT_AT_ENV
 logger = logging.getLogger(__name__)
 
 
-class Departure:
+class FaultResponder:
     """Makes the main thread leave its block when a fault notice arrives.
 
     Args:

@@ -30,7 +30,7 @@ from checkpointless.inprocess.communicators.process_groups import process_groups
 from checkpointless.inprocess.compose import taken
 from checkpointless.inprocess.data_workers import sockets as worker_sockets
 from checkpointless.inprocess.deadline import bounded, time_limit
-from checkpointless.inprocess.departure import Departure
+from checkpointless.inprocess.departure import FaultResponder
 from checkpointless.inprocess.exceptions import (
     HealthCheckError,
     InternalError,
@@ -199,7 +199,7 @@ class HPCallWrapper:
         self.steps = StepTracker(self._now, self.board)
         self._succession = Succession(self._now, self.client, self.steps, self.blocks, wrapper.restart)
         self._main = MainThread()
-        self._departure = Departure(
+        self._departure = FaultResponder(
             self._now,
             self.client,
             self._main,

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from checkpointless.inprocess.context import tell
+from checkpointless.inprocess.context import emit_event
 from checkpointless.inprocess.parameter_update_lock import CommitState
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.state.host_memory import HostMemory
@@ -233,7 +233,7 @@ def stays_built(live: LiveState, commit: CommitState, is_offloaded: bool) -> Bui
         reason = "the state is moved to host memory"
     if reason is None:
         return built
-    tell(EventName.WARM, kept=False, reason=reason)
+    emit_event(EventName.WARM, kept=False, reason=reason)
     return None
 
 

@@ -17,9 +17,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, Any
 
-import torch._dynamo  # noqa: F401 - this takes so long, too: a script that imports torch has it preloaded
+import torch._dynamo
+import torch.distributed  # noqa: F401 - this takes so long
 
-import checkpointless.launcher.agent.node_run  # noqa: F401 - this takes so long
 from checkpointless.launcher.agent.launch import launch
 from checkpointless.launcher.agent.launch_config import LaunchConfig
 from checkpointless.launcher.coordinator.hangs import policy

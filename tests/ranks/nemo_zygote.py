@@ -138,7 +138,7 @@ def _serve() -> None:
     from checkpointless.recipes import runner
 
     runner.prepare_process()
-    for module in (*sys.argv[1:], "checkpointless.launcher.agent.node_run"):
+    for module in (*sys.argv[1:], "torch.distributed"):
         importlib.import_module(module)
     from tests.ranks import light_managers, light_metadata
 

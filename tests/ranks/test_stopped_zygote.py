@@ -10,17 +10,17 @@ from pathlib import Path
 import psutil
 import pytest
 
-from checkpointless.launcher.agent.ranks.rank_process import Script
-from checkpointless.launcher.agent.ranks.starters import (
+from checkpointless.launcher.agent.ranks.fork_server import (
     ANSWER_LIMIT_S,
     Descriptors,
     Exited,
+    ForkServer,
+    ForkServerLostError,
     Order,
     Ready,
     Started,
-    StarterLostError,
-    ZygoteStarter,
 )
+from checkpointless.launcher.agent.ranks.rank_process import Script
 from checkpointless.launcher.protocol.board import Board
 from tests.ranks.agent_job import SCRIPTS, is_alive, wait_until
 
@@ -47,9 +47,7 @@ class Node:
         self.clock = Clock()
         script = Script(str(SCRIPTS / "orphan.py"), ("wait",))
         self._log = folder / "log"
-        self.starter = ZygoteStarter(
-            script, preload=(), platform=None, env={}, log=2, folder=None, clock=self.clock
-        )
+        self.starter = ForkServer(script, preload=(), platform=None, env={}, log=2, folder=None, clock=self.clock)
         self.process = psutil.Process(self.starter.process.pid)
         self.news: list[object] = []
         self.hear(Ready)
@@ -101,7 +99,7 @@ def test_one_that_is_stopped_is_killed_with_all_ranks_after_its_limit(node: Node
     node.clock.now_s += ANSWER_LIMIT_S
     assert node.starter.news() == []
     node.clock.now_s += 1
-    with pytest.raises(StarterLostError, match=r"has not answered for 20 s \(stopped by a signal\)"):
+    with pytest.raises(ForkServerLostError, match=r"has not answered for 20 s \(stopped by a signal\)"):
         node.starter.news()
     wait_until(lambda: not any(is_alive(each.pid) for each in family))
 
@@ -123,5 +121,5 @@ def test_it_is_asked_whether_it_lives_and_not_blamed_for_a_pause_without_request
     for _ in range(3):
         node.starter.ask()
     node.clock.now_s += ANSWER_LIMIT_S + 1
-    with pytest.raises(StarterLostError):
+    with pytest.raises(ForkServerLostError):
         node.starter.news()

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from checkpointless.launcher.coordinator.coordinator import Coordinator
-from checkpointless.launcher.coordinator.hangs.policy import Heartbeat
-from checkpointless.launcher.coordinator.limits import Limits
+from checkpointless.launcher.coordinator.job_config import JobConfig
 from checkpointless.launcher.coordinator.roster import Node
 from checkpointless.launcher.protocol.causes import Cause, CauseKind
 from checkpointless.launcher.protocol.node_messages import (
@@ -50,7 +49,7 @@ class Job:
         nnodes: int = 2,
         max_incidents: int | None = None,
         events: Path | None = None,
-        heartbeat: Heartbeat | None = None,
+        heartbeat_timeout_s: float | None = HEARTBEAT_S,
         max_restarts: int = 0,
     ) -> None:
         self.said: list[str] = []
@@ -60,9 +59,14 @@ class Job:
         self.later_s = 0.0
         self._to_open: list[tuple[Node, OpenStore]] = []
         self.coordinator = Coordinator(
-            Limits(heartbeat or Heartbeat.of(HEARTBEAT_S), REGROUP_S, max_incidents, max_restarts=max_restarts),
-            nnodes=nnodes,
-            nproc=NPROC,
+            JobConfig(
+                nproc_per_node=NPROC,
+                nnodes=nnodes,
+                heartbeat_timeout_s=heartbeat_timeout_s,
+                regroup_timeout_s=REGROUP_S,
+                max_incidents=max_incidents,
+                max_restarts=max_restarts,
+            ),
             events=EventLog(events, node=0),
             say=self.said.append,
             clock=self.now_s,

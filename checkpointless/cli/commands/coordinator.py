@@ -43,7 +43,8 @@ def coordinate(options: argparse.Namespace) -> int:
     Raises:
         UsageError: an option is wrong, or the endpoint cannot be used.
     """
-    from checkpointless.launcher.agent.launch import CoordinatorConfig, launch_coordinator
+    from checkpointless.launcher.agent.launch import launch_coordinator
+    from checkpointless.launcher.coordinator.job_config import CoordinatorConfig
     from checkpointless.launcher.protocol.handshake import TOKEN_ENV
 
     settings = coordination_settings(options)

@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+import selectors
 import sys
+import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from checkpointless.launcher.agent.launch_config import CoordinatorConfig, LaunchConfig, limits_of, meeting_of
-from checkpointless.launcher.agent.rank_program import RankProgram
+from checkpointless.launcher.agent.launch_config import LaunchConfig
+from checkpointless.launcher.agent.links import JoinError, Link, link_to_coordinator
+from checkpointless.launcher.agent.node import NodeAgent
+from checkpointless.launcher.agent.rank_environment import rank_environment
+from checkpointless.launcher.agent.ranks.fork_server import ForkServer
+from checkpointless.launcher.agent.ranks.local_rank import LocalRank
 from checkpointless.launcher.agent.ranks.output import Output
+from checkpointless.launcher.agent.ranks.preload import CPU, PlatformMissingError, find_platform, preloads_of
+from checkpointless.launcher.agent.ranks.rank_process import Script
+from checkpointless.launcher.coordinator.hosting import TICK_S, coordinate
+from checkpointless.launcher.coordinator.job import FAILED
+from checkpointless.launcher.coordinator.job_config import CoordinatorConfig, JobConfig
+from checkpointless.launcher.protocol.board import NO_STEP, Board
+from checkpointless.launcher.protocol.node_messages import End
+from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.events import EVENTS_FILE, EventLog
 from checkpointless.observability.telemetry.log_relay import LogRelay
 from checkpointless.observability.telemetry.scribe import scribe
+from checkpointless.system.awake_clock import AwakeClock
 from checkpointless.system.shared_memory import FOLDER as SHARED_MEMORY
 from checkpointless.system.signals import CUT_SIGNAL, ENDING, PASSED_ON, handling
 from checkpointless.system.temp_folder import private_folder, private_temp_folder
@@ -40,28 +55,19 @@ def launch_coordinator(config: CoordinatorConfig, say: Callable[[str], None]) ->
         OSError: the endpoint cannot be listened on, or the run directory cannot be created.
         ValueError: HTTP cannot be served at the configured address.
     """
-    from checkpointless.launcher.agent.watch import Watch
-    from checkpointless.launcher.coordinator.hosting import coordinate
-    from checkpointless.observability.monitoring.snapshot import OUTSIDE, JobNames
+    from checkpointless.observability.monitoring.snapshot import OUTSIDE
 
     if config.run_dir is not None:
         config.run_dir.mkdir(parents=True, exist_ok=True)
-    events_path = config.run_dir / EVENTS_FILE if config.run_dir is not None else None
-    meeting, limits = meeting_of(config), limits_of(config)
     signals: list[int] = []
-    if config.http_port is None:
-        with handling(ENDING, signals.append), LogRelay(), closing(scribe):
-            return coordinate(meeting, limits, EventLog(events_path, node=OUTSIDE), say, signals)
-    from checkpointless.observability.monitoring.http_status import HttpStatus
-
-    watch = Watch(OUTSIDE, JobNames(run_dir="" if config.run_dir is None else str(config.run_dir)))
-    http = HttpStatus(config.http_host, config.http_port, watch)
-    with handling(ENDING, signals.append), http, LogRelay(), closing(scribe):
+    events, http, watch = _observing(config, OUTSIDE)
+    with handling(ENDING, signals.append), http or nullcontext(), LogRelay(), closing(scribe):
         try:
-            http.open(say)
+            if http is not None:
+                http.open(say)
         except OSError as error:
             raise ValueError(str(error)) from error  # not an OSError: the endpoint is not to blame
-        return coordinate(meeting, limits, watch.log(events_path), say, signals, watch.look_from_outside)
+        return coordinate(config, events, say, signals, None if watch is None else watch.look_from_outside)
 
 
 def launch(config: LaunchConfig, say: Callable[[str], None]) -> int:
@@ -83,21 +89,34 @@ def launch(config: LaunchConfig, say: Callable[[str], None]) -> int:
         OSError: the run directory cannot be created or written to, or the endpoint cannot be listened on.
     """
     config.logs.mkdir(parents=True, exist_ok=True)
-    events_path = config.run_dir / EVENTS_FILE
     signals: list[int] = []
     handled = (*ENDING, *PASSED_ON, *((CUT_SIGNAL,) if config.faults and not config.is_alone else ()))
+    events, http, watch = _observing(
+        config, config.node_rank, config.job or Path(config.script).stem, config.script
+    )
+    with (
+        handling(handled, signals.append),
+        private_temp_folder() as folder,
+        http or nullcontext(),
+        LogRelay(),
+        closing(scribe),
+    ):
+        return _run(config, folder, events, signals, say, http, watch)
+
+
+def _observing(
+    config: JobConfig, node: int, job: str = "", script: str = ""
+) -> tuple[EventLog, HttpStatus | None, Watch | None]:
+    """Return the event log of this process and, if HTTP is asked for, its server and what that shows."""
+    path = None if config.run_dir is None else config.run_dir / EVENTS_FILE
     if config.http_port is None:
-        with handling(handled, signals.append), private_temp_folder() as folder, LogRelay(), closing(scribe):
-            return _run(config, folder, EventLog(events_path, node=config.node_rank), signals, say)
+        return EventLog(path, node=node), None, None
     from checkpointless.launcher.agent.watch import Watch
     from checkpointless.observability.monitoring.http_status import HttpStatus
     from checkpointless.observability.monitoring.snapshot import JobNames
 
-    names = JobNames(config.job or Path(config.script).stem, str(config.run_dir), config.script)
-    watch = Watch(config.node_rank, names)
-    http = HttpStatus(config.http_host, config.http_port, watch)
-    with handling(handled, signals.append), private_temp_folder() as folder, http, LogRelay(), closing(scribe):
-        return _run(config, folder, watch.log(events_path), signals, say, http, watch)
+    watch = Watch(node, JobNames(job, "" if config.run_dir is None else str(config.run_dir), script))
+    return watch.log(path), HttpStatus(config.http_host, config.http_port, watch), watch
 
 
 def _run(
@@ -118,16 +137,136 @@ def _run(
         shown=config.shown_ranks,
         say=say,
     )
+    script = Script(config.script, tuple(config.script_args), config.module)
     with private_folder(lambda: SHARED_MEMORY, _NO_HANDOVER) as handover:
-        program = RankProgram(config, folder, handover)
-        starter = program.zygote(output)
-        # This loads torch, which takes seconds; the zygote does so at the same time.
-        from checkpointless.launcher.agent.node_run import NodeRun
+        env = rank_environment(config, handover)
 
-        run = NodeRun(
-            config, program, starter, output, events=events, signals=signals, say=say, http=http, watch=watch
+        def fork_server(preload: tuple[str, ...], fork_here: bool = False) -> ForkServer:
+            return ForkServer(
+                script,
+                preload=preload,
+                platform=CPU if config.cpu else None,
+                env=env,
+                log=output.fork_server.begin(),
+                close=output.descriptors(),
+                folder=folder,
+                fork_here=fork_here,
+            )
+
+        preload = preloads_of(script) if config.preload is None else config.preload
+        server = fork_server(preload, config.fork_here)
+        import torch.distributed  # noqa: F401 - takes seconds; the fork server imports it at the same time
+
+        selector, clock = selectors.DefaultSelector(), AwakeClock()
+        try:
+            if config.cpu:
+                find_platform(CPU)
+            if http is not None:
+                http.open(say)  # not earlier: the fork server may have been forked from this process
+            link = link_to_coordinator(config, selector, events, signals, say, clock)
+        except (JoinError, PlatformMissingError, OSError) as error:
+            server.close()
+            output.close()
+            say(str(error))
+            return FAILED
+        output.start()  # not earlier: an agent that is not admitted must leave the logs alone
+
+        def make_rank(number: int) -> LocalRank:
+            is_shown = config.is_alone and number in config.shown_ranks
+            return LocalRank(number, Board.create(number), output.of_rank(number), is_shown=is_shown)
+
+        agent = NodeAgent(
+            config,
+            address=lambda: link.address,
+            report=link.report,
+            selector=selector,
+            fork_server=server,
+            bare_fork_server=lambda: fork_server(()),
+            make_rank=make_rank,
+            rank_env=env,
+            events=events,
+            say=say,
+            clock=clock,
+            hosts=link.coordinator is not None,
         )
-        return run.run()
+        nproc, nnodes = config.nproc_per_node * config.nnodes, config.nnodes
+        events.emit(EventName.JOB, "begin", generation=0, nproc=nproc, nnodes=nnodes, script=config.script)
+        try:
+            outcome = serve(agent, link, selector, signals, watch, clock)
+        finally:
+            output.close()
+        return conclude(outcome, agent.generation, agent.newest, config, events, say)
+
+
+def serve(
+    agent: NodeAgent,
+    link: Link,
+    selector: selectors.BaseSelector,
+    signals: list[int],
+    watch: Watch | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> End:
+    """Run a node's part of a job until every rank's process has ended.
+
+    Args:
+        agent: the agent of this node.
+        link: the agent's link to the coordinator.
+        selector: selector with which both register their descriptors; the data of a descriptor's key is called when
+            the descriptor is ready.
+        signals: the signals that this process got; a handler appends to it.
+        watch: looks at the job in every turn of the loop.
+        clock: clock with which limits are measured.
+
+    Returns:
+        How the job ended.
+    """
+    try:
+        while agent.outcome is None or agent.alive() or link.is_needed(clock()):
+            for key, _ in selector.select(TICK_S):
+                key.data()
+            now_s = clock()
+            while signals:
+                number = signals.pop(0)
+                if number == CUT_SIGNAL:
+                    link.cut()
+                else:
+                    agent.interrupted(number)
+            agent.tick(now_s)
+            link.deliver(agent, now_s)
+            if watch is not None:
+                watch.look(agent, link.coordinator, time.monotonic())
+        return agent.outcome
+    finally:
+        agent.close()
+        link.close()
+        selector.close()
+
+
+def conclude(
+    outcome: End, generation: int, newest: int, config: LaunchConfig, events: EventLog, say: Callable[[str], None]
+) -> int:
+    """Write and print how the job ended on this node.
+
+    Args:
+        outcome: how the job ended.
+        generation: the last generation that this node knew of (-1: none).
+        newest: the highest step that a rank of this node was seen to commit (-1: none).
+        config: what this node ran.
+        events: the job's event log.
+        say: called with each line for the terminal.
+
+    Returns:
+        The exit code.
+    """
+    step = None if newest == NO_STEP else newest
+    events.emit(
+        EventName.JOB, "end", generation=max(generation, 0), code=outcome.code, reason=outcome.last_words, step=step
+    )
+    if not scribe.flush():
+        say(f"the disk of {config.run_dir} does not answer: the last events of node {config.node_rank} may be lost")
+    for line in outcome.last_words:
+        say(line)
+    return outcome.code
 
 
 def _standard_output() -> int | None:

@@ -8,20 +8,16 @@ import signal
 import socket
 import time
 from collections.abc import Callable
-
-from torch.distributed import TCPStore
+from typing import TYPE_CHECKING
 
 from checkpointless.launcher.agent.beat_watch import BeatWatch
 from checkpointless.launcher.agent.exit_watch import ExitWatch
-from checkpointless.launcher.agent.launch_config import DEFAULT_TERM_GRACE_S
-from checkpointless.launcher.agent.ranks.device_check import DeviceCheck
-from checkpointless.launcher.agent.ranks.known_job import KnownJob
+from checkpointless.launcher.agent.launch_config import LaunchConfig
+from checkpointless.launcher.agent.ranks.fork_server import ForkServer
+from checkpointless.launcher.agent.ranks.known_job import NodeJobState
 from checkpointless.launcher.agent.ranks.local_rank import EXIT_GRACE_S, LocalRank
 from checkpointless.launcher.agent.ranks.process_keeper import ProcessKeeper
-from checkpointless.launcher.agent.ranks.script_end import DEFAULT_EXIT_GRACE_S
-from checkpointless.launcher.agent.ranks.starters import Starter
 from checkpointless.launcher.coordinator.coordinator import FAILED
-from checkpointless.launcher.coordinator.hangs.policy import Heartbeat
 from checkpointless.launcher.protocol.board import NO_STEP
 from checkpointless.launcher.protocol.causes import signal_name
 from checkpointless.launcher.protocol.channel import LOOPBACK
@@ -53,6 +49,9 @@ from checkpointless.observability.telemetry.events import EventLog
 from checkpointless.observability.telemetry.wording import numbered
 from checkpointless.system.signals import ENDING
 
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
 logger = logging.getLogger(__name__)
 
 
@@ -60,23 +59,19 @@ class NodeAgent:
     """Runs the ranks of one node until the job is over.
 
     Args:
-        index: the node's number.
-        heartbeat: how long a rank in its block may show no progress.
+        config: what to run on the node.
         address: returns the numeric address at which the other nodes reach this one.
         report: sends a message to the coordinator. The answer comes to :meth:`obey`, and not before ``report`` has
             returned.
         selector: selector of the loop that this agent runs in.
-        starter: starts the ranks' processes.
-        fresh_starter: makes the starter to use if the zygote must not be forked.
+        fork_server: starts the ranks' processes.
+        bare_fork_server: makes the one to use if what the first has imported must not be forked.
         make_rank: makes a rank, given its number, before its first process is started.
         rank_env: environment variables of every rank, besides those that the coordinator sends.
         events: the job's event log.
         say: called with each line for the terminal.
         clock: clock of the times given to :meth:`tick`; it should stand still while this process does not run, so
             that ranks are not blamed for what the agent did not see.
-        device_check: what is run before a rank is started again (None: nothing).
-        term_grace_s: how many seconds the ranks have to end once the job has ended.
-        exit_grace_s: how many seconds a process may be idle that has only to end.
         hosts: whether the coordinator ends with this agent.
 
     Attributes:
@@ -86,41 +81,37 @@ class NodeAgent:
 
     def __init__(
         self,
+        config: LaunchConfig,
         *,
-        index: int,
-        heartbeat: Heartbeat,
         address: Callable[[], str],
         report: Callable[[NodeMessage], None],
         selector: selectors.BaseSelector,
-        starter: Starter,
-        fresh_starter: Callable[[], Starter],
+        fork_server: ForkServer,
+        bare_fork_server: Callable[[], ForkServer],
         make_rank: Callable[[int], LocalRank],
         rank_env: dict[str, str],
         events: EventLog,
         say: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
-        device_check: DeviceCheck | None = None,
-        term_grace_s: float = DEFAULT_TERM_GRACE_S,
-        exit_grace_s: float = DEFAULT_EXIT_GRACE_S,
         hosts: bool = True,
     ) -> None:
         self.clock = clock
-        self.index = index
+        self.index = config.node_rank
         self._address = address
         self._report = report
         self._say = say
-        self._job = KnownJob(events)
-        self._beats = BeatWatch(heartbeat, self._tell)
+        self._job = NodeJobState(events)
+        self._beats = BeatWatch(config.heartbeat, self._report_boards)
         self._store: GenerationStore | None = None
-        self._term_grace_s = term_grace_s
+        self._term_grace_s = config.term_grace_s
         self._hosts = hosts
         self._farewell: Leaving | None = None  # what the coordinator is told when the first rank has ended
         self._kill_all_at_s = float("inf")
         self._too_late = ""  # for what the ranks that are killed then were too late
         self._processes = ProcessKeeper(
             self._job,
-            starter=starter,
-            fresh_starter=fresh_starter,
+            fork_server=fork_server,
+            bare_fork_server=bare_fork_server,
             make_rank=make_rank,
             rank_env=rank_env,
             selector=selector,
@@ -128,9 +119,9 @@ class NodeAgent:
             say=say,
             clock=clock,
             on_lost=self._leave,
-            device_check=device_check,
+            device_check=config.check,
         )
-        self._exits = ExitWatch(exit_grace_s, heartbeat.ceiling_s(0.0), self._processes.signal, say)
+        self._exits = ExitWatch(config.exit_grace_s, config.heartbeat.ceiling_s(0.0), self._processes.signal, say)
 
     # ---- what others may know
 
@@ -257,7 +248,7 @@ class NodeAgent:
             self._say_farewell()
         self._report(message)
 
-    def _tell(self, message: NodeMessage) -> None:
+    def _report_boards(self, message: NodeMessage) -> None:
         """Report what boards show, after what the ranks said before they showed it."""
         if isinstance(message, Progress):
             self._processes.hear_ranks()
@@ -416,6 +407,8 @@ class GenerationStore:
         listener.bind((address, 0))
         listener.listen(1024)
         self.port: int = listener.getsockname()[1]
+        from torch.distributed import TCPStore
+
         self._store: TCPStore | None = TCPStore(
             address,
             self.port,

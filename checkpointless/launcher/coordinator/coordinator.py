@@ -13,7 +13,7 @@ from collections.abc import Callable
 from checkpointless.launcher.coordinator.hangs.response import HangReports, HangResponse
 from checkpointless.launcher.coordinator.hangs.watch import HangWatch
 from checkpointless.launcher.coordinator.job import FAILED, Job, Phase
-from checkpointless.launcher.coordinator.limits import Limits
+from checkpointless.launcher.coordinator.job_config import JobConfig
 from checkpointless.launcher.coordinator.nodes.adoption import Adoption
 from checkpointless.launcher.coordinator.nodes.membership import BadDevices, Membership
 from checkpointless.launcher.coordinator.nodes.takeover import Takeover
@@ -57,9 +57,7 @@ class Coordinator:
     """Regroups the ranks of a job until it is over.
 
     Args:
-        limits: the limits on ranks, nodes and incidents.
-        nnodes: how many nodes train.
-        nproc: how many ranks each node runs.
+        config: what is asked of the job.
         events: the job's event log.
         say: called with lines for the terminal.
         clock: the clock that the times of :meth:`tick` are read from. It should stand still while this process
@@ -74,21 +72,19 @@ class Coordinator:
 
     def __init__(
         self,
-        limits: Limits,
+        config: JobConfig,
         *,
-        nnodes: int,
-        nproc: int,
         events: EventLog,
         say: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._job = job = Job(limits, nnodes=nnodes, nproc=nproc, events=events, say=say, clock=clock)
+        self._job = job = Job(config, events=events, say=say, clock=clock)
         self.nodes, self.spares, self.ranks = job.roster.nodes, job.roster.spares, job.roster.ranks
         self.host: Node | None = None
         self._adoption = Adoption(job.roster)
         self._processes = Processes(job)
         reports = HangReports(job)
-        hangs = HangWatch(limits.heartbeat, nnodes * nproc, nproc, reports.ask, reports.tell)
+        hangs = HangWatch(config.heartbeat, len(self.ranks), config.nproc_per_node, reports.ask, reports.tell)
         self._regrouping = Regrouping(job, self._processes, hangs)
         self._hangs = HangResponse(job, hangs, self._regrouping, self._processes)
         self._membership = Membership(
@@ -236,9 +232,9 @@ class Coordinator:
             self._processes.start_missing()
 
     def _end_without_a_node(self) -> None:
-        limits = self._job.limits
+        config = self._job.config
         missing = ", ".join(str(index) for index in sorted(self._job.roster.not_joined))
-        limit_s = limits.regroup_timeout_s if self._adoption else limits.join_timeout_s
+        limit_s = config.regroup_timeout_s if self._adoption else config.join_timeout_s
         self.end(FAILED, f"node {missing} did not join the job within {limit_s:g} s")
 
     def _on_store(self, node: Node, store: StoreOpened) -> None:

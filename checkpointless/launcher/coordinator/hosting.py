@@ -6,11 +6,10 @@ import logging
 import selectors
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from checkpointless.launcher.coordinator.coordinator import Coordinator
 from checkpointless.launcher.coordinator.job import FAILED
-from checkpointless.launcher.coordinator.limits import Limits
+from checkpointless.launcher.coordinator.job_config import JobConfig
 from checkpointless.launcher.coordinator.listener import CoordinatorPort
 from checkpointless.launcher.protocol.causes import signal_name
 from checkpointless.launcher.protocol.channel import resolve
@@ -23,30 +22,8 @@ TICK_S = 0.05
 FAREWELL_S = 10.0  # for the agents to hear that the job is over
 
 
-@dataclass(frozen=True)
-class Meeting:
-    """Where the agents of a job meet, and which agents may take part.
-
-    Attributes:
-        nnodes: how many nodes train.
-        nproc: how many ranks each node runs.
-        address: the address to listen on; the ranks are also told to meet there.
-        port: the port to listen on.
-        token: a secret that only the agents of this job know.
-        silence_s: after how many seconds without a message a node is lost.
-    """
-
-    nnodes: int
-    nproc: int
-    address: str
-    port: int
-    token: str
-    silence_s: float
-
-
 def host(
-    meeting: Meeting,
-    limits: Limits,
+    config: JobConfig,
     selector: selectors.BaseSelector,
     events: EventLog,
     say: Callable[[str], None],
@@ -57,28 +34,25 @@ def host(
     Raises:
         OSError: the address cannot be resolved or listened on.
     """
-    address = resolve(meeting.address)
-    if address.startswith("127.") and not meeting.address.startswith(("127.", "localhost")):
-        say(
-            f"{meeting.address} is {address} here, which no other node can reach: use an address of this node's own"
-        )
-    nnodes, nproc = meeting.nnodes, meeting.nproc
-    coordinator = Coordinator(limits, nnodes=nnodes, nproc=nproc, events=events, say=say, clock=clock)
+    name, port = config.endpoint
+    address = resolve(name)
+    if address.startswith("127.") and not name.startswith(("127.", "localhost")):
+        say(f"{name} is {address} here, which no other node can reach: use an address of this node's own")
+    coordinator = Coordinator(config, events=events, say=say, clock=clock)
     door = CoordinatorPort(
         address,
-        meeting.port,
-        token=meeting.token,
+        port,
+        token=config.token,
         coordinator=coordinator,
         selector=selector,
-        silence_s=meeting.silence_s,
+        silence_s=config.node_timeout_s,
         clock=clock,
     )
     return coordinator, door
 
 
 def coordinate(
-    meeting: Meeting,
-    limits: Limits,
+    config: JobConfig,
     events: EventLog,
     say: Callable[[str], None],
     signals: list[int],
@@ -87,8 +61,7 @@ def coordinate(
     """Coordinate a job from this process until it is over.
 
     Args:
-        meeting: where the agents meet, and which agents may take part.
-        limits: the limits on ranks, nodes and incidents.
+        config: what is asked of the job.
         events: the job's event log.
         say: called with lines for the terminal.
         signals: the signals that this process has received, appended by a handler. The first one ends the job.
@@ -102,8 +75,8 @@ def coordinate(
     """
     selector = selectors.DefaultSelector()
     clock = AwakeClock()
-    coordinator, door = host(meeting, limits, selector, events, say, clock)
-    say(f"coordinating {meeting.nnodes} nodes of {meeting.nproc} ranks at {meeting.address}:{door.port}")
+    coordinator, door = host(config, selector, events, say, clock)
+    say(f"coordinating {config.nnodes} nodes of {config.nproc_per_node} ranks at {config.endpoint[0]}:{door.port}")
     until_s = float("inf")
     try:
         while coordinator.outcome is None or (door.has_guests() and clock() < until_s):

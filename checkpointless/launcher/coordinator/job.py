@@ -8,7 +8,7 @@ from collections.abc import Callable
 from enum import Enum
 
 from checkpointless.launcher.coordinator.incident_tracker import IncidentTracker
-from checkpointless.launcher.coordinator.limits import Limits
+from checkpointless.launcher.coordinator.job_config import JobConfig
 from checkpointless.launcher.coordinator.roster import NOT_YET, Node, Roster
 from checkpointless.launcher.protocol.board import NO_STEP
 from checkpointless.launcher.protocol.node_messages import Command, End, Progress
@@ -56,9 +56,7 @@ class Job:
     """The state of a job, which the parts of the coordinator share.
 
     Args:
-        limits: the limits on ranks, nodes and incidents.
-        nnodes: how many nodes train.
-        nproc: how many ranks each node runs.
+        config: what is asked of the job.
         events: the job's event log.
         say: called with lines for the terminal.
         clock: the coordinator's clock, in seconds.
@@ -82,27 +80,26 @@ class Job:
 
     def __init__(
         self,
-        limits: Limits,
+        config: JobConfig,
         *,
-        nnodes: int,
-        nproc: int,
         events: EventLog,
         say: Callable[[str], None],
         clock: Callable[[], float],
     ) -> None:
-        self.limits = limits
+        self.config = config
+        nnodes, nproc = config.nnodes, config.nproc_per_node
         self.say = say
         self.clock = clock
         self.roster = Roster(nnodes, nproc)
         self.rendezvous = Rendezvous(nnodes, nproc)
-        self.incidents = IncidentTracker(limits.max_incidents, events, say)
+        self.incidents = IncidentTracker(config.max_incidents, events, say)
         self.progress = ProgressReports(nnodes)
         self.high_water = NO_STEP
         self.target = NO_STEP
         self.origin = 0
         self.restarts = 0
         self.reenters_by_new_processes = ""
-        self.gather_by_s: float | None = clock() + limits.join_timeout_s
+        self.gather_by_s: float | None = clock() + config.join_timeout_s
         self.replace_at_s: float | None = None
         self.outcome: End | None = None
         self._phase = Phase.JOINING

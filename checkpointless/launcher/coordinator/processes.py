@@ -116,7 +116,7 @@ class Processes:
         if not job.reenters_by_new_processes:
             job.say(f"incident {incident.id}: {why}; new processes take over, now and at every further fault")
         job.reenters_by_new_processes, incident.handed_over = why, True
-        job.gather_by_s = job.clock() + job.limits.regroup_timeout_s
+        job.gather_by_s = job.clock() + job.config.regroup_timeout_s
         job.incidents.step_up(Rung.OWN_STATE, why)
         for node in job.roster.nodes:
             numbers = [rank.number for rank in entered if rank.node is node]

@@ -93,7 +93,7 @@ class Regrouping:
             for rank in self._roster.ranks:
                 if rank.state in IN_BLOCK:
                     self._roster.move(rank, RankState.LEAVING)
-        job.gather_by_s = job.clock() + job.limits.regroup_timeout_s
+        job.gather_by_s = job.clock() + job.config.regroup_timeout_s
         self._processes.ensure_store()
 
     def tick(self, now_s: float) -> None:
@@ -173,7 +173,7 @@ class Regrouping:
         job = self._job
         if job.phase is not Phase.RUNNING or generation != job.generation:
             return  # the other ranks have said so, and the job begins again
-        limit = job.limits.max_restarts
+        limit = job.config.max_restarts
         more = f"; the job was restarted {plural(limit, 'time')}" if limit else _NO_RESTARTS
         lost = Cause(CauseKind.LOSS, None, "lost", "hold the state no more", NO_STEP, reason)
         self._end_or_restart(lost, reason, f"{reason}{more}")
@@ -194,7 +194,7 @@ class Regrouping:
             why: what the restart is for, in one line.
             last_words: what the job says that ends.
         """
-        job, limit = self._job, self._job.limits.max_restarts
+        job, limit = self._job, self._job.config.max_restarts
         if job.restarts >= limit or job.outcome is not None:
             job.end(FAILED, *last_words)
             return
@@ -220,7 +220,7 @@ class Regrouping:
             self.fault(Cause(CauseKind.EXCEPTION, rank.number, "exit", "left the block", NO_STEP))
         self._roster.move(rank, RankState.READY)
         if job.gather_by_s is None:
-            job.gather_by_s = job.clock() + job.limits.heartbeat.limit_s
+            job.gather_by_s = job.clock() + job.config.heartbeat.limit_s
         self.begin_if_all_are_here()
         self.check_end()
 
@@ -251,7 +251,7 @@ class Regrouping:
             return
         names = "rank " + ", ".join(str(rank.number) for rank in late)
         began = job.generation >= 0
-        limit_s = job.limits.regroup_timeout_s if began else job.limits.heartbeat.limit_s
+        limit_s = job.config.regroup_timeout_s if began else job.config.heartbeat.limit_s
         if self._incidents.open is None:
             what = f"did not enter the block within {limit_s:g} s after the first rank did"
             cause = Cause(CauseKind.LOSS, late[0].number, "hang", what, NO_STEP)
@@ -271,7 +271,7 @@ class Regrouping:
 
     def _what_is_missing(self) -> str:
         """Return which node or store has not come in time; "" if only ranks are late, which can be replaced."""
-        limit_s, rendezvous = self._job.limits.regroup_timeout_s, self._job.rendezvous
+        limit_s, rendezvous = self._job.config.regroup_timeout_s, self._job.rendezvous
         if self._roster.lost:
             lost = self._roster.nodes[min(self._roster.lost)]
             return f"node {lost.index} was lost ({lost.lost}) and no other took its place within {limit_s:g} s"

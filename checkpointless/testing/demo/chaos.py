@@ -363,7 +363,7 @@ class Nursery:
             from checkpointless.recipes.runner import prepare_process
 
             prepare_process()
-        for name in ("checkpointless.launcher.agent.node_run", *trainer.preload()):
+        for name in ("torch.distributed", *trainer.preload()):
             importlib.import_module(name)
         import torch
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from checkpointless.launcher.agent.agent_process import AgentProcess
 from checkpointless.launcher.agent.launch_config import LaunchConfig
-from checkpointless.launcher.agent.rank_program import import_environment
+from checkpointless.launcher.agent.rank_environment import import_environment
 from checkpointless.launcher.agent.ranks.preload import preload, preloads_of
 from checkpointless.launcher.agent.ranks.rank_process import Script
 from checkpointless.observability.telemetry.steps import STEPS_DIR
@@ -91,11 +91,11 @@ def import_once(config: LaunchConfig, log: Path) -> LaunchConfig:
     names = preloads_of(script) if config.preload is None else config.preload
     with _printing_into(log):
         if config.cpu:
-            from checkpointless.launcher.agent.ranks.platforms import CPU, install_platform
+            from checkpointless.launcher.agent.ranks.preload import CPU, install_platform
 
             install_platform(CPU)
         preload(names, script)
-        importlib.import_module("checkpointless.launcher.agent.node_run")  # with torch, which takes longest
+        importlib.import_module("torch.distributed")  # of the agents; it takes longest
     return replace(config, preload=names, fork_here=True)
 
 

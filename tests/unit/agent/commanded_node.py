@@ -4,27 +4,37 @@ from __future__ import annotations
 
 import os
 import selectors
+import socket
 import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+from checkpointless.launcher.agent.launch_config import LaunchConfig
 from checkpointless.launcher.agent.node import NodeAgent
-from checkpointless.launcher.agent.ranks.device_check import DeviceCheck
+from checkpointless.launcher.agent.ranks.fork_server import (
+    Descriptors,
+    Exited,
+    ForkServer,
+    News,
+    Order,
+    Ready,
+    Started,
+)
 from checkpointless.launcher.agent.ranks.local_rank import LocalRank
 from checkpointless.launcher.agent.ranks.output import Printed
-from checkpointless.launcher.agent.ranks.starters import Descriptors, Exited, News, Order, Ready, Started, Starter
-from checkpointless.launcher.coordinator.hangs.policy import Heartbeat
 from checkpointless.launcher.protocol.board import Board
 from checkpointless.launcher.protocol.channel import LOOPBACK
 from checkpointless.launcher.protocol.node_messages import NodeMessage
 from checkpointless.observability.telemetry.events import EventLog
 
 
-class NoProcesses(Starter):
+class NoProcesses(ForkServer):
     """Starts nothing; the test says what its processes do."""
 
     def __init__(self) -> None:
+        self.readable, self._other = socket.socketpair()
         self.coming: list[News] = [Ready(True, (), 0.0)]
         self.signals: list[tuple[int, int]] = []
 
@@ -43,7 +53,9 @@ class NoProcesses(Starter):
         return found
 
     def close(self) -> None:
-        """Do nothing; nothing is left."""
+        """Close the sockets."""
+        self.readable.close()
+        self._other.close()
 
 
 class CommandedNode:
@@ -54,33 +66,40 @@ class CommandedNode:
         heartbeat_timeout_s: how long a rank may show no progress (None: without end).
         device_check: what is run before a rank is started again.
         clock: the agent's clock.
+        **more: further settings of the node.
     """
 
     def __init__(
         self,
         folder: Path,
         heartbeat_timeout_s: float | None = None,
-        device_check: DeviceCheck | None = None,
+        device_check: str = "",
         clock: Callable[[], float] = time.monotonic,
+        **more: Any,
     ) -> None:
         self.starter = NoProcesses()
         self.said: list[NodeMessage] = []
         self.printed: list[str] = []
         self.selector = selectors.DefaultSelector()
         self.agent = NodeAgent(
-            index=0,
-            heartbeat=Heartbeat.of(heartbeat_timeout_s),
+            LaunchConfig(
+                nproc_per_node=1,
+                script=__file__,
+                run_dir=folder,
+                heartbeat_timeout_s=heartbeat_timeout_s,
+                device_check=device_check,
+                **more,
+            ),
             address=lambda: LOOPBACK,
             report=self.said.append,
             selector=self.selector,
-            starter=self.starter,
-            fresh_starter=NoProcesses,
+            fork_server=self.starter,
+            bare_fork_server=NoProcesses,
             make_rank=lambda rank: LocalRank(rank, Board.create(rank), self._log(folder / f"rank-{rank}.log")),
             rank_env={},
             events=EventLog(None),
             say=self.printed.append,
             clock=clock,
-            device_check=device_check,
         )
 
     def _log(self, path: Path) -> Printed:

@@ -8,7 +8,7 @@ import pytest
 
 from checkpointless.launcher.agent.launch import launch
 from checkpointless.launcher.agent.launch_config import LaunchConfig
-from checkpointless.launcher.agent.ranks import platforms
+from checkpointless.launcher.agent.ranks import preload
 from checkpointless.observability.monitoring.snapshot import JobNames
 
 
@@ -18,9 +18,9 @@ def test_a_platform_that_is_not_installed_ends_the_run_in_one_line(
     def none(group: str, name: str) -> list[EntryPoint]:
         return []
 
-    monkeypatch.setattr(platforms, "entry_points", none)
+    monkeypatch.setattr(preload, "entry_points", none)
     said: list[str] = []
-    config = LaunchConfig(1, __file__, tmp_path / "run", preload=(), cpu=True)
+    config = LaunchConfig(nproc_per_node=1, script=__file__, run_dir=tmp_path / "run", preload=(), cpu=True)
     assert launch(config, said.append) == 1
     (line,) = said
     assert line.startswith("no installed package has the entry point 'cpu' in checkpointless.platforms")
@@ -38,7 +38,7 @@ def test_metrics_name_the_recipe_or_the_script(
         return 0
 
     monkeypatch.setattr("checkpointless.launcher.agent.launch._run", run)
-    config = LaunchConfig(1, __file__, tmp_path / "run", http_port=0, job=job)
+    config = LaunchConfig(nproc_per_node=1, script=__file__, run_dir=tmp_path / "run", http_port=0, job=job)
     assert launch(config, print) == 0
     assert names == [JobNames(named, str(tmp_path / "run"), __file__)]
     assert names[0].run == "run"

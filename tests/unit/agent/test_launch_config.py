@@ -5,14 +5,8 @@ from typing import Any
 
 import pytest
 
-from checkpointless.launcher.agent.launch_config import (
-    DEFAULT_PORT,
-    CoordinatorConfig,
-    LaunchConfig,
-    limits_of,
-    meeting_of,
-)
-from checkpointless.launcher.coordinator.hosting import Meeting
+from checkpointless.launcher.agent.launch_config import LaunchConfig
+from checkpointless.launcher.coordinator.job_config import DEFAULT_PORT, CoordinatorConfig
 
 TOKEN = "t" * 32
 
@@ -44,17 +38,20 @@ def test_a_wrong_value_is_refused(tmp_path: Path, change: dict[str, Any], said: 
 )
 def test_a_node_runs_the_ranks_of_its_number_and_a_spare_runs_none(tmp_path: Path, node: int, own: range) -> None:
     config = LaunchConfig(
-        2, __file__, tmp_path, nnodes=2, spares=1, node_rank=node, rdzv_endpoint="here", token=TOKEN
+        nproc_per_node=2,
+        script=__file__,
+        run_dir=tmp_path,
+        nnodes=2,
+        spares=1,
+        node_rank=node,
+        rdzv_endpoint="here",
+        token=TOKEN,
     )
     assert config.own_ranks == own
 
 
-def test_a_coordinator_of_its_own_meets_and_limits_as_one_in_an_agent_does(tmp_path: Path) -> None:
-    node = LaunchConfig(2, __file__, tmp_path, nnodes=3, rdzv_endpoint="[::1]:5", token=TOKEN, max_incidents=7)
-    alone = CoordinatorConfig(3, 2, "[::1]:5", TOKEN, max_incidents=7)
-    assert meeting_of(node) == meeting_of(alone) == Meeting(3, 2, "::1", 5, TOKEN, node.node_timeout_s)
-    assert limits_of(node) == limits_of(alone)
-
-
 def test_the_port_of_an_endpoint_without_one_is_that_of_torchrun() -> None:
-    assert CoordinatorConfig(2, 2, "node0", TOKEN).endpoint == ("node0", DEFAULT_PORT)
+    assert CoordinatorConfig(nnodes=2, nproc_per_node=2, rdzv_endpoint="node0", token=TOKEN).endpoint == (
+        "node0",
+        DEFAULT_PORT,
+    )

@@ -16,7 +16,7 @@ from checkpointless.cli import main, values
 from checkpointless.cli.commands import run
 from checkpointless.cli.torchrun import _ACCEPTED, _REFUSED
 from checkpointless.launcher.agent import launch as launch_module
-from checkpointless.launcher.agent.launch_config import LaunchConfig, limits_of
+from checkpointless.launcher.agent.launch_config import LaunchConfig
 
 VALUES = {"--rdzv-backend": "c10d", "--numa-binding": "node"}
 
@@ -85,7 +85,7 @@ def test_what_has_no_meaning_is_accepted_with_one_line(
 def test_restarts_of_the_whole_job_are_allowed(launched: list[LaunchConfig]) -> None:
     assert start("--standalone --nproc-per-node=2 --max-restarts=3") == 0
     assert start("") == 0
-    assert [limits_of(config).max_restarts for config in launched] == [3, 0]
+    assert [config.max_restarts for config in launched] == [3, 0]
     assert start("--max-restarts -1") == 2
 
 

@@ -243,7 +243,5 @@ def test_a_number_that_is_none_of_64_bits_is_refused(number: object) -> None:
 
 def test_another_version_of_the_protocol_is_refused_with_what_to_do() -> None:
     check_version(Challenge("nonce").version)
-    with pytest.raises(
-        ValueError, match=r"version 1 of the protocol.*install the same checkpointless on all nodes"
-    ):
+    with pytest.raises(ValueError, match=r"version 1 of .*install the same checkpointless on all nodes"):
         check_version(1)

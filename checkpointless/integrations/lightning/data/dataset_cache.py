@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from checkpointless.inprocess import HPCallWrapper, active_call_wrapper
-from checkpointless.inprocess.context import tell
+from checkpointless.inprocess.context import emit_event
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.system.patches import Patch, Patches
 from checkpointless.transfer.exchange import true_on_all
@@ -79,7 +79,7 @@ def _cached(original: Callable[[Any], list[Any]]) -> Callable[[Any], list[Any]]:
         if generation > 0:
             is_kept = true_on_all(found is not None)
             why = {} if is_kept else {"reason": "other arguments" if found is None and kept else "a new process"}
-            tell(EventName.DATASETS, kept=is_kept, seconds=time.monotonic() - began_s, **why)
+            emit_event(EventName.DATASETS, kept=is_kept, seconds=time.monotonic() - began_s, **why)
             if is_kept and found is not None:
                 found.generation = generation
                 return list(found.datasets)

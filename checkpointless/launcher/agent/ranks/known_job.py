@@ -10,7 +10,7 @@ from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.events import Edge, EventLog
 
 
-class KnownJob:
+class NodeJobState:
     """The job as the coordinator has told it to this node.
 
     Args:

@@ -11,6 +11,7 @@ import sys
 import sysconfig
 from collections.abc import Iterable
 from importlib.machinery import ModuleSpec, PathFinder
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
 from checkpointless.launcher.agent.ranks.rank_process import Script
@@ -147,3 +148,35 @@ def _places(spec: ModuleSpec) -> list[str]:
 def _in_site_packages(place: str) -> bool:
     paths = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), site.getusersitepackages()}
     return any(Path(place).is_relative_to(path) for path in {*paths, *site.getsitepackages()} if path)
+
+
+GROUP = "checkpointless.platforms"
+CPU = "cpu"
+
+
+class PlatformMissingError(RuntimeError):
+    """No installed package offers the platform; the message says what to do."""
+
+
+def find_platform(name: str) -> EntryPoint:
+    """Return the entry point of a platform, without loading it.
+
+    Raises:
+        PlatformMissingError: there is none.
+    """
+    for entry in entry_points(group=GROUP, name=name):
+        return entry
+    raise PlatformMissingError(
+        f"no installed package has the entry point {name!r} in {GROUP}: install checkpointless again "
+        "(pip install -e . in a clone)"
+    )
+
+
+def install_platform(name: str) -> None:
+    """Prepare this process for a platform.
+
+    Raises:
+        PlatformMissingError: no installed package offers it.
+        ImportError, AttributeError: its function does not exist.
+    """
+    find_platform(name).load()()

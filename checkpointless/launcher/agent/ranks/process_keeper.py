@@ -9,24 +9,51 @@ import socket
 import time
 from collections.abc import Callable
 
+import msgspec
+
 from checkpointless.launcher.agent.ranks.device_check import DeviceCheck, DeviceChecks
-from checkpointless.launcher.agent.ranks.known_job import KnownJob
-from checkpointless.launcher.agent.ranks.local_rank import LocalRank
-from checkpointless.launcher.agent.ranks.rank_link import RankLink
-from checkpointless.launcher.agent.ranks.rank_reports import RankReports
-from checkpointless.launcher.agent.ranks.starters import (
+from checkpointless.launcher.agent.ranks.fork_server import (
     Descriptors,
     Exited,
+    ForkServer,
+    ForkServerLostError,
     Order,
     Ready,
     Refused,
     Started,
-    Starter,
-    StarterLostError,
 )
-from checkpointless.launcher.protocol.causes import signal_name
-from checkpointless.launcher.protocol.messages import Ending, HandOver, ProtocolError
-from checkpointless.launcher.protocol.node_messages import Joined, NodeMessage, RankEnded, RankState, Spawn
+from checkpointless.launcher.agent.ranks.known_job import NodeJobState
+from checkpointless.launcher.agent.ranks.local_rank import EXIT_GRACE_S, LocalRank, RankLink
+from checkpointless.launcher.protocol.causes import Cause, CauseKind, signal_name
+from checkpointless.launcher.protocol.messages import (
+    Answer,
+    Barrier,
+    Done,
+    Ending,
+    FaultReport,
+    GiveUp,
+    HandOver,
+    Hello,
+    Inexact,
+    ProtocolError,
+    RankMessage,
+    Replace,
+)
+from checkpointless.launcher.protocol.node_messages import (
+    COUNTED,
+    IN_BLOCK,
+    Answered,
+    JobOver,
+    Joined,
+    NodeMessage,
+    RankDone,
+    RankEnded,
+    RankInexact,
+    RankReady,
+    RankState,
+    Spawn,
+    Trouble,
+)
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.wording import numbered
 from checkpointless.system.environment import FAULT_AT_ENV, INCARNATION_ENV, TORCHELASTIC_RUN_ID_ENV
@@ -42,8 +69,8 @@ class ProcessKeeper:
 
     Args:
         job: what this node knows of the job.
-        starter: starts the processes.
-        fresh_starter: makes the starter to use if the zygote must not be forked.
+        fork_server: starts the processes.
+        bare_fork_server: makes the one to use if what the first has imported must not be forked.
         make_rank: makes a rank, given its number, before its first process is started.
         rank_env: environment variables of every rank, besides those that the coordinator sends.
         selector: selector of the loop.
@@ -62,10 +89,10 @@ class ProcessKeeper:
 
     def __init__(
         self,
-        job: KnownJob,
+        job: NodeJobState,
         *,
-        starter: Starter,
-        fresh_starter: Callable[[], Starter],
+        fork_server: ForkServer,
+        bare_fork_server: Callable[[], ForkServer],
         make_rank: Callable[[int], LocalRank],
         rank_env: dict[str, str],
         selector: selectors.BaseSelector,
@@ -80,9 +107,9 @@ class ProcessKeeper:
         self.failures = 0
         self._job = job
         self._reports = RankReports(job, report, clock)
-        self._starter = starter
-        self._starter_lost = False
-        self._fresh_starter = fresh_starter
+        self._server = fork_server
+        self._server_lost = False
+        self._bare_server: Callable[[], ForkServer] | None = bare_fork_server
         self._make_rank = make_rank
         self._rank_env = rank_env
         self._selector = selector
@@ -94,8 +121,7 @@ class ProcessKeeper:
         self._next: dict[int, Spawn] = {}  # to be started when the living process of the rank has ended
         self._killed_at_s: dict[int, float] = {}  # by rank, while its process has not ended
         self._told_of: set[int] = set()  # signals that ranks have no handlers for
-        if starter.readable is not None:
-            selector.register(starter.readable, selectors.EVENT_READ, self.hear)
+        selector.register(fork_server.readable, selectors.EVENT_READ, self.hear)
 
     def alive(self) -> list[LocalRank]:
         """Return the ranks whose processes have not ended."""
@@ -103,35 +129,35 @@ class ProcessKeeper:
 
     def hear(self) -> None:
         """Take what has happened to processes and device checks since the last call."""
-        if self._starter_lost:
+        if self._server_lost:
             return
         for spawn in self._checks.passed():
             self._start(self.ranks[spawn.rank], spawn)
         if any(rank.link is None for rank in self.alive()):  # nobody else would say that it has ended
-            self._starter.ask()
-        self._hear_starter()
+            self._server.ask()
+        self._hear_server()
 
     def hear_ranks(self) -> None:
         """Take what the ranks have said until now."""
         for rank in self.ranks.values():
             self._hear_rank(rank)
 
-    def _hear_starter(self) -> None:
-        if self._starter_lost:
+    def _hear_server(self) -> None:
+        if self._server_lost:
             return
         try:
-            news = self._starter.news()
-        except StarterLostError as error:
-            self._starter_lost = True
-            self._unwatch_starter()
-            for rank in self.ranks.values():  # they died with the starter
+            news = self._server.news()
+        except ForkServerLostError as error:
+            self._server_lost = True
+            self._selector.unregister(self._server.readable)
+            for rank in self.ranks.values():  # they died with the fork server
                 rank.disconnect()
                 rank.state = RankState.GONE
             self._on_lost(str(error))
             return
         for item in news:
             if isinstance(item, Ready):
-                self._on_starter_ready(item)
+                self._on_server_ready(item)
                 continue
             rank = self.ranks[item.rank]
             if item.incarnation != rank.incarnation:
@@ -139,7 +165,7 @@ class ProcessKeeper:
             if isinstance(item, Started):
                 rank.pid = item.pid
                 if self._job.outcome is not None or rank.number in self._killed_at_s:
-                    self._starter.signal(item.pid, signal.SIGKILL)
+                    self._server.signal(item.pid, signal.SIGKILL)
             elif isinstance(item, Refused):
                 rank.disconnect()
                 rank.kill_at_s = None
@@ -185,7 +211,7 @@ class ProcessKeeper:
         if rank.incarnation > 0:
             job.emit(EventName.RESPAWN, "begin", rank=rank.number, incarnation=rank.incarnation)
         order = Order(rank.number, rank.incarnation, env)
-        self._starter.start(order, Descriptors(rank.log.begin(), theirs.fileno(), rank.board.fd))
+        self._server.start(order, Descriptors(rank.log.begin(), theirs.fileno(), rank.board.fd))
         theirs.close()
         rank.link = RankLink(rank.number, ours, self._selector, lambda: self._hear_rank(rank))
         rank.started_at_s = time.monotonic()
@@ -212,7 +238,7 @@ class ProcessKeeper:
             if self._checks.drop(rank.number):
                 rank.state = RankState.GONE
             elif rank.pid is not None:
-                self._starter.signal(rank.pid, number)
+                self._server.signal(rank.pid, number)
 
     def pass_on(self, number: int) -> None:
         """Send a signal to every process, but to one that would die of it only if it ends jobs."""
@@ -223,7 +249,7 @@ class ProcessKeeper:
             if number not in ENDING and is_default(rank.pid, number):
                 would_die.append(rank.number)
             else:
-                self._starter.signal(rank.pid, number)
+                self._server.signal(rank.pid, number)
         if would_die and number not in self._told_of:
             self._told_of.add(number)
             name, ranks = signal_name(number), numbered("rank", would_die)
@@ -241,7 +267,7 @@ class ProcessKeeper:
     def signal(self, rank: LocalRank, number: int) -> None:
         """Send a signal to a rank's process, if it has one."""
         if rank.pid is not None:
-            self._starter.signal(rank.pid, number)
+            self._server.signal(rank.pid, number)
 
     def kill(self, rank: LocalRank) -> None:
         """Kill the rank's process, as soon as its process ID is known."""
@@ -283,25 +309,26 @@ class ProcessKeeper:
     def close(self) -> None:
         """Kill and reap the remaining processes, and release all resources."""
         self._checks.close()
-        self._starter.close()
+        self._server.close()
         for rank in self.ranks.values():
             rank.close()
 
-    def _unwatch_starter(self) -> None:
-        if self._starter.readable is not None:
-            self._selector.unregister(self._starter.readable)
-
-    def _on_starter_ready(self, ready: Ready) -> None:
+    def _on_server_ready(self, ready: Ready) -> None:
         self._job.emit_preload(ready.seconds, ready.failed)
         if self._job.outcome is not None:
             return
         if not ready.can_fork:
+            self._selector.unregister(self._server.readable)
+            self._server.close()
+            if self._bare_server is None:
+                self._on_lost("CUDA is initialized in a process that has imported nothing for the job")
+                return
             self._say(
-                "a preloaded module has initialized CUDA, so ranks are started as new processes instead of forked"
+                "a preloaded module has initialized CUDA, so nothing is preloaded: each rank imports by itself"
             )
-            self._unwatch_starter()
-            self._starter.close()
-            self._starter = self._fresh_starter()
+            self._server, self._bare_server = self._bare_server(), None
+            self._selector.register(self._server.readable, selectors.EVENT_READ, self.hear)
+            return
         self.can_start = True
         self._report(Joined())
 
@@ -360,10 +387,108 @@ class ProcessKeeper:
 
     def _hear_rank(self, rank: LocalRank) -> None:
         if rank.pid is None:
-            self._hear_starter()  # which process this is, if both have spoken since the last look
+            self._hear_server()  # which process this is, if both have spoken since the last look
         try:
             self._reports.hear(rank)
         except ProtocolError as error:
             self._say(f"rank {rank.number} broke the protocol and is replaced: {error}")
             rank.disconnect()
             self.kill(rank)
+
+
+class RankReports:
+    """Reports what ranks say, as far as it is about the generation that this node knows of.
+
+    Args:
+        job: what this node knows of the job.
+        report: sends a message to the coordinator.
+        clock: clock of the times after which a process is killed.
+    """
+
+    def __init__(
+        self, job: NodeJobState, report: Callable[[NodeMessage], None], clock: Callable[[], float]
+    ) -> None:
+        self._job = job
+        self._report = report
+        self._clock = clock
+
+    def hear(self, rank: LocalRank) -> None:
+        """Take what the rank has said since the last call.
+
+        Raises:
+            ProtocolError: the rank does not keep to the protocol.
+        """
+        while rank.link is not None:
+            try:
+                messages = rank.link.receive()
+            except EOFError:
+                rank.disconnect()
+                if rank.state in COUNTED and self._job.outcome is None:
+                    rank.kill_at_s = self._clock() + EXIT_GRACE_S
+                return
+            if messages is None:
+                return
+            for message in messages:
+                if self._job.outcome is None:
+                    self._on_message(rank, message)
+
+    def _on_message(self, rank: LocalRank, message: RankMessage) -> None:
+        if isinstance(message, Hello):
+            self._on_hello(rank)
+        elif isinstance(message, Answer):
+            self._report(
+                Answered(
+                    message.id,
+                    rank.number,
+                    message.in_collective,
+                    message.stack,
+                    message.is_async,
+                    message.launched,
+                )
+            )
+        elif isinstance(message, GiveUp):
+            self._report(JobOver(message.reason, message.code, message.generation, message.is_lost))
+        elif isinstance(message, Replace):
+            self._on_replace(rank, message)
+        elif message.generation != self._job.generation or rank.state not in (*IN_BLOCK, RankState.LEAVING):
+            logger.info("rank %d: %s of generation %d is stale", rank.number, message.type, message.generation)
+        elif isinstance(message, FaultReport):
+            self._trouble(rank, msgspec.structs.replace(message.cause, rank=rank.number))
+        elif isinstance(message, Inexact):
+            self._report(RankInexact(rank.number, message.generation, message.reason))
+        elif isinstance(message, Barrier):
+            self._is_ready(rank, entered=True, unfit=message.unfit)
+        elif isinstance(message, Done) and rank.state is RankState.RUNNING:
+            rank.state = RankState.DONE
+            reading = rank.board.read()
+            self._report(RankDone(rank.number, message.generation, reading.committed, reading.making))
+
+    def _on_hello(self, rank: LocalRank) -> None:
+        if rank.state not in (RankState.STARTING, RankState.FINISHED):
+            logger.warning("rank %d said hello in the state %s", rank.number, rank.state.value)
+            return
+        if rank.incarnation > 0 and not rank.said_hello:
+            seconds = time.monotonic() - rank.started_at_s
+            incarnation = rank.incarnation
+            self._job.emit(EventName.RESPAWN, "end", rank=rank.number, seconds=seconds, incarnation=incarnation)
+        rank.said_hello = True
+        self._is_ready(rank)
+
+    def _on_replace(self, rank: LocalRank, message: Replace) -> None:
+        rank.forgiven, rank.handed_over = True, message.handed_over
+        rank.kill_at_s = self._clock() + EXIT_GRACE_S
+        if rank.state in IN_BLOCK:
+            step = rank.board.read().making
+            what = "asked to be replaced"
+            self._trouble(rank, Cause(CauseKind.LOSS, rank.number, "replace", what, step, message.reason))
+
+    def _is_ready(self, rank: LocalRank, *, entered: bool = False, unfit: str = "") -> None:
+        rank.state = RankState.READY
+        reading, pid = rank.board.read(), rank.pid or -1
+        self._report(
+            RankReady(rank.number, rank.incarnation, pid, reading.committed, reading.making, entered, unfit)
+        )
+
+    def _trouble(self, rank: LocalRank, cause: Cause) -> None:
+        reading = rank.board.read()
+        self._report(Trouble(self._job.generation, cause, reading.committed, reading.making))

@@ -1,12 +1,9 @@
-"""Sets up the process of a rank, then runs the user's script in it.
-
-``python -m checkpointless.launcher.agent.ranks.rank_process`` runs a rank in a fresh interpreter where forking is
-not possible.
-"""
+"""Sets up the process of a rank, then runs the user's script in it."""
 
 from __future__ import annotations
 
-import argparse
+import atexit
+import contextlib
 import ctypes
 import faulthandler
 import io
@@ -16,27 +13,32 @@ import os
 import runpy
 import signal
 import sys
+import threading
+import time
 import traceback
 import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from checkpointless.launcher.agent.ranks.platforms import install_platform
-from checkpointless.launcher.agent.ranks.script_end import DEFAULT_EXIT_GRACE_S, ScriptEnd
 from checkpointless.launcher.client.agent_client import AgentClient
 from checkpointless.launcher.protocol.board import Board
 from checkpointless.launcher.protocol.causes import exit_code
 from checkpointless.observability.telemetry.log_relay import LogRelay, apply_log_level, uninstall_relays
+from checkpointless.observability.telemetry.scribe import flush_all
 from checkpointless.observability.telemetry.tracebacks import is_first_with, without_own_frames
-from checkpointless.system import temp_folder
-from checkpointless.system.environment import AGENT_FD_ENV, BOARD_FD_ENV, EXIT_GRACE_ENV, RANK_ENV, own_generation
+from checkpointless.system.environment import EXIT_GRACE_ENV, RANK_ENV, own_generation, own_rank
+from checkpointless.system.idleness import Idleness, families
 from checkpointless.system.signals import STACKS_SIGNAL
+from checkpointless.system.threads import abandoned, waited_for
 
 logger = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1
 _ORPHAN_EXIT_CODE = 1
+DEFAULT_EXIT_GRACE_S = 30.0
+_SOON_S, _LATER_S = 0.5, 2.0  # from one look at idle threads to the next, in the first seconds and afterwards
+_ABANDONED_S = 2.0  # for threads that nobody needs any more
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ def run_script(script: Script) -> NoReturn:
     uninstall_relays()
     apply_log_level()
     faulthandler.register(STACKS_SIGNAL, file=2)
-    end = ScriptEnd(Board.from_environment(), float(os.environ.get(EXIT_GRACE_ENV, DEFAULT_EXIT_GRACE_S)))
+    board = Board.from_environment()
     name_process(f"ckpl-rank-{os.environ.get(RANK_ENV, '')}")
     LogRelay().install()
     for stream in (sys.stdout, sys.stderr):  # pipes; what a rank has printed must not be lost with it
@@ -97,15 +99,28 @@ def run_script(script: Script) -> NoReturn:
             stream.reconfigure(line_buffering=True)
     # A preloaded module that is run as the script was imported before, which is the purpose of preloading.
     warnings.filterwarnings("ignore", message=".*found in sys.modules after import", category=RuntimeWarning)
+    code = 1
     try:
-        _run(script, end)
+        code = _run(script, board)
+        _wait_for_threads(float(os.environ.get(EXIT_GRACE_ENV, DEFAULT_EXIT_GRACE_S)))
+        atexit._run_exitfuncs()
     except BaseException:  # noqa: BLE001 - the edge of the process
         traceback.print_exc()
-    end.finish()
+        code = code or 1
+    finally:  # the interpreter is not shut down: with large frameworks that takes longer than most recoveries
+        flush_all()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError, AttributeError):  # the script closed or replaced it
+                stream.flush()
+        os._exit(code)
 
 
-def _run(script: Script, end: ScriptEnd) -> None:
-    """Run the script; its end is noted while its variables live, for their destructors may hang."""
+def _run(script: Script, board: Board | None) -> int:
+    """Run the script and return its exit code, which is on the board while its variables live.
+
+    Their destructors may hang; the agent ends a process that is idle for too long after its script.
+    """
+    code = 0
     sys.argv = [script.target, *script.args]
     try:
         if script.module:
@@ -115,9 +130,50 @@ def _run(script: Script, end: ScriptEnd) -> None:
             sys.path[0] = str(Path(script.target).resolve().parent)
             _variables = runpy.run_path(script.target, run_name="__main__")
     except BaseException as error:  # noqa: BLE001 - as the interpreter does at its top
-        end.begin(_code_of(error))
-    else:
-        end.begin(0)
+        code = _code_of(error)
+    if board is not None:
+        board.set_exit_code(code)
+    return code
+
+
+def _wait_for_threads(limit_s: float) -> None:
+    """Wait for the threads that Python waits for, but not for those that are idle for too long.
+
+    A thread that an earlier entry of the block has left behind is waited for only as long as another one is.
+
+    Args:
+        limit_s: for how many seconds the process may wait and be idle.
+    """
+    executors = threading.Thread(target=_end_executors, daemon=True)
+    executors.start()
+    pid, began_s = os.getpid(), time.monotonic()
+    idleness = Idleness(began_s, lambda: families([pid])[pid], time.thread_time)
+    while executors.is_alive() or waited_for():
+        waited_s = time.monotonic() - began_s
+        needed = next(iter(waited_for() - abandoned()), executors)
+        pause_s = _SOON_S if waited_s < 2 * _ABANDONED_S else _LATER_S
+        if needed.is_alive():
+            needed.join(pause_s)
+        else:
+            time.sleep(pause_s)
+        idle_s, threads, useless = idleness.seconds(time.monotonic()), waited_for(), abandoned()
+        named = ", ".join(sorted(f"thread {each.name!r} (0x{each.ident or 0:016x})" for each in threads))
+        if threads and threads == useless and max(idle_s, waited_s - limit_s) >= min(_ABANDONED_S, limit_s):
+            why = f"ends without {named}, which an earlier entry of its block left behind"
+        elif threads and idle_s >= limit_s:
+            why = f"has been idle for {limit_s:g} s since its script ended (--exit-grace): it ends without {named}"
+            faulthandler.dump_traceback(2)
+        else:
+            continue
+        with contextlib.suppress(OSError):  # the script closed it
+            os.write(2, f"rank {own_rank()} {why}\n".encode())
+        return
+
+
+def _end_executors() -> None:
+    """Do what Python does first at its end: let the threads of executors finish what they were given."""
+    for call in reversed(threading._threading_atexits):  # type: ignore[attr-defined]
+        call()
 
 
 def _code_of(error: BaseException) -> int:
@@ -149,29 +205,3 @@ def _report(error: BaseException) -> None:
         if client is not None:
             rank = os.environ.get(RANK_ENV, "0")
             client.give_up(own_generation(), f"rank {rank} cannot run the script: {type(error).__name__}: {error}")
-
-
-def process_parser() -> argparse.ArgumentParser:
-    """Return what parses the options that the agent gives each process that is to run the script."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--parent", type=int, required=True)
-    parser.add_argument("--platform")
-    parser.add_argument("--script", type=Script.from_json, required=True)
-    parser.add_argument("--temp-folder", type=Path)
-    return parser
-
-
-def main() -> NoReturn:
-    """Run one rank in this interpreter."""
-    options = process_parser().parse_args()
-    die_with_parent(options.parent)
-    for name in (AGENT_FD_ENV, BOARD_FD_ENV):
-        os.set_inheritable(int(os.environ[name]), False)
-    temp_folder.use(options.temp_folder)
-    if options.platform is not None:
-        install_platform(options.platform)
-    run_script(options.script)
-
-
-if __name__ == "__main__":
-    main()

@@ -11,6 +11,7 @@ It adopts the orphans of ranks. When the agent ends, however it ends, all that r
 
 from __future__ import annotations
 
+import argparse
 import errno
 import gc
 import json
@@ -26,9 +27,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from checkpointless.launcher.agent.ranks.platforms import install_platform
-from checkpointless.launcher.agent.ranks.preload import preload, prepare
-from checkpointless.launcher.agent.ranks.rank_process import Script, die_with_parent, process_parser, run_script
+from checkpointless.launcher.agent.ranks.preload import install_platform, preload, prepare
+from checkpointless.launcher.agent.ranks.rank_process import Script, die_with_parent, run_script
 from checkpointless.system import temp_folder
 from checkpointless.system.environment import AGENT_FD_ENV, BOARD_FD_ENV, HANDOVER_ENV, RANK_ENV
 from checkpointless.system.process_tree import ProcessTree, adopt_orphans, kill_descendants
@@ -134,7 +134,7 @@ class Zygote:
             os.environ.update(env)
             os.environ[AGENT_FD_ENV] = str(agent)
             os.environ[BOARD_FD_ENV] = str(board)
-            _tell_rank(int(env[RANK_ENV]))
+            _set_lightnings_rank(int(env[RANK_ENV]))
             if "numpy" in sys.modules:
                 sys.modules["numpy"].random.seed()  # a fresh interpreter's state differs from rank to rank
             logging.getLogger().handlers.clear()  # the zygote's own handlers
@@ -186,8 +186,8 @@ class Zygote:
             time.sleep(0.005)
 
 
-def _tell_rank(rank: int) -> None:
-    """Tell Lightning the rank: it notes the rank when it is imported, and no rank was known then."""
+def _set_lightnings_rank(rank: int) -> None:
+    """Set the rank that Lightning noted when it was imported, when no rank was known."""
     module = sys.modules.get("lightning_utilities.core.rank_zero")
     if module is not None:
         module.rank_zero_only.rank = rank
@@ -201,7 +201,7 @@ def can_fork() -> bool:
     try:
         pid = os.fork()
     except OSError as error:  # the starts of ranks report it
-        logger.warning("no child can be asked whether CUDA works there: %s", error)
+        logger.warning("cannot fork a process to test CUDA: %s", error)
         return not torch.cuda.is_initialized()
     if pid == 0:
         os._exit(1 if torch.cuda._is_in_bad_fork() else 0)
@@ -215,7 +215,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Args:
         arguments: command-line arguments (default: those of this process).
     """
-    parser = process_parser()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--parent", type=int, required=True)
+    parser.add_argument("--platform")
+    parser.add_argument("--script", type=Script.from_json, required=True)
+    parser.add_argument("--temp-folder", type=Path)
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--preload", default="")
     options = parser.parse_args(arguments)

@@ -65,7 +65,7 @@ class Membership:
             node.back_by_s = roster.back_by_s.pop(index)
             node.joined, node.is_back = roster.nodes[index].joined, True
             node.tried = roster.nodes[index].tried
-            node.speaks_by_s = self._job.clock() + self._job.limits.regroup_timeout_s
+            node.speaks_by_s = self._job.clock() + self._job.config.regroup_timeout_s
             roster.put_in_place(node, index)
         elif not roster.nodes[index].lost:
             raise ValueError(f"node {index} is here already")
@@ -93,7 +93,7 @@ class Membership:
         if not self._comes_back(node):
             self.lose_for_good(node, reason, since_s)
         elif node.index not in roster.back_by_s:
-            by_s = node.back_by_s if node.is_back else job.clock() + job.limits.node_timeout_s
+            by_s = node.back_by_s if node.is_back else job.clock() + job.config.node_timeout_s
             roster.back_by_s[node.index] = by_s
             node.send, node.is_back = _drop, False
 
@@ -187,13 +187,13 @@ class Membership:
         if job.phase is Phase.JOINING:
             job.say(f"node {node.index} was lost before the job began ({reason})")
             if self._adoption or job.replace_at_s is not None:
-                job.replace_at_s = job.clock() + job.limits.node_timeout_s
+                job.replace_at_s = job.clock() + job.config.node_timeout_s
                 return  # its ranks may train, and it may come back
         else:
             cause = Cause(CauseKind.LOSS, None, "node", "was lost", making, reason, who=f"node {node.index}")
             self._regrouping.fault(cause, since_s)
             job.incidents.step_up(Rung.NODE, str(cause))
-            job.gather_by_s = job.clock() + job.limits.regroup_timeout_s
+            job.gather_by_s = job.clock() + job.config.regroup_timeout_s
             if job.rendezvous.host == node.index:
                 self._processes.ask_for_store()
         if job.outcome is None:

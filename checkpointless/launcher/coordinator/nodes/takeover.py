@@ -68,8 +68,8 @@ class Takeover:
             return
         now_s = job.clock()
         if not self._adoption:
-            job.gather_by_s = now_s + job.limits.regroup_timeout_s
-            job.replace_at_s = now_s + job.limits.node_timeout_s
+            job.gather_by_s = now_s + job.config.regroup_timeout_s
+            job.replace_at_s = now_s + job.config.node_timeout_s
         self._adoption.put(node, standing)
         self._membership.joined(node)
 

@@ -30,8 +30,12 @@ class CheckedNode(CommandedNode):
         self.later_s = 0.0
         path = folder / "check.sh"
         path.write_text(f"cd '{folder}'\n{script}\n")
-        check = DeviceCheck.of(f"sh '{path}'", timeout_s)
-        super().__init__(folder, device_check=check, clock=lambda: time.monotonic() + self.later_s)
+        super().__init__(
+            folder,
+            device_check=f"sh '{path}'",
+            clock=lambda: time.monotonic() + self.later_s,
+            device_check_timeout_s=timeout_s,
+        )
         self.until(lambda: self.agent.joined)
         self.spawn(0)
         self.until(lambda: self.is_started)
@@ -203,7 +207,7 @@ def test_a_check_that_cannot_be_run_any_more_says_nothing_of_the_device(tmp_path
     program = tmp_path / "check"
     program.write_text("#!/bin/sh\nexit 0\n")
     program.chmod(0o755)
-    node = CommandedNode(tmp_path, device_check=DeviceCheck.of(str(program), 60.0))
+    node = CommandedNode(tmp_path, device_check=str(program), device_check_timeout_s=60.0)
     node.tick()
     node.agent.obey(Spawn(0, 0, 0, "", {}))
     node.tick()

@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 
 from checkpointless.launcher.agent.ranks import known_job
-from checkpointless.launcher.agent.ranks.known_job import KnownJob
+from checkpointless.launcher.agent.ranks.known_job import NodeJobState
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.events import EVENTS_FILE, EventLog, flush_events, read_events
 
 
 def test_events_are_of_the_generation_and_the_incident_that_are_known(tmp_path: Path) -> None:
-    job = KnownJob(EventLog(tmp_path / EVENTS_FILE, node=0))
+    job = NodeJobState(EventLog(tmp_path / EVENTS_FILE, node=0))
     job.emit(EventName.NOTIFY, "begin")
     job.generation = 4
     job.interrupt("i7", 1.0)
@@ -23,7 +23,7 @@ def test_events_are_of_the_generation_and_the_incident_that_are_known(tmp_path: 
 
 def test_an_incident_that_this_node_was_not_told_of_begins_at_this_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(known_job.time, "monotonic", lambda: 50.0)
-    job = KnownJob(EventLog(None))
+    job = NodeJobState(EventLog(None))
     assert job.fault_at("i1") == 50.0
     job.interrupt("i1", 7.5)
     assert (job.fault_at("i1"), job.fault_at("i2")) == (7.5, 50.0)

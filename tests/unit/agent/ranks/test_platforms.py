@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from checkpointless.launcher.agent.ranks import platforms
-from checkpointless.launcher.agent.ranks.platforms import (
+from checkpointless.launcher.agent.ranks import preload
+from checkpointless.launcher.agent.ranks.preload import (
     CPU,
     GROUP,
     PlatformMissingError,
@@ -32,7 +32,7 @@ def test_the_cpu_platform_is_installed_as_the_project_says() -> None:
 
 def test_a_platform_is_loaded_and_called_once(monkeypatch: pytest.MonkeyPatch) -> None:
     entry = EntryPoint("mine", f"{__name__}:note_the_call", GROUP)
-    monkeypatch.setattr(platforms, "entry_points", lambda group, name: [entry] if name == "mine" else [])
+    monkeypatch.setattr(preload, "entry_points", lambda group, name: [entry] if name == "mine" else [])
     called.clear()
     install_platform("mine")
     assert called == ["here"]

@@ -6,50 +6,25 @@ import errno
 import os
 import subprocess
 import sys
-from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from checkpointless.launcher.agent.ranks import starters
-from checkpointless.launcher.agent.ranks.rank_process import Script
-from checkpointless.launcher.agent.ranks.starters import Descriptors, FreshStarter, Order, Refused
-from checkpointless.launcher.protocol.board import Board
+from checkpointless.launcher.agent.ranks.fork_server import Refused
 from checkpointless.launcher.protocol.node_messages import RankEnded, Spawn
-from checkpointless.system import process_tree
 from checkpointless.system.process_tree import wait_for_killed
-from tests.descriptors import descriptors
 from tests.unit.agent.commanded_node import CommandedNode
-
-# --- interpreters
-
-
-@pytest.fixture
-def fresh(tmp_path: Path) -> FreshStarter:
-    (tmp_path / "train.py").write_text("print('trained')")
-    return FreshStarter(Script(str(tmp_path / "train.py")), None, None)
 
 
 @pytest.mark.parametrize(
     ("number", "what_to_do"),
     [(errno.EAGAIN, "pids.max"), (errno.ENOMEM, "memory.max"), (errno.EMFILE, "ulimit -n"), (errno.EACCES, "")],
 )
-def test_an_interpreter_that_is_refused_is_reported_with_what_to_do(
-    fresh: FreshStarter, monkeypatch: pytest.MonkeyPatch, number: int, what_to_do: str
-) -> None:
-    def refuse(*_: Any, **__: Any) -> None:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(starters.subprocess, "Popen", refuse)
-    with open(os.devnull, "r+b") as null, closing(Board.create(0)) as board:
-        fresh.start(Order(3, 7, {}), Descriptors(null.fileno(), null.fileno(), board.fd))
-    (refused,) = fresh.news()
-    assert isinstance(refused, Refused)
+def test_a_process_that_is_refused_is_reported_with_what_to_do(number: int, what_to_do: str) -> None:
+    refused = Refused.by(number, 3, 7)
     assert (refused.rank, refused.incarnation) == (3, 7)
     assert refused.why.startswith(os.strerror(number))
     assert what_to_do in refused.why
-    fresh.close()
 
 
 # --- the agent
@@ -80,28 +55,3 @@ def test_a_child_that_does_not_end_in_time_is_left(
         assert f"process {process.pid} was killed, but has not ended within 0.1 s" in caplog.text
         process.kill()
         assert wait_for_killed(process, 60) == -9
-
-
-def test_an_interpreter_that_the_kernel_holds_does_not_keep_the_rest_from_being_closed(
-    tmp_path: Path, fresh: FreshStarter, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As one that waits for a disk or a driver: SIGKILL takes effect when it comes back."""
-    before = descriptors()
-    with open(os.devnull, "r+b") as null, closing(Board.create(0)) as board:
-        for rank in range(2):
-            fresh.start(Order(rank, 0, {"RANK": str(rank)}), Descriptors(null.fileno(), null.fileno(), board.fd))
-    held = [process for _, process, _ in fresh._processes.values()]
-    waits: list[float] = []
-
-    def wait(timeout: float) -> int:
-        waits.append(timeout)
-        raise subprocess.TimeoutExpired("held", timeout)
-
-    for each in held:
-        monkeypatch.setattr(each, "wait", wait)
-    fresh.close()
-    assert len(waits) == 2
-    assert descriptors() <= before
-    monkeypatch.undo()
-    assert [each.wait(60) for each in held] == [-9, -9]
-    assert process_tree.wait_for_killed(held[0], 1) == -9

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpointless.launcher.agent.ranks.sinks import FILES, LineCopy, LogFile, write_all
+from checkpointless.launcher.agent.ranks.output import FILES, LineCopy, LogFile, write_all
 
 MOST = 4000
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
-from checkpointless.launcher.coordinator.hangs.policy import Heartbeat
 from checkpointless.launcher.coordinator.job import Phase
 from checkpointless.launcher.protocol.node_messages import (
     Answered,
@@ -132,7 +131,7 @@ def test_a_node_that_has_not_spoken_of_its_ranks_since_does_not_accuse_them() ->
 
 @pytest.mark.parametrize("ranks", [(0, 1, 2, 3), (1, 2), (2, 3)])
 def test_a_stall_that_many_share_is_waited_for_and_told(ranks: tuple[int, ...]) -> None:
-    job = Job(heartbeat=Heartbeat.of(None)).begin()
+    job = Job(heartbeat_timeout_s=None).begin()
     longest(job, 1000)
     job.sent.clear()
     for age_s in range(28, 120):
@@ -148,7 +147,7 @@ def test_a_stall_that_many_share_is_waited_for_and_told(ranks: tuple[int, ...]) 
 
 
 def test_a_shared_stall_beyond_the_ceiling_is_an_incident_in_which_nobody_is_killed() -> None:
-    job = Job(heartbeat=Heartbeat.of(None)).begin()
+    job = Job(heartbeat_timeout_s=None).begin()
     longest(job, 1000)
     for age_s in range(30, 610):
         job.later_s += 1.0

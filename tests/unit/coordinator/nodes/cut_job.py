@@ -6,9 +6,8 @@ import random
 from collections import deque
 
 from checkpointless.launcher.coordinator.coordinator import Coordinator
-from checkpointless.launcher.coordinator.hangs.policy import Heartbeat
 from checkpointless.launcher.coordinator.job import Phase
-from checkpointless.launcher.coordinator.limits import Limits
+from checkpointless.launcher.coordinator.job_config import JobConfig
 from checkpointless.launcher.coordinator.roster import Node
 from checkpointless.launcher.protocol.messages import FaultNotice
 from checkpointless.launcher.protocol.node_messages import (
@@ -325,9 +324,12 @@ class CutJob:
 
     def _new_coordinator(self) -> Coordinator:
         return Coordinator(
-            Limits(Heartbeat.of(HEARTBEAT_S), REGROUP_S, None),
-            nnodes=len(self.agents),
-            nproc=NPROC,
+            JobConfig(
+                nproc_per_node=NPROC,
+                nnodes=len(self.agents),
+                heartbeat_timeout_s=HEARTBEAT_S,
+                regroup_timeout_s=REGROUP_S,
+            ),
             events=EventLog(None),
             say=lambda line: self.story.append(f"  {line}"),
             clock=lambda: self.now_s,

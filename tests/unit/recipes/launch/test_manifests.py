@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from kubeflow_trainer_api import models
 
-from checkpointless.launcher.agent.launch_config import DEFAULT_PORT
+from checkpointless.launcher.coordinator.job_config import DEFAULT_PORT
 from checkpointless.system.environment import TOKEN_ENV
 from tests.ports import free_port
 from tests.unit.recipes.launch.manifests import POD_FILES, container_of, env_of, job_of, loaded, script_of, set_of

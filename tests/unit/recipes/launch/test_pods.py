@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from checkpointless.cli.commands import coordinator as coordinator_command
-from checkpointless.launcher.agent.launch_config import DEFAULT_PORT
+from checkpointless.launcher.coordinator.job_config import DEFAULT_PORT
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.events import EVENTS_FILE, EventLog
 from checkpointless.observability.telemetry.scribe import scribe

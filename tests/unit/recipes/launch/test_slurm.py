@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from checkpointless.cli.commands import coordinator as coordinator_command
-from checkpointless.launcher.agent.launch_config import DEFAULT_PORT
+from checkpointless.launcher.coordinator.job_config import DEFAULT_PORT
 from tests.unit.recipes.launch.batch import coordinated, run_changed_sbatch, run_sbatch, sbatch_environment
 from tests.unit.recipes.launch.manifests import SBATCH
 from tests.unit.recipes.launch.pod import options_of

@@ -1,8 +1,7 @@
-"""The two ways to start the processes of ranks: a zygote that forks them, or an interpreter for each."""
+"""The agent's side of the fork server (:mod:`~checkpointless.launcher.agent.ranks.zygote`), which starts the ranks."""
 
 from __future__ import annotations
 
-import abc
 import errno
 import json
 import logging
@@ -11,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +18,7 @@ from typing import Any, TypeAlias
 
 from checkpointless.launcher.agent.ranks.rank_process import Script
 from checkpointless.system.awake_clock import AwakeClock
-from checkpointless.system.environment import AGENT_FD_ENV, BOARD_FD_ENV, RANK_ENV
+from checkpointless.system.environment import RANK_ENV
 from checkpointless.system.forked_process import ForkedProcess
 from checkpointless.system.process_state import ProcessLook, state_of
 from checkpointless.system.process_tree import ProcessTree, kill_descendants, wait_for_killed
@@ -114,52 +112,18 @@ class Ready:
 News: TypeAlias = Started | Refused | Exited | Ready
 
 
-class StarterLostError(RuntimeError):
+class ForkServerLostError(RuntimeError):
     """The process that starts ranks has ended."""
 
 
-class Starter(abc.ABC):
-    """Starts, signals and reaps the processes of ranks.
-
-    Attributes:
-        readable: socket that becomes readable when there is news; None if the caller has to poll :meth:`news`.
-    """
-
-    readable: socket.socket | None = None
-
-    @abc.abstractmethod
-    def start(self, order: Order, descriptors: Descriptors) -> None:
-        """Start one process; :class:`Started` follows, or :class:`Refused`."""
-
-    @abc.abstractmethod
-    def signal(self, pid: int, number: int) -> None:
-        """Send a signal to a rank; SIGKILL also goes to its children. A rank that has ended is left alone."""
-
-    @abc.abstractmethod
-    def ask(self) -> None:
-        """Find out whether ranks are still watched; :meth:`news` raises if they are not."""
-
-    @abc.abstractmethod
-    def news(self) -> list[News]:
-        """Return what happened since the last call, without blocking.
-
-        Raises:
-            StarterLostError: no process can be started any more.
-        """
-
-    @abc.abstractmethod
-    def close(self) -> None:
-        """Kill and reap every remaining process, in bounded time."""
-
-
-class ZygoteStarter(Starter):
-    """Has a zygote fork the ranks.
+class ForkServer:
+    """Starts, signals and reaps the processes of ranks, which a zygote forks.
 
     Args:
         script: what the ranks run.
         preload: names that the zygote imports.
         platform: name of the platform that the zygote installs after the imports
-            (:mod:`checkpointless.launcher.agent.ranks.platforms`); None: none.
+            (:mod:`checkpointless.launcher.agent.ranks.preload`); None: none.
         env: environment variables of the zygote, on top of this process's environment.
         log: descriptor that the zygote's own output goes to; it is only lent.
         folder: folder in which the ranks keep their sockets (:mod:`checkpointless.system.temp_folder`).
@@ -167,6 +131,9 @@ class ZygoteStarter(Starter):
             an interpreter; this process must have one thread and no CUDA context.
         clock: clock of the time in which the zygote must answer; it should stand still while this process does.
         close: descriptors that a zygote which is forked from this process closes.
+
+    Attributes:
+        readable: socket that becomes readable when there is news.
     """
 
     def __init__(
@@ -217,6 +184,7 @@ class ZygoteStarter(Starter):
         self._heard_s = self._clock()  # or when the first request was made that is not answered
 
     def start(self, order: Order, descriptors: Descriptors) -> None:
+        """Start one process; :class:`Started` follows, or :class:`Refused`."""
         request = {
             "type": "start",
             "rank": order.rank,
@@ -226,13 +194,20 @@ class ZygoteStarter(Starter):
         self._request(request, [descriptors.log, descriptors.agent, descriptors.board])
 
     def signal(self, pid: int, number: int) -> None:
+        """Send a signal to a rank; SIGKILL also goes to its children. A rank that has ended is left alone."""
         self._request({"type": "signal", "pid": pid, "signal": int(number)}, [])
 
     def ask(self) -> None:
+        """Find out whether ranks are still watched; :meth:`news` raises if they are not."""
         if not self._unanswered and self._clock() - self._heard_s > _ASK_EVERY_S:
             self._request({"type": "ping"}, [])
 
     def news(self) -> list[News]:
+        """Return what happened since the last call, without blocking.
+
+        Raises:
+            ForkServerLostError: no process can be started any more.
+        """
         found: list[News] = []
         while True:
             try:
@@ -253,13 +228,14 @@ class ZygoteStarter(Starter):
         if not found and self._unanswered and self._clock() - self._heard_s > ANSWER_LIMIT_S:
             look = ProcessLook.at(self.process.pid)
             self._kill()
-            raise StarterLostError(
-                f"the process that starts ranks has not answered for {ANSWER_LIMIT_S:g} s "
+            raise ForkServerLostError(
+                f"the fork server has not answered for {ANSWER_LIMIT_S:g} s "
                 f"({state_of(look, look, 0.0).value}), and was killed with the ranks"
             )
         return found
 
     def close(self) -> None:
+        """Kill and reap every remaining process, in bounded time."""
         self._connection.close()
         for _, descriptors in self._queue:
             for descriptor in descriptors:
@@ -321,13 +297,13 @@ class ZygoteStarter(Starter):
         self._pids.discard(body["pid"])
         return Exited(body["rank"], body["incarnation"], body["pid"], body["code"])
 
-    def _lost(self) -> StarterLostError:
+    def _lost(self) -> ForkServerLostError:
         try:
             code = self.process.wait(1)
         except subprocess.TimeoutExpired:
-            return StarterLostError("the process that starts ranks hung up")
+            return ForkServerLostError("the fork server hung up")
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-        return StarterLostError(f"the process that starts ranks {how}")
+        return ForkServerLostError(f"the fork server {how}")
 
 
 def zygote_in_this_process(arguments: Sequence[str], env: Mapping[str, str]) -> None:
@@ -347,74 +323,3 @@ def zygote_env(env: Mapping[str, str]) -> dict[str, str]:
     Libraries check whether that rank is 0 when they are imported.
     """
     return {**{name: value for name, value in os.environ.items() if name != RANK_ENV}, **env}
-
-
-class FreshStarter(Starter):
-    """Starts every rank in a separate interpreter.
-
-    Args:
-        script: what the ranks run.
-        platform: name of the platform that a rank installs before the script
-            (:mod:`checkpointless.launcher.agent.ranks.platforms`); None: none.
-        folder: folder in which the ranks keep their sockets (:mod:`checkpointless.system.temp_folder`).
-    """
-
-    def __init__(self, script: Script, platform: str | None, folder: Path | None) -> None:
-        self._command = [sys.executable, "-m", "checkpointless.launcher.agent.ranks.rank_process"]
-        self._command += ["--parent", str(os.getpid()), "--script", script.to_json()]
-        if folder is not None:
-            self._command += ["--temp-folder", str(folder)]
-        self._folder = folder
-        if platform is not None:
-            self._command += ["--platform", platform]
-        self._processes: dict[int, tuple[Order, subprocess.Popen[bytes], ProcessTree]] = {}
-        self._news: list[News] = []
-
-    def start(self, order: Order, descriptors: Descriptors) -> None:
-        inherited = {AGENT_FD_ENV: str(descriptors.agent), BOARD_FD_ENV: str(descriptors.board)}
-        try:
-            process = subprocess.Popen(
-                self._command,
-                env={**os.environ, **order.env, **inherited},
-                stdin=subprocess.DEVNULL,
-                stdout=descriptors.log,
-                stderr=descriptors.log,
-                pass_fds=[descriptors.agent, descriptors.board],
-                start_new_session=True,
-            )
-        except OSError as error:
-            self._news.append(Refused.by(error.errno or errno.EIO, order.rank, order.incarnation))
-            return
-        self._processes[process.pid] = (order, process, ProcessTree(process.pid, self._folder))
-        self._news.append(Started(order.rank, order.incarnation, process.pid))
-
-    def signal(self, pid: int, number: int) -> None:
-        if pid not in self._processes:
-            return
-        if number == signal.SIGKILL:
-            self._processes[pid][2].kill()
-        else:
-            os.kill(pid, number)
-
-    def ask(self) -> None:
-        return  # this process watches them itself
-
-    def news(self) -> list[News]:
-        for pid, (order, process, tree) in list(self._processes.items()):
-            if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-                continue
-            tree.kill()
-            self._news.append(Exited(order.rank, order.incarnation, pid, process.wait()))
-            tree.clean()
-            del self._processes[pid]
-        found, self._news = self._news, []
-        return found
-
-    def close(self) -> None:
-        for _, _, tree in self._processes.values():
-            tree.kill()
-        deadline = time.monotonic() + _CLOSE_TIMEOUT_S
-        for _, process, tree in self._processes.values():
-            wait_for_killed(process, max(0.1, deadline - time.monotonic()))
-            tree.clean()
-        self._processes.clear()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from checkpointless.launcher.agent.launch_config import LaunchConfig
-from checkpointless.launcher.agent.rank_program import rank_environment
+from checkpointless.launcher.agent.rank_environment import rank_environment
 
 OLDER = "TORCH_NCCL_TRACE_BUFFER_SIZE"
 TRACES, NO_LINES = "TORCH_SHOW_CPP_STACKTRACES", "TORCH_DISABLE_ADDR2LINE"
@@ -30,7 +30,7 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def environment(run_dir: Path, nproc: int = 1, **more: Any) -> dict[str, str]:
     """Return what is set besides what every rank gets."""
-    found = rank_environment(LaunchConfig(nproc, __file__, run_dir, **more))
+    found = rank_environment(LaunchConfig(nproc_per_node=nproc, script=__file__, run_dir=run_dir, **more))
     assert found.pop("CHECKPOINTLESS_RUN_DIR") == str(run_dir)
     assert found.pop("PYTHONUNBUFFERED") == "1"
     assert found.pop("CHECKPOINTLESS_EXIT_GRACE") == "30"
@@ -43,7 +43,9 @@ def test_an_import_that_asks_for_a_gpu_does_not_initialise_cuda_unless_the_user_
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "0")
-    assert "PYTORCH_NVML_BASED_CUDA_CHECK" not in rank_environment(LaunchConfig(1, __file__, run_dir))
+    assert "PYTORCH_NVML_BASED_CUDA_CHECK" not in rank_environment(
+        LaunchConfig(nproc_per_node=1, script=__file__, run_dir=run_dir)
+    )
 
 
 def test_one_rank_that_is_asked_for_nothing_gets_nothing_more(run_dir: Path) -> None:

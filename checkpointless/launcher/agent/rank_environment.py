@@ -1,4 +1,4 @@
-"""What the ranks of a node run, with which environment variables, and what starts them."""
+"""The environment variables that an agent gives its ranks."""
 
 from __future__ import annotations
 
@@ -7,11 +7,6 @@ import os
 from pathlib import Path
 
 from checkpointless.launcher.agent.launch_config import LaunchConfig
-from checkpointless.launcher.agent.ranks.output import Output
-from checkpointless.launcher.agent.ranks.platforms import CPU, find_platform
-from checkpointless.launcher.agent.ranks.preload import preloads_of
-from checkpointless.launcher.agent.ranks.rank_process import Script
-from checkpointless.launcher.agent.ranks.starters import FreshStarter, ZygoteStarter
 from checkpointless.system.environment import (
     AGENT_PID_ENV,
     CPU_ENV,
@@ -32,70 +27,17 @@ from checkpointless.system.environment import (
 )
 
 
-class RankProgram:
-    """What every rank of a node runs.
-
-    Args:
-        config: what to run on the node.
-        folder: folder in which the ranks keep their sockets (:mod:`checkpointless.system.temp_folder`).
-        handover: folder in shared memory for the state that a process hands to its successor.
-
-    Attributes:
-        environment: environment variables of every rank, besides those that the coordinator sends.
-    """
-
-    def __init__(self, config: LaunchConfig, folder: Path | None, handover: Path | None = None) -> None:
-        self.environment = rank_environment(config)
-        if handover is not None:
-            self.environment[HANDOVER_ENV] = str(handover)
-        self._config = config
-        self._folder = folder
-        self._script = Script(config.script, tuple(config.script_args), config.module)
-        self._platform = CPU if config.cpu else None
-
-    def check(self) -> None:
-        """Check what the ranks need and what only an installation has.
-
-        Raises:
-            PlatformMissingError: no installed package offers the platform that is asked for.
-        """
-        if self._platform is not None:
-            find_platform(self._platform)
-
-    def zygote(self, output: Output) -> ZygoteStarter:
-        """Start a zygote that forks the ranks.
-
-        Args:
-            output: takes what it prints.
-        """
-        return ZygoteStarter(
-            self._script,
-            preload=self._preload(),
-            platform=self._platform,
-            env=self.environment,
-            log=output.fork_server.begin(),
-            close=output.descriptors(),
-            folder=self._folder,
-            fork_here=self._config.fork_here,
-        )
-
-    def interpreters(self) -> FreshStarter:
-        """Return what starts each rank in an interpreter of its own."""
-        return FreshStarter(self._script, self._platform, self._folder)
-
-    def _preload(self) -> tuple[str, ...]:
-        preload = self._config.preload
-        return preloads_of(self._script) if preload is None else preload
-
-
-def rank_environment(config: LaunchConfig) -> dict[str, str]:
+def rank_environment(config: LaunchConfig, handover: Path | None = None) -> dict[str, str]:
     """Return the environment variables that are the same for every rank of the node and for its zygote.
 
     Args:
         config: what to run on the node; its ``extra_env`` wins over what is set here.
+        handover: folder in shared memory for the state that a process hands to its successor.
     """
     env = {RUN_DIR_ENV: str(config.run_dir.resolve()), PYTHONUNBUFFERED_ENV: YES}
     env[EXIT_GRACE_ENV] = f"{config.exit_grace_s:g}"
+    if handover is not None:
+        env[HANDOVER_ENV] = str(handover)
     env |= import_environment(config.nproc_per_node, config.cpu)
     asked = {**os.environ, **config.extra_env}
     is_sized = TORCH_FR_BUFFER_SIZE_ENV in asked or TORCH_NCCL_TRACE_BUFFER_SIZE_ENV in asked

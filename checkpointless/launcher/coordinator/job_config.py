@@ -1,0 +1,103 @@
+"""What is asked of a job as a whole: its nodes, where they meet, and the limits on ranks, nodes and incidents."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from checkpointless.launcher.coordinator.hangs.policy import Heartbeat
+from checkpointless.launcher.protocol.handshake import check_token
+
+DEFAULT_PORT = 29400  # torchrun's default
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobConfig:
+    """What all nodes of a job, and its coordinator, are asked for.
+
+    Attributes:
+        nproc_per_node: number of ranks on each node.
+        nnodes: how many nodes train.
+        rdzv_endpoint: ``HOST[:PORT]`` of the coordinator, as all nodes reach it; required if there are several
+            nodes. Node 0 coordinates, unless HOST is not its own address or ``checkpointless coordinator`` listens
+            there.
+        token: secret that only the agents of this job know; required if there are several nodes.
+        run_dir: directory for events and logs; None: no events are written.
+        heartbeat_timeout_s: how many seconds a rank in its block may show no progress (None: within a step, ten
+            times the longest silence of any rank so far, from 30 s to 10 minutes; elsewhere three times the longest
+            pause so far, but at least 10 minutes).
+        regroup_timeout_s: how many seconds ranks may take to reach the barrier of an incident.
+        max_incidents: how many incidents the job may recover from (None: any number).
+        max_restarts: how often the whole job may begin again, from the script's own checkpoint, where it would end.
+        node_timeout_s: after how many seconds of silence a node counts as lost, and how many seconds the nodes of a
+            running job may take to find a new coordinator.
+        join_timeout_s: how many seconds to try to reach the coordinator, and how many seconds the coordinator waits
+            for all nodes.
+        http_port: port on which health, status and metrics are served over HTTP (0: any free port; None: they are
+            not served).
+        http_host: address to which the HTTP port is bound.
+
+    Raises:
+        ValueError: a value is out of range.
+    """
+
+    nproc_per_node: int
+    nnodes: int = 1
+    rdzv_endpoint: str = ""
+    token: str = field(default="", repr=False)
+    run_dir: Path | None = None
+    heartbeat_timeout_s: float | None = None
+    regroup_timeout_s: float = 120.0
+    max_incidents: int | None = None
+    max_restarts: int = 0
+    node_timeout_s: float = 10.0
+    join_timeout_s: float = 600.0
+    http_port: int | None = None
+    http_host: str = "127.0.0.1"
+
+    def __post_init__(self) -> None:
+        if self.http_port is not None and not 0 <= self.http_port < 65536:
+            raise ValueError(f"the HTTP port must be from 0 to 65535, not {self.http_port}")
+
+    @property
+    def heartbeat(self) -> Heartbeat:
+        """How long a rank in its block may show no progress."""
+        return Heartbeat.of(self.heartbeat_timeout_s)
+
+    @property
+    def endpoint(self) -> tuple[str, int]:
+        """Address and port of the coordinator.
+
+        Raises:
+            ValueError: ``rdzv_endpoint`` is not ``HOST[:PORT]``.
+        """
+        host, colon, port = self.rdzv_endpoint.rpartition(":")
+        if not colon:
+            host, port = port, str(DEFAULT_PORT)
+        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+            raise ValueError(f"the rendezvous endpoint must be HOST[:PORT], not {self.rdzv_endpoint!r}")
+        return host.strip("[]"), int(port)
+
+    def check_meeting(self) -> None:
+        """Check that several nodes can meet.
+
+        Raises:
+            ValueError: the endpoint or the token is invalid.
+        """
+        if not self.rdzv_endpoint:
+            raise ValueError("several nodes need --rdzv-endpoint HOST[:PORT], where HOST is node 0 for all of them")
+        check_token(self.token)
+        _ = self.endpoint
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoordinatorConfig(JobConfig):
+    """What to coordinate from a separate process.
+
+    Raises:
+        ValueError: the endpoint, the token or the port is invalid.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_meeting()
