@@ -1,4 +1,4 @@
-"""The agent's side of the fork server (:mod:`~checkpointless.launcher.agent.ranks.zygote`), which starts the ranks."""
+"""The agent's side of the fork server (:mod:`.zygote`), which starts the ranks."""
 
 from __future__ import annotations
 
