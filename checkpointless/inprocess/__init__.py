@@ -8,11 +8,11 @@ from checkpointless.inprocess.abort import (
     Abort,
     AbortTransformerEngine,
     CheckpointlessAbortManager,
+    Compose,
     HPAbortTorchDistributed,
     HPCheckpointingAbort,
     HPDataLoaderAbort,
 )
-from checkpointless.inprocess.compose import Compose
 from checkpointless.inprocess.exceptions import (
     HealthCheckError,
     InternalError,
@@ -21,9 +21,9 @@ from checkpointless.inprocess.exceptions import (
     UnrecoverableError,
 )
 from checkpointless.inprocess.finalize import CheckpointlessFinalizeCleanup, Finalize
+from checkpointless.inprocess.generation import HPState
 from checkpointless.inprocess.health_check import CudaHealthCheck, HealthCheck
 from checkpointless.inprocess.parameter_update_lock import ParameterUpdateLock
-from checkpointless.inprocess.state import HPState
 from checkpointless.inprocess.wrap import HPCallWrapper, HPWrapper, active_call_wrapper
 
 __all__ = [

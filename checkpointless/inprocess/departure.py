@@ -14,13 +14,12 @@ from typing import NoReturn
 
 import torch
 
-from checkpointless.inprocess.block.main_thread import MainThread
 from checkpointless.inprocess.communicators.process_groups import process_groups
 from checkpointless.inprocess.deadline import bounded
 from checkpointless.inprocess.exceptions import line_of
-from checkpointless.inprocess.generation import Generation
+from checkpointless.inprocess.generation import Generation, HPState
+from checkpointless.inprocess.main_thread import MainThread
 from checkpointless.inprocess.parameter_update_lock import ParameterUpdateLock
-from checkpointless.inprocess.state import HPState
 from checkpointless.launcher.client import FaultNotice, RankClient
 from checkpointless.launcher.protocol.messages import Answer
 from checkpointless.observability.telemetry.event_names import EventName

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from checkpointless.inprocess.state import HPState
+from checkpointless.inprocess.generation import HPState
 from checkpointless.system.environment import RANK_ENV
 
 logger = logging.getLogger(__name__)

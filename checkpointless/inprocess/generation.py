@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from checkpointless.launcher.protocol.messages import Go
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.events import Edge, event_log
+from checkpointless.system.environment import LOCAL_RANK_ENV, own_rank, own_world_size
 
 
 @dataclass
@@ -43,3 +45,33 @@ class Generation:
     def span(self, stage: EventName, **fields: Any) -> AbstractContextManager[dict[str, Any]]:
         """Return a span of ``stage``, of this generation and incident, for a ``with`` statement."""
         return event_log().span(stage, generation=self.number, incident=self.incident, **fields)
+
+
+@dataclass(frozen=True)
+class HPState:
+    """A rank's place in the job while it restarts.
+
+    Attributes:
+        rank: global rank.
+        world_size: number of ranks in the job.
+        local_rank: rank within this node.
+        generation: the generation that is over.
+        incident: id of the incident being handled, or None.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    generation: int
+    incident: str | None = None
+
+    @classmethod
+    def from_environment(cls, generation: int, incident: str | None = None) -> HPState:
+        """Create the state from torchrun's environment variables (a lone process is rank 0 of 1)."""
+        return cls(
+            rank=own_rank(),
+            world_size=own_world_size(),
+            local_rank=int(os.environ.get(LOCAL_RANK_ENV, "0")),
+            generation=generation,
+            incident=incident,
+        )

@@ -10,7 +10,7 @@ from datetime import timedelta
 import torch
 
 from checkpointless.inprocess.deadline import time_limit
-from checkpointless.inprocess.state import HPState
+from checkpointless.inprocess.generation import HPState
 from checkpointless.system.environment import LOCAL_RANK_ENV
 
 

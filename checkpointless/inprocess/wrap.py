@@ -13,22 +13,8 @@ from typing import Any, NoReturn, TypeVar
 from checkpointless.faults.inject import FaultInjector, from_environment
 from checkpointless.faults.spec import FaultPhase, FaultSpecError
 from checkpointless.inprocess import exceptions
-from checkpointless.inprocess.abort import CheckpointlessAbortManager, after_block, communicators_first
-from checkpointless.inprocess.block.blocks import Blocks, is_imported_by_child
-from checkpointless.inprocess.block.end import forget_frames, is_return, is_victim
-from checkpointless.inprocess.block.entry import (
-    EntryModes,
-    EntryStreams,
-    SignalHandlers,
-    require_tracer,
-    tracing,
-    with_caller,
-)
-from checkpointless.inprocess.block.main_thread import MainThread
-from checkpointless.inprocess.block.succession import Succession, restart_of
+from checkpointless.inprocess.abort import CheckpointlessAbortManager, after_block, communicators_first, taken
 from checkpointless.inprocess.communicators.process_groups import process_groups
-from checkpointless.inprocess.compose import taken
-from checkpointless.inprocess.data_workers import sockets as worker_sockets
 from checkpointless.inprocess.deadline import bounded, time_limit
 from checkpointless.inprocess.departure import FaultResponder
 from checkpointless.inprocess.exceptions import (
@@ -37,15 +23,31 @@ from checkpointless.inprocess.exceptions import (
     RankShouldRestart,
     StateLostError,
     UnrecoverableError,
+    forget_frames,
+    is_return,
+    is_victim,
 )
 from checkpointless.inprocess.facts import Facts
 from checkpointless.inprocess.finalize import CheckpointlessFinalizeCleanup, clean_up_frameworks, collect_garbage
-from checkpointless.inprocess.generation import Generation
+from checkpointless.inprocess.generation import Generation, HPState
 from checkpointless.inprocess.health_check import CudaHealthCheck, wait_for_device
+from checkpointless.inprocess.loader_workers import share_socket_folder
+from checkpointless.inprocess.main_thread import MainThread
 from checkpointless.inprocess.memory import memory_status, reset_peak
 from checkpointless.inprocess.parameter_update_lock import ParameterUpdateLock
-from checkpointless.inprocess.state import HPState
-from checkpointless.inprocess.state_keeper import StateKeeper
+from checkpointless.inprocess.reentry import (
+    Blocks,
+    EntryModes,
+    EntryStreams,
+    SignalHandlers,
+    StateKeeper,
+    Succession,
+    is_imported_by_child,
+    require_tracer,
+    restart_of,
+    tracing,
+    with_caller,
+)
 from checkpointless.inprocess.step_tracker import StepTracker
 from checkpointless.launcher.client import HPAgentK8sAPIFactory, RankClient
 from checkpointless.launcher.protocol.board import Board
@@ -212,7 +214,7 @@ class HPCallWrapper:
         self._threads = waited_for()
         self._signal_handlers = SignalHandlers()
         self._entry: tuple[EntryStreams, EntryModes] | None = None
-        worker_sockets.share_folder()
+        share_socket_folder()
         process_groups.install()
         _active = self
 

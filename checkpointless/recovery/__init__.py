@@ -3,7 +3,7 @@
 The package also moves the state and checks it. Of the frameworks it knows only torch.
 """
 
-from checkpointless.inprocess.data_workers.streams import Place, seed_data_workers
+from checkpointless.inprocess.worker_streams import Place, seed_data_workers
 from checkpointless.recovery.manager import CheckpointManager
 from checkpointless.recovery.peft import PEFTCheckpointManager
 from checkpointless.replication.agreement import LocalCheckpointError, NoReplicasAvailableError

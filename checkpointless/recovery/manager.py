@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from checkpointless.inprocess import ParameterUpdateLock, active_call_wrapper
-from checkpointless.inprocess.block.end import make_room
 from checkpointless.inprocess.context import span
+from checkpointless.inprocess.exceptions import make_room
 from checkpointless.inprocess.memory import peak_growth
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.recovery.base_model import BaseModel, NoBaseModel

@@ -20,7 +20,7 @@ class ForkedProcess:
     This process must have no thread but the calling one, and no CUDA context.
 
     Args:
-        function: what the child runs; the child exits with code 0 when it returns and with code 1 when it raises.
+        function: what the child runs; the child exits with the code that it returns (None: 0), or 1 if it raises.
         output: the descriptor to which the child's standard output and error go.
         close: the descriptors that the child closes first.
 
@@ -29,7 +29,7 @@ class ForkedProcess:
         returncode: the child's exit code, or minus the number of the signal that ended it; None while it runs.
     """
 
-    def __init__(self, function: Callable[[], None], *, output: int, close: Sequence[int]) -> None:
+    def __init__(self, function: Callable[[], int | None], *, output: int, close: Sequence[int]) -> None:
         self.returncode: int | None = None
         sys.stdout.flush()
         sys.stderr.flush()
@@ -41,10 +41,10 @@ class ForkedProcess:
                 _disown_finalizers()
                 for descriptor in close:
                     os.close(descriptor)
+                os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
                 os.dup2(output, 1)
                 os.dup2(output, 2)
-                function()
-                code = 0
+                code = function() or 0
             except BaseException:  # noqa: BLE001 - the edge of the process: its log gets the traceback
                 traceback.print_exc()
             finally:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from megatron.bridge.data.samplers import MegatronPretrainingBatchSampler, MegatronPretrainingRandomSampler
 
-from checkpointless.inprocess.data_workers.streams import Place, seed_data_workers
+from checkpointless.inprocess.worker_streams import Place, seed_data_workers
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from checkpointless.launcher.agent.launch import launch
 from checkpointless.launcher.agent.launch_config import LaunchConfig
 from checkpointless.launcher.agent.ranks.rank_process import die_with_parent
+from checkpointless.system.forked_process import ForkedProcess
+
+_END_S = 30.0  # for the kernel to end a process that was killed
 
 
 class AgentProcess:
@@ -27,39 +27,25 @@ class AgentProcess:
 
     Attributes:
         pid: its process ID.
-        code: its exit code, or the negative number of the signal that killed it; None as long as it runs.
     """
 
     def __init__(self, config: LaunchConfig, folder: Path | None = None) -> None:
         config.run_dir.mkdir(parents=True, exist_ok=True)
         self._said = config.run_dir / f"agent-{config.node_rank}.said"
         self._said.write_text("")
-        self.code: int | None = None
-        sys.stdout.flush()
-        sys.stderr.flush()
         parent = os.getpid()
-        self.pid = os.fork()
-        if self.pid:
-            return
-        code = 1
-        try:
-            os.setsid()
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-            die_with_parent(parent, signal.SIGTERM)
-            with self._said.open("a", buffering=1) as said, _into(self._said.with_suffix(".log")):
-                if folder is not None:
-                    os.chdir(folder)
-                code = launch(config, lambda line: print(line, file=said))
-        except BaseException:  # noqa: BLE001 - the edge of the process
-            traceback.print_exc()
-        finally:
-            os._exit(code)
+        with self._said.with_suffix(".log").open("ab") as log:
+            self._process = ForkedProcess(lambda: self._run(config, folder, parent), output=log.fileno(), close=[])
+        self.pid = self._process.pid
+
+    @property
+    def code(self) -> int | None:
+        """The exit code, or the negative number of the signal that killed it; None as long as it runs."""
+        return self._process.returncode
 
     def poll(self) -> int | None:
         """Return :attr:`code`, as it is now."""
-        if self.code is None and os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
-            self.code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        return self.code
+        return self._process.poll()
 
     def send(self, number: int) -> None:
         """Send the agent a signal, if it runs."""
@@ -69,23 +55,18 @@ class AgentProcess:
     def kill(self) -> None:
         """Kill the agent, with which its ranks end, and wait for its end."""
         self.send(signal.SIGKILL)
-        if self.code is None:
-            self.code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        self._process.wait(_END_S)
 
     def lines(self) -> tuple[str, ...]:
         """Return what the agent has said."""
         return tuple(self._said.read_text().splitlines())
 
-
-@contextmanager
-def _into(log: Path) -> Iterator[None]:
-    """Redirect everything that this process and its children print to a file."""
-    with log.open("ab") as file:
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
+    def _run(self, config: LaunchConfig, folder: Path | None, parent: int) -> int:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        die_with_parent(parent, signal.SIGTERM)
         for name, number in (("stdout", 1), ("stderr", 2)):  # whatever has replaced those of this process
             setattr(sys, name, open(number, "w", buffering=1, errors="backslashreplace", closefd=False))  # noqa: SIM115
-        yield
-        sys.stdout.flush()
-        sys.stderr.flush()
+        if folder is not None:
+            os.chdir(folder)
+        with self._said.open("a", buffering=1) as said:
+            return launch(config, lambda line: print(line, file=said))

@@ -18,9 +18,8 @@ from typing import Any
 from checkpointless.launcher.agent.launch_config import LaunchConfig
 from checkpointless.launcher.agent.node import NodeAgent
 from checkpointless.launcher.coordinator.coordinator import Coordinator
-from checkpointless.launcher.coordinator.hosting import FAREWELL_S, host
+from checkpointless.launcher.coordinator.hosting import FAREWELL_S, CoordinatorPort, host
 from checkpointless.launcher.coordinator.job import FAILED
-from checkpointless.launcher.coordinator.listener import CoordinatorPort
 from checkpointless.launcher.protocol.channel import LOOPBACK, Channel
 from checkpointless.launcher.protocol.handshake import (
     BEFORE_WELCOME,

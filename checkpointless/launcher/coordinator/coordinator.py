@@ -14,12 +14,11 @@ from checkpointless.launcher.coordinator.hangs.response import HangReports, Hang
 from checkpointless.launcher.coordinator.hangs.watch import HangWatch
 from checkpointless.launcher.coordinator.job import FAILED, Job, Phase
 from checkpointless.launcher.coordinator.job_config import JobConfig
-from checkpointless.launcher.coordinator.nodes.adoption import Adoption
-from checkpointless.launcher.coordinator.nodes.membership import BadDevices, Membership
-from checkpointless.launcher.coordinator.nodes.takeover import Takeover
+from checkpointless.launcher.coordinator.membership import BadDevices, Membership
 from checkpointless.launcher.coordinator.processes import Processes
 from checkpointless.launcher.coordinator.regrouping import Regrouping
 from checkpointless.launcher.coordinator.roster import Node, Rank
+from checkpointless.launcher.coordinator.takeover import Takeover
 from checkpointless.launcher.protocol.board import NO_STEP
 from checkpointless.launcher.protocol.node_messages import (
     IN_BLOCK,
@@ -81,17 +80,14 @@ class Coordinator:
         self._job = job = Job(config, events=events, say=say, clock=clock)
         self.nodes, self.spares, self.ranks = job.roster.nodes, job.roster.spares, job.roster.ranks
         self.host: Node | None = None
-        self._adoption = Adoption(job.roster)
         self._processes = Processes(job)
         reports = HangReports(job)
         hangs = HangWatch(config.heartbeat, len(self.ranks), config.nproc_per_node, reports.ask, reports.tell)
         self._regrouping = Regrouping(job, self._processes, hangs)
         self._hangs = HangResponse(job, hangs, self._regrouping, self._processes)
-        self._membership = Membership(
-            job, self._adoption, self._processes, self._regrouping, self._all_nodes_are_here
-        )
+        self._membership = Membership(job, self._processes, self._regrouping, self._all_nodes_are_here)
         self._bad_devices = BadDevices(job, self._membership, self._processes)
-        self._takeover = Takeover(job, self._adoption, self._membership, self._processes, self._regrouping)
+        self._takeover = Takeover(job, self._membership, self._processes, self._regrouping)
         self._note_progress_at_s = clock() + _NOTE_PROGRESS_EVERY_S
 
     @property
@@ -226,7 +222,7 @@ class Coordinator:
         if self.phase is Phase.JOINING:
             self._job.enter(Phase.GATHERING)
             self._job.gather_by_s = self._job.replace_at_s = None
-            if self._adoption:
+            if self._membership.standings:
                 self._takeover.adopt()
         if self.phase is Phase.GATHERING:
             self._processes.start_missing()
@@ -234,7 +230,7 @@ class Coordinator:
     def _end_without_a_node(self) -> None:
         config = self._job.config
         missing = ", ".join(str(index) for index in sorted(self._job.roster.not_joined))
-        limit_s = config.regroup_timeout_s if self._adoption else config.join_timeout_s
+        limit_s = config.regroup_timeout_s if self._membership.standings else config.join_timeout_s
         self.end(FAILED, f"node {missing} did not join the job within {limit_s:g} s")
 
     def _on_store(self, node: Node, store: StoreOpened) -> None:
@@ -265,7 +261,7 @@ class Coordinator:
 
     def _on_rank(self, rank: Rank, message: RankReady | Trouble | RankEnded | RankDone) -> None:
         if self.phase is Phase.JOINING:
-            self._adoption.hear(rank, message)
+            self._membership.standings.hear(rank, message)
             return
         if not rank.node.joined:
             logger.info("rank %d: %s, of a process that its node has to end", rank.number, message.type)

@@ -2,21 +2,191 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import selectors
+import socket
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
 from checkpointless.launcher.coordinator.coordinator import Coordinator
 from checkpointless.launcher.coordinator.job import FAILED
 from checkpointless.launcher.coordinator.job_config import JobConfig
-from checkpointless.launcher.coordinator.listener import CoordinatorPort
+from checkpointless.launcher.coordinator.roster import Node
 from checkpointless.launcher.protocol.causes import signal_name
-from checkpointless.launcher.protocol.channel import resolve
+from checkpointless.launcher.protocol.channel import Channel, resolve
+from checkpointless.launcher.protocol.handshake import (
+    BEFORE_PROOF,
+    Challenge,
+    Proof,
+    Refused,
+    check_version,
+    is_proved,
+    new_nonce,
+    welcome,
+)
+from checkpointless.launcher.protocol.node_messages import FROM_NODE, Alive
 from checkpointless.observability.telemetry.events import EventLog
 from checkpointless.system.awake_clock import AwakeClock
 
 logger = logging.getLogger(__name__)
+
+PROOF_TIMEOUT_S = 5.0
+MAX_UNPROVED = 128  # connections that have proved nothing yet; the oldest makes room for a new one
+_ACCEPTS_PER_TURN = 16
+
+
+@dataclass
+class _Guest:
+    """A connection to the port.
+
+    Attributes:
+        node: the node at the other end, once it has proved that it knows the token.
+        heard_at_s: when something was received last; until the proof, when the connection was made.
+        heard: how many bytes had been received at ``heard_at_s``.
+        last_word_s: when something was received last, on the monotonic clock.
+    """
+
+    challenge: Challenge
+    heard_at_s: float
+    channel: Channel | None = None
+    node: Node | None = None
+    heard: int = 0
+    last_word_s: float = field(default_factory=time.monotonic)
+
+
+class CoordinatorPort:
+    """Listens for the agents of other nodes.
+
+    Args:
+        address: address to bind to.
+        port: port to bind to (0: any free port).
+        token: the job's token.
+        coordinator: receives the messages of the agents that know the token.
+        selector: selector of the loop.
+        silence_s: after how many seconds of silence a node counts as lost.
+        clock: clock of the times given to :meth:`tick`; it should stand still while this process does not run.
+
+    Raises:
+        OSError: the address cannot be bound to.
+
+    Attributes:
+        address: the address that is listened on.
+        port: the port that is listened on.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        port: int,
+        *,
+        token: str,
+        coordinator: Coordinator,
+        selector: selectors.BaseSelector,
+        silence_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
+        self.address = address
+        self._token = token
+        self._coordinator = coordinator
+        self._selector = selector
+        self._silence_s = silence_s
+        self._next_alive_s = 0.0
+        self._guests: list[_Guest] = []
+        family, *_, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+        self._listener = socket.create_server(where[:2], family=family, backlog=1024)
+        self._listener.setblocking(False)
+        self.port: int = self._listener.getsockname()[1]
+        selector.register(self._listener, selectors.EVENT_READ, self._accept)
+
+    def tick(self, now_s: float) -> None:
+        """Send signs of life, and drop the connections that send none."""
+        if now_s >= self._next_alive_s:
+            self._next_alive_s = now_s + self._silence_s / 5
+            for guest in self._guests:
+                if guest.node is not None and guest.channel is not None:
+                    guest.channel.send(Alive())
+        for guest in list(self._guests):
+            channel = guest.channel
+            assert channel is not None
+            if guest.node is None:
+                if now_s >= guest.heard_at_s + PROOF_TIMEOUT_S:
+                    self._show_out(guest)
+            elif channel.bytes_heard != guest.heard:
+                guest.heard, guest.heard_at_s, guest.last_word_s = channel.bytes_heard, now_s, time.monotonic()
+            elif now_s >= guest.heard_at_s + self._silence_s:
+                self._show_out(guest)
+                why = f"no word from it for {self._silence_s:g} s"
+                self._coordinator.lose(guest.node, why, guest.last_word_s)
+
+    def has_guests(self) -> bool:
+        """Return whether an agent is still connected."""
+        return any(guest.node is not None for guest in self._guests)
+
+    def close(self) -> None:
+        """Stop listening, and close every connection."""
+        self._selector.unregister(self._listener)
+        self._listener.close()
+        for guest in list(self._guests):
+            self._show_out(guest)
+
+    def _accept(self) -> None:
+        for _ in range(_ACCEPTS_PER_TURN):
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:  # nobody waits, or the client has gone
+                return
+            unproved = [guest for guest in self._guests if guest.node is None]
+            if len(unproved) >= MAX_UNPROVED:
+                self._show_out(unproved[0])
+            guest = _Guest(Challenge(new_nonce()), self._clock())
+            guest.channel = Channel(
+                connection,
+                self._selector,
+                hears=BEFORE_PROOF,
+                on_message=functools.partial(self._hear, guest),
+                on_close=functools.partial(self._lost, guest),
+            )
+            self._guests.append(guest)
+            guest.channel.send(guest.challenge)
+
+    def _hear(self, guest: _Guest, message: Any) -> None:
+        if guest.node is not None:
+            self._coordinator.hear(guest.node, message)
+        elif isinstance(message, Proof) and guest.channel is not None:
+            self._on_proof(guest, guest.channel, message)
+
+    def _on_proof(self, guest: _Guest, channel: Channel, proof: Proof) -> None:
+        if not is_proved(self._token, guest.challenge, proof):
+            logger.warning("refused an agent that does not know the job's token")
+            self._show_out(guest)
+            return
+        try:
+            check_version(proof.version)
+            guest.node = self._coordinator.admit(proof.node, proof.nproc, channel.send)
+        except ValueError as error:
+            channel.send(Refused(str(error)))
+            self._show_out(guest)
+            return
+        guest.heard_at_s = self._clock()
+        channel.hears = FROM_NODE
+        channel.send(welcome(self._token, guest.challenge, proof))
+
+    def _lost(self, guest: _Guest, reason: str) -> None:
+        if guest in self._guests:
+            self._guests.remove(guest)
+        if guest.node is not None:
+            self._coordinator.lose(guest.node, reason)
+
+    def _show_out(self, guest: _Guest) -> None:
+        if guest in self._guests:
+            self._guests.remove(guest)
+        if guest.channel is not None:
+            guest.channel.close()
+
 
 TICK_S = 0.05
 FAREWELL_S = 10.0  # for the agents to hear that the job is over

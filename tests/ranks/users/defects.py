@@ -64,7 +64,7 @@ def validations_are_repeated() -> None:
 
 def entry_streams_are_stale() -> None:
     """Enter the block again with random streams that it has drawn from before."""
-    from checkpointless.inprocess.block.entry import EntryStreams
+    from checkpointless.inprocess.reentry import EntryStreams
 
     EntryStreams.restore = lambda streams: None  # type: ignore[method-assign, assignment]
 

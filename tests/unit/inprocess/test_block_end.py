@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from checkpointless.inprocess.block.end import is_return, is_victim, make_room
-from checkpointless.inprocess.exceptions import line_of, text_of, traceback_of
+from checkpointless.inprocess.exceptions import is_return, is_victim, line_of, make_room, text_of, traceback_of
 from checkpointless.launcher.protocol.causes import exit_code
 
 

@@ -20,7 +20,7 @@ def main():
     return "entered"
 
 def inner(queue):
-    from checkpointless.inprocess.block.blocks import is_imported_by_child
+    from checkpointless.inprocess.reentry import is_imported_by_child
     queue.put(is_imported_by_child(inner))
 
 if mp.current_process().name == "MainProcess":

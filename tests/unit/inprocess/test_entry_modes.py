@@ -12,7 +12,7 @@ from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
 from torch.utils.hooks import RemovableHandle
 
-from checkpointless.inprocess.block.entry import EntryModes
+from checkpointless.inprocess.reentry import EntryModes
 
 
 def test_modes_that_were_changed_for_a_while_are_as_before() -> None:

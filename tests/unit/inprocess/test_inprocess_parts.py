@@ -31,11 +31,11 @@ from checkpointless.inprocess import (
     RankShouldRestart,
 )
 from checkpointless.inprocess.abort import after_block
-from checkpointless.inprocess.block.end import is_victim
-from checkpointless.inprocess.block.entry import SignalHandlers, with_caller
-from checkpointless.inprocess.block.main_thread import MainThread
+from checkpointless.inprocess.exceptions import is_victim
 from checkpointless.inprocess.finalize import register_cleanup
+from checkpointless.inprocess.main_thread import MainThread
 from checkpointless.inprocess.memory import peak_growth, reset_peak
+from checkpointless.inprocess.reentry import SignalHandlers, with_caller
 
 STATE = HPState(rank=0, world_size=1, local_rank=0, generation=0)
 

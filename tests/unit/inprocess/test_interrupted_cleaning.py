@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from checkpointless.inprocess.block import main_thread
-from checkpointless.inprocess.block.main_thread import MainThread
+from checkpointless.inprocess import main_thread
 from checkpointless.inprocess.exceptions import RankShouldRestart
+from checkpointless.inprocess.main_thread import MainThread
 from checkpointless.observability.telemetry.events import append_line
 
 

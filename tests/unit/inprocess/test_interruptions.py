@@ -20,8 +20,7 @@ import pytest
 import torch
 
 import checkpointless
-from checkpointless.inprocess import HPWrapper, RankShouldRestart, active_call_wrapper
-from checkpointless.inprocess.block import main_thread
+from checkpointless.inprocess import HPWrapper, RankShouldRestart, active_call_wrapper, main_thread
 from checkpointless.inprocess.wrap import HPCallWrapper
 from checkpointless.launcher.agent import FaultNotice, RankClient
 from checkpointless.launcher.protocol.messages import Barrier, Done, FaultReport, Finish, Go, Hello, RankMessage

@@ -8,12 +8,10 @@ from typing import Any, cast
 
 import pytest
 
-from checkpointless.inprocess import HPWrapper
-from checkpointless.inprocess.block import blocks, succession
-from checkpointless.inprocess.block.blocks import Blocks
-from checkpointless.inprocess.block.succession import Succession
+from checkpointless.inprocess import HPWrapper, reentry
 from checkpointless.inprocess.facts import Facts
 from checkpointless.inprocess.generation import Generation
+from checkpointless.inprocess.reentry import Blocks, Succession
 from checkpointless.inprocess.step_tracker import StepTracker
 from checkpointless.launcher.client import RankClient
 from checkpointless.launcher.protocol.messages import Barrier as BarrierMessage
@@ -23,7 +21,7 @@ from checkpointless.launcher.protocol.messages import Go, HandOver, RankMessage,
 @pytest.fixture(autouse=True)
 def no_block_was_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forget the blocks of other tests in this process."""
-    monkeypatch.setattr(blocks, "_left", 0)
+    monkeypatch.setattr(reentry, "_left", 0)
 
 
 def block() -> None:
@@ -114,7 +112,7 @@ class Barrier(RankClient):
 def test_a_process_whose_state_finds_no_room_stays_if_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
     client, ended = Barrier(), []
     keeper = SimpleNamespace(hand_over=lambda high_water: (0, f"no room at {high_water}"))
-    monkeypatch.setattr(succession, "AgentClient", Barrier)
+    monkeypatch.setattr(reentry, "AgentClient", Barrier)
     it = Succession(Generation(0), client, StepTracker(Generation(0), None), Blocks(Facts(None)), "process")
     assert it.unfit
     assert it.wait_go(0, cast(Any, keeper)).generation == 1

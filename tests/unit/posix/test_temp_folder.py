@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpointless.inprocess.data_workers import sockets as worker_sockets
+from checkpointless.inprocess.loader_workers import remove_unused_sockets, share_socket_folder
 from checkpointless.system import temp_folder
 from checkpointless.system.temp_folder import private_temp_folder
 
@@ -108,9 +108,9 @@ def test_sockets_are_told_apart_by_their_whole_path(temporary: Path, monkeypatch
     monkeypatch.setitem(multiprocessing.current_process()._config, "tempdir", str(folder))  # type: ignore[attr-defined]
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(folder / "listener-12345678"))
-        worker_sockets.remove_unused()
+        remove_unused_sockets()
         assert (folder / "listener-12345678").exists()
-    worker_sockets.remove_unused()
+    remove_unused_sockets()
     assert not (folder / "listener-12345678").exists()
 
 
@@ -131,7 +131,7 @@ def test_where_there_is_no_place_for_temporary_files_the_job_goes_on(
     monkeypatch.setitem(multiprocessing.current_process()._config, "tempdir", None)  # type: ignore[attr-defined]
     with private_temp_folder() as folder:
         assert folder is None
-    worker_sockets.share_folder()
+    share_socket_folder()
     assert caplog.text.count("No usable temporary directory") == 2
 
 

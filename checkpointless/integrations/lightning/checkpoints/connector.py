@@ -10,8 +10,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 from checkpointless.inprocess import StateLostError, UnrecoverableError, active_call_wrapper
-from checkpointless.inprocess.block.end import is_victim
-from checkpointless.inprocess.exceptions import line_of
+from checkpointless.inprocess.exceptions import is_victim, line_of
 from checkpointless.integrations.compat.lightning import CheckpointConnector
 from checkpointless.integrations.lightning.boundary.kinds import InMemoryCheckpoint, copy_to_load
 from checkpointless.observability.telemetry.event_names import EventName

@@ -24,7 +24,7 @@ from nemo.lightning.io.pl import ckpt_to_weights_subdir
 from torch.distributed.checkpoint import CheckpointException
 
 from checkpointless.inprocess import UnrecoverableError, active_call_wrapper
-from checkpointless.inprocess.block.end import is_victim
+from checkpointless.inprocess.exceptions import is_victim
 from checkpointless.integrations.lightning.checkpoints.unfinished import remove
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.events import event_log

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, cast
 import lightning.pytorch as pl
 import torch
 
-from checkpointless.inprocess.data_workers.streams import Place, is_iterable, seed_data_workers
+from checkpointless.inprocess.worker_streams import Place, is_iterable, seed_data_workers
 from checkpointless.integrations.lightning.data.position import keeps_its_position
 from checkpointless.state.rng import RngSource, RngStates, register_rng_source
 from checkpointless.transfer.exchange import all_gather_json

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
+from checkpointless.launcher.coordinator.hangs.policy import Whereabouts
 from checkpointless.launcher.coordinator.hangs.watch import HangWatch, Stall
-from checkpointless.launcher.coordinator.hangs.whereabouts import Whereabouts
 from checkpointless.launcher.coordinator.job import Job
 from checkpointless.launcher.coordinator.processes import Processes
 from checkpointless.launcher.coordinator.regrouping import Regrouping

@@ -14,12 +14,13 @@ from checkpointless.launcher.coordinator.hangs.policy import (
     Finding,
     Heartbeat,
     Stance,
+    Whereabouts,
     grace_s,
     judge,
     numbers,
     stalled,
+    stances_of,
 )
-from checkpointless.launcher.coordinator.hangs.whereabouts import Whereabouts, stances_of
 from checkpointless.launcher.protocol.node_messages import SilentRank
 from checkpointless.system.process_state import ProcessLook, ProcessState, state_of
 

@@ -8,9 +8,9 @@ from checkpointless.launcher.coordinator.hangs.policy import (
     MOST_GRACE_S,
     STEADY_LOOKS,
     Heartbeat,
+    Whereabouts,
 )
 from checkpointless.launcher.coordinator.hangs.watch import Hang, HangWatch, Stall
-from checkpointless.launcher.coordinator.hangs.whereabouts import Whereabouts
 from checkpointless.launcher.protocol.node_messages import SilentRank
 
 CEILING_S = 600.0

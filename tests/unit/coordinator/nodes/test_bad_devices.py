@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from checkpointless.launcher.coordinator.nodes.membership import Remedy, remedy
+from checkpointless.launcher.coordinator.membership import Remedy, remedy
 from checkpointless.launcher.protocol.node_messages import (
     Begin,
     DeviceBad,

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpointless.launcher.coordinator.job import Phase
-from checkpointless.launcher.coordinator.nodes.takeover import Reunion, assumed, reunite
+from checkpointless.launcher.coordinator.takeover import Reunion, assumed, reunite
 from checkpointless.launcher.protocol.node_messages import (
     AllDone,
     Begin,

@@ -21,7 +21,7 @@ from torch.utils.data._utils import signal_handling
 
 from checkpointless.callbacks import trainer_parts
 from checkpointless.inprocess import HPDataLoaderAbort, HPState
-from checkpointless.inprocess.data_workers import sockets as worker_sockets
+from checkpointless.inprocess.loader_workers import share_socket_folder
 from checkpointless.system import shared_memory
 
 STATE = HPState(rank=0, world_size=1, local_rank=0, generation=0)
@@ -216,7 +216,7 @@ def test_torch_names_what_is_in_shared_memory_by_the_pid() -> None:
 def test_the_socket_of_a_killed_worker_goes_and_that_of_a_living_one_stays(
     iterator_of: Callable[[Dataset[Any]], Any],
 ) -> None:
-    worker_sockets.share_folder()
+    share_socket_folder()
 
     def sockets() -> set[Path]:
         return set(Path(util.get_temp_dir()).glob("listener-*"))

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from checkpointless.inprocess.data_workers.streams import WorkerStreams, is_iterable
+from checkpointless.inprocess.worker_streams import WorkerStreams, is_iterable
 from checkpointless.recovery import Place, seed_data_workers
 
 

@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING, cast
 
 from torch.utils.data._utils import signal_handling
 
-from checkpointless.inprocess.data_workers import sockets as worker_sockets
 from checkpointless.system import shared_memory
 
 if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
 
     from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+from multiprocessing import util
+from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ def end_workers(iterator: _MultiProcessingDataLoaderIter) -> None:
     _end_messages(iterator)
     shared_memory.remove(cast(int, worker.pid) for worker in workers)
     try:
-        worker_sockets.remove_unused()
+        remove_unused_sockets()
     except OSError as error:
         logger.warning("sockets of data-loader workers are not removed: %s", error)
 
@@ -101,3 +102,31 @@ def _end_messages(iterator: _MultiProcessingDataLoaderIter) -> None:
         writer = getattr(getattr(iterator, "_worker_result_queue", None), "_writer", None)
         if writer is not None:
             writer.close()
+
+
+_BOUND = Path("/proc/net/unix")  # unix(7): the eighth field is the path that a socket is bound to
+
+
+def share_socket_folder() -> None:
+    """Make the processes that this one starts from now on create their sockets in this process's folder."""
+    try:
+        util.get_temp_dir()
+    except OSError as error:  # data loaders with workers report it, too; others need no folder
+        logger.warning("no temporary folder for sockets of data-loader workers: %s", error)
+
+
+def remove_unused_sockets() -> None:
+    """Remove the sockets in this process's folder whose creators have ended.
+
+    Raises:
+        OSError: there is no temporary folder, or the kernel does not report which sockets are bound.
+    """
+    found = [str(path) for path in Path(util.get_temp_dir()).glob("listener-*")]
+    if not found:
+        return
+    lines = _BOUND.read_text(errors="surrogateescape").splitlines()
+    bound = {fields[7] for fields in (line.split(maxsplit=7) for line in lines) if len(fields) == 8}
+    for path in found:
+        if path not in bound:
+            with contextlib.suppress(FileNotFoundError):
+                Path(path).unlink()

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from enum import Enum
 
 from checkpointless.launcher.coordinator.job import FAILED, Job, Phase
-from checkpointless.launcher.coordinator.nodes.adoption import Adoption
-from checkpointless.launcher.coordinator.nodes.membership import Membership
+from checkpointless.launcher.coordinator.membership import Membership
 from checkpointless.launcher.coordinator.processes import Processes
 from checkpointless.launcher.coordinator.regrouping import Regrouping
 from checkpointless.launcher.coordinator.roster import Node, Rank
@@ -35,7 +34,6 @@ class Takeover:
 
     Args:
         job: the job.
-        adoption: collects the reports until all nodes have come.
         membership: which nodes belong to the job.
         processes: starts the processes that are missing.
         regrouping: opens incidents, and ends the job.
@@ -44,14 +42,12 @@ class Takeover:
     def __init__(
         self,
         job: Job,
-        adoption: Adoption,
         membership: Membership,
         processes: Processes,
         regrouping: Regrouping,
     ) -> None:
         self._job = job
         self._roster = job.roster
-        self._adoption = adoption
         self._membership = membership
         self._processes = processes
         self._regrouping = regrouping
@@ -67,15 +63,15 @@ class Takeover:
             self._take_back(node, standing)
             return
         now_s = job.clock()
-        if not self._adoption:
+        if not self._membership.standings:
             job.gather_by_s = now_s + job.config.regroup_timeout_s
             job.replace_at_s = now_s + job.config.node_timeout_s
-        self._adoption.put(node, standing)
+        self._membership.standings.put(node, standing)
         self._membership.joined(node)
 
     def adopt(self) -> None:
         """Take over the job: all nodes are here, and some run ranks that an earlier coordinator had them start."""
-        job, found = self._job, self._adoption
+        job, found = self._job, self._membership.standings
         job.rendezvous.run_id = found.run_id
         job.high_water = found.high_water
         job.incidents.adopt(found.generation, found.incidents)

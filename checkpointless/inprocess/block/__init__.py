@@ -1,1 +1,0 @@
-"""One run of the re-executable code block: what it is entered with, and how it ended."""

@@ -1,1 +1,0 @@
-"""The worker processes of data loaders: their end, their sockets and their random streams."""
