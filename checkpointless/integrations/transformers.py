@@ -33,7 +33,7 @@ from typing_extensions import override
 
 from checkpointless.inprocess import HPCallWrapper, StateLostError, UnrecoverableError, active_call_wrapper
 from checkpointless.inprocess.abort import register_trainer_parts
-from checkpointless.inprocess.data_workers.streams import Place, seed_data_workers
+from checkpointless.inprocess.worker_streams import Place, seed_data_workers
 from checkpointless.integrations.torch.plain import PlainTraining
 from checkpointless.integrations.torch.repeated_steps import repeated_steps
 from checkpointless.recovery.guard import guarded_update
