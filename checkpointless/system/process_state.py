@@ -29,10 +29,12 @@ class ProcessLook:
     Attributes:
         letter: character code of the main thread's state, as in ``/proc/PID/stat`` (0: not known).
         cpu_ms: processor time of all its threads so far, in milliseconds.
+        parent: its parent's pid (0: none, or not known).
     """
 
     letter: int = 0
     cpu_ms: int = 0
+    parent: int = 0
 
     @classmethod
     def at(cls, pid: int | None) -> ProcessLook:
@@ -45,7 +47,7 @@ class ProcessLook:
             return cls()
         after = text.rpartition(")")[2].split()  # the name before it may contain anything
         ticks = int(after[11]) + int(after[12])
-        return cls(ord(after[0]), ticks * 1000 // _TICKS_PER_S)
+        return cls(ord(after[0]), ticks * 1000 // _TICKS_PER_S, int(after[1]))
 
 
 def state_of(first: ProcessLook, last: ProcessLook, seconds: float) -> ProcessState:

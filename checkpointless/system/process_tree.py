@@ -9,15 +9,15 @@ import contextlib
 import ctypes
 import logging
 import os
+import select
 import signal
 import subprocess
 import time
 from pathlib import Path
 from typing import Protocol
 
-import psutil
-
 from checkpointless.system import shared_memory, temp_folder
+from checkpointless.system.process_state import ProcessLook
 
 logger = logging.getLogger(__name__)
 
@@ -65,15 +65,11 @@ def kill_descendants(pid: int) -> bool:
     Args:
         pid: this process, or a child of it that was not waited for.
     """
-    killed: set[psutil.Process] = set()
-    with contextlib.suppress(psutil.NoSuchProcess):  # it has ended, and had adopted none
-        while found := set(psutil.Process(pid).children(recursive=True)) - killed:
-            for each in found:
-                try:
-                    each.kill()  # unless its number means another process by now
-                except psutil.Error as error:  # it has ended, or has become another user's
-                    logger.info("process %d is not killed: %s", each.pid, error)
-            killed |= found  # what one of them has started meanwhile is found in the next round
+    killed: set[int] = set()
+    while found := {each for each in _pids() if _is_below(each, pid)} - killed:
+        for each in found:
+            _kill_below(each, pid)
+        killed |= found  # what one of them has started meanwhile is found in the next round
     return bool(killed)
 
 
@@ -104,15 +100,55 @@ class ProcessTree:
         temp_folder.remove(self._folder, self.leader)
         deadline_s = time.monotonic() + _END_S
         for pid in self._killed:
-            with contextlib.suppress(psutil.Error):  # it was reaped, or takes longer
-                psutil.Process(pid).wait(max(0.0, deadline_s - time.monotonic()))
+            _wait(pid, max(0.0, deadline_s - time.monotonic()))
         shared_memory.remove(self._killed)
 
 
 def _members(group: int) -> list[int]:
     found = []
-    for pid in psutil.pids():
+    for pid in _pids():
         with contextlib.suppress(OSError):  # it has ended
             if os.getpgid(pid) == group:
                 found.append(pid)
     return found
+
+
+def _pids() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
+def _is_below(pid: int, root: int) -> bool:
+    while pid and (pid := ProcessLook.at(pid).parent) != root:
+        pass
+    return pid == root
+
+
+def _kill_below(pid: int, root: int) -> None:
+    """Kill a process that is below ``root``, unless its number means another process by now."""
+    handle = None
+    with contextlib.suppress(OSError, AttributeError):  # it has ended; or the kernel or Python has no such handles
+        handle = os.pidfd_open(pid)
+    try:
+        if not _is_below(pid, root):
+            return
+        if handle is None:
+            os.kill(pid, signal.SIGKILL)
+        else:
+            signal.pidfd_send_signal(handle, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError) as error:  # it has ended, or has become another user's
+        logger.info("process %d is not killed: %s", pid, error)
+    finally:
+        if handle is not None:
+            os.close(handle)
+
+
+def _wait(pid: int, timeout_s: float) -> None:
+    """Wait for the process to end; not at all if it was reaped, or if the kernel (before 5.3) cannot tell."""
+    with contextlib.suppress(OSError, AttributeError):  # AttributeError: Python was built without pidfd_open
+        descriptor = os.pidfd_open(pid)
+        try:
+            poll = select.poll()
+            poll.register(descriptor, select.POLLIN)
+            poll.poll(timeout_s * 1000)
+        finally:
+            os.close(descriptor)

@@ -57,9 +57,9 @@ def test_a_rank_that_dies_is_respawned_alone(tmp_path: Path, what: str, said: st
     assert job.log(1).count("begins") == 2
 
 
-@pytest.mark.parametrize("preload", [("numpy",), ("numpy", "sets_up_cuda")], ids=["forked", "fresh"])
+@pytest.mark.parametrize("preload", [("numpy",), ("numpy", "sets_up_cuda")], ids=["preloaded", "bare"])
 def test_a_respawned_rank_is_like_its_first_process(tmp_path: Path, preload: tuple[str, ...]) -> None:
-    """Where an import sets up CUDA, it is an interpreter of its own, as its first process was."""
+    """Where an import sets up CUDA, nothing is imported before a rank is forked."""
     job = Job(tmp_path, "traits.py", env={"STEPS": "100000"}, preload=preload)
     wait_until(lambda: job.notes("step", 1))
     first = job.notes("go", 1)[-1]["pid"]
@@ -73,7 +73,7 @@ def test_a_respawned_rank_is_like_its_first_process(tmp_path: Path, preload: tup
     job.process.send_signal(signal.SIGINT)
     ended = job.end()
     assert ended.err.splitlines()[-1] == "stopped by SIGINT"
-    assert ("has initialized CUDA, so ranks are started as new processes" in ended.err) == (len(preload) == 2)
+    assert ("has initialized CUDA: nothing is preloaded" in ended.err) == (len(preload) == 2)
 
 
 def test_two_faults_one_after_the_other(tmp_path: Path) -> None:

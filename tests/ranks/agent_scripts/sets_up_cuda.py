@@ -1,4 +1,4 @@
-"""Has ranks started as interpreters, as a module does that sets up CUDA when it is imported."""
+"""Has nothing preloaded, as a module does that sets up CUDA when it is imported."""
 
 from __future__ import annotations
 

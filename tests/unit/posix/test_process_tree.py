@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from checkpointless.system import shared_memory
@@ -131,7 +130,7 @@ def test_whoever_adopts_orphans_has_all_that_it_led_to_below() -> None:
         assert root.stdout is not None
         orphan = int(root.stdout.readline())
         try:
-            while psutil.Process(orphan).ppid() != root.pid:
+            while ProcessLook.at(orphan).parent != root.pid:
                 time.sleep(0.01)
             assert not kill_descendants(orphan)
             assert kill_descendants(root.pid)
