@@ -135,7 +135,7 @@ def test_a_killed_zygote_ends_the_job_with_a_reason(tmp_path: Path) -> None:
     wait_until(lambda: all("waiting" in job.log(rank) for rank in range(3)))
     job.zygote().kill()
     ended = job.end()
-    assert (ended.code, ended.err) == (1, "the process that starts ranks was killed by SIGKILL\n")
+    assert (ended.code, ended.err) == (1, "the fork server was killed by SIGKILL\n")
 
 
 def test_what_a_rank_left_running_is_gone_after_the_job(tmp_path: Path) -> None:

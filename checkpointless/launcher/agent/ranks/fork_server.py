@@ -113,7 +113,7 @@ News: TypeAlias = Started | Refused | Exited | Ready
 
 
 class ForkServerLostError(RuntimeError):
-    """The process that starts ranks has ended."""
+    """The fork server has ended."""
 
 
 class ForkServer:

@@ -342,7 +342,7 @@ class Output:
         say: called with each line for the terminal.
 
     Attributes:
-        fork_server: what the process that starts ranks prints.
+        fork_server: what the fork server prints.
     """
 
     def __init__(
