@@ -79,7 +79,7 @@ _FP8 = ("transformer_engine.pytorch.quantization", "transformer_engine.pytorch.f
 _MODULES = "transformer_engine.pytorch.module.base"
 _ATTENTION = "transformer_engine.pytorch.attention.dot_product_attention.utils"
 _FRAMEWORKS = "checkpointless.frameworks"  # group of entry points that register trainers' parts
-_known: dict[str, TrainerParts] = {}
+_known: dict[str, _TrainerParts] = {}
 
 
 class Abort(ABC):
@@ -114,7 +114,7 @@ class HPAbortTorchDistributed(Abort):
         process_groups.abort()
 
 
-class TrainerParts(Protocol):
+class _TrainerParts(Protocol):
     """Where a framework's trainer keeps what an abort has to stop."""
 
     def loader_iterators(self, trainer: object) -> Iterable[_MultiProcessingDataLoaderIter]:
@@ -124,7 +124,7 @@ class TrainerParts(Protocol):
         """Stop asynchronous checkpoint writers, unless the trainer keeps their saves and finishes them later."""
 
 
-def register_trainer_parts(framework: str, parts: TrainerParts) -> None:
+def register_trainer_parts(framework: str, parts: _TrainerParts) -> None:
     """Register how to find the parts of a framework's trainer.
 
     Args:
@@ -142,7 +142,7 @@ def _load_frameworks() -> None:
         logger.warning("data-loader workers and checkpoint writers are not stopped: reinstall checkpointless")
 
 
-class TrainerAbort(Abort):
+class _TrainerAbort(Abort):
     """An abort that acts on the running trainer, once there is one."""
 
     def __init__(self) -> None:
@@ -160,7 +160,7 @@ class TrainerAbort(Abort):
         return self._trainer() if self._trainer is not None else None
 
 
-class HPDataLoaderAbort(TrainerAbort):
+class HPDataLoaderAbort(_TrainerAbort):
     """Stops the data-loader workers, which frees a main thread that waits for a batch and leaves nothing behind."""
 
     def __call__(self, state: HPState) -> None:
@@ -169,7 +169,7 @@ class HPDataLoaderAbort(TrainerAbort):
                 end_workers(iterator)
 
 
-class HPCheckpointingAbort(TrainerAbort):
+class HPCheckpointingAbort(_TrainerAbort):
     """Stops asynchronous checkpoint writers, unless the strategy keeps their saves and finishes them later.
 
     A save that is not finished is not a checkpoint.

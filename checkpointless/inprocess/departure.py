@@ -75,11 +75,11 @@ class FaultResponder:
         self._replace = replace
         self._abort_mutex = threading.Lock()
         self._generation_mutex = threading.Lock()  # no fault of the old generation is handled in the new one
-        self._thread: FaultThread | None = None
+        self._thread: _FaultThread | None = None
 
     def start(self) -> None:
         """Start the thread that reacts to fault notices."""
-        self._thread = FaultThread(self._on_fault, self._replace)
+        self._thread = _FaultThread(self._on_fault, self._replace)
         self._client.on_fault = self._on_notice
 
     def shutdown(self) -> None:
@@ -160,7 +160,7 @@ class FaultResponder:
                 self._replace(f"the main thread did not leave the block within {timeout_s:.0f} s")
 
 
-class FaultThread:
+class _FaultThread:
     """Handles the fault notices of one rank, in order of arrival, while the main thread may be blocked.
 
     Args:

@@ -20,7 +20,7 @@ from checkpointless.system.environment import RANK_ENV
 logger = logging.getLogger(__name__)
 
 
-def forget_accelerate() -> None:
+def _forget_accelerate() -> None:
     """Drop what Hugging Face Accelerate keeps in classes, among it that the process group has been made."""
     state: Any = sys.modules.get("accelerate.state")
     if state is not None:
@@ -29,7 +29,7 @@ def forget_accelerate() -> None:
 
 
 # Accelerate's is here, because a loop of one's own imports nothing of ours that is made for it.
-_framework_cleanups: dict[str, Callable[[], None]] = {"accelerate": forget_accelerate}
+_framework_cleanups: dict[str, Callable[[], None]] = {"accelerate": _forget_accelerate}
 
 
 def register_cleanup(name: str, cleanup: Callable[[], None]) -> None:
@@ -112,13 +112,13 @@ def collect_garbage() -> None:
 
     This is for the thread that ran the block.
     """
-    empty_backward_queue()
+    _empty_backward_queue()
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
 
 
-def empty_backward_queue() -> None:
+def _empty_backward_queue() -> None:
     """Drop what a backward pass that raised has left in autograd's queue of this thread.
 
     The rest of its graph stays there, with parameters and gradients, until a later pass comes across it. Autograd

@@ -9,7 +9,7 @@ from datetime import timedelta
 
 from checkpointless.inprocess.exceptions import RankShouldRestart
 
-UNKNOWN_STEP = -1
+_UNKNOWN_STEP = -1
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class ParameterUpdateLock:
         self._closed = False  # written by the fault thread
         self._in_update = False  # written by the training thread
         self._ended = threading.Event()  # no update is in progress since the lock was closed
-        self._committed = UNKNOWN_STEP
+        self._committed = _UNKNOWN_STEP
         self._ready_step: int | None = None
         self._torn = False
 
@@ -63,7 +63,7 @@ class ParameterUpdateLock:
 
     def forget(self) -> None:
         """Record that the rank holds no usable state (it is about to build a new one)."""
-        self.set_committed(UNKNOWN_STEP)
+        self.set_committed(_UNKNOWN_STEP)
 
     def open(self) -> None:
         """Allow updates again, at the entry of a new generation."""

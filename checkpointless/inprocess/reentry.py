@@ -139,7 +139,7 @@ class Blocks:
 
 
 REPLACED_EXIT_CODE = 75  # EX_TEMPFAIL: the agent starts a successor
-RESTARTS = ("in-process", "process")
+_RESTARTS = ("in-process", "process")
 _ASKED_FOR = 'HPWrapper(restart="process") replaces processes at every fault'
 _PACKAGE = str(Path(__file__).parents[1])
 
@@ -150,8 +150,8 @@ def restart_of(restart: str) -> str:
     Raises:
         ValueError: there is none.
     """
-    if restart not in RESTARTS:
-        raise ValueError(f"restart is {' or '.join(map(repr, RESTARTS))}, and not {restart!r}")
+    if restart not in _RESTARTS:
+        raise ValueError(f"restart is {' or '.join(map(repr, _RESTARTS))}, and not {restart!r}")
     return restart
 
 
@@ -167,7 +167,7 @@ class Succession:
         client: the agent's client.
         steps: how far training has come in this entry of the block.
         blocks: where the block is among those of the script.
-        restart: the way of restarting, one of :data:`RESTARTS`.
+        restart: the way of restarting, one of :data:`_RESTARTS`.
 
     Attributes:
         unfit: why this process cannot enter its block again, in one line ("": it can).

@@ -62,8 +62,8 @@ logger = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
 
-DEFAULT_ABORT_TIMEOUT_S = 60.0
-GAVE_UP_EXIT_CODE = 1
+_DEFAULT_ABORT_TIMEOUT_S = 60.0
+_GAVE_UP_EXIT_CODE = 1
 
 _active: HPCallWrapper | None = None
 
@@ -139,7 +139,7 @@ class HPWrapper:
         self.finalize: Callable[..., object] = finalize or CheckpointlessFinalizeCleanup()
         self.health_check: Callable[[HPState, BaseException], object] = health_check or CudaHealthCheck()
         self.hp_api_factory: Callable[[], RankClient] = hp_api_factory or HPAgentK8sAPIFactory()
-        given = DEFAULT_ABORT_TIMEOUT_S if abort_timeout is None else abort_timeout
+        given = _DEFAULT_ABORT_TIMEOUT_S if abort_timeout is None else abort_timeout
         self.abort_timeout = time_limit("abort_timeout", given)
         self.enabled = enabled
         self.trace_file_path = trace_file_path
@@ -358,11 +358,11 @@ class HPCallWrapper:
             BaseException: ``call_ex``, because the job is ending.
         """
         if self.client.is_ending:
-            raise SystemExit(GAVE_UP_EXIT_CODE) if isinstance(call_ex, RankShouldRestart) else call_ex
+            raise SystemExit(_GAVE_UP_EXIT_CODE) if isinstance(call_ex, RankShouldRestart) else call_ex
         if isinstance(call_ex, (UnrecoverableError, FaultSpecError)):  # a fault test that cannot run proves nothing
             reason, is_lost = exceptions.text_of(call_ex), isinstance(call_ex, StateLostError)
             self.client.give_up(self.generation, reason, is_lost=is_lost)
-            raise SystemExit(GAVE_UP_EXIT_CODE) from call_ex
+            raise SystemExit(_GAVE_UP_EXIT_CODE) from call_ex
         if isinstance(call_ex, RankShouldRestart) and self.client.pending_fault(self.generation) is not None:
             return
         self._departure.note_fault()

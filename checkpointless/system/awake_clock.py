@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-MOST_S = 0.5  # a loop that is running reads its clock more often than this
+_MOST_S = 0.5  # a loop that is running reads its clock more often than this
 
 
 class AwakeClock:
@@ -19,7 +19,7 @@ class AwakeClock:
         clock: the underlying clock.
     """
 
-    def __init__(self, most_s: float = MOST_S, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, most_s: float = _MOST_S, clock: Callable[[], float] = time.monotonic) -> None:
         self._most_s = most_s
         self._clock = clock
         self._read_at_s = self._now_s = clock()

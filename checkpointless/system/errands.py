@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 logger = logging.getLogger(__name__)
 
-PATIENCE_S = 1.0
+_PATIENCE_S = 1.0
 
 Result = TypeVar("Result")
 
@@ -26,7 +26,7 @@ class Errands:
         patience_s: how many seconds to wait for a result.
     """
 
-    def __init__(self, patience_s: float = PATIENCE_S) -> None:
+    def __init__(self, patience_s: float = _PATIENCE_S) -> None:
         self._patience_s = patience_s
         self._last: Future[Any] | None = None
 

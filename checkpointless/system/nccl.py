@@ -23,7 +23,7 @@ from checkpointless.system.environment import (
 
 #: Earlier versions may deadlock while several communicators of a process are aborted
 #: (https://github.com/pytorch/pytorch/issues/149153).
-OLDEST_NCCL = (2, 26, 2)
+_OLDEST_NCCL = (2, 26, 2)
 _OFF, _ON = "0", "1"
 _OF_TORCHRUN = "1"  # torchrun gives this to every rank whose user has not set it
 
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Setting:
+class _Setting:
     """One variable.
 
     Attributes:
@@ -45,22 +45,22 @@ class Setting:
     otherwise: str
 
 
-SETTINGS: Mapping[str, Setting] = {
-    TORCH_NCCL_ASYNC_ERROR_HANDLING_ENV: Setting(
+SETTINGS: Mapping[str, _Setting] = {
+    TORCH_NCCL_ASYNC_ERROR_HANDLING_ENV: _Setting(
         _OFF, "torch ends a healthy rank that sees the connection to a lost peer break"
     ),
-    TORCH_NCCL_RETHROW_CUDA_ERRORS_ENV: Setting(
+    TORCH_NCCL_RETHROW_CUDA_ERRORS_ENV: _Setting(
         _OFF, "torch's watchdog ends a rank for errors of an aborted group"
     ),
-    TORCH_NCCL_ENABLE_MONITORING_ENV: Setting(_OFF, "torch ends a rank whose watchdog is held up by an abort"),
-    TORCH_NCCL_DUMP_ON_TIMEOUT_ENV: Setting(_OFF, "a timeout of one rank ends the others"),
-    TORCH_NCCL_USE_COMM_NONBLOCKING_ENV: Setting(
+    TORCH_NCCL_ENABLE_MONITORING_ENV: _Setting(_OFF, "torch ends a rank whose watchdog is held up by an abort"),
+    TORCH_NCCL_DUMP_ON_TIMEOUT_ENV: _Setting(_OFF, "a timeout of one rank ends the others"),
+    TORCH_NCCL_USE_COMM_NONBLOCKING_ENV: _Setting(
         _ON, "a rank that makes a communicator with a lost peer cannot be freed, and its state is lost"
     ),
-    TORCH_DIST_USE_NCCL2_ENV: Setting(
+    TORCH_DIST_USE_NCCL2_ENV: _Setting(
         _OFF, "from torch 2.15 on, nccl then means ProcessGroupNCCL2, with which no recovery has been tried"
     ),
-    NCCL_NVLS_ENABLE_ENV: Setting(_OFF, "multicast over NVLink cannot be set up again after an abort"),
+    NCCL_NVLS_ENABLE_ENV: _Setting(_OFF, "multicast over NVLink cannot be set up again after an abort"),
 }
 
 
@@ -85,9 +85,9 @@ def problem_of_version(version: tuple[int, ...]) -> str | None:
     Args:
         version: major, minor and patch.
     """
-    if version >= OLDEST_NCCL:
+    if version >= _OLDEST_NCCL:
         return None
-    found, least = (".".join(map(str, each)) for each in (version, OLDEST_NCCL))
+    found, least = (".".join(map(str, each)) for each in (version, _OLDEST_NCCL))
     return f"NCCL {found}: aborting several communicators may deadlock; install a torch with NCCL {least} or newer"
 
 

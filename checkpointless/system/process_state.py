@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-BUSY_SHARE = 0.2  # of one core; the idle threads of a framework use less
+_BUSY_SHARE = 0.2  # of one core; the idle threads of a framework use less
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -63,6 +63,6 @@ def state_of(first: ProcessLook, last: ProcessLook, seconds: float) -> ProcessSt
         return ProcessState.TRACED
     if letter == "D":
         return ProcessState.BLOCKED
-    if letter == "R" or (seconds > 0 and last.cpu_ms - first.cpu_ms >= 1000 * BUSY_SHARE * seconds):
+    if letter == "R" or (seconds > 0 and last.cpu_ms - first.cpu_ms >= 1000 * _BUSY_SHARE * seconds):
         return ProcessState.BUSY
     return ProcessState.IDLE if last.letter else ProcessState.UNKNOWN

@@ -25,7 +25,7 @@ _END_S = 0.1  # a killed process takes milliseconds
 _PR_SET_CHILD_SUBREAPER = 36
 
 
-class ChildProcess(Protocol):
+class _ChildProcess(Protocol):
     """A child that can be waited for, as ``subprocess.Popen`` can."""
 
     @property
@@ -36,7 +36,7 @@ class ChildProcess(Protocol):
         """Return how it has ended, or raise ``subprocess.TimeoutExpired``."""
 
 
-def wait_for_killed(process: ChildProcess, timeout_s: float) -> int | None:
+def wait_for_killed(process: _ChildProcess, timeout_s: float) -> int | None:
     """Wait for a child that was killed. One that the kernel holds, for a disk or a driver, ends later.
 
     Args:
@@ -48,7 +48,7 @@ def wait_for_killed(process: ChildProcess, timeout_s: float) -> int | None:
     try:
         return process.wait(timeout_s)
     except subprocess.TimeoutExpired:
-        logger.warning("process %d was killed, but has not ended within %.1f s: it is left", process.pid, timeout_s)
+        logger.warning("process %d did not exit within %.1f s after SIGKILL, and is left", process.pid, timeout_s)
         return None
 
 

@@ -11,8 +11,8 @@ from checkpointless.observability.telemetry.wording import numbered
 from checkpointless.system.idleness import Idleness, families
 from checkpointless.system.signals import STACKS_SIGNAL, is_default
 
-NAMED_AFTER_S = 10.0
-OWN_LIMIT_S = 5.0  # for a process to find out by itself, and to name its threads, before the agent ends it
+_NAMED_AFTER_S = 10.0
+_OWN_LIMIT_S = 5.0  # for a process to find out by itself, and to name its threads, before the agent ends it
 _LOOK_EVERY_S = 1.0
 _STACKS_S = 1.0  # for a process to write them
 
@@ -87,7 +87,7 @@ class ExitWatch:
         self._late = {rank.number: self._late[rank.number] for rank, _ in late if rank.number in self._late}
         if not late:
             return
-        self._name([rank.number for rank, _ in late if has_only_to_end(rank)], over, now_s)
+        self._name([rank.number for rank, _ in late if _has_only_to_end(rank)], over, now_s)
         self._families = families([rank.pid for rank, _ in late if rank.pid is not None])
         for rank, limit_s in late:
             self._watch(rank, rank.pid or 0, limit_s, now_s)
@@ -97,7 +97,7 @@ class ExitWatch:
         if rank.state is RankState.GONE or rank.pid is None or rank.is_cut_off:
             return None
         if rank.board.exit_code() is not None:
-            return self._grace_s + OWN_LIMIT_S
+            return self._grace_s + _OWN_LIMIT_S
         if not others_have_ended or rank.state not in (RankState.FINISHED, RankState.STARTING):
             return None
         return self._grace_s if rank.state is RankState.FINISHED else self._silence_s
@@ -105,7 +105,7 @@ class ExitWatch:
     def _name(self, late: list[int], over: list[int], now_s: float) -> None:
         """Say which ranks are waited for, some time after the first has ended."""
         new = set(late) - self._named
-        if self._first_end_s is None or now_s < self._first_end_s + NAMED_AFTER_S or not new:
+        if self._first_end_s is None or now_s < self._first_end_s + _NAMED_AFTER_S or not new:
             return
         self._named |= new
         late_s, after = now_s - self._first_end_s, numbered("rank", over)
@@ -120,7 +120,7 @@ class ExitWatch:
         if late is None or late.pid != pid:
             late = self._late[rank.number] = _Late(pid, Idleness(now_s, lambda: self._families.get(pid, [])))
         idle_s = late.idleness.seconds(now_s)
-        is_over = has_only_to_end(rank)
+        is_over = _has_only_to_end(rank)
         if idle_s < (limit_s if is_over or late.is_told else self._grace_s):
             return
         if idle_s >= limit_s:
@@ -133,6 +133,6 @@ class ExitWatch:
         self._say(f"rank {rank.number} {what} for {idle_s:.0f} s{then}; its stacks are in {rank.log.path}")
 
 
-def has_only_to_end(rank: LocalRank) -> bool:
+def _has_only_to_end(rank: LocalRank) -> bool:
     """Return whether a rank's last block or its script is over."""
     return rank.state is RankState.FINISHED or rank.board.exit_code() is not None

@@ -50,10 +50,10 @@ from checkpointless.system.signals import ENDING
 
 logger = logging.getLogger(__name__)
 
-RETRY_S = 0.5
-ANSWER_TIMEOUT_S = 10.0
+_RETRY_S = 0.5
+_ANSWER_TIMEOUT_S = 10.0
 _PAUSE_S = 15.0  # no attempt takes this long: a longer pause means that this process was stopped
-REFUSED_FOR_S = 2.0  # a refusal that lasts this long is final
+_REFUSED_FOR_S = 2.0  # a refusal that lasts this long is final
 
 _KEPT = (Trouble, JobOver, RankInexact)  # while there is no coordinator; the agent tells the rest with its standing
 
@@ -98,7 +98,7 @@ class Link(abc.ABC):
         """Close every descriptor."""
 
 
-class LocalCoordinatorLink(Link):
+class _LocalCoordinatorLink(Link):
     """A link to a coordinator in the same loop, which other nodes may reach through a port.
 
     Args:
@@ -172,7 +172,7 @@ class RemoteCoordinatorLink(Link):
 
     def __init__(
         self,
-        join: Callable[[int, Callable[[], bool]], Joining],
+        join: Callable[[int, Callable[[], bool]], _Joining],
         number: int,
         *,
         nproc: int,
@@ -273,7 +273,7 @@ class RemoteCoordinatorLink(Link):
             elif agent.joined:
                 self._channel.send(Joined())
 
-    def _open(self, joining: Joining) -> Channel:
+    def _open(self, joining: _Joining) -> Channel:
         self._where = joining.where
         self._heard, self._heard_at_s, self._next_alive_s = 0, self._clock(), 0.0
         return joining.open(self._selector, self.commands.append, self._on_close)
@@ -285,12 +285,12 @@ class RemoteCoordinatorLink(Link):
 class _Search:
     """Joins in a separate thread, so that the loop continues meanwhile."""
 
-    def __init__(self, join: Callable[[int, Callable[[], bool]], Joining], number: int) -> None:
+    def __init__(self, join: Callable[[int, Callable[[], bool]], _Joining], number: int) -> None:
         self._stopped = threading.Event()
-        self._found: queue.SimpleQueue[Joining | JoinError] = queue.SimpleQueue()
+        self._found: queue.SimpleQueue[_Joining | JoinError] = queue.SimpleQueue()
         threading.Thread(target=self._run, args=(join, number), name="checkpointless-join", daemon=True).start()
 
-    def result(self) -> Joining | JoinError | None:
+    def result(self) -> _Joining | JoinError | None:
         """Return the outcome of the search, or None while it continues."""
         try:
             return self._found.get_nowait()
@@ -301,7 +301,7 @@ class _Search:
         """Give up the search."""
         self._stopped.set()
 
-    def _run(self, join: Callable[[int, Callable[[], bool]], Joining], number: int) -> None:
+    def _run(self, join: Callable[[int, Callable[[], bool]], _Joining], number: int) -> None:
         try:
             self._found.put(join(number, self._stopped.is_set))
         except JoinError as error:
@@ -319,7 +319,7 @@ class RefusedError(JoinError):
     """The coordinator has no place for this node."""
 
 
-class Joining:
+class _Joining:
     """A connection to the coordinator on which both sides have proved that they know the token.
 
     Args:
@@ -352,7 +352,7 @@ class Joining:
         nproc: int,
         timeout_s: float,
         stopped: Callable[[], bool],
-        refused_for_s: float = REFUSED_FOR_S,
+        refused_for_s: float = _REFUSED_FOR_S,
     ) -> None:
         self.where = f"{address}:{port}"
         self._stopped = stopped
@@ -375,7 +375,7 @@ class Joining:
                         f"the coordinator at {self.where} was not reached within {timeout_s:g} s: {error}"
                     ) from error
                 refused_since_s = None
-            self._pause(RETRY_S)
+            self._pause(_RETRY_S)
 
     def open(
         self,
@@ -415,7 +415,7 @@ class Joining:
 
     def _hear(self) -> Any:
         """Receive one message, byte by byte, so that no part of the next one is swallowed."""
-        deadline_s = time.monotonic() + ANSWER_TIMEOUT_S
+        deadline_s = time.monotonic() + _ANSWER_TIMEOUT_S
         while time.monotonic() < deadline_s:
             self._pause(0.0)
             if not select.select([self._connection], [], [], 0.1)[0]:
@@ -426,7 +426,7 @@ class Joining:
             lines = self._lines.feed(byte)
             if lines:
                 return BEFORE_WELCOME.decode(lines[0])
-        raise TimeoutError(f"it said nothing for {ANSWER_TIMEOUT_S:g} s")
+        raise TimeoutError(f"it said nothing for {_ANSWER_TIMEOUT_S:g} s")
 
     def _pause(self, seconds: float) -> None:
         deadline_s = time.monotonic() + seconds
@@ -462,10 +462,10 @@ def link_to_coordinator(
         OSError: the address cannot be resolved or listened on.
     """
     if config.is_alone:
-        return LocalCoordinatorLink(Coordinator(config, events=events, say=say, clock=clock), None)
+        return _LocalCoordinatorLink(Coordinator(config, events=events, say=say, clock=clock), None)
     if config.node_rank == 0:
         try:
-            return LocalCoordinatorLink(*host(config, selector, events, say, clock))
+            return _LocalCoordinatorLink(*host(config, selector, events, say, clock))
         except OSError as error:
             if error.errno not in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):
                 raise
@@ -490,15 +490,15 @@ class _Attempts:
         self._config = config
         self._again = False
 
-    def __call__(self, number: int, stopped: Callable[[], bool]) -> Joining:
+    def __call__(self, number: int, stopped: Callable[[], bool]) -> _Joining:
         config = self._config
         again, self._again = self._again, True
-        return Joining(
+        return _Joining(
             *config.endpoint,
             token=config.token,
             node=number,
             nproc=config.nproc_per_node,
             timeout_s=config.regroup_timeout_s if again else config.join_timeout_s,
             stopped=stopped,
-            refused_for_s=REFUSED_FOR_S + (config.node_timeout_s if again else 0.0),
+            refused_for_s=_REFUSED_FOR_S + (config.node_timeout_s if again else 0.0),
         )

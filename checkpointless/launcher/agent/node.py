@@ -334,7 +334,7 @@ class NodeAgent:
 
     def _discard(self) -> None:
         """End the ranks, which a coordinator has declared dead, and join again without them."""
-        self._say("this node was declared lost: its ranks are ended, and it joins the job again")
+        self._say("this node was declared lost: its ranks are killed, and it joins the job again")
         self._close_store()
         self._processes.discard()
 

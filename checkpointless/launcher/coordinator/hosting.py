@@ -33,8 +33,8 @@ from checkpointless.system.awake_clock import AwakeClock
 
 logger = logging.getLogger(__name__)
 
-PROOF_TIMEOUT_S = 5.0
-MAX_UNPROVED = 128  # connections that have proved nothing yet; the oldest makes room for a new one
+_PROOF_TIMEOUT_S = 5.0
+_MAX_UNPROVED = 128  # connections that have proved nothing yet; the oldest makes room for a new one
 _ACCEPTS_PER_TURN = 16
 
 
@@ -113,7 +113,7 @@ class CoordinatorPort:
             channel = guest.channel
             assert channel is not None
             if guest.node is None:
-                if now_s >= guest.heard_at_s + PROOF_TIMEOUT_S:
+                if now_s >= guest.heard_at_s + _PROOF_TIMEOUT_S:
                     self._show_out(guest)
             elif channel.bytes_heard != guest.heard:
                 guest.heard, guest.heard_at_s, guest.last_word_s = channel.bytes_heard, now_s, time.monotonic()
@@ -140,7 +140,7 @@ class CoordinatorPort:
             except OSError:  # nobody waits, or the client has gone
                 return
             unproved = [guest for guest in self._guests if guest.node is None]
-            if len(unproved) >= MAX_UNPROVED:
+            if len(unproved) >= _MAX_UNPROVED:
                 self._show_out(unproved[0])
             guest = _Guest(Challenge(new_nonce()), self._clock())
             guest.channel = Channel(

@@ -31,7 +31,7 @@ from checkpointless.observability.telemetry.wording import plural
 
 
 @dataclass
-class Incident:
+class _Incident:
     """An incident that is not over.
 
     Attributes:
@@ -107,11 +107,11 @@ class IncidentTracker:
 
     def __init__(self, max_incidents: int | None, events: EventLog, say: Callable[[str], None]) -> None:
         self.generation = -1
-        self.open: Incident | None = None
-        self.recovering: Incident | None = None
+        self.open: _Incident | None = None
+        self.recovering: _Incident | None = None
         self.inexact = 0
-        self._resumed: Incident | None = None  # the last one that the job resumed after
-        self._overtaken: Incident | None = None  # until it is known whether its step had been made
+        self._resumed: _Incident | None = None  # the last one that the job resumed after
+        self._overtaken: _Incident | None = None  # until it is known whether its step had been made
         self._count = 0
         self._history = History(max_incidents)
         self._events = events
@@ -122,7 +122,7 @@ class IncidentTracker:
         self.generation, self._count = generation, incidents
         self._history = replace(self._history, incidents=incidents)
 
-    def begin(self, cause: Cause, since_s: float | None = None) -> Incident:
+    def begin(self, cause: Cause, since_s: float | None = None) -> _Incident:
         """Open an incident.
 
         Args:
@@ -130,7 +130,7 @@ class IncidentTracker:
         """
         self._count += 1
         self._overtaken, self.recovering = self.recovering, None
-        self.open = Incident(str(self._count), time.monotonic(), cause, since_s)
+        self.open = _Incident(str(self._count), time.monotonic(), cause, since_s)
         return self.open
 
     def add_cause(self, cause: Cause, since_s: float | None = None) -> None:
@@ -171,7 +171,7 @@ class IncidentTracker:
         self._history, give_up = self._history.after(self.open.cause, high_water)
         return give_up
 
-    def restart(self, cause: Cause, why: str) -> Incident:
+    def restart(self, cause: Cause, why: str) -> _Incident:
         """Record that the whole job begins again: the incident that is not over, or a new one, goes up to that.
 
         Args:
@@ -245,7 +245,7 @@ class IncidentTracker:
         if incident is not None:
             self._recovered(incident, newest, incident.together_at_s if newest == NO_STEP else time.monotonic())
 
-    def _recovered(self, incident: Incident, newest: int, at_s: float) -> None:
+    def _recovered(self, incident: _Incident, newest: int, at_s: float) -> None:
         seconds, rung = max(0.0, at_s - incident.fault_at_s), incident.rung.label
         lost, step = (None, None) if newest == NO_STEP else (incident.steps_lost, newest)
         made = newest >= incident.target
@@ -264,7 +264,7 @@ class IncidentTracker:
         )
         self._say(recovered_line(incident.id, seconds, rung, lost, made, incident.deviation))
 
-    def _judge_overtaken(self, incident: Incident, high_water: int, oldest: int, following: Incident) -> None:
+    def _judge_overtaken(self, incident: _Incident, high_water: int, oldest: int, following: _Incident) -> None:
         """Record whether the step of an incident had been made when the following one came, as all boards say."""
         if oldest >= incident.target:
             self._recovered(incident, high_water, following.fault_at_s)
@@ -273,7 +273,13 @@ class IncidentTracker:
             self._say(escalated_line(incident.id, following.id))
 
     def emit(
-        self, stage: EventName, edge: Edge, *, rank: int | None = None, of: Incident | None = None, **fields: object
+        self,
+        stage: EventName,
+        edge: Edge,
+        *,
+        rank: int | None = None,
+        of: _Incident | None = None,
+        **fields: object,
     ) -> None:
         """Write an event of an incident; by default, of the one that is not over, if there is one."""
         incident = of or self.open or self.recovering
@@ -286,7 +292,7 @@ class IncidentTracker:
             **fields,
         )
 
-    def _tell(self, incident: Incident) -> None:
+    def _tell(self, incident: _Incident) -> None:
         cause = incident.cause
         if cause is incident.said:
             return

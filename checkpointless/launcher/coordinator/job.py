@@ -91,7 +91,7 @@ class Job:
         self.say = say
         self.clock = clock
         self.roster = Roster(nnodes, nproc)
-        self.rendezvous = Rendezvous(nnodes, nproc)
+        self.rendezvous = _Rendezvous(nnodes, nproc)
         self.incidents = IncidentTracker(config.max_incidents, events, say)
         self.progress = ProgressReports(nnodes)
         self.high_water = NO_STEP
@@ -222,7 +222,7 @@ def _take_one(counts: Counter[int], value: int) -> None:
         del counts[value]
 
 
-class Rendezvous:
+class _Rendezvous:
     """Where the ranks of the coming generation meet, and the environment variables that lead there.
 
     They meet at a store in the agent of a node, so they do not notice if the coordinator is lost.

@@ -30,7 +30,7 @@ from checkpointless.observability.telemetry.event_names import EventName, Rung
 logger = logging.getLogger(__name__)
 
 
-class StandingReports:
+class _StandingReports:
     """Collects what the nodes report about the ranks that they run, until all nodes have come.
 
     Args:
@@ -155,7 +155,7 @@ class Membership:
     ) -> None:
         self._job = job
         self._roster = job.roster
-        self.standings = StandingReports(job.roster)
+        self.standings = _StandingReports(job.roster)
         self._processes = processes
         self._regrouping = regrouping
         self._on_complete = on_complete

@@ -34,8 +34,8 @@ _NO_RESTARTS = "; or begin again from the script's own checkpoint: --max-restart
 _FIRST_STEP = 1
 _RETURN_TOGETHER_S = 1.0  # ranks that leave their training in the same step return within this time
 _RETURNED = (
-    "rank {} has returned from its block in step {}, which is not made, and other ranks have not: they wait for it "
-    "until they count as stalled. A block that catches an exception hides a fault: let it leave the function"
+    "rank {} returned from its block in unfinished step {}, and other ranks did not: they wait for it until they "
+    "count as stalled. A block that catches an exception hides a fault: let it leave the function"
 )
 
 

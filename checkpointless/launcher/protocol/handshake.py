@@ -16,7 +16,7 @@ from checkpointless.launcher.protocol.messages import Message, Vocabulary
 from checkpointless.launcher.protocol.plain import Int
 from checkpointless.system.environment import TOKEN_ENV
 
-PROTOCOL_VERSION = 7
+_PROTOCOL_VERSION = 7
 MIN_TOKEN_CHARACTERS = 16
 SPARE = -1  # the node number of an agent that waits until it is needed
 
@@ -29,7 +29,7 @@ class Challenge(Message, frozen=True, tag="challenge"):
     """
 
     nonce: str
-    version: Int = PROTOCOL_VERSION
+    version: Int = _PROTOCOL_VERSION
 
 
 class Proof(Message, frozen=True, tag="proof"):
@@ -47,7 +47,7 @@ class Proof(Message, frozen=True, tag="proof"):
     nproc: Int
     nonce: str
     mac: str
-    version: Int = PROTOCOL_VERSION
+    version: Int = _PROTOCOL_VERSION
 
 
 class Welcome(Message, frozen=True, tag="welcome"):
@@ -85,9 +85,9 @@ def check_version(version: int) -> None:
     Raises:
         ValueError: it has those of another version.
     """
-    if version != PROTOCOL_VERSION:
+    if version != _PROTOCOL_VERSION:
         raise ValueError(
-            f"it has version {version} of the protocol, and this side {PROTOCOL_VERSION}: install the same "
+            f"it has version {version} of the protocol, and this side {_PROTOCOL_VERSION}: install the same "
             "checkpointless on all nodes"
         )
 

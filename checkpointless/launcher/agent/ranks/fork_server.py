@@ -160,7 +160,7 @@ class ForkServer:
         with theirs:
             if fork_here:
                 self.process = ForkedProcess(
-                    lambda: zygote_in_this_process(arguments, env),
+                    lambda: _zygote_in_this_process(arguments, env),
                     output=log,
                     close=[self._connection.fileno(), *close],
                 )
@@ -306,7 +306,7 @@ class ForkServer:
         return ForkServerLostError(f"the fork server {how}")
 
 
-def zygote_in_this_process(arguments: Sequence[str], env: Mapping[str, str]) -> None:
+def _zygote_in_this_process(arguments: Sequence[str], env: Mapping[str, str]) -> None:
     """Run the zygote in this process, which was forked for it."""
     from checkpointless.launcher.agent.ranks import zygote
 

@@ -187,7 +187,7 @@ _CLOSE_S = 5.0
 _COMPLAIN_EVERY_S = 600.0
 
 
-class Sink(Protocol):
+class _Sink(Protocol):
     """Takes the output of one rank; only the thread of its outlet calls it, which may wait in it."""
 
     def write(self, data: bytes | bytearray, lost: int) -> None:
@@ -199,12 +199,12 @@ class Sink(Protocol):
 
 @dataclass
 class _Source:
-    sink: Sink
+    sink: _Sink
     waiting: bytearray = field(default_factory=bytearray)
     lost: int = 0
 
 
-class Outlet:
+class _Outlet:
     """A thread that hands output to sinks, which may block, and room of bounded size in which output waits.
 
     Args:
@@ -222,7 +222,7 @@ class Outlet:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self.start = self._thread.start
 
-    def to(self, sink: Sink) -> Callable[[bytes], None]:
+    def to(self, sink: _Sink) -> Callable[[bytes], None]:
         """Return what passes output on to a sink, if there is room."""
         source = _Source(sink)
         with self._changed:
@@ -360,8 +360,8 @@ class Output:
         self._terminal, self._shown_ranks, self._say = terminal, shown, say
         self._complained_s = -_COMPLAIN_EVERY_S
         too_slow = "its disk does not answer in time"
-        self._files = Outlet("checkpointless-logs", _DISK_PATIENCE_S, lambda: self._complain(too_slow))
-        self._shown = Outlet("checkpointless-shown", 0.0, lambda: None)
+        self._files = _Outlet("checkpointless-logs", _DISK_PATIENCE_S, lambda: self._complain(too_slow))
+        self._shown = _Outlet("checkpointless-shown", 0.0, lambda: None)
         self._reader = threading.Thread(target=self._read, name="checkpointless-output", daemon=True)
         self._poll, self._wake = select.epoll(), os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._poll.register(self._wake, select.EPOLLIN)
@@ -390,9 +390,11 @@ class Output:
             os.eventfd_write(self._wake, 1)
             self._reader.join()  # it waits for nothing
             if not self._files.close():
-                self._say(f"the disk of {self._folder} does not answer: what the ranks printed last is not kept")
+                self._say(f"the disk of {self._folder} does not answer: the last output of the ranks is not kept")
             if not self._shown.close():
-                self._say(f"what the ranks printed last is not shown: nobody takes it; it is in {self._folder}")
+                self._say(
+                    f"the last output of the ranks is not shown, because nobody reads it; it is in {self._folder}"
+                )
         self._poll.close()
         os.close(self._wake)
         for printed in self._pipes.values():
@@ -431,7 +433,7 @@ class Output:
             write_all(self._terminal, lines)
         except OSError as error:
             self._terminal = None
-            self._say(f"what ranks print is not shown any more: {error.strerror}; it is in {self._folder}")
+            self._say(f"the output of ranks is no longer shown: {error.strerror}; it is in {self._folder}")
 
     def _complain(self, why: str) -> None:
         if time.monotonic() - self._complained_s >= _COMPLAIN_EVERY_S:

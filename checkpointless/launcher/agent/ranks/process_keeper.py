@@ -106,7 +106,7 @@ class ProcessKeeper:
         self.can_start = self.is_discarding = False
         self.failures = 0
         self._job = job
-        self._reports = RankReports(job, report, clock)
+        self._reports = _RankReports(job, report, clock)
         self._server = fork_server
         self._server_lost = False
         self._bare_server: Callable[[], ForkServer] | None = bare_fork_server
@@ -293,7 +293,7 @@ class ProcessKeeper:
             return
         for rank in self.alive():
             if now_s > self._killed_at_s.get(rank.number, now_s) + LEAVE_S:
-                self._say(f"rank {rank.number} was killed, and has not ended for {LEAVE_S:g} s: it is left")
+                self._say(f"rank {rank.number} did not exit within {LEAVE_S:g} s after SIGKILL, and is left")
                 rank.disconnect()
                 rank.state = RankState.GONE
 
@@ -396,7 +396,7 @@ class ProcessKeeper:
             self.kill(rank)
 
 
-class RankReports:
+class _RankReports:
     """Reports what ranks say, as far as it is about the generation that this node knows of.
 
     Args:

@@ -75,7 +75,7 @@ def die_with_parent(parent_pid: int, by: int = signal.SIGKILL) -> None:
         os._exit(_ORPHAN_EXIT_CODE)
 
 
-def name_process(name: str) -> None:
+def _name_process(name: str) -> None:
     """Give this process the name that ``ps``, ``top`` and ``pgrep`` show, of which the kernel takes 15 letters."""
     try:
         Path("/proc/self/comm").write_text(name)
@@ -92,7 +92,7 @@ def run_script(script: Script) -> NoReturn:
     apply_log_level()
     faulthandler.register(STACKS_SIGNAL, file=2)
     board = Board.from_environment()
-    name_process(f"ckpl-rank-{os.environ.get(RANK_ENV, '')}")
+    _name_process(f"ckpl-rank-{os.environ.get(RANK_ENV, '')}")
     LogRelay().install()
     for stream in (sys.stdout, sys.stderr):  # pipes; what a rank has printed must not be lost with it
         if isinstance(stream, io.TextIOWrapper):

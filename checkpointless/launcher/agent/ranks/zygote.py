@@ -36,7 +36,7 @@ from checkpointless.system.signals import ENDING, PASSED_ON
 
 logger = logging.getLogger(__name__)
 
-MAX_REQUEST_BYTES = 128 * 1024
+_MAX_REQUEST_BYTES = 128 * 1024
 _KILL_GRACE_S = 5.0
 #: A child has ended; or the agent has, which is sent as a signal that a stopped process gets, too.
 _AWAKES = (signal.SIGCHLD, signal.SIGCONT)
@@ -88,7 +88,7 @@ class Zygote:
             self._open = False
 
     def _on_request(self) -> None:
-        data, descriptors, _, _ = socket.recv_fds(self._connection, MAX_REQUEST_BYTES, 3, socket.MSG_CMSG_CLOEXEC)
+        data, descriptors, _, _ = socket.recv_fds(self._connection, _MAX_REQUEST_BYTES, 3, socket.MSG_CMSG_CLOEXEC)
         if not data:
             self._open = False
             return

@@ -9,14 +9,14 @@ from enum import Enum
 
 from checkpointless.system.process_state import ProcessState
 
-NEARLY = 0.9  # ranks that wait for a stalled rank stopped at about the same time
+_NEARLY = 0.9  # ranks that wait for a stalled rank stopped at about the same time
 SHARING = 0.5  # the share of its limit after which a rank counts as part of another rank's stall
-DEFAULT_CEILING_S = 600.0
+_DEFAULT_CEILING_S = 600.0
 FLOOR_S = 30.0
-LONGEST_TIMES = 10.0
+_LONGEST_TIMES = 10.0
 PAUSE_TIMES = 3.0  # a job that has paused for so long by itself may pause again, and longer
 BUSY_TIMES = 3.0  # for a rank that cannot answer because it computes
-LEAST_GRACE_S, MOST_GRACE_S = 1.0, 10.0
+_LEAST_GRACE_S, MOST_GRACE_S = 1.0, 10.0
 STEADY_LOOKS = 5  # at ranks that have never shown progress
 
 
@@ -27,12 +27,12 @@ class Heartbeat:
     Attributes:
         limit_s: the limit in seconds, wherever the rank is: also between two steps, where checkpoints are written,
             and in the first steps of a generation. If ``adapts`` is set, the limit outside of a step can be longer.
-        adapts: whether the limits follow the job. If so, a rank within a step has :data:`LONGEST_TIMES` times the
+        adapts: whether the limits follow the job. If so, a rank within a step has :data:`_LONGEST_TIMES` times the
             longest time that any rank has needed from one beat to the next so far, but at least :data:`FLOOR_S`. A
             rank outside of a step has :data:`PAUSE_TIMES` times the longest pause so far, but at least ``limit_s``.
     """
 
-    limit_s: float = DEFAULT_CEILING_S
+    limit_s: float = _DEFAULT_CEILING_S
     adapts: bool = True
 
     @classmethod
@@ -49,7 +49,7 @@ class Heartbeat:
         """
         if not self.adapts or longest_s <= 0:
             return self.limit_s
-        return min(self.limit_s, max(FLOOR_S, LONGEST_TIMES * longest_s))
+        return min(self.limit_s, max(FLOOR_S, _LONGEST_TIMES * longest_s))
 
     def ceiling_s(self, pause_s: float) -> float:
         """Return the limit for a rank outside of a step, and for a stall that ranks share, in seconds.
@@ -66,7 +66,7 @@ def grace_s(limit_s: float) -> float:
     Args:
         limit_s: for how many seconds the rank may show no progress.
     """
-    return min(MOST_GRACE_S, max(LEAST_GRACE_S, limit_s / 2))
+    return min(MOST_GRACE_S, max(_LEAST_GRACE_S, limit_s / 2))
 
 
 #: States in which a process may be held up by the same thing as the others, and cannot answer.
@@ -198,7 +198,7 @@ def judge(
     """
     standing = sorted(rank for rank, each in silent.items() if each.stance is not Stance.WAITS)
     if not standing:
-        everybody = len(silent) == running and all(e.age_s >= NEARLY * e.limit_s for e in silent.values())
+        everybody = len(silent) == running and all(e.age_s >= _NEARLY * e.limit_s for e in silent.values())
         too_long = any(each.age_s >= 2 * ceiling_s for each in silent.values())
         if silent and steady is None and (everybody or too_long):
             return Diagnosis(Finding.ALL_WAIT)
@@ -250,7 +250,7 @@ def numbers(ranks: Iterable[int]) -> str:
     return ("rank " if len(listed) == 1 else "ranks ") + shown + more
 
 
-Launched = Mapping[int, Mapping[str, int]]  # for each rank, the number of collectives in each of its groups
+_Launched = Mapping[int, Mapping[str, int]]  # for each rank, the number of collectives in each of its groups
 
 
 @dataclass(frozen=True)
@@ -270,7 +270,7 @@ class Whereabouts:
     launched: Mapping[str, int] = field(default_factory=dict)
 
 
-def ahead(launched: Launched) -> frozenset[int]:
+def ahead(launched: _Launched) -> frozenset[int]:
     """Return the ranks that have launched a collective to which another rank of its group has not come."""
     least: dict[str, int] = {}
     for groups in launched.values():
@@ -281,7 +281,7 @@ def ahead(launched: Launched) -> frozenset[int]:
     )
 
 
-def behind(launched: Launched) -> frozenset[int]:
+def behind(launched: _Launched) -> frozenset[int]:
     """Return the ranks that others wait for and that wait for nobody."""
     most: dict[str, int] = {}
     for groups in launched.values():

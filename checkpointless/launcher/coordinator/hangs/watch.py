@@ -24,7 +24,7 @@ from checkpointless.launcher.coordinator.hangs.policy import (
 from checkpointless.launcher.protocol.node_messages import SilentRank
 from checkpointless.system.process_state import ProcessLook, ProcessState, state_of
 
-ASK_EVERY_S = 0.8  # so that a rank that hangs and answers is found within the limit and one second
+_ASK_EVERY_S = 0.8  # so that a rank that hangs and answers is found within the limit and one second
 _FRESH_S, _FRESH_SHARE = 2.0, 1 / 40  # how long a report of a silence holds; long silences are reported less often
 _PLACES = 4  # that a report names at most
 _MOVED_ON = -1  # the beat of a rank that its node does not report as silent
@@ -67,7 +67,7 @@ class Silence:
 
 
 @dataclass
-class Inquiry:
+class _Inquiry:
     """An inquiry into silent ranks, which are asked until they answer.
 
     Attributes:
@@ -191,7 +191,7 @@ class HangWatch:
         self._ask = ask
         self._tell = tell
         self._silent: dict[int, dict[int, Silence]] = {}  # by node
-        self._inquiry: Inquiry | None = None
+        self._inquiry: _Inquiry | None = None
         self._questions = 0
         self._next_inquiry_s = 0.0
         self._mute_since_s: dict[int, float] = {}
@@ -253,12 +253,12 @@ class HangWatch:
         inquiry = self._inquiry
         evidence = self._evidence(inquiry, silent, now_s, everybody)
         mute = [rank for rank, each in evidence.items() if each.stance is Stance.MUTE]
-        if mute and now_s - inquiry.began_at_s < ASK_EVERY_S:
+        if mute and now_s - inquiry.began_at_s < _ASK_EVERY_S:
             return []
         steady = None if self.shows_progress else self._steadiness(evidence)
         diagnosis = judge(evidence, len(everybody), self._world, self._nproc, self._ceiling_s, steady)
         if diagnosis.finding is Finding.ASK_AGAIN:
-            if now_s - inquiry.asked_at_s >= ASK_EVERY_S:
+            if now_s - inquiry.asked_at_s >= _ASK_EVERY_S:
                 self._questions += 1
                 inquiry.last, inquiry.asked_at_s = self._questions, now_s
                 self._ask(self._questions, mute)
@@ -281,11 +281,11 @@ class HangWatch:
         if suspects and now_s >= self._next_inquiry_s:
             self._questions += 1
             beats = {rank: silent[rank].beat for rank in suspects}
-            self._inquiry = Inquiry(self._questions, self._questions, now_s, now_s, beats)
+            self._inquiry = _Inquiry(self._questions, self._questions, now_s, now_s, beats)
             self._ask(self._questions, list(suspects))
 
     def _evidence(
-        self, inquiry: Inquiry, silent: Mapping[int, Silence], now_s: float, running: Iterable[int]
+        self, inquiry: _Inquiry, silent: Mapping[int, Silence], now_s: float, running: Iterable[int]
     ) -> dict[int, Evidence]:
         """Return the evidence about the ranks that were asked and have not moved since."""
         found = {}
@@ -317,7 +317,7 @@ class HangWatch:
         diagnosis: Diagnosis,
         evidence: Mapping[int, Evidence],
         silent: Mapping[int, Silence],
-        inquiry: Inquiry,
+        inquiry: _Inquiry,
     ) -> list[Hang]:
         step = max((each.making for each in silent.values()), default=-1)
         if diagnosis.finding is Finding.ALL_WAIT:
@@ -350,7 +350,7 @@ class HangWatch:
         diagnosis: Diagnosis,
         evidence: Mapping[int, Evidence],
         silent: Mapping[int, Silence],
-        inquiry: Inquiry,
+        inquiry: _Inquiry,
         running: int,
     ) -> None:
         """Report a stall when it is new, and again when it has lasted twice as long as at the last report."""

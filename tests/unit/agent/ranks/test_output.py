@@ -218,7 +218,7 @@ def test_a_reader_of_the_terminal_that_is_gone_is_named_once(node: Node) -> None
     node.terminal = os.open(os.devnull, os.O_RDONLY)
     pour(node.ranks[0], 1_000_000).join(60)
     node.end()
-    assert node.said == [f"what ranks print is not shown any more: Broken pipe; it is in {node.folder}"]
+    assert node.said == [f"the output of ranks is no longer shown: Broken pipe; it is in {node.folder}"]
     assert len(node.log(0)) == 1_000_000
 
 
