@@ -117,7 +117,7 @@ def test_the_end_does_not_wait_for_what_the_kernel_does_not_end(node: CommandedN
     node.ends(0)
     node.tick(grace_s + LEAVE_S + 0.1)
     assert node.agent.alive() == []
-    assert node.printed[-1].startswith("rank 1 was killed, and has not ended for")
+    assert node.printed[-1].startswith("rank 1 did not exit within 5 s after SIGKILL")
 
 
 def test_a_process_that_was_to_be_killed_before_it_was_there_is_killed_then(node: CommandedNode) -> None:

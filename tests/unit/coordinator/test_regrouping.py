@@ -196,7 +196,7 @@ def test_a_rank_that_has_returned_within_a_step_is_named_before_the_others_count
     job.tick(after_s=1.5)
     job.tick(after_s=3.0)
     (line,) = job.said
-    assert line.startswith("rank 1 has returned from its block in step 4, and other ranks did not")
+    assert line.startswith("rank 1 returned from its block in unfinished step 4, and other ranks did not")
 
 
 @pytest.mark.parametrize("making", [3, 4])

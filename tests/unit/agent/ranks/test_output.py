@@ -192,8 +192,8 @@ def test_a_job_ends_though_neither_disk_nor_terminal_answers(
     node.start()
     pour(node.ranks[1], PLENTY).join(60)  # more than the terminal's pipe holds
     node.end()
-    assert any("the ranks printed last is not kept" in line for line in node.said), node.said
-    assert any("the ranks printed last is not shown" in line for line in node.said), node.said
+    assert any("the last output of the ranks is not kept" in line for line in node.said), node.said
+    assert any("the last output of the ranks is not shown" in line for line in node.said), node.said
     os.close(os.open(tmp_path / "rank-1.log", os.O_RDWR | os.O_NONBLOCK))
     os.close(node.terminal)
 
