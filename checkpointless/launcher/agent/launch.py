@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import closing, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -137,24 +138,10 @@ def _run(
         shown=config.shown_ranks,
         say=say,
     )
-    script = Script(config.script, tuple(config.script_args), config.module)
     with private_folder(lambda: SHARED_MEMORY, _NO_HANDOVER) as handover:
         env = rank_environment(config, handover)
-
-        def fork_server(preload: tuple[str, ...], fork_here: bool = False) -> ForkServer:
-            return ForkServer(
-                script,
-                preload=preload,
-                platform=CPU if config.cpu else None,
-                env=env,
-                log=output.fork_server.begin(),
-                close=output.descriptors(),
-                folder=folder,
-                fork_here=fork_here,
-            )
-
-        preload = preloads_of(script) if config.preload is None else config.preload
-        server = fork_server(preload, config.fork_here)
+        fork_servers = _fork_servers(config, folder, env, output)
+        server = fork_servers(False)
         import torch.distributed  # noqa: F401 - takes seconds; the fork server imports it at the same time
 
         selector, clock = selectors.DefaultSelector(), AwakeClock()
@@ -170,19 +157,14 @@ def _run(
             say(str(error))
             return FAILED
         output.start()  # not earlier: an agent that is not admitted must leave the logs alone
-
-        def make_rank(number: int) -> LocalRank:
-            is_shown = config.is_alone and number in config.shown_ranks
-            return LocalRank(number, Board.create(number), output.of_rank(number), is_shown=is_shown)
-
         agent = NodeAgent(
             config,
             address=lambda: link.address,
             report=link.report,
             selector=selector,
             fork_server=server,
-            bare_fork_server=lambda: fork_server(()),
-            make_rank=make_rank,
+            bare_fork_server=lambda: fork_servers(True),
+            make_rank=partial(_make_rank, config, output),
             rank_env=env,
             events=events,
             say=say,
@@ -196,6 +178,33 @@ def _run(
         finally:
             output.close()
         return conclude(outcome, agent.generation, agent.newest, config, events, say)
+
+
+def _fork_servers(
+    config: LaunchConfig, folder: Path | None, env: dict[str, str], output: Output
+) -> Callable[[bool], ForkServer]:
+    """Return what starts a fork server: one with the script's imports, or a bare one."""
+    script = Script(config.script, tuple(config.script_args), config.module)
+    preload = preloads_of(script) if config.preload is None else config.preload
+
+    def start(is_bare: bool) -> ForkServer:
+        return ForkServer(
+            script,
+            preload=() if is_bare else preload,
+            platform=CPU if config.cpu else None,
+            env=env,
+            log=output.fork_server.begin(),
+            close=output.descriptors(),
+            folder=folder,
+            fork_here=config.fork_here and not is_bare,
+        )
+
+    return start
+
+
+def _make_rank(config: LaunchConfig, output: Output, number: int) -> LocalRank:
+    is_shown = config.is_alone and number in config.shown_ranks
+    return LocalRank(number, Board.create(number), output.of_rank(number), is_shown=is_shown)
 
 
 def serve(
