@@ -324,7 +324,7 @@ class ProcessKeeper:
                 self._on_lost("CUDA is initialized in a process that has imported nothing for the job")
                 return
             self._say(
-                "a preloaded module has initialized CUDA, so nothing is preloaded: each rank imports by itself"
+                "a preloaded module has initialized CUDA: nothing is preloaded, and each rank imports by itself"
             )
             self._server, self._bare_server = self._bare_server(), None
             self._selector.register(self._server.readable, selectors.EVENT_READ, self.hear)
