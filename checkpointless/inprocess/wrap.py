@@ -16,7 +16,6 @@ from checkpointless.inprocess import exceptions
 from checkpointless.inprocess.abort import CheckpointlessAbortManager, after_block, communicators_first, taken
 from checkpointless.inprocess.communicators.process_groups import process_groups
 from checkpointless.inprocess.deadline import bounded, time_limit
-from checkpointless.inprocess.departure import FaultResponder
 from checkpointless.inprocess.exceptions import (
     HealthCheckError,
     InternalError,
@@ -28,6 +27,7 @@ from checkpointless.inprocess.exceptions import (
     is_victim,
 )
 from checkpointless.inprocess.facts import Facts
+from checkpointless.inprocess.fault_responder import FaultResponder
 from checkpointless.inprocess.finalize import CheckpointlessFinalizeCleanup, clean_up_frameworks, collect_garbage
 from checkpointless.inprocess.generation import Generation, HPState
 from checkpointless.inprocess.health_check import CudaHealthCheck, wait_for_device
@@ -201,7 +201,7 @@ class HPCallWrapper:
         self.steps = StepTracker(self._now, self.board)
         self._succession = Succession(self._now, self.client, self.steps, self.blocks, wrapper.restart)
         self._main = MainThread()
-        self._departure = FaultResponder(
+        self._responder = FaultResponder(
             self._now,
             self.client,
             self._main,
@@ -261,7 +261,7 @@ class HPCallWrapper:
         Raises:
             RankShouldRestart: the generation is over.
         """
-        if self._departure.noticed >= self.generation:
+        if self._responder.noticed >= self.generation:
             raise RankShouldRestart("a fault has come")
 
     # ---- the loop
@@ -301,12 +301,12 @@ class HPCallWrapper:
 
     def start_hp_fault_handling_thread(self) -> None:
         """Start the thread that reacts to fault notices."""
-        self._departure.start()
-        self.client.on_inquire = self._departure.where
+        self._responder.start()
+        self.client.on_inquire = self._responder.where
 
     def initialize_barrier(self) -> None:
         """Wait until every rank is ready to enter the block, then adopt the new generation's environment."""
-        entering_first = self._departure.aborted < 0
+        entering_first = self._responder.aborted < 0
         after = self.generation - 1 if entering_first else self.generation
         with self._now.span(EventName.BARRIER):
             if not entering_first:
@@ -314,10 +314,10 @@ class HPCallWrapper:
             go = self._succession.wait_go(after, self.checkpoint_manager)
         process_groups.release()
         os.environ.update(go.env)
-        with self._departure.between_generations():
-            now, departure = self._now, self._departure
+        with self._responder.between_generations():
+            now, responder = self._now, self._responder
             now.adopt(go)
-            now.recovering_since_s, departure.fault_at_s = departure.fault_at_s, None
+            now.recovering_since_s, responder.fault_at_s = responder.fault_at_s, None
             self.steps.enter()
             if self.board is not None:
                 self.board.set_generation(go.generation)
@@ -365,7 +365,7 @@ class HPCallWrapper:
             raise SystemExit(_GAVE_UP_EXIT_CODE) from call_ex
         if isinstance(call_ex, RankShouldRestart) and self.client.pending_fault(self.generation) is not None:
             return
-        self._departure.note_fault()
+        self._responder.note_fault()
         text = exceptions.traceback_of(without_own_frames(call_ex))
         keep_traceback(self.generation, own_rank(), text)
         self.client.report_fault(
@@ -386,14 +386,14 @@ class HPCallWrapper:
         If this process cannot continue, it asks to be replaced and ends; this method does not return then.
         """
         self.beat()  # it may have been taken for hung
-        self._departure.adopt_incident()
+        self._responder.adopt_incident()
         self.steps.leave()
         self.faults = None  # it may hold the old state
         reset_peak()
         if not self.restart_in_process:
             self._succession.replace("CheckpointlessCallback(enable_inprocess=False) asks for new processes")
         try:
-            if not self._departure.abort(self.generation):
+            if not self._responder.abort(self.generation):
                 raise InternalError("the update in progress did not end")
             with self._bounded("the device's work"):
                 wait_for_device()  # the state that is kept may be in its memory
@@ -442,7 +442,7 @@ class HPCallWrapper:
         """Stop listening for faults; the process has left the block and does not enter it again."""
         global _active
         _active = None
-        self._departure.shutdown()
+        self._responder.shutdown()
         self.client.on_inquire = None
         self._main.close()
         process_groups.uninstall()

@@ -88,7 +88,7 @@ class HeldUpUpdate(Callback):
     @staticmethod
     def _wait_for_notice(call: Any) -> bool:
         deadline = time.monotonic() + _NOTICE_LIMIT_S
-        while call._departure.noticed < call.generation:  # takes no lock that an interruption could keep
+        while call._responder.noticed < call.generation:  # takes no lock that an interruption could keep
             if time.monotonic() > deadline:
                 return False
             time.sleep(0.01)
