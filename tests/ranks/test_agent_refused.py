@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from checkpointless.launcher.agent.ranks import starters
+from checkpointless.launcher.agent.ranks import fork_server
 from tests.ranks.agent_job import Job
 
 pytestmark = pytest.mark.ranks
@@ -32,5 +32,5 @@ def test_a_first_fork_that_is_refused_ends_the_job_in_a_line(tmp_path: Path) -> 
     ended = job.end()
     assert ended.code == 1
     (line,) = ended.err.splitlines()[-1:]
-    assert line == f"rank 2 could not be started: {NO}; {starters._LIMITS}"
+    assert line == f"rank 2 could not be started: {NO}; {fork_server._LIMITS}"
     assert "hung up" not in ended.err
