@@ -117,11 +117,11 @@ def run_demo(trainer: Trainer, task: Task, faults: Sequence[str], run_dir: Path)
             if not last.startswith(_STOPPED):
                 say(f"the {directory.name} run ended with exit code {code}; its logs: {directory / 'logs'}")
             return 1
-    runs = [read_steps(directory) for directory in (calm, rough)]
-    verdict = compare(*runs)
+    a, b = (read_steps(directory) for directory in (calm, rough))
+    verdict = compare(a, b)
     show_report(build_report(str(rough), read_events(rough)), page)
-    page.print(verdict_table(verdict, *runs, (calm.name, rough.name)))
-    page.print(loss_table(*runs))
+    page.print(verdict_table(verdict, a, b, (calm.name, rough.name)))
+    page.print(loss_table(a, b))
     missing = not_fired(parse_all(faults, None, None), rough)
     for fault in missing:
         page.print(f"the fault {fault} never happened")

@@ -202,12 +202,12 @@ class Metrics:
 
     def _made(self, metric: _EventMetric) -> Any:  # Any: a Counter or a Histogram of prometheus_client
         labels = [*self._whose, *([metric.label] if metric.label else [])]
-        more = {"labelnames": labels, "registry": self._registries[metric.source]}
+        registry = self._registries[metric.source]
         name = f"checkpointless_{metric.name}"
         made: Any = (
-            prometheus_client.Histogram(name, metric.help, buckets=metric.buckets, **more)
+            prometheus_client.Histogram(name, metric.help, labels, buckets=metric.buckets, registry=registry)
             if metric.buckets
-            else prometheus_client.Counter(name, metric.help, **more)
+            else prometheus_client.Counter(name, metric.help, labels, registry=registry)
         )
         for value in metric.values if metric.label else ("",):
             self._labelled(made, metric, value)

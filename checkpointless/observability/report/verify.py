@@ -317,9 +317,9 @@ def _of_each_run(a: Steps, b: Steps) -> Set[What]:
     for rank in a.keys() & b.keys():
         first = min((step for of, step in made[0].keys() & made[1].keys() if of == rank), default=None)
         if first is not None:
-            values = [_values(each[rank, first][-1]) for each in made]
-            names = {(Quantity.OWN, each.name) for each in _different(rank, first, *values, of_a)}
-            found |= {what for what in names if all(what in each for each in values)}
+            one, other = (_values(each[rank, first][-1]) for each in made)
+            names = {(Quantity.OWN, each.name) for each in _different(rank, first, one, other, of_a)}
+            found |= names & one.keys() & other.keys()
     return found
 
 
