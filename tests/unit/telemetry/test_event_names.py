@@ -20,7 +20,7 @@ from checkpointless.observability.telemetry.events import (
 
 ROOT = Path(__file__).parents[3]
 FOLDERS = ("checkpointless", "callbacks", "strategies", "recipes", "benchmarks", "examples")
-EMITTERS = {"emit", "span", "tell", "_begin_stage"}
+EMITTERS = {"emit", "emit_event", "span", "_begin_stage"}
 
 
 def sources() -> Iterator[tuple[Path, ast.Module]]:
