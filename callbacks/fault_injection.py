@@ -82,9 +82,9 @@ class HPFaultInjectionCallback(Callback):
         self._step = trainer.global_step + 1 + (manager.offset if manager is not None else 0)
         trainer_ref = weakref.ref(trainer)
         self.injector.batches = lambda: _batches_of(trainer_ref())
-        if hasattr(trainer.strategy, "live_state"):
+        if hasattr(trainer.strategy, "journal"):
             strategy = weakref.proxy(trainer.strategy)
-            self.injector.target = lambda: next(iter(strategy.live_state().shard().values()))
+            self.injector.target = lambda: next(iter(strategy.journal().state.shard().values()))
         trainable = [parameter for parameter in pl_module.parameters() if parameter.requires_grad]
         if self._backward_hook is None and trainable:
             self._backward_hook = trainable[-1].register_hook(lambda grad: self.enter_phase("backward", self._step))

@@ -47,7 +47,8 @@ def extras_of(trainer: pl.Trainer, step: int, batch: str | None = None) -> StepE
         batch: digest of the last batch of that step; None if it is not known.
     """
     manager = manager_of(active_call_wrapper())
-    live: Any = trainer.strategy.live_state() if hasattr(trainer.strategy, "live_state") else None
+    strategy: Any = trainer.strategy
+    journal = strategy.journal() if hasattr(strategy, "journal") else None
     optimizers: list[Any] = list(trainer.strategy.optimizers)
     rates = (group.get("lr") for optimizer in optimizers for group in optimizer.param_groups)
     return StepExtras(
@@ -57,8 +58,8 @@ def extras_of(trainer: pl.Trainer, step: int, batch: str | None = None) -> StepE
         callbacks=callback_digests(trainer),
         module=_module_digest(trainer),
         data=_data_digest(trainer),
-        optimizer=MemoryChecksumManager().digest_all(live.shard()) if live is not None else None,
-        own=manager.own_digests(step) if manager is not None else None,
+        optimizer=MemoryChecksumManager().digest_all(journal.state.shard()) if journal is not None else None,
+        own=manager.own.streams.digests(step) if manager is not None else None,
         batch=batch,
         epoch=trainer.current_epoch,
     )

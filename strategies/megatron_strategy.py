@@ -27,7 +27,6 @@ from checkpointless.callbacks.step_recorder import loss_of
 from checkpointless.inprocess import HPCallWrapper
 from checkpointless.inprocess.communicators import launch_bound
 from checkpointless.inprocess.finalize import register_cleanup
-from checkpointless.integrations.lightning.boundary.live_state import TrainerLiveState
 from checkpointless.integrations.lightning.boundary.megatron_steps import KeptReduction, MegatronSteps
 from checkpointless.integrations.lightning.checkpoints import callbacks as checkpoint_callbacks
 from checkpointless.integrations.lightning.checkpoints.copies import loading_from_copies
@@ -46,6 +45,7 @@ from checkpointless.integrations.megatron import cpu_platform
 from checkpointless.integrations.megatron.state import MegatronTensors, replicas
 from checkpointless.integrations.torch.repeated_steps import repeated_steps
 from checkpointless.recovery.running import BuildAnewError, manager_of
+from checkpointless.state.journal import FrontEnd, StepJournal
 from checkpointless.strategies.warm_start import WarmStart
 from checkpointless.transfer.rank_groups import Group
 from checkpointless.transfer.tensor_entry import Key
@@ -125,13 +125,18 @@ class CheckpointlessMegatronStrategy(RecoverableStrategy, MegatronStrategy):
         return self._awaits_adapters
 
     @override
-    def live_state(self) -> TrainerLiveState:
-        """Return the state of the running trainer; before the adapters are added, that of the base model.
+    def journal(self) -> StepJournal:
+        """Return the journal of the running trainer; before the adapters are added, that of the base model.
 
         Raises:
             RuntimeError: the strategy has not been set up.
         """
-        return StateBeforeAdapters(self.trainer) if self._awaits_adapters else super().live_state()
+        if not self._awaits_adapters:
+            return super().journal()
+        manager = self.checkpoint_manager
+        assert manager is not None
+        distributed = bool(getattr(self.ddp_config, "use_distributed_optimizer", False))
+        return StepJournal(TensorsBeforeAdapters(self.megatron_parallel, distributed), manager, FrontEnd())
 
     @override
     def setup_environment(self) -> None:
@@ -226,8 +231,8 @@ class CheckpointlessMegatronStrategy(RecoverableStrategy, MegatronStrategy):
         fit = self._fit
         fit.take_hold(MegatronSteps(self.trainer, fit.fetched))
         bound = self._bound_launches()
-        if fit.live is not None and self._warm_start is not None:
-            fit.live.built = self._warm_start.built(bound)
+        if fit.journal is not None and self._warm_start is not None:
+            fit.journal.built = self._warm_start.built(bound)
 
     def _bound_launches(self) -> launch_bound.LaunchBound | None:
         """Keep launches from running far ahead of the GPU, unless layers are captured in graphs."""
@@ -501,29 +506,19 @@ def trained_names(chunks: Iterable[torch.nn.Module]) -> set[str]:
     return names
 
 
-class StateBeforeAdapters(TrainerLiveState):
-    """The state of a trainer whose adapters have not been added yet: enough to decide where to resume.
+class TensorsBeforeAdapters(MegatronTensors):
+    """The tensors of a model whose adapters have not been added yet: enough to decide where to resume.
 
     Args:
-        trainer: a trainer whose strategy has been set up.
+        chunks: the model's chunks.
+        will_be_distributed: whether the optimizers will be Megatron's distributed ones.
     """
 
-    def __init__(self, trainer: pl.Trainer) -> None:
-        strategy: Any = trainer.strategy
-        super().__init__(trainer, MegatronTensors(strategy.megatron_parallel, None))
+    def __init__(self, chunks: Iterable[torch.nn.Module], will_be_distributed: bool) -> None:
+        super().__init__(chunks, None)
+        self._will_be_distributed = will_be_distributed
 
     @override
-    def group(self) -> tuple[int, ...]:
-        """Return the ranks that will hold the same shard."""
-        return replicas(self._will_be_distributed)
-
-    @override
-    def parts(self, keys: Iterable[Key]) -> Mapping[Group, Sequence[Key]]:
+    def replica_groups(self, keys: Iterable[Key]) -> Mapping[Group, Sequence[Key]]:
         """Return ``keys`` by the ranks that will hold the same under them."""
-        return {self.group(): list(keys)} if self._will_be_distributed else super().parts(keys)
-
-    @property
-    def _will_be_distributed(self) -> bool:
-        """Whether the optimizers will be Megatron's distributed ones."""
-        strategy: Any = self.trainer.strategy
-        return bool(getattr(strategy.ddp_config, "use_distributed_optimizer", False))
+        return {replicas(True): list(keys)} if self._will_be_distributed else super().replica_groups(keys)

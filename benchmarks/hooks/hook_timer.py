@@ -42,9 +42,8 @@ PART_OF: dict[str, Part | None] = {
     "CheckpointlessCallback.on_train_batch_start": Part.REST,
     "CheckpointlessCallback.on_train_batch_end": Part.REST,
     "strategy.reached": Part.REST,
-    "live.copy_buffers": Part.STATE,
-    "live.reached": Part.STATE,
-    "live.ready": Part.STATE,
+    "buffers.take": Part.STATE,
+    "journal.reached": Part.STATE,
     "keep_buffers": Part.STATE,
     "take_accumulated": Part.STATE,
     "strategy.training_step": Part.REST,
@@ -234,12 +233,10 @@ def install(watch: Stopwatch, trainer: Any, by_call: bool) -> None:
     watch.replace(strategy._fit, "reached", "strategy.reached")
     watch.replace(strategy.checkpoint_manager, "replicate_rng_states", "replicate_rng_states", whole=True)
     optimizer = strategy.optimizers[0].mcore_optimizer
-    guarded = optimizer.step_with_ready_grads
     watch.replace(optimizer, "step_with_ready_grads", "GuardedUpdate")
     watch.replace(update, "update_locally", "update_locally")
     watch.replace(update, "gather_parameters", "gather_parameters")
-    defaults: Any = guard.guarded_update.__kwdefaults__
-    defaults["vote"] = watch.around("vote", defaults["vote"], whole=True)
+    watch.replace(guard, "vote", "vote", whole=True)
     for undo in process_groups._patches._undos:
         if undo.target is c10d.Work:
             work: Any = c10d.Work
@@ -248,25 +245,26 @@ def install(watch: Stopwatch, trainer: Any, by_call: bool) -> None:
             work.wait = interruptible_wait(work.wait)
             watch.replace(c10d.Work, "wait", "Work.wait")
     if by_call:
-        _install_inside(watch, call, strategy, guarded)
+        _install_inside(watch, call, strategy)
 
 
-def _install_inside(watch: Stopwatch, call: Any, strategy: Any, guarded: Any) -> None:
+def _install_inside(watch: Stopwatch, call: Any, strategy: Any) -> None:
     """Time the calls in what :func:`install` times."""
     from checkpointless.integrations.lightning.boundary import step_keeper
     from checkpointless.state import rng
-    from checkpointless.state.rank_local.streams_on_board import StreamsOnBoard
+    from checkpointless.state.rank_local.streams import StreamsOnBoard
 
-    for method in ("copy_buffers", "reached", "ready"):
-        watch.replace(strategy._fit.live, method, f"live.{method}")
+    journal = strategy._fit.journal
+    watch.replace(journal.state.buffers, "take", "buffers.take")
+    watch.replace(journal, "reached", "journal.reached")
     watch.replace(strategy.checkpoint_manager, "keep_buffers", "keep_buffers")
     watch.replace(step_keeper, "Accumulated", "take_accumulated")
     watch.replace(strategy.checkpoint_manager, "store_rng_states", "store_rng_states")
     watch.replace(StreamsOnBoard, "put", "put_on_board")
     watch.replace(rng, "_take_streams", "streams")
-    watch.replace(guarded, "_ready", "ready")
-    watch.replace(guarded, "_applied", "applied")
-    watch.replace(guarded, "_committed", "committed")
+    watch.replace(journal, "ready", "ready")
+    watch.replace(journal, "applied", "applied")
+    watch.replace(call, "committed", "committed")
     lock: Any = call.parameter_update_lock
     watch.replace(lock, "mark_ready", "lock.mark_ready")
     lock_update = lock.update
@@ -281,11 +279,11 @@ def _take_streams(manager: Any, step: int) -> None:
 
 def _take_everything(keeper: Any, step: int) -> None:
     """What a step does with the state and the streams, but for the vote and what goes to another rank."""
-    keeper._gradients_are_final(step + 1)
+    keeper.journal.ready(step + 1)
     with keeper._call.parameter_update_lock.update(step + 1):
-        keeper.live.applied(step + 1)
-    keeper._committed(step + 1)
-    keeper.reached(step, SnapshotPoint.CHECKED)
+        keeper.journal.applied()
+    keeper._call.committed(step + 1)
+    keeper.journal.reached(step + 1, SnapshotPoint.CHECKED)
 
 
 def over_and_over_ns(call: Callable[[], Any]) -> list[int]:

@@ -89,8 +89,7 @@ class TrainerTimer:
         from checkpointless.recovery import guard
 
         self.replace(manager, "store_rng_states", STREAMS)
-        defaults: Any = guard.guarded_update.__kwdefaults__
-        defaults["vote"] = self.around(VOTE, defaults["vote"], whole=True)
+        self.replace(guard, "vote", VOTE, whole=True)
         self.replace(loop, "vote", VOTE, whole=True)
         for undo in process_groups._patches._undos:
             if undo.target is c10d.Work:
@@ -119,7 +118,7 @@ class TrainerTimer:
         self.replace(update, "update_locally", TRAINING)
         self.replace(update, "gather_parameters", TRAINING)
         self.replace(optimizer, "zero_grad", TRAINING)
-        for chunk in training.modules:
+        for chunk in training.state.modules:
             self.replace(chunk, "zero_grad_buffer", TRAINING)
 
     def steps(self, training: Any, last: int) -> Any:

@@ -34,15 +34,17 @@ from typing_extensions import override
 from checkpointless.inprocess import HPCallWrapper, StateLostError, UnrecoverableError, active_call_wrapper
 from checkpointless.inprocess.abort import register_trainer_parts
 from checkpointless.inprocess.worker_streams import Place, seed_data_workers
-from checkpointless.integrations.torch.plain import PlainTraining
+from checkpointless.integrations.torch.loop import JournaledTraining
+from checkpointless.integrations.torch.loop_state import LoopState
 from checkpointless.integrations.torch.repeated_steps import repeated_steps
-from checkpointless.recovery.guard import guarded_update
+from checkpointless.integrations.torch.torch_tensors import TorchTensors
+from checkpointless.recovery.guard import UpdateGuard
+from checkpointless.state.journal import Captured
 from checkpointless.state.rank_local.agreement import require_equal_replicas, require_same_step
 from checkpointless.state.rank_local.declared import DeclaredState, put_value
 from checkpointless.state.rng import RngStates
-from checkpointless.state.snapshot import SnapshotPoint, StepSnapshot
+from checkpointless.state.snapshot import SnapshotPoint
 from checkpointless.system.patches import Patch, Patches
-from checkpointless.transfer.tensor_entry import Key
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
@@ -164,7 +166,27 @@ def _is_script(value: object) -> bool:
     return type(value).__module__.partition(".")[0] != "transformers"
 
 
-class TrainerTraining(PlainTraining):
+class TrainerTensors(TorchTensors):
+    """Model and optimizer of a Trainer, whose optimizer's ``step`` is replaced.
+
+    Args:
+        trainer: the Trainer.
+        is_known: see :class:`~checkpointless.integrations.torch.torch_tensors.TorchTensors`.
+    """
+
+    def __init__(self, trainer: Trainer, is_known: bool) -> None:
+        inner: torch.optim.Optimizer = trainer.optimizer.optimizer
+        super().__init__([trainer.model_wrapped], [inner], is_known=is_known)
+        self._step = inner.step
+
+    @override
+    def finish_update(self) -> None:
+        """Make one step of the optimizer."""
+        with self.watched():
+            self._step()
+
+
+class TrainerTraining(JournaledTraining):
     """The state of a Trainer's training, for :class:`~checkpointless.recovery.CheckpointManager`.
 
     Args:
@@ -181,13 +203,11 @@ class TrainerTraining(PlainTraining):
 
     def __init__(self, call: HPCallWrapper, trainer: Trainer, state: Mapping[str, Any]) -> None:
         self._trainer = trainer
-        self._inner: torch.optim.Optimizer = trainer.optimizer.optimizer
-        self._step_inner = self._inner.step
         self.position = (0, 0)
         self.replayed: tuple[list[torch.Tensor], float | None] | None = None
         self.losses: list[torch.Tensor] = []
         self.norm: float | None = None
-        self._reached: dict[tuple[int, SnapshotPoint], StepSnapshot] = {}
+        self._done = 0  # steps before the job
         self._objects: Mapping[str, Any] = {}
         self._is_resuming = True  # until the first step begins
         callbacks = [
@@ -202,10 +222,10 @@ class TrainerTraining(PlainTraining):
         ]
         self._attributes = DeclaredState(lambda: [*own, *callbacks])
         self._early = DeclaredState(lambda: own[1:2])
-        super().__init__(
-            call, [trainer.model_wrapped], [self._inner], schedulers=[trainer.lr_scheduler], state=state
-        )
-        self._inner.step = self._update  # type: ignore[method-assign]
+        self._tensors = TrainerTensors(trainer, call.high_water > 0)
+        super().__init__(self._tensors, call, [trainer.lr_scheduler], LoopState(state))
+        self._guard = UpdateGuard(call, self._journal)
+        trainer.optimizer.optimizer.step = self._update
 
     # --- when the block is entered ----------------------------------------------------------------------------
 
@@ -223,19 +243,19 @@ class TrainerTraining(PlainTraining):
         """
         call, manager = self._call, self._manager
         self.position, self.step = position, self._trainer.state.global_step
-        self.arrange()
+        self._tensors.arrange()
+        for optimizer in self._tensors.optimizers:
+            optimizer.zero_grad(set_to_none=True)
         objects = None
         if not call.is_first:
             call.enter_phase("recovery", call.high_water)
-            objects = manager.recover(self)
+            objects = manager.recover(self._journal)
             if objects is None and call.high_water > 0:
                 raise StateLostError(manager.refusal or "no rank holds the state in memory")
         if objects is None:
             self._done = self.step
             require_same_step(self.step)
-            self.settle()
-            manager.begin_buffers(self)
-            self._take(SnapshotPoint.LOADED)
+            self._journal.begin(self.step, SnapshotPoint.LOADED)
         else:
             self._objects, self.step, self._done = objects, objects["step"], objects["done"]
             self.position = tuple(self._own["position"])
@@ -244,7 +264,7 @@ class TrainerTraining(PlainTraining):
             self._trainer.args.eval_on_start = False
             if self.point is SnapshotPoint.LOADED:
                 manager.restore_streams()
-        manager.attach(self, self.step)
+        manager.attach(self._journal, self.step)
         call.steps.begin_data()
         return self.position
 
@@ -279,8 +299,8 @@ class TrainerTraining(PlainTraining):
         if self.replayed is not None:
             return
         if self.step - self._done in _COMPARED and self._call.high_water < self.step:
-            require_equal_replicas(self, self.step)
-        self._take(SnapshotPoint.CHECKED)
+            require_equal_replicas(self.state, self.step)
+        self._journal.reached(self.step, SnapshotPoint.CHECKED)
         self._manager.make_copies(self.step)
 
     def _put_back(self) -> None:
@@ -298,16 +318,9 @@ class TrainerTraining(PlainTraining):
                 self._record(_sum(losses))
             return
         call, loss = self._call, _sum(self.losses)
-        self._compute(loss)
-        guarded_update(
-            call.steps.making,
-            self.apply_held_update,
-            lock=call.parameter_update_lock,
-            ready=self._ready,
-            committed=call.committed,
-            phase=call.enter_phase,
-            vote=self._vote,
-        )
+        call.steps.loss = loss
+        repeated_steps.compute(call.steps.making, loss)
+        self._guard(self.state.finish_update)
         self.step = call.steps.making
         self._record(loss)
         call.end_step()
@@ -321,64 +334,24 @@ class TrainerTraining(PlainTraining):
         """Return what this rank alone has: attributes, and where the step in the making begins in the data."""
         return {"attributes": self._attributes.take(), "position": list(self.position)}
 
-    def _take(self, point: SnapshotPoint) -> None:
-        """Take the state of a moment; the streams first, so that a rank that has a moment also has its streams."""
-        moment = self._moment(self.step)
-        self._manager.keep_buffers(self.step, point, moment.buffers)
-        self._manager.store_rng_states(self.step, stage=point, own=self._noted())
-        kept = {key: each for key, each in self._reached.items() if key[0] == self.step}
-        self._at_boundary.note()
-        self._reached = {**kept, (self.step, point): moment}
+    # --- what the journal asks for --------------------------------------------------------------------------------
 
     @override
-    def _ready(self, step: int) -> None:
-        call, manager = self._call, self._manager
-        call.enter_phase("before_optimizer", step)
-        self._ready_buffers, self._ready_step = self.copy_buffers(), step
-        manager.keep_buffers(step, SnapshotPoint.COMMITTED, self._ready_buffers)
-        own = {**self._noted(), "losses": [each.cpu() for each in self.losses], "norm": self.norm}
-        manager.store_rng_states(step, call.steps.loss, own=own)
-        manager.replicate_rng_states(step)
-        call.parameter_update_lock.mark_ready(step)
+    def ready(self, step: int) -> Captured:
+        """Capture what this rank alone has, and the losses and the norm of ``step``."""
+        losses = [each.cpu() for each in self.losses]
+        return Captured(own={**self._noted(), "losses": losses, "norm": self.norm}, loss=self._call.steps.loss)
 
     @override
-    def applied(self, changes: bool = True) -> None:
-        """Take the state that the update leaves, before the Trainer goes on. It is called inside the lock."""
-        self._reached = {(self._ready_step, SnapshotPoint.COMMITTED): self._moment(self._ready_step)}
-        self._at_boundary.note()
+    def reached(self, step: int, point: SnapshotPoint) -> Captured:
+        """Capture the state before the next step."""
+        return Captured(self._capture(step), self._noted())
 
     @override
-    def step_optimizers(self) -> bool:
-        """Make one step of the optimizer."""
-        with self.watched():
-            self._step_inner()
-        return True
-
-    # --- what the manager asks for (checkpointless.state.live_state.LiveState) ---------------------------------
-
-    @override
-    def moments(self, step: int) -> Mapping[SnapshotPoint, StepSnapshot]:
-        """Return the state at every moment after ``step`` that can be resumed at."""
-        return {stage: moment for (taken, stage), moment in self._reached.items() if taken == step}
-
-    @override
-    def own_buffers(self, step: int) -> Mapping[SnapshotPoint, Mapping[Key, torch.Tensor]]:
-        """Return the buffers after ``step``; if its update has failed or is to come, those before the update."""
-        moments = self.moments(step)
-        if moments:
-            return {stage: moment.buffers for stage, moment in moments.items()}
-        return {SnapshotPoint.COMMITTED: self._ready_buffers} if step == self._ready_step > 0 else {}
-
-    @override
-    def resumed(self, step: int, stage: SnapshotPoint, objects: dict[str, Any]) -> None:
-        """Record that the state is that after ``step``."""
-        self._reached = {(step, stage): StepSnapshot(objects, self.copy_buffers())}
-        self._at_boundary.forget()  # until the next step begins
-
-    @override
-    def more_objects(self) -> Mapping[str, Any]:
-        """Return what belongs to the modules and is no tensor, and the Trainer's log."""
-        return {**self.take_modules(), "history": list(self._trainer.state.log_history)}
+    def _capture(self, step: int) -> Callable[[], dict[str, Any]]:
+        """Capture the Trainer's log, in addition."""
+        capture, done, history = super()._capture(step), self._done, list(self._trainer.state.log_history)
+        return lambda: {**capture(), "done": done, "history": history}
 
 
 class _Entry(TrainerCallback):  # type: ignore[misc]

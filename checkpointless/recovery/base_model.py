@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from checkpointless.recovery.decide import Decision
 from checkpointless.recovery.refill import Refill
 from checkpointless.state.held_state import HeldState
 from checkpointless.state.host_memory import HostMemory
-from checkpointless.state.port import StateTensors, split
+from checkpointless.state.port import TrainingState, split
 from checkpointless.state.serialization.digest import MemoryChecksumManager
 from checkpointless.transfer.exchange import all_gather_json
 from checkpointless.transfer.rank_groups import Group
@@ -24,69 +24,8 @@ from checkpointless.transfer.tensor_entry import Key
 _MODEL = "model"  # the first word of the key of a parameter or buffer
 
 
-class BaseModel(Protocol):
-    """What of the state is not held from fault to fault, but kept once and for all."""
-
-    def attached(self, live: StateTensors) -> None:
-        """Note that all weights in ``live`` are whole."""
-
-    def part_from(self, held: HeldState) -> None:
-        """Remove from ``held`` the tensors that are kept here."""
-
-    def kept(self) -> Mapping[Key, torch.Tensor]:
-        """Return what is kept here, by key."""
-
-    def take(self, weights: Mapping[Key, torch.Tensor]) -> None:
-        """Keep what :meth:`kept` returned in the process before this one."""
-
-    def digests(self, live: StateTensors) -> Mapping[Group, str]:
-        """Return the digests, by part, of the weights in ``live`` that are kept here."""
-
-    def offload(self, held: HeldState) -> None:
-        """Move to pinned host memory what takes the most room of ``held`` and of what is kept here."""
-
-    def restore(self, live: StateTensors, decision: Decision, memory_budget_bytes: int) -> int:
-        """Put what is kept here in place, on all ranks as decided. Collective.
-
-        Returns:
-            How many bytes of tensors this rank received.
-        """
-
-
-class NoBaseModel:
-    """All of the state is trained: nothing is kept apart from the rest."""
-
-    def __init__(self) -> None:
-        self._memory = HostMemory()
-
-    def attached(self, live: StateTensors) -> None:
-        """Do nothing."""
-
-    def part_from(self, held: HeldState) -> None:
-        """Do nothing."""
-
-    def kept(self) -> Mapping[Key, torch.Tensor]:
-        """Return nothing."""
-        return {}
-
-    def take(self, weights: Mapping[Key, torch.Tensor]) -> None:
-        """Do nothing."""
-
-    def digests(self, live: StateTensors) -> Mapping[Group, str]:
-        """Return nothing."""
-        return {}
-
-    def offload(self, held: HeldState) -> None:
-        """Offload all of ``held``."""
-        held.offload(self._memory)
-
-    def restore(self, live: StateTensors, decision: Decision, memory_budget_bytes: int) -> int:
-        """Do nothing, and receive nothing."""
-        return 0
-
-
-class FrozenBaseModel:
-    """Keeps references to the frozen weights over all generations.
+class BaseModel:
+    """Keeps references to the frozen weights over all generations; as long as nothing is frozen, to none.
 
     Args:
         checksums: with it enabled, the weights of a rank that is refilled are compared with its sources'.
@@ -126,9 +65,10 @@ class FrozenBaseModel:
         self.weights = {key: tensor for key, tensor in tensors.items() if not self.is_trained(key)}
         self._offloaded = False
 
-    def attached(self, live: StateTensors) -> None:
-        """Keep the weights of ``live`` in place of those that were kept before."""
-        self.keep(live.tensors())
+    def attached(self, state: TrainingState) -> None:
+        """Keep the weights of ``state`` in place of those that were kept before."""
+        if self.trained:
+            self.keep(state.tensors())
 
     def part_from(self, held: HeldState) -> None:
         """Remove the frozen weights from ``held``; keep them if they are not kept yet."""
@@ -146,31 +86,35 @@ class FrozenBaseModel:
         if weights:
             self.weights = dict(weights)
 
-    def digests(self, live: StateTensors) -> Mapping[Group, str]:
-        """Return the digests, by part, of the frozen weights in ``live``."""
+    def digests(self, state: TrainingState) -> Mapping[Group, str]:
+        """Return the digests, by part, of the frozen weights in ``state``."""
         if not self.weights:
             return {}
-        tensors = live.tensors()  # not the offloaded copies: another rank may not have offloaded
-        parts = split(live, {key: tensors[key] for key in self.weights})
+        tensors = state.tensors()  # not the offloaded copies: another rank may not have offloaded
+        parts = split(state, {key: tensors[key] for key in self.weights})
         return {group: self._checksums.digest_all(part) for group, part in parts.items()}
 
     def offload(self, held: HeldState) -> None:
-        """Offload the frozen weights. What is trained stays where it is, because it is small."""
+        """Offload the frozen weights, and if there are none, all of ``held``. What adapters train is small."""
+        if not self.trained:
+            held.offload(self._memory)
         if self._offloaded or self.weights is None:
             return
         self.weights = self._memory.copies(self.weights)
         self._offloaded = True
 
-    def restore(self, live: StateTensors, decision: Decision, memory_budget_bytes: int) -> int:
+    def restore(self, state: TrainingState, decision: Decision, memory_budget_bytes: int) -> int:
         """Put the frozen weights in place: this rank's own, or those of its sources if it has none. Collective.
 
         The weights that are kept stay kept, whatever happens to the rest.
         """
+        if not self.trained:
+            return 0
         lacking = self._ranks_without(decision)
         refills = {rank: decision.parts[rank] for rank in lacking}
         with span(EventName.TRANSFER, part="base model", refills=len(lacking)) as fields:
             mine = dict(self.weights or {})
-            _, report = self._refill.move(live, refills, mine, {}, memory_budget_bytes=memory_budget_bytes)
+            _, report = self._refill.move(state, refills, mine, {}, memory_budget_bytes=memory_budget_bytes)
             if dist.get_rank() in lacking:
                 self.keep(self._refill.arrived)
                 self._refill.forget()

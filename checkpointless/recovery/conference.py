@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch.distributed as dist
 
@@ -13,9 +14,9 @@ from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.recovery.decide import Decision, RankReport, decide, reports_of
 from checkpointless.replication.tiers.snapshot import Saves
 from checkpointless.state.held_state import HeldState
-from checkpointless.state.live_state import DATA, LiveState
-from checkpointless.state.port import groups_of
-from checkpointless.state.rank_local.state import OwnState
+from checkpointless.state.journal import StepJournal
+from checkpointless.state.port import DATA, TrainingState, groups_of
+from checkpointless.state.rank_local.state import RankLocalState
 from checkpointless.state.snapshot import SnapshotPoint
 from checkpointless.transfer.exchange import all_gather_json
 
@@ -23,9 +24,9 @@ logger = logging.getLogger(__name__)
 
 
 def decide_together(
-    live: LiveState,
+    state: TrainingState,
     held: HeldState | None,
-    own: OwnState,
+    own: RankLocalState,
     *,
     compare_digests: bool,
     fit: int,
@@ -35,7 +36,7 @@ def decide_together(
     """Decide with all other ranks how the job resumes. Collective.
 
     Args:
-        live: the freshly built state, which knows who else holds each of its parts.
+        state: the freshly built state, which knows who else holds each of its parts.
         held: the state that this rank holds; None: it holds none.
         own: what is this rank's own.
         compare_digests: report the digest of the held state, so that replicas are compared.
@@ -52,7 +53,7 @@ def decide_together(
     if call is not None:
         call.steps.recovers = True
     with span(EventName.DECIDE) as fields:
-        mine = _report(live, held, own, compare_digests, begun, saves).to_json()
+        mine = _report(state, held, own, compare_digests, begun, saves).to_json()
         answers = all_gather_json({"report": mine, "keeps": own.kept_streams()})
         decision = decide(reports_of(answers, own.replicas.jump), high_water, fit)
         fields.update(
@@ -73,48 +74,50 @@ def decide_together(
 
 
 def _report(
-    live: LiveState, held: HeldState | None, own: OwnState, compare_digests: bool, begun: int, saves: Saves
+    state: TrainingState,
+    held: HeldState | None,
+    own: RankLocalState,
+    compare_digests: bool,
+    begun: int,
+    saves: Saves,
 ) -> RankReport:
-    streams = own.streams.known()
-    named = groups_of(live)
-    groups, examples = tuple(named), tuple(named.values()) if len(named) > 1 else ()
-    if held is None or held.commit.committed < 0 or not (held.moments or held.commit.torn):
-        return RankReport(
-            dist.get_rank(),
-            None,
-            False,
-            False,
-            groups,
-            streams=streams,
-            begun=begun,
-            examples=examples,
-            reduced=live.are_reduced(),
-        )
-    digests = held.digests if compare_digests else None
-    return RankReport(
+    named = groups_of(state)
+    groups = tuple(named)
+    report = RankReport(
         dist.get_rank(),
-        held.commit.committed,
-        held.commit.ready,
-        held.commit.torn,
+        None,
+        False,
+        False,
         groups,
-        tuple(digests.get(group, "") for group in groups) if digests is not None else (),
-        tuple(int(stage) for stage in sorted(held.moments)),
-        streams,
-        held.fit,
-        held.offset,
-        begun,
-        tuple(saves),
-        examples,
-        live.are_reduced(),
-        held.given_up,
+        streams=own.streams.known(),
+        begun=begun,
+        examples=tuple(named.values()) if len(named) > 1 else (),
+        reduced=state.are_reduced,
+    )
+    if held is None or held.commit.committed < 0 or not (held.moments or held.commit.torn):
+        return report
+    digests = held.digests if compare_digests else None
+    return replace(
+        report,
+        committed=held.commit.committed,
+        ready=held.commit.ready,
+        torn=held.commit.torn,
+        digests=tuple(digests.get(group, "") for group in groups) if digests is not None else (),
+        stages=tuple(int(stage) for stage in sorted(held.moments)),
+        fit=held.fit,
+        offset=held.offset,
+        saves=tuple(saves),
+        given_up=held.given_up,
     )
 
 
-def find_loss(live: LiveState, held: HeldState | None, own: OwnState, decision: Decision, target: int) -> str:
+def find_loss(
+    journal: StepJournal, held: HeldState | None, own: RankLocalState, decision: Decision, target: int
+) -> str:
     """Give every rank its random streams, and find out whether something is lost that it alone had. Collective.
 
     Args:
-        live: the freshly built state.
+        journal: that of the freshly built training.
         held: the state that this rank holds; None: it holds none.
         own: what is this rank's own.
         decision: how the job resumes.
@@ -130,7 +133,7 @@ def find_loss(live: LiveState, held: HeldState | None, own: OwnState, decision: 
             f"the random streams of rank{'s' * (len(lost) > 1)} {', '.join(map(str, lost))} after step "
             f"{target} are lost: neither a process, nor a board, nor another node has them"
         )
-    lost_parts = _find_lost_parts(held, live, decision)
+    lost_parts = _find_lost_parts(held, journal, decision)
     if lost_parts:
         return (
             f"{', '.join(lost_parts)} differed from rank to rank, and that of rank "
@@ -146,7 +149,7 @@ def find_loss(live: LiveState, held: HeldState | None, own: OwnState, decision: 
     return ""
 
 
-def _find_lost_parts(held: HeldState | None, live: LiveState, decision: Decision) -> list[str]:
+def _find_lost_parts(held: HeldState | None, journal: StepJournal, decision: Decision) -> list[str]:
     """Compare the parts of the state that ranks keep for themselves, if a rank has lost its parts. Collective.
 
     A peer's part can replace a lost one only if the parts of all ranks are equal. Parts that do not belong to the
@@ -154,7 +157,7 @@ def _find_lost_parts(held: HeldState | None, live: LiveState, decision: Decision
 
     Args:
         held: the state that this rank holds; None: it holds none.
-        live: the freshly built state, which knows the parts.
+        journal: that of the freshly built training, which knows the parts.
         decision: how the job resumes.
 
     Returns:
@@ -166,7 +169,7 @@ def _find_lost_parts(held: HeldState | None, live: LiveState, decision: Decision
     mine: dict[str, str] | None = None
     if held is not None and rank not in decision.refills:
         target = decision.target if rank in decision.redo else None
-        mine = held.own_parts(live, target, SnapshotPoint(decision.stage))
+        mine = held.own_parts(journal, target, SnapshotPoint(decision.stage))
     differ = differing_names([each for each in all_gather_json(mine) if each is not None])
     lost = [name for name in differ if name.startswith(DATA)]
     for name in sorted(set(differ) - set(lost)):

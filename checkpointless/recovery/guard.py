@@ -19,7 +19,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from checkpointless.inprocess import ParameterUpdateLock, RankShouldRestart
+from checkpointless.inprocess import HPCallWrapper, RankShouldRestart
+from checkpointless.state.journal import StepJournal
 from checkpointless.transfer.wire import wire_device
 
 _Result = TypeVar("_Result")
@@ -47,38 +48,53 @@ def vote(ends: bool = False) -> bool:
     return bool(said)
 
 
-def guarded_update(
-    step: int,
-    update: Callable[[], _Result],
-    *,
-    lock: ParameterUpdateLock,
-    ready: Callable[[int], None],
-    committed: Callable[[int], None],
-    phase: Callable[[str, int], None],
-    vote: Callable[[], object] = vote,
-) -> _Result:
-    """Apply an optimizer update so that no fault leaves ranks on both sides of it.
+class UpdateGuard:
+    """Guards the optimizer updates of a training, so that no fault leaves ranks on both sides of one.
 
     Args:
-        step: the optimizer step in the making.
-        update: changes this rank's parameters from gradients that are final, without communication.
-        lock: the lock that brackets ``update``.
-        ready: called with ``step`` before the vote.
-        committed: called with ``step`` when the update is applied.
-        phase: called with ``optimizer`` inside the lock and ``after_optimizer`` after it, each with ``step``.
-        vote: returns once every rank has called it.
-
-    Returns:
-        What ``update`` returned.
-
-    Raises:
-        RankShouldRestart: a fault is being handled, so the update must not begin.
+        call: the running wrapper.
+        journal: the training's journal; None: recovery from memory is off, and nothing is captured.
+        own_vote: returns once every rank has called it; None: :func:`vote`.
+        committed: called with a step when its update is committed.
     """
-    ready(step)
-    vote()
-    with lock.update(step):
-        phase("optimizer", step)
-        result = update()
-    committed(step)
-    phase("after_optimizer", step)
-    return result
+
+    def __init__(
+        self,
+        call: HPCallWrapper,
+        journal: StepJournal | None,
+        own_vote: Callable[[], object] | None = None,
+        committed: Callable[[int], None] = lambda step: None,
+    ) -> None:
+        self._call = call
+        self._journal = journal
+        self._own_vote = own_vote
+        self._committed = committed
+
+    def __call__(self, update: Callable[[], _Result]) -> _Result:
+        """Make the update of the step in the making.
+
+        Args:
+            update: changes this rank's parameters from gradients that are final, without communication.
+
+        Returns:
+            What ``update`` returned.
+
+        Raises:
+            RankShouldRestart: a fault is being handled, so the update must not begin.
+        """
+        call, journal, step = self._call, self._journal, self._call.steps.making
+        call.enter_phase("before_optimizer", step)
+        if journal is not None:
+            journal.ready(step)
+        else:
+            call.parameter_update_lock.mark_ready(step)
+        (self._own_vote or vote)()
+        with call.parameter_update_lock.update(step):
+            call.enter_phase("optimizer", step)
+            result = update()
+            if journal is not None:
+                journal.applied()
+        call.committed(step)
+        self._committed(step)
+        call.enter_phase("after_optimizer", step)
+        return result

@@ -1,4 +1,4 @@
-"""Keeps the live state of a rank across a restart, and gives it back to the rank itself or to its peers."""
+"""Keeps the state of a rank across a restart, and gives it back to the rank itself or to its peers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from checkpointless.inprocess.context import span
 from checkpointless.inprocess.exceptions import make_room
 from checkpointless.inprocess.memory import peak_growth
 from checkpointless.observability.telemetry.event_names import EventName
-from checkpointless.recovery.base_model import BaseModel, NoBaseModel
+from checkpointless.recovery.base_model import BaseModel
 from checkpointless.recovery.conference import decide_together, find_loss
 from checkpointless.recovery.decide import Decision, Verdict
 from checkpointless.recovery.refill import Refill, announce_transfer
@@ -27,9 +27,9 @@ from checkpointless.replication.tiers.retrieval import take_copies
 from checkpointless.replication.tiers.snapshot import Saves, Snapshot, snapshot_of
 from checkpointless.replication.tiers.tier import Tier
 from checkpointless.state.held_state import HeldState, stays_built
-from checkpointless.state.live_state import Built, LiveState, LiveStrategy, LiveTrainer
-from checkpointless.state.rank_local.keeper import OwnStateKeeper
-from checkpointless.state.rank_local.state import OwnState
+from checkpointless.state.journal import Built, StepJournal
+from checkpointless.state.port import TrainingState, holders_of
+from checkpointless.state.rank_local.state import RankLocalKeeper, RankLocalState
 from checkpointless.state.serialization.digest import MemoryChecksumManager
 from checkpointless.state.snapshot import SnapshotPoint
 from checkpointless.transfer.exchange import share_plain
@@ -38,10 +38,33 @@ from checkpointless.transfer.transfer import MEMORY_BUDGET_BYTES
 logger = logging.getLogger(__name__)
 
 
+class JournaledStrategy(Protocol):
+    """A trainer's strategy that can be recovered, as far as the recovery uses it."""
+
+    def journal(self) -> StepJournal:
+        """Return the journal of the training."""
+
+    def restored_from_memory(self, objects: dict[str, Any]) -> None:
+        """Note that the state is in place, and that ``objects`` is its non-tensor part."""
+
+
+class LiveTrainer(Protocol):
+    """A trainer whose strategy is a :class:`JournaledStrategy`, which the frameworks' own types do not know."""
+
+    @property
+    def strategy(self) -> object:
+        """The strategy."""
+
+
+def journal_of(trainer: LiveTrainer) -> StepJournal:
+    """Return the journal of a trainer whose strategy is set up."""
+    return cast(JournaledStrategy, trainer.strategy).journal()
+
+
 # --- Fits of a block, whose steps are counted on ------------------------------------------------------------------
 
 
-class FitKeeper(OwnStateKeeper):
+class FitKeeper(RankLocalKeeper):
     """Counts the fits of a block, and keeps how those ended that are over.
 
     Args:
@@ -52,7 +75,7 @@ class FitKeeper(OwnStateKeeper):
         finished: by fit, the non-tensor state in which the fit ended.
     """
 
-    def __init__(self, own: OwnState) -> None:
+    def __init__(self, own: RankLocalState) -> None:
         super().__init__(own)
         self.fit = 0
         self.finished: dict[int, dict[str, Any]] = {}
@@ -141,7 +164,7 @@ class CheckpointManager(FitKeeper):
     ) -> None:
         if memory_budget_bytes < 1:
             raise ValueError(f"memory_budget_bytes must be positive, not {memory_budget_bytes}")
-        super().__init__(OwnState(rng_replication_jump))
+        super().__init__(RankLocalState(rng_replication_jump))
         self.memory_budget_bytes = memory_budget_bytes
         self.enable_offload = enable_offload
         self.allow_restart_from_scratch = allow_restart_from_scratch
@@ -149,13 +172,13 @@ class CheckpointManager(FitKeeper):
         self._copies = Copies(tiers)
         self.tiers_are_kept = bool(tiers)
         self._replicates = True  # until it is known
-        self._base_model: BaseModel = NoBaseModel()
+        self._base_model = BaseModel(self.checksum_manager)
         self._refill = Refill()
         self.refusal = ""
         self.bytes_received = 0
         self._fallback_lock = ParameterUpdateLock()
         self._held: HeldState | None = None
-        self._attached: LiveState | None = None
+        self._attached: StepJournal | None = None
         self.verdict: Verdict | None = None
         self.was_filled = False
         self.kept: tuple[int, Built] | None = None
@@ -191,14 +214,14 @@ class CheckpointManager(FitKeeper):
 
     # --- while training -------------------------------------------------------------------------------------
 
-    def attach(self, live: LiveState, step: int) -> None:
-        """Record that the rank's state is whole, is the state after ``step``, and lives in ``live`` from now on.
+    def attach(self, journal: StepJournal, step: int) -> None:
+        """Record that the rank's state is whole, is the state after ``step``, and lives in a training from now on.
 
         The held state is dropped here and not earlier: until the trainer has loaded everything, a further fault
         goes back to it. If there are tiers, this is a collective.
         """
-        self._base_model.attached(live)
-        self._attached = live
+        self._base_model.attached(journal.state)
+        self._attached = journal
         self._attached_fit = max(self.fit, 1), self.offset
         self._held = self.kept = None
         self._lost_saves = ()
@@ -209,7 +232,7 @@ class CheckpointManager(FitKeeper):
         if call is not None:
             call.steps.begin_after(step)
             if self._copies:
-                self._copies.begin(call.generation, step, call.facts, live.group())
+                self._copies.begin(call.generation, step, call.facts, holders_of(journal.state))
 
     def finish_copies(self) -> None:
         """Finish the copies that are being made, and make no more of this training, which is over."""
@@ -221,10 +244,10 @@ class CheckpointManager(FitKeeper):
         Args:
             step: the optimizer step that has just been committed.
         """
-        live = self._attached
-        if self._copies and live is not None:
+        journal = self._attached
+        if self._copies and journal is not None:
             fit, offset = self._attached_fit
-            self._copies.make(step, lambda: snapshot_of(live, self._own, step, fit, offset))
+            self._copies.make(step, lambda: snapshot_of(journal, self.own, step, fit, offset))
 
     def replicate_rng_states(self, step: int) -> None:
         """Have what is this rank's own after ``step`` kept on another node, too, if there is one. Collective.
@@ -235,8 +258,8 @@ class CheckpointManager(FitKeeper):
             step: the optimizer step, whose streams and buffers have been stored.
         """
         if self._replicates or not step & (step - 1):
-            self._own.replicate(step, self._attached)
-            self._replicates = self._own.replicas.jump > 0
+            self.own.replicate(step, self._attached.state if self._attached is not None else None)
+            self._replicates = self.own.replicas.jump > 0
         if self.tiers_are_kept:
             self._copies.settle(step)
 
@@ -246,25 +269,21 @@ class CheckpointManager(FitKeeper):
         """Hold the state of ``trainer`` as it is now, as references and not copies.
 
         Args:
-            trainer: a trainer whose strategy has ``live_state()``.
+            trainer: a trainer whose strategy has ``journal()``.
         """
-        self._hold(cast(LiveStrategy, trainer.strategy).live_state())
+        self._hold(journal_of(trainer))
 
     def hold(self, error: BaseException | None = None) -> None:
         """Hold the state of the generation that is over, after the block was left because of a fault.
 
-        If that generation had not got its state back yet, what was held before stays. The state of a trainer is
-        held through :meth:`save_checkpoint`.
+        If that generation had not got its state back yet, what was held before stays.
 
         Args:
             error: the exception that ended the block.
         """
         self._copies.leave()
         attached, self._attached = self._attached, None
-        trainer = getattr(attached, "trainer", None)
-        if trainer is not None and trainer.strategy.live_state() is attached:  # not of a fit that has not begun
-            self.save_checkpoint(trainer)
-        elif attached is not None:
+        if attached is not None:
             self._hold(attached)
         elif self._held is not None:
             self._held.outlive(make_room(error))
@@ -284,11 +303,11 @@ class CheckpointManager(FitKeeper):
         if self._held is not None:
             base = self._base_model.kept()
             leaves = Snapshot(self._held, base, begun, self.finished, self._unfinished_saves())
-        return hand_over(leaves, self._own, high_water)
+        return hand_over(leaves, self.own, high_water)
 
     def _take_over(self) -> None:
         """Hold what the process before this one has handed over, if it has."""
-        left = take_over(self._own)
+        left = take_over(self.own)
         if left is not None:
             self._held, self._lost_saves = left.held, left.saves
             self._base_model.take(left.base)
@@ -301,15 +320,15 @@ class CheckpointManager(FitKeeper):
         """Let go of the copies in tiers, since the block has returned on all ranks."""
         self._copies.end()
 
-    def _hold(self, live: LiveState) -> None:
+    def _hold(self, journal: StepJournal) -> None:
         commit = self.parameter_update_lock.state()
-        held = HeldState.of(live, commit, self.checksum_manager, *self._attached_fit)
+        held = HeldState.of(journal, commit, self.checksum_manager, *self._attached_fit)
         self._held = held
-        built = stays_built(live, held.commit, self.enable_offload)
+        built = stays_built(journal, held.commit, self.enable_offload)
         self.kept = (self._attached_fit[0], built) if built is not None else None
         self._base_model.part_from(held)
         if held.digests is not None:
-            held.add_digests(self._base_model.digests(live))
+            held.add_digests(self._base_model.digests(journal.state))
         self.maybe_offload_checkpoint()
 
     def maybe_offload_checkpoint(self) -> None:
@@ -318,7 +337,7 @@ class CheckpointManager(FitKeeper):
         They stay in place while an update can still be applied to them, because the update needs the optimizer.
         """
         held = self._held
-        if self.enable_offload and held is not None and held.live is None:
+        if self.enable_offload and held is not None and held.journal is None:
             self._base_model.offload(held)
 
     def delete_checkpoint(self) -> None:
@@ -329,7 +348,7 @@ class CheckpointManager(FitKeeper):
         """
         self._held = self.kept = None
         self._refill.forget()
-        self._own.forget()
+        self.own.forget()
         gc.collect()
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
@@ -346,18 +365,18 @@ class CheckpointManager(FitKeeper):
             The checkpoint for Lightning to load, with its tensors in place; None if there is nothing to recover or
             if recovery is refused (see :meth:`recover`).
         """
-        objects = self.recover(cast(LiveStrategy, trainer.strategy).live_state())
+        objects = self.recover(journal_of(trainer))
         if objects is None or "checkpoint" not in objects:
             return objects
-        cast(LiveStrategy, trainer.strategy).restored_from_memory(objects)
+        cast(JournaledStrategy, trainer.strategy).restored_from_memory(objects)
         checkpoint: dict[str, Any] = objects["checkpoint"]
         return checkpoint
 
-    def recover(self, live: LiveState) -> dict[str, Any] | None:
-        """Recover ``live`` from memory. Collective: every rank of the job calls it.
+    def recover(self, journal: StepJournal) -> dict[str, Any] | None:
+        """Recover a training from memory. Collective: every rank of the job calls it.
 
         Args:
-            live: the state of a freshly built training.
+            journal: that of the freshly built training, with its :class:`~checkpointless.state.port.TrainingState`.
 
         Returns:
             The non-tensor state to load, with the tensors in place; None if there is nothing to recover
@@ -367,30 +386,30 @@ class CheckpointManager(FitKeeper):
         self.resumed_at = None
         if self._held is not None:
             self._held.use()
-        decision = self._ask_memory(live)
+        decision = self._ask_memory(journal)
         if self.refusal and self._copies and self._take_copies():
-            decision = self._ask_memory(live)
+            decision = self._ask_memory(journal)
         self.verdict = decision.verdict
         if decision.verdict in (Verdict.START, Verdict.SKIP):
             return None
         if self.refusal or decision.target is None:
             logger.error("recovery from memory is not possible: %s", self.refusal)
             return None
-        objects = self._restore(live, decision, decision.target)
+        objects = self._restore(journal, decision, decision.target)
         self.resumed_at = decision.target, SnapshotPoint(decision.stage)
         return objects
 
-    def _ask_memory(self, live: LiveState) -> Decision:
+    def _ask_memory(self, journal: StepJournal) -> Decision:
         """Decide how the job resumes from what the ranks hold; :attr:`refusal` says why it cannot. Collective."""
         self.refusal = ""
-        decision = self._decide(live)
+        decision = self._decide(journal.state)
         if decision.verdict in (Verdict.START, Verdict.SKIP):
             return decision
         self.offset = decision.offset
         if decision.verdict is Verdict.REFUSE or decision.target is None:
             self.refusal = decision.reason
         else:
-            self.refusal = find_loss(live, self._held, self._own, decision, decision.target)
+            self.refusal = find_loss(journal, self._held, self.own, decision, decision.target)
         return decision
 
     def _take_copies(self) -> bool:
@@ -407,7 +426,7 @@ class CheckpointManager(FitKeeper):
             self._refill.forget()
             self._held = snapshot.held
             self._begun = max(self._begun, snapshot.held.fit)
-            snapshot.own.put_back(self._own)
+            snapshot.own.put_back(self.own)
         return True
 
     def checkpointless_recovery_feasible(
@@ -419,27 +438,26 @@ class CheckpointManager(FitKeeper):
             trainer: a freshly built trainer whose strategy is set up.
             include_checksum_verification: also compare digests, if they are enabled.
         """
-        live = cast(LiveStrategy, trainer.strategy).live_state()
-        decision = self._decide(live, include_checksum_verification)
+        decision = self._decide(journal_of(trainer).state, include_checksum_verification)
         if decision.verdict is not Verdict.RESUME or decision.target is None:
             return False
-        return not self._own.find_streams(decision.target, SnapshotPoint(decision.stage))
+        return not self.own.find_streams(decision.target, SnapshotPoint(decision.stage))
 
-    def _decide(self, live: LiveState, compare_digests: bool = True) -> Decision:
+    def _decide(self, state: TrainingState, compare_digests: bool = True) -> Decision:
         self.bytes_received = 0
         if self._held is None:
             self._take_over()
         return decide_together(
-            live,
+            state,
             self._held,
-            self._own,
+            self.own,
             compare_digests=compare_digests,
             fit=max(self.fit, 1),
             begun=self._begun,
             saves=self._unfinished_saves(),
         )
 
-    def _restore(self, live: LiveState, decision: Decision, target: int) -> dict[str, Any]:
+    def _restore(self, journal: StepJournal, decision: Decision, target: int) -> dict[str, Any]:
         """Put tensors and objects in place as decided. Collective.
 
         Returns:
@@ -448,7 +466,7 @@ class CheckpointManager(FitKeeper):
         rank = dist.get_rank()
         moment = target, SnapshotPoint(decision.stage)
         is_filled = rank in decision.refills
-        held = self._held
+        held, state = self._held, journal.state
         own: dict[str, Any] = {}
         if held is not None:
             if rank in decision.redo:
@@ -456,7 +474,7 @@ class CheckpointManager(FitKeeper):
             held.let_trainer_go()
             held.is_superseded = is_filled
             self._base_model.part_from(held)
-        self.bytes_received += self._base_model.restore(live, decision, self.memory_budget_bytes)
+        self.bytes_received += self._base_model.restore(state, decision, self.memory_budget_bytes)
         self.was_filled = is_filled
         if held is not None and not is_filled:
             own = held.go_back_to(moment[1])
@@ -464,7 +482,7 @@ class CheckpointManager(FitKeeper):
             held.tear()
         with span(EventName.TRANSFER, refills=len(decision.refills)) as fields:
             objects, report = self._refill.move(
-                live,
+                state,
                 decision.parts,
                 held.tensors if held is not None else None,
                 own,
@@ -473,13 +491,11 @@ class CheckpointManager(FitKeeper):
             )
             if is_filled:
                 self._refill.forget()
-                self._own.put_buffers(live, moment, held.buffers.get(moment) if held is not None else None, objects)
+                self.own.put_buffers(state, moment, held.buffers.get(moment) if held is not None else None, objects)
             self.bytes_received += report.bytes
             fields.update(asdict(report))
         with span(EventName.VERIFY, refilled=is_filled) as fields:
-            live.load_objects(objects)
-            live.derive()
-            live.resumed(*moment, objects)
+            journal.restore(*moment, objects)
             fields.update(peak_growth())
         restored: dict[str, Any] = objects
         return restored

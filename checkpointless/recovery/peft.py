@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 
-from checkpointless.recovery.base_model import FrozenBaseModel
 from checkpointless.recovery.decide import Verdict
-from checkpointless.recovery.manager import CheckpointManager
-from checkpointless.state.live_state import LiveStrategy, LiveTrainer
+from checkpointless.recovery.manager import CheckpointManager, LiveTrainer, journal_of
 from checkpointless.transfer.tensor_entry import Key
 
 
@@ -45,27 +43,25 @@ class PEFTCheckpointManager(CheckpointManager):
         super().__init__(*args, **kwargs)
         if self._copies:
             raise ValueError("fine-tuning with adapters keeps no copies in tiers: leave out tiers")
-        self._frozen = FrozenBaseModel(self.checksum_manager)
-        self._base_model = self._frozen
 
     @property
     def params_to_save(self) -> set[str]:
         """The names of all parameters and buffers that training may change."""
-        return self._frozen.trained
+        return self._base_model.trained
 
     @params_to_save.setter
     def params_to_save(self, names: set[str]) -> None:
-        self._frozen.trained = names
+        self._base_model.trained = names
 
     @property
     def base_model_weights(self) -> dict[Key, torch.Tensor] | None:
         """The frozen weights by key; None before they were whole for the first time."""
-        return self._frozen.weights
+        return self._base_model.weights
 
     @property
     def base_model_keys_to_extract(self) -> list[Key] | None:
         """The keys of the frozen weights, in the order in which they are sent; None if there are no weights yet."""
-        return None if self._frozen.weights is None else list(self._frozen.weights)
+        return None if self._base_model.weights is None else list(self._base_model.weights)
 
     def is_adapter_key(self, key: str | tuple[Any, ...]) -> bool:
         """Return whether a tensor belongs to what training changes, and not to the base model.
@@ -76,7 +72,7 @@ class PEFTCheckpointManager(CheckpointManager):
                 an optimizer is an adapter's; or a tuple of the name and the parameter itself, which counts as an
                 adapter's if it is trained.
         """
-        return self._frozen.is_trained(key)
+        return self._base_model.is_trained(key)
 
     def save_checkpoint(self, trainer: LiveTrainer) -> None:
         """Hold the state of ``trainer`` as it is now, and the base model's weights if they are not kept yet."""
@@ -87,10 +83,10 @@ class PEFTCheckpointManager(CheckpointManager):
         """Keep references to the base model's weights, if they are not kept yet.
 
         Args:
-            trainer: a trainer whose weights are whole and whose strategy has ``live_state()``.
+            trainer: a trainer whose weights are whole and whose strategy has ``journal()``.
         """
-        if self._frozen.weights is None:
-            self._frozen.keep(cast(LiveStrategy, trainer.strategy).live_state().tensors())
+        if self._base_model.weights is None:
+            self._base_model.keep(journal_of(trainer).state.tensors())
 
     def try_base_model_checkpointless_load(self, trainer: LiveTrainer) -> dict[str, Any] | None:
         """Put the base model's weights of ``trainer`` in place, from this rank's memory or a peer's. Collective.
@@ -106,10 +102,10 @@ class PEFTCheckpointManager(CheckpointManager):
             (:attr:`refusal` says why; "": there is no state yet).
         """
         self.refusal = ""
-        live = cast(LiveStrategy, trainer.strategy).live_state()
-        decision = self._decide(live)
+        state = journal_of(trainer).state
+        decision = self._decide(state)
         if decision.verdict is not Verdict.RESUME:
             self.refusal = decision.reason
             return None
-        self.bytes_received += self._frozen.restore(live, decision, self.memory_budget_bytes)
+        self.bytes_received += self._base_model.restore(state, decision, self.memory_budget_bytes)
         return {"state_dict": dict(self.base_model_weights or {})}

@@ -14,6 +14,7 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from checkpointless.inprocess import active_call_wrapper
 from checkpointless.inprocess.communicators.helper_thread import run_in_helper_thread
 from checkpointless.recovery.decide import Parts, peers_of
-from checkpointless.state.port import StateTensors, split
+from checkpointless.state.port import TrainingState, join_objects, split
 from checkpointless.state.serialization.state_tree import Tree
 from checkpointless.transfer.bucket_rounds import OnBucket
 from checkpointless.transfer.rank_groups import Group
@@ -50,7 +51,7 @@ class Refill:
 
     def move(
         self,
-        live: StateTensors,
+        state: TrainingState,
         refills: Mapping[int, Parts],
         tensors: dict[Key, torch.Tensor] | None,
         objects: Tree,
@@ -58,10 +59,10 @@ class Refill:
         memory_budget_bytes: int,
         on_bucket: OnBucket | None = None,
     ) -> tuple[Tree, TransferReport]:
-        """Put tensors in their place in ``live``. Every rank calls it that fills or is filled.
+        """Put tensors in their place in ``state``. Every rank calls it that fills or is filled.
 
         Args:
-            live: the freshly built state.
+            state: the freshly built state.
             refills: maps each rank to fill to its parts with their sources, the same on every rank.
             tensors: what this rank holds, in the order that it has on every holder; None: it holds nothing. In a
                 rank that is filled it need not be right. In another one, each tensor is replaced by its
@@ -80,36 +81,40 @@ class Refill:
         """
         rank = dist.get_rank()
         if rank in refills:
-            return self._fill(live, refills[rank], tensors or {}, memory_budget_bytes)
+            return self._fill(state, refills[rank], tensors or {}, memory_budget_bytes)
         if tensors is None:
             raise RuntimeError(f"rank {rank} was decided to be healthy but holds no state")
-        self._serve(live, tensors, objects, refills, on_bucket)
-        return objects, self._take_back(live, tensors)
+        self._serve(state, tensors, objects, refills, on_bucket)
+        return objects, self._take_back(state, tensors)
 
     def _fill(
-        self, live: StateTensors, parts: Parts, held: Mapping[Key, torch.Tensor], memory_budget_bytes: int
+        self, state: TrainingState, parts: Parts, held: Mapping[Key, torch.Tensor], memory_budget_bytes: int
     ) -> tuple[Tree, TransferReport]:
         """Receive every part from its sources, one after the other."""
-        objects: dict[Group, Tree] = {}
+        objects: dict[Group, Any] = {}
         reports = []
         for group, sources in sorted(parts):
             ordered = _peers_first(sources, parts)
-            objects[group], report = self._receive(live, ordered, held, memory_budget_bytes)
+            objects[group], report = self._receive(state, ordered, held, memory_budget_bytes)
             reports.append(report)
-        whole = objects[min(objects)] if peers_of(parts) else live.join_objects(objects)
+        whole = objects[min(objects)] if peers_of(parts) else join_objects(state, objects)
         return whole, reports[0] if len(reports) == 1 else TransferReport.of(reports)
 
     def _receive(
-        self, live: StateTensors, sources: Sequence[int], held: Mapping[Key, torch.Tensor], memory_budget_bytes: int
+        self,
+        state: TrainingState,
+        sources: Sequence[int],
+        held: Mapping[Key, torch.Tensor],
+        memory_budget_bytes: int,
     ) -> tuple[Tree, TransferReport]:
         """Receive a part from ``sources``; keep what an interrupted transfer brought or this rank still had."""
         known = {**held, **self.arrived}
 
         def room(entries: Sequence[TensorEntry]) -> Mapping[Key, torch.Tensor]:
             keys = [entry.key for entry in entries]
-            if self._adopts:
-                live.adopt({key: known[key] for key in keys if key in known})
-            whole = live.room(entries)
+            whole = state.allocate(
+                entries, {key: known[key] for key in keys if key in known} if self._adopts else {}
+            )
             self.arrived = {**self.arrived, **{key: whole[key] for key in keys if key in whole}}
             return whole
 
@@ -119,7 +124,7 @@ class Refill:
 
     @staticmethod
     def _serve(
-        live: StateTensors,
+        state: TrainingState,
         tensors: Mapping[Key, torch.Tensor],
         objects: Tree,
         refills: Mapping[int, Parts],
@@ -140,7 +145,7 @@ class Refill:
                     ordered = _peers_first(sources, parts)
                     fills[group].append(Fill(destination, ordered.index(rank), len(ordered)))
                     asked |= {group} if group == first or not peers_of(parts) else set()
-        mine = split(live, tensors) if fills else {}
+        mine = split(state, tensors) if fills else {}
         for group in mine:
             for destination in group:
                 if destination in refills and group not in dict(refills[destination]):
@@ -152,16 +157,15 @@ class Refill:
             run_in_helper_thread(partial(send_state, present, told, fills[group], on_bucket=on_bucket))
 
     @staticmethod
-    def _take_back(live: StateTensors, tensors: dict[Key, torch.Tensor]) -> TransferReport:
+    def _take_back(state: TrainingState, tensors: dict[Key, torch.Tensor]) -> TransferReport:
         """Put this rank's tensors in their new place: without a copy where that is possible, else copied."""
         began_s = time.monotonic()
-        adopted = live.adopt(tensors)
-        copied = [key for key in tensors if key not in adopted]
-        room = live.room([TensorEntry.of(key, tensors[key]) for key in copied])
+        room = state.allocate([TensorEntry.of(key, each) for key, each in tensors.items()], tensors)
         with torch.no_grad():
-            for key in copied:
-                room[key].copy_(tensors[key])
-                tensors[key] = room[key]
+            for key in list(tensors):
+                if room[key] is not tensors[key]:
+                    room[key].copy_(tensors[key])
+                    tensors[key] = room[key]  # one by one: little of the state exists twice
         kept = sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors.values())
         return TransferReport(kept=kept, seconds=time.monotonic() - began_s)
 

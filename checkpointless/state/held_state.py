@@ -13,8 +13,8 @@ from checkpointless.inprocess.context import emit_event
 from checkpointless.inprocess.parameter_update_lock import CommitState
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.state.host_memory import HostMemory
-from checkpointless.state.live_state import Built, BuiltState, ChangingState, LiveState
-from checkpointless.state.port import split
+from checkpointless.state.journal import Built, StepJournal
+from checkpointless.state.port import TrainingState, holders_of, shard_of, split
 from checkpointless.state.serialization import state_tree
 from checkpointless.state.serialization.digest import MemoryChecksumManager, samples
 from checkpointless.state.snapshot import SnapshotPoint, StepSnapshot
@@ -39,7 +39,7 @@ class HeldState:
             and little of it exists twice.
         moments: the rest of the state, at every moment after the committed step that can be resumed at.
         digests: the digest of each part of the rank's shard, by its replica group, if replicas are to be compared.
-        live: the old trainer's state, while its update can still be applied; else nothing holds the old trainer.
+        journal: the old training's journal, while its update can still be applied; else nothing holds the training.
         fit: the fit of the block that the state belongs to.
         offset: how many steps of the job precede that fit.
         buffers: the rank's own buffers, at every moment after the committed step and after the step that follows
@@ -55,7 +55,7 @@ class HeldState:
     tensors: dict[Key, torch.Tensor]
     moments: Mapping[SnapshotPoint, StepSnapshot]
     digests: dict[Group, str] | None = None
-    live: LiveState | None = None
+    journal: StepJournal | None = None
     fit: int = 1
     offset: int = 0
     buffers: Mapping[tuple[int, SnapshotPoint], Mapping[Key, torch.Tensor]] = field(default_factory=dict)
@@ -84,7 +84,7 @@ class HeldState:
     def let_trainer_go(self) -> None:
         """Record that no update can be applied any more, and drop the old trainer."""
         self.commit = CommitState(self.commit.committed, ready=False, torn=self.commit.torn)
-        self.live = None
+        self.journal = None
 
     def give_up(self, reason: str) -> None:
         """Hold nothing that another rank could be given: replicas fill this one.
@@ -120,7 +120,7 @@ class HeldState:
                 much memory as the new one. If they cannot fill the rank beside its state either, that is given up,
                 too. What may exist only here is kept.
         """
-        if memory_is_short and self.live is not None and self.has_replicas:
+        if memory_is_short and self.journal is not None and self.has_replicas:
             logger.warning("memory does not suffice beside a trainer that has an update to make: it is given up")
             self.let_trainer_go()
         elif memory_is_short and self.is_superseded:
@@ -146,35 +146,42 @@ class HeldState:
 
     @classmethod
     def of(
-        cls, live: LiveState, commit: CommitState, checksums: MemoryChecksumManager, fit: int, offset: int
+        cls, journal: StepJournal, commit: CommitState, checksums: MemoryChecksumManager, fit: int, offset: int
     ) -> HeldState:
-        """Hold the state that lives in ``live``, unless code beside the update has changed it.
+        """Hold the state of a training, unless code beside the update has changed it.
 
         Args:
-            live: the state.
+            journal: the training's journal.
             commit: the step that the state belongs to.
             checksums: computes the digests of the rank's shard, if it is enabled.
             fit: the fit of the block that the state belongs to.
             offset: how many steps of the job precede that fit.
         """
-        changed = live.changed() if isinstance(live, ChangingState) and not commit.torn else ""
+        changed = journal.changed() if not commit.torn else ""
         if changed:
             logger.error("this rank's state is given up: %s", changed)
             commit = CommitState(commit.committed, ready=False, torn=True)
-        moments = {} if commit.torn else dict(live.moments(commit.committed))
+        state, moments = journal.state, {} if commit.torn else dict(journal.snapshots(commit.committed))
         digests = None
         if checksums.enabled and not commit.torn and commit.committed >= 0:
-            digests = {group: checksums.digest_all(part) for group, part in split(live, live.shard()).items()}
+            digests = {group: checksums.digest_all(part) for group, part in split(state, shard_of(state)).items()}
         buffers = {
             (step, stage): copies
             for step in (commit.committed, commit.committed + 1)
-            for stage, copies in live.own_buffers(step).items()
+            for stage, copies in journal.buffers(step).items()
         }
         held = cls(
-            commit, _without_gradients(live), moments, digests, live if commit.ready else None, fit, offset, buffers
+            commit,
+            _without_gradients(state),
+            moments,
+            digests,
+            journal if commit.ready else None,
+            fit,
+            offset,
+            buffers,
         )
         held.given_up = changed
-        held.has_replicas = held.live is not None and len(live.group()) > 1
+        held.has_replicas = held.journal is not None and len(holders_of(state)) > 1
         if not commit.torn:
             held.note()
         return held
@@ -187,29 +194,30 @@ class HeldState:
         """
         if self.commit.committed == target:
             return
-        live = self.live
-        if live is None:
+        journal = self.journal
+        if journal is None:
             raise RuntimeError(f"step {target} is to be applied from gradients that this rank no longer holds")
         # If the update is interrupted, the shard belongs to no step and is refilled; afterwards it is the target's.
         self.commit = CommitState(target - 1, ready=False, torn=True)
-        live.apply_held_update()
-        self.tensors = _without_gradients(live)
-        self.moments = dict(live.moments(target))
+        journal.finish_update()
+        self.tensors = _without_gradients(journal.state)
+        self.moments = dict(journal.snapshots(target))
         self.digests = None  # they belonged to the step before
         self.commit = CommitState(target, ready=False, torn=False)
 
-    def own_parts(self, live: LiveState, target: int | None, stage: SnapshotPoint) -> dict[str, str]:
+    def own_parts(self, journal: StepJournal, target: int | None, stage: SnapshotPoint) -> dict[str, str]:
         """Return the digests, by name, of the parts that ranks keep for themselves.
 
         Args:
-            live: the freshly built state, which knows the parts.
+            journal: that of the freshly built training, which knows the parts.
             target: the step whose gradients this rank is still to apply; None: the state is that of its step.
-            stage: the moment after the step.
+            stage: the point after the step.
         """
-        moments = self.live.moments(target) if target is not None and self.live is not None else self.moments
-        # A hand-written loop has no moment of a step that is to be redone.
+        moments = self.moments
+        if target is not None and self.journal is not None:
+            moments = self.journal.snapshots(target)
         moment = moments.get(stage)
-        parts = live.own_parts(moment.objects) if moment is not None else {}
+        parts = journal.own_parts(moment.objects) if moment is not None else {}
         return {name: state_tree.digest(part) for name, part in parts.items()}
 
     def offload(self, memory: HostMemory) -> None:
@@ -217,15 +225,15 @@ class HeldState:
         self.tensors = memory.copies(self.tensors)
 
 
-def stays_built(live: LiveState, commit: CommitState, is_offloaded: bool) -> Built | None:
-    """Return what of ``live`` stays built over the fault.
+def stays_built(journal: StepJournal, commit: CommitState, is_offloaded: bool) -> Built | None:
+    """Return what of a training stays built over the fault.
 
     Args:
-        live: the state that was left.
+        journal: that of the training that was left.
         commit: the step that the state belongs to.
         is_offloaded: whether the state is moved to host memory.
     """
-    built = live.built if isinstance(live, BuiltState) else None
+    built = journal.built
     if built is None:
         return None
     reason = "the update of a step is half made" if commit.torn else built.unfit()
@@ -237,10 +245,10 @@ def stays_built(live: LiveState, commit: CommitState, is_offloaded: bool) -> Bui
     return None
 
 
-def _without_gradients(live: LiveState) -> dict[Key, torch.Tensor]:
-    """Return the tensors of ``live``, of which none holds a gradient.
+def _without_gradients(state: TrainingState) -> dict[Key, torch.Tensor]:
+    """Return the tensors of ``state``, of which none holds a gradient.
 
     Between an update and the next ``zero_grad`` the parameters have gradients, which would be held through the
     re-entry; with Megatron's distributed optimizer they are views of its whole gradient buffer.
     """
-    return {key: tensor.detach() for key, tensor in live.tensors().items()}
+    return {key: tensor.detach() for key, tensor in state.tensors().items()}

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
+from checkpointless.state.buffer_copies import BufferCopies
+from checkpointless.state.param_groups import ParamGroups, grown, sizes_of
+from checkpointless.state.port import PARAMETER
 from checkpointless.state.serialization import state_tree
 from checkpointless.state.serialization.later import is_fixed
 from checkpointless.state.serialization.tensor_memory import local_part
@@ -14,13 +19,12 @@ from checkpointless.transfer.rank_groups import Group
 from checkpointless.transfer.sharded_tensors import is_sharded, spread_like
 from checkpointless.transfer.tensor_entry import Key, TensorEntry
 
-_SMALL_BYTES = 1 << 20  # a larger buffer is copied again only if its version has changed
-#: The last word of the key of an optimizer's own (main) parameter; its other keys are torch's names of state.
-PARAMETER = "parameter"
+_training = operator.attrgetter("training")
+_requires_grad = operator.attrgetter("requires_grad")
 
 
 class TrainingTensors:
-    """Modules and torch optimizers of one rank.
+    """Modules and torch optimizers of one rank; a subclass knows its replicas, and how its update is finished.
 
     The keys are ``("model", module, name)`` for parameters and buffers, and
     ``("optimizer", number, group, parameter, name)`` for what an optimizer owns: the parameter that it updates
@@ -29,26 +33,36 @@ class TrainingTensors:
     Args:
         modules: the modules.
         optimizers: the optimizers; None stands for an optimizer that has nothing to update on this rank.
+
+    Attributes:
+        buffers: takes copies of the modules' buffers.
+        are_reduced: what is one part is updated alike by all its holders.
     """
+
+    are_reduced = True
 
     def __init__(
         self, modules: Iterable[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer | None]
     ) -> None:
         self.modules = list(modules)
+        self.buffers = BufferCopies(self.modules)
         self._torch_optimizers = list(optimizers)
-        self._buffers = BufferCopies(self.modules)
+        self._groups = ParamGroups(self._torch_optimizers)
+        self._sizes = sizes_of(self._torch_optimizers)
+        self._all_modules = [part for module in self.modules for part in module.modules()]
+        # As they are now: while FSDP2 computes, whole parameters are in the places of the divided ones.
+        self._all_parameters = [each for module in self.modules for each in module.parameters()]
 
-    def group(self) -> Group:
-        """Return the global ranks that hold all that this rank holds. A subclass knows them."""
+    def replica_groups(self, keys: Iterable[Key]) -> Mapping[Group, Sequence[Key]]:
+        """Return ``keys`` by the ranks that hold the same under them."""
         raise NotImplementedError
 
-    def parts(self, keys: Iterable[Key]) -> Mapping[Group, Sequence[Key]]:
-        """Return ``keys`` by the ranks that hold the same under them: here, all have the same holders."""
-        return {self.group(): list(keys)}
+    def finish_update(self) -> None:
+        """Apply the optimizer update whose final gradients are held, without communication."""
+        raise NotImplementedError
 
-    def are_reduced(self) -> bool:
-        """Return True: what is one part is updated alike by all its holders."""
-        return True
+    def rederive(self, first: bool = False) -> None:
+        """Do nothing: each tensor comes from its holders, so nothing follows from other ranks' shards."""
 
     def model(self) -> dict[Key, torch.Tensor]:
         """Return the parameters and buffers of the modules, by key."""
@@ -56,33 +70,13 @@ class TrainingTensors:
         for index, module in enumerate(self.modules):
             for name, parameter in self.parameters_of(module):
                 found["model", index, name] = local_part(parameter)
-        for key, buffer in self._buffers.present():
+        for key, buffer in self.buffers.present():
             found[key] = local_part(buffer)
         return found
 
     def parameters_of(self, module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Yield the parameters of a module that have a storage, with their names."""
         return module.named_parameters()
-
-    def copy_buffers(self) -> Mapping[Key, torch.Tensor]:
-        """Return copies, by key, of the buffers as they are now: a step changes some of them before its commit."""
-        return self._buffers.take()
-
-    def put_buffers(self, copies: Mapping[Key, torch.Tensor]) -> None:
-        """Give the modules' buffers the values of ``copies``."""
-        self._buffers.put(copies)
-
-    def mark_buffers(self) -> None:
-        """Note the buffers as they are now, for :meth:`written_buffers`."""
-        self._buffers.mark()
-
-    def written_buffers(self) -> list[Key]:
-        """Return the keys of the buffers that were written to, or replaced, since :meth:`mark_buffers`."""
-        return self._buffers.written()
-
-    def new_buffers(self) -> list[str]:
-        """Return the names of the buffers that a state dict has and that did not exist at the beginning."""
-        return self._buffers.new(self.modules)
 
     def shard(self) -> dict[Key, torch.Tensor]:
         """Return the tensors that this rank's optimizer update owns, by key."""
@@ -109,7 +103,7 @@ class TrainingTensors:
         """Return the tensors from which, with those of all other ranks, the whole state can be made again."""
         return self.tensors()
 
-    def adopt(self, tensors: Mapping[Key, torch.Tensor]) -> set[Key]:
+    def _adopt(self, tensors: Mapping[Key, torch.Tensor]) -> set[Key]:
         """Let frozen parameters and the optimizer use ``tensors`` themselves, where they lie on the right device.
 
         A trained parameter may lie in a buffer with others (Megatron's, DDP's), and so may a main parameter that is
@@ -155,12 +149,15 @@ class TrainingTensors:
             adopted.add(key)
         return adopted
 
-    def room(self, entries: Sequence[TensorEntry]) -> Mapping[Key, torch.Tensor]:
+    def allocate(
+        self, entries: Sequence[TensorEntry], held: Mapping[Key, torch.Tensor] = MappingProxyType({})
+    ) -> Mapping[Key, torch.Tensor]:
         """Return storage for ``entries``; optimizer state that does not exist yet is made in its place.
 
         So is a buffer that has another shape, as one that grows with the longest batch (a cache of positions).
         """
-        self._buffers.shape({entry.key: (entry.shape, entry.dtype) for entry in entries})
+        adopted = self._adopt(held) if held else set()
+        self.buffers.shape({each.key: (each.shape, each.dtype) for each in entries if each.key not in adopted})
         present = {**self.model(), **self.shard()}
         owners = {key: (inner, parameter) for key, inner, parameter in self._parameters()}
         for entry in entries:
@@ -172,16 +169,21 @@ class TrainingTensors:
                 )
                 inner.state[parameter][str(entry.key[-1])] = spread_like(made, parameter)
                 present[entry.key] = made
-        return present
+        return {**present, **{key: held[key] for key in adopted}}
 
-    def groups(self) -> list[list[dict[str, Any]]]:
-        """Return the values of the optimizers' param groups, learning rates included."""
-        return [
-            [{name: value for name, value in group.items() if name != "params"} for group in _groups(optimizer)]
-            for optimizer in self._torch_optimizers
-        ]
+    def capture(self) -> Callable[[], dict[str, Any]]:
+        """Capture param groups, which modules train, and which parameters are trained."""
+        groups, modes = self._groups.take(), list(map(_training, self._all_modules))
+        trained = list(map(_requires_grad, self._all_parameters))
+        return lambda: {
+            "groups": groups(),
+            "modes": modes,
+            "trained": trained,
+            "state": self._plain_state(),
+            "spread": self._spread(),
+        }
 
-    def plain_state(self) -> dict[Key, dict[str, Any]]:
+    def _plain_state(self) -> dict[Key, dict[str, Any]]:
         """Return the optimizers' non-tensor state, which only an update changes."""
         state = {
             key: {
@@ -193,7 +195,7 @@ class TrainingTensors:
         }
         return {key: plain for key, plain in state.items() if plain}
 
-    def spread(self) -> list[Key]:
+    def _spread(self) -> list[Key]:
         """Return the keys of the optimizers' tensors that are DTensors, as their parameters are."""
         return [
             (*key, name)
@@ -218,33 +220,40 @@ class TrainingTensors:
                     )
         return None
 
-    def load_objects(self, objects: Mapping[str, Any]) -> None:
-        """Put back what :meth:`groups`, :meth:`plain_state` (as ``state``) and :meth:`spread` returned."""
-        for optimizer, groups in zip(self._torch_optimizers, objects["groups"]):
+    def restore(self, captured: Mapping[str, Any]) -> None:
+        """Put back what :meth:`capture` returned, or a part of it."""
+        for optimizer, groups in zip(self._torch_optimizers, captured.get("groups", ())):
             for group, values in zip(_groups(optimizer), groups):
                 put_values(group, values)
-        spread = {tuple(key) for key in objects.get("spread", ())}
-        for key, inner, parameter in self._parameters():
-            plain = objects["state"].get(key)
+        for key, inner, parameter in self._parameters() if "state" in captured else ():
+            plain = captured["state"].get(key)
             if plain:
                 inner.state[parameter].update(plain)
+        spread = {tuple(key) for key in captured.get("spread", ())}
+        for key, inner, parameter in self._parameters() if "spread" in captured else ():
             for name, value in inner.state.get(parameter, {}).items():
                 if isinstance(value, torch.Tensor) and is_sharded(value) and (*key, name) not in spread:
                     inner.state[parameter][name] = local_part(value)
+        modes, trained = captured.get("modes", ()), captured.get("trained", ())
+        for part, mode in zip(self._all_modules, modes) if len(modes) == len(self._all_modules) else ():
+            part.training = mode
+        fits = len(trained) == len(self._all_parameters)
+        for each, is_trained in zip(self._all_parameters, trained) if fits else ():
+            if each.requires_grad != is_trained:
+                each.requires_grad_(is_trained)
 
-    def join_objects(self, objects: Mapping[Group, Any]) -> dict[str, Any]:  # Any: plain data
-        """Return the objects of the first part, with the optimizers' plain state from a holder of each parameter.
+    def rates(self) -> list[float]:
+        """Return the learning rate of each param group."""
+        groups = [group for optimizer in self._torch_optimizers for group in _groups(optimizer)]
+        return [float(group.get("lr", 0.0)) for group in groups]
 
-        Args:
-            objects: by part, what :meth:`load_objects` takes.
-        """
-        joined: dict[str, Any] = dict(objects[min(objects)])
-        joined["state"] = {}
-        for group, theirs in objects.items():
-            keys = {(*key, PARAMETER): key for key in theirs["state"]}
-            for key in self.parts(keys).get(group, ()):
-                joined["state"][keys[key]] = theirs["state"][keys[key]]
-        return joined
+    def weights(self) -> Iterable[torch.Tensor]:
+        """Return the parameters that the optimizers update; the same list as long as they have the same."""
+        return self._groups.parameters()
+
+    def grown(self) -> str:
+        """Return why no rank that is replaced has what the optimizers have; "" if it has."""
+        return grown(self._torch_optimizers, self._sizes)
 
     def _parameters(self) -> Iterator[tuple[Key, torch.optim.Optimizer, torch.Tensor]]:
         """Yield key, optimizer and parameter for every parameter that this rank updates."""
@@ -254,99 +263,6 @@ class TrainingTensors:
             for position, group in enumerate(_groups(optimizer)):
                 for index, parameter in enumerate(group["params"]):
                     yield ("optimizer", number, position, index), optimizer, parameter
-
-
-class BufferCopies:
-    """Takes copies of modules' buffers. A large buffer that did not change between two copies is kept once.
-
-    Args:
-        modules: the modules whose buffers are copied. The buffers that exist now are copied, even if another tensor
-            takes the place of one.
-    """
-
-    def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
-        modules = list(modules)
-        self._places: list[tuple[Key, torch.nn.Module, str]] = []
-        self._at_first = {  # shared ones in all their places
-            (id(part), attribute)
-            for module in modules
-            for part in module.modules()
-            for attribute, buffer in part._buffers.items()
-            if buffer is not None
-        }
-        for index, module in enumerate(modules):
-            owners = dict(module.named_modules(remove_duplicate=False))
-            for name, _ in module.named_buffers():
-                owner, _, attribute = name.rpartition(".")
-                self._places.append((("model", index, name), owners[owner], attribute))
-        self._last: dict[Key, tuple[torch.Tensor, int, torch.Tensor]] = {}  # the buffer, its version, its copy
-        self._marks: list[tuple[torch.Tensor, int]] = []  # each buffer that is present, and its version
-
-    def present(self) -> Iterator[tuple[Key, torch.Tensor]]:
-        """Yield the buffers, by key, of those that existed at the beginning."""
-        for key, owner, attribute in self._places:
-            buffer = owner._buffers.get(attribute)
-            if buffer is not None:
-                yield key, buffer
-
-    def mark(self) -> None:
-        """Note the buffers as they are now."""
-        self._marks = [(buffer, _version_of(buffer)) for _, buffer in self.present()]
-
-    def written(self) -> list[Key]:
-        """Return the keys of the buffers that are other tensors, or were written to, since :meth:`mark`."""
-        return [
-            key
-            for (key, buffer), (seen, version) in zip(self.present(), self._marks)
-            if buffer is not seen or _version_of(buffer) != version
-        ]
-
-    def new(self, modules: Iterable[torch.nn.Module]) -> list[str]:
-        """Return the names of the buffers of ``modules`` that are saved and did not exist at the beginning."""
-        return [
-            f"{name}.{attribute}".lstrip(".")
-            for module in modules
-            for name, part in module.named_modules()
-            for attribute, buffer in part._buffers.items()
-            if buffer is not None
-            and (id(part), attribute) not in self._at_first
-            and attribute not in part._non_persistent_buffers_set
-        ]
-
-    def take(self) -> Mapping[Key, torch.Tensor]:
-        """Return copies of all buffers, in the order of the modules."""
-        copies: dict[Key, torch.Tensor] = {}
-        with torch.no_grad():
-            for key, owner, attribute in self._places:
-                buffer = owner._buffers.get(attribute)
-                if buffer is None:
-                    continue
-                seen, version, copy = self._last.get(key, (None, -1, buffer))
-                part = local_part(buffer)
-                if seen is not buffer or version != buffer._version or part.nbytes <= _SMALL_BYTES:
-                    copy = part.detach().clone()
-                    self._last[key] = (buffer, buffer._version, copy)
-                copies[key] = copy
-        return copies
-
-    def shape(self, forms: Mapping[Key, tuple[Sequence[int], torch.dtype]]) -> None:
-        """Replace the buffers that have another shape or dtype than ``forms`` say: a step may do so, too."""
-        for key, owner, attribute in self._places:
-            buffer = owner._buffers.get(attribute)
-            if buffer is None or key not in forms or is_sharded(buffer):
-                continue
-            shape, dtype = forms[key]
-            if (tuple(buffer.shape), buffer.dtype) != (tuple(shape), dtype):
-                owner._buffers[attribute] = torch.empty(tuple(shape), dtype=dtype, device=buffer.device)
-
-    def put(self, copies: Mapping[Key, torch.Tensor]) -> None:
-        """Give the buffers that still exist the values of ``copies``, and their shapes."""
-        self.shape({key: (tuple(copy.shape), copy.dtype) for key, copy in copies.items()})
-        with torch.no_grad():
-            for key, owner, attribute in self._places:
-                buffer = owner._buffers.get(attribute)
-                if buffer is not None and key in copies:
-                    local_part(buffer).copy_(copies[key])
 
 
 def _groups(optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any]]:
@@ -365,11 +281,6 @@ def put_values(group: dict[str, Any], values: Mapping[str, Any]) -> None:
             present.detach().copy_(value)
         else:
             group[name] = value if is_fixed(value) else state_tree.copy(value)
-
-
-def _version_of(buffer: torch.Tensor) -> int:
-    """Return how often ``buffer`` was written to, as torch counts it; it does not for inference tensors."""
-    return 0 if buffer.is_inference() else buffer._version
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -1,114 +1,172 @@
-"""The tensors of a rank's state, whatever holds them: by key, with their storage and their replicas."""
+"""The port through which recovery sees a training: its tensors by key, their replicas, and what belongs to them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from checkpointless.state.serialization.plain_values import Tree
+from checkpointless.state.buffer_copies import BufferCopies
 from checkpointless.transfer.rank_groups import Group
 from checkpointless.transfer.tensor_entry import Key, TensorEntry
 
+DATA = "the state of the training data"  # prefix of the names of parts that must not come from a peer
+#: In the objects of a snapshot: what :meth:`TrainingState.capture` returned.
+MODEL = "model"
+#: The last word of the key of an optimizer's own (main) parameter; its other keys are torch's names of state.
+PARAMETER = "parameter"
 
-class StateTensors(Protocol):
-    """The tensors of one rank's model and optimizer.
 
-    What moves, compares and holds tensors knows them only through this. A tensor is known by its key, which is the
-    same on every rank that holds it. What stands under a key is plain storage on one device: of a tensor that is
-    spread over ranks, the part of this rank (:func:`~checkpointless.state.serialization.tensor_memory.local_part`).
+class TrainingState(Protocol):
+    """Model and optimizer of one rank.
 
-    :class:`~checkpointless.state.module_tensors.TrainingTensors` has keys and storage of torch modules and
-    optimizers. Which ranks are replicas follows from the framework's parallelism: for Megatron-core see
-    :class:`checkpointless.integrations.megatron.state.MegatronTensors`. Not all tensors of a rank need to have the
-    :same holders.
-    The tensors with the same ones are a *part* of the state, which is known by its replica group.
+    A tensor is known by its key, which is the same on every rank that holds it. What stands under a key is plain
+    storage on one device: of a tensor that is spread over ranks, the part of this rank. Not all tensors of a rank
+    need to have the same holders. Those with the same ones are a *part* of the state.
+    :class:`~checkpointless.state.module_tensors.TrainingTensors` has all but the replica groups of torch modules
+    and optimizers; those follow from the framework's parallelism.
+
+    Attributes:
+        buffers: takes copies of the modules' buffers.
+        are_reduced: whether each part has the same bytes on its whole group because it is reduced over all of it.
+            If not, that is only said of the group, and each of its ranks computes the same by itself. Then a rank
+            is filled by those that hold all its parts, as long as one of them lives.
     """
 
-    def group(self) -> Group:
-        """Return the global ranks that hold all that this rank holds, this rank included, in ascending order."""
-
-    def parts(self, keys: Iterable[Key]) -> Mapping[Group, Sequence[Key]]:
-        """Divide ``keys``, each of a tensor of this state, by the ranks that hold the same bytes under them.
-
-        Returns:
-            The keys of each part, by its replica group: global ranks in ascending order, this rank included. Each
-            of them must find the same group for the key. ``{self.group(): list(keys)}`` if nothing better is known.
-        """
-
-    def are_reduced(self) -> bool:
-        """Return whether each part has the same bytes on its whole group because it is reduced over all of it.
-
-        If not, that is only said of the group, and each of its ranks computes the same by itself. Then a rank is
-        filled by those that hold all its parts, as long as one of them lives.
-        """
+    buffers: BufferCopies
+    are_reduced: bool
 
     def tensors(self) -> dict[Key, torch.Tensor]:
         """Return every tensor of the state, in the same order on every holder: the live storage, not copies.
 
-        Tensors that follow from others (:meth:`~checkpointless.state.live_state.LiveState.derive`) may be left
-        out. The tensors stay valid when the trainer that they belong to is dropped.
+        Tensors that follow from others (:meth:`rederive`) may be left out. The tensors stay valid when the trainer
+        that they belong to is dropped.
         """
 
-    def essentials(self) -> dict[Key, torch.Tensor]:
-        """Return the tensors from which, with those of all other ranks, the whole state can be made again.
+    def replica_groups(self, keys: Iterable[Key]) -> Mapping[Group, Sequence[Key]]:
+        """Divide ``keys``, each of a tensor of this state, by the ranks that hold the same bytes under them.
 
-        They are those of :meth:`tensors` without what follows from the shards of all ranks, but all of this rank's
-        shard.
+        Returns:
+            The keys of each part, by its replica group: global ranks in ascending order, this rank included. Each
+            of them must find the same group for the key.
         """
+
+    def capture(self) -> Callable[[], dict[str, Any]]:
+        """Capture what belongs to model and optimizer and is no tensor, cheaply.
+
+        Returns:
+            What makes plain data of it, to be called before the next update.
+
+        Raises:
+            UnrecoverableError: something was changed in a way that a recovery could not repeat.
+        """
+
+    def restore(self, captured: Mapping[str, Any]) -> None:
+        """Put back what was captured, or the part of it that is given."""
+
+    def allocate(
+        self, entries: Sequence[TensorEntry], held: Mapping[Key, torch.Tensor] = MappingProxyType({})
+    ) -> Mapping[Key, torch.Tensor]:
+        """Return storage for ``entries``: existing tensors, or new ones put in their place in the state.
+
+        Args:
+            entries: of which tensors.
+            held: tensors of them, with the right bytes; one that can be used itself is put in place and returned.
+        """
+
+    def finish_update(self) -> None:
+        """Apply the optimizer update whose final gradients are held, without communication."""
+
+    def rederive(self, first: bool = False) -> None:
+        """Derive what follows from the shards, once all shards of the job are at one step. Collective.
+
+        Args:
+            first: no step was made: derive only what a recovery derives to other bits than the start.
+        """
+
+
+@runtime_checkable
+class ShardedState(Protocol):
+    """A state of which an update owns a part, and from which the rest follows."""
 
     def shard(self) -> dict[Key, torch.Tensor]:
         """Return the tensors that this rank's optimizer update owns, on which replicas must agree."""
 
-    def copy_buffers(self) -> Mapping[Key, torch.Tensor]:
-        """Return copies of this rank's buffers as they are now."""
-
-    def adopt(self, tensors: Mapping[Key, torch.Tensor]) -> set[Key]:
-        """Put in place those of ``tensors`` that need no copy, and return their keys."""
-
-    def room(self, entries: Sequence[TensorEntry]) -> Mapping[Key, torch.Tensor]:
-        """Return storage for ``entries``: existing tensors, or new ones put in their place in the state."""
-
-    def join_objects(self, objects: Mapping[Group, Tree]) -> Tree:
-        """Make one non-tensor state of several, where no rank holds all parts of a rank that is filled.
-
-        Args:
-            objects: for each part the whole non-tensor state of one of its holders. What belongs to a tensor is
-                right in that of its part.
-        """
+    def essentials(self) -> dict[Key, torch.Tensor]:
+        """Return the tensors from which, with those of all other ranks, the whole state can be made again."""
 
 
-def groups_of(live: StateTensors) -> dict[Group, str]:
+@runtime_checkable
+class WatchedState(Protocol):
+    """A state of which can be seen whether code other than the update has changed it."""
+
+    def weights(self) -> Iterable[torch.Tensor]:
+        """Return the parameters that nothing but an update may write to, in the same order each time."""
+
+    def grown(self) -> str:
+        """Return why no rank that is replaced has what the optimizers have; "" if it has."""
+
+
+def shard_of(state: TrainingState) -> dict[Key, torch.Tensor]:
+    """Return the tensors that this rank's optimizer update owns."""
+    return state.shard() if isinstance(state, ShardedState) else state.tensors()
+
+
+def essentials_of(state: TrainingState) -> dict[Key, torch.Tensor]:
+    """Return the tensors from which, with those of all other ranks, the whole state can be made again."""
+    return state.essentials() if isinstance(state, ShardedState) else state.tensors()
+
+
+def groups_of(state: TrainingState) -> dict[Group, str]:
     """Return the replica groups of a rank's parts in ascending order, each with the name of one of its tensors."""
-    found = split(live, {**live.tensors(), **live.shard()})
-    examples = {group: ".".join(map(str, next(iter(tensors)))) for group, tensors in found.items() if tensors}
-    return examples or {live.group(): ""}
+    found = split(state, {**state.tensors(), **shard_of(state)})
+    return {group: ".".join(map(str, next(iter(tensors)))) for group, tensors in found.items() if tensors}
 
 
-def holders_of(live: StateTensors, keys: Iterable[Key]) -> Group:
+def holders_of(state: TrainingState, keys: Iterable[Key] = ()) -> Group:
     """Return the ranks that hold the same as this rank under all of ``keys``; if there are none, under all keys."""
-    groups = list(live.parts(keys))
-    return tuple(sorted(set(groups[0]).intersection(*groups[1:]))) if groups else live.group()
+    groups = list(state.replica_groups(keys)) or list(groups_of(state))
+    return tuple(sorted(set(groups[0]).intersection(*groups[1:])))
 
 
-def split(live: StateTensors, tensors: Mapping[Key, torch.Tensor]) -> dict[Group, dict[Key, torch.Tensor]]:
+def split(state: TrainingState, tensors: Mapping[Key, torch.Tensor]) -> dict[Group, dict[Key, torch.Tensor]]:
     """Return ``tensors`` by part, in ascending order of the groups; the order inside a part stays as it is.
 
     Args:
-        live: knows the parts.
+        state: knows the parts.
         tensors: tensors of the state.
 
     Raises:
         RuntimeError: a tensor is in no part, or in several: it would not come back, or could come from two places.
     """
-    parts = live.parts(tensors)
+    parts = state.replica_groups(tensors)
     found = [key for keys in parts.values() for key in keys]
     if len(found) != len(tensors) or {*found} != tensors.keys():
         wrong = next(iter({*found} ^ tensors.keys() or {*found}), None)
-        raise RuntimeError(f"parts() divides {len(tensors)} keys into {len(found)}, and {wrong} is among the wrong")
+        raise RuntimeError(
+            f"replica_groups() divides {len(tensors)} keys into {len(found)}, and {wrong} is among the wrong"
+        )
     group_of = {key: group for group, keys in parts.items() for key in keys}
     ordered: dict[Group, dict[Key, torch.Tensor]] = {group: {} for group in sorted(parts)}
     for key, tensor in tensors.items():
         ordered[group_of[key]][key] = tensor
     return ordered
+
+
+def join_objects(state: TrainingState, objects: Mapping[Group, dict[str, Any]]) -> dict[str, Any]:
+    """Make the objects of one snapshot of several, where no rank holds all parts of a rank that is filled.
+
+    Args:
+        state: knows the parts.
+        objects: for each part the objects of one of its holders. What belongs to a tensor is right in those.
+    """
+    first = objects[min(objects)]
+    joined: dict[Key, Any] = {}
+    for group, theirs in objects.items():
+        plain = theirs[MODEL]["state"]
+        keys = {(*key, PARAMETER): key for key in plain}
+        for key in state.replica_groups(keys).get(group, ()):
+            joined[keys[key]] = plain[keys[key]]
+    return {**first, MODEL: {**first[MODEL], "state": joined}}

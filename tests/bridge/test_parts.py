@@ -19,9 +19,8 @@ from megatron.bridge.training import pretrain, train
 from checkpointless.integrations.megatron_bridge import finetune, seams
 from checkpointless.integrations.megatron_bridge.data import Loaders
 from checkpointless.integrations.megatron_bridge.entry import _REFUSALS, _copied, refusal
-from checkpointless.integrations.megatron_bridge.training import BridgeTraining, StepOutcome
+from checkpointless.integrations.megatron_bridge.training import StepOutcome
 from checkpointless.state.serialization import state_tree
-from checkpointless.state.snapshot import SnapshotPoint, StepSnapshot
 
 pytestmark = [pytest.mark.nemo]
 
@@ -140,29 +139,6 @@ def test_finetune_begins_with_a_checkpoint() -> None:
     config: Any = SimpleNamespace(checkpoint=SimpleNamespace(pretrained_checkpoint=None, load=None))
     with pytest.raises(ValueError, match=r"checkpoint\.pretrained_checkpoint or checkpoint\.load"):
         finetune(config, lambda: None)
-
-
-def test_a_rank_that_has_a_moment_also_has_its_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fault may interrupt the rank anywhere; a moment without streams cannot be resumed at."""
-
-    class Interrupted(Exception): ...
-
-    def interrupted(*_: object, **__: object) -> None:
-        raise Interrupted
-
-    training = BridgeTraining.__new__(BridgeTraining)
-    training.step, training._reached = 4, {}
-    manager: Any = SimpleNamespace(keep_buffers=lambda *_: None, store_rng_states=interrupted)
-    training._manager = manager
-    monkeypatch.setattr(training, "_moment", lambda _: StepSnapshot({}, {}))
-    boundary: Any = SimpleNamespace(note=lambda: None)
-    training._at_boundary = boundary
-    with pytest.raises(Interrupted):
-        training._take(SnapshotPoint.CHECKED, {})
-    assert training.moments(4) == {}
-    manager.store_rng_states = lambda *_, **__: None
-    training._take(SnapshotPoint.CHECKED, {})
-    assert set(training.moments(4)) == {SnapshotPoint.CHECKED}
 
 
 def test_outside_of_a_block_bridge_is_its_own() -> None:

@@ -20,11 +20,12 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from checkpointless.inprocess import ParameterUpdateLock, active_call_wrapper
-from checkpointless.integrations.lightning.boundary.live_state import TrainerLiveState
 from checkpointless.integrations.lightning.data.position import DataPosition
 from checkpointless.integrations.megatron.update import sub_optimizers
 from checkpointless.observability.telemetry.events import event_log
 from checkpointless.recovery import CheckpointManager, refill
+from checkpointless.state.journal import StepJournal
+from checkpointless.state.module_tensors import TrainingTensors
 from checkpointless.state.serialization.state_tree import tensor_bytes
 from checkpointless.state.snapshot import SnapshotPoint, StepSnapshot
 from checkpointless.transfer import bucket_rounds, transfer
@@ -168,7 +169,7 @@ class StaleStreams(Callback):
                 if keeper.resumed_at is None:
                     return
                 step, resumed = keeper.resumed_at
-                right = keeper._own.streams.at(step)[resumed if stage is None else stage]
+                right = keeper.own.streams.at(step)[resumed if stage is None else stage]
                 stale = keeper.rng_of(step - steps) if steps else right
                 assert stale is not None
                 assert steps == 0 or not right.same_streams(stale)
@@ -197,8 +198,8 @@ class ShiftedData(Callback):
 
     def __init__(self, samples: int) -> None:
         def make(original: Any) -> Any:
-            def moments(live: TrainerLiveState, step: int) -> Mapping[SnapshotPoint, StepSnapshot]:
-                found: Mapping[SnapshotPoint, StepSnapshot] = original(live, step)
+            def snapshots(journal: StepJournal, step: int) -> Mapping[SnapshotPoint, StepSnapshot]:
+                found: Mapping[SnapshotPoint, StepSnapshot] = original(journal, step)
                 for moment in found.values():
                     position = DataPosition(*moment.objects["data"])
                     assert position.began_at is not None
@@ -206,9 +207,9 @@ class ShiftedData(Callback):
                     moment.objects["data"] = tuple(position)
                 return found
 
-            return moments
+            return snapshots
 
-        _replace(TrainerLiveState, "moments", make)
+        _replace(StepJournal, "snapshots", make)
 
 
 # --- the transfer of a shard --------------------------------------------------------------------------------------
@@ -233,13 +234,13 @@ class TensorLeftOut(Callback):
         elif int(os.environ["RANK"]) != rank:
             return
         elif where in ("wire", "nowhere"):
-            _replace(TrainerLiveState, "room", self._found)
+            _replace(TrainingTensors, "allocate", self._found)
             _replace(bucket_rounds, "in_place", self._never_in_place)
             _replace(bucket_rounds, "unpack", lambda original: self._lost(original, lose=where == "wire"))
         elif where == "order":
             _replace(transfer, "_keep", self._not_asked_for)
         elif where == "room":
-            _replace(TrainerLiveState, "room", self._beside)
+            _replace(TrainingTensors, "allocate", self._beside)
         else:
             assert where == "own"
             _replace(refill.Refill, "_take_back", self._not_taken_back)
@@ -251,12 +252,14 @@ class TensorLeftOut(Callback):
         return next(filter(self._is_chosen, keys))
 
     def _found(self, original: Any) -> Any:
-        def room(live: TrainerLiveState, entries: Sequence[TensorEntry]) -> Mapping[Key, torch.Tensor]:
-            places: Mapping[Key, torch.Tensor] = original(live, entries)
+        def allocate(
+            state: TrainingTensors, entries: Sequence[TensorEntry], *held: Any
+        ) -> Mapping[Key, torch.Tensor]:
+            places: Mapping[Key, torch.Tensor] = original(state, entries, *held)
             self._place = places[self._chosen(places)]
             return places
 
-        return room
+        return allocate
 
     def _never_in_place(self, original: Any) -> Any:
         def place(tensors: Sequence[torch.Tensor], bucket: Bucket) -> Any:
@@ -299,20 +302,22 @@ class TensorLeftOut(Callback):
         return send
 
     def _beside(self, original: Any) -> Any:
-        def room(live: TrainerLiveState, entries: Sequence[TensorEntry]) -> Mapping[Key, torch.Tensor]:
-            places: Mapping[Key, torch.Tensor] = original(live, entries)
+        def allocate(
+            state: TrainingTensors, entries: Sequence[TensorEntry], *held: Any
+        ) -> Mapping[Key, torch.Tensor]:
+            places: Mapping[Key, torch.Tensor] = original(state, entries, *held)
             chosen = self._chosen(places)
             _make_definite(chosen, places[chosen])
             return {**places, chosen: torch.empty_like(places[chosen])}
 
-        return room
+        return allocate
 
     def _not_taken_back(self, original: Any) -> Any:
-        def take_back(live: TrainerLiveState, tensors: dict[Key, torch.Tensor]) -> Any:
+        def take_back(state: TrainingTensors, tensors: dict[Key, torch.Tensor]) -> Any:
             chosen = self._chosen(tensors)
-            report = original(live, tensors)
+            report = original(state, tensors)
             with torch.no_grad():  # what was there before is the tensor itself, where the model is kept
-                live.room([TensorEntry.of(chosen, tensors[chosen])])[chosen].zero_()
+                state.allocate([TensorEntry.of(chosen, tensors[chosen])])[chosen].zero_()
             return report
 
         return staticmethod(take_back)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -11,8 +11,10 @@ import torch
 import torch.distributed as dist
 
 from checkpointless.recovery import PEFTCheckpointManager
+from checkpointless.state.journal import FrontEnd, StepJournal
 from checkpointless.state.module_tensors import TrainingTensors
-from checkpointless.state.snapshot import SnapshotPoint, StepSnapshot
+from checkpointless.state.snapshot import SnapshotPoint
+from checkpointless.transfer.rank_groups import Group
 from checkpointless.transfer.tensor_entry import Key
 
 
@@ -35,37 +37,21 @@ class FineTuning(TrainingTensors):
         self.trained(self.base(torch.ones(64))).sum().backward()
         self.optimizer.step()
 
-    def group(self) -> tuple[int, ...]:
-        return tuple(range(dist.get_world_size()))
+    def replica_groups(self, keys: Iterable[Key]) -> Mapping[Group, Sequence[Key]]:
+        return {tuple(range(dist.get_world_size())): list(keys)}
 
-    def moments(self, step: int) -> dict[SnapshotPoint, StepSnapshot]:
-        objects = {"step": step, "groups": self.groups(), "state": self.plain_state()}
-        return {SnapshotPoint.COMMITTED: StepSnapshot(objects, self.copy_buffers())}
-
-    def own_buffers(self, step: int) -> dict[SnapshotPoint, Any]:
-        return {SnapshotPoint.COMMITTED: self.copy_buffers()}
-
-    def own_parts(self, objects: Any) -> dict[str, Any]:
-        return {}
-
-    def resumed(self, step: int, stage: SnapshotPoint, objects: dict[str, Any]) -> None:
-        pass
-
-    def apply_held_update(self) -> None:
+    def finish_update(self) -> None:
         self.optimizer.step()
-
-    def derive(self) -> None:
-        pass
 
 
 @dataclass
 class Strategy:
     """Stands in for a strategy, with what the manager asks of it."""
 
-    state: FineTuning
+    kept: StepJournal
 
-    def live_state(self) -> FineTuning:
-        return self.state
+    def journal(self) -> StepJournal:
+        return self.kept
 
 
 @dataclass
@@ -97,7 +83,9 @@ def recover(
     manager = PEFTCheckpointManager(**settings)
     manager.params_to_save = set(trained)
     state = FineTuning(seed=0)
-    manager.attach(state, 0)
+    journal = StepJournal(state, manager, FrontEnd())
+    journal.reached(0, SnapshotPoint.COMMITTED)
+    manager.attach(journal, 0)
     state.train()
     outcomes = []
     for generation, gone in enumerate(lost, 1):
@@ -108,7 +96,8 @@ def recover(
             manager = PEFTCheckpointManager(**settings)
             manager.params_to_save = set(trained)
         state = FineTuning(seed=generation)
-        trainer = Trainer(Strategy(state))
+        journal = StepJournal(state, manager, FrontEnd())
+        trainer = Trainer(Strategy(journal))
         outcome: dict[str, Any] = {"held": sorted(_names(manager))}
         if base_first:
             loaded = manager.try_base_model_checkpointless_load(trainer)
@@ -118,7 +107,7 @@ def recover(
             )
             outcome["base_keys"] = sorted(str(key[-1]) for key in loaded["state_dict"])
         assert manager.try_checkpointless_load(trainer) is not None
-        manager.attach(state, 0)
+        manager.attach(journal, 0)
         now = state.tensors()
         outcome["equal"] = list(now) == list(expected) and all(torch.equal(expected[key], now[key]) for key in now)
         outcome["base_is_the_same_memory"] = state.base.weight.data_ptr() == weight

@@ -38,7 +38,7 @@ class StepBehind(Callback):
     def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
         if self._due(trainer.global_step + 1):
             state: Any = trainer.strategy
-            _before.update({key: tensor.clone() for key, tensor in state.live_state().tensors().items()})
+            _before.update({key: tensor.clone() for key, tensor in state.journal().state.tensors().items()})
 
     def on_exception(self, trainer: pl.Trainer, *args: Any) -> None:
         if self._due(trainer.global_step):
@@ -46,7 +46,7 @@ class StepBehind(Callback):
             assert call is not None
             state: Any = trainer.strategy
             with torch.no_grad():
-                for key, tensor in state.live_state().tensors().items():
+                for key, tensor in state.journal().state.tensors().items():
                     assert not torch.equal(tensor, _before[key]) or not tensor.is_floating_point()
                     tensor.copy_(_before[key])
             call.parameter_update_lock.set_committed(self.step - 1)

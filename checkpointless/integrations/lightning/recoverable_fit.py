@@ -16,7 +16,6 @@ from checkpointless.inprocess.context import not_exact
 from checkpointless.inprocess.facts import Facts
 from checkpointless.inprocess.finalize import register_cleanup
 from checkpointless.integrations.compat.lightning import set_sampler_epoch
-from checkpointless.integrations.lightning.boundary.live_state import TrainerLiveState
 from checkpointless.integrations.lightning.boundary.loops import ResumableFitLoop
 from checkpointless.integrations.lightning.boundary.outcome import StepOutcome
 from checkpointless.integrations.lightning.boundary.plain_attributes import parts_of
@@ -40,6 +39,7 @@ from checkpointless.recovery import CheckpointManager, PEFTCheckpointManager
 from checkpointless.recovery.decide import Verdict
 from checkpointless.recovery.guard import vote
 from checkpointless.recovery.running import manager_of
+from checkpointless.state.journal import StepJournal
 from checkpointless.state.rank_local.declared import DeclaredState, begin_declared
 from checkpointless.state.snapshot import SnapshotPoint
 
@@ -145,14 +145,14 @@ class RecoverableFit:
         return self._data.fetched(cast("ResumableFitLoop", self._trainer.fit_loop))
 
     @property
-    def live(self) -> TrainerLiveState | None:
-        """The state of the trainer; None before :meth:`take_hold`."""
-        return self.keeper.live if self.keeper is not None else None
+    def journal(self) -> StepJournal | None:
+        """The journal of the fit; None before :meth:`take_hold`."""
+        return self.keeper.journal if self.keeper is not None else None
 
     @property
     def is_under_way(self) -> bool:
         """Whether the fit is being run, and could be recovered."""
-        return self.manager is not None and self.keeper is not None and self.keeper.live.is_under_way
+        return self.manager is not None and self.keeper is not None and self.keeper.journal.newest is not None
 
     @property
     def replayed(self) -> StepOutcome | None:
@@ -170,7 +170,7 @@ class RecoverableFit:
         """Take the state of the moment that the loops have reached: ``stage`` after the newest step."""
         if self.manager is None or self.keeper is None:
             return
-        self.keeper.reached(self._job_step(), stage)
+        self.keeper.journal.reached(self._job_step(), stage)
 
     def before_fetch(self) -> None:
         """Announce that a batch is asked for, unless what fetches batches in the step does so itself."""
@@ -236,10 +236,8 @@ class RecoverableFit:
             self._restored_without_adapters = True
         else:
             if not self._is_resuming:
-                self.keeper.live.settle()
-                manager.begin_buffers(self.keeper.live)
-                self.reached(SnapshotPoint.LOADED)
-            manager.attach(self.keeper.live, step)
+                self.keeper.journal.begin(self._job_step(), SnapshotPoint.LOADED)
+            manager.attach(self.keeper.journal, step)
         call.steps.begin_data(samples_per_step(self._trainer))
 
     def adapters_added(self, params_to_save: Iterable[str]) -> None:
@@ -255,11 +253,9 @@ class RecoverableFit:
             manager.params_to_save = set(params_to_save)
         if self._restored_without_adapters:
             self._restored_without_adapters = False
-            keeper.live.settle()
-            manager.begin_buffers(keeper.live)
-            self.reached(SnapshotPoint.CHECKED)
+            keeper.journal.begin(self._job_step(), SnapshotPoint.CHECKED)
             vote()  # an attached rank can be recovered from: by then every rank's streams are on its board
-            manager.attach(keeper.live, self._job_step())
+            manager.attach(keeper.journal, self._job_step())
 
     # --- while it is run ----------------------------------------------------------------------------------------
 
@@ -285,7 +281,7 @@ class RecoverableFit:
             if position is not None:  # Lightning tells the sampler too late: workers ask for their items at once
                 epochs: Any = self._trainer.fit_loop.epoch_progress
                 set_sampler_epoch(loader, epochs.current.processed)
-            self._data.made(loader, self.manager, position)
+            self._data.made(loader, self.manager.own.streams, position)
             self._stored.made(loader)
         elif self._validation_data is not None and self._trainer.state.fn == TrainerFn.FITTING:
             self._validation_data.made(loader)
@@ -309,13 +305,13 @@ class RecoverableFit:
         if self.manager is None or self.keeper is None or not self.is_under_way:
             make()
         else:
-            self.manager.saves.save(path, self.keeper.live.newest_moment, make, **background)
+            self.manager.saves.save(path, self.keeper.journal.newest, make, **background)
 
     def finish(self) -> None:
         """End the fit, if it is under way. Collective."""
         if self.manager is not None and self.keeper is not None and self.is_under_way:
             vote()  # the last hooks have run on every rank: no rank goes back into this fit
-            self.manager.finish_fit(self.keeper.live.newest())
+            self.manager.finish_fit(self.keeper.journal.objects())
 
 
 # --- Position in the data after a checkpoint on storage -----------------------------------------------------------

@@ -20,7 +20,6 @@ from checkpointless.callbacks.external import asked_for, parted
 from checkpointless.inprocess import HPCallWrapper, UnrecoverableError, active_call_wrapper
 from checkpointless.inprocess.finalize import register_cleanup
 from checkpointless.integrations.lightning.boundary.kinds import InMemoryCheckpoint
-from checkpointless.integrations.lightning.boundary.live_state import TrainerLiveState
 from checkpointless.integrations.lightning.boundary.loops import make_resumable
 from checkpointless.integrations.lightning.boundary.restoration import skip_fit
 from checkpointless.integrations.lightning.checkpoints.connector import CheckpointlessCompatibleConnector
@@ -33,6 +32,7 @@ from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.events import event_log
 from checkpointless.recovery import CheckpointManager
 from checkpointless.recovery.running import manager_of
+from checkpointless.state.journal import StepJournal
 
 logger = logging.getLogger(__name__)
 
@@ -85,16 +85,16 @@ class RecoverableStrategy(ParallelStrategy):
         given: HPCallWrapper | None = getattr(getattr(self, "trainer", None), "wrapper", None)
         return given if given is not None else self._call
 
-    def live_state(self) -> TrainerLiveState:
-        """Return the state of the running trainer.
+    def journal(self) -> StepJournal:
+        """Return the journal of the running trainer.
 
         Raises:
             RuntimeError: the strategy has not been set up.
         """
-        live = self._fit.live if self._fit is not None else None
-        if live is None:
+        journal = self._fit.journal if self._fit is not None else None
+        if journal is None:
             raise RuntimeError("the strategy has no state before setup()")
-        return live
+        return journal
 
     def rebuilt(self) -> None:
         """Record that everything is built anew and waits for its state."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -20,7 +19,7 @@ from checkpointless.inprocess import UnrecoverableError
 from checkpointless.integrations.compat.precision import DELAYED, fp8_recipe
 from checkpointless.integrations.megatron.fp8_parameters import fp8_parameters, left_as_they_are
 from checkpointless.integrations.megatron.update import gather_parameters, sub_optimizers, update_locally
-from checkpointless.integrations.torch.param_groups import ParamGroups, has_buffers
+from checkpointless.state.buffer_copies import BufferCopies
 from checkpointless.state.module_tensors import TrainingTensors
 from checkpointless.state.rank_local.buffers import OWN_BUFFER_BYTES
 from checkpointless.transfer.rank_groups import Group
@@ -32,8 +31,6 @@ _PREFIX = "checkpointless_"  # of the buffers' names, which a layer must not hav
 #: Layers with more products than one; each has three scales forward and two backward.
 _PRODUCTS = {"LayerNormMLP": 2}
 _ATTENTION = "DotProductAttention"  # quantises only with fp8_dot_product_attention, which is refused
-_training = operator.attrgetter("training")
-_requires_grad = operator.attrgetter("requires_grad")
 _DERIVED = (torch.bfloat16, torch.float16, torch.uint8)  # the last are the bytes of parameters in FP8
 
 
@@ -50,26 +47,17 @@ class MegatronTensors(TrainingTensors):
         chunks = list(chunks)
         self._scales = Scales(chunks)  # first: they are buffers then
         super().__init__(chunks, [getattr(each, "optimizer", None) for each in self.optimizers])
-        self._groups = ParamGroups(self._torch_optimizers)
-        self._has_buffers = has_buffers(chunks)
-        self._all_modules = [each for chunk in chunks for each in chunk.modules()]
-        self._all_parameters = [each for chunk in chunks for each in chunk.parameters()]
-        self._resumed: Mapping[str, Any] = {}  # what belonged to the modules at the moment that was resumed at
+        self.buffers = _BuffersWithScales(chunks, self._scales)
 
     @override
-    def group(self) -> Group:
-        """Return the ranks that hold all that this rank holds."""
-        return replica_group(self.optimizers)
-
-    @override
-    def parts(self, keys: Iterable[Key]) -> Mapping[Group, Sequence[Key]]:
+    def replica_groups(self, keys: Iterable[Key]) -> Mapping[Group, Sequence[Key]]:
         """Return ``keys`` by holders: with expert parallelism more ranks hold dense parameters than experts.
 
         Megatron reduces the gradients of the former over all data- and context-parallel ranks, and of the latter
         over those that have the same experts. With the distributed optimizer the holders of a shard of either are
         the same. Buffers, and what tensor-parallel ranks have in common, are left to the ranks that hold all.
         """
-        group = self.group()
+        group = replica_group(self.optimizers)
         split = (
             None if any(isinstance(each, DistributedOptimizer) for each in self.optimizers) else dense_and_experts()
         )
@@ -108,14 +96,6 @@ class MegatronTensors(TrainingTensors):
         return ((name, each) for name, each in super().parameters_of(module) if not is_float8tensor(each))
 
     @override
-    def copy_buffers(self) -> Mapping[Key, torch.Tensor]:
-        """Return copies, by key, of the buffers as they are now, scales of FP8 among them."""
-        if not self._has_buffers:
-            return {}
-        self._scales.follow()
-        return super().copy_buffers()
-
-    @override
     def model(self) -> dict[Key, torch.Tensor]:
         """Return the parameters and buffers of the modules, by key."""
         self._scales.follow()
@@ -123,7 +103,7 @@ class MegatronTensors(TrainingTensors):
 
     @override
     def tensors(self) -> dict[Key, torch.Tensor]:
-        """Return model and shard, without the parameters that :meth:`derive` makes of the shards.
+        """Return model and shard, without the parameters that :meth:`rederive` makes of the shards.
 
         What is left out is neither held through a re-entry, where it would be there twice, nor sent to a peer.
         """
@@ -153,15 +133,28 @@ class MegatronTensors(TrainingTensors):
             if id(parameter) in meant
         }
 
-    def take_groups(self) -> Callable[[], list[list[dict[str, Any]]]]:
-        """Take the values of the optimizers' param groups; return what makes them as they are now."""
-        return self._groups.take()
+    @override
+    def capture(self) -> Callable[[], dict[str, Any]]:
+        """Capture what belongs to model and optimizer and is no tensor, loss scalers included.
 
-    def updated_parameters(self) -> list[torch.Tensor]:
-        """Return the parameters that the optimizers update; the same list as long as they have the same."""
-        return self._groups.parameters()
+        Raises:
+            UnrecoverableError: an optimizer has other parameters than at the beginning.
+        """
+        reason = self.grown()
+        if reason:
+            raise UnrecoverableError(reason)
+        captured, scalers = super().capture(), self._scaler_states()
+        return lambda: {**captured(), "scalers": scalers}
 
-    def scalers(self) -> list[dict[str, Any] | None]:
+    @override
+    def restore(self, captured: Mapping[str, Any]) -> None:
+        """Put back what :meth:`capture` returned, or a part of it."""
+        super().restore(captured)
+        for optimizer, scaler in zip(self.optimizers, captured.get("scalers", ())):
+            if scaler is not None:
+                optimizer.grad_scaler.load_state_dict(scaler)
+
+    def _scaler_states(self) -> list[dict[str, Any] | None]:
         """Return a copy of every optimizer's loss-scaler state; None for an optimizer without a loss scaler."""
         return [
             {name: _copy(value) for name, value in scaler.state_dict().items()}
@@ -170,54 +163,22 @@ class MegatronTensors(TrainingTensors):
             for optimizer in self.optimizers
         ]
 
-    def take_modules(self) -> dict[str, Any]:
-        """Return which modules train, and which parameters are trained: hooks may change both at any time."""
-        trained = list(map(_requires_grad, self._all_parameters))
-        return {"modes": list(map(_training, self._all_modules)), "trained": trained}
-
-    def _put_modules(self) -> None:
-        """Put back what :meth:`take_modules` returned, if it is of as many modules and parameters."""
-        modes, trained = self._resumed.get("modes", ()), self._resumed.get("trained", ())
-        if len(modes) == len(self._all_modules):
-            for module, mode in zip(self._all_modules, modes):
-                module.training = mode
-        if len(trained) == len(self._all_parameters):
-            for parameter, is_trained in zip(self._all_parameters, trained):
-                if parameter.requires_grad != is_trained:
-                    parameter.requires_grad_(is_trained)
-
     @override
-    def put_buffers(self, copies: Mapping[Key, torch.Tensor]) -> None:
-        """Give the modules' buffers the values of ``copies``, and put back what hooks have changed of modules."""
-        super().put_buffers(copies)
-        self._put_modules()
-
-    @override
-    def load_objects(self, objects: Mapping[str, Any]) -> None:
-        """Load what :meth:`groups`, :meth:`plain_state`, :meth:`scalers` and :meth:`take_modules` returned."""
-        super().load_objects(objects)
-        self._resumed = {name: objects[name] for name in ("modes", "trained") if name in objects}
-        self._put_modules()
-        for optimizer, scaler in zip(self.optimizers, objects["scalers"]):
-            if scaler is not None:
-                optimizer.grad_scaler.load_state_dict(scaler)
-
-    def apply_held_update(self) -> None:
+    def finish_update(self) -> None:
         """Apply the update whose final gradients the optimizer holds."""
         with torch.no_grad():
             update_locally(self.optimizers)
 
-    def settle(self) -> None:
-        """Derive parameters in FP8 before the first step, too. This is a collective.
+    @override
+    def rederive(self, first: bool = False) -> None:
+        """Derive the model's parameters from the shards of all ranks. This is a collective.
 
-        Megatron has quantised the values that it drew, or those of a checkpoint, which may have been in 8 bits
-        before: a recovery in the first step could not make the same bytes of the main parameters.
+        Parameters in FP8 are derived before the first step, too: Megatron has quantised the values that it drew, or
+        those of a checkpoint, which may have been in 8 bits before: a recovery in the first step could not make the
+        same bytes of the main parameters.
         """
-        if fp8_parameters(self.modules):
-            self.derive()
-
-    def derive(self) -> None:
-        """Derive the model's parameters from the shards of all ranks. This is a collective."""
+        if first and not fp8_parameters(self.modules):
+            return
         with torch.no_grad():
             for optimizer in self.optimizers:
                 if isinstance(optimizer, MixedPrecisionOptimizer) and not optimizer.is_stub_optimizer:
@@ -263,6 +224,21 @@ def _copy(value: Any) -> Any:
 # What is used of a layer (``TransformerEngineBaseModule`` of TransformerEngine 2.0 to 2.20): ``fp8_meta`` and
 # ``init_fp8_meta_tensors``. A layer changes scales and histories in place, and keeps those that it has if it is
 # initialised again with the same recipe.
+
+
+class _BuffersWithScales(BufferCopies):
+    """Takes copies of buffers, among which are the scales that the layers use now."""
+
+    def __init__(self, chunks: Iterable[torch.nn.Module], scales: Scales) -> None:
+        super().__init__(chunks)
+        self._scales = scales
+
+    @override
+    def take(self) -> Mapping[Key, torch.Tensor]:
+        """Return copies of all buffers, in the order of the modules."""
+        if self._places:
+            self._scales.follow()
+        return super().take()
 
 
 class Scales:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -11,16 +12,16 @@ import torch
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from typing_extensions import override
 
-from checkpointless.inprocess import HPCallWrapper, HPWrapper, UnrecoverableError
+from checkpointless.inprocess import HPCallWrapper, HPWrapper
 from checkpointless.integrations.megatron import cleanup, cpu_platform
 from checkpointless.integrations.megatron.state import MegatronTensors
 from checkpointless.integrations.megatron.update import GuardedUpdate
 from checkpointless.integrations.torch.loop import LoopTraining
-from checkpointless.integrations.torch.param_groups import grown, sizes_of
 from checkpointless.recovery.running import running_block
+from checkpointless.state.journal import Captured
 
 
-class MegatronTraining(LoopTraining, MegatronTensors):
+class MegatronTraining(LoopTraining):
     """Model chunks, Megatron's optimizer and schedulers of a loop of one's own, for
     :class:`~checkpointless.recovery.CheckpointManager`.
 
@@ -67,22 +68,10 @@ class MegatronTraining(LoopTraining, MegatronTensors):
         call = running_block(call)
         if not chunks or optimizer is None:
             raise ValueError("MegatronTraining(chunks=[...], optimizer=...): give the chunks and the optimizer")
-        MegatronTensors.__init__(self, chunks, optimizer)
+        super().__init__(MegatronTensors(chunks, optimizer), call, schedulers, state, [optimizer])
         self._optimizer = optimizer
-        self._sizes = sizes_of(self._torch_optimizers)
         self._increment: int | None = None
-        self.begin(call, schedulers, state, [optimizer])
-        self._guard = GuardedUpdate(
-            optimizer,
-            models=chunks,
-            lock=call.parameter_update_lock,
-            step=lambda: call.steps.making,
-            ready=self._ready,
-            applied=lambda _: self.applied(not self._guard.overflow),
-            committed=call.committed,
-            phase=call.enter_phase,
-            vote=self._vote,
-        )
+        self._update = GuardedUpdate(optimizer, chunks, self._guard)
 
     @staticmethod
     def wrapper(wrapper: HPWrapper | None = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -134,37 +123,20 @@ class MegatronTraining(LoopTraining, MegatronTensors):
         return outcome
 
     def _clear_gradients(self) -> None:
-        for chunk in self.modules:
+        for chunk in self.state.modules:
             zero: Any = getattr(chunk, "zero_grad_buffer", chunk.zero_grad)
             zero()
         self._optimizer.zero_grad()
 
     @override
-    def arrange(self) -> None:
+    def _arrange(self) -> None:
         """Drop gradients from before the training: after a fault, they would be those of another step."""
         self._clear_gradients()
 
     @override
-    def group(self) -> tuple[int, ...]:
-        """Return the global ranks that hold all that this rank holds."""
-        return MegatronTensors.group(self)
-
-    @override
-    def take_groups(self) -> Callable[[], list[list[dict[str, Any]]]]:
-        """Take the values of the optimizers' param groups; return what makes them as they are now."""
-        return MegatronTensors.take_groups(self)
-
-    @override
-    def updated_parameters(self) -> list[torch.Tensor]:
-        """Return the parameters that are updated on this rank."""
-        return MegatronTensors.updated_parameters(self)
-
-    @override
-    def step_optimizers(self) -> bool:
-        """Apply the update whose final gradients are held, unless they had overflowed."""
-        if not self._guard.overflow:
-            MegatronTensors.apply_held_update(self)
-        return not self._guard.overflow
+    def ready(self, step: int) -> Captured:
+        """Capture what only this rank has of ``step``, and whether its gradients overflow."""
+        return replace(super().ready(step), is_skipped=self._update.overflow)
 
     @override
     def _step_scheduler(self, scheduler: Any) -> None:
@@ -173,30 +145,3 @@ class MegatronTraining(LoopTraining, MegatronTensors):
             scheduler.step()
         else:
             scheduler.step(increment=self._increment)
-
-    @override
-    def more_objects(self) -> Mapping[str, Any]:
-        """Return the states of the loss scalers, which modules train, and which parameters are trained.
-
-        Raises:
-            UnrecoverableError: an optimizer has other parameters than at the beginning.
-        """
-        reason = grown(self._torch_optimizers, self._sizes)
-        if reason:
-            raise UnrecoverableError(reason)
-        return {"scalers": self.scalers(), **self.take_modules()}
-
-    @override
-    def changed(self) -> str:
-        """Return why the tensors are not those of the newest moment; "" if nothing is known of it."""
-        return grown(self._torch_optimizers, self._sizes) or super().changed()
-
-    @override
-    def settle(self) -> None:
-        """Derive parameters in FP8 before the first step, too. Collective."""
-        MegatronTensors.settle(self)
-
-    @override
-    def derive(self) -> None:
-        """Derive the model's parameters from the shards of all ranks. Collective."""
-        MegatronTensors.derive(self)

@@ -15,7 +15,7 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer, MixedPrecisionOptimizer
 
-from checkpointless.inprocess import ParameterUpdateLock, UnrecoverableError
+from checkpointless.inprocess import UnrecoverableError
 from checkpointless.integrations.compat.kernels import unabortable
 from checkpointless.integrations.compat.precision import fp8_recipe, unsupported
 from checkpointless.integrations.megatron.fp8_parameters import (
@@ -24,7 +24,7 @@ from checkpointless.integrations.megatron.fp8_parameters import (
     quantize,
     unsupported_optimizer,
 )
-from checkpointless.recovery.guard import guarded_update
+from checkpointless.recovery.guard import UpdateGuard
 
 _UNSCALED = (torch.float32, torch.bfloat16)
 
@@ -165,14 +165,7 @@ class GuardedUpdate:
     Args:
         optimizer: the (chained) Megatron optimizer.
         models: the model's chunks, as Megatron's ``DistributedDataParallel`` wraps them.
-        lock: lock that brackets the local update.
-        step: returns the optimizer step in progress.
-        ready: called with the step when the gradients are final, before the vote.
-        applied: called with the step inside the lock, when the step's update has been applied.
-        committed: called with the step when the lock has been released.
-        phase: called with ``optimizer`` inside the lock and with ``after_optimizer`` after it.
-        vote: returns once every rank has called it; None: the vote of
-            :func:`~checkpointless.recovery.guard.guarded_update`.
+        guard: guards each update.
 
     Raises:
         UnrecoverableError: the update cannot be guarded; the message says what to set.
@@ -181,31 +174,13 @@ class GuardedUpdate:
         overflow: whether the gradients of the step in progress overflow, so that nothing is to be applied.
     """
 
-    def __init__(
-        self,
-        optimizer: MegatronOptimizer,
-        *,
-        models: Iterable[Any],
-        lock: ParameterUpdateLock,
-        step: Callable[[], int],
-        ready: Callable[[int], None],
-        applied: Callable[[int], None],
-        committed: Callable[[int], None],
-        phase: Callable[[str, int], None],
-        vote: Callable[[], object] | None = None,
-    ) -> None:
+    def __init__(self, optimizer: MegatronOptimizer, models: Iterable[Any], guard: UpdateGuard) -> None:
         reason = unguardable(optimizer, models)
         if reason is not None:
             raise UnrecoverableError(reason)
         self.overflow = False
         self._optimizers = sub_optimizers(optimizer)
-        self._lock = lock
-        self._step = step
-        self._ready = ready
-        self._applied = applied
-        self._committed = committed
-        self._phase = phase
-        self._options: dict[str, Any] = {} if vote is None else {"vote": vote}
+        self._guard = guard
         self._prepare_grads: Callable[[], bool] = optimizer.prepare_grads
         optimizer.prepare_grads = self.prepare_grads
         optimizer.step_with_ready_grads = self
@@ -219,30 +194,12 @@ class GuardedUpdate:
         """
         self.overflow = bool(self._prepare_grads())
         if self.overflow:
-            self._guarded()
+            self._guard(lambda: True)
         return self.overflow
 
     @torch.no_grad()
     def __call__(self) -> bool:
         """Vote, apply the update and gather the parameters."""
-        succeeded = self._guarded()
+        succeeded = self._guard(lambda: update_locally(self._optimizers))
         gather_parameters(self._optimizers)
         return succeeded
-
-    def _guarded(self) -> bool:
-        step = self._step()
-
-        def apply() -> bool:
-            succeeded = True if self.overflow else update_locally(self._optimizers)
-            self._applied(step)
-            return succeeded
-
-        return guarded_update(
-            step,
-            apply,
-            lock=self._lock,
-            ready=self._ready,
-            committed=self._committed,
-            phase=self._phase,
-            **self._options,
-        )

@@ -17,11 +17,15 @@ from megatron.core.rerun_state_machine import get_rerun_state_machine
 from typing_extensions import override
 
 from checkpointless.inprocess import HPCallWrapper, StateLostError, UnrecoverableError
+from checkpointless.integrations.megatron.state import MegatronTensors
 from checkpointless.integrations.megatron.training import MegatronTraining
-from checkpointless.integrations.megatron.update import NotedNorms, gather_parameters
+from checkpointless.integrations.megatron.update import GuardedUpdate, NotedNorms, gather_parameters, sub_optimizers
+from checkpointless.integrations.torch.loop import JournaledTraining
+from checkpointless.integrations.torch.loop_state import LoopState
 from checkpointless.integrations.torch.repeated_steps import repeated_steps
-from checkpointless.state.snapshot import SnapshotPoint, StepSnapshot
-from checkpointless.transfer.tensor_entry import Key
+from checkpointless.recovery.guard import UpdateGuard
+from checkpointless.state.journal import Captured
+from checkpointless.state.snapshot import SnapshotPoint
 
 if TYPE_CHECKING:
     from megatron.bridge.training.state import GlobalState
@@ -30,7 +34,7 @@ Losses = Sequence[Mapping[str, torch.Tensor]]
 logger = logging.getLogger(__name__)
 
 
-class BridgeTraining(MegatronTraining):
+class BridgeTraining(JournaledTraining):
     """A training of Megatron-Bridge, for :class:`~checkpointless.recovery.CheckpointManager`.
 
     Bridge has the loop. A step of the engine is an iteration of Bridge, counted from 1. Its state is kept at two
@@ -58,6 +62,8 @@ class BridgeTraining(MegatronTraining):
         began: for each stream of samples how many were consumed when the training began.
     """
 
+    _how_to_get_replicas = MegatronTraining._how_to_get_replicas
+
     def __init__(
         self,
         call: HPCallWrapper,
@@ -67,11 +73,12 @@ class BridgeTraining(MegatronTraining):
         state: GlobalState,
         declared: Mapping[str, Any],
     ) -> None:
-        super().__init__(call, chunks, optimizer, schedulers=[scheduler], state=declared)
-        self._state = state
+        super().__init__(MegatronTensors(chunks, optimizer), call, [scheduler], LoopState(declared))
+        self._optimizer = optimizer
+        self._update = GuardedUpdate(optimizer, chunks, UpdateGuard(call, self._journal))
+        self._bridge = state
         self._norms = NotedNorms(optimizer)
         self._losses: Losses = []
-        self._reached: dict[tuple[int, SnapshotPoint], StepSnapshot] = {}
         self._objects: Mapping[str, Any] = {}
         self.recovered = False
         self.replayed: StepOutcome | None = None
@@ -94,7 +101,7 @@ class BridgeTraining(MegatronTraining):
         if call.generation == 0:
             return
         call.enter_phase("recovery", call.high_water)
-        objects = manager.recover(self)
+        objects = manager.recover(self._journal)
         if objects is not None:
             self.recovered, self._objects, self.step = True, objects, objects["step"]
             self.kept_totals, self.began = objects["totals"], dict(objects["began"])
@@ -112,7 +119,7 @@ class BridgeTraining(MegatronTraining):
 
     def note_counters(self) -> None:
         """Note Bridge's counters as those that the training begins with."""
-        train_state = self._state.train_state
+        train_state = self._bridge.train_state
         self.began = {"train": train_state.consumed_train_samples, "valid": train_state.consumed_valid_samples}
 
     def put_counters(self) -> int:
@@ -121,7 +128,7 @@ class BridgeTraining(MegatronTraining):
         Returns:
             The number of training samples that precede the batch to take next.
         """
-        train_state = self._state.train_state
+        train_state = self._bridge.train_state
         for name, value in self._objects["counters"].items():
             setattr(train_state, name, value)
         consumed: int = train_state.consumed_train_samples
@@ -140,11 +147,9 @@ class BridgeTraining(MegatronTraining):
             manager.restore_streams()
             self._put_largest()
         else:
-            self.step = self._state.train_state.step
-            self.settle()
-            manager.begin_buffers(self)
-            self._take(SnapshotPoint.LOADED, {})
-        manager.attach(self, self.step)
+            self.step = self._bridge.train_state.step
+            self._journal.begin(self.step, SnapshotPoint.LOADED)
+        manager.attach(self._journal, self.step)
         self._call.steps.begin_data()
 
     @property
@@ -158,7 +163,7 @@ class BridgeTraining(MegatronTraining):
         """Take the state before the next step, and report that the step begins."""
         if self.replayed is not None:
             return
-        self._take(SnapshotPoint.CHECKED, self._largest())
+        self._journal.reached(self.step, SnapshotPoint.CHECKED)
         self._manager.make_copies(self.step)
         self._norms.forget()
         self._losses = []
@@ -190,7 +195,9 @@ class BridgeTraining(MegatronTraining):
         """Record the step, unless it is gone through again and was recorded before. Collective."""
         if self.replayed is None:
             with torch.no_grad():  # a gather that is left to the next forward pass would come too late
-                gather_parameters([each for each in self.optimizers if _gathers_late(each)], force=True)
+                gather_parameters(
+                    [each for each in sub_optimizers(self._optimizer) if _gathers_late(each)], force=True
+                )
         elif self._log is not None and (self._log.last_step() or 0) >= self.step:
             return
         self._record(loss)
@@ -214,22 +221,31 @@ class BridgeTraining(MegatronTraining):
         finally:
             del self._optimizer.step
 
+    # --- what the journal asks for --------------------------------------------------------------------------------
+
     @override
-    def _ready(self, step: int) -> None:
-        call, manager = self._call, self._manager
-        call.enter_phase("before_optimizer", step)
-        self._ready_buffers = self.copy_buffers()
-        self._ready_step = step
-        manager.keep_buffers(step, SnapshotPoint.COMMITTED, self._ready_buffers)
+    def ready(self, step: int) -> Captured:
+        """Capture the outcome of ``step``, with which Bridge can go through the rest of it again."""
         outcome = self._outcome().to_plain()
         losses = [float(values.sum()) for _, values in outcome["losses"].values()]
         repeated_steps.compute(step, sum(losses) if losses else None)
-        manager.store_rng_states(step, own={"outcome": outcome, **self._largest()})
-        manager.replicate_rng_states(step)
-        call.parameter_update_lock.mark_ready(step)
+        return Captured(own={"outcome": outcome, **self._largest()}, is_skipped=not outcome["succeeded"])
+
+    @override
+    def reached(self, step: int, point: SnapshotPoint) -> Captured:
+        """Capture the state before the next step."""
+        return Captured(self._capture(step), self._largest() if point is SnapshotPoint.CHECKED else {})
+
+    @override
+    def _capture(self, step: int) -> Callable[[], dict[str, Any]]:
+        """Capture Bridge's counters, and what it has added up to log, in addition."""
+        capture, train_state, began = super()._capture(step), self._bridge.train_state, self.began
+        totals = dict(self.kept_totals or self.totals)  # what is kept, until Bridge logs for the first time
+        counters = {field.name: getattr(train_state, field.name) for field in dataclasses.fields(train_state)}
+        return lambda: {**capture(), "counters": counters, "totals": totals, "began": began}
 
     def _outcome(self) -> StepOutcome:
-        cfg, succeeded = self._state.cfg, not self._guard.overflow
+        cfg, succeeded = self._bridge.cfg, not self._update.overflow
         return StepOutcome(
             self._losses,
             succeeded,
@@ -237,22 +253,6 @@ class BridgeTraining(MegatronTraining):
             self._norms.num_zeros if succeeded else None,
             get_num_microbatches() * cfg.train.micro_batch_size * cfg.data_parallel_size,
         )
-
-    @override
-    def applied(self, changes: bool = True) -> None:
-        """Take the state that the update leaves, before Bridge goes on. It is called inside the lock."""
-        step = self._ready_step
-        self._reached = {(step, SnapshotPoint.COMMITTED): self._moment(step)}
-        self._at_boundary.note()
-
-    def _take(self, stage: SnapshotPoint, own: Mapping[str, Any]) -> None:
-        """Take the state of a moment; the streams first, so that a rank that has a moment also has its streams."""
-        moment = self._moment(self.step)
-        self._manager.keep_buffers(self.step, stage, moment.buffers)
-        self._manager.store_rng_states(self.step, stage=stage, own=own)
-        kept = {key: each for key, each in self._reached.items() if key[0] == self.step}
-        self._at_boundary.note()
-        self._reached = {**kept, (self.step, stage): moment}
 
     def _largest(self) -> dict[str, Any]:
         """Return the largest values that Megatron's rerun machine has seen on this rank, if it looks for them."""
@@ -267,35 +267,6 @@ class BridgeTraining(MegatronTraining):
         machine = get_rerun_state_machine()
         machine.max_values.update(own.get("largest", {}))
         machine.large_value_counts.update(own.get("large", {}))
-
-    # --- what the manager asks for (checkpointless.state.live_state.LiveState) ---------------------------------
-
-    @override
-    def moments(self, step: int) -> Mapping[SnapshotPoint, StepSnapshot]:
-        """Return the state at every moment after ``step`` that can be resumed at."""
-        return {stage: moment for (taken, stage), moment in self._reached.items() if taken == step}
-
-    @override
-    def own_buffers(self, step: int) -> Mapping[SnapshotPoint, Mapping[Key, torch.Tensor]]:
-        """Return the buffers after ``step``; if its update has failed or is to come, those before the update."""
-        moments = self.moments(step)
-        if moments:
-            return {stage: moment.buffers for stage, moment in moments.items()}
-        return {SnapshotPoint.COMMITTED: self._ready_buffers} if step == self._ready_step > 0 else {}
-
-    @override
-    def resumed(self, step: int, stage: SnapshotPoint, objects: dict[str, Any]) -> None:
-        """Record that the state is that after ``step``."""
-        self._reached = {(step, stage): StepSnapshot(objects, self.copy_buffers())}
-        self._at_boundary.forget()  # until the next step begins
-
-    @override
-    def more_objects(self) -> Mapping[str, Any]:
-        """Return the states of the loss scalers, Bridge's counters, and what it has added up to log."""
-        train_state = self._state.train_state
-        totals = dict(self.kept_totals or self.totals)  # what is kept, until Bridge logs for the first time
-        counters = {field.name: getattr(train_state, field.name) for field in dataclasses.fields(train_state)}
-        return {**super().more_objects(), "counters": counters, "totals": totals, "began": self.began}
 
 
 def _gathers_late(optimizer: MegatronOptimizer) -> bool:

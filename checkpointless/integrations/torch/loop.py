@@ -7,7 +7,6 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,12 +17,12 @@ from checkpointless.inprocess import HPCallWrapper, StateLostError, Unrecoverabl
 from checkpointless.inprocess.context import putting_back
 from checkpointless.integrations.torch.loop_state import LoopState, Undeclared, warn_of_changes_between
 from checkpointless.integrations.torch.owned import Owned, put_back
-from checkpointless.integrations.torch.param_groups import BoundaryWeights
 from checkpointless.integrations.torch.repeated_steps import repeated_steps
 from checkpointless.observability.telemetry.steps import StepExtras, StepLog
-from checkpointless.recovery.guard import vote
+from checkpointless.recovery.guard import UpdateGuard, vote
 from checkpointless.recovery.manager import CheckpointManager
 from checkpointless.recovery.running import manager_of
+from checkpointless.state.journal import Captured, FrontEnd, StepBefore, StepJournal
 from checkpointless.state.module_tensors import TrainingTensors
 from checkpointless.state.port import groups_of
 from checkpointless.state.rank_local.agreement import require_equal_replicas, require_same_step
@@ -35,7 +34,7 @@ from checkpointless.state.serialization.digest import (
     digest_parameters,
     samples,
 )
-from checkpointless.state.snapshot import UPDATED_BUFFERS, SnapshotPoint, StepSnapshot
+from checkpointless.state.snapshot import SnapshotPoint
 from checkpointless.system.environment import own_rank
 from checkpointless.transfer.exchange import all_gather_json, true_on_all
 from checkpointless.transfer.tensor_entry import Key
@@ -65,72 +64,45 @@ _warned: set[str] = set()  # once in a process
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class _Taken:
-    """What was taken after a step; it is put into its form when somebody asks.
+class JournaledTraining(FrontEnd):
+    """A training in a block, with its journal, that records its steps: a loop of one's own, or Megatron-Bridge's.
+
+    Args:
+        state: modules and optimizer.
+        call: the running wrapper. Its ``checkpoint_manager`` is used; if there is none, one is made.
+        schedulers: the learning-rate schedulers.
+        declared: what else the training changes.
+
+    Raises:
+        UnrecoverableError: a training has begun in this entry of the block before, or in another block.
 
     Attributes:
-        make: makes the objects, without the optimizers' plain state.
-        buffers: copies of the buffers.
-    """
-
-    make: Callable[[], dict[str, Any]]
-    buffers: Mapping[Key, torch.Tensor]
-
-
-class LoopTraining(TrainingTensors, ABC):
-    """What loops of one's own have in common. A subclass knows the optimizer.
-
-    It is a :class:`~checkpointless.state.live_state.LiveState`, and makes its tensors before :meth:`begin`.
-
-    Attributes:
+        state: modules and optimizer.
         step: the newest committed step.
     """
 
-    step: int
     _how_to_get_replicas = "A second holder of each part helps"
 
-    def begin(
-        self, call: HPCallWrapper, schedulers: Sequence[Any], state: Mapping[str, Any], known: Iterable[object]
+    def __init__(
+        self, state: TrainingTensors, call: HPCallWrapper, schedulers: Sequence[Any], declared: LoopState
     ) -> None:
-        """Begin a training.
-
-        Args:
-            call: the running wrapper. Its ``checkpoint_manager`` is used; if there is none, one is made.
-            schedulers: the learning-rate schedulers, which step with every update.
-            state: what else the loop changes, by name.
-            known: objects that the training restores, besides its modules and parameters.
-
-        Raises:
-            UnrecoverableError: a training has begun in this entry of the block before, or in another block.
-            ValueError: an object in ``state`` has no state, or one that cannot be kept.
-        """
-        declared = LoopState(state)
         if call.steps.loops:
             raise UnrecoverableError(_TWO_LOOPS.format(name=type(self).__name__))
         call.steps.loops += 1
         repeated_steps.begin_entry(call.is_first)
-        self.step = 0
-        self._schedulers = list(schedulers)
-        self._call = call
-        self._ready_step = 0
-        self._exits = LoopExits()
-        call.blocks.begin_training(self._exits.warn_if_left)
-        self._done = 0  # before the job; a block that is entered again may load another checkpoint
-        self._left = Owned(self._trained, samples)  # as a call of steps() leaves it
-        parameters = [each for module in self.modules for each in module.parameters()]
-        restored = [self, call, state, *known, *self.modules, *schedulers, *parameters]
-        self._undeclared = Undeclared(declared, restored)
-        begin_declared(DeclaredState(lambda: [declared]).require_all() if state else None)
-        self._moments: dict[int, _Taken] = {}  # by step
-        self._at_boundary = BoundaryWeights(self._weights)  # when the newest of these was taken
-        self._updated_buffers: set[Key] = set()  # those that the update itself writes to
-        self._ready_buffers: Mapping[Key, torch.Tensor] = {}  # those of the step in the making, before its update
+        call.blocks.begin_training(self._ended)
+        begin_declared(DeclaredState(lambda: [declared]).require_all() if declared.names() else None)
         manager = manager_of(call)
         if manager is None:
             call.checkpoint_manager = manager = CheckpointManager()
+        self.state = state
+        self.step = 0
+        self._schedulers = list(schedulers)
+        self._call = call
         self._manager = manager
-        groups = groups_of(self)
+        self._journal = StepJournal(state, manager, self)
+        self._log = StepLog.from_environment()
+        groups = groups_of(state)
         alone = [example for group, example in groups.items() if len(group) == 1 < dist.get_world_size()]
         if alone and not manager.tiers and dist.get_rank() == 0:
             logger.warning(
@@ -139,9 +111,84 @@ class LoopTraining(TrainingTensors, ABC):
                 "part of the state" if len(groups) == 1 else f"{alone[0]} (others have more holders)",
                 self._how_to_get_replicas,
             )
-        self._log = StepLog.from_environment()
         if call.faults is not None:
-            call.faults.target = lambda: next(iter(self.shard().values()))
+            call.faults.target = lambda: next(iter(state.shard().values()))
+
+    def _ended(self) -> None:
+        """Look, when the block ends, at how the training was left."""
+
+    def _record(self, loss: float | None, call_number: int = 0) -> None:
+        """Record the committed step, if that is requested (``--record-steps``).
+
+        Args:
+            loss: the loss of the step.
+            call_number: the number of the call of ``steps()`` that gave the step.
+        """
+        if self._log is None:
+            return
+        state, step = self.state, self.step
+        params, (epoch, was_validated) = digest_parameters(state.modules), repeated_steps.passes.look()
+        extras = StepExtras(
+            buffers=digest_buffers(state.modules),
+            lr=tuple(rate.hex() for rate in state.rates()),
+            optimizer=MemoryChecksumManager().digest_all(state.shard()),
+            own=self._manager.own.streams.digests(step),
+            batch=repeated_steps.batch_of(step),
+            epoch=epoch + call_number,
+            validated=was_validated or None,
+        )
+        self._call.leave_if_over()  # what aborted collectives have left is not recorded
+        repeated_steps.record(self._log, step, loss, params, extras)
+
+    @override
+    def committed(
+        self, step: int, ready: Captured, before: StepBefore | None
+    ) -> Callable[[], dict[str, Any]] | None:
+        """Capture the training's state after the update of ``step``."""
+        return self._capture(step)
+
+    def _capture(self, step: int) -> Callable[[], dict[str, Any]]:
+        schedulers = [state_tree.copy(scheduler.state_dict()) for scheduler in self._schedulers]
+        return lambda: {"step": step, "schedulers": schedulers}
+
+    @override
+    def restore(self, objects: dict[str, Any]) -> None:
+        """Put back the states of the schedulers."""
+        for scheduler, state in zip(self._schedulers, objects["schedulers"]):
+            scheduler.load_state_dict(dict(state))
+
+
+class LoopTraining(JournaledTraining, ABC):
+    """What loops of one's own have in common. A subclass knows the optimizer.
+
+    Args:
+        state: modules and optimizer.
+        call: the running wrapper.
+        schedulers: the learning-rate schedulers, which step with every update.
+        declared: what else the loop changes, by name.
+        known: objects that the training restores, in addition to its modules and parameters.
+
+    Raises:
+        UnrecoverableError: a training has begun in this entry of the block before, or in another block.
+        ValueError: an object in ``declared`` has no state, or one that cannot be kept.
+    """
+
+    def __init__(
+        self,
+        state: TrainingTensors,
+        call: HPCallWrapper,
+        schedulers: Sequence[Any],
+        declared: Mapping[str, Any],
+        known: Iterable[object],
+    ) -> None:
+        loop_state, self._exits = LoopState(declared), LoopExits()
+        super().__init__(state, call, schedulers, loop_state)
+        self._guard = UpdateGuard(call, self._journal, self._vote)
+        self._done = 0  # before the job; a block that is entered again may load another checkpoint
+        self._left = Owned(self._trained, samples)  # as a call of steps() leaves it
+        parameters = [each for module in state.modules for each in module.parameters()]
+        restored = [self, call, declared, *known, *state.modules, *schedulers, *parameters]
+        self._undeclared = Undeclared(loop_state, restored)
 
     def steps(self, last: int, *, done: int = 0) -> Iterable[int]:
         """Yield the optimizer steps to make, from the first that is not committed to ``last``.
@@ -166,14 +213,11 @@ class LoopTraining(TrainingTensors, ABC):
             self._restore(done)
         else:
             self._left.require_unchanged("between two calls of steps()", self._title_of)
-            taken, exits = self._moments.get(self.step), self._exits.take()
-            if taken is not None:
-                make, buffers = taken.make, taken.buffers
-                self._moments = {self.step: _Taken(lambda: {**make(), "exits": exits}, buffers)}
-            self._manager.attach(self, self.step)  # the copies of the call before are finished
+            self._journal.amend({"exits": self._exits.take()})
+            self._manager.attach(self._journal, self.step)  # the copies of the call before are finished
             if number == self._exits.resumed_in:  # what stands behind the calls before was done again
                 self._manager.restore_streams()
-                self.put_buffers(self._moments[self.step].buffers)
+                self._journal.put_back()
         self._left.forget()
         if not self._exits.was_left(number, self.step):
             with repeated_steps.listening():
@@ -192,7 +236,7 @@ class LoopTraining(TrainingTensors, ABC):
             if number > 0 and self.step == begun_at:
                 true_on_all(True)  # what was drawn since the call before is kept on all ranks before any goes on
             if self.step - self._done in _COMPARED and self._call.high_water < self.step:
-                require_equal_replicas(self, self.step)
+                require_equal_replicas(self.state, self.step)
             if self._manager.tiers_are_kept:
                 self._manager.make_copies(self.step)  # with what the loop has done since the update
             self._call.begin_step(self.step + 1)
@@ -226,11 +270,12 @@ class LoopTraining(TrainingTensors, ABC):
         Raises:
             UnrecoverableError: the context is left with other weights than it was entered with.
         """
-        was_written = (
-            not self._at_boundary.are_noted or self._at_boundary.are_written()
-        )  # before the context, which says nothing of that
-        with putting_back(), put_back(self._weights, (lambda: None) if was_written else self._at_boundary.note):
+        # What was written before the context says nothing of that, and stays noted.
+        when_back = (lambda: None) if self._journal.are_written() else self._journal.note_weights
+        with putting_back(), put_back(self.state.weights, when_back):
             yield
+
+    # --- one step -------------------------------------------------------------------------------------------------
 
     def _vote(self) -> None:
         """Wait until every rank holds its final gradients; whether the step is the last is agreed on, too."""
@@ -241,58 +286,35 @@ class LoopTraining(TrainingTensors, ABC):
         self._call.steps.loss = loss
         repeated_steps.compute(self._call.steps.making, loss)
 
-    def _record(self, loss: float | None) -> None:
-        """Record the committed step, if that is requested (``--record-steps``)."""
-        if self._log is not None:
-            params, extras = (
-                digest_parameters(self.modules),
-                extras_of(self, self._manager, self._exits.own()["call"]),
-            )
-            self._call.leave_if_over()  # what aborted collectives have left is not recorded
-            repeated_steps.record(self._log, self.step, loss, params, extras)
+    @override
+    def _record(self, loss: float | None, call_number: int = 0) -> None:
+        super()._record(loss, self._exits.own()["call"])
+
+    @override
+    def _ended(self) -> None:
+        self._exits.warn_if_left()
 
     def _keep_again(self) -> None:
         """Keep state, buffers and streams as the loop leaves them to the next step: it may have drawn some.
 
         No interruption comes here: it would leave buffers of one call of :meth:`steps` with streams of another.
         """
-        taken = self._taken(self.step)
-        self._manager.keep_buffers(self.step, SnapshotPoint.COMMITTED, taken.buffers)
-        self._moments = {self.step: taken}
-        self._at_boundary.note()
-        known, own = self._manager.rng_of(self.step), self._exits.own()
-        if known is None:
-            return
-        has_drawn, has_changed = self._manager.has_moved_since(known)
-        if has_drawn or has_changed or known.own != own:  # buffers may have changed since the call before
-            self._manager.store_rng_states(self.step, known.loss, own=own)
+        known, has_drawn, has_changed = self._manager.rng_of(self.step), False, False
+        if known is not None:
+            has_drawn, has_changed = self._manager.own.streams.have_moved(known)
+        has_moved = known is not None and (has_drawn or has_changed or known.own != self._exits.own())
+        self._journal.reached(self.step, SnapshotPoint.COMMITTED, has_moved)
         warn_of_changes_between(self.step, has_drawn, has_changed)
-
-    def _ready(self, step: int) -> None:
-        if step <= self.step:
-            raise UnrecoverableError(_TWO_UPDATES.format(step))
-        if _EXCHANGED not in _warned and self.step > self._done and self._at_boundary.are_written():
-            _warned.add(_EXCHANGED)
-            if dist.get_rank() == 0:
-                logger.warning(_EXCHANGED, step)
-        self._call.enter_phase("before_optimizer", step)
-        self._ready_buffers = self.copy_buffers()
-        self.mark_buffers()
-        self._ready_step = step
-        self._manager.keep_buffers(step, SnapshotPoint.COMMITTED, self._ready_buffers)
-        self._manager.store_rng_states(step, self._call.steps.loss, own=self._exits.own())
-        self._manager.replicate_rng_states(step)
-        self._call.parameter_update_lock.mark_ready(step)
 
     def _restore(self, done: int) -> None:
         call, manager = self._call, self._manager
-        self.arrange()
+        self._arrange()
         objects: dict[str, Any] | None = None
         if call.is_first:
             self.step = self._done = done
         else:
             call.enter_phase("recovery", call.high_water)
-            objects = self._recover()
+            objects = manager.recover(self._journal)
             if objects is None and call.high_water > 0:
                 reason = manager.refusal or "no rank holds the state in memory"
                 if not manager.allow_restart_from_scratch:
@@ -310,151 +332,62 @@ class LoopTraining(TrainingTensors, ABC):
                 objects["exits"] = self._exits.take()
         if objects is None:
             require_same_step(done)
-            self.settle()
-            manager.begin_buffers(self)
-        if call.is_first:
-            manager.keep_buffers(done, SnapshotPoint.COMMITTED, self.copy_buffers())
-            manager.store_rng_states(done, own=self._exits.own())
+            self._journal.begin(done, SnapshotPoint.COMMITTED)
         manager.restore_streams()
-        manager.attach(self, self.step)
+        manager.attach(self._journal, self.step)
         call.steps.begin_data()
-
-    def _recover(self) -> dict[str, Any] | None:
-        """Recover the state from memory; return its objects, or None if there is nothing or that is refused."""
-        return self._manager.recover(self)
-
-    # --- what the manager asks for (checkpointless.state.live_state.LiveState) ---------------------------------
-
-    @abstractmethod
-    def group(self) -> tuple[int, ...]:
-        """Return the global ranks that hold all that this rank holds."""
-
-    def moments(self, step: int) -> Mapping[SnapshotPoint, StepSnapshot]:
-        """Return the state after the update of ``step``; what the loop does after ``update()`` is not in it."""
-        taken = self._moments.get(step)
-        return {} if taken is None else {SnapshotPoint.COMMITTED: self._whole(taken)}
-
-    def changed(self) -> str:
-        """Return why the tensors are not those of the newest moment; "" if nothing is known of it."""
-        if not self._at_boundary.are_others():
-            return ""
-        return (
-            f"parameters were changed between update() of step {self.step} and the next update; what changes them "
-            "has to be a part of the update (the optimizer's register_step_post_hook)"
-        )
-
-    def own_buffers(self, step: int) -> Mapping[SnapshotPoint, Mapping[Key, torch.Tensor]]:
-        """Return the buffers after ``step``; if its update has failed or is to come, those before the update."""
-        if step in self._moments:
-            return {SnapshotPoint.COMMITTED: self._moments[step].buffers}
-        return {SnapshotPoint.COMMITTED: self._ready_buffers} if step == self._ready_step > 0 else {}
-
-    def own_parts(self, objects: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return nothing, because a batch follows from the step and the streams."""
-        return {}
-
-    def resumed(self, step: int, stage: SnapshotPoint, objects: dict[str, Any]) -> None:
-        """Record that the state is that after ``step``."""
-        self._moments = {step: _Taken(lambda: objects, self.copy_buffers())}
-        self._at_boundary.forget()  # until the next step begins
-
-    def _moment(self, step: int) -> StepSnapshot:
-        """Return the state as it is now, as the moment after ``step``."""
-        return self._whole(self._taken(step))
-
-    def _taken(self, step: int) -> _Taken:
-        """Take the state as it is now, as that after ``step``."""
-        groups, more, exits = self.take_groups(), self.more_objects(), self._exits.take()
-        schedulers = [state_tree.copy(scheduler.state_dict()) for scheduler in self._schedulers]
-        if self._updated_buffers:
-            more = {**more, UPDATED_BUFFERS: sorted(self._updated_buffers)}
-        return _Taken(
-            lambda: {
-                "step": step,
-                "done": self._done,
-                "groups": groups(),
-                "schedulers": schedulers,
-                "exits": exits,
-                **more,
-            },
-            self.copy_buffers(),
-        )
-
-    def _whole(self, taken: _Taken) -> StepSnapshot:
-        """Return what was taken, with the optimizers' plain state, which nothing but an update changes."""
-        return StepSnapshot({**taken.make(), "state": self.plain_state(), "spread": self.spread()}, taken.buffers)
-
-    @override
-    def load_objects(self, objects: Mapping[str, Any]) -> None:
-        """Put back the objects of a moment."""
-        super().load_objects(objects)
-        for scheduler, state in zip(self._schedulers, objects["schedulers"]):
-            scheduler.load_state_dict(dict(state))
-
-    def apply_held_update(self) -> None:
-        """Make one step of the optimizers, from the gradients that they hold, and of every scheduler."""
-        self.applied(self.step_optimizers())
-
-    def applied(self, changes: bool = True) -> None:
-        """Take the state that the update of the step in the making leaves. It is called inside the lock.
-
-        Args:
-            changes: whether the update was not skipped.
-        """
-        for scheduler in self._schedulers if changes else ():
-            self._step_scheduler(scheduler)
-        written = self.written_buffers()
-        self._updated_buffers.update(written)
-        taken = self._taken(self._ready_step)
-        self._moments = {self._ready_step: taken}
-        if written:  # those that were kept before the update are not those after it
-            self._manager.keep_buffers(self._ready_step, SnapshotPoint.COMMITTED, taken.buffers)
-        self._at_boundary.note()
-
-    def _weights(self) -> Iterable[torch.Tensor]:
-        """Return the parameters that nothing but an update may change."""
-        return self.updated_parameters()
 
     def _trained(self) -> dict[Key, torch.Tensor]:
         """Return what nothing but an update may change: parameters and the optimizers' state, by key."""
-        buffers = {key for key, _ in self._buffers.present()}
-        return {key: tensor for key, tensor in self.tensors().items() if key not in buffers}
+        buffers = {key for key, _ in self.state.buffers.present()}
+        return {key: tensor for key, tensor in self.state.tensors().items() if key not in buffers}
 
     def _title_of(self, key: Key) -> str:
         """Return what a tensor of the state is, for people."""
         return f"the parameter {key[-1]}" if key[0] == "model" else ".".join(map(str, key))
 
-    @abstractmethod
-    def updated_parameters(self) -> Sequence[torch.Tensor]:
-        """Return the parameters that are updated on this rank."""
+    # --- what the journal asks for --------------------------------------------------------------------------------
 
-    @abstractmethod
-    def take_groups(self) -> Callable[[], list[list[dict[str, Any]]]]:
-        """Take the values of the optimizers' param groups; return what makes them as they are now."""
+    @override
+    def ready(self, step: int) -> Captured:
+        """Capture what only this rank has of ``step``.
+
+        Raises:
+            UnrecoverableError: the step was updated before.
+        """
+        if step <= self.step:
+            raise UnrecoverableError(_TWO_UPDATES.format(step))
+        if _EXCHANGED not in _warned and self.step > self._done and self._journal.are_written():
+            _warned.add(_EXCHANGED)
+            if dist.get_rank() == 0:
+                logger.warning(_EXCHANGED, step)
+        return Captured(own=self._exits.own(), loss=self._call.steps.loss)
+
+    @override
+    def updated(self, changes: bool) -> None:
+        """Make one step of every scheduler, if the update was not skipped."""
+        for scheduler in self._schedulers if changes else ():
+            self._step_scheduler(scheduler)
+
+    @override
+    def _capture(self, step: int) -> Callable[[], dict[str, Any]]:
+        capture, exits, done = super()._capture(step), self._exits.take(), self._done
+        return lambda: {**capture(), "done": done, "exits": exits}
+
+    @override
+    def reached(self, step: int, point: SnapshotPoint) -> Captured:
+        """Capture the loop's state at the beginning of the step after ``step``."""
+        return Captured(self._capture(step), self._exits.own())
 
     # --- what a subclass knows ------------------------------------------------------------------------------------
-
-    @abstractmethod
-    def step_optimizers(self) -> bool:
-        """Make one step of the optimizers, without communication, and return whether it was not skipped."""
 
     def _step_scheduler(self, scheduler: Any) -> None:
         """Make one step of a scheduler."""
         scheduler.step()
 
-    def more_objects(self) -> Mapping[str, Any]:
-        """Return what else belongs to the state beside tensors, as plain data."""
-        return {}
-
-    def arrange(self) -> None:
-        """Arrange what would be arranged in the first step, and kept, in every generation alike. Collective."""
-
-    def settle(self) -> None:
-        """Derive before the first step what a recovery derives to other bits than the start. Collective."""
-
     @abstractmethod
-    def derive(self) -> None:
-        """Derive what follows from the shards, once all shards of the job are at one step. Collective."""
+    def _arrange(self) -> None:
+        """Arrange what would be arranged in the first step, and kept, in every generation alike. Collective."""
 
 
 # --- How loops leave steps() --------------------------------------------------------------------------------------
@@ -531,27 +464,3 @@ class LoopExits:
         told: list[Parsed] = all_gather_json([self.ends, [[call, at] for call, at in self._left.items()]])
         self.ends = any(ends for ends, _ in told)
         self._left = {int(call): int(at) for _, left in told for call, at in left if at <= step}
-
-
-# --- What --record-steps records ----------------------------------------------------------------------------------
-
-
-def extras_of(training: LoopTraining, manager: CheckpointManager, call_number: int) -> StepExtras:
-    """Return what is recorded of the committed step of a training.
-
-    Args:
-        training: the training.
-        manager: its manager, which has kept the rank-local state.
-        call_number: the number of the call of ``steps()`` that gave the step.
-    """
-    rates = [values.get("lr", 0.0) for groups in training.groups() for values in groups]
-    epoch, was_validated = repeated_steps.passes.look()
-    return StepExtras(
-        buffers=digest_buffers(training.modules),
-        lr=tuple(float(rate).hex() for rate in rates),
-        optimizer=MemoryChecksumManager().digest_all(training.shard()),
-        own=manager.own_digests(training.step),
-        batch=repeated_steps.batch_of(training.step),
-        epoch=epoch + call_number,
-        validated=was_validated or None,
-    )

@@ -100,6 +100,10 @@ class LoopState:
                 raise ValueError(_NO_STATE.format(name, type(each).__name__))
         self._state = dict(state)
 
+    def names(self) -> list[str]:
+        """Return the names of what is declared."""
+        return list(self._state)
+
     def has(self, value: object) -> bool:
         """Return whether ``value`` is declared."""
         return any(value is each for each in self._state.values())

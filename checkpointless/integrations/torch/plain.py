@@ -12,16 +12,16 @@ from typing_extensions import override
 from checkpointless.inprocess import HPCallWrapper, UnrecoverableError
 from checkpointless.integrations.torch.loop import LoopTraining
 from checkpointless.integrations.torch.owned import Owned
-from checkpointless.integrations.torch.param_groups import (
+from checkpointless.integrations.torch.torch_tensors import TorchTensors
+from checkpointless.recovery.running import running_block
+from checkpointless.state.journal import Captured, StepBefore
+from checkpointless.state.param_groups import (
     changed_value,
     plain_values,
     plateaus,
     without_scheduler,
 )
-from checkpointless.integrations.torch.torch_tensors import TorchTensors
-from checkpointless.recovery.guard import guarded_update
-from checkpointless.recovery.running import running_block
-from checkpointless.state.module_tensors import PARAMETER
+from checkpointless.state.snapshot import SnapshotPoint
 from checkpointless.transfer.tensor_entry import Key
 
 _LATE = (
@@ -37,7 +37,7 @@ _LEFT_OUT = (
 _WATCHED = 3  # steps: an average may begin as what it follows
 
 
-class PlainTraining(LoopTraining, TorchTensors):
+class PlainTraining(LoopTraining):
     """Modules, optimizers and schedulers of a hand-written training loop, for
     :class:`~checkpointless.recovery.CheckpointManager`.
 
@@ -92,11 +92,12 @@ class PlainTraining(LoopTraining, TorchTensors):
         call, modules = running_block(call), list(modules)
         if not modules or not optimizers:
             raise ValueError("PlainTraining(modules=[...], optimizers=[...]): give the modules and the optimizers")
-        TorchTensors.__init__(self, modules, optimizers, is_known=call.high_water > 0, group=group)
+        self._tensors = TorchTensors(modules, optimizers, is_known=call.high_water > 0, group=group)
         self._by_update: tuple[list[bool], list[dict[str, Any]], list[int]] = ([], [], [])
+        self._updated = 0  # the newest step that was updated in this entry
         self._owned = Owned(self._trained)
         declared = {**state, "scaler": scaler} if scaler is not None else state
-        self.begin(call, schedulers, declared, [state, *optimizers])
+        super().__init__(self._tensors, call, schedulers, declared, [state, *optimizers])
 
     def update(self, loss: float | None = None) -> None:
         """Apply the gradients, on all ranks or on none, and clear them.
@@ -106,55 +107,17 @@ class PlainTraining(LoopTraining, TorchTensors):
         """
         self._refuse_changes("in a step before its update()")
         self._compute(loss)
-        guarded_update(
-            self._call.steps.making,
-            self.apply_held_update,
-            lock=self._call.parameter_update_lock,
-            ready=self._ready,
-            committed=self._call.committed,
-            phase=self._call.enter_phase,
-            vote=self._vote,
-        )
+        self._guard(self.state.finish_update)
         self.step = self._call.steps.making
         self._record(loss)
         self._clear_gradients()
 
     @override
     def _restore(self, done: int) -> None:
-        left_out = without_scheduler(self.optimizers, self._schedulers)
+        left_out = without_scheduler(self._tensors.optimizers, self._schedulers)
         if left_out is not None:
             raise UnrecoverableError(_LEFT_OUT.format(left_out))
         super()._restore(done)
-
-    @override
-    def group(self) -> tuple[int, ...]:
-        """Return the global ranks that hold all that this rank holds."""
-        return TorchTensors.group(self)
-
-    @override
-    def take_groups(self) -> Callable[[], list[list[dict[str, Any]]]]:
-        """Take the values of the optimizers' param groups; return what makes them as they are now."""
-        return TorchTensors.take_groups(self)
-
-    @override
-    def updated_parameters(self) -> list[torch.Tensor]:
-        """Return the parameters that are updated on this rank."""
-        return TorchTensors.updated_parameters(self)
-
-    @override
-    def step_optimizers(self) -> bool:
-        """Make one step of every optimizer.
-
-        Raises:
-            UnrecoverableError: in the first step of the job, an optimizer communicates, or its state cannot be
-                carried over.
-        """
-        return TorchTensors.step_optimizers(self)
-
-    @override
-    def changed(self) -> str:
-        """Return why the tensors are not those of the newest moment; "" if nothing is known of it."""
-        return self.grown() or LoopTraining.changed(self)
 
     @override
     def _step_scheduler(self, scheduler: Any) -> None:
@@ -163,27 +126,36 @@ class PlainTraining(LoopTraining, TorchTensors):
             super()._step_scheduler(scheduler)
 
     @override
-    def more_objects(self) -> Mapping[str, Any]:
-        """Return what belongs to the modules and is no tensor.
+    def committed(
+        self, step: int, ready: Captured, before: StepBefore | None
+    ) -> Callable[[], dict[str, Any]] | None:
+        """Capture the loop's state after the update of ``step``."""
+        self._by_update, self._updated = self._loops_part(), step
+        if self._is_young():
+            self._owned.note()
+        return super().committed(step, ready, before)
+
+    @override
+    def reached(self, step: int, point: SnapshotPoint) -> Captured:
+        """Capture the loop's state at the beginning of the step after ``step``.
 
         Raises:
-            UnrecoverableError: the optimizers have other parameters than at the beginning, or the loop has frozen
-                or freed some, or changed learning rates or other parameters, or stepped a scheduler, behind the
-                update.
+            UnrecoverableError: after the update the loop has frozen or freed parameters, changed learning rates or
+                other parameters, or stepped a scheduler.
         """
-        modules = self.take_modules()
-        counts = [each.last_epoch for each in plateaus(self._schedulers)]
-        now = modules["trained"], plain_values(self.optimizers), counts
-        is_behind_update = 0 < self.step == self._ready_step
-        late = _late_change(self._by_update, now) if is_behind_update else ""
-        if late:
-            raise UnrecoverableError(_LATE.format(late, self.step))
-        self._by_update = now
-        if is_behind_update:
+        if 0 < step == self._updated:
+            late = _late_change(self._by_update, self._loops_part())
+            if late:
+                raise UnrecoverableError(_LATE.format(late, step))
             self._refuse_changes("between update() and the next step")
         if self._is_young():
             self._owned.note()
-        return modules
+        return super().reached(step, point)
+
+    def _loops_part(self) -> tuple[list[bool], list[dict[str, Any]], list[int]]:
+        """Return what a loop may change in a step only: what is trained, param groups, and plateaus."""
+        counts = [each.last_epoch for each in plateaus(self._schedulers)]
+        return self._tensors.trained(), plain_values(self._tensors.optimizers), counts
 
     def _is_young(self) -> bool:
         return max(self.step, self._call.high_water) - self._done < _WATCHED
@@ -196,31 +168,17 @@ class PlainTraining(LoopTraining, TorchTensors):
     @override
     def _title_of(self, key: Key) -> str:
         """Return what a tensor of the state is, for people."""
-        if key[0] == "model":
-            return super()._title_of(key)
-        names = {id(each): name for of_module in self._named.values() for name, each in of_module}
-        name = next((names.get(id(each), "") for at, _, each in self._parameters() if at == key[:-1]), "")
-        parameter = f"the parameter {name or '.'.join(map(str, key[:-1]))}"
-        return parameter if key[-1] == PARAMETER else f"{key[-1]} of {parameter}"
+        return super()._title_of(key) if key[0] == "model" else self._tensors.title_of(key)
 
     @override
-    def _weights(self) -> Iterable[torch.Tensor]:
-        """Return all parameters, those that no optimizer updates among them."""
-        return self.weights()
-
-    @override
-    def arrange(self) -> None:
+    def _arrange(self) -> None:
         """Arrange what torch would arrange in the first step, and keep, in every generation alike. Collective."""
-        TorchTensors.arrange(self)
+        self._tensors.arrange()
         self._clear_gradients()
 
     def _clear_gradients(self) -> None:
-        for optimizer in self.optimizers:
+        for optimizer in self._tensors.optimizers:
             optimizer.zero_grad(set_to_none=True)
-
-    @override
-    def derive(self) -> None:
-        """Do nothing: each tensor comes from its holders, so nothing follows from other ranks' shards."""
 
 
 def _late_change(before: Sequence[Any], now: Sequence[Any]) -> str:

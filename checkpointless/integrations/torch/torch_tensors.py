@@ -20,15 +20,14 @@ from checkpointless.inprocess import UnrecoverableError
 from checkpointless.inprocess.communicators.process_groups import process_groups
 from checkpointless.integrations.compat.kernels import unabortable
 from checkpointless.integrations.compat.precision import unsupported_in_a_loop
-from checkpointless.integrations.torch.param_groups import ParamGroups, grown, has_buffers, sizes_of, version_of
 from checkpointless.state.module_tensors import TrainingTensors
+from checkpointless.state.port import PARAMETER
 from checkpointless.state.rng import RngStates
 from checkpointless.state.serialization import state_tree
 from checkpointless.transfer.rank_groups import Group
 from checkpointless.transfer.sharded_tensors import HoldersByMesh, is_sharded
 from checkpointless.transfer.tensor_entry import Key
 
-_training = operator.attrgetter("training")
 #: TransformerEngine's modules save FP8's scales so, in a pickle; FP8 is refused in loops of one's own.
 _SAVES_NOTHING = "transformer_engine"
 _COMMUNICATES = (
@@ -88,6 +87,11 @@ class TorchTensors(TrainingTensors):
         ValueError: this rank is in no mesh of a parameter.
     """
 
+    # A mesh does not tell whether a gradient is reduced along a dimension of replicas. FSDP2 does so with its
+    # replicas; ranks that are tensor parallel by a plan compute the gradient of what they have in common (the bias
+    # after a row-wise division), each for itself.
+    are_reduced = False
+
     def __init__(
         self,
         modules: Iterable[torch.nn.Module],
@@ -117,23 +121,17 @@ class TorchTensors(TrainingTensors):
         for each in sharded:
             each.reshard()  # after a forward pass whole parameters are in the places of shards
         super().__init__(modules, optimizers)
-        # As they are now: while FSDP2 computes, whole parameters are in the places of the divided ones.
         self._named = {id(module): list(module.named_parameters()) for module in modules}
-        self._all = [parameter for named in self._named.values() for _, parameter in named]
-        self._trained_at_first = list(map(_requires_grad, self._all))
-        self._sizes = sizes_of(optimizers)
-        self._module_state = ModuleState(modules)
-        self._resumed: Mapping[str, Any] = {}  # what belonged to the modules at the moment that was resumed at
+        self._trained_at_first = list(map(_requires_grad, self._all_parameters))
+        self._extra_state = ExtraState(modules)
         self.optimizers = list(optimizers)
-        self._groups = ParamGroups(self._torch_optimizers)
-        self._has_buffers = has_buffers(modules)
         # Beside later updates threads may communicate.
         self._is_known = is_known
         self._frozen: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])  # by the list of the others
         # A group that the user has given holds for all tensors.
         self._told = tuple(sorted(group)) if group is not None else None
         buffers = [buffer for module in modules for buffer in module.buffers()]
-        self._by_mesh = HoldersByMesh([*self._all, *buffers], dist.get_rank(), dist.get_world_size())
+        self._by_mesh = HoldersByMesh([*self._all_parameters, *buffers], dist.get_rank(), dist.get_world_size())
         self._holders: dict[Key, Group] = {
             ("model", index, name): self._by_mesh.of(tensor)
             for index, module in enumerate(modules)
@@ -147,67 +145,51 @@ class TorchTensors(TrainingTensors):
         """Yield the parameters that the module had when the training began, with their names."""
         return iter(self._named[id(module)])
 
-    def trained(self) -> list[bool]:
-        """Return which parameters are trained now (``requires_grad``), in the order of the modules.
+    @override
+    def capture(self) -> Callable[[], dict[str, Any]]:
+        """Capture what belongs to modules and optimizers and is no tensor.
 
         Raises:
-            UnrecoverableError: what is trained was changed in a way that a recovery could not repeat.
+            UnrecoverableError: the optimizers have other parameters than at the beginning, or what is trained was
+                changed in a way that a recovery could not repeat.
         """
-        trained = list(map(_requires_grad, self._all))
+        trained = self.trained()
         if trained != self._trained_at_first:
             self._refuse_what_a_wrapper_overlooks(trained)
         reason = self.grown()
         if reason:
             raise UnrecoverableError(reason)
-        return trained
+        captured, extra = super().capture(), self._extra_state.take()
+        return (lambda: {**captured(), "extra": extra}) if extra else captured
 
-    def take_modules(self) -> dict[str, Any]:
-        """Return what belongs to the modules and is no tensor: which parameters are trained, and more.
+    def title_of(self, key: Key) -> str:
+        """Return what a tensor of an optimizer is, for people."""
+        names = {id(each): name for of_module in self._named.values() for name, each in of_module}
+        name = next((names.get(id(each), "") for at, _, each in self._parameters() if at == key[:-1]), "")
+        parameter = f"the parameter {name or '.'.join(map(str, key[:-1]))}"
+        return parameter if key[-1] == PARAMETER else f"{key[-1]} of {parameter}"
 
-        Raises:
-            UnrecoverableError: what is trained was changed in a way that a recovery could not repeat.
-        """
-        return {"trained": self.trained(), **self._module_state.take()}
+    def trained(self) -> list[bool]:
+        """Return which parameters are trained now (``requires_grad``), in the order of the modules."""
+        return list(map(_requires_grad, self._all_parameters))
 
-    def grown(self) -> str:
-        """Return why no rank that is made anew has what the optimizers have; "" if it has."""
-        return grown(self.optimizers, self._sizes)
+    @override
+    def restore(self, captured: Mapping[str, Any]) -> None:
+        """Put back what :meth:`capture` returned, or a part of it."""
+        super().restore(captured)
+        self._extra_state.put(captured.get("extra", {}))
 
     def _refuse_what_a_wrapper_overlooks(self, trained: Sequence[bool]) -> None:
         reduced = any(isinstance(module, torch.nn.parallel.DistributedDataParallel) for module in self.modules)
         names = [name for named in self._named.values() for name, _ in named]
-        for name, parameter, at_first, now in zip(names, self._all, self._trained_at_first, trained):
+        for name, parameter, at_first, now in zip(names, self._all_parameters, self._trained_at_first, trained):
             if at_first != now and is_sharded(parameter):
                 raise UnrecoverableError(_FROZEN_SHARD.format(name))
             if now and not at_first and reduced:
                 raise UnrecoverableError(_FREED.format(name))
 
     @override
-    def load_objects(self, objects: Mapping[str, Any]) -> None:
-        """Put back what :meth:`take_modules` returned, and the optimizers' plain values."""
-        super().load_objects(objects)
-        self._resumed = {name: objects[name] for name in ("trained", "modes") if name in objects}
-        self._module_state.put(objects)
-        self._put_trained()
-
-    @override
-    def put_buffers(self, copies: Mapping[Key, torch.Tensor]) -> None:
-        """Give the modules' buffers the values of ``copies``, and let those parameters be trained that were."""
-        super().put_buffers(copies)
-        self._module_state.put_modes(self._resumed.get("modes", ()))
-        self._put_trained()
-
-    def _put_trained(self) -> None:
-        for parameter, trained in zip(self._all, self._resumed.get("trained", ())):
-            if parameter.requires_grad != trained:
-                parameter.requires_grad_(trained)
-
-    def group(self) -> Group:
-        """Return the global ranks that hold all that this rank holds."""
-        return self._told or self._by_mesh.all
-
-    @override
-    def parts(self, keys: Iterable[Key]) -> Mapping[Group, Sequence[Key]]:
+    def replica_groups(self, keys: Iterable[Key]) -> Mapping[Group, Sequence[Key]]:
         """Return ``keys`` by holders, as meshes tell; the state of an optimizer has those of its parameter."""
         if self._told is not None:
             return {self._told: list(keys)}
@@ -218,16 +200,8 @@ class TorchTensors(TrainingTensors):
         return found
 
     @override
-    def are_reduced(self) -> bool:
-        """Return False: a mesh does not tell whether a gradient is reduced along a dimension of replicas.
-
-        FSDP2 does so with its replicas. Ranks that are tensor parallel by a plan compute the gradient of a tensor
-        that they have in common (the bias behind a row-wise division), each for itself.
-        """
-        return False
-
-    def step_optimizers(self) -> bool:
-        """Make one step of every optimizer.
+    def finish_update(self) -> None:
+        """Make one step of every optimizer, without communication.
 
         Raises:
             UnrecoverableError: in the first step of the job, an optimizer communicates, or its state cannot be
@@ -236,7 +210,6 @@ class TorchTensors(TrainingTensors):
         with self.watched():
             for optimizer in self.optimizers:
                 optimizer.step()
-        return True
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -255,7 +228,7 @@ class TorchTensors(TrainingTensors):
             raise UnrecoverableError(_COMMUNICATES)
         if not RngStates.capture().same_streams(streams):
             raise UnrecoverableError(_DRAWS)
-        new = self.new_buffers()
+        new = self.buffers.new(self.modules)
         if new:
             raise UnrecoverableError(_NEW_BUFFER.format(new[0]))
         self._refuse_what_cannot_travel()
@@ -265,7 +238,7 @@ class TorchTensors(TrainingTensors):
         reason = unfit_hooks(self.modules)
         if reason is not None:
             raise UnrecoverableError(reason)
-        reason = self.unfit() or self._module_state.unfit()
+        reason = self.unfit() or self._extra_state.unfit()
         if reason is not None:
             raise UnrecoverableError(f"no other process could be given this state: {reason}")
 
@@ -285,36 +258,17 @@ class TorchTensors(TrainingTensors):
         return super().unfit()
 
     @override
-    def copy_buffers(self) -> Mapping[Key, torch.Tensor]:
-        """Return copies, by key, of the buffers as they are now: a step changes some of them before its commit."""
-        return super().copy_buffers() if self._has_buffers else {}
-
-    def take_groups(self) -> Callable[[], list[list[dict[str, Any]]]]:
-        """Take the values of the optimizers' param groups; return what makes them as they are now."""
-        return self._groups.take()
-
-    def versions(self) -> list[int]:
-        """Return how often each parameter was written to, as torch counts it; frozen ones come last."""
-        return list(map(version_of, self.weights()))
-
     def weights(self) -> Iterator[torch.Tensor]:
         """Return all parameters; those that no optimizer updates come last."""
-        trained = self.updated_parameters()
+        trained = self._groups.parameters()
         if trained is not self._frozen[0]:
             known = {id(parameter) for parameter in trained}
-            self._frozen = trained, [each for each in self._all if id(each) not in known]
+            self._frozen = trained, [each for each in self._all_parameters if id(each) not in known]
         return itertools.chain(*self._frozen)
-
-    def updated_parameters(self) -> list[torch.Tensor]:
-        """Return the parameters that the optimizers update; the same list as long as they have the same."""
-        return self._groups.parameters()
 
     def arrange(self) -> None:
         """Arrange what torch would arrange in the first step, and keep, in every generation alike. Collective."""
         settle_buckets(self.modules)
-
-    def derive(self) -> None:
-        """Do nothing: each tensor comes from its holders, so nothing follows from other ranks' shards."""
 
 
 # --- Buckets of DistributedDataParallel, the same in every generation ---------------------------------------------
@@ -409,43 +363,34 @@ def _without_hooks(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
             hooks.update(inner)
 
 
-# --- State of modules that is no tensor: whether they train, and their extra state --------------------------------
+# --- Extra state of modules ---------------------------------------------------------------------------------------
 
 
-class ModuleState:
-    """Takes and puts back what modules have beside parameters and buffers.
+class ExtraState:
+    """Takes and puts back what modules return from ``get_extra_state``.
 
     Args:
         modules: the modules; those in them belong to them.
     """
 
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
-        self._parts = [part for module in modules for part in module.modules()]
+        parts = [part for module in modules for part in module.modules()]
         self._saving: list[tuple[int, Any]] = [
             (index, part)
-            for index, part in enumerate(self._parts)
+            for index, part in enumerate(parts)
             if type(part).get_extra_state is not torch.nn.Module.get_extra_state
             and not type(part).__module__.startswith(_SAVES_NOTHING)
         ]
 
-    def take(self) -> dict[str, Any]:
-        """Return, as nobody changes it, which modules train, and what ``get_extra_state`` of each returns."""
-        state: dict[str, Any] = {"modes": list(map(_training, self._parts))}
-        if self._saving:
-            state["extra"] = {index: state_tree.copy(part.get_extra_state()) for index, part in self._saving}
-        return state
+    def take(self) -> dict[int, Any]:
+        """Return, as nobody changes it, what ``get_extra_state`` of each module returns."""
+        return {index: state_tree.copy(part.get_extra_state()) for index, part in self._saving}
 
-    def put(self, state: Mapping[str, Any]) -> None:
-        """Put back what :meth:`take` returned; nothing that is not in ``state``."""
-        self.put_modes(state.get("modes", ()))
+    def put(self, extra: Mapping[int, Any]) -> None:
+        """Put back what :meth:`take` returned; nothing that is not in ``extra``."""
         for index, part in self._saving:
-            if index in state.get("extra", {}):
-                part.set_extra_state(state_tree.copy(state["extra"][index]))
-
-    def put_modes(self, modes: Iterable[bool]) -> None:
-        """Let those modules train that do in ``modes``, and no others."""
-        for part, training in zip(self._parts, modes):
-            part.training = training
+            if index in extra:
+                part.set_extra_state(state_tree.copy(extra[index]))
 
     def unfit(self) -> str | None:
         """Return why a module's extra state cannot be carried over to another process; None: each can be."""

@@ -21,7 +21,7 @@ from checkpointless.observability.telemetry.wording import size
 from checkpointless.replication.directory import DirectoryStore
 from checkpointless.replication.parts import Part, PartError, PartId, SaveId
 from checkpointless.replication.tiers.snapshot import RankLocal, Snapshot
-from checkpointless.state.rank_local.state import OwnState
+from checkpointless.state.rank_local.state import RankLocalState
 from checkpointless.system.environment import HANDOVER_ENV, LOCAL_WORLD_SIZE_ENV, own_rank, own_world_size
 
 logger = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 _NO_FOLDER = "the agent has no folder in shared memory for it"
 
 
-def hand_over(leaves: Snapshot | None, own: OwnState, high_water: int) -> tuple[int, str]:
+def hand_over(leaves: Snapshot | None, own: RankLocalState, high_water: int) -> tuple[int, str]:
     """Write what this process leaves into the memory of the node.
 
     Args:
@@ -66,7 +66,7 @@ def hand_over(leaves: Snapshot | None, own: OwnState, high_water: int) -> tuple[
     return content.nbytes, ""
 
 
-def take_over(own: OwnState) -> Snapshot | None:
+def take_over(own: RankLocalState) -> Snapshot | None:
     """Return what the process before this one has left; None, with a warning if it is damaged: it left nothing.
 
     Args:

@@ -12,15 +12,16 @@ from checkpointless.inprocess.context import own_board
 from checkpointless.inprocess.parameter_update_lock import CommitState
 from checkpointless.replication.parts import Content
 from checkpointless.state.held_state import HeldState
-from checkpointless.state.live_state import LiveState
-from checkpointless.state.rank_local.state import OwnState
+from checkpointless.state.journal import StepJournal
+from checkpointless.state.port import essentials_of
+from checkpointless.state.rank_local.state import RankLocalState
 from checkpointless.state.rng import RngStates
 from checkpointless.state.serialization import state_tree
 from checkpointless.state.serialization.tensor_memory import own_device
 from checkpointless.state.snapshot import SnapshotPoint, StepSnapshot
 from checkpointless.transfer.tensor_entry import Key
 
-_FORMAT = 2
+_FORMAT = 3
 #: The moment after a step at which copies are made: the first one, so that a finished step is soon copied.
 COPIED_AT = SnapshotPoint.COMMITTED
 #: Saves that were not finished when a step was made: the step, and what the save of each was.
@@ -43,14 +44,17 @@ class RankLocal:
 
     @classmethod
     def of(
-        cls, own: OwnState, streams: Iterable[tuple[int, RngStates]], moments: Iterable[tuple[int, SnapshotPoint]]
+        cls,
+        own: RankLocalState,
+        streams: Iterable[tuple[int, RngStates]],
+        moments: Iterable[tuple[int, SnapshotPoint]],
     ) -> RankLocal:
         """Return what ``own`` has: streams, and the records of its buffers at some moments."""
         records = [(step, stage, own.buffers.record(step, stage, own_board())) for step, stage in moments]
         known = [(step, stage, record) for step, stage, record in records if record is not None]
         return cls(tuple(streams), own.streams.data_start(), known)
 
-    def put_back(self, own: OwnState) -> None:
+    def put_back(self, own: RankLocalState) -> None:
         """Keep it in ``own``, whose streams of other steps are forgotten, but not which buffers differ."""
         own.streams.forget()
         for step, states in sorted(self.streams, key=lambda each: (each[0], each[1].stage)):
@@ -176,26 +180,26 @@ class _Row:
         return [list(pair) for pair in zip(tensors, self.put(tensors.values()), strict=True)]
 
 
-def snapshot_of(live: LiveState, own: OwnState, step: int, fit: int, offset: int) -> Snapshot | None:
+def snapshot_of(journal: StepJournal, own: RankLocalState, step: int, fit: int, offset: int) -> Snapshot | None:
     """Return the state of this rank after ``step``, its tensors as they live; None if it has no such moment.
 
     The tensors are those from which, with all other ranks', model and optimizer can be made again.
 
     Args:
-        live: the state, right after the update.
+        journal: that of the training, right after the update.
         own: what is this rank's own.
         step: the optimizer step.
         fit: the fit of the block, counted from 1.
         offset: how many steps of the job precede that fit.
     """
-    moment, streams = live.moments(step).get(COPIED_AT), own.streams.at(step).get(COPIED_AT)
+    moment, streams = journal.snapshots(step).get(COPIED_AT), own.streams.at(step).get(COPIED_AT)
     if moment is None or streams is None:
         return None
     before, at = own.streams.newest(step - 1), (step, COPIED_AT)
     known = [(step, streams)] if before is None else [(step - 1, before), (step, streams)]
     held = HeldState(
         CommitState(step, ready=False, torn=False),
-        dict(live.essentials()),
+        dict(essentials_of(journal.state)),
         {COPIED_AT: moment},
         fit=fit,
         offset=offset,

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from checkpointless.inprocess import UnrecoverableError
-from checkpointless.state.port import StateTensors, groups_of, split
+from checkpointless.state.port import TrainingState, groups_of, holders_of, shard_of, split
 from checkpointless.state.serialization.digest import MemoryChecksumManager
 from checkpointless.transfer.exchange import all_gather_json
 from checkpointless.transfer.rank_groups import CompactGroups, Group, all_groups, compact, names
@@ -16,23 +16,23 @@ from checkpointless.transfer.tensor_entry import Key
 from checkpointless.transfer.wire import wire_device
 
 
-def require_agreement(live: StateTensors, own: Collection[Key]) -> None:
+def require_agreement(state: TrainingState, own: Collection[Key]) -> None:
     """Compare who holds what on all ranks, and whether they hold the same. Collective.
 
     Tensors are compared once, as they begin: one that is a rank's own, because ranks were seeded differently before
     they built their models, for example, would be filled from another rank's after a fault.
 
     Args:
-        live: the state, before its first step.
+        state: the state, before its first step.
         own: the keys of buffers, which may differ.
 
     Raises:
         UnrecoverableError: the ranks contradict each other about who holds the same, or it is not the same.
     """
-    parts = split(live, {key: tensor for key, tensor in live.tensors().items() if key not in own})
+    parts = split(state, {key: tensor for key, tensor in state.tensors().items() if key not in own})
     checksums = MemoryChecksumManager(enabled=True)
     digests = {group: checksums.digest_all(part) for group, part in parts.items()}
-    told = all_gather_json([[compact(group), digests.get(group)] for group in groups_of(live)])
+    told = all_gather_json([[compact(group), digests.get(group)] for group in groups_of(state)])
     groups = CompactGroups(len(told))
     known = {rank: groups.read(group for group, _ in mine) for rank, mine in enumerate(told)}
     try:
@@ -48,20 +48,20 @@ def require_agreement(live: StateTensors, own: Collection[Key]) -> None:
     )
 
 
-def require_equal_replicas(live: StateTensors, step: int) -> None:
+def require_equal_replicas(state: TrainingState, step: int) -> None:
     """Compare, on the ranks that hold all that a rank holds, what the update of ``step`` has left. Collective.
 
     Gradients that are not reduced, or weights that are averaged every few steps (local SGD), let ranks part.
 
     Args:
-        live: the state after ``step``.
+        state: the state after ``step``.
         step: an early step.
 
     Raises:
         UnrecoverableError: ranks that are to hold the same do not.
     """
-    group = tuple(live.group())
-    part = split(live, live.shard()).get(group, {})
+    group = holders_of(state)
+    part = split(state, shard_of(state)).get(group, {})
     digest = MemoryChecksumManager(enabled=True).digest_all(part)
     told = all_gather_json([compact(group), digest])
     groups = CompactGroups(len(told))

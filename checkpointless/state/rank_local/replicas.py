@@ -34,7 +34,7 @@ _SERIES = Board.SERIES - 1  # the board's series for another rank's snapshots; a
 
 
 @dataclass(frozen=True)
-class OwnRecord:
+class RankLocalRecord:
     """What is a rank's own at a moment, as bytes for another node to keep.
 
     Attributes:
@@ -52,7 +52,7 @@ class OwnRecord:
         return state_tree.dumps((self.streams, self.data_start, self.buffers))
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> OwnRecord:
+    def from_bytes(cls, data: bytes) -> RankLocalRecord:
         """Decode what :meth:`to_bytes` made.
 
         Raises:

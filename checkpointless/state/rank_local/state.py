@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from checkpointless.inprocess import ParameterUpdateLock
 from checkpointless.inprocess.context import own_board
-from checkpointless.state.live_state import LiveState
-from checkpointless.state.port import holders_of
+from checkpointless.launcher.protocol.board import NO_STEP
+from checkpointless.state.port import TrainingState, holders_of
+from checkpointless.state.rank_local.agreement import require_agreement
 from checkpointless.state.rank_local.buffers import NOTHING, OwnBuffers, decode
-from checkpointless.state.rank_local.replicas import OwnRecord, OwnReplicas
+from checkpointless.state.rank_local.replicas import OwnReplicas, RankLocalRecord
 from checkpointless.state.rank_local.streams import OwnStreams
 from checkpointless.state.rng import RngStates
 from checkpointless.state.snapshot import UPDATED_BUFFERS, SnapshotPoint
 from checkpointless.transfer.tensor_entry import Key, TensorEntry
 
 
-class OwnState:
+class RankLocalState:
     """Keeps what is this rank's own, and gives it back when peers have given the rest.
 
     Args:
@@ -45,15 +49,15 @@ class OwnState:
         self.streams.forget()
         self.buffers.forget()
 
-    def replicate(self, step: int, live: LiveState | None) -> None:
+    def replicate(self, step: int, state: TrainingState | None) -> None:
         """Have what is this rank's own after ``step`` kept on another node, too, if there is one. Collective.
 
         Args:
             step: the optimizer step, whose streams and buffers have been kept.
-            live: the state, which knows whose buffers are to be the same; None: nothing has been trained yet.
+            state: the state, which knows whose buffers are to be the same; None: nothing has been trained yet.
         """
-        if live is not None and not step & (step - 1):  # at ever fewer steps
-            self.buffers.compare(step, holders_of(live, live.copy_buffers()))
+        if state is not None and not step & (step - 1):  # at ever fewer steps
+            self.buffers.compare(step, holders_of(state, state.buffers.take()))
         if self.replicas.jump == 0:
             return
         self.replicas.exchange(step, lambda: self._record(step, self.streams.at(step)[SnapshotPoint.COMMITTED]))
@@ -62,12 +66,14 @@ class OwnState:
         """Return what is this rank's own at the moment of ``states``, for another node to keep."""
         record = self.buffers.record(step, states.stage, own_board())
         start = self.streams.data_start()
-        return OwnRecord(states.to_bytes(), start.to_bytes() if start is not None else None, record).to_bytes()
+        return RankLocalRecord(
+            states.to_bytes(), start.to_bytes() if start is not None else None, record
+        ).to_bytes()
 
     def kept_streams(self) -> list[list[int]]:
         """Return the newest steps and stages for which this rank keeps another rank's streams."""
         return [
-            [step, int(RngStates.from_bytes(OwnRecord.from_bytes(payload).streams).stage)]
+            [step, int(RngStates.from_bytes(RankLocalRecord.from_bytes(payload).streams).stage)]
             for step, payload in self.replicas.kept().items()
         ]
 
@@ -89,7 +95,7 @@ class OwnState:
         known = self.streams.at(target)
         given, lost = self.replicas.find(target, bool(known))
         if given is not None:
-            kept = OwnRecord.from_bytes(given)
+            kept = RankLocalRecord.from_bytes(given)
             states = RngStates.from_bytes(kept.streams)
             if kept.data_start is not None:
                 self.streams.keep_data_start(RngStates.from_bytes(kept.data_start))
@@ -127,7 +133,7 @@ class OwnState:
 
     def put_buffers(
         self,
-        live: LiveState,
+        state: TrainingState,
         moment: tuple[int, SnapshotPoint],
         held: Mapping[Key, torch.Tensor] | None,
         objects: Mapping[str, Any],
@@ -138,7 +144,7 @@ class OwnState:
         an update writes to stay as the peer gave them.
 
         Args:
-            live: the state that was filled.
+            state: the state that was filled.
             moment: the step and the stage that is resumed at.
             held: this rank's buffers at that moment, if it has them in memory.
             objects: the non-tensor state of that moment.
@@ -148,9 +154,132 @@ class OwnState:
             record = self.buffers.record(*moment, own_board()) or NOTHING
             held = decode(record)
             if record == NOTHING:
-                self.buffers.begun_with(live.copy_buffers())
+                self.buffers.begun_with(state.buffers.take())
         own = {key: buffer for key, buffer in held.items() if key not in updated}
-        places = live.room([TensorEntry.of(key, buffer) for key, buffer in own.items()])
+        places = state.allocate([TensorEntry.of(key, buffer) for key, buffer in own.items()])
         with torch.no_grad():
             for key, buffer in own.items():
                 places[key].copy_(buffer)
+
+
+class RankLocalKeeper(ABC):
+    """Keeps this rank's random streams and buffers while it trains, and puts them back when training resumes.
+
+    Args:
+        own: what is kept, wherever it outlives the process.
+
+    Attributes:
+        own: as given.
+        offset: how many steps of the job precede the fit that is under way: steps are counted over all fits.
+        resumed_at: the step and the stage that the last recovery resumed at; None if there was none.
+    """
+
+    def __init__(self, own: RankLocalState) -> None:
+        self.own = own
+        self.offset = 0
+        self.resumed_at: tuple[int, SnapshotPoint] | None = None
+
+    @property
+    @abstractmethod
+    def parameter_update_lock(self) -> ParameterUpdateLock:
+        """The lock around this rank's optimizer update."""
+
+    @property
+    def rng_states(self) -> dict[tuple[int, SnapshotPoint], RngStates] | None:
+        """This rank's random streams at the moments after its newest two steps; None: it has none."""
+        return self.own.streams.states or None
+
+    @rng_states.setter
+    def rng_states(self, states: dict[tuple[int, SnapshotPoint], RngStates] | None) -> None:
+        self.own.streams.states = states
+
+    @abstractmethod
+    def replicate_rng_states(self, step: int) -> None:
+        """Have what is this rank's own after ``step`` kept on another node, too, if there is one. Collective."""
+
+    # --- while training ---------------------------------------------------------------------------------------
+
+    def store_rng_states(
+        self,
+        step: int | None = None,
+        loss: float | None = None,
+        stage: SnapshotPoint = SnapshotPoint.COMMITTED,
+        own: Mapping[str, Any] | None = MappingProxyType({}),
+    ) -> None:
+        """Keep this rank's random streams as those after ``step``, here and on its board.
+
+        Args:
+            step: the optimizer step; default: the committed step.
+            loss: the loss of that step, which is kept with the streams.
+            stage: the moment after the step.
+            own: what else this rank alone has at that moment, as plain data that nobody changes; it is kept with
+                the streams. None: it is too large to be kept.
+        """
+        step = self.parameter_update_lock.committed if step is None else step
+        self.own.streams.capture(step, loss, stage, own)
+
+    def own_of(self, step: int, stage: SnapshotPoint) -> Mapping[str, Any] | None:
+        """Return what :meth:`store_rng_states` kept as ``own`` at ``stage`` after ``step``; None: it is lost."""
+        states = self.own.streams.at(step).get(stage)
+        return states.own if states is not None else None
+
+    def begin_buffers(self, state: TrainingState) -> None:
+        """Begin a training: find out which buffers are a rank's own. Collective.
+
+        Raises:
+            UnrecoverableError: the ranks contradict each other about who holds the same, or it is not the same.
+        """
+        board, buffers = own_board(), state.buffers.take()
+        require_agreement(state, buffers)
+        if board is not None:
+            board.set_shard(min(holders_of(state)))
+            board.mark_buffers(NO_STEP, 0)
+        self.own.buffers.begin(buffers, holders_of(state, buffers))
+
+    def keep_buffers(self, step: int, stage: SnapshotPoint, buffers: Mapping[Key, torch.Tensor]) -> None:
+        """Keep this rank's buffers as those after ``step``, here and on its board, if they may be its own.
+
+        Call this before :meth:`store_rng_states`, so that a rank that has the streams of a moment has its buffers.
+
+        Args:
+            step: the optimizer step.
+            stage: the moment after the step.
+            buffers: copies of the buffers, which nobody changes.
+        """
+        own = self.own.buffers
+        if buffers or not own.are_settled:
+            own.keep(step, stage, buffers, own_board())
+
+    def load_rng_states(self, step: int | None = None) -> bool:
+        """Put back the newest streams after ``step`` (default: the step that was resumed at).
+
+        Returns:
+            False if this rank has no streams for that step.
+        """
+        step = self.parameter_update_lock.committed if step is None else step
+        states = self.rng_of(step)
+        if states is not None:
+            states.restore()
+        return states is not None
+
+    def rng_of(self, step: int) -> RngStates | None:
+        """Return this rank's newest streams after ``step``, from memory or, in a new process, from the board."""
+        return self.own.streams.newest(step)
+
+    # --- when training resumes ---------------------------------------------------------------------------------
+
+    def restore_streams(self, stage: SnapshotPoint | None = None) -> None:
+        """Put back the random streams that this rank had after the step that was resumed at.
+
+        Args:
+            stage: the moment after that step; default: the moment that was resumed at.
+
+        Raises:
+            RuntimeError: the streams are not known, and it is not the start of a fit.
+        """
+        if self.resumed_at is None:
+            return
+        step, resumed = self.resumed_at
+        stage = resumed if stage is None else stage
+        if not self.own.streams.restore(step, stage) and step > self.offset and stage is not SnapshotPoint.LOADED:
+            raise RuntimeError(f"the random streams of this rank after step {step} ({stage.name}) are not known")

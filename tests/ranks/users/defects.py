@@ -25,26 +25,26 @@ def buffers_are_not_taken_back() -> None:
 
 def buffers_are_a_peers() -> None:
     """Let a rank that was filled keep the buffers that it was sent."""
-    from checkpointless.state.rank_local.state import OwnState
+    from checkpointless.state.rank_local.state import RankLocalState
 
-    OwnState.put_buffers = lambda *args: None  # type: ignore[method-assign]
+    RankLocalState.put_buffers = lambda *args: None  # type: ignore[method-assign]
 
 
 def callbacks_are_a_step_ahead() -> None:
     """Keep the state of callbacks that the fault found."""
     from lightning.pytorch.trainer import call
 
-    from checkpointless.integrations.lightning.boundary.live_state import TrainerLiveState
+    from checkpointless.state.journal import StepJournal
 
-    original = TrainerLiveState.moments
+    original = StepJournal.snapshots
 
-    def moments(live: TrainerLiveState, step: int) -> Mapping[Any, Any]:
-        found = original(live, step)
+    def snapshots(journal: Any, step: int) -> Mapping[Any, Any]:
+        found = original(journal, step)
         for moment in found.values():
-            moment.objects["checkpoint"]["callbacks"] = call._call_callbacks_state_dict(live.trainer)
+            moment.objects["checkpoint"]["callbacks"] = call._call_callbacks_state_dict(journal._front._trainer)
         return found
 
-    TrainerLiveState.moments = moments  # type: ignore[method-assign, assignment]
+    StepJournal.snapshots = snapshots  # type: ignore[method-assign, assignment]
 
 
 def validations_are_repeated() -> None:

@@ -73,7 +73,7 @@ def main(caller: HPCallWrapper) -> None:
         {
             "parameters": {name: parameter.detach() for name, parameter in model.named_parameters()},
             "buffers": {name: buffer for name, buffer in model.named_buffers()},
-            "optimizer": end.digest(training.shard().values()),
+            "optimizer": end.digest(training.state.shard().values()),
             "random": {"torch": end.digest([torch.get_rng_state()])},
         }
     )

@@ -331,7 +331,9 @@ def ended(trainer: Any, model: Any) -> dict[str, Any]:
         "epoch": trainer.current_epoch,
         "parameters": {name: tensor for name, tensor in megatron.named_parameters()},
         "buffers": {name: tensor for name, tensor in megatron.named_buffers()},
-        "optimizer": end.digest(tensor for _, tensor in sorted(strategy.live_state().shard().items(), key=str_key)),
+        "optimizer": end.digest(
+            tensor for _, tensor in sorted(strategy.journal().state.shard().items(), key=str_key)
+        ),
         "callbacks": {
             type(callback).__name__: state_of(callback)
             for callback in trainer.callbacks

@@ -12,7 +12,7 @@ import pytest
 from checkpointless.callbacks import step_recorder
 from checkpointless.callbacks.step_recorder import StepRecorder
 from checkpointless.inprocess import RankShouldRestart
-from checkpointless.integrations.torch.loop import LoopTraining
+from checkpointless.integrations.torch.loop import JournaledTraining
 from checkpointless.observability.telemetry.steps import NO_EXTRAS, StepLog
 
 pytestmark = pytest.mark.nemo
@@ -42,7 +42,6 @@ def call(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Cal
     monkeypatch.setattr(step_recorder, "extras_of", lambda *_: NO_EXTRAS)
     monkeypatch.setattr(step_recorder, "_digest_of_parameters", digest)
     monkeypatch.setattr("checkpointless.integrations.torch.loop.digest_parameters", digest)
-    monkeypatch.setattr("checkpointless.integrations.torch.loop.extras_of", lambda *_: NO_EXTRAS)
     return call
 
 
@@ -67,12 +66,12 @@ def test_a_step_is_recorded_if_its_generation_went_on_meanwhile(call: Call, tmp_
 
 
 def test_so_is_one_of_a_loop_of_ones_own(call: Call, tmp_path: Path) -> None:
-    exits = SimpleNamespace(own=lambda: {"call": 0})
-    loop: Any = SimpleNamespace(
-        _log=StepLog(tmp_path, 0), _call=call, step=4, modules=[], _manager=None, _exits=exits
-    )
+    state = SimpleNamespace(modules=[], rates=list, shard=dict)
+    own = SimpleNamespace(streams=SimpleNamespace(digests=lambda step: None))
+    manager = SimpleNamespace(own=own)
+    loop: Any = SimpleNamespace(_log=StepLog(tmp_path, 0), _call=call, step=4, state=state, _manager=manager)
     try:
-        LoopTraining._record(loop, 0.5)
+        JournaledTraining._record(loop, 0.5)
     except RankShouldRestart:
         assert recorded(tmp_path) == []
     else:

@@ -86,10 +86,10 @@ def test_what_a_step_has_changed_is_taken_back() -> None:
     layer = Layer()
     tensors = MegatronTensors([model(layer)], None)
     layer.fp8_meta["scaling_fwd"].scale.fill_(3.0)
-    kept = tensors.copy_buffers()
+    kept = tensors.buffers.take()
     layer.fp8_meta["scaling_fwd"].scale.fill_(5.0)
     layer.fp8_meta["scaling_bwd"].amax_history.fill_(7.0)
-    tensors.put_buffers(kept)
+    tensors.buffers.put(kept)
     assert layer.fp8_meta["scaling_fwd"].scale.tolist() == [3.0] * 3
     assert layer.fp8_meta["scaling_bwd"].amax_history.sum() == 0
 
@@ -98,7 +98,7 @@ def test_a_history_of_another_length_is_followed() -> None:
     layer = Layer()
     tensors = MegatronTensors([model(layer)], None)
     layer.fp8_meta["scaling_fwd"].amax_history = torch.ones(5, 3)
-    kept = tensors.copy_buffers()
+    kept = tensors.buffers.take()
     assert kept["model", 0, "1.checkpointless_scaling_fwd_amax_history"].shape == (5, 3)
 
 
@@ -120,11 +120,11 @@ def test_a_large_history_that_a_kernel_has_written_is_copied_again() -> None:
     tensors = MegatronTensors([model(layer)], None)
     history = torch.zeros(100_000, 3)  # more than a mebibyte
     layer.fp8_meta["scaling_fwd"].amax_history = history
-    tensors.copy_buffers()
+    tensors.buffers.take()
     version = history._version
     ctypes.memset(history.data_ptr(), 0x3F, history.nbytes)
     assert history._version == version
-    kept = tensors.copy_buffers()
+    kept = tensors.buffers.take()
     assert torch.equal(kept["model", 0, "1.checkpointless_scaling_fwd_amax_history"], history)
 
 

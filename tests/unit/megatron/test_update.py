@@ -14,8 +14,8 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from checkpointless.inprocess import ParameterUpdateLock, UnrecoverableError
-from checkpointless.integrations.megatron import update
 from checkpointless.integrations.megatron.update import GuardedUpdate, unguardable
+from checkpointless.recovery import guard as recovery_guard
 
 pytestmark = pytest.mark.nemo
 
@@ -68,8 +68,7 @@ def votes(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         if answer is not None:
             raise answer
 
-    defaults: Any = update.guarded_update.__kwdefaults__
-    monkeypatch.setitem(defaults, "vote", vote)
+    monkeypatch.setattr(recovery_guard, "vote", vote)
     return coming
 
 
@@ -80,16 +79,18 @@ def guard(optimizer: Any, lock: ParameterUpdateLock) -> list[tuple[str, int]]:
         told.append(("ready", step))
         lock.mark_ready(step)
 
-    GuardedUpdate(
-        optimizer,
-        models=(),
-        lock=lock,
-        step=lambda: lock.committed + 1,
-        ready=ready,
-        applied=lambda step: told.append(("applied", step)),
+    class Steps:
+        making = property(lambda _: lock.committed + 1)
+
+    step = lock.committed + 1
+    call: Any = SimpleNamespace(
+        steps=Steps(),
+        parameter_update_lock=lock,
+        enter_phase=lambda phase, step: told.append((phase, step)),
         committed=lambda step: told.append(("committed", step)),
-        phase=lambda phase, step: told.append((phase, step)),
     )
+    journal: Any = SimpleNamespace(ready=ready, applied=lambda: told.append(("applied", step)))
+    GuardedUpdate(optimizer, (), recovery_guard.UpdateGuard(call, journal))
     return told
 
 
@@ -100,7 +101,8 @@ def test_a_step_goes_one_way_whether_it_is_skipped_or_not(votes: list[Any], over
     told = guard(optimizer, lock)
     votes.append(None)
     assert optimizer.step() is not overflows
-    assert told == [("ready", 5), ("optimizer", 5), ("applied", 5), ("committed", 5), ("after_optimizer", 5)]
+    names = ("before_optimizer", "ready", "optimizer", "applied", "committed", "after_optimizer")
+    assert told == [(name, 5) for name in names]
     assert optimizer.updates == (0 if overflows else 1)
     assert lock.committed == 5
 

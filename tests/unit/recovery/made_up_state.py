@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import torch
 
+from checkpointless.recovery import CheckpointManager
+from checkpointless.state.journal import FrontEnd, StepJournal
 from checkpointless.state.snapshot import SnapshotPoint, StepSnapshot
 from checkpointless.transfer.rank_groups import Group
 from checkpointless.transfer.tensor_entry import Key, TensorEntry
@@ -17,7 +20,7 @@ MOMENTUM: Key = ("optimizer", 0, 0, 0, "momentum")
 
 
 class MadeUpState:
-    """Stands in for a :class:`checkpointless.state.live_state.LiveState`.
+    """Stands in for a :class:`checkpointless.state.port.TrainingState`.
 
     Args:
         step: the step that it is at.
@@ -33,21 +36,14 @@ class MadeUpState:
         self.holders: dict[Key, Group] = {}  # of the tensors that others hold
         self._adoptable = set(adoptable)
         self.present = {key: torch.full((1,), float(step)) for key in (WEIGHT, BUFFER, MOMENTUM)}
+        self.buffers: Any = SimpleNamespace(take=lambda: {BUFFER: self.present[BUFFER].clone()})
+        self.are_reduced = True
 
-    def group(self) -> tuple[int, ...]:
-        return self.all_holders
-
-    def parts(self, keys: Iterable[Key]) -> Mapping[Group, Sequence[Key]]:
+    def replica_groups(self, keys: Iterable[Key]) -> Mapping[Group, Sequence[Key]]:
         found: dict[Group, list[Key]] = {}
         for key in keys:
             found.setdefault(self.holders.get(key, self.all_holders), []).append(key)
         return found
-
-    def are_reduced(self) -> bool:
-        return True
-
-    def join_objects(self, objects: Mapping[Group, Any]) -> Any:
-        return {"joined": dict(objects)}
 
     def tensors(self) -> dict[Key, torch.Tensor]:
         return dict(self.present)
@@ -58,42 +54,46 @@ class MadeUpState:
     def shard(self) -> dict[Key, torch.Tensor]:
         return {MOMENTUM: self.present[MOMENTUM]}
 
-    def moments(self, step: int) -> Mapping[SnapshotPoint, StepSnapshot]:
-        def moment(stage: SnapshotPoint) -> StepSnapshot:
-            gone: Key = ("model", 0, "gone")
-            buffers = {BUFFER: torch.full((1,), 10.0 * step + stage), gone: torch.ones(1)}
-            return StepSnapshot({"step": step, "stage": int(stage)}, buffers)
+    def capture(self) -> Callable[[], dict[str, Any]]:
+        return dict
 
-        return {stage: moment(stage) for stage in (SnapshotPoint.COMMITTED, SnapshotPoint.CHECKED)}
+    def restore(self, captured: Mapping[str, Any]) -> None:
+        pass
 
-    def own_buffers(self, step: int) -> Mapping[SnapshotPoint, Mapping[Key, torch.Tensor]]:
-        return {SnapshotPoint.COMMITTED: {BUFFER: torch.full((1,), 10.0 * step)}}
+    def allocate(
+        self, entries: Sequence[TensorEntry], held: Mapping[Key, torch.Tensor] = MappingProxyType({})
+    ) -> Mapping[Key, torch.Tensor]:
+        found = held.keys() & self._adoptable
+        self.present.update({key: held[key] for key in found})
+        self.adopted += sorted(found, key=str)
+        return self.present
 
-    def copy_buffers(self) -> Mapping[Key, torch.Tensor]:
-        return {BUFFER: self.present[BUFFER].clone()}
-
-    def own_parts(self, objects: Mapping[str, Any]) -> Mapping[str, Any]:
-        return {}
-
-    def resumed(self, step: int, stage: SnapshotPoint, objects: dict[str, Any]) -> None:
-        self.step = step
-
-    def apply_held_update(self) -> None:
+    def finish_update(self) -> None:
         if self.fails:
             raise RuntimeError("interrupted")
         self.applied += 1
 
-    def adopt(self, tensors: Mapping[Key, torch.Tensor]) -> set[Key]:
-        found = tensors.keys() & self._adoptable
-        self.present.update({key: tensors[key] for key in found})
-        self.adopted += sorted(found, key=str)
-        return found
-
-    def room(self, entries: Sequence[TensorEntry]) -> Mapping[Key, torch.Tensor]:
-        return self.present
-
-    def load_objects(self, objects: Mapping[str, Any]) -> None:
+    def rederive(self, first: bool = False) -> None:
         pass
 
-    def derive(self) -> None:
-        pass
+
+class MadeUpJournal(StepJournal):
+    """Has snapshots of every step.
+
+    Args:
+        state: the state.
+    """
+
+    def __init__(self, state: MadeUpState) -> None:
+        super().__init__(state, CheckpointManager(), FrontEnd())
+
+    def snapshots(self, step: int) -> Mapping[SnapshotPoint, StepSnapshot]:
+        def snapshot(point: SnapshotPoint) -> StepSnapshot:
+            gone: Key = ("model", 0, "gone")
+            buffers = {BUFFER: torch.full((1,), 10.0 * step + point), gone: torch.ones(1)}
+            return StepSnapshot({"step": step, "stage": int(point)}, buffers)
+
+        return {point: snapshot(point) for point in (SnapshotPoint.COMMITTED, SnapshotPoint.CHECKED)}
+
+    def buffers(self, step: int) -> Mapping[SnapshotPoint, Mapping[Key, torch.Tensor]]:
+        return {SnapshotPoint.COMMITTED: {BUFFER: torch.full((1,), 10.0 * step)}}

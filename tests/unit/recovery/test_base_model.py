@@ -9,21 +9,23 @@ import torch
 
 from checkpointless.inprocess.parameter_update_lock import CommitState
 from checkpointless.recovery import base_model
-from checkpointless.recovery.base_model import FrozenBaseModel, NoBaseModel
+from checkpointless.recovery.base_model import BaseModel
 from checkpointless.recovery.decide import Decision, Verdict
 from checkpointless.state.held_state import HeldState
 from checkpointless.state.serialization.digest import MemoryChecksumManager
-from tests.unit.recovery.made_up_state import BUFFER, MOMENTUM, WEIGHT, MadeUpState
+from tests.unit.recovery.made_up_state import BUFFER, MOMENTUM, WEIGHT, MadeUpJournal, MadeUpState
 
 
-def frozen(checksum: bool = False) -> FrozenBaseModel:
-    base = FrozenBaseModel(MemoryChecksumManager(checksum))
+def frozen(checksum: bool = False) -> BaseModel:
+    base = BaseModel(MemoryChecksumManager(checksum))
     base.trained = {"buffer"}
     return base
 
 
 def held(live: MadeUpState) -> HeldState:
-    return HeldState.of(live, CommitState(3, ready=False, torn=False), MemoryChecksumManager(), fit=1, offset=0)
+    return HeldState.of(
+        MadeUpJournal(live), CommitState(3, ready=False, torn=False), MemoryChecksumManager(), fit=1, offset=0
+    )
 
 
 def test_frozen_weights_are_taken_out_of_what_is_held() -> None:
@@ -42,7 +44,7 @@ def test_frozen_weights_are_taken_out_of_what_is_held() -> None:
 
 
 def test_nothing_is_frozen_before_it_is_known_what_is_trained() -> None:
-    base, state = FrozenBaseModel(MemoryChecksumManager()), held(MadeUpState(3))
+    base, state = BaseModel(MemoryChecksumManager()), held(MadeUpState(3))
     base.part_from(state)
     assert base.weights is None
     assert list(state.tensors) == [WEIGHT, BUFFER, MOMENTUM]
@@ -94,7 +96,7 @@ def test_where_nobody_is_refilled_nobody_is_asked() -> None:
 
 
 def test_without_a_base_model_all_is_held_and_nothing_is_moved() -> None:
-    base, state = NoBaseModel(), held(MadeUpState(3))
+    base, state = BaseModel(MemoryChecksumManager()), held(MadeUpState(3))
     base.part_from(state)
     base.attached(MadeUpState(3))
     base.offload(state)

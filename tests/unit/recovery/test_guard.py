@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from checkpointless.inprocess import ParameterUpdateLock, RankShouldRestart
-from checkpointless.recovery.guard import guarded_update, vote
+from checkpointless.recovery.guard import UpdateGuard, vote
 
 
 @pytest.fixture(autouse=True)
@@ -37,15 +39,11 @@ def test_an_aborted_vote_that_ends_like_one_that_succeeded_is_lost(
     lock = ParameterUpdateLock()
     lock.set_committed(3)
     updated: list[int] = []
+    call: Any = SimpleNamespace(
+        steps=SimpleNamespace(making=4), parameter_update_lock=lock, enter_phase=lambda phase, step: None
+    )
     with pytest.raises(RankShouldRestart):
-        guarded_update(
-            4,
-            lambda: updated.append(4),
-            lock=lock,
-            ready=lock.mark_ready,
-            committed=lambda step: None,
-            phase=lambda phase, step: None,
-        )
+        UpdateGuard(call, None)(lambda: updated.append(4))
     assert updated == []
     assert lock.state().ready
     assert not lock.state().torn

@@ -14,11 +14,11 @@ from checkpointless.inprocess.parameter_update_lock import CommitState
 from checkpointless.state.held_state import HeldState
 from checkpointless.state.serialization.digest import MemoryChecksumManager
 from checkpointless.state.snapshot import SnapshotPoint, StepSnapshot
-from tests.unit.recovery.made_up_state import MadeUpState
+from tests.unit.recovery.made_up_state import MadeUpJournal, MadeUpState
 
 
 def hold(live: MadeUpState, commit: CommitState, checksum: bool = False) -> HeldState:
-    return HeldState.of(live, commit, MemoryChecksumManager(checksum), fit=2, offset=7)
+    return HeldState.of(MadeUpJournal(live), commit, MemoryChecksumManager(checksum), fit=2, offset=7)
 
 
 @pytest.mark.parametrize("torn", [True, False])
@@ -29,7 +29,7 @@ def test_moments_and_digest_are_those_of_a_whole_state(torn: bool) -> None:
     assert list(held.moments) == ([] if torn else [SnapshotPoint.COMMITTED, SnapshotPoint.CHECKED])
     assert set(held.buffers) == {(3, SnapshotPoint.COMMITTED), (4, SnapshotPoint.COMMITTED)}
     assert all(held.tensors[key].data_ptr() == tensor.data_ptr() for key, tensor in live.tensors().items())
-    assert (held.live, held.fit, held.offset) == (None, 2, 7)
+    assert (held.journal, held.fit, held.offset) == (None, 2, 7)
 
 
 @pytest.mark.parametrize("redone", [True, False])
@@ -86,15 +86,15 @@ def test_an_update_that_is_interrupted_belongs_to_no_step() -> None:
 
 
 def test_the_parts_of_a_step_that_is_to_be_redone_are_those_after_it() -> None:
-    class Parts(MadeUpState):
+    class Parts(MadeUpJournal):
         def own_parts(self, objects: Mapping[str, Any]) -> dict[str, Any]:
             return {"a callback": objects["step"]}
 
-    held = hold(Parts(step=3), CommitState(3, ready=True, torn=False))
-    now, redone = (held.own_parts(Parts(step=0), target, SnapshotPoint.COMMITTED) for target in (None, 4))
+    held, fresh = hold(MadeUpState(step=3), CommitState(3, ready=True, torn=False)), Parts(MadeUpState(step=0))
+    now, redone = (held.own_parts(fresh, target, SnapshotPoint.COMMITTED) for target in (None, 4))
     assert now.keys() == redone.keys() == {"a callback"}
     assert now != redone
-    assert held.own_parts(Parts(step=0), None, SnapshotPoint.TURNED) == {}
+    assert held.own_parts(fresh, None, SnapshotPoint.TURNED) == {}
 
 
 def test_a_moment_is_not_changed_by_what_is_held() -> None:
@@ -149,9 +149,9 @@ def test_buffers_may_be_written_to() -> None:
 def test_an_update_gives_way_if_memory_is_short_and_then_a_state_that_replicas_have() -> None:
     held = hold(MadeUpState(step=3), CommitState(3, ready=True, torn=False))
     held.outlive()
-    assert held.live is not None
+    assert held.journal is not None
     held.outlive(memory_is_short=True)
-    assert held.live is None
+    assert held.journal is None
     assert held.commit == CommitState(3, ready=False, torn=False)
     held.is_superseded = True
     held.outlive()
@@ -174,5 +174,5 @@ def test_an_update_that_no_other_rank_can_have_is_kept_if_memory_is_short() -> N
     live.all_holders = (0,)
     held = hold(live, CommitState(3, ready=True, torn=False))
     held.outlive(memory_is_short=True)
-    assert held.live is not None
+    assert held.journal is not None
     assert held.commit.ready

@@ -7,8 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from checkpointless.integrations.torch.torch_tensors import ModuleState, unfit_hooks
+from checkpointless.integrations.torch.torch_tensors import ExtraState, unfit_hooks
 from checkpointless.state.module_tensors import TrainingTensors
+
+
+class Tensors(TrainingTensors):
+    """Modules of this rank alone."""
 
 
 class Counter(torch.nn.Module):
@@ -27,23 +31,24 @@ def test_modes_and_extra_state_are_put_back() -> None:
     calls, counter = [3], Counter(None)
     first = torch.nn.Sequential(torch.nn.Dropout(), Counter({"calls": calls}), torch.nn.Linear(2, 2))
     first[0].eval()
-    taken = ModuleState([first]).take()
+    state, extra = Tensors([first], []).capture()(), ExtraState([first]).take()
     calls[0] = 4
     second = torch.nn.Sequential(torch.nn.Dropout(), counter, torch.nn.Linear(2, 2))
-    ModuleState([second]).put(taken)
+    Tensors([second], []).restore(state)
+    ExtraState([second]).put(extra)
     assert [part.training for part in second.modules()] == [True, False, True, True]
     assert counter.count == {"calls": [3]}, "what was taken is nobody's to change"
 
 
 def test_nothing_is_put_back_of_a_state_that_has_nothing() -> None:
     module = torch.nn.Dropout().eval()
-    ModuleState([module]).put({})
+    Tensors([module], []).restore({})
     assert not module.training
 
 
 def test_an_extra_state_that_cannot_travel_is_named() -> None:
-    assert ModuleState([Counter(1)]).unfit() is None
-    reason = ModuleState([torch.nn.Sequential(Counter(object()))]).unfit()
+    assert ExtraState([Counter(1)]).unfit() is None
+    reason = ExtraState([torch.nn.Sequential(Counter(object()))]).unfit()
     assert reason is not None
     assert reason.startswith("Counter.get_extra_state returns what cannot travel")
 
@@ -60,22 +65,17 @@ def test_hooks_of_ddp_that_keep_something_are_refused() -> None:
     assert "the communication hook print keeps a dict from step to step" in str(unfit_hooks([wrapper]))
 
 
-class Tensors(TrainingTensors):
-    def group(self) -> tuple[int, ...]:
-        return (0,)
-
-
 @pytest.mark.parametrize("how", ["written", "replaced"])
 def test_buffers_that_are_written_to_are_found(how: str) -> None:
     norm = torch.nn.BatchNorm1d(2)
     tensors = Tensors([torch.nn.Sequential(torch.nn.BatchNorm1d(2), norm)], [])
-    tensors.mark_buffers()
-    assert tensors.written_buffers() == []
+    tensors.buffers.mark()
+    assert tensors.buffers.written() == []
     if how == "written":
         next(norm.buffers()).add_(1)
     else:
         norm.running_mean = torch.zeros(2)
-    assert tensors.written_buffers() == [("model", 0, "1.running_mean")]
+    assert tensors.buffers.written() == [("model", 0, "1.running_mean")]
 
 
 def test_new_buffers_are_found_where_a_state_dict_has_them() -> None:
@@ -84,8 +84,8 @@ def test_new_buffers_are_found_where_a_state_dict_has_them() -> None:
     module[1].register_buffer("same", shared)  # a second name of it
     module[1].register_buffer("later", None)
     tensors = Tensors([module], [])
-    assert tensors.new_buffers() == []
+    assert tensors.buffers.new([module]) == []
     module[1].later = torch.zeros(1)
     module[0].register_buffer("cache", torch.zeros(1), persistent=False)
-    assert tensors.new_buffers() == ["1.later"]
+    assert tensors.buffers.new([module]) == ["1.later"]
     assert ("model", 0, "0.cache") not in tensors.model(), "nobody who is made anew has it"

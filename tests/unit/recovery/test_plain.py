@@ -12,9 +12,11 @@ import torch.distributed as dist
 
 from checkpointless.inprocess import UnrecoverableError
 from checkpointless.integrations.torch import torch_tensors
-from checkpointless.integrations.torch.param_groups import without_scheduler
 from checkpointless.integrations.torch.plain import PlainTraining
 from checkpointless.recovery.manager import CheckpointManager
+from checkpointless.state.journal import Captured, Taken
+from checkpointless.state.param_groups import without_scheduler
+from checkpointless.state.snapshot import SnapshotPoint
 
 
 @pytest.fixture(autouse=True)
@@ -51,14 +53,14 @@ def test_an_optimizer_that_communicates_is_refused_in_the_jobs_first_step(
     train: Callable[..., PlainTraining],
 ) -> None:
     with pytest.raises(UnrecoverableError, match="an optimizer communicates in its step"):
-        train(0).step_optimizers()
+        train(0)._tensors.finish_update()
 
 
 def test_after_a_fault_whatever_communicates_beside_an_update_is_no_reason_to_end_the_job(
     train: Callable[..., PlainTraining],
 ) -> None:
     """Copies of the state are exchanged by a thread, and may be while the next step is applied."""
-    assert train(1).step_optimizers()
+    train(1)._tensors.finish_update()
 
 
 def test_a_users_module_may_have_a_method_of_the_name_of_fsdps(train: Callable[..., PlainTraining]) -> None:
@@ -71,36 +73,47 @@ def test_a_users_module_may_have_a_method_of_the_name_of_fsdps(train: Callable[.
 
 def test_a_change_of_weights_counts_until_the_state_is_taken_again(train: Callable[..., PlainTraining]) -> None:
     training = train(1)
-    assert training.changed() == "", "nothing has been taken yet"
-    training.apply_held_update()
-    assert training.changed() == ""
+    journal = training._journal
+    assert journal.changed() == "", "nothing has been captured yet"
+    make(training, 1)
+    assert journal.changed() == ""
     with torch.no_grad():
-        next(training.modules[0].parameters()).clamp_(-0.1, 0.1)
-    assert "has to be a part of the update" in training.changed()
-    training.applied()
-    assert training.changed() == ""
+        next(training.state.modules[0].parameters()).clamp_(-0.1, 0.1)
+    assert "parameters were changed beside the update since step 1" in journal.changed()
+    training._updated = 0  # in a step it is a change of what the loop begins with
+    begin_next(training)
+    assert journal.changed() == ""
 
 
 def test_rates_that_are_changed_behind_the_update_are_refused(train: Callable[..., PlainTraining]) -> None:
     """A scheduler that is given steps with the update; a loop that steps it as well steps it twice."""
     training = train(1)
-    training._ready_step = 1
-    training.apply_held_update()
-    training.step = 1
-    training.more_objects()
-    training.optimizers[0].param_groups[0]["lr"] *= 0.5
+    make(training, 1)
+    begin_next(training)
+    training._tensors.optimizers[0].param_groups[0]["lr"] *= 0.5
     with pytest.raises(UnrecoverableError, match=r"learning rates were changed between update\(\) of step 1"):
-        training.more_objects()
-    training._ready_step = 2  # in a step they may be changed
-    training.more_objects()
+        begin_next(training)
+    make(training, 2)  # in a step they may be changed
+    begin_next(training)
+
+
+def make(training: PlainTraining, step: int) -> None:
+    """Apply the update of ``step``, whose gradients are final."""
+    training._journal._pending = step, Captured(), Taken(dict, {})
+    training.state.finish_update()
+    training._journal.applied()
+    training.step = step
+
+
+def begin_next(training: PlainTraining) -> None:
+    """Begin the step after the newest one."""
+    training._journal.reached(training.step, SnapshotPoint.COMMITTED, keeps_streams=False)
 
 
 def _taken_behind_the_first_update(training: PlainTraining) -> torch.nn.Parameter:
     """Return a parameter of a training whose first update is applied, and whose state was taken within it."""
-    training._done, training._ready_step = 0, 1
-    training.apply_held_update()
-    training.step = 1
-    return next(iter(training.modules[0].parameters()))
+    make(training, 1)
+    return next(iter(training.state.modules[0].parameters()))
 
 
 def test_other_weights_that_are_put_back_behind_the_update_are_no_change(
@@ -112,7 +125,7 @@ def test_other_weights_that_are_put_back_behind_the_update_are_no_change(
     with torch.no_grad():
         weight.mul_(0.5)
         weight.copy_(raw)
-    training.more_objects()
+    begin_next(training)
 
 
 @pytest.mark.parametrize("is_counted", [True, False])
@@ -125,9 +138,9 @@ def test_weights_that_are_changed_beside_an_update_are_refused(
     with torch.no_grad():
         (weight if is_counted else weight.data)[1, 1] = 7.0
     with pytest.raises(UnrecoverableError, match=r"parameter weight is changed between update\(\)"):
-        training.more_objects()
-    training._ready_step = 2  # the next step has begun with these
-    training.more_objects()
+        begin_next(training)
+    training._updated = 0  # the step has begun with these
+    begin_next(training)
     training._refuse_changes("in a step before its update()")
     with torch.no_grad():
         (weight if is_counted else weight.data)[1, 1] = 8.0
@@ -138,10 +151,10 @@ def test_weights_that_are_changed_beside_an_update_are_refused(
 def test_nothing_is_compared_behind_the_first_steps(train: Callable[..., PlainTraining]) -> None:
     training = train(1)
     weight = _taken_behind_the_first_update(training)
-    training.step = training._ready_step = 3
+    training.step = training._updated = 3
     with torch.no_grad():
         weight.mul_(0.5)
-    training.more_objects()
+    begin_next(training)
     training._refuse_changes("in a step before its update()")
 
 
@@ -184,16 +197,15 @@ def test_what_is_missing_is_said() -> None:
 
 
 def test_other_weights_say_nothing_of_what_was_written_before_them(train: Callable[..., PlainTraining]) -> None:
-    training = train(0)
-    (weight, *_) = training.updated_parameters()
-    training._at_boundary.note()
+    training = train(1)
+    weight = _taken_behind_the_first_update(training)
     with torch.no_grad(), training.other_weights():
         weight.mul_(2)
         weight.div_(2)
-    assert not training.changed()
+    assert not training._journal.changed()
     with torch.no_grad():
         weight.clamp_(max=0.0)
         with training.other_weights():
             weight.mul_(2)
             weight.div_(2)
-    assert "parameters were changed" in training.changed()
+    assert "parameters were changed" in training._journal.changed()

@@ -10,6 +10,7 @@ import torch
 
 from checkpointless.recovery import refill
 from checkpointless.recovery.refill import Refill
+from checkpointless.state.port import MODEL, PARAMETER
 from checkpointless.transfer.tensor_entry import Key, TensorEntry
 from checkpointless.transfer.transfer import Fill, TransferReport
 from tests.unit.recovery.made_up_state import BUFFER, MOMENTUM, WEIGHT, MadeUpState
@@ -53,7 +54,8 @@ def receiver(
 def test_a_living_rank_serves_its_destinations_first_and_takes_back_what_is_its_own(sent: list[Any]) -> None:
     live, held = MadeUpState(0, adoptable=[MOMENTUM]), dict(HELD)
     live.all_holders = (0, 1, 2, 3, 5)
-    refills = {3: ((live.group(), (0, 1)),), 4: (((4, 6), (6,)),), 2: ((live.group(), (0, 1)),)}
+    mine = live.all_holders
+    refills = {3: ((mine, (0, 1)),), 4: (((4, 6), (6,)),), 2: ((mine, (0, 1)),)}
     objects, report = Refill().move(live, refills, held, {"step": 5}, memory_budget_bytes=1)
     assert sent == [([WEIGHT, BUFFER, MOMENTUM], {"step": 5}, [Fill(2, 1, 2), Fill(3, 1, 2)])]
     assert objects == {"step": 5}
@@ -64,6 +66,8 @@ def test_a_living_rank_serves_its_destinations_first_and_takes_back_what_is_its_
 
 
 ROW, COLUMN, EVERYBODY = (0, 1), (1, 3), (0, 1, 2, 3)
+HIS: Key = ("optimizer", 0, 0, 0)
+THEIRS: Key = ("optimizer", 0, 0, 1)
 
 
 def test_each_part_goes_to_its_own_holders_in_the_order_of_the_groups(sent: list[Any]) -> None:
@@ -84,17 +88,20 @@ def test_a_rank_takes_objects_from_a_holder_of_all_its_parts_or_joins_those_of_a
 ) -> None:
     asked: list[Sequence[int]] = []
 
-    def receive(sources: Sequence[int], room: Any, **options: Any) -> tuple[dict[str, int], TransferReport]:
+    def receive(sources: Sequence[int], room: Any, **options: Any) -> tuple[dict[str, Any], TransferReport]:
         asked.append(sources)
         room([TensorEntry.of(key, torch.ones(1)) for key in ([WEIGHT] if len(asked) == 1 else [MOMENTUM])])
-        return {"from": sources[0]}, TransferReport(bytes=12 * len(asked), sources=tuple(sources), seconds=0.5)
+        told = {"from": sources[0], MODEL: {"state": dict.fromkeys((HIS, THEIRS), sources[0])}}
+        return told, TransferReport(bytes=12 * len(asked), sources=tuple(sources), seconds=0.5)
 
     monkeypatch.setattr(refill, "receive_state", receive)
     part = Refill()
     parts = ((COLUMN, (3,)), (ROW, (0,))) if crossed else ((COLUMN, (3,)), (EVERYBODY, (0, 2, 3)))
-    objects, report = part.move(MadeUpState(0), {1: parts}, None, {}, memory_budget_bytes=1)
+    live = MadeUpState(0)
+    live.holders = {(*HIS, PARAMETER): COLUMN, (*THEIRS, PARAMETER): ROW}
+    objects, report = part.move(live, {1: parts}, None, {}, memory_budget_bytes=1)
     assert asked == ([(0,), (3,)] if crossed else [(3, 0, 2), (3,)])
-    assert objects == ({"joined": {ROW: {"from": 0}, COLUMN: {"from": 3}}} if crossed else {"from": 3})
+    assert objects == {"from": 0 if crossed else 3, MODEL: {"state": {HIS: 3, THEIRS: 0 if crossed else 3}}}
     assert (report.bytes, report.seconds, report.sources) == (36, 1.0, (0, 3) if crossed else (0, 2, 3))
     assert part.arrived.keys() == {WEIGHT, MOMENTUM}, "what one part brought is not forgotten by the next"
 

@@ -29,7 +29,7 @@ def test_what_a_peer_fills_is_whole_only_if_no_model_is_kept(keeps: bool, monkey
         raise Fault
 
     monkeypatch.setattr(mine._refill, "move", move)
-    live: Any = SimpleNamespace()
+    journal: Any = SimpleNamespace(state=None)
     with pytest.raises(Fault):
-        mine._restore(live, Decision(Verdict.RESUME, target=3, refills={0: (1,)}), 3)
+        mine._restore(journal, Decision(Verdict.RESUME, target=3, refills={0: (1,)}), 3)
     assert held.commit == CommitState(3, ready=False, torn=keeps)

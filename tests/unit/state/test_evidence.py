@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from checkpointless.state.evidence import Witness, is_same
+from checkpointless.state.journal import WeightWatch
 
 
 def model() -> torch.nn.Module:
@@ -34,16 +34,18 @@ def test_weights_that_were_exchanged_are_noticed(
     change: Callable[[list[torch.nn.Parameter]], object], is_other: bool
 ) -> None:
     weights = list(model().parameters())
-    witness = Witness(weights)
-    before = witness.take()
+    watch = WeightWatch(lambda: weights)
+    before = watch.see()
     change(weights)
-    assert is_same(before, witness.take()) is not is_other
+    assert watch.is_other(before) is is_other
+    assert not watch.is_written(before), "what is written through the data is not counted"
 
 
 def test_it_is_small_whatever_there_is() -> None:
     odd = [torch.zeros(0), torch.tensor(1.0), torch.zeros(3, 4).t(), torch.zeros(2, device="meta")]
     odd += [torch.tensor(float("nan")), torch.ones(2).to_sparse(), torch.ones(7, dtype=torch.bfloat16)]
-    witness = Witness([*odd, *model().parameters()])
-    assert sum(each.numel() for each in witness.take()) <= 8 * 64
-    assert is_same(witness.take(), witness.take()), "also where there is no number"
-    assert Witness([]).take() == ()
+    weights = [*odd, *model().parameters()]
+    watch = WeightWatch(lambda: weights)
+    assert sum(each.numel() for each in watch.see()[1]) <= 8 * 64
+    assert not watch.is_other(watch.see()), "also where there is no number"
+    assert WeightWatch(lambda: []).see() == ([], ())

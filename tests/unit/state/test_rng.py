@@ -16,7 +16,7 @@ import torch
 
 from checkpointless.launcher.protocol.board import Board
 from checkpointless.state import rng
-from checkpointless.state.rank_local.streams_on_board import StreamsOnBoard
+from checkpointless.state.rank_local.streams import StreamsOnBoard
 from checkpointless.state.rng import RngSource, RngStates, register_rng_source
 from checkpointless.state.snapshot import SnapshotPoint
 

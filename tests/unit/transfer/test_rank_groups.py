@@ -101,6 +101,6 @@ def test_a_state_is_split_by_its_holders() -> None:
 def test_a_tensor_in_no_part_or_in_two_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     live = MadeUpState(3)
     for wrong in ({(0, 1): [WEIGHT, BUFFER]}, {(0, 1): [WEIGHT, BUFFER, MOMENTUM], (1,): [WEIGHT]}):
-        monkeypatch.setattr(live, "parts", lambda keys, wrong=wrong: wrong)
-        with pytest.raises(RuntimeError, match=r"parts\(\) divides 3 keys into [24]"):
+        monkeypatch.setattr(live, "replica_groups", lambda keys, wrong=wrong: wrong)
+        with pytest.raises(RuntimeError, match=r"replica_groups\(\) divides 3 keys into [24]"):
             split(live, live.present)

@@ -16,6 +16,7 @@ from checkpointless.state.module_tensors import TrainingTensors
 from checkpointless.state.serialization.tensor_memory import local_part
 from checkpointless.transfer.rank_groups import Group, all_groups
 from checkpointless.transfer.sharded_tensors import HoldersByMesh, spread_like
+from checkpointless.transfer.tensor_entry import TensorEntry
 
 MESH = torch.arange(8).view(2, 2, 2)
 
@@ -127,8 +128,10 @@ def test_an_optimizer_goes_on_with_state_that_was_adopted_or_filled(parameter: t
     assert all(type(tensor) is torch.Tensor for tensor in before.values())
     again = torch.optim.AdamW([parameter], lr=0.1)
     tensors = TrainingTensors([module], [again])
-    adopted = tensors.adopt(before)
-    assert {key[-1] for key in adopted} == {"exp_avg", "exp_avg_sq", "step"}, "the parameter is copied"
+    places = tensors.allocate([TensorEntry.of(key, each) for key, each in before.items()], before)
+    assert {key[-1] for key in before if places[key] is before[key]} == {"exp_avg", "exp_avg_sq", "step"}, (
+        "the parameter is copied"
+    )
     again.step()
     optimizer.step()
     first, second = optimizer.state[parameter]["exp_avg"], again.state[parameter]["exp_avg"]
@@ -150,12 +153,11 @@ def test_what_an_optimizer_keeps_of_its_own_part_comes_back_as_that(parameter: t
     module, optimizer = trained(parameter)
     optimizer.state[parameter]["own"] = torch.full((4, 3), 2.0)  # of the shape of the part, but no DTensor
     tensors = TrainingTensors([module], [optimizer])
-    objects = {"groups": tensors.groups(), "state": tensors.plain_state(), "spread": tensors.spread()}
-    held = tensors.tensors()
+    objects, held = tensors.capture()(), tensors.tensors()
     again = torch.optim.AdamW([parameter], lr=0.1)
     new = TrainingTensors([module], [again])
-    new.adopt(held)
-    new.load_objects(objects)
+    new.allocate([TensorEntry.of(key, each) for key, each in held.items()], held)
+    new.restore(objects)
     state = again.state[parameter]
     assert not isinstance(state["own"], DTensor)
     assert isinstance(state["exp_avg"], DTensor)
@@ -176,9 +178,9 @@ def test_buffers_may_be_dtensors(parameter: torch.nn.Parameter) -> None:
     module: Any = torch.nn.Module()
     module.register_buffer("mean", parameter.detach().clone())
     tensors = TrainingTensors([module], [])
-    copies = tensors.copy_buffers()
+    copies = tensors.buffers.take()
     (copy,) = copies.values()
     assert type(copy) is torch.Tensor
     local_part(module.mean).zero_()
-    tensors.put_buffers(copies)
+    tensors.buffers.put(copies)
     assert torch.equal(local_part(module.mean), copy)

@@ -11,9 +11,9 @@ import lightning.pytorch as pl
 from nemo.lightning.megatron_parallel import MegatronStep
 
 from checkpointless.integrations.lightning.boundary.outcome import StepOutcome
-from checkpointless.integrations.lightning.boundary.steps import Guard
 from checkpointless.integrations.megatron.state import MegatronTensors
 from checkpointless.integrations.megatron.update import GuardedUpdate, NotedNorms
+from checkpointless.recovery.guard import UpdateGuard
 from checkpointless.state.serialization.later import Later, copy_of
 
 
@@ -41,22 +41,13 @@ class MegatronSteps:
         self._put_back: Callable[[], None]
         self._done: Callable[[], None]
 
-    def guard(self, guard: Guard) -> None:
+    def guard(self, guard: UpdateGuard) -> None:
         """Guard every update from now on.
 
         Raises:
             UnrecoverableError: the update cannot be guarded; the message says what to set.
         """
-        self._update = GuardedUpdate(
-            self._optimizer,
-            models=self._models,
-            lock=guard.lock,
-            step=guard.step,
-            ready=guard.ready,
-            applied=guard.applied,
-            committed=guard.committed,
-            phase=guard.phase,
-        )
+        self._update = GuardedUpdate(self._optimizer, self._models, guard)
 
     def outcome(self, accumulated: Later[dict[str, Any]]) -> tuple[bool, Callable[[], dict[str, Any]]]:
         """Take the outcome of the step whose gradients are final now."""

@@ -98,7 +98,7 @@ class Restoration:
             return
         base = (step - 1, SnapshotPoint(objects["base"])) if replays else (step, stage)
         # The beginning of the loops draws what it drew then, and makes loaders by the attributes that there were.
-        manager.restore_streams_of(*base)
+        manager.own.streams.restore(*base)
         self._trainer.fit_loop.resumption = Resumption(  # type: ignore[attr-defined]
             stage,
             partial(self._go_on, objects),
@@ -115,7 +115,7 @@ class Restoration:
 
     def _make_loader(self, step: int, stage: SnapshotPoint, make: Callable[[], None]) -> None:
         """Make the loader of the epoch that begins with ``make``, from the streams and attributes of a moment."""
-        self._manager.restore_streams_of(step, stage)
+        self._manager.own.streams.restore(step, stage)
         make()
         self._made_loader = RngStates.capture(), take_declared()
 
@@ -139,10 +139,10 @@ class Restoration:
         manager.saves.forget_lost(callbacks)
         put_sampler(trainer, objects["sampler"])
         self._waiting = None
-        self._keeper.live.put_buffers_back()
+        self._keeper.journal.put_back()
         if stage is SnapshotPoint.COMMITTED:  # what led to the step is replayed, with the streams from before it
             base = SnapshotPoint(objects["base"])
-            if base is not SnapshotPoint.LOADED and not manager.restore_streams_of(step - 1, base):
+            if base is not SnapshotPoint.LOADED and not manager.own.streams.restore(step - 1, base):
                 logger.warning("random numbers drawn between steps %d and %d are drawn again", step - 1, step)
         else:
             manager.restore_streams()

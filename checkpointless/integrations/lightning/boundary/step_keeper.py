@@ -1,37 +1,43 @@
-"""Takes the state of a fit at every moment after a step, and guards every update between two of them."""
+"""The front end of a trainer: guards every update, and captures what Lightning keeps beside model and optimizer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
+from typing_extensions import override
 
-from checkpointless.inprocess import HPCallWrapper
+from checkpointless.inprocess import HPCallWrapper, UnrecoverableError
 from checkpointless.integrations.lightning.boundary.epoch_metrics import Accumulated, own_part
-from checkpointless.integrations.lightning.boundary.live_state import TrainerLiveState
-from checkpointless.integrations.lightning.boundary.steps import Guard, Steps
-from checkpointless.integrations.lightning.data.position import DataPosition
+from checkpointless.integrations.lightning.boundary.kinds import ACCUMULATED, of_save_hooks, take_state
+from checkpointless.integrations.lightning.boundary.plain_attributes import kept_states
+from checkpointless.integrations.lightning.boundary.steps import Steps
+from checkpointless.integrations.lightning.data.position import DataPosition, begun_at
+from checkpointless.integrations.lightning.data.stateful import without_worker_seeds
 from checkpointless.integrations.torch.repeated_steps import repeated_steps
 from checkpointless.recovery import CheckpointManager
+from checkpointless.recovery.guard import UpdateGuard
+from checkpointless.state.journal import Captured, FrontEnd, StepBefore, StepJournal
+from checkpointless.state.port import DATA
 from checkpointless.state.rank_local.agreement import require_equal_replicas
 from checkpointless.state.snapshot import SnapshotPoint
 
 _LOOKED_AT = (2, 3)  # the steps in which is looked at what those before them have left; a first rate may be 0
 
 
-class StepKeeper:
+class StepKeeper(FrontEnd):
     """Takes hold of a trainer's model and optimizer, which are built, and guards the update.
 
     Args:
         trainer: a trainer whose strategy has been set up.
         call: the running wrapper.
-        manager: keeps what is taken; None: recovery from memory is switched off, and nothing is taken.
+        manager: keeps what is captured; None: recovery from memory is switched off, and nothing is captured.
         position: returns where the training stands in its data.
         steps: how the trainer's strategy makes steps.
 
     Attributes:
-        live: the state of the trainer.
+        journal: the journal of the fit's steps.
         steps: as given.
     """
 
@@ -46,66 +52,93 @@ class StepKeeper:
         self._trainer = trainer
         self._call = call
         self._manager = manager
+        self._position = position
         self.steps = steps
-        self.live = TrainerLiveState(trainer, steps.tensors, position)
+        self.journal = StepJournal(steps.tensors, manager or CheckpointManager(), self)
         self._computed = 0  # steps, of this fit in this generation
-        steps.guard(
-            Guard(
-                lock=call.parameter_update_lock,
-                step=lambda: call.steps.making,
-                ready=self._gradients_are_final,
-                applied=self._applied,
-                committed=self._committed,
-                phase=call.enter_phase,
-            )
-        )
+        steps.guard(UpdateGuard(call, self.journal if manager is not None else None, committed=self._copy))
 
-    def reached(self, step: int, stage: SnapshotPoint) -> None:
-        """Take the state of the moment that the loops have reached: ``stage`` after ``step``.
-
-        Args:
-            step: the newest optimizer step, counted over all fits of the block.
-            stage: the moment after ``step``.
-        """
-        manager = self._manager
-        if manager is None:
-            return
-        buffers = self.live.copy_buffers()
-        if stage is not SnapshotPoint.ACCUMULATED:  # nobody resumes there
-            manager.keep_buffers(step, stage, buffers)  # first: streams of a moment imply its buffers
-
-        def keep(accumulated: Accumulated) -> None:
-            manager.store_rng_states(step, None, stage, _own_of(accumulated))
-
-        self.live.reached(step, stage, buffers, keep)
-
-    def _applied(self, step: int) -> None:
-        buffers = self.live.applied(step)
-        if buffers is not None and self._manager is not None:  # what was kept before the update is not what is now
-            self._manager.keep_buffers(step, SnapshotPoint.COMMITTED, buffers)
-
-    def _committed(self, step: int) -> None:
-        self._call.steps.committed(step)
+    def _copy(self, step: int) -> None:
         if self._manager is not None and self._manager.tiers_are_kept:
             self._manager.make_copies(step)
 
-    def _gradients_are_final(self, step: int) -> None:
-        call, manager = self._call, self._manager
+    # --- what the journal asks for --------------------------------------------------------------------------------
+
+    @override
+    def ready(self, step: int) -> Captured:
+        """Capture the outcome of ``step``, whose gradients are final.
+
+        Raises:
+            UnrecoverableError: something other than updates has changed parameters, or replicas have parted.
+        """
         self._computed += 1
-        if manager is not None and call.generation == 0 and self._computed in _LOOKED_AT:
-            self.live.require_unchanged()
-            require_equal_replicas(self.live, step - 1)
-        if call.faults is not None:
-            call.enter_phase("before_optimizer", step)
-        if manager is not None:
-            accumulated = Accumulated(self._trainer)
-            buffers = self.live.copy_buffers()
-            self.live.ready(step, self.steps.outcome(accumulated), buffers)
-            repeated_steps.compute(step, call.steps.loss)
-            manager.keep_buffers(step, SnapshotPoint.COMMITTED, buffers)
-            manager.store_rng_states(step, call.steps.loss, SnapshotPoint.COMMITTED, _own_of(accumulated))
-            manager.replicate_rng_states(step)
-        call.parameter_update_lock.mark_ready(step)
+        if self._call.generation == 0 and self._computed in _LOOKED_AT:
+            reason = self.journal.changed()
+            if reason:  # a fault after that would find ranks whose state is that of no step
+                raise UnrecoverableError(reason)
+            require_equal_replicas(self.journal.state, step - 1)
+        accumulated = Accumulated(self._trainer)
+        succeeded, outcome = self.steps.outcome(accumulated)
+        loss = self._call.steps.loss
+        repeated_steps.compute(step, loss)
+        return Captured(lambda: {"outcome": outcome()}, _own_of(accumulated), loss, not succeeded)
+
+    @override
+    def committed(
+        self, step: int, ready: Captured, before: StepBefore | None
+    ) -> Callable[[], dict[str, Any]] | None:
+        """Return what the commit of ``step`` leaves: what the step changed, and the rest as it was before it."""
+        if before is None:
+            return None
+        base, taken = before
+        begun = take_state(self._trainer)()["sampler"] if base is SnapshotPoint.LOADED else None
+        if base is SnapshotPoint.COMMITTED:
+            taken()  # otherwise each step would hold all those before it
+
+        def objects() -> dict[str, Any]:
+            made = {**taken(), **ready.objects(), "base": int(base)}
+            if base is SnapshotPoint.LOADED:
+                made["sampler"] = begun_at(made["sampler"], begun)
+            return made
+
+        return objects
+
+    @override
+    def reached(self, step: int, point: SnapshotPoint) -> Captured:
+        """Capture what the trainer has at ``point`` after ``step``."""
+        accumulated, position, state = Accumulated(self._trainer), self._position(), take_state(self._trainer)
+
+        def objects() -> dict[str, Any]:
+            made = state()
+            return {
+                "checkpoint": made["checkpoint"],
+                "kinds": {**made["kinds"], ACCUMULATED: accumulated()},
+                "sampler": made["sampler"],
+                "data": tuple(position),
+                "outcome": None,
+                "base": None,
+            }
+
+        return Captured(objects, _own_of(accumulated))
+
+    @override
+    def own_parts(self, objects: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the states of data loaders, data module, callbacks and module, by name."""
+        checkpoint = objects["checkpoint"]
+        loops = checkpoint["loops"] or {}
+        loaders = loops.get("fit_loop", {}).get("state_dict", {}).get("combined_loader")
+        kept = kept_states(self._trainer)
+        parts: dict[str, Any] = {
+            f"the state of {key}": state for key, state in checkpoint["callbacks"].items() if key not in kept
+        }
+        if loaders:
+            parts[f"{DATA} (loaders)"] = without_worker_seeds(loaders)
+        datamodule = getattr(self._trainer, "datamodule", None)
+        if type(datamodule).__qualname__ in checkpoint:
+            parts[f"{DATA} ({type(datamodule).__qualname__})"] = checkpoint[type(datamodule).__qualname__]
+        for key, value in of_save_hooks(self._trainer, checkpoint).items():
+            parts[f"what on_save_checkpoint puts into checkpoint[{key!r}]"] = value
+        return parts
 
 
 def _own_of(accumulated: Accumulated) -> dict[str, Any] | None:

@@ -24,9 +24,8 @@ from checkpointless.callbacks.step_recorder import loss_of
 from checkpointless.inprocess import HPCallWrapper, UnrecoverableError
 from checkpointless.integrations.lightning.boundary.kinds import take_state
 from checkpointless.integrations.lightning.boundary.outcome import StepOutcome
-from checkpointless.integrations.lightning.boundary.steps import Guard
 from checkpointless.integrations.torch.torch_tensors import TorchTensors
-from checkpointless.recovery.guard import guarded_update
+from checkpointless.recovery.guard import UpdateGuard
 from checkpointless.state.serialization import state_tree
 from checkpointless.state.serialization.later import Later
 
@@ -46,21 +45,6 @@ _WITHIN = (
     "beginning of an epoch, or behind a number of batches that the old and the new value divide"
 )
 _PLUGIN = "precision"
-
-
-class LightningTensors(TorchTensors):
-    """The tensors of a Lightning module and its torch optimizers."""
-
-    def scalers(self) -> list[dict[str, Any] | None]:
-        """Return nothing: a precision plugin, not an optimizer, has the loss scaler."""
-        return []
-
-    def apply_held_update(self) -> None:
-        """Apply the update whose final gradients are held, without communication."""
-        self.step_optimizers()
-
-    def settle(self) -> None:
-        """Do nothing: a recovery derives nothing."""
 
 
 class TorchSteps:
@@ -83,16 +67,16 @@ class TorchSteps:
         self._trainer = trainer
         self._call = call
         self._scaler: Any = getattr(trainer.precision_plugin, "scaler", None)
-        self.tensors = LightningTensors([strategy.model], strategy.optimizers, is_known=call.high_water > 0)
+        self.tensors = TorchTensors([strategy.model], strategy.optimizers, is_known=call.high_water > 0)
         self.tensors.arrange()
         self._loop = ObservedOptimization.adopt(trainer, self)
         self.replayed: StepOutcome | None = None
-        self._guard: Guard | None = None
+        self._guard: UpdateGuard | None = None
         self._is_updated = self._overflows = False
         self._accumulates = False if call.high_water > 0 else None  # whether gradients wait for more; None: unknown
         self._to_put_back: list[Callable[[], None]] = []
 
-    def guard(self, guard: Guard) -> None:
+    def guard(self, guard: UpdateGuard) -> None:
         """Guard every update from now on."""
         self._guard = guard
 
@@ -161,20 +145,15 @@ class TorchSteps:
         return loss
 
     def _update(self, update: Callable[[], Any]) -> None:
-        guard = self._guard
-        assert guard is not None
+        assert self._guard is not None
         if self._is_updated:
             raise UnrecoverableError(_TWICE)
-        step = guard.step()
 
         def apply() -> None:
             with self.tensors.watched():
                 update()
-            guard.applied(step)
 
-        guarded_update(
-            step, apply, lock=guard.lock, ready=guard.ready, committed=guard.committed, phase=guard.phase
-        )
+        self._guard(apply)
         self._is_updated = True
 
     def outcome(self, accumulated: Later[dict[str, Any]]) -> tuple[bool, Callable[[], dict[str, Any]]]:

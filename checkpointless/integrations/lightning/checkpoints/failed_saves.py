@@ -214,7 +214,7 @@ class FailedSaves:
 
     def _step(self) -> int:
         """Return the newest step of the rank."""
-        return int(self._strategy().live_state().newest_moment[0])
+        return int(self._strategy().journal().newest[0])
 
 
 def reasons_by(error: CheckpointException) -> dict[str, str]:

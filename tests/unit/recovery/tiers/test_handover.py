@@ -17,7 +17,7 @@ from checkpointless.replication.tiers import handover
 from checkpointless.replication.tiers.handover import clear, hand_over, take_over
 from checkpointless.replication.tiers.snapshot import Snapshot
 from checkpointless.state.held_state import HeldState
-from checkpointless.state.rank_local.state import OwnState
+from checkpointless.state.rank_local.state import RankLocalState
 from checkpointless.state.rng import RngStates
 from checkpointless.state.snapshot import SnapshotPoint, StepSnapshot
 from checkpointless.system.environment import HANDOVER_ENV
@@ -45,7 +45,7 @@ def held(torn: bool = False) -> HeldState:
 
 
 def test_it_comes_back_as_it_was(folder: Path) -> None:
-    own, state = OwnState(0), held()
+    own, state = RankLocalState(0), held()
     own.streams.keep(7, RngStates.capture(0.25, own={"norms": [1.0, 2.0]}))
     drawn = torch.rand(1)
     estate = Snapshot(state, {("model", 1, "frozen"): torch.ones(2)}, 2, {1: {"epoch": 3}}, ((4, 7, 1, True),))
@@ -54,7 +54,7 @@ def test_it_comes_back_as_it_was(folder: Path) -> None:
     (root,) = folder.iterdir()
     (part,) = root.iterdir()
     assert (root.stat().st_mode & 0o777, part.stat().st_mode & 0o777) == (0o700, 0o600)
-    successor = OwnState(0)
+    successor = RankLocalState(0)
     found = take_over(successor)
     assert found is not None
     assert found.held.commit == state.commit
@@ -77,20 +77,20 @@ def test_it_comes_back_as_it_was(folder: Path) -> None:
 
 
 def test_what_the_process_before_has_left_stays_if_nothing_is_held(folder: Path) -> None:
-    hand_over(Snapshot(held()), OwnState(0), 7)
-    nbytes, problem = hand_over(None, OwnState(0), 7)
+    hand_over(Snapshot(held()), RankLocalState(0), 7)
+    nbytes, problem = hand_over(None, RankLocalState(0), 7)
     assert (nbytes > 0, problem) == (True, "")
-    assert take_over(OwnState(0)) is not None
+    assert take_over(RankLocalState(0)) is not None
 
 
 @pytest.mark.parametrize("at", ["middle", "end"])
 def test_what_is_damaged_is_not_used(folder: Path, at: str, caplog: pytest.LogCaptureFixture) -> None:
-    hand_over(Snapshot(held()), OwnState(0), 7)
+    hand_over(Snapshot(held()), RankLocalState(0), 7)
     (part,) = folder.glob("rank-*/*")
     content = bytearray(part.read_bytes())
     content[len(content) // 2 if at == "middle" else -1] ^= 1
     part.write_bytes(content)
-    assert take_over(OwnState(0)) is None
+    assert take_over(RankLocalState(0)) is None
     assert "handed over cannot be used" in caplog.text
 
 
@@ -104,7 +104,7 @@ def test_nothing_is_written_without_room(folder: Path, monkeypatch: pytest.Monke
         for name, value in {"max": "100000", "current": "90000", "stat": "anon 1\ninactive_file 9000"}.items():
             (group / f"memory.{name}").write_text(f"{value}\n")
         monkeypatch.setattr(memory, "_CONTROL_GROUP", group)
-    nbytes, problem = hand_over(Snapshot(held()), OwnState(0), 7)
+    nbytes, problem = hand_over(Snapshot(held()), RankLocalState(0), 7)
     assert nbytes == 0
     assert "are needed in" in problem
     assert problem.endswith(f"{size(16384 if where == 'folder' else 19000)} are free")
@@ -117,23 +117,24 @@ class Trained:
     def __init__(self) -> None:
         self.step = 7
 
-    def apply_held_update(self) -> None:
+    def finish_update(self) -> None:
         self.step += 1
 
     def tensors(self) -> dict[Key, torch.Tensor]:
         return {WEIGHT: torch.full((2,), float(self.step))}
 
-    def moments(self, step: int) -> dict[SnapshotPoint, StepSnapshot]:
+    def snapshots(self, step: int) -> dict[SnapshotPoint, StepSnapshot]:
         return {SnapshotPoint.COMMITTED: StepSnapshot({"step": step})}
 
 
 @pytest.mark.parametrize("high_water", [7, 8])
 def test_an_update_that_another_rank_has_made_is_made_first(folder: Path, high_water: int) -> None:
-    live: Any = Trained()
+    journal: Any = Trained()
+    journal.state = journal
     commit = CommitState(7, ready=True, torn=False)
-    state = HeldState(commit, live.tensors(), live.moments(7), live=live)
-    assert hand_over(Snapshot(state), OwnState(0), high_water)[1] == ""
-    found = take_over(OwnState(0))
+    state = HeldState(commit, journal.tensors(), journal.snapshots(7), journal=journal)
+    assert hand_over(Snapshot(state), RankLocalState(0), high_water)[1] == ""
+    found = take_over(RankLocalState(0))
     assert found is not None
     assert found.held.commit == CommitState(high_water, ready=False, torn=False)
     assert found.held.tensors[WEIGHT].tolist() == [high_water, high_water]
@@ -141,11 +142,11 @@ def test_an_update_that_another_rank_has_made_is_made_first(folder: Path, high_w
 
 
 def test_half_of_an_update_is_not_handed_over(folder: Path) -> None:
-    assert hand_over(Snapshot(held(torn=True)), OwnState(0), 7) == (0, "an update failed half-way")
+    assert hand_over(Snapshot(held(torn=True)), RankLocalState(0), 7) == (0, "an update failed half-way")
     assert not list(folder.iterdir())
 
 
 def test_without_a_folder_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(HANDOVER_ENV)
-    assert hand_over(Snapshot(held()), OwnState(0), 7) == (0, handover._NO_FOLDER)
-    assert take_over(OwnState(0)) is None
+    assert hand_over(Snapshot(held()), RankLocalState(0), 7) == (0, handover._NO_FOLDER)
+    assert take_over(RankLocalState(0)) is None

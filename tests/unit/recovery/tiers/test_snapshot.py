@@ -11,7 +11,7 @@ from checkpointless.inprocess.parameter_update_lock import CommitState
 from checkpointless.replication.parts import Content
 from checkpointless.replication.tiers.snapshot import RankLocal, Snapshot
 from checkpointless.state.held_state import HeldState
-from checkpointless.state.rank_local.state import OwnState
+from checkpointless.state.rank_local.state import RankLocalState
 from checkpointless.state.rng import RngStates
 from checkpointless.state.serialization import state_tree
 from checkpointless.state.snapshot import SnapshotPoint, StepSnapshot
@@ -49,7 +49,7 @@ def test_it_comes_back_as_it_was() -> None:
     moment, expected = found.held.moments[SnapshotPoint.COMMITTED], snapshot.held.moments[SnapshotPoint.COMMITTED]
     assert state_tree.digest(moment.objects) == state_tree.digest(expected.objects)
     assert found.own.records == [(*AT, b"record")]
-    own = OwnState(0)
+    own = RankLocalState(0)
     found.own.put_back(own)
     assert own.streams.at(3)[SnapshotPoint.COMMITTED].loss == 3.0
     assert own.streams.newest(2) is not None

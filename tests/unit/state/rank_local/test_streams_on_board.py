@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from checkpointless.launcher.protocol.board import Board
-from checkpointless.state.rank_local.streams_on_board import StreamsOnBoard
+from checkpointless.state.rank_local.streams import StreamsOnBoard
 from checkpointless.state.rng import RngStates
 from checkpointless.state.snapshot import SnapshotPoint
 

@@ -25,7 +25,7 @@ class Rank:
         self.strategy: Any = SimpleNamespace(
             trainer=SimpleNamespace(is_global_zero=True, global_rank=0),
             checkpoint_manager=SimpleNamespace(saves=self.saves),
-            live_state=lambda: SimpleNamespace(newest_moment=(self.step, 0)),
+            journal=lambda: SimpleNamespace(newest=(self.step, 0)),
         )
         self.failed._strategy = lambda: self.strategy
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from checkpointless.integrations.torch.param_groups import ParamGroups
 from checkpointless.state.module_tensors import TrainingTensors
+from checkpointless.state.param_groups import ParamGroups
 
 
 def optimizer(**values: Any) -> torch.optim.Optimizer:
@@ -51,7 +51,7 @@ def test_what_is_changed_in_place_is_kept_as_it_was_and_put_back(values: dict[st
     ((after,),) = groups.take()()
     assert repr(before) == repr(before_too) == shown != repr(after)
     state = TrainingTensors([], [inner])
-    state.load_objects({"groups": [[before]], "state": {}})
+    state.restore({"groups": [[before]]})
     ((restored,),) = groups.take()()
     assert repr(restored) == shown
     change(group)

@@ -1,7 +1,4 @@
-"""What is cheap to take of optimizers and modules at every step: param groups, weights, whether there are buffers.
-
-And which schedulers change param groups.
-"""
+"""What is cheap to capture of optimizers at every step: their param groups; and which schedulers change those."""
 
 from __future__ import annotations
 
@@ -12,7 +9,6 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from checkpointless.state.evidence import Evidence, Witness, is_same
 from checkpointless.state.serialization.later import copy_of, is_fixed
 
 _MORE_PARAMETERS = (
@@ -88,18 +84,12 @@ class ParamGroups:
         return self._listed[2]
 
 
-version_of = operator.attrgetter("_version")
 _PARAMS = "params"
 
 
 def _is_alike(group: dict[str, Any], other: dict[str, Any]) -> bool:
     """Return whether two groups have the very same values under the same names, in the same order."""
     return len(group) == len(other) and all(map(operator.is_, group.values(), other.values()))
-
-
-def has_buffers(modules: Iterable[torch.nn.Module]) -> bool:
-    """Return whether ``modules`` have buffers now; later ones are not copied."""
-    return any(True for module in modules for _ in module.named_buffers())
 
 
 def plain_values(optimizers: Iterable[Any]) -> list[dict[str, Any]]:
@@ -164,43 +154,3 @@ def grown(optimizers: Iterable[torch.optim.Optimizer | None], sizes: list[int]) 
         sizes: what :func:`sizes_of` returned at the beginning.
     """
     return _MORE_PARAMETERS if sizes_of(optimizers) != sizes else ""
-
-
-class BoundaryWeights:
-    """Weights at the newest step boundary, which nothing but an update may change.
-
-    Args:
-        weights: returns them, in the same order each time.
-    """
-
-    def __init__(self, weights: Callable[[], Iterable[torch.Tensor]]) -> None:
-        self._weights = weights
-        self._versions: list[int] = []
-        self._witness: tuple[int, Witness] | None = None  # of so many weights
-        self._evidence: Evidence = ()
-
-    def note(self) -> None:
-        """Note how often each weight was written to, as torch counts it, and a few bytes of some."""
-        self._versions = list(map(version_of, self._weights()))
-        if self._witness is None or self._witness[0] != len(self._versions):
-            self._witness = len(self._versions), Witness(self._weights())
-        self._evidence = self._witness[1].take()
-
-    def forget(self) -> None:
-        """Compare nothing until the weights are noted again."""
-        self._versions = []
-
-    @property
-    def are_noted(self) -> bool:
-        """Whether there is something to compare with."""
-        return bool(self._versions)
-
-    def are_written(self) -> bool:
-        """Return whether torch has counted a write since :meth:`note`; it costs no look at the bytes."""
-        return bool(self._versions) and self._versions != list(map(version_of, self._weights()))
-
-    def are_others(self) -> bool:
-        """Return whether they are known not to be those that were noted; this may wait for a device."""
-        if self.are_written() or not self._versions or self._witness is None:
-            return self.are_written()
-        return not is_same(self._evidence, self._witness[1].take())

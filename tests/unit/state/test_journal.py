@@ -1,0 +1,191 @@
+"""The journal of a rank's steps: what it captures, in which order, and what it gives back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from checkpointless.inprocess import UnrecoverableError
+from checkpointless.recovery import CheckpointManager
+from checkpointless.state.journal import Captured, FrontEnd, StepBefore, StepJournal
+from checkpointless.state.module_tensors import TrainingTensors
+from checkpointless.state.port import MODEL
+from checkpointless.state.snapshot import UPDATED_BUFFERS, SnapshotPoint
+
+BUFFER = ("model", 0, "running_mean")
+
+
+class Interrupted(Exception): ...
+
+
+class State(TrainingTensors):
+    """A weight, an optimizer, and a buffer that a step or an update writes to."""
+
+    def __init__(self) -> None:
+        self.weight = torch.nn.Parameter(torch.ones(2))
+        self.norm = torch.nn.BatchNorm1d(1, affine=False)
+        self.norm.weight = self.weight
+        self.optimizer = torch.optim.SGD([self.weight], lr=0.5)
+        self.writes = False  # to a buffer, in the update
+        super().__init__([self.norm], [self.optimizer])
+
+    def finish_update(self) -> None:
+        self.optimizer.step()
+        if self.writes:
+            next(self.norm.buffers()).add_(1.0)
+
+
+class Counting(FrontEnd):
+    """Counts steps, as a trainer does: before the commit of a step its counter is that of the step before."""
+
+    def __init__(self) -> None:
+        self.count: Any = 0
+        self.restored: Any = None
+
+    def ready(self, step: int) -> Captured:
+        return Captured(lambda: {"outcome": step}, {"mine": step})
+
+    def committed(self, step: int, ready: Captured, before: StepBefore | None) -> Callable[[], Any] | None:
+        return (lambda: {**before[1](), **ready.objects()}) if before is not None else None
+
+    def reached(self, step: int, point: SnapshotPoint) -> Captured:
+        count = self.count
+        return Captured(lambda: {"count": count})
+
+    def restore(self, objects: Any) -> None:
+        self.restored = objects
+
+
+@pytest.fixture
+def manager(monkeypatch: pytest.MonkeyPatch) -> CheckpointManager:
+    monkeypatch.setattr(CheckpointManager, "replicate_rng_states", lambda *_: None)
+    return CheckpointManager()
+
+
+def journal_of(state: State, manager: CheckpointManager) -> tuple[StepJournal, Counting]:
+    front = Counting()
+    return StepJournal(state, manager, front), front
+
+
+def make_ready(journal: StepJournal, state: State, step: int) -> None:
+    state.weight.grad = torch.ones(2)
+    journal.ready(step)
+
+
+def test_a_rank_that_has_a_snapshot_also_has_its_streams(
+    manager: CheckpointManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fault may interrupt the rank anywhere; a snapshot without streams cannot be resumed at."""
+    journal, _ = journal_of(State(), manager)
+    store = manager.store_rng_states
+
+    def interrupted(*_: object) -> None:
+        raise Interrupted
+
+    monkeypatch.setattr(manager, "store_rng_states", interrupted)
+    with pytest.raises(Interrupted):
+        journal.reached(4, SnapshotPoint.CHECKED)
+    assert journal.snapshots(4) == {}
+    monkeypatch.setattr(manager, "store_rng_states", store)
+    journal.reached(4, SnapshotPoint.CHECKED)
+    assert set(journal.snapshots(4)) == {SnapshotPoint.CHECKED}
+    assert manager.rng_of(4) is not None
+
+
+def test_a_commit_leaves_what_the_step_changed_and_the_rest_as_it_was_before(manager: CheckpointManager) -> None:
+    state = State()
+    journal, front = journal_of(state, manager)
+    journal.reached(0, SnapshotPoint.LOADED)
+    make_ready(journal, state, 1)
+    assert journal.snapshots(0).keys() == {SnapshotPoint.LOADED}
+    front.count = 1
+    state.finish_update()
+    journal.applied()
+    assert journal.snapshots(0) == {}, "no rank goes back to before an update that is applied"
+    (snapshot,) = journal.snapshots(1).values()
+    assert (snapshot.objects["count"], snapshot.objects["outcome"]) == (0, 1)
+    journal.reached(1, SnapshotPoint.CHECKED)
+    found = journal.snapshots(1)
+    assert [each.objects["count"] for each in found.values()] == [0, 1]
+    assert manager.own_of(1, SnapshotPoint.COMMITTED) == {"mine": 1}
+
+
+def test_an_update_is_finished_later_with_the_rates_that_it_was_to_have(manager: CheckpointManager) -> None:
+    state = State()
+    journal, _ = journal_of(state, manager)
+    journal.reached(0, SnapshotPoint.LOADED)
+    make_ready(journal, state, 1)
+    assert journal.buffers(1).keys() == {SnapshotPoint.COMMITTED}
+    assert journal.snapshots(1)[SnapshotPoint.COMMITTED].objects["outcome"] == 1, "what it will leave is known"
+    state.optimizer.param_groups[0]["lr"] = 7.0  # by a scheduler of the next entry
+    journal.finish_update()
+    assert state.weight.tolist() == [0.5, 0.5]
+    assert journal.newest == (1, SnapshotPoint.COMMITTED)
+
+
+def test_gradients_that_overflow_are_not_applied_later_either(manager: CheckpointManager) -> None:
+    state = State()
+    journal, front = journal_of(state, manager)
+    front.ready = lambda step: Captured(is_skipped=True)  # type: ignore[method-assign]
+    journal.reached(0, SnapshotPoint.LOADED)
+    make_ready(journal, state, 1)
+    journal.finish_update()
+    assert state.weight.tolist() == [1.0, 1.0]
+    assert journal.newest == (1, SnapshotPoint.COMMITTED)
+
+
+def test_buffers_that_an_update_writes_to_are_those_after_it(manager: CheckpointManager) -> None:
+    state = State()
+    state.writes = True
+    journal, _ = journal_of(state, manager)
+    journal.reached(0, SnapshotPoint.LOADED)
+    make_ready(journal, state, 1)
+    assert journal.buffers(1)[SnapshotPoint.COMMITTED][BUFFER].item() == 0
+    state.finish_update()
+    journal.applied()
+    snapshot = journal.snapshots(1)[SnapshotPoint.COMMITTED]
+    assert snapshot.buffers[BUFFER].item() == 1
+    assert snapshot.objects[UPDATED_BUFFERS] == [BUFFER]
+
+
+def test_a_point_whose_weights_are_others_now_is_not_resumed_at(manager: CheckpointManager) -> None:
+    """A validation with other weights, after whose exchange the trainer has reached a point."""
+    state = State()
+    journal, _ = journal_of(state, manager)
+    journal.reached(3, SnapshotPoint.COMMITTED)
+    with torch.no_grad():
+        state.weight.mul_(2.0)
+    assert "parameters were changed beside the update since step 3 (committed)" in journal.changed()
+    journal.reached(3, SnapshotPoint.ENDED)
+    assert journal.changed() == ""
+    assert journal.snapshots(3).keys() == {SnapshotPoint.ENDED}
+
+
+def test_what_was_taken_is_put_back(manager: CheckpointManager) -> None:
+    state, other = State(), State()
+    journal, _ = journal_of(state, manager)
+    state.norm.eval()
+    state.optimizer.param_groups[0]["lr"] = 0.25
+    journal.reached(2, SnapshotPoint.CHECKED)
+    objects = journal.objects()
+    fresh, front = journal_of(other, manager)
+    fresh.restore(2, SnapshotPoint.CHECKED, objects)
+    assert not other.norm.training
+    assert other.optimizer.param_groups[0]["lr"] == 0.25
+    assert front.restored is objects
+    other.norm.train()
+    next(other.norm.buffers()).fill_(9.0)
+    fresh.put_back()
+    assert not other.norm.training
+    assert next(other.norm.buffers()).item() == 0
+    assert objects[MODEL]["groups"][0][0]["lr"] == 0.25
+
+
+def test_a_state_that_cannot_travel_is_refused_at_once(manager: CheckpointManager) -> None:
+    journal, front = journal_of(State(), manager)
+    front.count = object()
+    with pytest.raises(UnrecoverableError, match="no new process could be given this state"):
+        journal.reached(0, SnapshotPoint.LOADED)
