@@ -94,17 +94,6 @@ def test_what_follows_an_update_is_made_again(hf_zygote: Zygote, calm: Calm, tmp
     assert saves[0] == saves[1] == ["checkpoint-12", "checkpoint-16"]
 
 
-def test_two_replicas_of_two_shards(hf_zygote: Zygote, calm: Calm, tmp_path: Path) -> None:
-    """FSDP2 with a mesh, as Accelerate makes it of a ``ParallelismConfig``."""
-    faults = tuple(
-        f"{kind}@{phase}:rank={at % 4},step={at + 2}"
-        for at, (phase, kind) in enumerate(zip(PHASES, ["exception", "sigkill"] * 4))
-    )
-    args = ("hsdp=true", "max_steps=9")
-    job = _train(hf_zygote, tmp_path / "run", *args, faults=faults)
-    _require_equal(calm(*args), job, 9)
-
-
 def test_workers_draw_the_same(hf_zygote: Zygote, calm: Calm, tmp_path: Path) -> None:
     """Persistent workers exchange items at random, in the second epoch, too."""
     faults = ("exception@forward:rank=0,step=2", "sigkill@backward:rank=1,step=4", "dataloader@data:rank=1,step=9")

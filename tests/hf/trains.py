@@ -8,10 +8,9 @@ it has.
 import json
 import os
 import sys
+from typing import Any
 
 import torch
-from accelerate.parallelism_config import ParallelismConfig
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from checkpointless import HPWrapper
@@ -20,7 +19,7 @@ from checkpointless.integrations.transformers import train
 FOLDER = sys.argv[1]
 CHOSEN = {name: json.loads(value) for name, _, value in (each.partition("=") for each in sys.argv[2:])}
 FAILS = CHOSEN.pop("fails", {})
-SIZE = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+SIZE: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 
 
 class Noisy(torch.utils.data.Dataset):
@@ -69,16 +68,6 @@ class Counts(TrainerCallback):
         fail("save", state.global_step)
 
 
-class Sharded(Trainer):
-    """A Trainer that shards on CPUs, where Accelerate leaves its plugin for FSDP out."""
-
-    def create_accelerator_and_postprocess(self) -> None:
-        super().create_accelerator_and_postprocess()
-        state, plugin = self.accelerator.state, FullyShardedDataParallelPlugin(**self.args.fsdp_plugin_args)
-        state.distributed_type, state.fsdp_plugin = DistributedType.FSDP, plugin
-        self.is_fsdp_enabled = True
-
-
 def fail(where: str, step: int) -> None:
     """Raise on rank 1, once, where the setting ``fails`` says so."""
     if os.environ["RANK"] == "1" and FAILS.get(where) == step:
@@ -88,7 +77,7 @@ def fail(where: str, step: int) -> None:
 
 @HPWrapper()
 def main() -> None:
-    settings = {
+    settings: dict[str, Any] = {
         "output_dir": FOLDER,
         "use_cpu": True,
         "max_steps": 16,
@@ -108,14 +97,10 @@ def main() -> None:
         "seed": 3,
     } | CHOSEN
     resume, is_noisy = settings.pop("resume", None), settings.pop("noisy", False)
-    is_sharded = settings.pop("hsdp", False)
-    if is_sharded:
-        settings["parallelism_config"] = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
-        settings |= {"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}}
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**SIZE, num_attention_heads=4, attention_dropout=0.1))
     counts = Counts()
-    trainer = (Sharded if is_sharded else Trainer)(
+    trainer = Trainer(
         model=model,
         args=TrainingArguments(**settings),
         train_dataset=Noisy(is_noisy or settings.get("dataloader_num_workers", 0) > 0),
