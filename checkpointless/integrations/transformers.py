@@ -161,6 +161,11 @@ class _Attributes:
             setattr(target, name, put_value(getattr(target, name, None), value))
 
 
+def _always(value: Any) -> Callable[[], Any]:
+    """Return a function that returns ``value``."""
+    return lambda: value
+
+
 def _is_script(value: object) -> bool:
     """Return whether the class of an object is not one of transformers."""
     return type(value).__module__.partition(".")[0] != "transformers"
@@ -211,7 +216,7 @@ class TrainerTraining(JournaledTraining):
         self._objects: Mapping[str, Any] = {}
         self._is_resuming = True  # until the first step begins
         callbacks = [
-            _Attributes(f"{number}.{type(each).__name__}", lambda each=each: each, is_script=_is_script(each))
+            _Attributes(f"{number}.{type(each).__name__}", _always(each), is_script=_is_script(each))
             for number, each in enumerate(trainer.callback_handler.callbacks)
             if (_is_script(each) and not isinstance(each, _Entry)) or isinstance(each, ExportableState)
         ]

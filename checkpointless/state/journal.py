@@ -292,7 +292,7 @@ class StepJournal:
 
     def buffers(self, step: int) -> Mapping[SnapshotPoint, Mapping[Key, torch.Tensor]]:
         """Return this rank's buffers at each point after ``step``; if its update failed, those before it."""
-        found = {
+        found: dict[SnapshotPoint, Mapping[Key, torch.Tensor]] = {
             point: taken.buffers
             for (at, point), taken in self._taken.items()
             if at == step and point is not SnapshotPoint.ACCUMULATED

@@ -46,24 +46,24 @@ class Counts(TrainerCallback):
         self.drawn: list[float] = []
         self.average = torch.zeros(2)
 
-    def on_train_begin(self, *args, **kwargs) -> None:
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
         self.begun = 0
 
-    def on_step_begin(self, *args, **kwargs) -> None:
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
         self.begun += 1
 
-    def on_pre_optimizer_step(self, *args, **kwargs) -> None:
+    def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         self.drawn.append(torch.rand(1).item())
 
-    def on_step_end(self, args, state, control, **kwargs) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.ended += 1
         self.average = 0.5 * self.average + state.global_step + torch.rand(2)
 
-    def on_evaluate(self, args, state, control, **kwargs) -> None:
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.evaluated += 1
         fail("evaluate", state.global_step)
 
-    def on_save(self, args, state, control, **kwargs) -> None:
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.saved += 1
         fail("save", state.global_step)
 

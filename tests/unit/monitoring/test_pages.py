@@ -90,7 +90,7 @@ def test_the_metrics_are_those_of_the_snapshot() -> None:
         log.emit(EventName.DETECT, "point", generation=incident, incident=str(incident), how="exception")
         log.emit(EventName.DETECT, "point", generation=incident, incident=str(incident), how=how)
         log.emit(EventName.GO, "point", generation=incident + 1, incident=str(incident))
-        more = {"seconds": seconds, "rung": rung, "steps_lost": 3 * incident}
+        more: dict[str, Any] = {"seconds": seconds, "rung": rung, "steps_lost": 3 * incident}
         log.emit(EventName.RECOVERED, "point", generation=incident + 1, incident=str(incident), **more)
     log.emit(EventName.RESPAWN, "begin", generation=0, incident="0", rank=1)
     log.emit(EventName.RESPAWN, "end", generation=0, incident="0", rank=1)
@@ -188,7 +188,7 @@ def test_every_sample_says_whose_it_is() -> None:
 def test_the_status_counts_an_incident_by_its_last_cause_when_the_ranks_are_together_again() -> None:
     watch = Watch(OUTSIDE)
     log = watch.log(None)
-    known = {
+    known: dict[str, Any] = {
         "generation": 2,
         "high_water": 7,
         "outcome": None,
@@ -206,7 +206,7 @@ def test_the_status_counts_an_incident_by_its_last_cause_when_the_ranks_are_toge
     for how in ("exception", "SIGKILL"):
         log.emit(EventName.DETECT, "point", generation=0, incident="1", how=how)
     log.emit(EventName.GO, "point", generation=1, incident="1")
-    recovered = {"seconds": 0.07, "rung": "process", "steps_lost": 2}
+    recovered: dict[str, Any] = {"seconds": 0.07, "rung": "process", "steps_lost": 2}
     log.emit(EventName.RECOVERED, "point", generation=1, incident="1", **recovered)
     log.emit(EventName.DETECT, "point", generation=1, incident="2", how="hang")
     found = status()

@@ -99,7 +99,11 @@ def names_in(tree: ast.AST) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom) and not (node.module or "").startswith("checkpointless"):
             yield from (each.name for each in node.names)
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _BY_NAME:
-            yield from (each.value for each in node.args[1:2] if isinstance(each, ast.Constant))
+            yield from (
+                each.value
+                for each in node.args[1:2]
+                if isinstance(each, ast.Constant) and isinstance(each.value, str)
+            )
 
 
 def private_names(path: Path, own: set[str]) -> list[str]:
