@@ -266,9 +266,10 @@ class TrainerTraining(JournaledTraining):
             self.position = tuple(self._own["position"])
             self._early.put(self._own["attributes"])
             self._trainer.state.log_history[:] = objects["history"]
-            self._trainer.args.eval_on_start = False
             if self.point is SnapshotPoint.LOADED:
                 manager.restore_streams()
+            else:
+                self._trainer.args.eval_on_start = False
         manager.attach(self._journal, self.step)
         call.steps.begin_data()
         return self.position

@@ -88,7 +88,8 @@ def test_what_follows_an_update_is_made_again(hf_zygote: Zygote, calm: Calm, tmp
     )
     fails = json.dumps({"evaluate": 6, "save": 8})
     job = _train(hf_zygote, tmp_path / "run", f"fails={fails}", faults=faults)
-    assert len(job.incidents) == 7, job.story()
+    assert all(f"asked for, in {where}" in job.story() for where in ("evaluate", "save")), job.story()
+    assert 5 <= len(job.incidents) <= 7, job.story()  # one fault may come while another one is handled
     _require_equal(calm(), job, STEPS)
     saves = [sorted(each.name for each in Path(f"{run.run_dir}-saves").iterdir()) for run in (calm(), job)]
     assert saves[0] == saves[1] == ["checkpoint-12", "checkpoint-16"]
