@@ -16,7 +16,7 @@ from checkpointless.system.environment import own_run_dir
 
 logger = logging.getLogger(__name__)
 
-_PACKAGE = Path(__file__).parents[1]
+_PACKAGE = Path(__file__).parents[2]
 
 TRACEBACKS_DIR = "tracebacks"
 
