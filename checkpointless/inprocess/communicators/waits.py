@@ -100,7 +100,7 @@ class InterruptibleGloo:
     def __init__(self, original: Any) -> None:  # Any: a class of C++
         self._original = original
 
-    def __call__(self, *args: object, **kwargs: object) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:  # Any: an instance of the class of C++
         _connect_at_once()
         if threading.current_thread() is not threading.main_thread():
             return self._original(*args, **kwargs)  # no other thread is interrupted

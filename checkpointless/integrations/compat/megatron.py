@@ -18,6 +18,6 @@ from megatron.core.transformer.cuda_graphs import _CudagraphGlobalRecord as Cuda
 __all__ = ["ActiveAsyncRequest", "CudagraphGlobalRecord", "disable_gc", "microbatches_calculator"]
 
 
-def microbatches_calculator() -> Any:
+def microbatches_calculator() -> Any:  # Any: of several classes
     """Return the calculator of microbatches of this process (0.12 to 0.16)."""
     return num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR

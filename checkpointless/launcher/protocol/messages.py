@@ -203,7 +203,7 @@ class Vocabulary:
         self._sender = sender
         self._decoder = msgspec.json.Decoder(functools.reduce(operator.or_, classes))
 
-    def decode(self, line: bytes) -> Any:
+    def decode(self, line: bytes) -> Any:  # Any: a message of one of the classes
         """Return the message in ``line``, which may end in a newline.
 
         Raises:

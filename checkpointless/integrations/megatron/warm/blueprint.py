@@ -22,6 +22,21 @@ _HOOKS = (
 _PLAIN = (bool, int, float, str, torch.dtype)  # None may become a tensor that every step makes anew
 _PASSING = frozenset({"training", "current_microbatch"})  # put back, or set anew before it is read
 
+# What a forward pass of TransformerEngine's modules sets before it reads it.
+_PASSING_OF_ENGINE = frozenset(
+    {
+        *("activation_dtype", "allow_different_data_and_param_types", "forwarded_at_least_once", "fp8_parameters"),
+        *(
+            "is_first_microbatch",
+            "attn_mask_type",
+            "input_in_bf16",
+            "input_in_float16",
+            "input_in_fp16",
+            "align_size",
+        ),
+    }
+)
+
 #: Packages whose modules keep nothing from step to step but parameters and buffers.
 KNOWN = ("megatron.core.", "nemo.", "torch.nn.", "checkpointless.", "builtins.", "abc.", "typing.")
 #: Packages of which only modules with these names are known: no whole layers, for example. Without FP8, user
@@ -62,8 +77,7 @@ class Blueprint:
     """The structure of modules as they are now: classes, hooks, parameters, buffers, plain attributes.
 
     Hooks are counted, attributes compared where they are plain numbers and words, and buffers by their shape, which
-    suffices for classes that are known to keep nothing else. TransformerEngine's note much in each forward pass, so
-    their attributes are left out.
+    suffices for classes that are known to keep nothing else. What each forward pass sets anew is left out.
 
     Args:
         modules: the modules.
@@ -89,7 +103,7 @@ class Blueprint:
 
     def _entry(self, module: torch.nn.Module) -> tuple[Any, ...]:
         values = vars(module)
-        names = values.keys() - (values.keys() if is_of_engine(module) else _PASSING)
+        names = values.keys() - _PASSING - (_PASSING_OF_ENGINE if is_of_engine(module) else set())
         return (
             type(module),
             {kind: len(values[kind]) for kind in _HOOKS if values.get(kind)},
