@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from megatron.core import num_microbatches_calculator
 
 # A background save in Megatron's queue (0.12 to 0.16).
@@ -18,6 +16,6 @@ from megatron.core.transformer.cuda_graphs import _CudagraphGlobalRecord as Cuda
 __all__ = ["ActiveAsyncRequest", "CudagraphGlobalRecord", "disable_gc", "microbatches_calculator"]
 
 
-def microbatches_calculator() -> Any:  # Any: of several classes
+def microbatches_calculator() -> num_microbatches_calculator.NumMicroBatchesCalculator | None:
     """Return the calculator of microbatches of this process (0.12 to 0.16)."""
     return num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR

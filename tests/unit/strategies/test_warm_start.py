@@ -68,7 +68,7 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Job:
     monkeypatch.setattr(warm_start, "_obstacle", lambda strategy: made.obstacle)
     monkeypatch.setattr(warm_start, "_plans", lambda strategy: {})
     monkeypatch.setattr(warm_start, "true_on_all", lambda mine: mine and made.everyone)
-    monkeypatch.setattr(warm_start, "tell", lambda name, **fields: made.told.append(fields))
+    monkeypatch.setattr(warm_start, "emit_event", lambda name, **fields: made.told.append(fields))
     return made
 
 

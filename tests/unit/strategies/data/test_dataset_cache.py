@@ -35,7 +35,7 @@ def call(monkeypatch: pytest.MonkeyPatch) -> Iterator[Call]:
     call = Call()
     monkeypatch.setattr(dataset_cache, "active_call_wrapper", lambda: call)
     monkeypatch.setattr(dataset_cache, "true_on_all", lambda mine: mine)
-    monkeypatch.setattr(dataset_cache, "tell", lambda *_, **__: None)
+    monkeypatch.setattr(dataset_cache, "emit_event", lambda *_, **__: None)
     cache_megatron_datasets()
     yield call
     dataset_cache._patches.undo()
