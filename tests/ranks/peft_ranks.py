@@ -83,10 +83,10 @@ def recover(
     manager = PEFTCheckpointManager(**settings)
     manager.params_to_save = set(trained)
     state = FineTuning(seed=0)
+    state.train()
     journal = StepJournal(state, manager, FrontEnd())
     journal.reached(0, SnapshotPoint.COMMITTED)
     manager.attach(journal, 0)
-    state.train()
     outcomes = []
     for generation, gone in enumerate(lost, 1):
         expected = {key: tensor.clone() for key, tensor in state.tensors().items()}
