@@ -117,6 +117,9 @@ def test_ctrl_c_ends_all_jobs(folder: Path, tmp_path: Path) -> None:
         [sys.executable, "-m", "checkpointless", "rehearse", str(SCRIPTS / "rehearsed.py"), "60", "slow"],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT), "MARKER": marker, "TMPDIR": str(tmp_path / "tmp")},
+        preexec_fn=lambda: signal.signal(
+            signal.SIGINT, signal.SIG_DFL
+        ),  # a shell ignores it for jobs in the background
         stderr=subprocess.PIPE,
         text=True,
     )
