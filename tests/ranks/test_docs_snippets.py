@@ -16,7 +16,7 @@ from checkpointless.observability.telemetry.steps import read_steps
 from tests.ranks.nemo_zygote import ROOT, Zygote
 from tests.unit.project.test_readme import DOCUMENTS, commands_of
 
-pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(900)]
 
 SCRIPTS = [
     # The script of HyperPod's documentation, with its imports changed as docs/coming-from-hyperpod.md says.
