@@ -73,7 +73,10 @@ def calm(hf_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Calm:
 def test_every_phase(hf_zygote: Zygote, calm: Calm, tmp_path: Path, kind: str) -> None:
     faults = tuple(f"{kind}@{phase}:rank={at % 4},step={2 * at + 2}" for at, phase in enumerate(PHASES))
     job = _train(hf_zygote, tmp_path / "run", faults=faults)
-    assert [each.resumed_after for each in job.incidents] == [1, 3, 5, 7, 10, 12, 14], job.story()
+    resumed = [each.resumed_after for each in job.incidents]
+    # In the update of step 10 the others go on if they have the averaged gradients before the fault reaches them.
+    assert resumed.pop(PHASES.index("optimizer")) in (9, 10), job.story()
+    assert resumed == [1, 3, 5, 7, 12, 14], job.story()
     _require_equal(calm(), job, STEPS)
 
 

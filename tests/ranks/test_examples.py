@@ -74,7 +74,9 @@ def test_an_example_comes_through_faults(
     nemo_zygote: Zygote, tmp_path: Path, undisturbed: Undisturbed, name: str
 ) -> None:
     calm, rough = undisturbed(name), _train(nemo_zygote, tmp_path / "run", EXAMPLES / f"{name}.py", *FAULTS)
-    assert [incident.resumed_after for incident in rough.incidents] == [1, 4, 5], rough.story()
+    first, second, third = (incident.resumed_after for incident in rough.incidents)
+    # Rank 1 makes the update of step 4 if it has the averaged gradients before the kill breaks its connection.
+    assert (first, third) == (1, 5) and second in (3, 4), rough.story()
     verdict = compare(calm.steps, rough.steps)
     assert verdict.equal, f"{verdict.sentence}\n{rough.story()}"
     assert verdict.steps == STEPS

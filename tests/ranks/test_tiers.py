@@ -93,8 +93,8 @@ def test_one_instance_loses_no_finished_step(kept: Kept, args: tuple[str, ...]) 
         assert incident.respawned == (step // 2 % 4,)
         made = phase in ("after_optimizer", "between")
         assert incident.resumed_after == (step if made else step - 1), phase
-        # The others made the step in which the rank was killed in the middle of its update.
-        assert incident.steps_lost == (phase == "optimizer"), phase
+        # The others make the step of a kill in an update if they have its gradients before they hear of the kill.
+        assert incident.steps_lost in ((0, 1) if phase == "optimizer" else (0,)), phase
 
 
 @pytest.mark.long
