@@ -31,7 +31,7 @@ class PeftCallback(Protocol):
 
 
 class CheckpointlessCallback(Callback):
-    """Reports training progress to the wrapper and the agent, and selects which rungs of recovery are used.
+    """Reports training progress to the wrapper and the agent, and selects which recovery levels are used.
 
     Args:
         enable_inprocess: after a fault, re-enter the block in the living process. False: the process ends and the
@@ -117,7 +117,7 @@ class CheckpointlessCallback(Callback):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """Tell the wrapper that an optimizer step begins."""
+        """Report to the wrapper that an optimizer step begins."""
         if self._is_peft is None:
             peft = self.get_peft_callback(trainer)
             self._is_peft = peft is not None
@@ -137,7 +137,7 @@ class CheckpointlessCallback(Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Tell the wrapper that an optimizer step is over, and log an incident after the first step since."""
+        """Report to the wrapper that an optimizer step is over, and log an incident after the first step since."""
         wrapper = self.get_wrapper_from_trainer(trainer)
         if wrapper is None or _is_replaying(trainer) or trainer.fit_loop._should_accumulate():
             return
@@ -147,7 +147,7 @@ class CheckpointlessCallback(Callback):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Tell the wrapper that no step is left, so that the report can tell training from what comes after it."""
+        """Report to the wrapper that the last step is over: what follows is not training time."""
         wrapper = self.get_wrapper_from_trainer(trainer)
         if wrapper is not None:
             wrapper.steps.end_training(trainer.global_step)
@@ -195,7 +195,7 @@ def incident_metrics(call: HPCallWrapper, step: int, now_s: float) -> dict[str, 
     Returns:
         The metrics by name: ``generation``; where they are known, ``incidents`` (of the job so far),
         ``recovery_seconds`` from the fault until now (a hang counts from its last progress), ``steps_lost``, the
-        number of committed steps that had to be made again, and ``bytes_received`` by this rank from
+        number of committed steps that had to be repeated, and ``bytes_received`` by this rank from
         living replicas.
     """
     found: dict[str, float] = {"generation": float(call.generation)}

@@ -217,7 +217,7 @@ class CheckpointlessMegatronStrategy(RecoverableStrategy, MegatronStrategy):
                 has only the adapters.
 
         Raises:
-            BuildAnewError: everything has to be built anew, which the next entry does.
+            BuildAnewError: everything has to be rebuilt, which the next entry does.
         """
         manager = self.checkpoint_manager
         if self.is_warm and (self.is_peft() or not (whole and self.ckpt_load_optimizer)):

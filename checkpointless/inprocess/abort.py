@@ -161,7 +161,7 @@ class _TrainerAbort(Abort):
 
 
 class HPDataLoaderAbort(_TrainerAbort):
-    """Stops the data-loader workers, which frees a main thread that waits for a batch and leaves nothing behind."""
+    """Stops the data-loader workers, which frees a main thread that waits for a batch and leaves nothing."""
 
     def __call__(self, state: HPState) -> None:
         for parts in _known.values():

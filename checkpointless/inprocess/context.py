@@ -34,7 +34,7 @@ def emit_event(name: EventName, **fields: Any) -> None:
 
 
 def not_exact(step: int, reason: str, **fields: Any) -> None:
-    """Report that a step, which is made again after a fault, is not the one that it was.
+    """Report that a step, which is repeated after a fault, is not the one that it was.
 
     Args:
         step: the step.

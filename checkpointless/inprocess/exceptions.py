@@ -29,7 +29,7 @@ class InternalError(RuntimeError):
 
 
 class UnrecoverableError(RuntimeError):
-    """No rung of recovery is left, so the job must end with this message."""
+    """No recovery level is left, so the job must end with this message."""
 
 
 class StateLostError(UnrecoverableError):

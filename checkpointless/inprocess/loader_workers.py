@@ -1,4 +1,4 @@
-"""End the worker processes of torch's data loaders, and free threads that would wait for what they leave behind.
+"""End the worker processes of torch's data loaders, and free threads that would wait for what they leave.
 
 A worker shares an event with the process that started it, and the event has a lock. The worker takes the lock for
 each batch, to see whether it has to end; the other process takes it to tell the worker so (``_shutdown_workers``).

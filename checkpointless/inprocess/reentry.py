@@ -42,7 +42,7 @@ class StateKeeper(Protocol):
     """
 
     def hold(self, error: BaseException | None = None) -> None:
-        """Take hold of the state that the block leaves behind.
+        """Take hold of the state that the block leaves.
 
         It runs in the main thread after the abort, before the frames of the block are cleared and before anything
         is cleaned up.
@@ -117,7 +117,7 @@ class Blocks:
         return _BEGUN_ANEW if self._facts.get(_LEFT, 0) > self._number else ""
 
     def begin_training(self, when_left: Callable[[], None] = lambda: None) -> None:
-        """Note that this block trains; every entry of it does so anew.
+        """Note that this block trains. Called on every entry.
 
         Args:
             when_left: is called when all ranks have left the block. It should hold no state of the training.
@@ -411,7 +411,7 @@ def _hook_registries() -> Iterator[dict[int, Any]]:
 
 
 class SignalHandlers:
-    """The signal handlers of this process at one moment; empty outside the main thread, which alone can set them.
+    """The signal handlers of this process at one point; empty outside the main thread, which alone can set them.
 
     Lightning sets handlers for the duration of ``fit`` and restores the earlier ones afterwards. If an interruption
     prevents that, the handler, a method of the old trainer, would stay forever and be called on SIGTERM.

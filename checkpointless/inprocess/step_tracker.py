@@ -43,7 +43,7 @@ class StepTracker:
         self._open_stage: tuple[EventName, float] | None = None  # its name, and when it began
 
     def enter(self) -> None:
-        """Count anew, because the block is about to be entered."""
+        """Count from zero, because the block is about to be entered."""
         self.since_entry = self.loops = 0
         self.has_begun = self.recovers = False
         self._begin_stage(EventName.ENTER)

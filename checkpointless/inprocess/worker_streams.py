@@ -3,7 +3,7 @@
 Without this module, a worker's streams begin with a seed that the training process draws when it starts the worker,
 and continue from batch to batch. After a fault the workers are new, and would draw other numbers than in a run
 without the fault. Here a worker's streams are set for every batch, from the seed of the job and the identity of the
-batch. A batch that is made again, or by another worker, then has the same bits, however far the lost workers had
+batch. A batch that is loaded again, or by another worker, then has the same bits, however far the lost workers had
 read ahead.
 """
 
@@ -64,11 +64,11 @@ def seed_data_workers(
         loader: a ``torch.utils.data.DataLoader``; its ``worker_init_fn`` is replaced.
         seed: the seed, which must be the same before and after a fault.
         rank: the data-parallel rank, so that ranks with equal indices draw different numbers.
-        stream: a name that tells loaders of one job apart that share indices, training and validation for example.
+        stream: a name that distinguishes loaders of one job that share indices (training, validation).
         place: returns where the next iterator begins; called at the start of each worker. With persistent workers,
             each further iterator counts as one epoch more. Default: at the beginning of the sampler's epoch
             (``DistributedSampler.set_epoch``). If the sampler has none, every pass draws the same for the same
-            indices, and a warning says so.
+            indices, and a warning is emitted.
 
     Raises:
         TypeError: ``loader`` is not torch's ``DataLoader``, or makes its workers in a different way.
@@ -122,7 +122,7 @@ class WorkerStreams:
     """The ``worker_init_fn`` that :func:`seed_data_workers` gives a loader. It acts in the worker that calls it.
 
     Args:
-        key: what the streams depend on beside epoch and batch: seed, rank and stream.
+        key: what the streams depend on in addition to epoch and batch: seed, rank and stream.
         place: returns where the iterator begins.
         init: the loader's original ``worker_init_fn``; None if it had none.
     """
@@ -178,7 +178,7 @@ class _SeededFetcher:
 
     Args:
         inner: torch's fetcher.
-        key: what the streams depend on beside the batch.
+        key: what the streams depend on in addition to the batch.
         numbers: the numbers of this worker's batches; None: batches are identified by their indices.
     """
 

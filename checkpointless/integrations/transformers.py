@@ -11,7 +11,7 @@
 The Trainer has the loop. A step of the engine is an optimizer step of it, counted from 1. Its state is kept at two
 step boundaries: ``COMMITTED``, when the optimizer has stepped and nothing that follows has happened, and
 ``CHECKED``, when the next step begins (``on_step_begin``). What lies between (scheduler, counters, logs, evaluation
-and save) is made again if training resumes at the first: the Trainer goes through the step once more, and losses,
+and save) is repeated if training resumes at the first: the Trainer goes through the step once more, and losses,
 norm and update are those that it had.
 """
 
@@ -310,7 +310,7 @@ class TrainerTraining(JournaledTraining):
         self._manager.make_copies(self.step)
 
     def _put_back(self) -> None:
-        """Put back streams, declared state, and what the Trainer and its callbacks have beside tensors."""
+        """Put back streams, declared state, and what the Trainer and its callbacks have apart from tensors."""
         self._manager.restore_streams()
         self._attributes.put(self._own["attributes"])
         self._trainer.state.log_history[:] = self._objects["history"]
@@ -367,7 +367,7 @@ class _Entry(TrainerCallback):  # type: ignore[misc]
         iterators: the iterators over loaders with workers, the newest first.
     """
 
-    _training: TrainerTraining  # from the moment at which the Trainer has made model and optimizer
+    _training: TrainerTraining  # from the point at which the Trainer has made model and optimizer
 
     def __init__(self, call: HPCallWrapper, trainer: Trainer, state: Mapping[str, Any]) -> None:
         self._call = call

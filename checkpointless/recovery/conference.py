@@ -153,7 +153,7 @@ def _find_lost_parts(held: HeldState | None, journal: StepJournal, decision: Dec
     """Compare the parts of the state that ranks keep for themselves, if a rank has lost its parts. Collective.
 
     A peer's part can replace a lost one only if the parts of all ranks are equal. Parts that do not belong to the
-    training data are taken from a peer nevertheless, and a warning says so: a callback may keep times of day.
+    training data are taken from a peer nevertheless, and a warning is emitted: a callback may keep times of day.
 
     Args:
         held: the state that this rank holds; None: it holds none.

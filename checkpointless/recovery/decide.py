@@ -39,9 +39,9 @@ class RankReport:
         parts: the rank's parts of model and optimizer state, each known by its replica group: the ranks that hold
             the same tensors, this rank included.
         digests: the digest of each part's shard at ``committed``, in the order of ``parts``, if checksums are on.
-        stages: the moments after step ``committed`` at which the rank has its state
+        stages: the points after step ``committed`` at which the rank has its state
             (:class:`~checkpointless.state.snapshot.SnapshotPoint`).
-        streams: the steps and moments for which the rank's random streams are known.
+        streams: the steps and points for which the rank's random streams are known.
         fit: the fit of the block that the held state belongs to, counted from 1.
         offset: how many steps of the job precede that fit.
         begun: the last fit of the block that the rank knows to have begun.

@@ -1,6 +1,6 @@
 """The guarded optimizer update: a vote, then the local change under the lock.
 
-Every moment at which a fault can come has one answer:
+Every point at which a fault can come has one answer:
 
 * Before the vote, no rank has changed anything: all resume at the step before.
 * A rank joins the vote once its gradients are final. If any rank passed it, every rank had joined it, so every

@@ -138,7 +138,7 @@ class CheckpointManager(FitKeeper):
 
     Attributes:
         global_step: the optimizer step of the held state, or None.
-        rng_states: this rank's random streams at the moments after its newest two steps; None: it has none.
+        rng_states: this rank's random streams at the points after its newest two steps; None: it has none.
         resumed_at: the step and the stage that the last recovery resumed at; None if there was none.
         verdict: the verdict of the last recovery; None if there was none.
         was_filled: whether the last recovery gave this rank a peer's state.

@@ -35,14 +35,14 @@ class HeldState:
     Attributes:
         commit: the step that the state belongs to, and whether the update of the next step can still be applied.
         tensors: references to the old model's and optimizer's tensors, not copies, without their gradients. Each
-            is replaced by its successor as soon as that is filled, so that at every moment this is the whole state,
+            is replaced by its successor as soon as that is filled, so that at every point this is the whole state,
             and little of it exists twice.
-        moments: the rest of the state, at every moment after the committed step that can be resumed at.
+        moments: the rest of the state, at every point after the committed step that can be resumed at.
         digests: the digest of each part of the rank's shard, by its replica group, if replicas are to be compared.
         journal: the old training's journal, while its update can still be applied; else nothing holds the training.
         fit: the fit of the block that the state belongs to.
         offset: how many steps of the job precede that fit.
-        buffers: the rank's own buffers, at every moment after the committed step and after the step that follows
+        buffers: the rank's own buffers, at every point after the committed step and after the step that follows
             it. They are whole even if an update failed half-way.
         samples: a few elements of each tensor but buffers, as they were at the newest fault.
         is_used: whether a recovery has begun since, which may write to the tensors.
@@ -66,10 +66,10 @@ class HeldState:
     given_up: str = ""
 
     def go_back_to(self, stage: SnapshotPoint) -> dict[str, Any]:
-        """Hold the state as it was at ``stage``, and drop all other moments.
+        """Hold the state as it was at ``stage``, and drop all other points.
 
         Returns:
-            The non-tensor state of that moment.
+            The non-tensor state of that point.
         """
         moment = self.moments[stage]
         self.moments = {stage: moment}
@@ -115,10 +115,9 @@ class HeldState:
         """Stay what is held over a further fault, before the recovery was complete.
 
         Args:
-            memory_is_short: whether the fault is that memory did not suffice beside what is held. An update that is
-                still to be made is given up for it if replicas have that update, because the old trainer takes as
-                much memory as the new one. If they cannot fill the rank beside its state either, that is given up,
-                too. What may exist only here is kept.
+            memory_is_short: whether memory did not suffice next to the held state. The old trainer takes as much of
+                it as the new one, so an update that is still to be made is given up if replicas have it. The state
+                itself is given up if they cannot fill the rank next to it. What may exist only here is kept.
         """
         if memory_is_short and self.journal is not None and self.has_replicas:
             logger.warning("memory does not suffice beside a trainer that has an update to make: it is given up")
@@ -148,7 +147,7 @@ class HeldState:
     def of(
         cls, journal: StepJournal, commit: CommitState, checksums: MemoryChecksumManager, fit: int, offset: int
     ) -> HeldState:
-        """Hold the state of a training, unless code beside the update has changed it.
+        """Hold the state of a training, unless code outside the update has changed it.
 
         Args:
             journal: the training's journal.

@@ -268,7 +268,7 @@ class StepJournal:
         return max([key for key in self._taken if key[1] is not SnapshotPoint.ACCUMULATED], default=None)
 
     def snapshots(self, step: int) -> Mapping[SnapshotPoint, StepSnapshot]:
-        """Return the state beside the tensors at every point after ``step`` that can be resumed at.
+        """Return the state apart from the tensors at every point after ``step`` that can be resumed at.
 
         None contains what the next step has already changed, or what is half done.
         """
@@ -334,7 +334,7 @@ class StepJournal:
 
 # --- Whether weights are those of a step boundary -----------------------------------------------------------------
 #
-# Code beside the update may put other weights into the places of the trained ones, such as an average for a
+# Code outside the update may put other weights into the places of the trained ones, such as an average for a
 # validation. A fault meanwhile would find them there. Version counters of torch say much of it for nothing, but not
 # what is written through ``parameter.data``: a few elements of a few tensors do. A fault is when they are compared.
 

@@ -100,7 +100,7 @@ class TrainingTensors:
         return {**model, **shard}
 
     def essentials(self) -> dict[Key, torch.Tensor]:
-        """Return the tensors from which, with those of all other ranks, the whole state can be made again."""
+        """Return the tensors from which, with those of all other ranks, the whole state can be rebuilt."""
         return self.tensors()
 
     def _adopt(self, tensors: Mapping[Key, torch.Tensor]) -> set[Key]:

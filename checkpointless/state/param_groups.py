@@ -147,7 +147,7 @@ def sizes_of(optimizers: Iterable[torch.optim.Optimizer | None]) -> list[int]:
 
 
 def grown(optimizers: Iterable[torch.optim.Optimizer | None], sizes: list[int]) -> str:
-    """Return why no rank that is made anew has what the optimizers have; "" if it has.
+    """Return why no rank that is rebuilt has what the optimizers have; "" if it has.
 
     Args:
         optimizers: the optimizers.

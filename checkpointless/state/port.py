@@ -95,7 +95,7 @@ class ShardedState(Protocol):
         """Return the tensors that this rank's optimizer update owns, on which replicas must agree."""
 
     def essentials(self) -> dict[Key, torch.Tensor]:
-        """Return the tensors from which, with those of all other ranks, the whole state can be made again."""
+        """Return the tensors from which, with those of all other ranks, the whole state can be rebuilt."""
 
 
 @runtime_checkable
@@ -115,7 +115,7 @@ def shard_of(state: TrainingState) -> dict[Key, torch.Tensor]:
 
 
 def essentials_of(state: TrainingState) -> dict[Key, torch.Tensor]:
-    """Return the tensors from which, with those of all other ranks, the whole state can be made again."""
+    """Return the tensors from which, with those of all other ranks, the whole state can be rebuilt."""
     return state.essentials() if isinstance(state, ShardedState) else state.tensors()
 
 

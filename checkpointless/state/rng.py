@@ -33,7 +33,7 @@ _NO_OWN = -1  # in the place of its length
 
 @dataclass(frozen=True)
 class RngSource:
-    """A random stream of a framework, beside those of Python, NumPy and torch.
+    """A random stream of a framework, in addition to those of Python, NumPy and torch.
 
     Attributes:
         get: returns the state as a tree of plain data and tensors.
@@ -51,14 +51,14 @@ def register_rng_source(name: str, source: RngSource) -> None:
 
 @dataclass(frozen=True)
 class RngStates:
-    """All random streams of one rank at one moment.
+    """All random streams of one rank at one point.
 
     Attributes:
         streams: the state of each stream as bytes, by the stream's name.
         loss: the loss of the step after which the streams were captured, if it is known.
-        stage: the moment after the step; ``COMMITTED`` is right at the end of the optimizer step, before anything
+        stage: the point after the step; ``COMMITTED`` is right at the end of the optimizer step, before anything
             that follows it has drawn random numbers.
-        own: what else this rank alone has at that moment, as plain data; None: it is too large to be kept here.
+        own: what else this rank alone has at that point, as plain data; None: it is too large to be kept here.
     """
 
     streams: dict[str, bytes] = field(default_factory=dict)

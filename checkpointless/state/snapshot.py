@@ -1,4 +1,4 @@
-"""The moments after a step at which a rank can resume, and its state there beside parameters and optimizer."""
+"""The points after a step at which a rank can resume, and its state there but for parameters and optimizer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from checkpointless.transfer.tensor_entry import Key
 
-#: In the objects of a moment: the keys of the buffers that the update of a step writes to (in an optimizer's hook).
+#: In the objects of a point: the keys of the buffers that the update of a step writes to (in an optimizer's hook).
 UPDATED_BUFFERS = "updated_buffers"
 
 
@@ -28,7 +28,7 @@ class SnapshotPoint(IntEnum):
 
 @dataclass(frozen=True)
 class StepSnapshot:
-    """A rank's state at one moment, beside its parameters and what its optimizer owns.
+    """A rank's state at one point, in addition to its parameters and what its optimizer owns.
 
     Attributes:
         objects: the non-tensor state, as plain data that nobody changes.

@@ -36,7 +36,7 @@ class Message:
 
 
 def wire_device(group: dist.ProcessGroup | None = None) -> torch.device:
-    """Return the device on which ``group`` moves tensors: this rank's GPU if NCCL does, also beside gloo."""
+    """Return the device on which ``group`` moves tensors: this rank's GPU if NCCL does, also next to gloo."""
     if "cuda:nccl" in dist.get_backend_config(group):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

@@ -30,7 +30,8 @@ def test_the_example(hf_zygote: Zygote, tmp_path: Path) -> None:
     assert (calm.code, rough.code) == (0, 0), rough.story()
     first, second, third = (incident.resumed_after for incident in rough.incidents)
     # Rank 1 makes the update of step 4 if it has the averaged gradients before the kill breaks its connection.
-    assert (first, third) == (1, 5) and second in (3, 4), rough.story()
+    assert (first, third) == (1, 5), rough.story()
+    assert second in (3, 4), rough.story()
     require_same_steps(calm, rough, 7)
 
     plain = stock_script(TRAINER, tmp_path)

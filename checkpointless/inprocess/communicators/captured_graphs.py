@@ -2,7 +2,7 @@
 
 A graph with captured collectives refers to their communicator, and ``ncclCommAbort`` does not end before the last
 such graph is gone (``commFree`` in NCCL's ``init.cc`` polls ``persistentRefs``). A model keeps its graphs until it
-is dropped, which the main thread does only when the abort has ended. So the graphs are reset beside the abort.
+is dropped, which the main thread does only when the abort has ended. So the graphs are reset during the abort.
 """
 
 from __future__ import annotations

@@ -181,7 +181,7 @@ class ProcessGroups:
     def destroy(self) -> None:
         """Destroy every process group of this process, in the main thread, after the abort.
 
-        This includes what an interrupted ``init_process_group`` leaves behind: torch counts the groups that it has
+        This includes what an interrupted ``init_process_group`` leaves: torch counts the groups that it has
         named, and a rank that has counted one more than the others would wait for them forever under another name.
         """
         self.hold()

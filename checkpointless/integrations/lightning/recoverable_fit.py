@@ -83,7 +83,7 @@ def begin_manager(
 class RecoverableFit:
     """One fit of a trainer, which is kept from step to step and resumes after a fault.
 
-    The loops report their moments to it (:class:`checkpointless.integrations.lightning.boundary.loops.Observer`).
+    The loops report their points to it (:class:`checkpointless.integrations.lightning.boundary.loops.Observer`).
 
     Args:
         trainer: the trainer, whose strategy has been set up. Optimizers may be missing, in a PEFT run.
@@ -167,7 +167,7 @@ class RecoverableFit:
     # --- what the loops report ----------------------------------------------------------------------------------
 
     def reached(self, stage: SnapshotPoint) -> None:
-        """Take the state of the moment that the loops have reached: ``stage`` after the newest step."""
+        """Take the state of the point that the loops have reached: ``stage`` after the newest step."""
         if self.manager is None or self.keeper is None:
             return
         self.keeper.journal.reached(self._job_step(), stage)
@@ -321,7 +321,7 @@ class StoredPosition:
     """The position in the data of a fit that resumes from storage after a fault.
 
     NeMo keeps the position in the data module's ``state_dict``, and Lightning in that of a loader. Where there is
-    none, the data would begin anew without a word.
+    none, the data would start over without a word.
 
     Args:
         trainer: the trainer.
@@ -341,7 +341,7 @@ class StoredPosition:
         """Bring NeMo's sampler to where it stood after ``step``, unless the data module has done that.
 
         Raises:
-            UnrecoverableError: the data begin anew, and the job is to end then (``--strict``).
+            UnrecoverableError: the data start over, and the job is to end then (``--strict``).
         """
         trainer: Any = self._trainer
         sampler = megatron_sampler(trainer)
@@ -366,7 +366,7 @@ class StoredPosition:
         """Look at the training loader that was made for the epoch in which the fit resumes.
 
         Raises:
-            UnrecoverableError: its batches begin anew, and the job is to end then (``--strict``).
+            UnrecoverableError: its batches start over, and the job is to end then (``--strict``).
         """
         step, self._step = self._step, 0
         if step and not keeps_its_position(loader):

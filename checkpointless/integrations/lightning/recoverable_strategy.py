@@ -97,7 +97,7 @@ class RecoverableStrategy(ParallelStrategy):
         return journal
 
     def rebuilt(self) -> None:
-        """Record that everything is built anew and waits for its state."""
+        """Record that everything is rebuilt and waits for its state."""
         if self._rebuild is not None:
             self._rebuild.end()
 
@@ -316,7 +316,7 @@ class Rebuild:
         event_log().emit(EventName.REBUILD, "begin", generation=call.generation, incident=call.incident)
 
     def end(self) -> None:
-        """Record that everything is built anew and waits for its state."""
+        """Record that everything is rebuilt and waits for its state."""
         event_log().emit(
             EventName.REBUILD,
             "end",

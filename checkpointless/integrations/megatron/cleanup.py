@@ -1,4 +1,4 @@
-"""Drop what Megatron-core keeps in globals, so that a generation leaves nothing behind in the process."""
+"""Drop what Megatron-core keeps in globals, so that a generation leaves nothing in the process."""
 
 from __future__ import annotations
 

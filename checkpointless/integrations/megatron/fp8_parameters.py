@@ -1,7 +1,7 @@
 """Parameters that Megatron keeps in FP8 (``fp8_param_gather``).
 
 Such a parameter is a tensor of TransformerEngine's that has no storage of its own: it shows 16 bits, and keeps
-bytes and scales beside each other. It is never held or sent. Like a 16-bit parameter it is derived from the main
+bytes and scales side by side. It is never held or sent. Like a 16-bit parameter it is derived from the main
 parameters of all ranks, to the same bits: quantising depends on them, and with delayed scaling on the scales, which
 are buffers (:mod:`checkpointless.integrations.megatron.state`).
 

@@ -188,7 +188,7 @@ class MegatronTensors(TrainingTensors):
 
 
 def derived_parameters(optimizers: Iterable[Any]) -> list[torch.nn.Parameter]:
-    """Return the parameters in 16 or 8 bits that are their main parameters, rounded; every step makes them anew.
+    """Return the parameters in 16 or 8 bits that are their main parameters, rounded; every step recomputes them.
 
     Args:
         optimizers: Megatron's optimizers, none of which chains others. With a precision-aware optimizer the main

@@ -40,7 +40,7 @@ def pretrain(
     Args:
         config: Bridge's configuration.
         forward_step_func: the function that makes a forward step.
-        callbacks: Bridge's callbacks. What they keep for themselves begins anew, unless it is declared.
+        callbacks: Bridge's callbacks. What they keep for themselves starts over, unless it is declared.
         state: what callbacks and the forward step change from step to step, by name, as
             :class:`~checkpointless.PlainTraining` takes it. Outside of a wrapped function it is left alone.
 

@@ -58,7 +58,7 @@ class BridgeTraining(JournaledTraining):
         recovered: whether the state was recovered from memory in this generation.
         replayed: the outcome of the committed step that is gone through again; None: the next step is computed.
         totals: what Bridge has added up since it logged last, by name; Bridge changes it.
-        kept_totals: what had been added up when the moment was taken that training resumed at.
+        kept_totals: what had been added up when the point was taken that training resumed at.
         began: for each stream of samples how many were consumed when the training began.
     """
 
@@ -123,7 +123,7 @@ class BridgeTraining(JournaledTraining):
         self.began = {"train": train_state.consumed_train_samples, "valid": train_state.consumed_valid_samples}
 
     def put_counters(self) -> int:
-        """Give Bridge's counters the values that they had at the moment that training resumes at.
+        """Give Bridge's counters the values that they had at the point that training resumes at.
 
         Returns:
             The number of training samples that precede the batch to take next.

@@ -282,7 +282,7 @@ class LoopTraining(JournaledTraining, ABC):
         self._exits.ends = vote(self._exits.ends)
 
     def _compute(self, loss: float | None) -> None:
-        """Keep the loss of the step, whose gradients are final, and compare it if the step is made again."""
+        """Keep the loss of the step, whose gradients are final, and compare it if the step is repeated."""
         self._call.steps.loss = loss
         repeated_steps.compute(self._call.steps.making, loss)
 

@@ -1,8 +1,8 @@
-"""Whether a step that is made again is the one that it was before the fault.
+"""Whether a step that is repeated is the one that it was before the fault.
 
 A loop of one's own has to take the batches of a step by its number. A loader that it goes through over several
-steps begins anew after a fault, and nothing else would notice. What a step takes and computes is therefore noted in
-few bytes, and compared where the step is made again.
+steps starts over after a fault, and nothing else would notice. What a step takes and computes is therefore noted in
+few bytes, and compared where the step is repeated.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class _Made:
 
 
 class RepeatedSteps:
-    """What steps took and computed, so that those that are made again can be compared.
+    """What steps took and computed, so that those that are repeated can be compared.
 
     One of a process is enough, since a block runs once at a time: :data:`repeated_steps`. A step is compared with
     what it was at first, however many faults have come since.

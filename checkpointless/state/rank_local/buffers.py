@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: How many bytes of buffers are kept at each moment, the smallest buffers first.
+#: How many bytes of buffers are kept at each point, the smallest buffers first.
 OWN_BUFFER_BYTES = 4 * 1024 * 1024
 _HEADER_BYTES = 256 * 1024  # the limit of the header that describes them in a record
-#: The board's series for each moment after a step.
+#: The board's series for each point after a step.
 _SERIES = {
     stage: Board.SMALL_SERIES + number
     for number, stage in enumerate(
@@ -50,15 +50,15 @@ _SERIES = {
     )
 }
 _LENGTH = struct.Struct("<I")  # the length of the header, which precedes the bytes
-_NEVER = 1 << 62, 0  # a moment that is never reached
+_NEVER = 1 << 62, 0  # a point that is never reached
 NOTHING = b""  # the record that no buffer has changed, and none differs from a peer's
-_AS_AFTER_THE_STEP = b"="  # stands for the record of the moment right after the update
+_AS_AFTER_THE_STEP = b"="  # stands for the record of the point right after the update
 
 _HELP = "torch.nn.SyncBatchNorm, or a broadcast before each update, makes them the same on all ranks"
 
 
 class OwnBuffers:
-    """Keeps this rank's buffers at the moments after its two newest steps, if they may be its own.
+    """Keeps this rank's buffers at the points after its two newest steps, if they may be its own.
 
     Attributes:
         are_settled: whether it is kept that there are no buffers, so that :meth:`keep` need not be told it again.
@@ -72,10 +72,10 @@ class OwnBuffers:
         self._is_own = False
         self._first: tuple[tuple[Key, ...], torch.Tensor] | None = None  # keys, and their bytes at the beginning
         self._records: dict[tuple[int, SnapshotPoint], bytes] = {}
-        self._large: dict[Key, torch.Tensor] = {}  # copies of the buffers that are too large, at the newest moment
+        self._large: dict[Key, torch.Tensor] = {}  # copies of the buffers that are too large, at the newest point
         self._differ: set[str] = set()  # names of large buffers that were seen to differ
         self.are_settled = False
-        self._nothing_before: tuple[int, int] | None = None  # before this moment no buffer had changed
+        self._nothing_before: tuple[int, int] | None = None  # before this point no buffer had changed
         self._marked: tuple[Board, int] | None = None  # the board that says so
 
     def begin(self, buffers: Mapping[Key, torch.Tensor], group: Sequence[int]) -> None:
@@ -109,7 +109,7 @@ class OwnBuffers:
 
         Args:
             step: the optimizer step.
-            stage: the moment after the step.
+            stage: the point after the step.
             buffers: copies of the buffers, which nobody changes.
             board: this rank's board, if it has one.
         """
@@ -130,7 +130,7 @@ class OwnBuffers:
             self._keep_nothing(board)
 
     def _keep_nothing(self, board: Board | None) -> None:
-        """Keep that no buffer has changed until now; it holds for every moment until one has."""
+        """Keep that no buffer has changed until now; it holds for every point until one has."""
         self._nothing_before = _NEVER
         if board is not None and self._marked != (board, board.clears):
             board.mark_buffers(*_NEVER)
@@ -161,7 +161,7 @@ class OwnBuffers:
 
         Args:
             step: the optimizer step.
-            stage: the moment after the step.
+            stage: the point after the step.
             board: this rank's board, with what the process before this one kept.
         """
         known = self._records.get((step, stage))
@@ -200,7 +200,7 @@ class OwnBuffers:
         """Return the ranks that cannot be given their own buffers, and why. Collective.
 
         Args:
-            held: this rank's buffers at the moment that is resumed at, if it has them in memory.
+            held: this rank's buffers at the point that is resumed at, if it has them in memory.
             record: the record of these buffers that was kept for this rank; None: there is none.
             refills: maps each rank to fill to its sources.
             alive: whether this rank is to be filled, but has its own buffers in memory.

@@ -1,4 +1,4 @@
-"""Plain data of a rank beside its tensors: declared state of a loop, and plain attributes of a trainer's parts.
+"""Plain data of a rank apart from its tensors: declared state of a loop, and plain attributes of a trainer's parts.
 
 It is rank-local state: captured at every step boundary with the random streams, kept where they are kept, and
 restored with them, on a rank that lived through the fault and on one that was replaced. What has not changed since

@@ -1,6 +1,6 @@
 """Copies on another node of what is a rank's own, for when a node is lost with its boards.
 
-Once a rank has drawn from its random streams, no peer has them by construction, and they cannot be made again from
+Once a rank has drawn from its random streams, no peer has them by construction, and they cannot be rebuilt from
 the model. This also holds for the streams that the order of its data was drawn from, and for buffers of its
 modules. So before each optimizer update, every rank sends them to the rank ``jump`` places further on. That rank
 keeps those of the two newest steps in its memory and on its board: 10 to 50 kB per rank and step, and the buffers.
@@ -35,7 +35,7 @@ _SERIES = Board.SERIES - 1  # the board's series for another rank's snapshots; a
 
 @dataclass(frozen=True)
 class RankLocalRecord:
-    """What is a rank's own at a moment, as bytes for another node to keep.
+    """What is a rank's own at a point, as bytes for another node to keep.
 
     Attributes:
         streams: the rank's random streams.

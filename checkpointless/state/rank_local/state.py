@@ -63,7 +63,7 @@ class RankLocalState:
         self.replicas.exchange(step, lambda: self._record(step, self.streams.at(step)[SnapshotPoint.COMMITTED]))
 
     def _record(self, step: int, states: RngStates) -> bytes:
-        """Return what is this rank's own at the moment of ``states``, for another node to keep."""
+        """Return what is this rank's own at the point of ``states``, for another node to keep."""
         record = self.buffers.record(step, states.stage, own_board())
         start = self.streams.data_start()
         return RankLocalRecord(
@@ -84,7 +84,7 @@ class RankLocalState:
 
         Args:
             target: the optimizer step that is resumed at.
-            stage: the moment after it.
+            stage: the point after it.
 
         Returns:
             The ranks whose streams are nowhere: they would train on with different streams. No rank at step 0,
@@ -119,9 +119,9 @@ class RankLocalState:
 
         Args:
             moment: the step and the stage that is resumed at.
-            held: this rank's buffers at that moment, if it has them in memory.
+            held: this rank's buffers at that point, if it has them in memory.
             refills: maps each rank to fill to the sources of its buffers.
-            objects: the non-tensor state at that moment, if this rank has it in memory.
+            objects: the non-tensor state at that point, if this rank has it in memory.
         """
         if not refills:
             return {}
@@ -146,8 +146,8 @@ class RankLocalState:
         Args:
             state: the state that was filled.
             moment: the step and the stage that is resumed at.
-            held: this rank's buffers at that moment, if it has them in memory.
-            objects: the non-tensor state of that moment.
+            held: this rank's buffers at that point, if it has them in memory.
+            objects: the non-tensor state of that point.
         """
         updated = objects.get(UPDATED_BUFFERS, ())
         if held is None:
@@ -186,7 +186,7 @@ class RankLocalKeeper(ABC):
 
     @property
     def rng_states(self) -> dict[tuple[int, SnapshotPoint], RngStates] | None:
-        """This rank's random streams at the moments after its newest two steps; None: it has none."""
+        """This rank's random streams at the points after its newest two steps; None: it has none."""
         return self.own.streams.states or None
 
     @rng_states.setter
@@ -211,8 +211,8 @@ class RankLocalKeeper(ABC):
         Args:
             step: the optimizer step; default: the committed step.
             loss: the loss of that step, which is kept with the streams.
-            stage: the moment after the step.
-            own: what else this rank alone has at that moment, as plain data that nobody changes; it is kept with
+            stage: the point after the step.
+            own: what else this rank alone has at that point, as plain data that nobody changes; it is kept with
                 the streams. None: it is too large to be kept.
         """
         step = self.parameter_update_lock.committed if step is None else step
@@ -239,11 +239,11 @@ class RankLocalKeeper(ABC):
     def keep_buffers(self, step: int, stage: SnapshotPoint, buffers: Mapping[Key, torch.Tensor]) -> None:
         """Keep this rank's buffers as those after ``step``, here and on its board, if they may be its own.
 
-        Call this before :meth:`store_rng_states`, so that a rank that has the streams of a moment has its buffers.
+        Call this before :meth:`store_rng_states`, so that a rank that has the streams of a point has its buffers.
 
         Args:
             step: the optimizer step.
-            stage: the moment after the step.
+            stage: the point after the step.
             buffers: copies of the buffers, which nobody changes.
         """
         own = self.own.buffers
@@ -272,7 +272,7 @@ class RankLocalKeeper(ABC):
         """Put back the random streams that this rank had after the step that was resumed at.
 
         Args:
-            stage: the moment after that step; default: the moment that was resumed at.
+            stage: the point after that step; default: the point that was resumed at.
 
         Raises:
             RuntimeError: the streams are not known, and it is not the start of a fit.

@@ -1,4 +1,4 @@
-"""A rank's random streams at the moments after its two newest steps, in its memory and on its board."""
+"""A rank's random streams at the points after its two newest steps, in its memory and on its board."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from checkpointless.state.serialization.digest import digest_value
 from checkpointless.state.snapshot import SnapshotPoint
 
 DATA_SERIES = 5  # the board's series for the streams at the start of an iterator over the training data
-#: The board's series for each moment after a step. At ``COMMITTED`` snapshots have numbers, elsewhere steps.
+#: The board's series for each point after a step. At ``COMMITTED`` snapshots have numbers, elsewhere steps.
 _SERIES = {
     SnapshotPoint.COMMITTED: 0,
     SnapshotPoint.ENDED: 1,
@@ -52,8 +52,8 @@ class OwnStreams:
         Args:
             step: the optimizer step.
             loss: the loss of that step; None: the one that was kept with the step before, if any.
-            stage: the moment after the step.
-            own: what else this rank alone has at that moment, as plain data that nobody changes. None: it is too
+            stage: the point after the step.
+            own: what else this rank alone has at that point, as plain data that nobody changes. None: it is too
                 large to be kept.
         """
         if loss is None:
@@ -196,11 +196,11 @@ class StreamsOnBoard:
             step: the optimizer step.
             states: the streams after that step.
             after_the_step: the streams that are kept for that step at ``COMMITTED``, if any: often nothing is drawn
-                between ``COMMITTED`` and later moments.
+                between ``COMMITTED`` and later points.
         """
         board, stage = self.board, states.stage
         if stage is SnapshotPoint.COMMITTED:
-            if step <= self._newest:  # it is made again, and what followed it is void
+            if step <= self._newest:  # it is repeated, and what followed it is void
                 for later in _LATER:
                     board.drop_snapshot(step, _SERIES[later])
                     board.drop_moment(step, _SERIES[later])
@@ -213,7 +213,7 @@ class StreamsOnBoard:
             self._snapshots[stage] = step, step - 1
             board.put_parts(step, *states.to_parts(), _SERIES[stage])
         elif states.own == {}:
-            if step in self._snapshots[stage]:  # of this moment, when it was reached before
+            if step in self._snapshots[stage]:  # of this point, when it was reached before
                 board.drop_snapshot(step, _SERIES[stage])
             board.mark_moment(step, _SERIES[stage])
         else:

@@ -28,10 +28,10 @@ def is_fixed(value: object) -> bool:
 
 
 class Later(Generic[_State]):
-    """State of a moment that is over, and what makes plain data of it.
+    """State of a point that is over, and what makes plain data of it.
 
     Args:
-        make: makes the plain data, of nothing that changes after the moment.
+        make: makes the plain data, of nothing that changes after the point.
     """
 
     __slots__ = ("_made", "_make")

@@ -1,4 +1,4 @@
-"""The boundary of a step: which moment after a step it is, what is taken there, and how the loops resume there.
+"""The boundary of a step: which point after a step it is, what is taken there, and how the loops resume there.
 
 ``step_keeper`` gives the journal of a fit what the trainer has at every point. ``kinds``, ``epoch_metrics`` and
 ``outcome`` say what it consists of. After a fault ``restoration`` puts it back while Lightning's ``loops`` resume.

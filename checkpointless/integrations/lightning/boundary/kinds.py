@@ -54,7 +54,7 @@ class Kind:
     """A kind of state that Lightning's checkpoints do not have.
 
     Attributes:
-        name: its key in the objects of a moment.
+        name: its key in the objects of a point.
         put: puts that data back into a trainer.
     """
 

@@ -1,4 +1,4 @@
-"""Lightning's training loops, which can resume at the very moment after a step at which they were left.
+"""Lightning's training loops, which can resume at the exact point after a step at which they were left.
 
 Lightning resumes from checkpoints that were written by a hook, and guesses what had happened by then. Here this is
 known: a recovery says at which stage after the last committed step it resumes, and the loops do what still follows
@@ -45,7 +45,7 @@ class Resumption:
 
 
 class Observer(Protocol):
-    """What is notified of the moments after a step (a recoverable fit)."""
+    """What is notified of the points after a step (a recoverable fit)."""
 
     def reached(self, stage: SnapshotPoint) -> None:
         """Note that the loop is at ``stage`` after the step that it committed last."""
@@ -61,10 +61,10 @@ class Observer(Protocol):
 
 
 class ResumableEpochLoop(TrainingEpochLoop):
-    """Lightning's loop over the batches of an epoch, which reports its moments and can resume at each of them.
+    """Lightning's loop over the batches of an epoch, which reports its points and can resume at each of them.
 
     Attributes:
-        observer: what is notified of the moments.
+        observer: what is notified of the points.
         resumption: where to resume when the loop is run next; None: where Lightning would.
         not_delivered: how many batches the fetcher counts that no iterator of this process delivered.
         has_asked: whether a batch was asked for since the epoch was resumed.
@@ -137,7 +137,7 @@ class ResumableEpochLoop(TrainingEpochLoop):
 
     @override
     def on_advance_end(self, data_fetcher: Any) -> None:
-        """Validate if that is due, and report the moment."""
+        """Validate if that is due, and report the point."""
         super().on_advance_end(data_fetcher)
         self.observer.reached(SnapshotPoint.ACCUMULATED if self._should_accumulate() else SnapshotPoint.CHECKED)
 
@@ -149,7 +149,7 @@ class ResumableEpochLoop(TrainingEpochLoop):
 
 
 class ResumableFitLoop(FitLoop):
-    """Lightning's loop over epochs, which can resume at each moment after a step.
+    """Lightning's loop over epochs, which can resume at each point after a step.
 
     Attributes:
         resumption: where to resume when the loop is run next; None: where Lightning would.
@@ -252,7 +252,7 @@ class ResumableFitLoop(FitLoop):
 
     @override
     def on_advance_end(self) -> None:
-        """End an epoch, and report the moment."""
+        """End an epoch, and report the point."""
         super().on_advance_end()
         self.epoch_loop.observer.reached(SnapshotPoint.TURNED)
 
@@ -291,11 +291,11 @@ def _validation_loaders(fit_loop: Any, source: Any) -> Any:
 
 
 def make_resumable(trainer: pl.Trainer, observer: Observer) -> None:
-    """Make the loops of ``trainer`` resumable and report their moments to ``observer``.
+    """Make the loops of ``trainer`` resumable and report their points to ``observer``.
 
     Args:
         trainer: the trainer, whose loops become resumable ones in place.
-        observer: what is notified of the moments.
+        observer: what is notified of the points.
     """
     fit_loop: Any = trainer.fit_loop
     for loop, kind in ((fit_loop, ResumableFitLoop), (fit_loop.epoch_loop, ResumableEpochLoop)):

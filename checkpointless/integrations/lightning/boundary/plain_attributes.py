@@ -1,7 +1,7 @@
 """Plain attributes of a trainer's parts: LightningModule, data module and callbacks, as rank-local state.
 
 One rule says what belongs to it: numbers, text, bytes, None, tensors and arrays, enum members, and lists, tuples,
-sets, dicts and deques of these. Whatever else a part keeps in attributes begins anew when the block is entered
+sets, dicts and deques of these. Whatever else a part keeps in attributes starts over when the block is entered
 again, and is named once.
 """
 

@@ -29,7 +29,7 @@ class Restoration:
     """What memory gave one trainer besides its tensors, which are in place.
 
     Args:
-        objects: the non-tensor state of the moment at which training resumes.
+        objects: the non-tensor state of the point at which training resumes.
         trainer: the trainer, in which Lightning loads its own part of ``objects``.
         manager: the manager that recovered the state.
         keeper: holds the trainer's state.
@@ -114,7 +114,7 @@ class Restoration:
         return with_own(kept, own) if own is not None or self._manager.was_filled else kept
 
     def _make_loader(self, step: int, stage: SnapshotPoint, make: Callable[[], None]) -> None:
-        """Make the loader of the epoch that begins with ``make``, from the streams and attributes of a moment."""
+        """Make the loader of the epoch that begins with ``make``, from the streams and attributes of a point."""
         self._manager.own.streams.restore(step, stage)
         make()
         self._made_loader = RngStates.capture(), take_declared()

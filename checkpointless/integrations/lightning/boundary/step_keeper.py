@@ -1,4 +1,4 @@
-"""The front end of a trainer: guards every update, and captures what Lightning keeps beside model and optimizer."""
+"""The front end of a trainer: guards every update, and captures the rest of what Lightning keeps."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from checkpointless.transfer.exchange import all_gather_json
 class LightningSaves:
     """What a rank knows of the saves of its newest step; it outlives restarts.
 
-    After a fault the ranks may go back to before a save. It is made again then, under the same name: Lightning's
+    After a fault the ranks may go back to before a save. It is repeated then, under the same name: Lightning's
     callbacks would choose another one for a path that exists.
 
     Attributes:
@@ -27,7 +27,7 @@ class LightningSaves:
     def __init__(self) -> None:
         self._made: list[
             tuple[str, tuple[int, SnapshotPoint]]
-        ] = []  # paths, and the newest moment when they were saved to
+        ] = []  # paths, and the newest point when they were saved to
         self._again: set[str] = set()
         self._resumed_step = -1
 
@@ -36,7 +36,7 @@ class LightningSaves:
 
         Args:
             path: the path to save to.
-            after: the newest moment of this rank.
+            after: the newest point of this rank.
             make: makes the save.
         """
         if after[0] != self._resumed_step:
@@ -50,7 +50,7 @@ class LightningSaves:
         """Agree with the other ranks on what is saved again. Collective.
 
         Args:
-            resumed_at: the moment that all ranks were brought to; None: the state is not from memory.
+            resumed_at: the point that all ranks were brought to; None: the state is not from memory.
             strategy: the strategy of the new trainer.
         """
         mine = [path for path, after in self._made if resumed_at is not None and after >= resumed_at]

@@ -6,7 +6,7 @@ whole is written again.
 
 A background save is made by a writer, which is a separate process with a copy of what it writes, so a fault
 of a rank does not stop it. If all ranks still have their writers, the save is finished in the next generation like
-any other. If one writer was lost with its rank, or failed, no part is of use: the save is made again if the ranks
+any other. If one writer was lost with its rank, or failed, no part is of use: the save is repeated if the ranks
 can go back to where it began (:mod:`checkpointless.recovery.decide`); otherwise a warning says that it is lost.
 """
 
@@ -54,7 +54,7 @@ class _Save:
 
     Attributes:
         path: the path that is saved to.
-        after: the newest moment of the rank when the save began.
+        after: the newest point of the rank when the save began.
         number: the number that Megatron's queue of background saves gives it; None: it is made at once.
         finish: the caller's function that ends a background save; None: there is none.
         is_made: whether this rank has done its part or, for a background save, begun it.
@@ -84,7 +84,7 @@ class _Save:
 
 @dataclass(frozen=True)
 class Agreement:
-    """Which saves are made again, which continue in the background, and which are lost, as all ranks conclude.
+    """Which saves are repeated, which continue in the background, and which are lost, as all ranks conclude.
 
     Background saves go by the numbers that Megatron's queues gave them, which are the same on every rank.
 
@@ -92,8 +92,8 @@ class Agreement:
         again: the paths that will be saved to again.
         whole: those of them that miss nothing, each with the number of its background save; None: it was made at
             once.
-        in_vain: the background saves that are begun anew.
-        failed: the background saves whose writer failed on some rank, and that are not begun anew.
+        in_vain: the background saves that are started over.
+        failed: the background saves whose writer failed on some rank, and that are not started over.
         lost: the background saves that nobody will finish.
         forgotten: those of ``lost`` that no rank passes again.
         lost_paths: the known paths of ``lost``, the newest first.
@@ -201,7 +201,7 @@ class Saves:
 
         Args:
             path: the path to save to.
-            after: the newest moment of this rank.
+            after: the newest point of this rank.
             make: makes the save.
             calls: Megatron's queue of background saves; None: the save is made at once.
             finish: the present caller's function that ends the save; None: there is none.
@@ -273,7 +273,7 @@ class Saves:
         """Agree with the other ranks on what is saved again and what continues in the background. Collective.
 
         Args:
-            resumed_at: the moment that all ranks were brought to; None: the state is not from memory.
+            resumed_at: the point that all ranks were brought to; None: the state is not from memory.
             strategy: the strategy of the new trainer, which finishes the background saves that continue.
         """
         if resumed_at is None:

@@ -1,1 +1,1 @@
-"""A trainer's data: where its loaders stand, and how loaders that are made anew are brought there."""
+"""A trainer's data: where its loaders stand, and how loaders that are rebuilt are brought there."""

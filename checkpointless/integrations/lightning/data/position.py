@@ -1,4 +1,4 @@
-"""Where a training stands in its data, and how a loader that was made anew is brought there.
+"""Where a training stands in its data, and how a loader that was rebuilt is brought there.
 
 The loader is made as it was made at the start, so that its length and its order are the same; its first iterator
 then begins after what was delivered before. Loaders that keep their own position (``state_dict``) are restored by
@@ -164,7 +164,7 @@ def go_on_counting(fetcher: DataFetcher, position: DataPosition) -> None:
     """Make the numbering of an epoch's batches continue from where the training stands.
 
     Args:
-        fetcher: Lightning's fetcher, over an iterator that was made anew.
+        fetcher: Lightning's fetcher, over an iterator that was rebuilt.
         position: where the training stands.
     """
     combined: Any = fetcher.iterator
@@ -268,7 +268,7 @@ class TrackedSampler:
         begins_at = self.began_at + position.delivered * per_item
         inner.consumed_samples = begins_at
         for item in inner:
-            if inner.consumed_samples == begins_at:  # the sampler does not count: its next iterator begins anew
+            if inner.consumed_samples == begins_at:  # the sampler does not count: its next one starts over
                 inner.consumed_samples, begins_at = self.began_at, -1
             yield item
 

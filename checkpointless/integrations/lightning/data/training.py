@@ -1,4 +1,4 @@
-"""The data that a fit trains on: where it stands, and how a loader that was made anew is brought there."""
+"""The data that a fit trains on: where it stands, and how a loader that was rebuilt is brought there."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class TrainingData:
         fetcher = fit_loop._data_fetcher
         fetched = fetcher.fetched if fetcher is not None else 0
         tracked = self._tracked
-        if self._order is not None:  # a moment is reached, so the training goes on
+        if self._order is not None:  # a point is reached, so the training goes on
             self._order.resumed()
         return DataPosition(
             fetched,
@@ -120,7 +120,7 @@ class TrainingData:
 
         Args:
             position: where the training stands.
-            fit_loop: Lightning's loop over epochs, whose loader and iterator were made anew.
+            fit_loop: Lightning's loop over epochs, whose loader and iterator were rebuilt.
         """
         fetcher: Any = fit_loop._data_fetcher
         combined = cast("CombinedLoader", fit_loop._combined_loader)

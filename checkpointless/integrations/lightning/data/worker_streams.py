@@ -64,7 +64,7 @@ def _seed_of_this_process() -> int:
 def repeat_worker_draws(loader: Iterable[object], seed: int, trainer: pl.Trainer, rank: int) -> None:
     """Make the workers of ``loader`` draw after a fault what they would have drawn without it.
 
-    If that is not possible, or not certain, a warning says so, once.
+    If that is not possible, or not certain, a warning is emitted, once.
 
     Args:
         loader: the loader as Lightning will iterate over it.

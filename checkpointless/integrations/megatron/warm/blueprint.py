@@ -77,7 +77,7 @@ class Blueprint:
     """The structure of modules as they are now: classes, hooks, parameters, buffers, plain attributes.
 
     Hooks are counted, attributes compared where they are plain numbers and words, and buffers by their shape, which
-    suffices for classes that are known to keep nothing else. What each forward pass sets anew is left out.
+    suffices for classes that are known to keep nothing else. What each forward pass sets again is left out.
 
     Args:
         modules: the modules.
