@@ -24,7 +24,7 @@ from checkpointless.integrations.megatron.warm.kept_model import KeptModel
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.recovery import CheckpointManager
 from checkpointless.state.rng import RngStates
-from checkpointless.state.serialization.pictures import pictures
+from checkpointless.state.serialization.fingerprints import fingerprints
 from checkpointless.transfer.exchange import true_on_all
 
 
@@ -256,7 +256,7 @@ def _acts_before_the_restore(part: object) -> bool:
 
 
 def _plans(strategy: Any) -> dict[str, dict[str, object]]:
-    """Return pictures of the configurations that decide how model and optimizer are built."""
+    """Return fingerprints of the configurations that decide how model and optimizer are built."""
     module, plugin = strategy.lightning_module, strategy.precision_plugin
     optim = module.optim
     rules = {name: getattr(optim, name, None) for name in ("no_weight_decay_cond", "scale_lr_cond", "lr_mult")}
@@ -271,7 +271,7 @@ def _plans(strategy: Any) -> dict[str, dict[str, object]]:
         "tokenizer": {"class": type(module.tokenizer), "size": getattr(module.tokenizer, "vocab_size", None)},
     }
     return {
-        what: pictures({name: value for name, value in each.items() if _is_own(name)})
+        what: fingerprints({name: value for name, value in each.items() if _is_own(name)})
         for what, each in values.items()
     }
 

@@ -23,11 +23,11 @@ from checkpointless.integrations.megatron.update import sub_optimizers
 from checkpointless.integrations.megatron.warm.bindings import rebind
 from checkpointless.integrations.megatron.warm.blueprint import Blueprint, is_of_engine, unknown_class
 from checkpointless.state.rng import RngStates
-from checkpointless.state.serialization.pictures import differing
+from checkpointless.state.serialization.fingerprints import differing
 
 #: A process group with its global ranks and its description.
 Group = tuple[Any, tuple[int, ...], str]
-#: Pictures of the values of configurations, by what each describes and by name.
+#: Fingerprints of the values of configurations, by what each describes and by name.
 Plans = Mapping[str, Mapping[str, object]]
 #: Options with which an interrupted step leaves more behind than is undone here, or a graph that is given up.
 _UNKNOWN_REMAINS = (
@@ -61,7 +61,7 @@ class KeptModel:
     Args:
         chunks: the model's chunks, as Megatron's ``DistributedDataParallel`` wraps them.
         optimizer: the (chained) Megatron optimizer.
-        plans: pictures of all configurations before anything was built.
+        plans: fingerprints of all configurations before anything was built.
         streams: the random streams before anything was built, and after.
         noted: for each chunk, the values of its configuration that were set while it was built, by name.
         bound: what bounds the launches of the model's layers, by hooks that the model has already; None: nothing.
@@ -132,7 +132,7 @@ class KeptModel:
         """Return what the next generation's model would have otherwise, in a phrase; None: it is the same.
 
         Args:
-            plans: pictures of its configurations, before anything is built.
+            plans: fingerprints of its configurations, before anything is built.
         """
         for what, then in self._plans.items():
             name = differing(then, plans.get(what, {}))

@@ -20,7 +20,7 @@ from megatron.core.transformer import TransformerConfig
 from checkpointless.integrations.megatron import cpu_platform
 from checkpointless.integrations.megatron.warm.kept_model import KeptModel, groups_now
 from checkpointless.state.rng import RngStates
-from checkpointless.state.serialization.pictures import pictures
+from checkpointless.state.serialization.fingerprints import fingerprints
 
 pytestmark = pytest.mark.nemo
 
@@ -81,7 +81,7 @@ class Training:
             [self.model],
         )
         streams = RngStates.capture(), RngStates.capture()
-        self.plans = {"model": pictures({"layers": 2}), "optimizer": pictures({"lr": 1e-2, "clip": None})}
+        self.plans = {"model": fingerprints({"layers": 2}), "optimizer": fingerprints({"lr": 1e-2, "clip": None})}
         self.kept = KeptModel([self.model], self.optimizer, self.plans, streams, [{}])
 
     @property
@@ -146,7 +146,7 @@ def test_the_same_configurations_and_groups_are_no_mismatch() -> None:
 def test_another_configuration_is_a_mismatch(plans: dict[str, dict[str, object]], says: str) -> None:
     with generation():
         training = Training()
-        given = {what: pictures(each) for what, each in plans.items()}
+        given = {what: fingerprints(each) for what, each in plans.items()}
         assert training.kept.mismatch({**training.plans, **given}) == says
 
 

@@ -1,7 +1,7 @@
-"""Pictures of values: what a value is now, to be compared with what another one is later.
+"""Fingerprints of values: what a value is now, to be compared with what another one is later.
 
-A picture does not change when its value does. Equal pictures mean that code which reads the values finds the same;
-where that cannot be known, pictures are equal only if they are of the very same object.
+It does not change when its value does. If two are equal, code that reads the values finds the same. Where
+this cannot be known, they are equal only if they are of the very same object.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ _PLAIN = (bool, int, float, complex, str, bytes, type, enum.Enum, torch.dtype, t
 _NAMED = (types.ModuleType, types.BuiltinFunctionType)
 
 
-def picture(value: object) -> object:
-    """Return a picture of ``value``; what cannot be painted, or is too large, is known by its identity."""
+def fingerprint(value: object) -> object:
+    """Return a fingerprint of ``value``; what cannot be read, or is too large, is known by its identity."""
     try:
-        return _Painter().paint(value)
+        return _Builder().of(value)
     except Exception:  # noqa: BLE001 - any class may refuse to be looked at in its own way
         return _Same(value)
 
 
-def pictures(values: Mapping[str, object]) -> dict[str, object]:
-    """Return a picture of each of ``values``, by name."""
-    return {name: picture(value) for name, value in values.items()}
+def fingerprints(values: Mapping[str, object]) -> dict[str, object]:
+    """Return a fingerprint of each of ``values``, by name."""
+    return {name: fingerprint(value) for name, value in values.items()}
 
 
 def differing(then: Mapping[str, object], now: Mapping[str, object]) -> str | None:
-    """Return the first name whose picture differs, in alphabetical order; None: there is none."""
+    """Return the first name whose fingerprint differs, in alphabetical order; None: there is none."""
     missing = object()
     return next((name for name in sorted({*then, *now}) if then.get(name, missing) != now.get(name, missing)), None)
 
 
 class _TooLargeError(Exception):
-    """Raised for what is too large to be painted."""
+    """Raised for what is too large to be read."""
 
 
 class _Same:
-    """A picture of an object of which nothing but its identity is known.
+    """A fingerprint of an object of which nothing but its identity is known.
 
     Args:
         value: the object, which is kept so that no other one gets its place in memory.
@@ -62,15 +62,15 @@ class _Same:
         return id(self._value)
 
 
-class _Painter:
-    """Paints one picture. An object that is met once more is known by when it was met first."""
+class _Builder:
+    """Builds one fingerprint. An object that is met once more is known by when it was met first."""
 
     def __init__(self) -> None:
         self._met: dict[int, int] = {}
         self._kept: list[object] = []  # so that no id is given to another object meanwhile
 
-    def paint(self, value: Any) -> object:
-        """Return the picture of a part."""
+    def of(self, value: Any) -> object:
+        """Return the fingerprint of a part."""
         if value is None or isinstance(value, _PLAIN):
             return type(value), value
         if isinstance(value, _NAMED):
@@ -84,7 +84,7 @@ class _Painter:
         if isinstance(value, dict | list | tuple) and getattr(
             value, "__dict__", None
         ):  # a subclass with attributes
-            return type(value), self._inside(value), self.paint(vars(value))
+            return type(value), self._inside(value), self.of(vars(value))
         return type(value), self._inside(value)
 
     def _inside(self, value: Any) -> object:
@@ -93,17 +93,17 @@ class _Painter:
         if isinstance(value, dict | list | tuple | set | frozenset) and len(value) > _MOST_PARTS:
             raise _TooLargeError
         if isinstance(value, dict):
-            return [(self.paint(key), self.paint(each)) for key, each in value.items()]
+            return [(self.of(key), self.of(each)) for key, each in value.items()]
         if isinstance(value, list | tuple):
-            return [self.paint(each) for each in value]
+            return [self.of(each) for each in value]
         if isinstance(value, functools.partial):
-            return [self.paint(each) for each in (value.func, value.args, value.keywords)]
+            return [self.of(each) for each in (value.func, value.args, value.keywords)]
         if isinstance(value, types.MethodType):
-            return [self.paint(value.__func__), self.paint(value.__self__)]
+            return [self.of(value.__func__), self.of(value.__self__)]
         if isinstance(value, types.FunctionType):
             return self._function(value)
         if _is_transparent(value):
-            return self.paint(vars(value))
+            return self.of(vars(value))
         digest = _pickled_digest(value)
         return _Same(value) if digest is None else digest  # what cannot be pickled is known by its identity
 
@@ -117,10 +117,10 @@ class _Painter:
         cells = []
         for cell in function.__closure__ or ():
             try:
-                cells.append(self.paint(cell.cell_contents))
+                cells.append(self.of(cell.cell_contents))
             except ValueError:  # not yet filled
                 cells.append("empty")
-        return function.__code__, cells, self.paint(function.__defaults__), self.paint(function.__kwdefaults__)
+        return function.__code__, cells, self.of(function.__defaults__), self.of(function.__kwdefaults__)
 
 
 def _is_transparent(value: object) -> bool:

@@ -1,4 +1,4 @@
-"""Test that pictures are equal where values mean the same, and only there."""
+"""Test that fingerprints are equal where values mean the same, and only there."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from checkpointless.state.serialization.pictures import differing, picture, pictures
+from checkpointless.state.serialization.fingerprints import differing, fingerprint, fingerprints
 
 
 @dataclass
@@ -76,28 +76,28 @@ def hook(*_: object, key: int = 0) -> None:
     ],
 )
 def test_what_is_alike(then: Any, now: Any, same: bool) -> None:
-    assert (picture(then) == picture(now)) is same
-    before, after = pictures({"a": 1, "b": then}), pictures({"a": 1, "b": now})
+    assert (fingerprint(then) == fingerprint(now)) is same
+    before, after = fingerprints({"a": 1, "b": then}), fingerprints({"a": 1, "b": now})
     assert differing(before, after) == (None if same else "b")
 
 
 def test_a_value_that_is_missing_differs() -> None:
-    assert differing(pictures({"a": 1}), {}) == "a"
-    assert differing({}, pictures({"a": 1})) == "a"
+    assert differing(fingerprints({"a": 1}), {}) == "a"
+    assert differing({}, fingerprints({"a": 1})) == "a"
 
 
 def test_a_picture_stays_as_it_was() -> None:
     value: dict[str, Any] = {"a": [1], "b": torch.zeros(2), "c": Settings(1, [2])}
-    before = picture(value)
+    before = fingerprint(value)
     value["a"].append(2)
-    assert picture(value) != before
+    assert fingerprint(value) != before
     value["a"].pop()
-    assert picture(value) == before
+    assert fingerprint(value) == before
     value["b"].add_(1)
-    assert picture(value) != before
+    assert fingerprint(value) != before
     value["b"].zero_()
     value["c"].start.append(3)
-    assert picture(value) != before
+    assert fingerprint(value) != before
 
 
 def test_circles_end() -> None:
@@ -106,16 +106,16 @@ def test_circles_end() -> None:
         made["self"] = [made]
         return made
 
-    assert picture(circle(1)) == picture(circle(1))
-    assert picture(circle(1)) != picture(circle(2))
+    assert fingerprint(circle(1)) == fingerprint(circle(1))
+    assert fingerprint(circle(1)) != fingerprint(circle(2))
 
 
 def test_what_is_shared_is_not_like_what_is_equal() -> None:
     one: list[int] = []
-    assert picture([one, one]) != picture([[], []])
+    assert fingerprint([one, one]) != fingerprint([[], []])
 
 
 def test_a_large_tensor_is_known_by_its_identity() -> None:
     large = torch.zeros(1 << 20)
-    assert picture(large) == picture(large)
-    assert picture(large) != picture(large.clone())
+    assert fingerprint(large) == fingerprint(large)
+    assert fingerprint(large) != fingerprint(large.clone())
