@@ -42,6 +42,7 @@ if TYPE_CHECKING:
         NoReplicasAvailableError,
         ReplicationStrategy,
     )
+    from checkpointless.state.module_tensors import register_optimizer_state
     from checkpointless.state.serialization import MemoryChecksumManager
 
 __all__ = [
@@ -76,6 +77,7 @@ __all__ = [
     "ReplicationStrategy",
     "UnrecoverableError",
     "Value",
+    "register_optimizer_state",
     "wait_rank",
 ]
 
@@ -92,6 +94,7 @@ _ELSEWHERE = {
     "PlainTraining": "integrations.torch",
     "ReplicationStrategy": "replication.local_checkpoint",
     "Value": "integrations.torch",
+    "register_optimizer_state": "state.module_tensors",
     "wait_rank": "launcher.client",
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -21,6 +22,36 @@ from checkpointless.transfer.tensor_entry import Key, TensorEntry
 
 _training = operator.attrgetter("training")
 _requires_grad = operator.attrgetter("requires_grad")
+
+
+@dataclass(frozen=True)
+class _OwnState:
+    """How the state is read and put back that an optimizer has outside ``optimizer.state[parameter]``."""
+
+    get: Callable[[Any], Any]
+    put: Callable[[Any, Any], None]
+
+
+_OWN_STATES: dict[type, _OwnState] = {}
+
+
+def register_optimizer_state(kind: type, get: Callable[[Any], Any], put: Callable[[Any, Any], None]) -> None:
+    """Declare the state that a class of optimizers keeps outside its param groups and ``state[parameter]``.
+
+    It is copied at every step boundary and comes from a replica where a process is replaced, so it should be small.
+    Register the class before the training begins.
+
+    Args:
+        kind: the class; its subclasses are included, unless they are registered as well.
+        get: returns the state of an optimizer as plain data (numbers, text, tensors, lists, dicts of these).
+        put: gives an optimizer what ``get`` returned, as a copy of its own.
+    """
+    _OWN_STATES[kind] = _OwnState(get, put)
+
+
+def own_state_of(optimizer: object) -> _OwnState | None:
+    """Return how the registered state of an optimizer is read and put back; None: its class is not registered."""
+    return next((_OWN_STATES[each] for each in type(optimizer).__mro__ if each in _OWN_STATES), None)
 
 
 class TrainingTensors:
@@ -175,8 +206,14 @@ class TrainingTensors:
         """Capture param groups, which modules train, and which parameters are trained."""
         groups, modes = self._groups.take(), list(map(_training, self._all_modules))
         trained = list(map(_requires_grad, self._all_parameters))
+        own = {
+            number: state_tree.copy(each.get(optimizer))
+            for number, optimizer in enumerate(self._torch_optimizers)
+            if (each := own_state_of(optimizer)) is not None
+        }
         return lambda: {
             "groups": groups(),
+            "own": own,
             "modes": modes,
             "trained": trained,
             "state": self._plain_state(),
@@ -206,6 +243,12 @@ class TrainingTensors:
 
     def unfit(self) -> str | None:
         """Return why a tensor of the state cannot be carried over to another process; None: each can be."""
+        for optimizer in self._torch_optimizers:
+            own = own_state_of(optimizer)
+            try:
+                state_tree.check(own.get(optimizer) if own is not None else None)
+            except state_tree.StateTreeError as error:
+                return f"what is registered as the state of {type(optimizer).__name__} cannot travel ({error})"
         for key, inner, parameter in self._parameters():
             part = local_part(parameter)
             held = [("parameter", parameter), *inner.state.get(parameter, {}).items()]
@@ -229,6 +272,10 @@ class TrainingTensors:
             plain = captured["state"].get(key)
             if plain:
                 inner.state[parameter].update(plain)
+        for number, value in captured.get("own", {}).items():
+            own = own_state_of(self._torch_optimizers[number])
+            if own is not None:
+                own.put(self._torch_optimizers[number], state_tree.copy(value))
         spread = {tuple(key) for key in captured.get("spread", ())}
         for key, inner, parameter in self._parameters() if "spread" in captured else ():
             for name, value in inner.state.get(parameter, {}).items():

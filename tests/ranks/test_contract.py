@@ -51,7 +51,7 @@ def _equal(
     return job
 
 
-@pytest.mark.parametrize("kind", ["clip", "average", "scaler", "draws", "workers"])
+@pytest.mark.parametrize("kind", ["clip", "average", "scaler", "draws", "workers", "optimizer"])
 def test_a_loop_gets_back_what_it_declares(nemo_zygote: Zygote, calm: Calm, tmp_path: Path, kind: str) -> None:
     job = _equal(nemo_zygote, calm, tmp_path, "contract_loop.py", (str(STEPS), kind), FAULTS)
     said = "\n".join(job.log(rank) for rank in range(2))
@@ -69,6 +69,16 @@ def test_a_loop_that_does_not_declare_is_warned_before_it_parts(
     assert "these variables of the loop change from step to step" in job.log(0), job.story()
     assert "average, generator, norms" not in job.log(0), "nothing draws from the generator"
     assert not compare(calm("contract_loop.py", *args).steps, job.steps).equal, "so this test can fail"
+
+
+def test_an_optimizer_with_state_of_its_own_is_refused_where_it_is_not_registered(
+    nemo_zygote: Zygote, tmp_path: Path
+) -> None:
+    script = str(SCRIPTS / "contract_loop.py")
+    job = run_job(nemo_zygote, tmp_path / "run", 2, script=script, args=(str(STEPS), "optimizer", "undeclared"))
+    assert job.code == 1, job.story()
+    assert "Paced keeps 'pace' in its state_dict" in job.said[-1], job.story()
+    assert "checkpointless.register_optimizer_state" in job.said[-1], job.story()
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from checkpointless.inprocess import UnrecoverableError
 from checkpointless.inprocess.communicators.process_groups import process_groups
 from checkpointless.integrations.compat.kernels import unabortable
 from checkpointless.integrations.compat.precision import unsupported_in_a_loop
-from checkpointless.state.module_tensors import TrainingTensors
+from checkpointless.state.module_tensors import TrainingTensors, own_state_of
 from checkpointless.state.port import PARAMETER
 from checkpointless.state.rng import RngStates
 from checkpointless.state.serialization import state_tree
@@ -55,11 +55,13 @@ _DRAWS = (
     "rank that is lost in it: draw them before the update (noise can be added to gradients there)"
 )
 _NO_PARAMETER = (
-    "{} keeps state under {!r}, which is no parameter of it: keep it in a param group, whose values are kept"
+    "{} keeps state under {!r}, which is no parameter of it: keep it in a param group, whose values are kept, or "
+    "register it (checkpointless.register_optimizer_state)"
 )
 _OWN_STATE_DICT = (
-    "{} keeps {} in its state_dict beside param groups and the state of parameters, which no recovery would bring "
-    "back: keep it in a param group, whose values are kept"
+    "{} keeps {} in its state_dict next to param groups and the state of parameters, which no recovery would bring "
+    "back: keep it in a param group, whose values are kept, or register it "
+    "(checkpointless.register_optimizer_state)"
 )
 _AVERAGES = (
     "an optimizer averages parameters over ranks in some of its steps (PostLocalSGDOptimizer), and ranks differ in "
@@ -246,6 +248,8 @@ class TorchTensors(TrainingTensors):
     def unfit(self) -> str | None:
         """Return why something of the optimizers' state cannot be carried over; None: all can be."""
         for optimizer in self.optimizers:
+            if own_state_of(optimizer) is not None:
+                continue
             known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
             for key in optimizer.state:
                 if id(key) not in known:

@@ -1,9 +1,10 @@
 """A loop that keeps the contract: ``STEPS KIND [undeclared]``, where what the loop keeps changes its gradients.
 
-KIND: clip (a list of norms), average (a number), scaler (a loss scaler that overflows), draws (a generator), or
-workers (a loader with persistent workers whose dataset draws).
+KIND: clip (a list of norms), average (a number), scaler (a loss scaler that overflows), draws (a generator),
+workers (persistent ones, whose dataset draws), or optimizer (one with an attribute that changes its updates).
 """
 
+import functools
 import os
 import sys
 from typing import Any
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from checkpointless import HPWrapper, PlainTraining, Value
+from checkpointless import HPWrapper, PlainTraining, Value, register_optimizer_state
 from checkpointless.inprocess import HPCallWrapper
 from checkpointless.recovery import seed_data_workers
 
@@ -27,6 +28,29 @@ class Noisy(Dataset[torch.Tensor]):
 
     def __getitem__(self, index: int) -> torch.Tensor:
         return torch.full((8,), index / 36) + torch.randn(8)
+
+
+class Paced(torch.optim.AdamW):
+    """Takes smaller steps the larger the gradients of its past steps were."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=1e-2)
+        self.pace: dict[str, Any] = {"steps": 0, "mean": torch.zeros(())}
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        grads = [each.grad.norm() for group in self.param_groups for each in group["params"]]
+        self.pace["steps"] += 1
+        self.pace["mean"] += (torch.stack(grads).mean() - self.pace["mean"]) / self.pace["steps"]
+        for group in self.param_groups:
+            group["lr"] = 1e-2 / (1.0 + float(self.pace["mean"]))
+        super().step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "pace": self.pace}
+
+
+if IS_DECLARED:
+    register_optimizer_state(Paced, lambda each: each.pace, lambda each, pace: setattr(each, "pace", pace))
 
 
 def batches(loader: Any, sampler: Any, done: int) -> Any:
@@ -45,7 +69,8 @@ def main(caller: HPCallWrapper) -> None:
     dist.init_process_group("gloo")
     torch.manual_seed(1)
     model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 1)))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    make: Any = Paced if KIND == "optimizer" else functools.partial(torch.optim.AdamW, lr=1e-2)
+    optimizer = make(model.parameters())
     torch.manual_seed(100 + dist.get_rank())
     norms: list[float] = []
     average: Any = Value(0.0)
