@@ -29,26 +29,23 @@ def test_a_thread_of_an_earlier_entry_keeps_no_rank(tmp_path: Path) -> None:
     assert left(tmp_path, "atexit") == [0, 1]
 
 
-def test_a_thread_that_idles_after_the_script_is_named_with_its_stack_and_left(tmp_path: Path) -> None:
-    ended, job = run(tmp_path, "1:thread")
+def test_a_thread_that_idles_after_the_script_is_named_and_left_and_one_that_works_is_waited_for(
+    tmp_path: Path,
+) -> None:
+    ended, job = run(tmp_path, "1:thread", "2:works", nproc=3)
     assert ended.code == 0
+    assert left(tmp_path, "worked") == [2]
+    assert "idle" not in job.log(2)
     assert "rank 1 has been idle for 2 s since its script ended (--exit-grace)" in job.log(1)
     assert "it ends without thread 'uploader'" in job.log(1)
     assert "in wait_for_ever" in job.log(1)
-    assert left(tmp_path, "atexit") == [0, 1]
+    assert left(tmp_path, "atexit") == [0, 1, 2]
 
 
 def test_a_process_that_idles_after_the_script_is_killed(tmp_path: Path) -> None:
     ended, _ = run(tmp_path, "plain", "0:child", nproc=1, fork_here=False, preload=())
     assert ended.code == 0
     assert "rank 0 has had nothing to do but end for" in ended.err
-
-
-def test_a_thread_that_works_after_the_script_is_waited_for(tmp_path: Path) -> None:
-    ended, job = run(tmp_path, "1:works")
-    assert ended.code == 0
-    assert left(tmp_path, "worked") == [1]
-    assert "idle" not in job.log(1)
 
 
 def test_code_that_holds_pythons_lock_after_the_script_is_ended_by_the_agent(tmp_path: Path) -> None:
@@ -84,7 +81,7 @@ def test_a_script_without_a_block_is_told_of_first_and_ended_late(tmp_path: Path
     assert "stays.py" in job.log(1)
 
 
-@pytest.mark.parametrize("node", [0, 1])
+@pytest.mark.parametrize("node", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_a_rank_that_no_other_of_its_node_waits_for_is_ended_all_the_same(tmp_path: Path, node: int) -> None:
     """The ranks of the other node have ended."""
     stays = [f"{NPROC * node + local}:sleeps" for local in range(NPROC)]

@@ -109,6 +109,7 @@ def test_two_nodes_a_spare_and_a_coordinator(
     nodes.coordinator.communicate()
 
 
+@pytest.mark.long  # the test above kills the same processes but workers
 @pytest.mark.nemo
 @pytest.mark.parametrize("seed", range(1))
 def test_ranks_of_real_training_with_workers_of_their_data_loaders(

@@ -90,7 +90,8 @@ def test_dropout_matters(nemo_zygote: Zygote) -> None:
     assert without[0]["rng"] == without[0]["rng_at_start"]
 
 
-@pytest.mark.parametrize("layout", ["tp2-dp2", pytest.param("ep2-dp4", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("layout", ["tp2-dp2", "ep2-dp4"])
 def test_recomputed_activations_change_nothing(nemo_zygote: Zygote, layout: str) -> None:
     ranks, overrides = LAYOUTS[layout]
     (plain,) = _train(nemo_zygote, ranks, [*overrides, *DROPOUT])

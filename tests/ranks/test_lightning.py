@@ -118,6 +118,7 @@ def test_tensor_parallelism_in_every_phase(train: Train, kind: str) -> None:
     train("hsdp-tp", 16, *in_every_phase(kind, 8), features="accumulate", ranks=8)
 
 
+@pytest.mark.long  # test_settings_of_the_trainer_that_hooks_change has hooks that change a run
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_learning_rate_that_is_changed_in_place(train: Train, kind: str) -> None:
     train("ddp", 18, *in_phases(kind), features="rate-in-tensor,validation", ranks=2)
@@ -145,6 +146,7 @@ def test_settings_of_the_trainer_that_hooks_change(train: Train, kind: str) -> N
     train("ddp", 15, *in_phases(kind), features="settings,validation", made=14, ranks=2)
 
 
+@pytest.mark.long  # the test above has such hooks
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_callback_that_changes_how_many_batches_a_step_has(train: Train, kind: str) -> None:
     """From 1 to 2 and 4, in epochs of eight batches, so that the last fault is in an epoch of two steps."""
@@ -351,7 +353,13 @@ def test_a_step_of_the_modules_own(train: Train, features: str) -> None:
     train("ddp", 6, *faults, "exception@between:rank=0,step=5", features=features, ranks=2)
 
 
-@pytest.mark.parametrize("fault", ["exception@after_optimizer:rank=0,step=1", "sigkill@optimizer:rank=0,step=1"])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param("exception@after_optimizer:rank=0,step=1", marks=pytest.mark.long),
+        "sigkill@optimizer:rank=0,step=1",
+    ],
+)
 def test_the_end_of_the_first_step_gets_the_batch_of_the_first_step(train: Train, fault: str) -> None:
     """The samples draw numbers behind what the iterator draws when it is made."""
     train("ddp", 5, fault, ranks=2)

@@ -24,7 +24,7 @@ from tests.ranks.test_agent_nodes import Nodes
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
 
 STEPS = 6
-EXCEPTION, SIGKILL = "exception@forward:rank=1,step=3", "sigkill@backward:rank=1,step=3"
+EXCEPTION = "exception@forward:rank=1,step=3"
 Calm = Callable[..., Recording]
 
 
@@ -104,16 +104,12 @@ def test_ranks_of_two_nodes_hand_their_states_over(tmp_path: Path) -> None:
     assert not any(handed_over_in(agent).exists() for agent in nodes.agents)
 
 
-def test_a_replica_fills_the_one_that_was_killed(calm: Calm, tmp_path: Path) -> None:
-    job, incidents = disturbed(calm, tmp_path / "run", "ddp", "spawn", faults=(SIGKILL,))
-    assert incidents[-1].sources == (0,), job.err
-    assert job.out.count("found 600 in 700") == 1, job.out
-
-
 def test_new_processes_at_every_fault_if_they_are_asked_for(calm: Calm, tmp_path: Path) -> None:
     faults = (EXCEPTION, "sigkill@optimizer:rank=0,step=5")
     job, incidents = disturbed(calm, tmp_path / "run", "ddp", "process", faults=faults)
     assert [each.rung for each in incidents] == [Rung.OWN_STATE, Rung.PROCESS], job.err
+    assert incidents[-1].sources == (1,), "a replica fills the one that was killed"
+    assert job.out.count("found 600 in 700") == 3, job.out
 
 
 @pytest.mark.parametrize(
@@ -165,6 +161,7 @@ def test_nothing_stays_behind_an_agent_that_is_killed(tmp_path: Path) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.long  # test_contract.py has the script, the tests above new processes
 def test_lightning_gets_back_what_its_parts_have(tmp_path: Path) -> None:
     """The second rank to go is killed in an update that the other one has made."""
 

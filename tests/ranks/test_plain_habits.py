@@ -74,14 +74,14 @@ def _equal(zygote: Zygote, calm: Calm, folder: Path, habit: str, faults: Sequenc
     "habit",
     [
         "averages",
-        "modes",
+        pytest.param("modes", marks=pytest.mark.long),  # test_lightning.py has averages with modes
         "extra-state",
         "validates",
-        "exchanges",
+        pytest.param("exchanges", marks=pytest.mark.long),
         pytest.param("exchanges-slowly", marks=pytest.mark.long),
-        "plateaus",
+        pytest.param("plateaus", marks=pytest.mark.long),
         "grows",
-        "doubles",
+        pytest.param("doubles", marks=pytest.mark.long),
         "hooks-all",
     ],
 )
@@ -140,7 +140,8 @@ def test_it_is_refused_in_the_first_steps(nemo_zygote: Zygote, tmp_path: Path, h
 
 @KINDS
 @pytest.mark.parametrize(
-    "habit", ["epochs", pytest.param("epochs-change", marks=pytest.mark.long), "warms-up", "stops"]
+    "habit",
+    ["epochs", *(pytest.param(habit, marks=pytest.mark.long) for habit in ("epochs-change", "warms-up")), "stops"],
 )
 def test_how_a_loop_goes_through_its_steps(
     nemo_zygote: Zygote, calm: Calm, tmp_path: Path, habit: str, kinds: tuple[str, ...]
@@ -153,7 +154,7 @@ def test_how_a_loop_goes_through_its_steps(
     _equal(nemo_zygote, calm, tmp_path, habit, faults, STEPS - 2 if habit == "stops" else STEPS)
 
 
-@pytest.mark.parametrize("kind", ["exception", "sigkill"])
+@pytest.mark.parametrize("kind", [pytest.param("exception", marks=pytest.mark.long), "sigkill"])
 def test_a_loop_that_is_left_by_break_is_not_gone_on_with_once_the_next_call_has_begun(
     nemo_zygote: Zygote, calm: Calm, tmp_path: Path, kind: str
 ) -> None:

@@ -44,6 +44,7 @@ def test_a_generator_of_ones_own_draws_the_order(train: Train, features: str, ki
     train("ddp", STEPS, *in_phases(kind, "between:rank=0,step=17"), features=features, ranks=2)
 
 
+@pytest.mark.long  # with torchdata, and orders of one's own, below
 @pytest.mark.parametrize("kind", KILLS)
 def test_where_an_epoch_begins_and_ends(train: Train, kind: str) -> None:
     train("ddp", STEPS, *at_the_edges(kind), features="positioned,weighted", ranks=2)
@@ -105,7 +106,12 @@ def test_samplers_and_datasets_that_draw_or_count_for_themselves(train: Train, f
 
 @pytest.mark.parametrize("kind", KILLS)
 @pytest.mark.parametrize(
-    "features", ["own-batches", pytest.param("own-batches,own-draws", marks=pytest.mark.long), "shuffled"]
+    "features",
+    [
+        "own-batches",
+        pytest.param("own-batches,own-draws", marks=pytest.mark.long),
+        pytest.param("shuffled", marks=pytest.mark.long),
+    ],
 )
 def test_where_an_epoch_of_ones_own_order_begins_and_ends(train: Train, features: str, kind: str) -> None:
     train("ddp", STEPS, *at_the_edges(kind), features=features, ranks=2)

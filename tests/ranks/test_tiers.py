@@ -117,7 +117,7 @@ def both_holders_at(step: int) -> tuple[str, str]:
 @pytest.mark.parametrize(
     ("settings", "after", "tier"),
     [
-        ({"neighbor_memory": "overlap: false"}, 7, "neighbor memory"),
+        pytest.param({"neighbor_memory": "overlap: false"}, 7, "neighbor memory", marks=pytest.mark.long),
         pytest.param({"local_directory": "path: {tmp}, every: 3"}, 6, "local directory", marks=pytest.mark.long),
         ({"shared_directory": "path: {tmp}, every: 5"}, 5, "shared directory"),
     ],

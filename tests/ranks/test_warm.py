@@ -85,6 +85,7 @@ def test_survivors_keep_their_model(disturb: Disturb, tmp_path: Path, args: tupl
         assert all(each["old"] == [] for each in found), f"rank {rank}: {found}"
 
 
+@pytest.mark.long
 def test_it_can_be_switched_off(disturb: Disturb) -> None:
     job = disturb(2, 4, "exception@backward:rank=1,step=3", args=("checkpointless.warm=false",))
     assert told(job) == []
@@ -118,6 +119,7 @@ def test_what_a_hook_changes_of_modules_in_the_middle_belongs_to_the_state(
     assert any("is not as it was built" in each.get("reason", "") for each in told(job)), told(job)
 
 
+@pytest.mark.long
 def test_a_model_that_is_built_anew_through_faults(disturb: Disturb) -> None:
     """A kill within an update, and a second fault before the model is built, and before it is restored."""
     faults = (

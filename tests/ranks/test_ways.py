@@ -208,6 +208,7 @@ def test_nemos_pretraining_data_with_validation_between_steps(disturb: Disturb, 
     assert [each["kept"] for each in cached] == [True] * 2 + [False] * 4, cached  # a new rank's are built by all
 
 
+@pytest.mark.long
 def test_nemos_fine_tuning_data(disturb: Disturb, written: Path) -> None:
     """Whole batches are dealt out, padded to the longest of their samples."""
     root = f"dataset_root: {written}/conversations"
@@ -224,6 +225,7 @@ def test_a_cyclic_sampler_within_one_pass(disturb: Disturb) -> None:
     through_faults(disturb, data(f"_target_: {WAYS}.data.CyclicText, num_train_samples: 1600"))
 
 
+@pytest.mark.long
 def test_a_cyclic_sampler_through_an_uneven_end_of_a_pass(disturb: Disturb) -> None:
     through_faults(disturb, data(f"_target_: {WAYS}.data.CyclicText, num_train_samples: 56"), nproc=2)
 
@@ -238,6 +240,7 @@ def test_an_iterable_dataset_that_says_where_it_stands(disturb: Disturb) -> None
     through_faults(disturb, data(f"_target_: {WAYS}.data.IterableText"), nproc=2)
 
 
+@pytest.mark.long
 def test_a_fault_after_the_last_step_on_data_that_just_suffices(disturb: Disturb) -> None:
     just = MOCK.replace("2000", str(STEPS * 16))
     through_faults(disturb, data(just), faults=(f"sigkill@after_optimizer:rank=1,step={STEPS}",), nproc=2)

@@ -1,6 +1,6 @@
 """Make the all-reduces of ``wrapped.py`` as a rank of the stand-in for SageMaker HyperPod's agent.
 
-In step 3 of generation 0 rank 1 does what the argument says: ``raise``, ``die``, or ``wait`` for the test.
+In step 3 of each generation rank 1 does what the next argument says: ``raise``, ``die``, or ``wait`` for the test.
 """
 
 import os
@@ -24,10 +24,10 @@ def main(caller: HPCallWrapper) -> None:
     dist.init_process_group("gloo")
     for step in range(1, 6):
         caller.begin_step(step)
-        if rank == 1 and step == 3 and caller.generation == 0:
-            if "die" in sys.argv:
+        if rank == 1 and step == 3 and (what := sys.argv[1:][caller.generation :]):
+            if what[0] == "die":
                 os.kill(os.getpid(), signal.SIGKILL)
-            while "wait" in sys.argv:
+            while what[0] == "wait":
                 time.sleep(0.01)
             raise ValueError("the loss is not a number")
         total = torch.tensor([float(step)])

@@ -343,6 +343,13 @@ CASES = (
 #: Each of these has another case that goes the same way.
 LONG = frozenset(
     {
+        "average, a late exception after the update",
+        "early stop, while ranks may still validate",
+        "large buffers that are equal, sigkill",
+        "loggers' rows of a step that validates",
+        "own buffers, lost twice",
+        "shuffled validations",
+        "within an epoch, with workers",  # test_worker_streams.py has workers
         "around the end of an epoch",
         "counters of the global aux loss",
         "in a fit behind a validation",

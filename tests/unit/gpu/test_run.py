@@ -105,6 +105,7 @@ def test_a_function_that_raises_or_dies_fails_with_its_log() -> None:
 # ---- the collection
 
 
+@pytest.mark.long  # make test collects and skips them, too
 @pytest.mark.slow
 def test_without_a_gpu_every_test_is_collected_and_skipped_with_its_reason(tmp_path: Path) -> None:
     """In this process torch finds no GPU, whatever the machine has."""

@@ -37,7 +37,7 @@ else:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@pytest.mark.parametrize("method", ["spawn", pytest.param("forkserver", marks=pytest.mark.long)])
 def test_no_block_is_entered_where_a_child_imports_the_script(tmp_path: Path, method: str) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.format(settings="", method=method))
