@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from lightning.pytorch.callbacks import Callback
 
-from checkpointless.state.snapshot import SnapshotPoint
+from checkpointless.state.port import SnapshotPoint
 
 SEPARATOR = " > "
 _AFTERWARDS = 110

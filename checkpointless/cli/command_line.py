@@ -14,8 +14,8 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
+from checkpointless.cli.command import PROG, open_standard_streams, out, report_error, say
 from checkpointless.cli.commands import coordinator, demo, doctor, faults, rehearse, report, run, train, verify
-from checkpointless.cli.output import PROG, open_standard_streams, out, report_error, say
 from checkpointless.cli.values import UsageError
 
 COMMANDS = tuple(

@@ -2,11 +2,14 @@
 
 ``python -m checkpointless.doctor.forking`` is the child process that makes these imports. It writes JSON objects,
 one per line, into a file that it inherits: what it is importing, and in the end the trial.
+
+Whether CUDA was initialised in this process, by torch or by anybody else.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import logging
 import os
@@ -20,14 +23,45 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from checkpointless.doctor.findings import Family, Finding, Severity
-from checkpointless.launcher.agent.rank_environment import import_environment
+from checkpointless.launcher.agent.launch_config import import_environment
 from checkpointless.launcher.agent.ranks import preload as preloading
 from checkpointless.launcher.agent.ranks.fork_server import zygote_env
 from checkpointless.launcher.agent.ranks.preload import CPU, install_platform
 from checkpointless.launcher.agent.ranks.rank_process import Script, die_with_parent
 from checkpointless.launcher.agent.ranks.zygote import can_fork
 from checkpointless.observability.telemetry.wording import duration, plural
-from checkpointless.system.cuda_sign import TORCH_SIGN, cuda_sign
+
+TORCH_SIGN = "torch.cuda.is_initialized()"  # what torch knows, it says to forked children
+_INIT_SIGN = "cuInit"  # the driver has been asked for devices, and none of their memory is taken
+_LIBCUDA = "libcuda.so.1"
+_CUDA_SUCCESS, _CUDA_NOT_INITIALIZED = 0, 3  # of CUresult
+
+
+def cuda_sign() -> str:
+    """Return how it shows that CUDA was initialised in this process; "" if it does not."""
+    cuda = sys.modules.get("torch.cuda")
+    if cuda is not None and getattr(cuda, "_initialized", False):
+        return TORCH_SIGN
+    try:
+        driver = ctypes.CDLL(_LIBCUDA, mode=os.RTLD_NOLOAD | os.RTLD_NOW)  # only if somebody has loaded it
+    except OSError:
+        return ""
+    context = ctypes.c_void_p()
+    if driver.cuCtxGetCurrent(ctypes.byref(context)) == _CUDA_NOT_INITIALIZED:
+        return ""
+    return "a context of the CUDA driver" if context.value or _has_primary_context(driver) else _INIT_SIGN
+
+
+def _has_primary_context(driver: ctypes.CDLL) -> bool:
+    count, flags, active = ctypes.c_int(), ctypes.c_uint(), ctypes.c_int()
+    if driver.cuDeviceGetCount(ctypes.byref(count)) != _CUDA_SUCCESS:
+        return False
+    for device in range(count.value):
+        code = driver.cuDevicePrimaryCtxGetState(device, ctypes.byref(flags), ctypes.byref(active))
+        if code == _CUDA_SUCCESS and active.value:
+            return True
+    return False
+
 
 TIMEOUT_S = 300.0
 _INSTEAD = "import it in the function that uses it, or leave it out of --preload"

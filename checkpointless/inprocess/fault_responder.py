@@ -1,24 +1,32 @@
-"""How a rank leaves its block after a fault: the generation is aborted once, and the main thread interrupted."""
+"""How a rank leaves its block after a fault: the generation is aborted once, and the main thread interrupted.
+
+The thread that runs the block: how it is interrupted wherever it is, and what an interruption spares.
+"""
 
 from __future__ import annotations
 
+import _thread
 import logging
 import os
 import queue
+import signal
+import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from typing import NoReturn
+from types import FrameType
+from typing import NoReturn, TypeVar
 
 import torch
 
+from checkpointless.inprocess.communicators.helper_thread import awaited_thread
 from checkpointless.inprocess.communicators.process_groups import process_groups
-from checkpointless.inprocess.deadline import bounded
-from checkpointless.inprocess.exceptions import line_of
+from checkpointless.inprocess.exceptions import InternalError, RankShouldRestart, line_of
 from checkpointless.inprocess.generation import Generation, HPState
-from checkpointless.inprocess.main_thread import MainThread
+from checkpointless.inprocess.health_check import bounded
 from checkpointless.inprocess.parameter_update_lock import ParameterUpdateLock
 from checkpointless.launcher.client import FaultNotice, RankClient
 from checkpointless.launcher.protocol.messages import Answer
@@ -26,6 +34,247 @@ from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.system.environment import FAULT_AT_ENV
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_RAISE_AGAIN_S = 0.05
+_SLOW_S = 1.0
+_CLEANING_S = 10.0  # a data loader waits 5 s for each worker that does not end
+_IMPORTING_S = 30.0  # torch's compiler takes seconds, on a busy machine many
+_INNERMOST = 10  # number of innermost frames that are inspected
+_COLLECTIVE_FILES = (
+    "torch/distributed/",
+    "torch/futures/",
+    "inprocess/communicators/waits.py",
+    "replication/exchange.py",
+)
+_WAITING_FILES = (
+    "/threading.py",
+    "inprocess/communicators/helper_thread.py",
+)  # where a thread waits for a collective
+#: Files, and functions in them (none means all), in which descriptors and child processes have no owner, either not
+#: yet or not any more.
+_OWNERLESS: dict[str, tuple[str, ...]] = {
+    "/multiprocessing/connection.py": ("Pipe",),
+    "/multiprocessing/popen_fork.py": ("_launch", "poll"),
+    "/multiprocessing/popen_forkserver.py": ("_launch", "poll"),
+    "/multiprocessing/popen_spawn_posix.py": ("_launch",),
+    "/multiprocessing/process.py": ("start",),
+    "/multiprocessing/util.py": (),
+    "/weakref.py": ("__call__",),  # of what is called when an object ends, which nobody calls again
+    "/torch/multiprocessing/reductions.py": ("rebuild_storage_fd",),
+    "/torch/utils/data/dataloader.py": ("_shutdown_workers",),
+    "/checkpointless/replication/directory.py": ("_sync_folder",),
+    "/checkpointless/integrations/torch/owned.py": ("put_back",),  # which looks whether weights are put back
+    "/checkpointless/integrations/torch/loop.py": ("_keep_again",),  # what belongs together
+}
+
+
+class MainThread:
+    """The thread that runs the re-executable code block, and the means to make it leave the block.
+
+    An interruption is a signal that is never sent: Python is told that it arrived, so no system call is cut short.
+    Its handler runs in the main thread, between two bytecodes or where C code checks for signals, and sees the
+    frames that it would interrupt. It raises only if the block's frame is among them. Code before or after the
+    block is therefore never hit, no matter when the interruption was requested or how late it is handled. (An
+    exception that another thread sets with ``PyThreadState_SetAsyncExc`` is raised wherever the thread is by then.)
+    Python swallows an exception that is raised in a destructor, so the interruption is repeated until the thread
+    has left the block, but not in the middle of code that releases resources.
+
+    Raises:
+        InternalError: the current thread is not the main thread, the only one that handles signals.
+    """
+
+    def __init__(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            raise InternalError(
+                "HPWrapper must be called in the main thread of the process, and this is another thread"
+            )
+        self._ident = threading.get_ident()
+        self._entered = 0  # number of times that the block was entered
+        self._to_leave = 0  # the entry that is to be left
+        self._waited_s = 0.0
+        self._spared_at_most_s = _CLEANING_S
+        self._hearing = False
+        self._putting_back = 0  # contexts of that name that the thread is in
+        self._handled: BaseException | None = None  # the exception that was handled when it entered the first
+        self._left = threading.Event()
+        self._left.set()
+        self._signal = _unused_signal()
+        signal.signal(self._signal, self._hear)
+
+    def close(self) -> None:
+        """Stop interrupting and restore the signal's default action."""
+        signal.signal(self._signal, signal.SIG_DFL)
+
+    def run(self, block: Callable[[], T]) -> T:
+        """Run ``block``, which may be interrupted; code after it is not.
+
+        Raises:
+            RankShouldRestart: the block was interrupted.
+        """
+        self._entered += 1
+        self._putting_back = 0
+        self._left.clear()
+        try:
+            return _the_block(block)
+        finally:
+            self._left.set()
+
+    @contextmanager
+    def putting_back(self) -> Iterator[None]:
+        """Let ``finally`` clauses in the context run to their ends where an exception is on its way through them.
+
+        That may be an interruption, or the error of a collective whose peer is lost. Then no (further) interruption
+        is raised before half of the time has passed in which the thread has to leave the block.
+        """
+        if self._putting_back == 0:
+            self._handled = sys.exc_info()[1]
+        self._putting_back += 1
+        try:
+            yield
+        finally:
+            self._putting_back -= 1
+
+    def interrupt(self, waited_s: float = 0.0) -> None:
+        """Raise :class:`RankShouldRestart` in the block, if the thread is still in it.
+
+        Args:
+            waited_s: for how many seconds the thread should have left already; no code is spared forever.
+        """
+        entry = self._entered
+        if self._left.is_set():
+            return
+        self._waited_s = waited_s
+        self._to_leave = entry
+        _thread.interrupt_main(self._signal)  # type: ignore[arg-type]  # typeshed knows none without a name
+
+    def _hear(self, _: int, frame: FrameType | None) -> None:
+        """Raise in the main thread, if it is in the entry that is to be left and not in code to be spared.
+
+        The handler may itself be interrupted, so it returns at once if it runs already: handlers that come faster
+        than one ends would be nested until the interpreter's limit.
+        """
+        if self._hearing:
+            return
+        try:
+            self._hearing = True
+            if self._to_leave != self._entered or not _is_in_block(frame):
+                return
+            spared_s = _spared_s(frame, self._spared_at_most_s)
+            if self._putting_back and sys.exc_info()[1] not in (None, self._handled):
+                spared_s = max(spared_s, self._spared_at_most_s)
+            if self._waited_s >= spared_s:
+                raise RankShouldRestart
+        finally:
+            self._hearing = False
+
+    def interrupt_until_left(self, timeout_s: float, free: Callable[[], object]) -> bool:
+        """Interrupt the thread repeatedly until it has left the block.
+
+        Args:
+            timeout_s: time limit in seconds.
+            free: called before each interruption; frees what the thread may block in by then.
+
+        Returns:
+            False if the thread has not left the block within ``timeout_s``.
+        """
+        began = time.monotonic()
+        told = False
+        self._spared_at_most_s = timeout_s / 2
+        while not self._left.wait(_RAISE_AGAIN_S) and (waited := time.monotonic() - began) < timeout_s:
+            free()
+            self.interrupt(waited)
+            if waited > _SLOW_S and not told:
+                told = True
+                logger.warning("the main thread is slow to leave the block; it is in\n%s", self.where()[1])
+        return self._left.is_set()
+
+    def where(self) -> tuple[bool, str]:
+        """Return whether the thread waits in a collective, and its stack as text, innermost call last."""
+        frame = sys._current_frames().get(self._ident)
+        if frame is None:
+            return False, "the main thread has ended"
+        stack = "".join(traceback.format_stack(frame))
+        if _is_in_collective(frame):
+            return True, stack
+        helper = sys._current_frames().get(awaited_thread() or 0)
+        if helper is None:
+            return False, stack
+        stack += "waiting for a thread that works on its behalf:\n" + "".join(traceback.format_stack(helper))
+        return _is_in_collective(helper), stack
+
+
+def _the_block(block: Callable[[], T]) -> T:
+    """Run ``block`` in a frame by which an interruption knows that it is inside the block."""
+    return block()
+
+
+def _is_in_block(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code is _the_block.__code__:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _spared_s(frame: FrameType | None, importing_s: float) -> float:
+    """Return for how many seconds the thread must not be interrupted in ``frame``; 0 almost everywhere.
+
+    ``logging`` and the import system can be interrupted, like any other code, between taking a lock and the ``try``
+    that releases it; every thread of the process would then wait for that lock. Code that is interrupted while it
+    closes descriptors or joins a child process does not do so later. Most of that code runs in destructors, from
+    which an exception does not even propagate. A module that is imported in the block and interrupted is half
+    imported: what it registered stays, and it cannot register that again (torch's operators, for example). A module
+    that trains while it is imported is interrupted where it waits for its peers.
+
+    Args:
+        frame: the innermost frame.
+        importing_s: for how many seconds imports are spared, if they take as long.
+    """
+    spared_s = min(_IMPORTING_S, importing_s) if _is_importing(frame) else 0.0
+    for _ in range(_INNERMOST):
+        if frame is None:
+            break
+        name, function = frame.f_code.co_filename, frame.f_code.co_name
+        if function == "__del__" or _is_ownerless(name, function):
+            return _CLEANING_S
+        if name.endswith("logging/__init__.py") or (name.endswith("/threading.py") and function != "wait"):
+            spared_s = max(spared_s, _SLOW_S)
+        frame = frame.f_back
+    return spared_s
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    """Return whether a module is being imported in the block, and waits for no other rank."""
+    if frame is not None and _is_in_collective(frame):
+        return False
+    while frame is not None and frame.f_code is not _the_block.__code__:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _unused_signal() -> int:
+    """Return an unused real-time signal, but not the first or the last, which programs restore by name."""
+    for number in range(signal.SIGRTMAX - 1, signal.SIGRTMIN, -1):
+        if signal.getsignal(number) == signal.SIG_DFL:
+            return number
+    raise InternalError(
+        "every real-time signal has a handler already: none is left to interrupt the main thread with"
+    )
+
+
+def _is_ownerless(name: str, function: str) -> bool:
+    return any(name.endswith(file) and (not among or function in among) for file, among in _OWNERLESS.items())
+
+
+def _is_in_collective(frame: FrameType) -> bool:
+    """Return whether the thread whose innermost frame is ``frame`` waits for its peers."""
+    while frame.f_back is not None and frame.f_code.co_filename.endswith(_WAITING_FILES):
+        frame = frame.f_back
+    return any(part in frame.f_code.co_filename for part in _COLLECTIVE_FILES)
 
 
 class FaultResponder:

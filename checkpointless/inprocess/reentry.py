@@ -23,10 +23,10 @@ from torch.optim import optimizer as optimizers
 from torch.utils.data._utils import signal_handling as torch_workers
 
 from checkpointless.inprocess.exceptions import UnrecoverableError, is_victim, line_of
-from checkpointless.inprocess.facts import Facts
 from checkpointless.inprocess.generation import Generation
 from checkpointless.inprocess.step_tracker import StepTracker
 from checkpointless.launcher.client import AgentClient, AgentLostError, RankClient, SuccessorWantedError
+from checkpointless.launcher.protocol.board import Facts
 from checkpointless.launcher.protocol.messages import Go
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.scribe import flush_all

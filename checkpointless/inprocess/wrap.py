@@ -15,7 +15,6 @@ from checkpointless.faults.spec import FaultPhase, FaultSpecError
 from checkpointless.inprocess import exceptions
 from checkpointless.inprocess.abort import CheckpointlessAbortManager, after_block, communicators_first, taken
 from checkpointless.inprocess.communicators.process_groups import process_groups
-from checkpointless.inprocess.deadline import bounded, time_limit
 from checkpointless.inprocess.exceptions import (
     HealthCheckError,
     InternalError,
@@ -26,13 +25,11 @@ from checkpointless.inprocess.exceptions import (
     is_return,
     is_victim,
 )
-from checkpointless.inprocess.facts import Facts
-from checkpointless.inprocess.fault_responder import FaultResponder
+from checkpointless.inprocess.fault_responder import FaultResponder, MainThread
 from checkpointless.inprocess.finalize import CheckpointlessFinalizeCleanup, clean_up_frameworks, collect_garbage
 from checkpointless.inprocess.generation import Generation, HPState
-from checkpointless.inprocess.health_check import CudaHealthCheck, wait_for_device
+from checkpointless.inprocess.health_check import CudaHealthCheck, bounded, time_limit, wait_for_device
 from checkpointless.inprocess.loader_workers import share_socket_folder
-from checkpointless.inprocess.main_thread import MainThread
 from checkpointless.inprocess.memory import memory_status, reset_peak
 from checkpointless.inprocess.parameter_update_lock import ParameterUpdateLock
 from checkpointless.inprocess.reentry import (
@@ -50,7 +47,7 @@ from checkpointless.inprocess.reentry import (
 )
 from checkpointless.inprocess.step_tracker import StepTracker
 from checkpointless.launcher.client import HPAgentK8sAPIFactory, RankClient
-from checkpointless.launcher.protocol.board import Board
+from checkpointless.launcher.protocol.board import Board, Facts
 from checkpointless.launcher.protocol.causes import exit_code
 from checkpointless.launcher.protocol.messages import Finish
 from checkpointless.observability.telemetry.event_names import EventName

@@ -40,10 +40,10 @@ from checkpointless.integrations.torch.repeated_steps import repeated_steps
 from checkpointless.integrations.torch.torch_tensors import TorchTensors
 from checkpointless.recovery.guard import UpdateGuard
 from checkpointless.state.journal import Captured
+from checkpointless.state.port import SnapshotPoint
 from checkpointless.state.rank_local.agreement import require_equal_replicas, require_same_step
 from checkpointless.state.rank_local.declared import DeclaredState, put_value
 from checkpointless.state.rng import RngStates
-from checkpointless.state.snapshot import SnapshotPoint
 from checkpointless.system.patches import Patch, Patches
 
 if TYPE_CHECKING:

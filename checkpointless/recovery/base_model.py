@@ -13,8 +13,7 @@ from checkpointless.inprocess.context import span
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.recovery.decide import Decision
 from checkpointless.recovery.refill import Refill
-from checkpointless.state.held_state import HeldState
-from checkpointless.state.host_memory import HostMemory
+from checkpointless.state.held_state import HeldState, HostMemory
 from checkpointless.state.port import TrainingState, split
 from checkpointless.state.serialization.digest import MemoryChecksumManager
 from checkpointless.transfer.exchange import all_gather_json

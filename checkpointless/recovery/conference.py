@@ -15,9 +15,8 @@ from checkpointless.recovery.decide import Decision, RankReport, decide, reports
 from checkpointless.replication.tiers.snapshot import Saves
 from checkpointless.state.held_state import HeldState
 from checkpointless.state.journal import StepJournal
-from checkpointless.state.port import DATA, TrainingState, groups_of
+from checkpointless.state.port import DATA, SnapshotPoint, TrainingState, groups_of
 from checkpointless.state.rank_local.state import RankLocalState
-from checkpointless.state.snapshot import SnapshotPoint
 from checkpointless.transfer.exchange import all_gather_json
 
 logger = logging.getLogger(__name__)

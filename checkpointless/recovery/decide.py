@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from checkpointless.transfer.rank_groups import CompactGroups, Group, all_groups, compact, names
 
 if TYPE_CHECKING:
-    from checkpointless.launcher.protocol.plain import Json
+    from checkpointless.launcher.protocol.causes import Json
 
 
 #: The parts of a rank to fill: the replica group of each, and the ranks that hold it.
@@ -40,7 +40,7 @@ class RankReport:
             the same tensors, this rank included.
         digests: the digest of each part's shard at ``committed``, in the order of ``parts``, if checksums are on.
         stages: the points after step ``committed`` at which the rank has its state
-            (:class:`~checkpointless.state.snapshot.SnapshotPoint`).
+            (:class:`~checkpointless.state.port.SnapshotPoint`).
         streams: the steps and points for which the rank's random streams are known.
         fit: the fit of the block that the held state belongs to, counted from 1.
         offset: how many steps of the job precede that fit.

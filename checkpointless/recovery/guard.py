@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from checkpointless.inprocess import HPCallWrapper, RankShouldRestart
 from checkpointless.state.journal import StepJournal
-from checkpointless.transfer.wire import wire_device
+from checkpointless.transfer.exchange import wire_device
 
 _Result = TypeVar("_Result")
 

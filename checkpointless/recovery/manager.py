@@ -22,16 +22,14 @@ from checkpointless.recovery.conference import decide_together, find_loss
 from checkpointless.recovery.decide import Decision, Verdict
 from checkpointless.recovery.refill import Refill, announce_transfer
 from checkpointless.replication.tiers.copies import Copies
-from checkpointless.replication.tiers.handover import clear, hand_over, take_over
-from checkpointless.replication.tiers.retrieval import take_copies
+from checkpointless.replication.tiers.handover import clear, hand_over, take_copies, take_over
 from checkpointless.replication.tiers.snapshot import Saves, Snapshot, snapshot_of
 from checkpointless.replication.tiers.tier import Tier
 from checkpointless.state.held_state import HeldState, stays_built
 from checkpointless.state.journal import Built, StepJournal
-from checkpointless.state.port import TrainingState, holders_of
+from checkpointless.state.port import SnapshotPoint, TrainingState, holders_of
 from checkpointless.state.rank_local.state import RankLocalKeeper, RankLocalState
 from checkpointless.state.serialization.digest import MemoryChecksumManager
-from checkpointless.state.snapshot import SnapshotPoint
 from checkpointless.transfer.exchange import share_plain
 from checkpointless.transfer.transfer import MEMORY_BUDGET_BYTES
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from checkpointless.transfer.exchange import all_gather_json
 
 if TYPE_CHECKING:
-    from checkpointless.launcher.protocol.plain import Json, Parsed
+    from checkpointless.launcher.protocol.causes import Json, Parsed
 
 _T = TypeVar("_T")
 

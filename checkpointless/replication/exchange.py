@@ -21,8 +21,7 @@ import xxhash
 from checkpointless.replication.host_memory import HostMemoryPool
 from checkpointless.replication.parts import Part, PartError
 from checkpointless.system.environment import LOCAL_WORLD_SIZE_ENV
-from checkpointless.transfer.exchange import all_gather_json, to_bytes, to_tensor
-from checkpointless.transfer.wire import wire_device
+from checkpointless.transfer.exchange import all_gather_json, to_bytes, to_tensor, wire_device
 
 logger = logging.getLogger(__name__)
 

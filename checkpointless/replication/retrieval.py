@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from checkpointless.inprocess.communicators.helper_thread import run_in_helper_thread
 from checkpointless.replication.agreement import gather, own_rank
-from checkpointless.replication.lane import within
+from checkpointless.replication.copier import within
 from checkpointless.replication.parts import Content, Part, PartId, SaveId
 from checkpointless.replication.store import PartStore, StoredPart, usable
 from checkpointless.transfer.bucket_rounds import TransferError

@@ -16,12 +16,18 @@ from typing import Any, Protocol, TypeAlias
 import torch
 
 from checkpointless.inprocess import UnrecoverableError
-from checkpointless.state.port import MODEL, TrainingState, WatchedState
+from checkpointless.state.port import (
+    MODEL,
+    UPDATED_BUFFERS,
+    SnapshotPoint,
+    StepSnapshot,
+    TrainingState,
+    WatchedState,
+)
 from checkpointless.state.rank_local.state import RankLocalKeeper
 from checkpointless.state.serialization import state_tree
 from checkpointless.state.serialization.later import Later
 from checkpointless.state.serialization.tensor_memory import flat_bytes, local_part
-from checkpointless.state.snapshot import UPDATED_BUFFERS, SnapshotPoint, StepSnapshot
 from checkpointless.transfer.tensor_entry import Key
 
 Objects = dict[str, Any]

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
+from checkpointless.state.port import SnapshotPoint
 from checkpointless.state.serialization import state_tree
-from checkpointless.state.snapshot import SnapshotPoint
 
 _PYTHON = struct.Struct("<i?d")  # version, whether a second normal number is pending, and which; then the words
 _NUMPY = struct.Struct("<16si?d")  # generator, position, whether a second normal is pending, and which; then words

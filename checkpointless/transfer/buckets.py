@@ -34,10 +34,10 @@ Bucket = tuple[Slice, ...]
 def bucket_bytes_of(memory_budget_bytes: int, ahead: bool) -> int:
     """Return the size of a bucket with which the buffers of the buckets in flight stay within the budget.
 
-    On the CPU this is an eighth of the budget, because eight buckets are in flight. On a wire that runs ahead
-    (:mod:`checkpointless.transfer.wire`) a bucket may take the whole budget, up to 128 MiB: most need no buffer,
+    On the CPU this is an eighth of the budget, because eight buckets are in flight. On a wire that runs ahead (see
+    :mod:`checkpointless.transfer.exchange`) a bucket may take the whole budget, up to 128 MiB: most need no buffer,
     and the buffers of all others in flight take no more than one bucket
-    (:class:`~checkpointless.transfer.window.Window`).
+    (:class:`~checkpointless.transfer.bucket_rounds.Window`).
 
     Args:
         memory_budget_bytes: how many bytes the buffers may take, at least 1.

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from checkpointless.launcher.protocol.plain import Json, Parsed
+    from checkpointless.launcher.protocol.causes import Json, Parsed
 
 Group = tuple[int, ...]  # global ranks in ascending order
 

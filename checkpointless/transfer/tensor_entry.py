@@ -11,7 +11,7 @@ import torch
 from checkpointless.state.serialization.tensor_memory import dtype_name, dtype_of
 
 if TYPE_CHECKING:
-    from checkpointless.launcher.protocol.plain import Json, Parsed
+    from checkpointless.launcher.protocol.causes import Json, Parsed
 
 Key = tuple[str | int, ...]
 

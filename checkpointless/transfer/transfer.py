@@ -36,9 +36,8 @@ from checkpointless.transfer.bucket_rounds import (
     send_buckets,
 )
 from checkpointless.transfer.buckets import Bucket, Shares, Slice, bucket_bytes_of, plan_buckets, stripe
-from checkpointless.transfer.exchange import receive_bytes, receive_json, send_bytes, send_json
+from checkpointless.transfer.exchange import receive_bytes, receive_json, runs_ahead, send_bytes, send_json
 from checkpointless.transfer.tensor_entry import Key, TensorEntry
-from checkpointless.transfer.wire import runs_ahead
 
 MEMORY_BUDGET_BYTES = 128 * 1024 * 1024
 

@@ -13,13 +13,11 @@ from torch import nn
 
 from checkpointless import HPCallWrapper, HPWrapper
 from checkpointless.inprocess import CudaHealthCheck, HPState
-from checkpointless.inprocess.deadline import bounded
 from checkpointless.inprocess.finalize import collect_garbage
-from checkpointless.inprocess.health_check import wait_for_device
+from checkpointless.inprocess.health_check import bounded, wait_for_device
 from checkpointless.inprocess.parameter_update_lock import CommitState
 from checkpointless.recovery.refill import Refill
-from checkpointless.state.held_state import HeldState
-from checkpointless.state.host_memory import HostMemory
+from checkpointless.state.held_state import HeldState, HostMemory
 from checkpointless.state.module_tensors import TrainingTensors
 from checkpointless.state.rng import RngStates
 from checkpointless.state.serialization.digest import MemoryChecksumManager, digest_on_device

@@ -26,8 +26,8 @@ from checkpointless.observability.telemetry.events import event_log
 from checkpointless.recovery import CheckpointManager, refill
 from checkpointless.state.journal import StepJournal
 from checkpointless.state.module_tensors import TrainingTensors
+from checkpointless.state.port import SnapshotPoint, StepSnapshot
 from checkpointless.state.serialization.state_tree import tensor_bytes
-from checkpointless.state.snapshot import SnapshotPoint, StepSnapshot
 from checkpointless.transfer import bucket_rounds, transfer
 from checkpointless.transfer.buckets import Bucket
 from checkpointless.transfer.tensor_entry import Key, TensorEntry

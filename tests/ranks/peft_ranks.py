@@ -13,7 +13,7 @@ import torch.distributed as dist
 from checkpointless.recovery import PEFTCheckpointManager
 from checkpointless.state.journal import FrontEnd, StepJournal
 from checkpointless.state.module_tensors import TrainingTensors
-from checkpointless.state.snapshot import SnapshotPoint
+from checkpointless.state.port import SnapshotPoint
 from checkpointless.transfer.rank_groups import Group
 from checkpointless.transfer.tensor_entry import Key
 

@@ -6,9 +6,8 @@ import argparse
 import os
 from pathlib import Path
 
-from checkpointless.cli.command import Command
-from checkpointless.cli.coordination import add_coordination_options, coordination_settings
-from checkpointless.cli.output import say
+from checkpointless.cli.command import Command, say
+from checkpointless.cli.job import add_coordination_options, coordination_settings
 from checkpointless.cli.values import UsageError, positive
 from checkpointless.system.environment import TOKEN_ENV
 

@@ -10,9 +10,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from checkpointless.cli.command import Command
+from checkpointless.cli.command import Command, say
 from checkpointless.cli.fault_specs import SEED_HELP, add_fault_option, check_goes_with_chaos, fault_specs
-from checkpointless.cli.output import say
 from checkpointless.cli.run_directory import RUNS_DIR, check_can_be_made, new_run_dir
 from checkpointless.cli.values import UsageError, count, positive
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from checkpointless.cli.command import Command
-from checkpointless.cli.output import STDOUT, say, write
+from checkpointless.cli.command import STDOUT, Command, say, write
 from checkpointless.cli.values import UsageError, modules, positive
 
 _EPILOG = """\

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from checkpointless.cli.command import Command
-from checkpointless.cli.output import out
+from checkpointless.cli.command import Command, out
 
 
 def _add_faults_options(_parser: argparse.ArgumentParser) -> None:

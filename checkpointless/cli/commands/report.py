@@ -6,8 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from checkpointless.cli.command import Command
-from checkpointless.cli.output import STDOUT, write
+from checkpointless.cli.command import STDOUT, Command, write
 from checkpointless.cli.run_directory import check_run_dir
 from checkpointless.cli.values import UsageError, seconds
 

@@ -59,8 +59,7 @@ def train(options: argparse.Namespace) -> int:
     config = check_train(options, has_cuda)
     if options.dry_run:
         from checkpointless.cli.tables import console
-        from checkpointless.recipes.checks import layout_of
-        from checkpointless.recipes.dry_run import show
+        from checkpointless.recipes.checks import layout_of, show
 
         show(config, layout_of(config, options.nnodes, options.nproc_per_node), console())
         return 0

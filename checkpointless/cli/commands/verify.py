@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from checkpointless.cli.command import Command
-from checkpointless.cli.output import out
+from checkpointless.cli.command import Command, out
 from checkpointless.cli.run_directory import check_run_dir
 from checkpointless.cli.values import UsageError
 

@@ -13,7 +13,6 @@ from checkpointless.callbacks import CheckpointlessCallback
 from checkpointless.callbacks.trainer_parts import steps_made
 from checkpointless.inprocess import HPCallWrapper, UnrecoverableError
 from checkpointless.inprocess.context import not_exact
-from checkpointless.inprocess.facts import Facts
 from checkpointless.inprocess.finalize import register_cleanup
 from checkpointless.integrations.compat.lightning import set_sampler_epoch
 from checkpointless.integrations.lightning.boundary.loops import ResumableFitLoop
@@ -35,13 +34,14 @@ from checkpointless.integrations.lightning.data.validation import ValidationData
 from checkpointless.integrations.lightning.data.worker_streams import WorkerSeed
 from checkpointless.integrations.lightning.frameworks.loggers import keep_loggers
 from checkpointless.integrations.torch.repeated_steps import repeated_steps
+from checkpointless.launcher.protocol.board import Facts
 from checkpointless.recovery import CheckpointManager, PEFTCheckpointManager
 from checkpointless.recovery.decide import Verdict
 from checkpointless.recovery.guard import vote
 from checkpointless.recovery.running import manager_of
 from checkpointless.state.journal import StepJournal
+from checkpointless.state.port import SnapshotPoint
 from checkpointless.state.rank_local.declared import DeclaredState, begin_declared
-from checkpointless.state.snapshot import SnapshotPoint
 
 _BEGAN = "where the data began"  # the fact: the step and the samples that the fit began at
 

@@ -25,7 +25,7 @@ from checkpointless.integrations.torch.loop_state import LoopState
 from checkpointless.integrations.torch.repeated_steps import repeated_steps
 from checkpointless.recovery.guard import UpdateGuard
 from checkpointless.state.journal import Captured
-from checkpointless.state.snapshot import SnapshotPoint
+from checkpointless.state.port import SnapshotPoint
 
 if TYPE_CHECKING:
     from megatron.bridge.training.state import GlobalState

@@ -24,7 +24,7 @@ from checkpointless.recovery.manager import CheckpointManager
 from checkpointless.recovery.running import manager_of
 from checkpointless.state.journal import Captured, FrontEnd, StepBefore, StepJournal
 from checkpointless.state.module_tensors import TrainingTensors
-from checkpointless.state.port import groups_of
+from checkpointless.state.port import SnapshotPoint, groups_of
 from checkpointless.state.rank_local.agreement import require_equal_replicas, require_same_step
 from checkpointless.state.rank_local.declared import DeclaredState, begin_declared
 from checkpointless.state.serialization import state_tree
@@ -34,13 +34,12 @@ from checkpointless.state.serialization.digest import (
     digest_parameters,
     samples,
 )
-from checkpointless.state.snapshot import SnapshotPoint
 from checkpointless.system.environment import own_rank
 from checkpointless.transfer.exchange import all_gather_json, true_on_all
 from checkpointless.transfer.tensor_entry import Key
 
 if TYPE_CHECKING:
-    from checkpointless.launcher.protocol.plain import Parsed
+    from checkpointless.launcher.protocol.causes import Parsed
 
 _LEFT = (
     "steps() was left by break or return: after a fault that comes before the next call of steps(), or before the "

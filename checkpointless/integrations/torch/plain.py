@@ -15,13 +15,13 @@ from checkpointless.integrations.torch.owned import Owned
 from checkpointless.integrations.torch.torch_tensors import TorchTensors
 from checkpointless.recovery.running import running_block
 from checkpointless.state.journal import Captured, StepBefore
-from checkpointless.state.param_groups import (
+from checkpointless.state.module_tensors import (
     changed_value,
     plain_values,
     plateaus,
     without_scheduler,
 )
-from checkpointless.state.snapshot import SnapshotPoint
+from checkpointless.state.port import SnapshotPoint
 from checkpointless.transfer.tensor_entry import Key
 
 _LATE = (

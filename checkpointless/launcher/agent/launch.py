@@ -11,10 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from checkpointless.launcher.agent.launch_config import LaunchConfig
+from checkpointless.launcher.agent.launch_config import LaunchConfig, rank_environment
 from checkpointless.launcher.agent.links import JoinError, Link, link_to_coordinator
 from checkpointless.launcher.agent.node import NodeAgent
-from checkpointless.launcher.agent.rank_environment import rank_environment
 from checkpointless.launcher.agent.ranks.fork_server import ForkServer
 from checkpointless.launcher.agent.ranks.local_rank import LocalRank
 from checkpointless.launcher.agent.ranks.output import Output
@@ -27,8 +26,7 @@ from checkpointless.launcher.protocol.board import NO_STEP, Board
 from checkpointless.launcher.protocol.node_messages import End
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.events import EVENTS_FILE, EventLog
-from checkpointless.observability.telemetry.log_relay import LogRelay
-from checkpointless.observability.telemetry.scribe import scribe
+from checkpointless.observability.telemetry.scribe import LogRelay, scribe
 from checkpointless.system.awake_clock import AwakeClock
 from checkpointless.system.shared_memory import FOLDER as SHARED_MEMORY
 from checkpointless.system.signals import CUT_SIGNAL, ENDING, PASSED_ON, handling

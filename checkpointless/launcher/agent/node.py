@@ -10,12 +10,10 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from checkpointless.launcher.agent.beat_watch import BeatWatch
-from checkpointless.launcher.agent.exit_watch import ExitWatch
 from checkpointless.launcher.agent.launch_config import LaunchConfig
+from checkpointless.launcher.agent.rank_watch import BeatWatch, ExitWatch
 from checkpointless.launcher.agent.ranks.fork_server import ForkServer
-from checkpointless.launcher.agent.ranks.local_rank import EXIT_GRACE_S, LocalRank
-from checkpointless.launcher.agent.ranks.node_job_state import NodeJobState
+from checkpointless.launcher.agent.ranks.local_rank import EXIT_GRACE_S, LocalRank, NodeJobState
 from checkpointless.launcher.agent.ranks.process_keeper import ProcessKeeper
 from checkpointless.launcher.coordinator.coordinator import FAILED
 from checkpointless.launcher.protocol.board import NO_STEP

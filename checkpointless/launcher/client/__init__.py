@@ -8,10 +8,10 @@ from checkpointless.launcher.client.agent_client import (
     AgentClient,
     AgentLostError,
     RankClient,
+    StandaloneClient,
     SuccessorWantedError,
 )
 from checkpointless.launcher.client.factory import HPAgentK8sAPIFactory, wait_rank
-from checkpointless.launcher.client.standalone import StandaloneClient
 from checkpointless.launcher.protocol.messages import FaultNotice
 
 __all__ = [

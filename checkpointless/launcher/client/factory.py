@@ -7,8 +7,7 @@ import logging
 import multiprocessing
 import os
 
-from checkpointless.launcher.client.agent_client import AgentClient, RankClient, RankUnknownError
-from checkpointless.launcher.client.standalone import StandaloneClient
+from checkpointless.launcher.client.agent_client import AgentClient, RankClient, RankUnknownError, StandaloneClient
 from checkpointless.system.environment import (
     HYPERPOD_SOCKET_ENV,
     MASTER_ADDR_ENV,

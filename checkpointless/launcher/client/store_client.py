@@ -10,8 +10,7 @@ from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from checkpointless.launcher.client.agent_client import RankClient
-from checkpointless.launcher.client.standalone import FaultLimits, tell
+from checkpointless.launcher.client.agent_client import FaultLimits, RankClient, tell
 from checkpointless.launcher.protocol.messages import (
     FROM_RANK,
     Barrier,

@@ -1,18 +1,41 @@
-"""A job as its coordinator knows it: its phase, its members, its progress and how it ended."""
+"""A job as its coordinator knows it: its phase, its members, its progress and how it ended.
+
+What a job is recovering from: the incident that is open, how far up its recovery goes, and what it cost.
+
+An incident is open from its first cause until all ranks are together again. It is then recovering until the ranks
+have made the step that it interrupted, or until the block has returned if no step was left. If the next fault comes
+first, the incident is escalated: the next one tells the rest.
+
+A fault counts from when it happened, as far as that is known, and not from when it was noticed: a rank that hangs
+from its last progress, a node that is silent from its last word. All figures follow from that, through the
+``undetected_s`` of the event ``detect``.
+"""
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import Any
 
-from checkpointless.launcher.coordinator.incident_tracker import IncidentTracker
+from checkpointless.launcher.coordinator.incident_policy import GiveUpDecision, History
 from checkpointless.launcher.coordinator.job_config import JobConfig
 from checkpointless.launcher.coordinator.roster import NOT_YET, Node, Roster
 from checkpointless.launcher.protocol.board import NO_STEP
+from checkpointless.launcher.protocol.causes import Cause, CauseKind, attribute, culprit
 from checkpointless.launcher.protocol.node_messages import Command, End, Progress
-from checkpointless.observability.telemetry.events import EventLog
+from checkpointless.observability.telemetry.event_names import EventName, Rung
+from checkpointless.observability.telemetry.events import Edge, EventLog
+from checkpointless.observability.telemetry.narration import (
+    detected_line,
+    escalated_line,
+    inexact_line,
+    recovered_line,
+)
+from checkpointless.observability.telemetry.wording import plural
 from checkpointless.system.environment import (
     GROUP_RANK_ENV,
     GROUP_WORLD_SIZE_ENV,
@@ -32,6 +55,280 @@ from checkpointless.system.environment import (
     TORCHELASTIC_USE_AGENT_STORE_ENV,
     WORLD_SIZE_ENV,
 )
+
+
+@dataclass
+class _Incident:
+    """An incident that is not over.
+
+    Attributes:
+        opened_at_s: when the incident was opened, on the monotonic clock.
+        since_s: when its fault happened, on the monotonic clock (None: it was noticed at once).
+        together_at_s: when all ranks were together again, on the monotonic clock.
+        target: the step that has to be made until it is over.
+        cause: the cause that explains all causes that are known so far.
+        by_rank: the last cause of each rank that has one.
+        said: the cause that the terminal was told.
+        killed_the_late: whether the ranks that did not come in time have been replaced.
+        counted: whether the limits know it.
+        handed_over: whether processes were asked to hand their state to new ones.
+        stillborn: how many successors ended before they entered the block.
+        rung: how far up its recovery goes.
+        steps_lost: how many committed steps storage did not bring back.
+        restarted: whether the whole job begins again because of it.
+        inexact: what is not exact after it, by rank.
+    """
+
+    id: str
+    opened_at_s: float
+    cause: Cause
+    since_s: float | None = None
+    together_at_s: float = 0.0
+    target: int = NO_STEP
+    by_rank: dict[int, Cause] = field(default_factory=dict)
+    said: Cause | None = None
+    killed_the_late: bool = False
+    counted: bool = False
+    handed_over: bool = False
+    stillborn: int = 0
+    rung: Rung = Rung.IN_PROCESS
+    steps_lost: int = 0
+    restarted: bool = False
+    inexact: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def deviation(self) -> str:
+        """What is not exact after it, in one line; "" as long as nothing is known to be."""
+        if not self.inexact:
+            return ""
+        first = min(self.inexact)
+        others = len(self.inexact) - 1
+        more = f" ({plural(others, 'other rank')} too)" if others else ""
+        return f"rank {first}: {self.inexact[first]}{more}"
+
+    @property
+    def fault_at_s(self) -> float:
+        """When the fault happened, as far as that is known, on the monotonic clock."""
+        return self.opened_at_s if self.since_s is None else self.since_s
+
+    @property
+    def undetected_s(self) -> float | None:
+        """The seconds from the fault until now; None if it was noticed at once."""
+        return None if self.since_s is None else max(0.0, time.monotonic() - self.since_s)
+
+
+class IncidentTracker:
+    """Follows the incidents of a job and reports them to the event log and the terminal.
+
+    Args:
+        max_incidents: how many incidents the job may recover from (None: any number).
+        events: the job's event log.
+        say: called with lines for the terminal.
+
+    Attributes:
+        generation: the generation that began last (-1: none).
+        open: the incident whose ranks are not together again.
+        recovering: the incident whose ranks are together again and make the lost step.
+        inexact: the number of incidents after which the job resumed, and was another one.
+    """
+
+    def __init__(self, max_incidents: int | None, events: EventLog, say: Callable[[str], None]) -> None:
+        self.generation = -1
+        self.open: _Incident | None = None
+        self.recovering: _Incident | None = None
+        self.inexact = 0
+        self._resumed: _Incident | None = None  # the last one that the job resumed after
+        self._overtaken: _Incident | None = None  # until it is known whether its step had been made
+        self._count = 0
+        self._history = History(max_incidents)
+        self._events = events
+        self._say = say
+
+    def adopt(self, generation: int, incidents: int) -> None:
+        """Take over a job that is in ``generation`` and has been through ``incidents`` incidents."""
+        self.generation, self._count = generation, incidents
+        self._history = replace(self._history, incidents=incidents)
+
+    def begin(self, cause: Cause, since_s: float | None = None) -> _Incident:
+        """Open an incident.
+
+        Args:
+            since_s: when the fault happened, on the monotonic clock (None: it was noticed at once).
+        """
+        self._count += 1
+        self._overtaken, self.recovering = self.recovering, None
+        self.open = _Incident(str(self._count), time.monotonic(), cause, since_s)
+        return self.open
+
+    def add_cause(self, cause: Cause, since_s: float | None = None) -> None:
+        """Add a cause to the open incident, and report the cause if it explains the others; see :meth:`begin`."""
+        assert self.open is not None
+        if since_s is not None:
+            self.open.since_s = min(self.open.fault_at_s, since_s)
+        self.open.cause = attribute([self.open.cause, cause])
+        if cause.rank is not None:
+            self.open.by_rank[cause.rank] = cause
+        if self.open.cause.kind is not CauseKind.VICTIM:
+            self._tell(self.open)
+
+    def one_too_many(self, cause: Cause, high_water: int) -> GiveUpDecision | None:
+        """Return why the job must end if one more incident with this cause would be one too many, else None."""
+        return self._history.after(cause, high_water)[1]
+
+    def gathered(self, high_water: int, oldest: int) -> GiveUpDecision | None:
+        """Count the open incident, if there is one, now that all ranks are at the barrier.
+
+        Args:
+            high_water: the highest optimizer step that any rank was ever seen to commit (-1: none).
+            oldest: the newest step that every rank has committed (-1: none).
+
+        Returns:
+            Why the job must end, if the incident is one too many.
+        """
+        if self.open is None or self.open.counted:  # counted: processes were replaced at the barrier
+            return None
+        self.open.counted = True
+        if self._overtaken is not None:
+            self._judge_overtaken(self._overtaken, high_water, oldest, self.open)
+        self._overtaken = None
+        self._tell(self.open)
+        if self.open.restarted:  # what came before says nothing of the job that begins again
+            self._history = History(self._history.max_incidents, self._history.incidents)
+            return None
+        self._history, give_up = self._history.after(self.open.cause, high_water)
+        return give_up
+
+    def restart(self, cause: Cause, why: str) -> _Incident:
+        """Record that the whole job begins again: the incident that is not over, or a new one, goes up to that.
+
+        Args:
+            cause: the cause of an incident, if none is open.
+            why: what the restart is for.
+        """
+        incident = self.open or self.recovering or self.begin(cause)
+        self.open, self.recovering = incident, None
+        incident.restarted, incident.counted = True, False
+        self._tell(incident)
+        incident.rung = Rung.JOB
+        self.emit(EventName.RUNG, "point", rung=Rung.JOB.label, why=why)
+        return incident
+
+    def regrouped(self, generation: int, target: int) -> None:
+        """Record that a generation begins.
+
+        Args:
+            target: the step that has to be made until the incident is over.
+        """
+        self.generation = generation
+        self.open, self.recovering = None, self.open
+        if self.recovering is not None:
+            self.recovering.together_at_s, self.recovering.target = time.monotonic(), target
+
+    def step_up(self, rung: Rung, why: str) -> None:
+        """Raise the incident that is not over to ``rung``, if its recovery has not gone that far up yet."""
+        incident = self.open or self.recovering
+        if incident is not None and rung > incident.rung:
+            incident.rung = rung
+            self.emit(EventName.RUNG, "point", rung=rung.label, why=why)
+
+    def fell_back(self, high_water: int, newest: int) -> None:
+        """Record that the state after step ``newest`` was brought back; ``high_water`` had been committed."""
+        self._history = self._history.fell_back(high_water, newest)
+        if self.recovering is not None:
+            self.recovering.steps_lost += high_water - newest
+            back = "nothing" if newest == NO_STEP else f"step {newest}"
+            who = "the script itself" if self.recovering.restarted else "storage or copies"
+            why = f"{who} brought {back} back; step {high_water} had been committed"
+            self.step_up(Rung.JOB, why)
+            self._say(f"incident {self.recovering.id}: {why}")
+
+    def not_exact(self, rank: int, generation: int, reason: str) -> None:
+        """Record that a step that is made again is not the one that it was.
+
+        Args:
+            rank: the rank that says so.
+            generation: the generation in which the rank makes the step.
+            reason: what is another, in one line.
+        """
+        if generation != self.generation:
+            return
+        incident = self.recovering or self._overtaken or self._resumed
+        if incident is None:
+            self._say(f"the job is not exact since its last incident: rank {rank}: {reason}")
+            return
+        incident.inexact.setdefault(rank, reason)
+        if incident is self._resumed and len(incident.inexact) == 1:  # its last line has said nothing of it
+            self.inexact += 1
+            self._say(inexact_line(incident.id, incident.deviation))
+
+    def recovered(self, newest: int) -> None:
+        """Record that every rank has made the step that was interrupted, or that the block has returned.
+
+        Args:
+            newest: the newest step that was committed. If there is none (-1), the job's steps are not known, and
+                the incident was over when all ranks were in their block again.
+        """
+        incident, self.recovering = self.recovering, None
+        if incident is not None:
+            self._recovered(incident, newest, incident.together_at_s if newest == NO_STEP else time.monotonic())
+
+    def _recovered(self, incident: _Incident, newest: int, at_s: float) -> None:
+        seconds, rung = max(0.0, at_s - incident.fault_at_s), incident.rung.label
+        lost, step = (None, None) if newest == NO_STEP else (incident.steps_lost, newest)
+        made = newest >= incident.target
+        self._resumed = incident
+        self.inexact += bool(incident.inexact)
+        self.emit(
+            EventName.RECOVERED,
+            "point",
+            of=incident,
+            seconds=seconds,
+            rung=rung,
+            steps_lost=lost,
+            step=step,
+            made=made,
+            inexact=incident.deviation,
+        )
+        self._say(recovered_line(incident.id, seconds, rung, lost, made, incident.deviation))
+
+    def _judge_overtaken(self, incident: _Incident, high_water: int, oldest: int, following: _Incident) -> None:
+        """Record whether the step of an incident had been made when the following one came, as all boards say."""
+        if oldest >= incident.target:
+            self._recovered(incident, high_water, following.fault_at_s)
+        else:
+            self.emit(EventName.ESCALATED, "point", of=incident, rung=incident.rung.label)
+            self._say(escalated_line(incident.id, following.id))
+
+    def emit(
+        self,
+        stage: EventName,
+        edge: Edge,
+        *,
+        rank: int | None = None,
+        of: _Incident | None = None,
+        **fields: object,
+    ) -> None:
+        """Write an event of an incident; by default, of the one that is not over, if there is one."""
+        incident = of or self.open or self.recovering
+        self._events.emit(
+            stage,
+            edge,
+            generation=max(self.generation, 0),
+            incident=incident.id if incident else None,
+            rank=rank,
+            **fields,
+        )
+
+    def _tell(self, incident: _Incident) -> None:
+        cause = incident.cause
+        if cause is incident.said:
+            return
+        incident.said = cause
+        undetected_s = incident.undetected_s
+        late: dict[str, Any] = {} if undetected_s is None else {"undetected_s": undetected_s}
+        self.emit(EventName.DETECT, "point", cause=str(cause), culprit=culprit(cause), how=cause.how, **late)
+        self._say(detected_line(incident.id, str(cause)))
+
 
 FAILED = 1  # the exit code whatever the reason, as with torchrun
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from checkpointless.launcher.coordinator.hangs.policy import Heartbeat
+from checkpointless.launcher.coordinator.hang_policy import Heartbeat
 from checkpointless.launcher.protocol.handshake import check_token
 
 DEFAULT_PORT = 29400  # torchrun's default

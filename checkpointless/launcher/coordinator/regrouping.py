@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from checkpointless.launcher.coordinator.hangs.watch import HangWatch
+from checkpointless.launcher.coordinator.hang_watch import HangWatch
 from checkpointless.launcher.coordinator.incident_policy import (
     SAME_FAILURE_S,
     STILLBORN_LIMIT,

@@ -15,9 +15,12 @@ import struct
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from checkpointless.system.environment import BOARD_FD_ENV
+
+if TYPE_CHECKING:
+    from checkpointless.launcher.protocol.causes import Json, Parsed
 
 _MAGIC = b"CPLBRD04"
 _HEADER = struct.Struct("<8sQqqqqqq")  # magic; beat to shard as in BoardReading; exit code; began after
@@ -313,3 +316,30 @@ class Board:
     def _read_step(self, step: int, series: int) -> int:
         found, *_ = _SLOT.unpack_from(self._memory, self._offset(step, series))
         return int(found)
+
+
+class Facts:
+    """The facts that a rank keeps on its board, by name, as plain data.
+
+    The fact ``environment`` holds environment variables that a successor is given.
+
+    Args:
+        board: this rank's board (None under another launcher: the facts live as long as this process).
+    """
+
+    def __init__(self, board: Board | None) -> None:
+        self._board = board
+        self._facts: dict[str, Parsed] = board.facts() if board is not None else {}
+        for name, value in self._facts.get("environment", {}).items():
+            os.environ.setdefault(name, value)
+
+    def get(self, name: str, default: Json = None) -> Parsed:
+        """Return the fact of this name, or ``default``."""
+        return self._facts.get(name, default)
+
+    def keep(self, name: str, value: Json) -> None:
+        """Record a fact that a later generation, or a successor of this process, must know from the start."""
+        if self._facts.get(name) != value:
+            self._facts = {**self._facts, name: value}
+            if self._board is not None:
+                self._board.put_facts(self._facts)

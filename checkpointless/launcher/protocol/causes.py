@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 
-from checkpointless.launcher.protocol.plain import Int
+#: An integer of at most 64 bits: nothing that is said is larger.
+Int = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+
+#: What can be written as JSON.
+Json: TypeAlias = bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"] | None
+
+#: What was read from JSON: plain values, lists and dicts, in a shape that only the reader knows.
+Parsed: TypeAlias = Any
 
 
 class CauseKind(Enum):

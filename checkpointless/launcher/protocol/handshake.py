@@ -12,8 +12,8 @@ import hmac
 import json
 import secrets
 
+from checkpointless.launcher.protocol.causes import Int
 from checkpointless.launcher.protocol.messages import Message, Vocabulary
-from checkpointless.launcher.protocol.plain import Int
 from checkpointless.system.environment import TOKEN_ENV
 
 _PROTOCOL_VERSION = 7

@@ -13,8 +13,7 @@ from typing import Any, get_args
 
 import msgspec
 
-from checkpointless.launcher.protocol.causes import Cause
-from checkpointless.launcher.protocol.plain import Int
+from checkpointless.launcher.protocol.causes import Cause, Int
 
 MAX_MESSAGE_BYTES = 256 * 1024
 _SHORTENED = "[... shortened ...]"

@@ -12,9 +12,8 @@ from typing import Annotated, get_args
 
 import msgspec
 
-from checkpointless.launcher.protocol.causes import Cause
+from checkpointless.launcher.protocol.causes import Cause, Int
 from checkpointless.launcher.protocol.messages import FaultNotice, HandOver, Message, Vocabulary
-from checkpointless.launcher.protocol.plain import Int
 
 
 class RankState(Enum):
@@ -62,7 +61,7 @@ class SilentRank(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
         making: the step in the making (-1: none).
         in_step: whether the rank is in that step; otherwise it is between two steps.
         letter: the code of the state of the rank's process, as in
-            :class:`~checkpointless.system.process_state.ProcessLook` (0: not known).
+            :class:`~checkpointless.system.process_tree.ProcessLook` (0: not known).
         cpu_ms: the milliseconds of processor time that the process has used.
     """
 

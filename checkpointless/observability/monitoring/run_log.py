@@ -18,8 +18,7 @@ from pathlib import Path
 
 from checkpointless.observability.report.summary import build_report
 from checkpointless.observability.telemetry.event_names import EventName
-from checkpointless.observability.telemetry.events import Event, on_one_timeline, parse_event
-from checkpointless.observability.telemetry.lines import LineTail
+from checkpointless.observability.telemetry.events import Event, LineTail, on_one_timeline, parse_event
 
 logger = logging.getLogger(__name__)
 

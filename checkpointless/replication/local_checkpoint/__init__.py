@@ -1,8 +1,7 @@
 """Checkpoints in a directory of the node: the rung below recovery from memory and above shared storage."""
 
 from checkpointless.replication.agreement import LocalCheckpointError, NoReplicasAvailableError
-from checkpointless.replication.local_checkpoint.async_request import AsyncRequest, AsyncSave
-from checkpointless.replication.local_checkpoint.manager import LocalCheckpointManager
+from checkpointless.replication.local_checkpoint.manager import AsyncRequest, AsyncSave, LocalCheckpointManager
 from checkpointless.replication.local_checkpoint.replication import (
     CliqueReplicationStrategy,
     GroupWrapper,

@@ -18,12 +18,11 @@ import torch.distributed as dist
 
 from checkpointless.inprocess import UnrecoverableError
 from checkpointless.inprocess.communicators.helper_thread import awaiting
-from checkpointless.inprocess.facts import Facts
+from checkpointless.launcher.protocol.board import Facts
 from checkpointless.replication.agreement import attempt, by_rank, gather, words
-from checkpointless.replication.copier import Copier, Place
+from checkpointless.replication.copier import Copier, Place, within
 from checkpointless.replication.exchange import CliqueExchange, clique_group, clique_of
 from checkpointless.replication.host_memory import copy_into, recorded
-from checkpointless.replication.lane import within
 from checkpointless.replication.parts import Content, Part, SaveId
 from checkpointless.replication.retrieval import ANSWER_S
 from checkpointless.replication.store import MemoryStore, PartStore, Shelf
@@ -32,7 +31,7 @@ from checkpointless.replication.tiers.tier import Tier
 from checkpointless.system.environment import LOCAL_WORLD_SIZE_ENV
 
 if TYPE_CHECKING:
-    from checkpointless.launcher.protocol.plain import Json, Parsed
+    from checkpointless.launcher.protocol.causes import Json, Parsed
 
 # --- The lineage of the running training --------------------------------------------------------------------------
 #

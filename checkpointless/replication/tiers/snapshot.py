@@ -13,12 +13,11 @@ from checkpointless.inprocess.parameter_update_lock import CommitState
 from checkpointless.replication.parts import Content
 from checkpointless.state.held_state import HeldState
 from checkpointless.state.journal import StepJournal
-from checkpointless.state.port import essentials_of
+from checkpointless.state.port import SnapshotPoint, StepSnapshot, essentials_of
 from checkpointless.state.rank_local.state import RankLocalState
 from checkpointless.state.rng import RngStates
 from checkpointless.state.serialization import state_tree
 from checkpointless.state.serialization.tensor_memory import own_device
-from checkpointless.state.snapshot import SnapshotPoint, StepSnapshot
 from checkpointless.transfer.tensor_entry import Key
 
 _FORMAT = 3

@@ -10,10 +10,9 @@ import torch.distributed as dist
 from checkpointless.inprocess import UnrecoverableError
 from checkpointless.state.port import TrainingState, groups_of, holders_of, shard_of, split
 from checkpointless.state.serialization.digest import MemoryChecksumManager
-from checkpointless.transfer.exchange import all_gather_json
+from checkpointless.transfer.exchange import all_gather_json, wire_device
 from checkpointless.transfer.rank_groups import CompactGroups, Group, all_groups, compact, names
 from checkpointless.transfer.tensor_entry import Key
-from checkpointless.transfer.wire import wire_device
 
 
 def require_agreement(state: TrainingState, own: Collection[Key]) -> None:

@@ -22,14 +22,14 @@ import torch
 import torch.distributed as dist
 
 from checkpointless.launcher.protocol.board import Board
+from checkpointless.state.port import SnapshotPoint
 from checkpointless.state.serialization.digest import digest_bytes
 from checkpointless.state.serialization.tensor_memory import tensor_bytes
-from checkpointless.state.snapshot import SnapshotPoint
 from checkpointless.transfer.exchange import all_gather_json
 from checkpointless.transfer.tensor_entry import Key, TensorEntry
 
 if TYPE_CHECKING:
-    from checkpointless.launcher.protocol.plain import Json
+    from checkpointless.launcher.protocol.causes import Json
 
 logger = logging.getLogger(__name__)
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from checkpointless.inprocess.context import own_board
 from checkpointless.launcher.protocol.board import Board
+from checkpointless.state.port import SnapshotPoint
 from checkpointless.state.rank_local.declared import digest_declared, is_declared, put_declared, take_declared
 from checkpointless.state.rng import RngStates
 from checkpointless.state.serialization.digest import digest_value
-from checkpointless.state.snapshot import SnapshotPoint
 
 DATA_SERIES = 5  # the board's series for the streams at the start of an iterator over the training data
 #: The board's series for each point after a step. At ``COMMITTED`` snapshots have numbers, elsewhere steps.

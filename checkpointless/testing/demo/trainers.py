@@ -156,7 +156,7 @@ class Trainer:
     def preload(self) -> tuple[str, ...]:
         """Return the names of modules that are worth importing once, before the ranks are forked."""
         if self is not _NEMO:
-            return *self.imports, "checkpointless.testing.demo.corpus", "checkpointless.recovery"
+            return *self.imports, "checkpointless.testing.demo.text", "checkpointless.recovery"
         from checkpointless.recipes.settings import load, modules
 
         return modules(load(RECIPE, ()))

@@ -50,7 +50,7 @@ def callbacks_are_a_step_ahead() -> None:
 def validations_are_repeated() -> None:
     """Make a validation that was over due again."""
     from checkpointless.integrations.lightning.boundary.loops import ResumableEpochLoop
-    from checkpointless.state.snapshot import SnapshotPoint
+    from checkpointless.state.port import SnapshotPoint
 
     original = ResumableEpochLoop.on_run_start
 

@@ -7,9 +7,9 @@ import time
 from types import SimpleNamespace
 from typing import Any, cast
 
-from checkpointless.launcher.agent.beat_watch import BeatWatch
+from checkpointless.launcher.agent.rank_watch import BeatWatch
 from checkpointless.launcher.agent.ranks.local_rank import Beats, LocalRank
-from checkpointless.launcher.coordinator.hangs.policy import Heartbeat
+from checkpointless.launcher.coordinator.hang_policy import Heartbeat
 from checkpointless.launcher.protocol.board import BoardReading
 from checkpointless.launcher.protocol.node_messages import NodeMessage, Progress, RankState, Silent
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from checkpointless.launcher.agent.launch_config import LaunchConfig
-from checkpointless.launcher.agent.rank_environment import rank_environment
+from checkpointless.launcher.agent.launch_config import LaunchConfig, rank_environment
 
 OLDER = "TORCH_NCCL_TRACE_BUFFER_SIZE"
 TRACES, NO_LINES = "TORCH_SHOW_CPP_STACKTRACES", "TORCH_DISABLE_ADDR2LINE"

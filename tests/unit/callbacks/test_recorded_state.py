@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from checkpointless.callbacks.recorded_state import callback_digests, checkpoint_names
+from checkpointless.callbacks.step_recorder import callback_digests, checkpoint_names
 
 
 def test_a_checkpoint_that_is_being_removed_is_not_there(tmp_path: Path) -> None:

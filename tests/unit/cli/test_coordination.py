@@ -4,7 +4,7 @@ import argparse
 
 import pytest
 
-from checkpointless.cli.coordination import add_coordination_options, coordination_settings
+from checkpointless.cli.job import add_coordination_options, coordination_settings
 from checkpointless.cli.values import UsageError
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from checkpointless.cli.output import out, report_error, say
+from checkpointless.cli.command import out, report_error, say
 
 
 def test_a_line_about_a_job_names_the_program_and_shows_what_cannot_be_printed(

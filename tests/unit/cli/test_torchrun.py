@@ -14,7 +14,7 @@ from torch.distributed.run import get_args_parser
 
 from checkpointless.cli import main, values
 from checkpointless.cli.commands import run
-from checkpointless.cli.torchrun import _ACCEPTED, _REFUSED
+from checkpointless.cli.commands.run import _ACCEPTED, _REFUSED
 from checkpointless.launcher.agent import launch as launch_module
 from checkpointless.launcher.agent.launch_config import LaunchConfig
 

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from checkpointless.launcher.client import agent_client
-from checkpointless.launcher.client.agent_client import AgentClient, AgentLostError
+from checkpointless.launcher.client.agent_client import AgentClient, AgentLostError, StandaloneClient
 from checkpointless.launcher.client.factory import HPAgentK8sAPIFactory, RankUnknownError, wait_rank
-from checkpointless.launcher.client.standalone import StandaloneClient
 from checkpointless.launcher.protocol import messages
 from checkpointless.launcher.protocol.causes import exception_cause
 from checkpointless.launcher.protocol.messages import (

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpointless.launcher.coordinator.incident_tracker import IncidentTracker
+from checkpointless.launcher.coordinator.job import IncidentTracker
 from checkpointless.launcher.protocol.board import NO_STEP
 from checkpointless.launcher.protocol.causes import Cause, CauseKind
 from checkpointless.observability.telemetry.events import EVENTS_FILE, Event, EventLog, read_events

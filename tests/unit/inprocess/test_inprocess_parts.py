@@ -32,8 +32,8 @@ from checkpointless.inprocess import (
 )
 from checkpointless.inprocess.abort import after_block
 from checkpointless.inprocess.exceptions import is_victim
+from checkpointless.inprocess.fault_responder import MainThread
 from checkpointless.inprocess.finalize import register_cleanup
-from checkpointless.inprocess.main_thread import MainThread
 from checkpointless.inprocess.memory import peak_growth, reset_peak
 from checkpointless.inprocess.reentry import SignalHandlers, with_caller
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from checkpointless.inprocess import main_thread
+from checkpointless.inprocess import fault_responder
 from checkpointless.inprocess.exceptions import RankShouldRestart
-from checkpointless.inprocess.main_thread import MainThread
+from checkpointless.inprocess.fault_responder import MainThread
 from checkpointless.observability.telemetry.events import append_line
 
 
@@ -118,7 +118,7 @@ def test_what_is_called_when_an_object_ends_is_called_to_its_end() -> None:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_destructor_that_does_not_end_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(main_thread, "_CLEANING_S", 0.2)
+    monkeypatch.setattr(fault_responder, "_CLEANING_S", 0.2)
 
     class Endless:
         def __del__(self) -> None:

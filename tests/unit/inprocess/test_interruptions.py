@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import checkpointless
-from checkpointless.inprocess import HPWrapper, RankShouldRestart, active_call_wrapper, main_thread
+from checkpointless.inprocess import HPWrapper, RankShouldRestart, active_call_wrapper, fault_responder
 from checkpointless.inprocess.wrap import HPCallWrapper
 from checkpointless.launcher.agent import FaultNotice, RankClient
 from checkpointless.launcher.protocol.messages import Barrier, Done, FaultReport, Finish, Go, Hello, RankMessage
@@ -245,7 +245,7 @@ def fails_once() -> Callable[[], str]:
 
 
 def is_outside(frame: FrameType | None) -> bool:
-    return not main_thread._is_in_block(frame)
+    return not fault_responder._is_in_block(frame)
 
 
 @pytest.mark.usefixtures("frozen")
@@ -316,14 +316,14 @@ def test_an_interruption_from_the_keyboard_ends_the_process_and_leaves_nothing()
     assert active_call_wrapper() is None
 
 
-@pytest.mark.parametrize("file", main_thread._OWNERLESS)
+@pytest.mark.parametrize("file", fault_responder._OWNERLESS)
 def test_what_is_spared_is_where_it_is_said_to_be(file: str) -> None:
     """A framework's new version, or a module of ours that moves, must not leave it unspared."""
     folders = (Path(multiprocessing.__file__).parents[1], Path(torch.__file__).parents[1], OURS.parents[1])
     (source,) = {folder / file.lstrip("/") for folder in folders if (folder / file.lstrip("/")).is_file()}
     tree = ast.parse(source.read_text())
     defined = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
-    assert set(main_thread._OWNERLESS[file]) <= defined
+    assert set(fault_responder._OWNERLESS[file]) <= defined
 
 
 @pytest.mark.parametrize("is_lost", [False, True], ids=["interrupted", "a peer is lost"])

@@ -9,11 +9,11 @@ from typing import Any, cast
 import pytest
 
 from checkpointless.inprocess import HPWrapper, reentry
-from checkpointless.inprocess.facts import Facts
 from checkpointless.inprocess.generation import Generation
 from checkpointless.inprocess.reentry import Blocks, Succession
 from checkpointless.inprocess.step_tracker import StepTracker
 from checkpointless.launcher.client import RankClient
+from checkpointless.launcher.protocol.board import Facts
 from checkpointless.launcher.protocol.messages import Barrier as BarrierMessage
 from checkpointless.launcher.protocol.messages import Go, HandOver, RankMessage, Replace
 

@@ -14,7 +14,7 @@ import pytest
 
 from checkpointless.recovery import LocalCheckpointError, LocalCheckpointManager
 from checkpointless.replication import DirectoryStore, directory
-from checkpointless.replication.local_checkpoint.async_request import AsyncRequest, AsyncSave
+from checkpointless.replication.local_checkpoint.manager import AsyncRequest, AsyncSave
 from tests.ranks.local_checkpoint_ranks import bits, state
 from tests.unit.local_checkpoint.disk import fail, files
 

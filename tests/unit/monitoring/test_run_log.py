@@ -24,11 +24,11 @@ from checkpointless.observability.telemetry.events import (
     EVENTS_FILE,
     Event,
     EventLog,
+    LineTail,
     append_line,
     flush_events,
     read_events,
 )
-from checkpointless.observability.telemetry.lines import LineTail
 from tests.unit.made_up_run import MadeUpRun
 
 OWN = (2, 3)

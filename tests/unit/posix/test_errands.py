@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from checkpointless.system.errands import Errands
+from checkpointless.cli.terminal import Errands
 
 
 def test_an_errand_brings_its_result_or_its_error() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpointless.system.process_state import ProcessLook, ProcessState, state_of
+from checkpointless.system.process_tree import ProcessLook, ProcessState, state_of
 
 
 @pytest.fixture

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from checkpointless.system import shared_memory
-from checkpointless.system.process_state import ProcessLook
-from checkpointless.system.process_tree import ProcessTree, kill_descendants
+from checkpointless.system.process_tree import ProcessLook, ProcessTree, kill_descendants
 
 NOBODY = 4194305 + os.getpid()  # no pid is as large, and no other test uses it
 

@@ -15,8 +15,7 @@ from rich.console import Console
 from checkpointless.cli import command_line
 from checkpointless.cli.commands import train
 from checkpointless.cli.values import UsageError
-from checkpointless.recipes.checks import layout_of
-from checkpointless.recipes.dry_run import replica_lines, show
+from checkpointless.recipes.checks import layout_of, replica_lines, show
 from checkpointless.recipes.settings import load
 from checkpointless.system.layout import Layout
 

@@ -10,7 +10,7 @@ import torch
 
 from checkpointless.recovery import CheckpointManager
 from checkpointless.state.journal import FrontEnd, StepJournal
-from checkpointless.state.snapshot import SnapshotPoint, StepSnapshot
+from checkpointless.state.port import SnapshotPoint, StepSnapshot
 from checkpointless.transfer.rank_groups import Group
 from checkpointless.transfer.tensor_entry import Key, TensorEntry
 

@@ -12,8 +12,8 @@ import torch
 
 from checkpointless.inprocess.parameter_update_lock import CommitState
 from checkpointless.state.held_state import HeldState
+from checkpointless.state.port import SnapshotPoint, StepSnapshot
 from checkpointless.state.serialization.digest import MemoryChecksumManager
-from checkpointless.state.snapshot import SnapshotPoint, StepSnapshot
 from tests.unit.recovery.made_up_state import MadeUpJournal, MadeUpState
 
 

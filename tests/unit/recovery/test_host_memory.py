@@ -8,14 +8,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from checkpointless.state import host_memory
-from checkpointless.state.host_memory import HostMemory
+from checkpointless.state import held_state
+from checkpointless.state.held_state import HostMemory
 from checkpointless.transfer.tensor_entry import Key
 
 
 @pytest.fixture(autouse=True)
 def floats_lie_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_memory, "_is_on_host", lambda tensor: tensor.dtype != torch.float32)
+    monkeypatch.setattr(held_state, "_is_on_host", lambda tensor: tensor.dtype != torch.float32)
 
 
 def key(name: str) -> Key:

@@ -15,8 +15,8 @@ from checkpointless.integrations.torch import torch_tensors
 from checkpointless.integrations.torch.plain import PlainTraining
 from checkpointless.recovery.manager import CheckpointManager
 from checkpointless.state.journal import Captured, Taken
-from checkpointless.state.param_groups import without_scheduler
-from checkpointless.state.snapshot import SnapshotPoint
+from checkpointless.state.module_tensors import without_scheduler
+from checkpointless.state.port import SnapshotPoint
 
 
 @pytest.fixture(autouse=True)

@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from checkpointless.replication import lane as lanes
-from checkpointless.replication.lane import Lane, within
+from checkpointless.replication import copier as lanes
+from checkpointless.replication.copier import Lane, within
 
 LIMIT_S = 30.0
 

@@ -14,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from checkpointless.state.port import SnapshotPoint
 from checkpointless.state.rank_local import declared
 from checkpointless.state.rank_local.declared import (
     ATTRIBUTES,
@@ -26,7 +27,6 @@ from checkpointless.state.rank_local.declared import (
 from checkpointless.state.rank_local.streams import OwnStreams
 from checkpointless.state.rng import RngStates
 from checkpointless.state.serialization import plain_values
-from checkpointless.state.snapshot import SnapshotPoint
 from checkpointless.system.environment import RANK_STATE_BYTES_ENV
 
 PLAIN = st.recursive(

@@ -12,8 +12,7 @@ from checkpointless.inprocess import UnrecoverableError
 from checkpointless.recovery import CheckpointManager
 from checkpointless.state.journal import Captured, FrontEnd, StepBefore, StepJournal
 from checkpointless.state.module_tensors import TrainingTensors
-from checkpointless.state.port import MODEL
-from checkpointless.state.snapshot import UPDATED_BUFFERS, SnapshotPoint
+from checkpointless.state.port import MODEL, UPDATED_BUFFERS, SnapshotPoint
 
 BUFFER = ("model", 0, "running_mean")
 

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from checkpointless.state.module_tensors import TrainingTensors
-from checkpointless.state.param_groups import ParamGroups
+from checkpointless.state.module_tensors import ParamGroups, TrainingTensors
 
 
 def optimizer(**values: Any) -> torch.optim.Optimizer:

@@ -16,9 +16,9 @@ import torch
 
 from checkpointless.launcher.protocol.board import Board
 from checkpointless.state import rng
+from checkpointless.state.port import SnapshotPoint
 from checkpointless.state.rank_local.streams import StreamsOnBoard
 from checkpointless.state.rng import RngSource, RngStates, register_rng_source
-from checkpointless.state.snapshot import SnapshotPoint
 
 
 def draw() -> tuple[float, float, float]:

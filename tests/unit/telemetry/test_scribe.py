@@ -18,16 +18,15 @@ from typing import Any
 
 import pytest
 
-from checkpointless.observability.telemetry import events, log_relay, scribe, steps, tracebacks
+from checkpointless.observability.telemetry import events, scribe, steps, tracebacks
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.events import EVENTS_FILE, EventLog, read_events
-from checkpointless.observability.telemetry.log_relay import LogRelay
-from checkpointless.observability.telemetry.scribe import Scribe
+from checkpointless.observability.telemetry.scribe import LogRelay, Scribe
 from checkpointless.observability.telemetry.steps import StepLog
 from checkpointless.observability.telemetry.tracebacks import keep_traceback, traceback_path
 from checkpointless.system.environment import RUN_DIR_ENV
 
-OWN = {module.__file__ for module in (events, log_relay, scribe)}
+OWN = {module.__file__ for module in (events, scribe)}
 
 
 @pytest.fixture
@@ -36,7 +35,7 @@ def mine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scribe]:
     own = Scribe()
     for module in (events, steps, tracebacks):
         monkeypatch.setattr(module, "scribe", own)
-    monkeypatch.setattr(log_relay, "herald", own)
+    monkeypatch.setattr(scribe, "herald", own)
     yield own
     assert own.close(10)
 

@@ -10,10 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointless.transfer import window as window_module
+from checkpointless.transfer import bucket_rounds as window_module
+from checkpointless.transfer.bucket_rounds import Parcel, Window
 from checkpointless.transfer.buckets import IN_FLIGHT
-from checkpointless.transfer.window import Parcel, Window
-from checkpointless.transfer.wire import Message
+from checkpointless.transfer.exchange import Message
 from tests.drawn import examples
 
 BUFFERS = 64

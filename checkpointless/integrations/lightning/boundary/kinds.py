@@ -1,7 +1,7 @@
 """The state at the boundary of a step: every kind besides the tensors of model and optimizer, by name.
 
 A step changes much before it is committed, and a fault leaves that half done. The state is therefore taken when a
-point after a step is reached (:class:`~checkpointless.state.snapshot.SnapshotPoint`), and a recovery puts back what
+point after a step is reached (:class:`~checkpointless.state.port.SnapshotPoint`), and a recovery puts back what
 was taken then. This module alone says what is taken; a kind of state that is missing is not exact after a fault.
 """
 

@@ -18,8 +18,8 @@ from typing_extensions import override
 
 from checkpointless.integrations.compat.lightning import FitLoop, TrainingEpochLoop
 from checkpointless.integrations.lightning.boundary.epoch_metrics import make_results_resumable
+from checkpointless.state.port import SnapshotPoint
 from checkpointless.state.rank_local.declared import put_declared, take_declared
-from checkpointless.state.snapshot import SnapshotPoint
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ from checkpointless.integrations.lightning.boundary.trainer_settings import put_
 from checkpointless.integrations.lightning.data.position import DataPosition, put_sampler
 from checkpointless.integrations.lightning.data.training import TrainingData
 from checkpointless.recovery import CheckpointManager
+from checkpointless.state.port import SnapshotPoint
 from checkpointless.state.rank_local.declared import put_declared, take_declared
 from checkpointless.state.rng import RngStates
-from checkpointless.state.snapshot import SnapshotPoint
 
 logger = logging.getLogger(__name__)
 

@@ -19,9 +19,8 @@ from checkpointless.integrations.torch.repeated_steps import repeated_steps
 from checkpointless.recovery import CheckpointManager
 from checkpointless.recovery.guard import UpdateGuard
 from checkpointless.state.journal import Captured, FrontEnd, StepBefore, StepJournal
-from checkpointless.state.port import DATA
+from checkpointless.state.port import DATA, SnapshotPoint
 from checkpointless.state.rank_local.agreement import require_equal_replicas
-from checkpointless.state.snapshot import SnapshotPoint
 
 _LOOKED_AT = (2, 3)  # the steps in which is looked at what those before them have left; a first rate may be 0
 

@@ -8,7 +8,7 @@ from typing import Any
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.strategies import Strategy
 
-from checkpointless.state.snapshot import SnapshotPoint
+from checkpointless.state.port import SnapshotPoint
 from checkpointless.transfer.exchange import all_gather_json
 
 

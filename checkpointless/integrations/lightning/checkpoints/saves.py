@@ -35,8 +35,8 @@ from checkpointless.integrations.lightning.checkpoints.failed_saves import (
     reasons_by,
 )
 from checkpointless.integrations.lightning.checkpoints.unfinished import leave_unfinished, remove, remove_unfinished
-from checkpointless.launcher.protocol.plain import Json
-from checkpointless.state.snapshot import SnapshotPoint
+from checkpointless.launcher.protocol.causes import Json
+from checkpointless.state.port import SnapshotPoint
 from checkpointless.transfer.exchange import all_gather_json
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ from pathlib import Path
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import CSVLogger
 
-from checkpointless.inprocess.facts import Facts
 from checkpointless.inprocess.finalize import register_cleanup
-from checkpointless.observability.telemetry.log_relay import asked_for_level
+from checkpointless.launcher.protocol.board import Facts
+from checkpointless.observability.telemetry.scribe import asked_for_level
 
 #: The first component of the names of the loggers that are silenced.
 FAMILIES = (

@@ -53,7 +53,7 @@ from checkpointless.transfer.transfer import Fill, receive_state, send_state
 if TYPE_CHECKING:
     from megatron.core.dist_checkpointing.strategies.base import LoadShardedStrategy
 
-    from checkpointless.launcher.protocol.plain import Json, Parsed
+    from checkpointless.launcher.protocol.causes import Json, Parsed
 else:
     try:
         from megatron.core.dist_checkpointing.strategies.base import LoadShardedStrategy

@@ -11,7 +11,7 @@ import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from checkpointless.launcher.agent.ranks.node_job_state import NodeJobState
+from checkpointless.launcher.agent.ranks.local_rank import NodeJobState
 from checkpointless.launcher.protocol.causes import signal_name
 from checkpointless.launcher.protocol.node_messages import DeviceBad, NodeMessage, Spawn
 from checkpointless.observability.telemetry.event_names import EventName

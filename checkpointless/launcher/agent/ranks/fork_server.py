@@ -20,8 +20,7 @@ from checkpointless.launcher.agent.ranks.rank_process import Script
 from checkpointless.system.awake_clock import AwakeClock
 from checkpointless.system.environment import RANK_ENV
 from checkpointless.system.forked_process import ForkedProcess
-from checkpointless.system.process_state import ProcessLook, state_of
-from checkpointless.system.process_tree import ProcessTree, kill_descendants, wait_for_killed
+from checkpointless.system.process_tree import ProcessLook, ProcessTree, kill_descendants, state_of, wait_for_killed
 from checkpointless.system.signals import forget_handlers
 
 logger = logging.getLogger(__name__)

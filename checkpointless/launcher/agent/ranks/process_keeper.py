@@ -22,8 +22,7 @@ from checkpointless.launcher.agent.ranks.fork_server import (
     Refused,
     Started,
 )
-from checkpointless.launcher.agent.ranks.local_rank import EXIT_GRACE_S, LocalRank, RankLink
-from checkpointless.launcher.agent.ranks.node_job_state import NodeJobState
+from checkpointless.launcher.agent.ranks.local_rank import EXIT_GRACE_S, LocalRank, NodeJobState, RankLink
 from checkpointless.launcher.protocol.causes import Cause, CauseKind, signal_name
 from checkpointless.launcher.protocol.messages import (
     Answer,

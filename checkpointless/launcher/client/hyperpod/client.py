@@ -16,8 +16,13 @@ from typing import Any, NoReturn
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from checkpointless.launcher.client.agent_client import AgentLostError, RankClient, RankUnknownError
-from checkpointless.launcher.client.standalone import FaultLimits, tell
+from checkpointless.launcher.client.agent_client import (
+    AgentLostError,
+    FaultLimits,
+    RankClient,
+    RankUnknownError,
+    tell,
+)
 from checkpointless.launcher.protocol.messages import (
     Barrier,
     Done,

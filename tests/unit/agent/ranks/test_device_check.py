@@ -19,7 +19,7 @@ from checkpointless.launcher.protocol.node_messages import (
     RankState,
     Spawn,
 )
-from checkpointless.system.process_state import ProcessLook
+from checkpointless.system.process_tree import ProcessLook
 from tests.unit.agent.commanded_node import CommandedNode
 
 

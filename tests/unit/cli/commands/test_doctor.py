@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from checkpointless.cli import main
-from checkpointless.doctor import machine, versions
+from checkpointless.doctor import node, versions
 from checkpointless.doctor.versions import Torch
 from checkpointless.launcher.agent import launch as launch_module
 from checkpointless.system.nccl import SETTINGS
@@ -22,7 +22,7 @@ def _healthy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(versions, "has_driver", lambda: False)
     monkeypatch.setattr(versions, "_torch", Torch)
-    monkeypatch.setattr(machine, "SHARED_MEMORY", tmp_path)  # other work on this machine may have filled it
+    monkeypatch.setattr(node, "SHARED_MEMORY", tmp_path)  # other work on this machine may have filled it
 
 
 @pytest.fixture

@@ -6,9 +6,9 @@ import os
 import pytest
 
 from checkpointless.launcher.client import factory
+from checkpointless.launcher.client.agent_client import StandaloneClient
 from checkpointless.launcher.client.factory import HPAgentK8sAPIFactory, wait_rank
 from checkpointless.launcher.client.hyperpod import HyperPodClient
-from checkpointless.launcher.client.standalone import StandaloneClient
 from checkpointless.system.environment import HYPERPOD_SOCKET_ENV
 from tests import hyperpod_stand_in as stand_in
 from tests.unit.client.hyperpod.turns import MakeAgent

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointless.launcher.coordinator.hangs.policy import (
+from checkpointless.launcher.coordinator.hang_policy import (
     BUSY_TIMES,
     MOST_GRACE_S,
     STEADY_LOOKS,
@@ -19,7 +19,7 @@ from checkpointless.launcher.coordinator.hangs.policy import (
     judge,
     stalled,
 )
-from checkpointless.system.process_state import ProcessState
+from checkpointless.system.process_tree import ProcessState
 from tests.drawn import examples
 
 CEILING_S = 600.0

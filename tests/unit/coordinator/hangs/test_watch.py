@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 
-from checkpointless.launcher.coordinator.hangs.policy import (
+from checkpointless.launcher.coordinator.hang_policy import (
     MOST_GRACE_S,
     STEADY_LOOKS,
     Heartbeat,
     Whereabouts,
 )
-from checkpointless.launcher.coordinator.hangs.watch import Hang, HangWatch, Stall
+from checkpointless.launcher.coordinator.hang_watch import Hang, HangWatch, Stall
 from checkpointless.launcher.protocol.node_messages import SilentRank
 
 CEILING_S = 600.0

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointless.launcher.coordinator.hangs.policy import Stance, Whereabouts, ahead, behind, stances_of
+from checkpointless.launcher.coordinator.hang_policy import Stance, Whereabouts, ahead, behind, stances_of
 
 WAITS, ELSEWHERE, UNCLEAR = Stance.WAITS, Stance.ELSEWHERE, Stance.UNCLEAR
 

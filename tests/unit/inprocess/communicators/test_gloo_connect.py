@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d
 
 from checkpointless.inprocess.communicators.waits import InterruptibleGloo
 from checkpointless.inprocess.exceptions import RankShouldRestart
-from checkpointless.inprocess.main_thread import MainThread
+from checkpointless.inprocess.fault_responder import MainThread
 
 ONE_S = 1.0
 c10d: Any = distributed_c10d  # Any: the tests replace its class

@@ -17,9 +17,9 @@ from checkpointless.replication.tiers import handover
 from checkpointless.replication.tiers.handover import clear, hand_over, take_over
 from checkpointless.replication.tiers.snapshot import Snapshot
 from checkpointless.state.held_state import HeldState
+from checkpointless.state.port import SnapshotPoint, StepSnapshot
 from checkpointless.state.rank_local.state import RankLocalState
 from checkpointless.state.rng import RngStates
-from checkpointless.state.snapshot import SnapshotPoint, StepSnapshot
 from checkpointless.system.environment import HANDOVER_ENV
 from checkpointless.transfer.tensor_entry import Key
 

@@ -11,10 +11,10 @@ from checkpointless.inprocess.parameter_update_lock import CommitState
 from checkpointless.replication.parts import Content
 from checkpointless.replication.tiers.snapshot import RankLocal, Snapshot
 from checkpointless.state.held_state import HeldState
+from checkpointless.state.port import SnapshotPoint, StepSnapshot
 from checkpointless.state.rank_local.state import RankLocalState
 from checkpointless.state.rng import RngStates
 from checkpointless.state.serialization import state_tree
-from checkpointless.state.snapshot import SnapshotPoint, StepSnapshot
 from checkpointless.transfer.tensor_entry import Key
 
 AT = 3, SnapshotPoint.COMMITTED

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from checkpointless.launcher.protocol.board import Board
+from checkpointless.state.port import SnapshotPoint
 from checkpointless.state.rank_local import buffers as own_buffers
 from checkpointless.state.rank_local.buffers import NOTHING, OWN_BUFFER_BYTES, OwnBuffers, decode
-from checkpointless.state.snapshot import SnapshotPoint
 from checkpointless.transfer.tensor_entry import Key
 
 NAME: Key = ("buffer", "norm.running_mean")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from checkpointless.state.rank_local import replicas as own_replicas
-from checkpointless.state.rank_local.replicas import OwnReplicas
+from checkpointless.state.rank_local import state as own_replicas
+from checkpointless.state.rank_local.state import OwnReplicas
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 import pytest
 
 from checkpointless.launcher.protocol.board import Board
+from checkpointless.state.port import SnapshotPoint
 from checkpointless.state.rank_local import streams as own_streams
 from checkpointless.state.rank_local.streams import OwnStreams
 from checkpointless.state.rng import RngStates
-from checkpointless.state.snapshot import SnapshotPoint
 
 
 @pytest.fixture

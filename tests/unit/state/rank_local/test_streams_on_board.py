@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 
 from checkpointless.launcher.protocol.board import Board
+from checkpointless.state.port import SnapshotPoint
 from checkpointless.state.rank_local.streams import StreamsOnBoard
 from checkpointless.state.rng import RngStates
-from checkpointless.state.snapshot import SnapshotPoint
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loops import _TrainingEpochLoop
 
 from checkpointless.integrations.lightning.boundary.loops import Resumption, make_resumable
-from checkpointless.state.snapshot import SnapshotPoint
+from checkpointless.state.port import SnapshotPoint
 
 pytestmark = pytest.mark.nemo
 

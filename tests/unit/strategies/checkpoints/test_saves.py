@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from checkpointless.state.snapshot import SnapshotPoint
+from checkpointless.state.port import SnapshotPoint
 
 pytestmark = pytest.mark.nemo
 

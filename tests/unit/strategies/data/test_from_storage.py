@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from checkpointless.inprocess.facts import Facts
 from checkpointless.integrations.lightning.recoverable_fit import StoredPosition
+from checkpointless.launcher.protocol.board import Facts
 from checkpointless.observability.telemetry.events import flush_events, read_events
 
 

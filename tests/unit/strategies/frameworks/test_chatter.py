@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from checkpointless.integrations.lightning.frameworks import loggers
-from checkpointless.observability.telemetry.log_relay import apply_log_level, asked_for_level
+from checkpointless.observability.telemetry.scribe import apply_log_level, asked_for_level
 from checkpointless.system.environment import LOG_LEVEL_ENV
 
 pytestmark = pytest.mark.nemo

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from lightning.pytorch.loggers import CSVLogger
 
-from checkpointless.inprocess.facts import Facts
 from checkpointless.integrations.lightning.frameworks.loggers import keep_loggers, resume_loggers
+from checkpointless.launcher.protocol.board import Facts
 
 
 def trainer_of(folder: Path, rank: int = 0) -> Any:

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from checkpointless.launcher.coordinator.hangs.policy import (
+from checkpointless.launcher.coordinator.hang_policy import (
     PAUSE_TIMES,
     Diagnosis,
     Evidence,
@@ -22,7 +22,7 @@ from checkpointless.launcher.coordinator.hangs.policy import (
     stances_of,
 )
 from checkpointless.launcher.protocol.node_messages import SilentRank
-from checkpointless.system.process_state import ProcessLook, ProcessState, state_of
+from checkpointless.system.process_tree import ProcessLook, ProcessState, state_of
 
 _ASK_EVERY_S = 0.8  # so that a rank that hangs and answers is found within the limit and one second
 _FRESH_S, _FRESH_SHARE = 2.0, 1 / 40  # how long a report of a silence holds; long silences are reported less often

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from checkpointless.system.process_state import ProcessState
+from checkpointless.system.process_tree import ProcessState
 
 _NEARLY = 0.9  # ranks that wait for a stalled rank stopped at about the same time
 SHARING = 0.5  # the share of its limit after which a rank counts as part of another rank's stall

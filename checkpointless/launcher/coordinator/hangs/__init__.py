@@ -1,1 +1,0 @@
-"""Ranks without progress: the policy, the watch over them, and what follows."""
