@@ -13,12 +13,13 @@ import pytest
 from checkpointless.faults.ledger import fired
 from checkpointless.observability.report.verify import compare
 from checkpointless.observability.telemetry.event_names import EventName
-from tests.ranks.agent_job import is_alive, wait_until
+from tests.ranks.agent_job import is_alive
 from tests.ranks.conftest import short_folder  # noqa: F401 - a fixture
 from tests.ranks.jobs import Job, Scene, run_job
 from tests.ranks.nemo_zygote import Zygote
 from tests.ranks.test_demo_trainers import INCIDENTS, PHASES, residues
 from tests.ranks.test_kill_everything import GONE_WITHIN_S, SHARED_MEMORY, files
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(400)]
 

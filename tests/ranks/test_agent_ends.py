@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from checkpointless.launcher.agent.launch_config import DEFAULT_TERM_GRACE_S
-from tests.ranks.agent_job import Job, is_alive, wait_until
+from tests.ranks.agent_job import Job, is_alive
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.ranks
 

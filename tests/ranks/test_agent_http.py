@@ -22,9 +22,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from checkpointless.cli import main
 from checkpointless.observability.monitoring.http_status import MAX_CONNECTIONS
 from checkpointless.system.environment import TOKEN_ENV
-from tests.ranks.agent_job import Job, wait_until
+from tests.ranks.agent_job import Job
 from tests.ranks.agent_nursery import ForkedAgent
 from tests.ranks.test_agent_nodes import TOKEN, Nodes
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
 
@@ -46,7 +47,7 @@ class Http:
     def get(self, path: str) -> tuple[int, str]:
         """Return status and body."""
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=20) as reply:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=60) as reply:
                 return reply.status, reply.read().decode()
         except urllib.error.HTTPError as error:
             return error.code, error.read().decode()
@@ -196,7 +197,7 @@ def test_two_hundred_slow_and_strange_connections_change_nothing(tmp_path: Path)
     wait_until(lambda: job.notes("fault", 2))
     agent = psutil.Process(job.process.pid)
     before = agent.num_fds()
-    crowd = [socket.create_connection(("127.0.0.1", http.port), timeout=20) for _ in range(200)]
+    crowd = [socket.create_connection(("127.0.0.1", http.port), timeout=60) for _ in range(200)]
     most = 0
     until_s = time.monotonic() + 2
     while time.monotonic() < until_s:

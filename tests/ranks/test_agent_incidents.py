@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks.agent_job import Job, wait_until
+from tests.ranks.agent_job import Job
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.ranks
 

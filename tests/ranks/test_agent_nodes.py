@@ -14,7 +14,8 @@ import pytest
 
 from checkpointless.system.environment import TOKEN_ENV
 from tests.ports import free_port
-from tests.ranks.agent_job import Ended, Job, wait_until
+from tests.ranks.agent_job import Ended, Job
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
 

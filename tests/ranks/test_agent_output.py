@@ -11,7 +11,8 @@ import psutil
 import pytest
 
 from checkpointless.observability.telemetry.event_names import EventName
-from tests.ranks.agent_job import SCRIPTS, Job, wait_until
+from tests.ranks.agent_job import SCRIPTS, Job
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.ranks.agent_job import Job, wait_until
+from tests.ranks.agent_job import Job
 from tests.ranks.test_agent_nodes import Nodes
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
 

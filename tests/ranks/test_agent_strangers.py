@@ -14,8 +14,8 @@ import pytest
 
 from checkpointless.launcher.protocol.handshake import Challenge, prove
 from checkpointless.launcher.protocol.messages import encode
-from tests.ranks.agent_job import wait_until
 from tests.ranks.test_agent_nodes import Nodes, goes
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
 
@@ -76,7 +76,7 @@ def test_a_thousand_strangers_while_training(tmp_path: Path) -> None:
     draws = random.Random(0)
     held = []
     for number in range(VISITS):
-        connection = socket.create_connection(("127.0.0.1", nodes.port), timeout=10)
+        connection = socket.create_connection(("127.0.0.1", nodes.port), timeout=60)
         try:
             KINDS[number % len(KINDS)](connection, draws)
         except (BrokenPipeError, ConnectionResetError):

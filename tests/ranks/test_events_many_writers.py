@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.events import EVENTS_FILE, EventLog, read_events
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.ranks
 
@@ -53,10 +53,7 @@ def test_no_line_is_lost_or_mixed(tmp_path: Path, caplog: pytest.LogCaptureFixtu
 
 def test_a_killed_writer_costs_the_others_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     victim, other = writer(tmp_path, 0, -1), writer(tmp_path, 1, 300)
-    deadline = time.monotonic() + 60
-    while not any(event.rank == 0 for event in read_events(tmp_path)):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: any(event.rank == 0 for event in read_events(tmp_path)))
     os.kill(victim.pid, signal.SIGKILL)
     assert victim.wait(timeout=60) == -signal.SIGKILL
     assert other.wait(timeout=60) == 0

@@ -14,6 +14,7 @@ from checkpointless.faults.inject import INJECTED_EXIT_CODE
 from checkpointless.faults.ledger import fired
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.events import read_events
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.ranks
 
@@ -66,10 +67,7 @@ def test_a_process_dies_once_and_its_successor_lives(kind: str, code: int, tmp_p
 def test_a_hang_sleeps_and_does_not_end(tmp_path: Path) -> None:
     hung = start(tmp_path, "hang@backward:rank=1,step=2")
     try:
-        deadline = time.monotonic() + 60
-        while not read_events(tmp_path):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(lambda: read_events(tmp_path))
         time.sleep(0.3)
         assert hung.poll() is None
         assert Path(f"/proc/{hung.pid}/stat").read_text().rpartition(")")[2].split()[0] == "S"

@@ -4,7 +4,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 
 from tests.hyperpod_stand_in import Agent
 from tests.ranks.agent_job import SCRIPTS
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.ranks
 
@@ -38,10 +38,7 @@ class Job:
 
     def wait_for_restart(self) -> None:
         """Wait until the agent has asked all ranks to restart since one has died."""
-        by_s = time.monotonic() + 60
-        while self.agent.restart_count == 0:
-            assert time.monotonic() < by_s
-            time.sleep(0.01)
+        wait_until(lambda: self.agent.restart_count)
 
     def close(self) -> None:
         for rank in self.ranks:

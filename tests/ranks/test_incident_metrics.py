@@ -42,7 +42,7 @@ class Scraper:
     def ask(self) -> bool:
         """Ask for the metrics, and return whether the agent answers."""
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=5) as reply:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=60) as reply:
                 self.text = reply.read().decode()
         except OSError:
             return False

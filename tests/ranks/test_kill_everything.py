@@ -14,11 +14,12 @@ import psutil
 import pytest
 
 from checkpointless.system.temp_folder import private_folder, private_temp_folder
-from tests.ranks.agent_job import is_alive, wait_until
+from tests.ranks.agent_job import is_alive
 from tests.ranks.jobs import Scene, run_nodes
 from tests.ranks.nemo_zygote import Zygote
 from tests.ranks.test_agent_nodes import Nodes
 from tests.ranks.test_worker_streams import NOISY
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
 

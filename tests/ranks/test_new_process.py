@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from checkpointless.observability.telemetry.steps import Recording, read_steps
 from checkpointless.system.shared_memory import FOLDER
 from tests.ranks.agent_job import Ended, Job
 from tests.ranks.test_agent_nodes import Nodes
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
 
@@ -148,17 +148,12 @@ def test_a_block_that_fails_in_a_new_process_too_ends_the_job(tmp_path: Path) ->
 def test_nothing_stays_behind_an_agent_that_is_killed(tmp_path: Path) -> None:
     args = str(STEPS), "ddp", "process", "wait"
     job = Job(tmp_path / "run", "once.py", *args, nproc=2, faults=(EXCEPTION,))
-    deadline_s = time.monotonic() + 60
-    while "found 600" not in job.log(0) + job.log(1):
-        assert time.monotonic() < deadline_s, "no successor has begun"
-        time.sleep(0.05)
+    wait_until(lambda: "found 600" in job.log(0) + job.log(1))
     folder = handed_over_in(job)
     assert folder.is_relative_to(FOLDER)
     assert folder.exists()
     job.process.send_signal(signal.SIGKILL)
-    while folder.exists():
-        assert time.monotonic() < deadline_s, "the folder stays"
-        time.sleep(0.05)
+    wait_until(lambda: not folder.exists())
 
 
 @pytest.mark.long  # test_contract.py has the script, the tests above new processes

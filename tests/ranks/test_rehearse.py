@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import uuid
 from pathlib import Path
 
@@ -18,6 +17,7 @@ import pytest
 
 from tests.ranks.agent_job import SCRIPTS
 from tests.ranks.nemo_zygote import ROOT, Zygote
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(400)]
 
@@ -132,10 +132,7 @@ def test_ctrl_c_ends_all_jobs(folder: Path, tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     assert process.wait(180) == 130, said + process.stderr.read()
     assert "stopped by Ctrl-C" in process.stderr.read()
-    deadline_s = time.monotonic() + 20
-    while _marked(marker) and time.monotonic() < deadline_s:
-        time.sleep(0.1)
-    assert _marked(marker) == []
+    wait_until(lambda: _marked(marker) == [])
     assert list((tmp_path / "tmp").glob("checkpointless-rehearsal-*")) == []
 
 

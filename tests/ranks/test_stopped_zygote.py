@@ -22,7 +22,8 @@ from checkpointless.launcher.agent.ranks.fork_server import (
 )
 from checkpointless.launcher.agent.ranks.rank_process import Script
 from checkpointless.launcher.protocol.board import Board
-from tests.ranks.agent_job import SCRIPTS, is_alive, wait_until
+from tests.ranks.agent_job import SCRIPTS, is_alive
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.ranks
 

@@ -14,6 +14,7 @@ from checkpointless.launcher.agent.links import JoinError, RefusedError, RemoteC
 from checkpointless.launcher.protocol.causes import CauseKind
 from checkpointless.launcher.protocol.node_messages import Alive, End, Joined, Progress, RankEnded, Standing
 from tests.unit.messaged_job import trouble
+from tests.waiting import wait_until
 
 STANDING = Standing(3, 1, 7, "a run", False, [])
 TROUBLE = trouble(3, CauseKind.EXCEPTION)
@@ -84,11 +85,7 @@ class Scene:
         self.link.deliver(self.agent, time.monotonic())  # type: ignore[arg-type]
 
     def until(self, condition: Callable[[], object]) -> None:
-        deadline_s = time.monotonic() + 5
-        while not condition():
-            assert time.monotonic() < deadline_s
-            self.deliver()
-            time.sleep(0.005)
+        wait_until(condition, meanwhile=self.deliver)
 
 
 def test_what_went_wrong_meanwhile_is_told_before_the_standing_and_a_spare_keeps_its_number() -> None:

@@ -35,7 +35,7 @@ class Agent:
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
-        connection.settimeout(5)
+        connection.settimeout(60)
         self._lines = LineBuffer()
         self._heard: list[Message] = []
 

@@ -102,7 +102,7 @@ def test_at_the_end_of_the_block_no_step_was_left(tracked: Tracked) -> None:
 def test_where_steps_are_not_known_an_incident_lasts_until_all_ranks_are_in_their_block(tracked: Tracked) -> None:
     tracked.fault(ERROR)
     tracked.regroup(NO_STEP, NO_STEP, target=1)
-    time.sleep(0.2)
+    time.sleep(0.5)
     tracked.tracker.recovered(NO_STEP)
     (event,) = tracked.events("recovered")
     (detect,) = tracked.events("detect")

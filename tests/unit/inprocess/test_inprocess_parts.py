@@ -276,8 +276,8 @@ def test_the_main_thread_is_interrupted_until_it_has_left_and_not_after() -> Non
         outcome.append("left")
 
     def interrupt() -> None:
-        ready.wait(5)
-        left.append(main.interrupt_until_left(5, lambda: None))
+        ready.wait(60)
+        left.append(main.interrupt_until_left(60, lambda: None))
         main.interrupt()
 
     thread = threading.Thread(target=interrupt)
@@ -285,7 +285,7 @@ def test_the_main_thread_is_interrupted_until_it_has_left_and_not_after() -> Non
     main.run(block)
     time.sleep(0.2)
     outcome.append("undisturbed")
-    thread.join(5)
+    thread.join(60)
     main.close()
     assert left == [True]
     assert outcome == ["swallowed"] * 3 + ["left", "undisturbed"]
@@ -328,7 +328,7 @@ def test_a_module_that_the_block_imports_is_imported_whole(tmp_path: Path, monke
     try:
         with pytest.raises(RankShouldRestart):
             main.run(block)
-        thread.join(20)
+        thread.join(60)
         assert left == [True]
         assert hasattr(sys.modules.get("slow_to_import"), "done")
     finally:
@@ -354,7 +354,7 @@ def test_an_import_that_does_not_end_is_spared_for_half_of_the_time(
     try:
         with pytest.raises(RankShouldRestart):
             main.run(lambda: importlib.import_module("never_imported"))
-        thread.join(20)
+        thread.join(60)
         assert left == [True]
     finally:
         main.close()
@@ -381,7 +381,7 @@ def test_another_thread_than_the_main_one_is_refused() -> None:
 
     thread = threading.Thread(target=call)
     thread.start()
-    thread.join(5)
+    thread.join(60)
     assert "main thread" in str(errors[0])
 
 

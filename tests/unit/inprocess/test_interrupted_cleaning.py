@@ -39,7 +39,7 @@ def leave_while(body: Callable[[], object], meanwhile: Callable[[], object] = la
     with pytest.raises(RankShouldRestart):
         main.run(block)
     main.close()
-    interrupter.join(5)
+    interrupter.join(60)
 
 
 def slow_to_close() -> tuple[int, socket.socket]:

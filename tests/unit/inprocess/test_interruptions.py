@@ -149,15 +149,6 @@ def test_no_interruption_comes_after_the_block() -> None:
     assert interrupted >= 750, "whoever waits for ever was interrupted"
 
 
-@pytest.mark.long
-@pytest.mark.timeout(1800)
-@pytest.mark.usefixtures("quiet")
-def test_no_interruption_comes_after_a_hundred_thousand_blocks() -> None:
-    interrupted, stray = leave_blocks_under_fire(100_000)
-    assert stray == 0
-    assert interrupted >= 25_000
-
-
 class QuickAgent(NoAgent):
     """Stands in for an agent with one rank: whatever fails, the next generation begins at once."""
 

@@ -33,11 +33,11 @@ def test_close_waits_for_the_update_in_progress() -> None:
     def train() -> None:
         with lock.update(1):
             inside.set()
-            go_on.wait(5)
+            go_on.wait(60)
 
     trainer = threading.Thread(target=train)
     trainer.start()
-    assert inside.wait(5)
+    assert inside.wait(60)
 
     def close() -> None:
         if lock.close(SOON):
@@ -47,7 +47,7 @@ def test_close_waits_for_the_update_in_progress() -> None:
     closer.start()
     assert not closed.wait(0.1)
     go_on.set()
-    assert closed.wait(5)
+    assert closed.wait(60)
     trainer.join()
     closer.join()
     assert lock.committed == 1
@@ -115,10 +115,10 @@ def test_a_close_and_an_update_that_begins_meanwhile_never_miss_each_other() -> 
 
             trainer = threading.Thread(target=train)
             trainer.start()
-            assert started.wait(5)
+            assert started.wait(60)
             assert lock.close(SOON), "it did not wait for an update that was refused"
             assert not inside[0]
-            trainer.join(5)
+            trainer.join(60)
             assert not trainer.is_alive()
             lock.open()
     finally:

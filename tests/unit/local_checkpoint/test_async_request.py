@@ -26,7 +26,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     write = DirectoryStore.write
 
     def gated(*arguments: Any) -> None:
-        assert opened.wait(20)
+        assert opened.wait(60)
         write(*arguments)
 
     monkeypatch.setattr(DirectoryStore, "write", gated)

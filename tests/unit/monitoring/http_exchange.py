@@ -45,7 +45,7 @@ def answer(head: bytes, watch: Watch) -> bytes:
     """Send a whole request and return the reply."""
     client, accepted = socket.socketpair()
     with client, accepted:
-        client.settimeout(20)
+        client.settimeout(60)
         client.sendall(head)
         client.shutdown(socket.SHUT_WR)
         server = SimpleNamespace(watch=watch, turn=threading.Lock(), answers_to=bool)

@@ -84,7 +84,7 @@ def serving() -> Iterator[tuple[str, int]]:
 
 
 def ask(where: tuple[str, int], path: str = "/status", headers: str = "") -> bytes:
-    with socket.create_connection(where, timeout=10) as client:
+    with socket.create_connection(where, timeout=60) as client:
         client.sendall(f"GET {path} HTTP/1.0\r\n{headers}\r\n".encode())
         return b"".join(iter(lambda: client.recv(65536), b""))
 
@@ -113,9 +113,9 @@ def test_a_server_that_others_reach_may_have_any_name() -> None:
 
 
 def test_who_is_slow_keeps_nobody_waiting_and_loses_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_status.StatusHandler, "timeout", 1.0)
+    monkeypatch.setattr(http_status.StatusHandler, "timeout", 3.0)
     with serving() as where:
-        slow = [socket.create_connection(where, timeout=10) for _ in range(MAX_CONNECTIONS - 2)]
+        slow = [socket.create_connection(where, timeout=60) for _ in range(MAX_CONNECTIONS - 2)]
         for client in slow[::2]:
             client.sendall(b"GET /st")
         assert b"high_water" in ask(where)
@@ -126,7 +126,7 @@ def test_who_is_slow_keeps_nobody_waiting_and_loses_the_connection(monkeypatch: 
 
 
 def test_a_request_may_come_byte_by_byte() -> None:
-    with serving() as where, socket.create_connection(where, timeout=10) as client:
+    with serving() as where, socket.create_connection(where, timeout=60) as client:
         for byte in b"GET /healthz HTTP/1.0\r\n\r\n":
             client.sendall(bytes([byte]))
             time.sleep(0.001)
@@ -155,7 +155,7 @@ def test_of_all_clients_one_at_a_time_is_worked_for(monkeypatch: pytest.MonkeyPa
 def test_no_more_clients_have_threads_than_there_may_be_connections() -> None:
     with serving() as where:
         before = set(threading.enumerate())
-        crowd = [socket.create_connection(where, timeout=20) for _ in range(2 * MAX_CONNECTIONS)]
+        crowd = [socket.create_connection(where, timeout=60) for _ in range(2 * MAX_CONNECTIONS)]
         assert b"high_water" in ask(where)  # this came last, so all others were accepted
         assert sum(is_open(client) for client in crowd) <= MAX_CONNECTIONS
         assert len(set(threading.enumerate()) - before) <= MAX_CONNECTIONS
@@ -174,18 +174,19 @@ def is_open(client: socket.socket) -> bool:
         return False
 
 
-def test_closing_does_not_wait_for_clients() -> None:
+def test_closing_does_not_wait_for_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_status.StatusHandler, "timeout", 600.0)
     said, before = list[str](), set(threading.enumerate())
     http = HttpStatus("127.0.0.1", 0, Watch(0))
     http.open(said.append)
     where = ("127.0.0.1", int(said[0].split("127.0.0.1:")[1].split()[0]))
-    crowd = [socket.create_connection(where, timeout=10) for _ in range(8)]
+    crowd = [socket.create_connection(where, timeout=60) for _ in range(8)]
     for client in crowd:
         client.sendall(b"GET /st")
     assert b"high_water" in ask(where)
     began_s = time.monotonic()
     http.close()
-    assert time.monotonic() - began_s < http_status.REQUEST_TIMEOUT_S - 1
+    assert time.monotonic() - began_s < 300.0
     assert set(threading.enumerate()) <= before
     for client in crowd:
         assert not is_open(client)
@@ -210,7 +211,7 @@ def test_nothing_is_written_to_the_terminal(
     with serving() as where:
         ask(where, "/none")
         for garbage in (b"\0\0\r\n\r\n", b"GET /status HTTP/9.9\r\n"):
-            with socket.create_connection(where, timeout=10) as client:
+            with socket.create_connection(where, timeout=60) as client:
                 client.sendall(garbage)
         monkeypatch.setattr(http_status, "page_at", lambda *_: 1 / 0)
         assert ask(where) == b""
@@ -221,7 +222,7 @@ def test_nothing_is_written_to_the_terminal(
 
 
 def test_what_follows_the_headers_is_not_read() -> None:
-    with serving() as where, socket.create_connection(where, timeout=10) as client:
+    with serving() as where, socket.create_connection(where, timeout=60) as client:
         client.sendall(b"POST /status HTTP/1.1\r\nContent-Length: 1000000000\r\n\r\n")
         reply = b"".join(iter(lambda: client.recv(65536), b""))
     assert reply.startswith(b"HTTP/1.0 405 ")

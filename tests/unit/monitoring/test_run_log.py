@@ -30,6 +30,7 @@ from checkpointless.observability.telemetry.events import (
     read_events,
 )
 from tests.unit.made_up_run import MadeUpRun
+from tests.waiting import wait_until
 
 OWN = (2, 3)
 Counted = Callable[[], Watch]
@@ -141,10 +142,7 @@ def test_the_log_is_read_while_somebody_asks(
     write(tmp_path, disturbed_run().events, monkeypatch)
     time.sleep(0.05)
     assert asked.account == Account(), "nobody has asked"
-    until_s = time.monotonic() + 10
-    while asked.ask(None).ettr is None:
-        assert time.monotonic() < until_s
-        time.sleep(0.01)
+    wait_until(lambda: asked.ask(None).ettr is not None)
 
 
 # ---- the account

@@ -28,7 +28,7 @@ def test_what_computes_or_writes_or_has_a_child_that_does_is_not_idle(arguments:
             time.sleep(0.5)
             passed_s = time.monotonic() - began_s
             seen += looks.seconds(passed_s) == 0.0
-            assert passed_s < 60
+            assert passed_s < 120
         for each in reversed(families([pid])[pid]):
             os.kill(each, 9)
 

@@ -4,12 +4,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 
 import pytest
 
 from checkpointless.system.signals import ENDING, PASSED_ON, forget_handlers, handling, is_default
+from tests.waiting import wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -69,6 +69,4 @@ def test_this_process_is_no_exception() -> None:
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     assert not is_default(os.getpid(), signal.SIGUSR2)
     signal.signal(signal.SIGUSR2, signal.SIG_DFL)
-    deadline_s = time.monotonic() + 10
-    while not is_default(os.getpid(), signal.SIGUSR2):
-        assert time.monotonic() < deadline_s
+    wait_until(lambda: is_default(os.getpid(), signal.SIGUSR2))

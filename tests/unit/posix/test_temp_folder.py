@@ -152,7 +152,7 @@ def rank(folder: Path) -> None:
     temp_folder.use(folder)
     of_its_worker = multiprocessing.get_context("fork").Process(target=say_where, args=(folder,))
     of_its_worker.start()
-    of_its_worker.join(20)
+    of_its_worker.join(60)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -168,7 +168,7 @@ def test_a_rank_and_what_it_starts_have_one_folder_which_is_known_by_its_pid(
         assert folder is not None
         process = multiprocessing.get_context("fork").Process(target=rank, args=(folder,))
         process.start()
-        process.join(20)
+        process.join(60)
         where = Path((folder / "where").read_text())
         assert where.parent == folder / str(process.pid)
         assert where.is_dir()

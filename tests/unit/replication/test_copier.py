@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ from checkpointless.replication.directory import PartFile
 from checkpointless.replication.host_memory import HostMemoryPool, copy_into
 from checkpointless.replication.parts import Content, Part, PartId, SaveId
 from checkpointless.replication.tiers.copies import Copies, Lineage
+from tests.waiting import wait_until
 
 LIMIT_S = 30.0
 FIRST = Lineage("0" * 16).begin(0, 0)
@@ -122,13 +122,6 @@ def value_of(store: PartStore, save: SaveId) -> float:
 def parts_of(store: PartStore) -> dict[int, set[int]]:
     """Return by step the ranks whose parts are there."""
     return {save.iteration: {*parts} for save, parts in store.shelf(1).items()}
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.005)
 
 
 def test_a_write_that_a_fault_leaves_is_of_the_bytes_that_it_began_with(tmp_path: Path) -> None:

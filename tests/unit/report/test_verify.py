@@ -126,11 +126,6 @@ def test_nothing_recorded_is_not_equal() -> None:
     assert compare({0: []}, {}).sentence == "not equal: no step is in both runs"
 
 
-@given(runs)
-def test_a_run_equals_itself(steps: Recorded) -> None:
-    assert compare(steps, steps).equal
-
-
 @given(runs, st.data())
 def test_any_change_is_found_where_it_is(steps: Recorded, data: st.DataObject) -> None:
     rank = data.draw(st.sampled_from(sorted(steps)))
@@ -211,12 +206,6 @@ def changed_at(step: int, rank: int, **changes: Any) -> Recording:
         for record in found[rank]
     ]
     return found
-
-
-def test_a_recording_equals_itself() -> None:
-    verdict = compare(recording(), recording())
-    assert verdict.equal
-    assert verdict.sentence == "equal: 4 steps on 2 ranks, bit by bit"
 
 
 @pytest.mark.parametrize(

@@ -39,15 +39,6 @@ def test_streams_come_back() -> None:
     assert (copied.loss, copied.stage) == (1.25, SnapshotPoint.ENDED)
 
 
-def test_registered_sources_are_taken_too() -> None:
-    own = {"state": torch.arange(4, dtype=torch.uint8)}
-    register_rng_source("own", RngSource(lambda: dict(own), own.update))
-    states = RngStates.from_bytes(RngStates.capture().to_bytes())
-    own["state"] = torch.zeros(4, dtype=torch.uint8)
-    states.restore()
-    assert own["state"].tolist() == [0, 1, 2, 3]
-
-
 @pytest.mark.parametrize(
     ("first", "second"),
     [
@@ -188,38 +179,6 @@ def test_another_generator_of_numpys_is_taken_too() -> None:
         np.random.set_bit_generator(usual)
 
 
-@pytest.mark.parametrize("moves", [False, True])
-def test_the_board_gives_every_moment_of_a_step(moves: bool) -> None:
-    board = Board.create(0)
-    kept = StreamsOnBoard(board)
-    after = RngStates.capture(loss=0.5)
-    kept.put(3, after, None)
-    assert kept.at(3)[SnapshotPoint.COMMITTED].same_streams(after)
-    if moves:
-        torch.rand(())
-    later = RngStates.capture(loss=0.5, stage=SnapshotPoint.CHECKED)
-    kept.put(3, later, after)
-    found = kept.at(3)
-    assert list(found) == [SnapshotPoint.COMMITTED, SnapshotPoint.CHECKED]
-    assert (found[SnapshotPoint.CHECKED].stage, found[SnapshotPoint.CHECKED].loss) == (SnapshotPoint.CHECKED, 0.5)
-    assert found[SnapshotPoint.CHECKED].same_streams(later)
-    assert found[SnapshotPoint.CHECKED].same_streams(after) is not moves
-    assert kept.at(4) == {}
-    board.close()
-
-
-def test_what_followed_a_step_is_void_when_it_is_made_again() -> None:
-    board = Board.create(0)
-    kept = StreamsOnBoard(board)
-    kept.put(3, RngStates.capture(), None)
-    torch.rand(())
-    kept.put(3, RngStates.capture(stage=SnapshotPoint.CHECKED), None)
-    again = RngStates.capture()
-    kept.put(3, again, None)
-    assert list(kept.at(3)) == [SnapshotPoint.COMMITTED]
-    board.close()
-
-
 def test_a_moment_may_be_known_without_the_end_of_its_step() -> None:
     board = Board.create(0)
     kept = StreamsOnBoard(board)
@@ -227,16 +186,6 @@ def test_a_moment_may_be_known_without_the_end_of_its_step() -> None:
     kept.put(0, loaded, None)
     assert kept.at(0)[SnapshotPoint.LOADED].same_streams(loaded)
     board.close()
-
-
-def test_numpys_stream_is_looked_at_anew_after_it_was_put_back() -> None:
-    np.random.seed(3)
-    np.random.standard_normal()
-    before = RngStates.capture()
-    np.random.standard_normal()  # this uses the pending one up: no word changes
-    RngStates.capture()
-    before.restore()
-    assert RngStates.capture().same_streams(before)
 
 
 @pytest.mark.parametrize("own", [{}, {"mean": torch.tensor(3.0)}, None])
@@ -285,17 +234,6 @@ def test_damaged_streams_are_refused_and_those_of_a_board_are_not_there() -> Non
     os.pwrite(board.fd, bytes([words[100] ^ 1]), place + 100)
     assert kept.at(3) == {}
     board.close()
-
-
-def test_streams_that_have_not_moved_are_the_same_objects() -> None:
-    """By that the board knows that it has them already."""
-    first, second = RngStates.capture(), RngStates.capture()
-    for name in ("python", "numpy", "torch"):
-        assert second.streams[name] is first.streams[name]
-    draw()
-    third = RngStates.capture()
-    moved = {name for name, state in first.streams.items() if third.streams[name] != state}
-    assert moved >= {"python", "numpy", "torch"}
 
 
 def test_another_generator_of_pythons_is_taken_too(monkeypatch: pytest.MonkeyPatch) -> None:

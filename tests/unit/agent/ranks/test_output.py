@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,7 @@ import pytest
 from checkpointless.launcher.agent.ranks import output as output_module
 from checkpointless.launcher.agent.ranks.output import Output, Printed
 from tests.descriptors import descriptors
+from tests.waiting import wait_until
 
 PLENTY = 20_000_000
 
@@ -60,13 +61,6 @@ def node(tmp_path: Path) -> Iterator[Node]:
     yield made
     made.end()
     os.close(made.terminal)
-
-
-def wait_until(condition: Callable[[], object]) -> None:
-    deadline_s = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
 
 
 def pour(printed: Printed, nbytes: int) -> threading.Thread:
@@ -223,20 +217,21 @@ def test_a_reader_of_the_terminal_that_is_gone_is_named_once(node: Node) -> None
 
 
 def test_processes_cost_no_descriptor_and_the_end_leaves_none(tmp_path: Path) -> None:
-    before, threads = descriptors(), threading.active_count()
+    before, threads = descriptors(), set(threading.enumerate())
     node = Node(tmp_path)
     node.start()
     node.ranks[0].begin()
     wait_until(lambda: (tmp_path / "rank-1.log").exists())
-    running = len(descriptors()), threading.active_count()
+    running, at_work = len(descriptors()), set(threading.enumerate())
     for _ in range(20):
         os.write(node.ranks[0].begin(), b"a process\n")
         assert node.ranks[0].last_lines() == ["a process"]
-    assert (len(descriptors()), threading.active_count()) == running
+    assert len(descriptors()) == running
+    assert set(threading.enumerate()) <= at_work  # those of earlier tests may end meanwhile
     node.end()
     os.close(node.terminal)
     assert descriptors() == before
-    assert threading.active_count() == threads
+    assert set(threading.enumerate()) <= threads
 
 
 def test_a_process_that_made_its_output_non_blocking_leaves_it_to_itself(node: Node) -> None:

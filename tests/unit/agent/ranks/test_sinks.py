@@ -189,7 +189,7 @@ def test_a_non_blocking_terminal_is_waited_for() -> None:
     got = b""
     while len(got) < len(data):
         got += os.read(reads, 1 << 16)
-    writer.join(10)
+    writer.join(60)
     assert got == data
     os.close(writes)
     os.close(reads)

@@ -25,9 +25,8 @@ def test_wait_rank_asks_the_agent_once_and_updates_the_environment(make_agent: M
     assert os.environ["RANK"] == "0"
     assert os.environ["MASTER_PORT"] == str(agent.port)
     assert HPAgentK8sAPIFactory()().rank == 0
-    began_s = time.monotonic()
+    agent.automatic = False  # nobody would answer a second question
     wait_rank()
-    assert time.monotonic() - began_s < 1
 
 
 def test_a_spare_without_a_rank_is_not_refused(make_agent: MakeAgent) -> None:

@@ -16,10 +16,10 @@ def enter(client: HyperPodClient, agent: stand_in.Agent) -> None:
     agent.wait_for("at_rcb_barrier", 1)
     time.sleep(0.05)
     agent.start()
-    assert client.wait_go(agent.restart_count - 1, 10).generation == agent.restart_count
+    assert client.wait_go(agent.restart_count - 1, 60).generation == agent.restart_count
 
 
-def until(condition: Callable[[], object], timeout_s: float = 5) -> None:
+def until(condition: Callable[[], object], timeout_s: float = 60) -> None:
     by_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < by_s

@@ -31,7 +31,7 @@ class Graph:
         self._is_replayed = True
         self.began.set()
         if self._room is not None:
-            self._room.wait(10)
+            self._room.wait(60)
         self._is_replayed = False
         self.replays += 1
 
@@ -73,14 +73,14 @@ def test_a_graph_is_not_reset_while_it_is_replayed(graphs: CapturedGraphs) -> No
     graph.capture_end()
     replaying = threading.Thread(target=graph.replay)
     replaying.start()
-    assert graph.began.wait(10)
+    assert graph.began.wait(60)
     giving_up = threading.Thread(target=graphs.give_up)
     giving_up.start()
     giving_up.join(0.2)
     assert graph.resets == 0
     aborted.set()
-    giving_up.join(10)
-    replaying.join(10)
+    giving_up.join(60)
+    replaying.join(60)
     assert (graph.replays, graph.resets) == (1, 1)
 
 

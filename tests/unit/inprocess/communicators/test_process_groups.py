@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch.distributed.distributed_c10d as c10d
 from checkpointless.inprocess.communicators import process_groups as group_owner
 from checkpointless.inprocess.communicators.process_groups import MOST_COUNTS, ProcessGroups
 from checkpointless.launcher.protocol.messages import FROM_RANK, Answer, encode
+from tests.waiting import wait_until
 
 
 @pytest.fixture
@@ -62,13 +62,6 @@ def run_loops() -> set[str]:
     return found
 
 
-def wait_until(is_so: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 60
-    while not is_so():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
-
-
 @pytest.mark.parametrize("by_the_block", [True, False])
 def test_no_destructor_of_a_group_runs_before_it_is_reaped(groups: ProcessGroups, by_the_block: bool) -> None:
     """C++ may refer to it, too, and would run it with the interpreter's lock, for which gloo's threads may wait."""
@@ -94,7 +87,7 @@ class FakeNCCL:
     def abort(self) -> None:
         """Wait until all aborts have begun, as if for the device."""
         self.aborts += 1
-        self._all_begun.wait(10)
+        self._all_begun.wait(60)
 
 
 class FakeGroup:

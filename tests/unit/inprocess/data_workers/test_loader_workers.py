@@ -135,12 +135,12 @@ def comes_to_its_end(wait: Callable[[], object]) -> bool:
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    thread.join(10)
+    thread.join(60)
     return not thread.is_alive()
 
 
 def wait_until_dead(iterator: Any) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         with contextlib.suppress(RuntimeError):  # torch's handler of SIGCHLD says that it was killed
             if not iterator._workers[0].is_alive():

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 
 import pytest
@@ -18,6 +17,7 @@ from checkpointless.integrations.megatron.dist_checkpoint.save_strategy import i
 from checkpointless.replication import MemoryStore, register_store
 from checkpointless.replication.host_memory import HostMemoryPool
 from checkpointless.replication.parts import Content, Part, SaveId
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.nemo
 LIMIT_S = 30.0
@@ -44,13 +44,6 @@ def save(copies: Copies, number: int, is_whole: bool = True) -> torch.Tensor:
 def written(content: Content | None) -> Content:
     assert content is not None
     return content
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.005)
 
 
 def kept(copies: Copies) -> dict[SaveId, set[float]]:

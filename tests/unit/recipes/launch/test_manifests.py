@@ -200,5 +200,5 @@ def test_the_liveness_probe_finds_a_coordinator_that_hangs(
     process.send_signal(signal.SIGSTOP)
     assert subprocess.run(words, env=environment, timeout=30).returncode != 0
     process.kill()
-    process.wait(20)
+    process.wait(60)
     assert subprocess.run(words, env=environment, timeout=30, stderr=subprocess.DEVNULL).returncode != 0

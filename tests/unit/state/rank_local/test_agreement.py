@@ -31,7 +31,7 @@ def a_rank(number: int, shared: Group | None = EVERYBODY) -> MadeUpState:
 
 def meet(states: list[MadeUpState], monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Let the ranks with these states meet, each in a thread, and return why they are refused."""
-    meeting, answers = threading.Barrier(len(states), timeout=10), dict[int, Any]()
+    meeting, answers = threading.Barrier(len(states), timeout=60), dict[int, Any]()
     numbers = threading.local()
 
     def gather(mine: Any) -> list[Any]:

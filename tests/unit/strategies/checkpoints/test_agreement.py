@@ -25,12 +25,6 @@ def says(
     return {**said, "failed": list(failed), "paths": paths}
 
 
-def test_nothing_is_agreed_of_nothing() -> None:
-    agreed = Agreement.of([says(), says()], in_background=True)
-    assert agreed.continues
-    assert not any((agreed.again, agreed.whole, agreed.lost, agreed.going_on, agreed.is_cut_off))
-
-
 def test_a_save_that_all_have_writers_of_goes_on() -> None:
     agreed = Agreement.of([says(["/c/0", 0, True, False], pending=(0,))] * 2, in_background=True)
     assert agreed.whole == {"/c/0": 0}
@@ -67,7 +61,6 @@ def test_a_save_that_is_made_at_once_is_whole_with_the_part_of_the_first(
     assert agreed.whole == whole
 
 
-PATHS = st.sampled_from(["/c/a", "/c/b"])
 NUMBERS = st.lists(st.integers(0, 3), unique=True).map(tuple)
 SAVES = st.lists(
     st.tuples(st.sampled_from(["/c/a", "/c/b"]), st.none() | st.integers(0, 3), st.booleans(), st.booleans()).map(
