@@ -169,12 +169,13 @@ class MainThread:
         finally:
             self._hearing = False
 
-    def interrupt_until_left(self, timeout_s: float, free: Callable[[], object]) -> bool:
+    def interrupt_until_left(self, timeout_s: float, free: Callable[[float], object]) -> bool:
         """Interrupt the thread repeatedly until it has left the block.
 
         Args:
             timeout_s: time limit in seconds.
-            free: called before each interruption; frees what the thread may block in by then.
+            free: called before each interruption with the seconds waited so far; frees what the thread may block
+                in by then.
 
         Returns:
             False if the thread has not left the block within ``timeout_s``.
@@ -183,7 +184,7 @@ class MainThread:
         told = False
         self._spared_at_most_s = timeout_s / 2
         while not self._left.wait(_RAISE_AGAIN_S) and (waited := time.monotonic() - began) < timeout_s:
-            free()
+            free(waited)
             self.interrupt(waited)
             if waited > _SLOW_S and not told:
                 told = True

@@ -58,7 +58,10 @@ TORCH_NCCL_ENABLE_MONITORING_ENV = "TORCH_NCCL_ENABLE_MONITORING"  # "1": a slow
 TORCH_DIST_USE_NCCL2_ENV = "TORCH_DIST_USE_NCCL2"  # "0": nccl means what it meant before torch 2.15
 TORCH_NCCL_DUMP_ON_TIMEOUT_ENV = "TORCH_NCCL_DUMP_ON_TIMEOUT"  # "1": ranks tell each other to dump at a timeout
 PYTORCH_NVML_BASED_CUDA_CHECK_ENV = "PYTORCH_NVML_BASED_CUDA_CHECK"  # "1": torch asks NVML whether there is a GPU
-TORCH_NCCL_USE_COMM_NONBLOCKING_ENV = "TORCH_NCCL_USE_COMM_NONBLOCKING"  # "1": making one can be aborted
+TORCH_NCCL_USE_COMM_NONBLOCKING_ENV = (
+    "TORCH_NCCL_USE_COMM_NONBLOCKING"  # "1": aborts know of one that is being made
+)
+NCCL_RAS_ENABLE_ENV = "NCCL_RAS_ENABLE"  # "0": no thread that answers `ncclras`
 NCCL_NVLS_ENABLE_ENV = "NCCL_NVLS_ENABLE"  # "0": no multicast over NVLink
 TORCH_NCCL_BLOCKING_WAIT_ENV = "TORCH_NCCL_BLOCKING_WAIT"  # "1": the host waits for every collective
 TORCH_YES = ("1", "y", "yes", "t", "true")  # what torch takes for yes, in any case

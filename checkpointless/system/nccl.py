@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from checkpointless.system.environment import (
     NCCL_NVLS_ENABLE_ENV,
+    NCCL_RAS_ENABLE_ENV,
     TORCH_DIST_USE_NCCL2_ENV,
     TORCH_NCCL_ASYNC_ERROR_HANDLING_ENV,
     TORCH_NCCL_DUMP_ON_TIMEOUT_ENV,
@@ -55,10 +56,15 @@ SETTINGS: Mapping[str, _Setting] = {
     TORCH_NCCL_ENABLE_MONITORING_ENV: _Setting(_OFF, "torch ends a rank whose watchdog is held up by an abort"),
     TORCH_NCCL_DUMP_ON_TIMEOUT_ENV: _Setting(_OFF, "a timeout of one rank ends the others"),
     TORCH_NCCL_USE_COMM_NONBLOCKING_ENV: _Setting(
-        _ON, "a rank that makes a communicator with a lost peer cannot be freed, and its state is lost"
+        _ON, "no abort knows of a communicator that is being made, and a rank may wait in it until it is replaced"
     ),
     TORCH_DIST_USE_NCCL2_ENV: _Setting(
-        _OFF, "from torch 2.15 on, nccl then means ProcessGroupNCCL2, with which no recovery has been tried"
+        _OFF,
+        "from torch 2.15 on, nccl then means ProcessGroupNCCL2, with which no recovery has been tried; it does not "
+        "read TORCH_NCCL_RETHROW_CUDA_ERRORS",
+    ),
+    NCCL_RAS_ENABLE_ENV: _Setting(
+        _OFF, "after a fault while a communicator was made, NCCL's RAS thread may keep a core busy"
     ),
     NCCL_NVLS_ENABLE_ENV: _Setting(_OFF, "multicast over NVLink cannot be set up again after an abort"),
 }

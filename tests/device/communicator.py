@@ -2,17 +2,23 @@
 
 Aborting it ends what it waits for; what was aborted ends like what succeeded, with results that are not there. As
 NCCL's may, an abort waits for the device, and so until every other communicator that has work is aborted, too.
+
+As with torch's groups of NCCL's, who uses a communicator that is just being made waits for it and holds its lock,
+for half an hour; an abort waits for that lock. Ranks meet at sockets of rank 0 and their own, as NCCL's do.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import queue
+import socket
+import struct
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,8 +26,32 @@ from checkpointless.system.environment import RUN_DIR_ENV
 from tests.device.device import Device, Operation
 
 _POLL_S = 0.0005
-_FOLDER = "folder"
+_MAKING_S = 1800.0  # TORCH_NCCL_NONBLOCKING_TIMEOUT
+_FOLDER, _ROOT = "folder", "root"
+_HOST, _PORT = "127.0.0.1", struct.Struct("!H")
 THREAD = "test-communicator"  # every thread of the device has this name
+
+
+@contextlib.contextmanager
+def _listening() -> Iterator[socket.socket]:
+    """Listen as NCCL does: open on exec, and without reusing an address."""
+    with socket.socket() as made:
+        made.set_inheritable(True)
+        made.bind((_HOST, 0))
+        made.listen()
+        made.setblocking(False)
+        yield made
+
+
+def _port(listening: socket.socket) -> int:
+    return int(listening.getsockname()[1])
+
+
+def _hears(peer: socket.socket) -> int:
+    """Return the port that a peer names, at which it listens itself."""
+    with peer:
+        peer.setblocking(True)
+        return int(_PORT.unpack(peer.recv(_PORT.size, socket.MSG_WAITALL))[0])
 
 
 class Communicator:
@@ -35,6 +65,7 @@ class Communicator:
 
     Attributes:
         graphs: how many captured collectives refer to it.
+        is_waiting: set when it is being made, and waits for a peer.
     """
 
     of_process: ClassVar[list[Communicator]] = []
@@ -45,7 +76,9 @@ class Communicator:
         self.graphs = 0
         self._device, self._store = device, store
         # If communicators are made with blocking, torch does not know of one that is being made.
-        self._aborts_while_connecting = os.environ.get("TORCH_NCCL_USE_COMM_NONBLOCKING") == "1"
+        self._is_known = os.environ.get("TORCH_NCCL_USE_COMM_NONBLOCKING") == "1"
+        self._making = threading.Lock()
+        self.is_waiting = threading.Event()
         self._is_connected = False
         self._folder = Path()
         self._numbers = itertools.count()
@@ -64,11 +97,11 @@ class Communicator:
 
     def launch(self, operation: Operation, work: Callable[[], None]) -> None:
         """Have ``work`` done in the order of the launches."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name=THREAD, daemon=True)
-            self._thread.start()
-        # Wait as ncclCommInitRank does.
-        self._device.wait_until(lambda: self._is_connected or self._error is not None)
+        with self._making if self._is_known else contextlib.nullcontext():
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._serve, name=THREAD, daemon=True)
+                self._thread.start()
+            self._device.wait_until(lambda: self._is_connected or self._error is not None)
         if self._error is not None:
             raise self._error
         self._device.launch(operation)
@@ -105,10 +138,13 @@ class Communicator:
     def abort(self) -> None:
         """End what the communicator waits for, and wait for the device and for graphs to be gone.
 
-        One that is still connecting is not known to torch yet, so that no abort reaches it.
+        One that is still connecting may not be known to torch yet, so that no abort reaches it.
         """
-        if not self._is_connected and not self._aborts_while_connecting:
+        if not self._is_connected and not self._is_known:
             return
+        if not self._making.acquire(timeout=_MAKING_S):
+            raise RuntimeError("NCCL timeout")
+        self._making.release()
         self.aborted = True
         while any(each.occupies_the_device and not each.aborted for each in list(self.of_process)):
             time.sleep(_POLL_S)
@@ -127,7 +163,7 @@ class Communicator:
         try:
             self._connect()
         except Exception as error:
-            self._error = error
+            self._error = RuntimeError(f"NCCL error: {error}")
         self._device.notice()
         while (call := self._calls.get()) is not None:
             operation, work = call
@@ -142,20 +178,39 @@ class Communicator:
             del call, operation, work  # else they hold their tensors while this thread waits
 
     def _connect(self) -> None:
-        """Hear of the communicator at the store, and then meet its ranks without the store."""
-        if self.rank == 0:
-            folder = Path(os.environ[RUN_DIR_ENV]) / "device" / uuid.uuid4().hex
-            folder.mkdir(parents=True)
-            self._store.set(_FOLDER, str(folder))
-        while not self._store.check([_FOLDER]):
-            time.sleep(_POLL_S)
+        """Meet the communicator's ranks at a socket of rank 0, which is heard of at the store.
+
+        Raises:
+            OSError: the socket at which this rank awaits the others was shut down, or one of them is gone.
+        """
+        with _listening() as mine:
+            if self.rank == 0:
+                folder = Path(os.environ[RUN_DIR_ENV]) / "device" / uuid.uuid4().hex
+                folder.mkdir(parents=True)
+                self._store.set(_FOLDER, str(folder))
+                self._store.set(_ROOT, str(_port(mine)))
+                ports = [_hears(self._accept(mine)) for _ in range(self.size - 1)]
+                for port in ports:
+                    socket.create_connection((_HOST, port)).close()
+            else:
+                while not self._store.check([_ROOT]):
+                    time.sleep(_POLL_S)
+                with socket.create_connection((_HOST, int(self._store.get(_ROOT)))) as root:
+                    root.sendall(_PORT.pack(_port(mine)))
+                self._accept(mine).close()
         self._folder = Path(self._store.get(_FOLDER).decode())
-        self._put(f"here-{self.rank}", b"")
-        while not all((self._folder / f"here-{rank}").exists() for rank in range(self.size)):
-            if self.aborted:
-                raise RuntimeError("NCCL error: the communicator was aborted while it was made")
-            time.sleep(_POLL_S)
         self._is_connected = True
+
+    def _accept(self, listening: socket.socket) -> socket.socket:
+        """Wait for a peer as NCCL does, which looks for one again and again, and notices an abort."""
+        while True:
+            try:
+                return listening.accept()[0]
+            except BlockingIOError:
+                self.is_waiting.set()
+                if self.aborted:
+                    raise
+                time.sleep(_POLL_S)
 
     def _wait(self, holds: Callable[[], bool]) -> bool:
         """Wait until ``holds``; return False if the communicator was aborted before."""

@@ -1,4 +1,4 @@
-"""Free a rank that is blocked in gloo by shutting down gloo's own connections.
+"""Free a rank that is blocked in gloo, or in making a communicator of NCCL's, by shutting down their own sockets.
 
 ``ProcessGroupGloo.abort()`` does not free a rank that waits in a collective: it waits until a peer's socket closes.
 The sockets that a process group opens are therefore recorded while the group is created, and shut down to abort it.
@@ -12,6 +12,8 @@ every pending operation. What is written meanwhile, by this rank or by the peer,
 write failed (because the socket is shut down for writing, or closed by the peer), gloo would put the send into its
 transmit queue and forget it when it reads the end of the stream; its waiter would not be notified before the
 group's timeout, 30 minutes by default.
+
+NCCL's sockets are left to ``ncclCommAbort``, except those at which a communicator in the making awaits its peers.
 """
 
 from __future__ import annotations
@@ -73,28 +75,81 @@ class GlooSockets:
                     self._before = None
                     self._inodes |= opened
 
-    def shutdown(self) -> int:
+    def shutdown(self, unmet: bool = False) -> int:
         """Shut down every connected TCP socket of the recorded groups, of a group being created, and of the store.
 
         Repeat the call while the main thread is still creating a group, because it may continue to connect. The
         groups' connections stay open until :meth:`release`; each is shut down and kept once, however often this is
         called.
 
+        Args:
+            unmet: whether those at which communicators of NCCL's await their peers are shut down, too.
+
         Returns:
             The number of sockets that were shut down.
         """
-        try:
-            present = _sockets()
-        except OSError as error:
-            if error.errno != errno.EMFILE:
-                raise
-            self._warn_of_descriptors()
-            return 0
+        present = self._present()
         with self._mutex:
             wanted = set(self._inodes)
             if self._before is not None:
                 wanted |= _opened(present, *self._before)
         count = 0
+        for _, inode, candidate in self._duplicates(present):
+            noted = inode in wanted
+            if _is_connected_tcp(candidate) and (noted or self._is_stores(candidate)):
+                with contextlib.suppress(OSError):  # it is closed already
+                    candidate.shutdown(socket.SHUT_RD)
+                    count += 1
+                    if noted:
+                        self._kept[inode] = candidate
+                        continue
+            candidate.close()
+        return count + (self._shutdown_unmet() if unmet else 0)
+
+    def _shutdown_unmet(self) -> int:
+        """Shut down every socket of NCCL's that listens, and to which nobody is connected (idempotent).
+
+        There a communicator in the making awaits a peer that may be lost. torch holds the communicator's lock
+        meanwhile (``NCCLComm::waitReady``), for ``TORCH_NCCL_NONBLOCKING_TIMEOUT`` seconds or, if making it blocks,
+        forever, and an abort waits for that lock. If the wait fails, torch raises and gives the lock back. It ends
+        also NCCL's thread that brings the peers together, which no abort reaches.
+
+        NCCL's sockets stay open on exec and, unlike gloo's and other servers', reuse no address. Those of its
+        communicators that are made have connections; its RAS thread must not be there (``NCCL_RAS_ENABLE``).
+
+        Returns:
+            The number of sockets that were shut down.
+        """
+        met: set[int] = set()
+        listening: list[socket.socket] = []
+        for descriptor, _, candidate in self._duplicates(self._present()):
+            if _is_connected_tcp(candidate):
+                with contextlib.suppress(OSError):
+                    met.add(candidate.getsockname()[1])
+            elif _is_backends(descriptor, gloo=False) and _is_nccls_server(candidate):
+                listening.append(candidate)
+                continue
+            candidate.close()
+        count = 0
+        for each in listening:
+            with each, contextlib.suppress(OSError):  # it is closed already
+                if each.getsockname()[1] not in met:
+                    each.shutdown(socket.SHUT_RDWR)
+                    count += 1
+        return count
+
+    def _present(self) -> dict[int, int]:
+        """Return the inodes of the sockets, by descriptor; none if no descriptor is free to list them."""
+        try:
+            return _sockets()
+        except OSError as error:
+            if error.errno != errno.EMFILE:
+                raise
+            self._warn_of_descriptors()
+            return {}
+
+    def _duplicates(self, present: dict[int, int]) -> Iterator[tuple[int, int, socket.socket]]:
+        """Yield the descriptor, the inode and a duplicate of each socket that is not kept open already."""
         for descriptor, inode in present.items():
             if inode in self._kept:
                 continue
@@ -105,20 +160,10 @@ class GlooSockets:
                     self._warn_of_descriptors()
                     break
                 continue  # it was closed after it was listed
-            if _socket_inode(duplicate) != inode:  # its number has been reused, perhaps by a file
+            if _socket_inode(duplicate) == inode:
+                yield descriptor, inode, socket.socket(fileno=duplicate)
+            else:  # its number has been reused, perhaps by a file
                 os.close(duplicate)
-                continue
-            candidate = socket.socket(fileno=duplicate)
-            noted = inode in wanted
-            if _is_connected_tcp(candidate) and (noted or self._is_stores(candidate)):
-                with contextlib.suppress(OSError):  # it is closed already
-                    candidate.shutdown(socket.SHUT_RD)
-                    count += 1
-                    if noted:
-                        self._kept[inode] = candidate
-                        continue
-            candidate.close()
-        return count
 
     def _is_stores(self, candidate: socket.socket) -> bool:
         """Return whether a socket is connected to the store of this generation."""
@@ -230,6 +275,18 @@ def _is_connected_tcp(candidate: socket.socket) -> bool:
             candidate.family in (socket.AF_INET, socket.AF_INET6)
             and candidate.type == socket.SOCK_STREAM
             and not candidate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        )
+    except OSError:
+        return False
+
+
+def _is_nccls_server(candidate: socket.socket) -> bool:
+    """Return whether a socket of a backend listens as NCCL's do."""
+    try:
+        return (
+            candidate.family in (socket.AF_INET, socket.AF_INET6)
+            and bool(candidate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+            and not candidate.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR)
         )
     except OSError:
         return False

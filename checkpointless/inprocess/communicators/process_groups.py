@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Callable
 from importlib import import_module
@@ -33,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 MOST_COUNTS = 2_000  # of which each takes about 20 bytes of a message
 _MOST_MADE = 64  # a block that makes and destroys more in turn needs their descriptors
+_TURN_S = 0.25
+_PATIENCE_S = 1.0  # in which communicators that are made are aborted
 _NCCL2_SINCE = (2, 15)  # where nothing is set, nccl means ProcessGroupNCCL2
 
 
@@ -127,7 +130,8 @@ class ProcessGroups:
 
         All groups of NCCL's are aborted at the same time, each in a thread of its own. ``ncclCommAbort`` may wait
         for the device, and so for a kernel that spins until another group is aborted, too
-        (https://github.com/NVIDIA/nccl/issues/1013). It also waits for CUDA graphs, which are given up meanwhile.
+        (https://github.com/NVIDIA/nccl/issues/1013). It also waits for CUDA graphs, which are given up meanwhile,
+        and for the making of a communicator, which is cut if it does not end soon.
 
         Raises:
             RuntimeError: NCCL could not abort a group, or CUDA could not reset a graph.
@@ -147,14 +151,24 @@ class ProcessGroups:
         for thread in threads:
             thread.start()
         attempt(self.cut)
+        began_s = time.monotonic()
         for thread in threads:
-            thread.join()
+            while thread.is_alive():
+                thread.join(_TURN_S)
+                waited_s = time.monotonic() - began_s
+                if waited_s > _PATIENCE_S:
+                    attempt(functools.partial(self.cut, waited_s))
         if errors:
             raise errors[0]
 
-    def cut(self) -> None:
-        """Cut gloo's connections, also those of a group that is just being made."""
-        self._sockets.shutdown()
+    def cut(self, waited_s: float = 0.0) -> None:
+        """Cut gloo's connections, also those of a group that is just being made.
+
+        Args:
+            waited_s: for how many seconds this rank has waited to be free. After a second, a communicator of NCCL's
+                that is just being made is cut, too; earlier, those that are just being aborted would report it.
+        """
+        self._sockets.shutdown(unmet=waited_s > _PATIENCE_S)
 
     def launched(self) -> dict[str, int]:
         """Return how many collectives this rank has launched in each of its groups, and messages with each peer.

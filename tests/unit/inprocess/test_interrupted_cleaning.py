@@ -27,7 +27,9 @@ def leave_while(body: Callable[[], object], meanwhile: Callable[[], object] = la
     """Have this thread, in a block, do ``body``, and be interrupted from the beginning on until it has left."""
     main = MainThread()
     began = threading.Event()
-    interrupter = threading.Thread(target=lambda: began.wait() and main.interrupt_until_left(20, meanwhile))
+    interrupter = threading.Thread(
+        target=lambda: began.wait() and main.interrupt_until_left(20, lambda _: meanwhile())
+    )
     interrupter.start()
 
     def block() -> None:

@@ -337,7 +337,7 @@ def test_what_is_put_back_on_the_way_of_a_fault_is_put_back_as_a_whole(is_lost: 
 
         def interrupt() -> None:
             time.sleep(0.05)
-            assert call._main.interrupt_until_left(10.0, lambda: None)
+            assert call._main.interrupt_until_left(10.0, lambda _: None)
 
         thread = threading.Thread(target=interrupt)
         thread.start()
@@ -362,7 +362,7 @@ def test_what_does_not_end_is_interrupted_where_something_is_put_back_too() -> N
 
         def interrupt() -> None:
             time.sleep(0.05)
-            ended.append(call._main.interrupt_until_left(1.0, lambda: None))
+            ended.append(call._main.interrupt_until_left(1.0, lambda _: None))
 
         thread = threading.Thread(target=interrupt)
         thread.start()

@@ -56,7 +56,7 @@ def test_the_main_thread_leaves_while_gloo_still_waits(install: Callable[..., No
     def interrupt() -> None:
         time.sleep(ONE_S)
         places.append(main.where())
-        main.interrupt_until_left(60.0, lambda: None)
+        main.interrupt_until_left(60.0, lambda _: None)
 
     thread = threading.Thread(target=interrupt)
     thread.start()

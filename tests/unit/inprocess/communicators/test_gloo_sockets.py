@@ -293,6 +293,39 @@ def test_marks_of_gloos_sockets() -> None:
     del groups
 
 
+def listening(*, on_exec: bool = True, reuse: bool = False) -> socket.socket:
+    """Return a socket that listens; by default as NCCL's do."""
+    made = socket.socket()
+    made.set_inheritable(on_exec)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse)
+    made.bind(("127.0.0.1", 0))
+    made.listen()
+    made.setblocking(False)
+    return made
+
+
+def test_only_a_server_of_nccls_that_nobody_has_met_is_shut_down() -> None:
+    """The others are Python's, gloo's, and one of a communicator that is made."""
+    unmet, met = listening(), listening()
+    others = [met, listening(on_exec=False), listening(reuse=True)]
+    with contextlib.ExitStack() as stack:
+        for each in (unmet, *others):
+            stack.enter_context(each)
+        stack.enter_context(socket.create_connection(met.getsockname()))
+        met.setblocking(True)
+        stack.enter_context(met.accept()[0])
+        met.setblocking(False)
+        noted = GlooSockets()
+        assert noted.shutdown() == 0
+        assert noted.shutdown(unmet=True) == 1
+        assert noted.shutdown(unmet=True) == 0
+        with pytest.raises(OSError, match="Invalid argument"):
+            unmet.accept()
+        for each in others:
+            with pytest.raises(BlockingIOError):
+                each.accept()
+
+
 @pytest.mark.parametrize(("host", "is_cut"), [("127.0.0.1", 1), ("localhost", 1), ("10.1.2.3", 0), ("no.such", 1)])
 def test_the_store_is_known_by_its_address(host: str, is_cut: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another host's service may have the store's port; a name that is not found is no reason to hang."""
