@@ -45,6 +45,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     parallel_state.initialize_model_parallel(**REPLICAS)
+    torch.manual_seed(1)  # position embeddings are drawn on the CPU
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     model, schedule = build_model(), get_forward_backward_func()
     optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-2, use_distributed_optimizer=True), [model])
