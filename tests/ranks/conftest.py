@@ -1,5 +1,6 @@
 import tempfile
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,17 @@ def nemo_zygote() -> Iterator[Zygote]:
     """Yield a process that has imported NeMo on the CPU platform and forks ranks in milliseconds."""
     pytest.importorskip("nemo.lightning", reason="needs NeMo")
     zygote = Zygote()
+    yield zygote
+    zygote.close()
+
+
+@pytest.fixture(scope="session")
+def zygote(request: pytest.FixtureRequest) -> Iterator[Zygote]:
+    """Yield a process that forks ranks which need no NeMo: the one that has it, if it is installed."""
+    if find_spec("nemo"):
+        yield request.getfixturevalue("nemo_zygote")
+        return
+    zygote = Zygote(("checkpointless.strategies.torch_strategies", "tests.ranks.jobs"))
     yield zygote
     zygote.close()
 

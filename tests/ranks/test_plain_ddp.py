@@ -12,7 +12,7 @@ from tests.ranks.agent_job import SCRIPTS
 from tests.ranks.jobs import Job, run_job
 from tests.ranks.nemo_zygote import Zygote
 
-pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
 
 PHASES = ("data", "forward", "backward", "before_optimizer", "optimizer", "after_optimizer", "between")
 STEPS = 2 * len(PHASES) + 2
@@ -23,15 +23,15 @@ def _train(zygote: Zygote, run_dir: Path, *faults: str, args: tuple[str, ...] = 
 
 
 @pytest.fixture(scope="module")
-def undisturbed(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Job:
-    return _train(nemo_zygote, tmp_path_factory.mktemp("ddp") / "undisturbed")
+def undisturbed(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Job:
+    return _train(zygote, tmp_path_factory.mktemp("ddp") / "undisturbed")
 
 
-def test_ddp_in_every_phase(nemo_zygote: Zygote, undisturbed: Job, tmp_path: Path) -> None:
+def test_ddp_in_every_phase(zygote: Zygote, undisturbed: Job, tmp_path: Path) -> None:
     """Every rank raises and dies: DDP is made anew each time, and reduces as it would have without the fault."""
     for kind in ("exception", "sigkill"):
         faults = [f"{kind}@{phase}:rank={at % 4},step={2 * at + 2}" for at, phase in enumerate(PHASES)]
-        job = _train(nemo_zygote, tmp_path / kind, *faults)
+        job = _train(zygote, tmp_path / kind, *faults)
         assert job.code == 0, job.story()
         assert fired(job.run_dir) == dict.fromkeys(faults, 1)
         verdict = compare(undisturbed.steps, job.steps)
@@ -39,7 +39,7 @@ def test_ddp_in_every_phase(nemo_zygote: Zygote, undisturbed: Job, tmp_path: Pat
         assert verdict.steps == STEPS
 
 
-def test_a_static_graph_is_refused(nemo_zygote: Zygote, tmp_path: Path) -> None:
-    job = _train(nemo_zygote, tmp_path / "run", args=("5", "static"))
+def test_a_static_graph_is_refused(zygote: Zygote, tmp_path: Path) -> None:
+    job = _train(zygote, tmp_path / "run", args=("5", "static"))
     assert job.code == 1
     assert "leave static_graph out" in "\n".join([*job.said, *(job.log(rank) for rank in range(4))])

@@ -13,7 +13,7 @@ from tests.ranks.agent_job import SCRIPTS
 from tests.ranks.jobs import Job, run_job
 from tests.ranks.nemo_zygote import Zygote
 
-pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
 
 Mesh = tuple[int, int, int]  # replicas, shards, tensor-parallel ranks
 HSDP, WITH_TP, FULLY_SHARDED = (2, 2, 1), (2, 2, 2), (1, 4, 1)
@@ -21,7 +21,7 @@ Train = Callable[..., Job]
 
 
 @pytest.fixture(scope="module")
-def train(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Train:
+def train(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Train:
     """Return a function that trains with faults, each of which happens once; without, only once for a mesh."""
     undisturbed: dict[tuple[Mesh, int], Job] = {}
 
@@ -30,7 +30,7 @@ def train(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Trai
         folder = tmp_path_factory.mktemp("fsdp2")
         script = str(SCRIPTS / "plain_fsdp2.py")
         ranks = mesh[0] * mesh[1] * mesh[2]
-        job = run_job(nemo_zygote, folder / "run", ranks, script=script, args=args, faults=faults)
+        job = run_job(zygote, folder / "run", ranks, script=script, args=args, faults=faults)
         assert job.code == 0, job.story()
         assert fired(job.run_dir) == dict.fromkeys(faults, 1)
         return job
@@ -70,10 +70,10 @@ def test_hsdp_with_tensor_parallelism(train: Train) -> None:
 
 
 @pytest.mark.long
-def test_both_replicas_of_a_shard_are_lost(nemo_zygote: Zygote, tmp_path: Path) -> None:
+def test_both_replicas_of_a_shard_are_lost(zygote: Zygote, tmp_path: Path) -> None:
     faults = ("sigkill@before_optimizer:rank=1,step=3", "sigkill@recovery:rank=3,step=2")
     script, args = str(SCRIPTS / "plain_fsdp2.py"), ("5", "2", "2", "1")
-    job = run_job(nemo_zygote, tmp_path / "run", 4, script=script, args=args, faults=faults)
+    job = run_job(zygote, tmp_path / "run", 4, script=script, args=args, faults=faults)
     assert job.code == 1
     assert "no living rank holds the shard of ranks 1, 3" in job.said[-1]
 
@@ -91,8 +91,8 @@ def test_weights_that_were_exchanged_for_an_evaluation_are_not_taken_for_the_tra
     assert "given up: parameters were changed beside the update since step 2" in job.log(1)
 
 
-def test_an_optimizer_that_communicates_is_refused_in_its_first_step(nemo_zygote: Zygote, tmp_path: Path) -> None:
+def test_an_optimizer_that_communicates_is_refused_in_its_first_step(zygote: Zygote, tmp_path: Path) -> None:
     script, args = str(SCRIPTS / "plain_fsdp2.py"), ("5", "2", "2", "1", "muon")
-    job = run_job(nemo_zygote, tmp_path / "run", 4, script=script, args=args)
+    job = run_job(zygote, tmp_path / "run", 4, script=script, args=args)
     assert job.code == 1
     assert "an optimizer communicates in its step" in "\n".join([*job.said, *(job.log(rank) for rank in range(4))])
