@@ -51,6 +51,7 @@ def test_a_stall_that_ranks_share_is_waited_for(tmp_path: Path, floor_s: float |
     assert nodes.agents[0].events("stall") != []
 
 
+@pytest.mark.long  # it has 2 s for that; unit/coordinator/hangs has the decision
 def test_a_rank_that_stalls_alone_and_comes_back_in_time_is_not_replaced(tmp_path: Path) -> None:
     job = Job(tmp_path, "stalls.py", "8", "1@5:12", nproc=3, heartbeat_timeout_s=10.0)
     ended = job.end(90)

@@ -21,8 +21,9 @@ from tests.ranks.nemo_zygote import Zygote
 
 pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(400)]
 
-# The parts of this one are those of train_lightning and train_hsdp.
-EACH = [pytest.param(name, marks=pytest.mark.long if name == "train_lightning_hsdp" else ()) for name in WITH_DIFF]
+# The parts of the first are those of train_lightning and train_hsdp, that of the second is that of train_ddp.
+SIBLINGS = ("train_lightning_hsdp", "train_accelerate")
+EACH = [pytest.param(name, marks=pytest.mark.long if name in SIBLINGS else ()) for name in WITH_DIFF]
 STEPS, MOST_LINES, MOST_OF_A_SCRIPT = 7, 5, 61
 FAULTS = (
     "exception@before_optimizer:rank=1,step=2",

@@ -83,6 +83,7 @@ def test_dropout_uses_the_device_streams_and_leaves_the_cpus_alone(nemo_zygote: 
     assert tensor_parallel[0]["model-parallel-rng"] != tensor_parallel[1]["model-parallel-rng"]
 
 
+@pytest.mark.long
 def test_dropout_matters(nemo_zygote: Zygote) -> None:
     (with_dropout,) = _train(nemo_zygote, 4, list(DROPOUT))
     (without,) = _train(nemo_zygote, 4, [])

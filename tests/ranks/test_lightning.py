@@ -193,6 +193,7 @@ def test_loaders_that_are_made_in_each_epoch(nemo_zygote: Zygote, tmp_path: Path
     assert verdict.steps == 25
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KILLS)
 def test_a_state_of_the_data_that_is_emptied_with_each_epoch(train: Train, kind: str) -> None:
     """It is its owner's own dict, and empty when an epoch begins, with step 9, in which the fault is."""
@@ -346,7 +347,7 @@ def test_a_shard_whose_training_is_changed_is_noticed(nemo_zygote: Zygote, tmp_p
     assert "requires_grad of the parameter net.0.weight was changed behind fully_shard" in job.said[-1]
 
 
-@pytest.mark.parametrize("features", ["seldom", "raw"])
+@pytest.mark.parametrize("features", ["seldom", pytest.param("raw", marks=pytest.mark.long)])
 def test_a_step_of_the_modules_own(train: Train, features: str) -> None:
     """The module leaves updates out, or goes around Lightning: the update is guarded all the same."""
     faults = ("exception@after_optimizer:rank=1,step=2", "sigkill@optimizer:rank=0,step=4")

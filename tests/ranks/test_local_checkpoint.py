@@ -102,6 +102,7 @@ def test_a_lost_node_gets_its_parts_back_from_the_other(job: Job) -> None:
     assert returned(job.run(["find"]), 0) == [-1] * 4, "the first node's copies of the second were not made again"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("world", "factor", "lost"), [(3, 3, [0]), (3, 3, [0, 2]), (4, 2, [0, 3])])
 def test_nodes_of_one_rank(nemo_zygote: Zygote, tmp_path: Path, world: int, factor: int, lost: list[int]) -> None:
     job = Job(nemo_zygote, tmp_path, world, jump=1, factor=factor, node_size=1)
@@ -112,6 +113,7 @@ def test_nodes_of_one_rank(nemo_zygote: Zygote, tmp_path: Path, world: int, fact
     assert returned(outcomes, 0) == whole(5, world)
 
 
+@pytest.mark.long
 def test_nodes_that_have_changed_places(job: Job) -> None:
     job.run(["save", 5])
     job.node(0).rename(job.root / "node")
@@ -267,6 +269,7 @@ def test_a_rank_with_a_new_process_among_old_ones(job: Job) -> None:
     assert len(job.files()) == 16
 
 
+@pytest.mark.long
 def test_process_groups_that_are_made_anew(job: Job) -> None:
     outcomes = job.run(["save", 5], ["regroup"], ["find"], ["save", 6], ["regroup"], ["load"])
     assert returned(outcomes, 2) == [5] * 4

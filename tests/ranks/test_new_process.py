@@ -127,6 +127,7 @@ def test_a_replica_fills_a_rank_whose_state_does_not_arrive(
     assert line in job.out, job.out
 
 
+@pytest.mark.long  # above a state that finds no room
 def test_without_room_a_process_stays_where_new_ones_are_only_asked_for(calm: Calm, tmp_path: Path) -> None:
     job, incidents = disturbed(calm, tmp_path / "run", "sharded", "process", "full")
     assert "rank 1 stays in its process: its state could not be handed over" in job.out, job.out

@@ -110,6 +110,7 @@ def test_a_script_that_resumes_from_another_run_is_not_rehearsed(nemo_zygote: Zy
     assert "the script resumes from a checkpoint" in said.rstrip().splitlines()[-1], said
 
 
+@pytest.mark.long  # test_agent_ends.py interrupts a job
 def test_ctrl_c_ends_all_jobs(folder: Path, tmp_path: Path) -> None:
     marker = uuid.uuid4().hex
     (tmp_path / "tmp").mkdir()

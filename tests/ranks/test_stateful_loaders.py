@@ -72,6 +72,7 @@ def test_torchdata(train: Train, features: str, kind: str) -> None:
     train("ddp", STEPS, *in_phases(kind, "between:rank=0,step=17"), features=features, ranks=2)
 
 
+@pytest.mark.long
 @with_torchdata
 @pytest.mark.parametrize("kind", ["exception", pytest.param("sigkill", marks=pytest.mark.long)])
 @pytest.mark.parametrize(
@@ -92,7 +93,7 @@ def test_torchdata_where_an_epoch_begins_and_ends(
         pytest.param("own-batches", marks=pytest.mark.long),  # drawn one by one from the rank's stream
         pytest.param("own-batches,workers", marks=pytest.mark.long),
         pytest.param("own-batches,own-draws,validation", marks=pytest.mark.long),
-        "own-batches,own-draws,workers",
+        pytest.param("own-batches,own-draws,workers", marks=pytest.mark.long),
         pytest.param("own-batches,counts,validation", marks=pytest.mark.long),
         pytest.param("own-batches,counts,workers", marks=pytest.mark.long),
         pytest.param("shuffled", marks=pytest.mark.long),

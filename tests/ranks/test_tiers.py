@@ -135,6 +135,7 @@ def test_both_holders_of_a_shard_are_lost(
     assert lost == {7 - after}
 
 
+@pytest.mark.long  # unit/replication has damaged copies
 def test_a_damaged_copy_is_taken_from_its_copy_on_another_rank(kept: Kept, tmp_path: Path) -> None:
     settings = f"path: {tmp_path / 'copies'}, every: 3, parts: [0], holders: [0]"
     wanted = tiers(**{"tests.ranks.tier_defects.DamagedDirectory": settings})

@@ -133,6 +133,7 @@ def test_a_model_that_is_built_anew_through_faults(disturb: Disturb) -> None:
     assert not any(each["kept"] for each in told(job))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("made_by", "kind"),
     [
@@ -174,6 +175,7 @@ def test_an_update_that_is_made_again_without_main_parameters(disturb: Disturb) 
     assert all(each["kept"] for each in told(job))
 
 
+@pytest.mark.long
 def test_a_second_fault_while_the_first_is_handled(disturb: Disturb) -> None:
     faults = ("exception@forward:rank=0,step=3", "exception@init:rank=1,step=2", "exception@recovery:rank=2,step=2")
     job = disturb(4, 5, *faults, args=DROPOUT)

@@ -14,7 +14,8 @@ from tests.ranks.nemo_zygote import Zygote
 from tests.ranks.test_warm import BF16, DROPOUT, EP2, OVERLAP, TP2, told
 from tests.ranks.test_warm import SMALL as FEW_MICROBATCHES
 
-pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(400)]
+# Per commit unit/megatron/warm has classes of TransformerEngine, and test_warm.py models that stay and that do not.
+pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.long, pytest.mark.timeout(400)]
 
 STAND_IN = Path(__file__).parent / "te_stand_in"
 TE = (
@@ -52,16 +53,15 @@ def undisturbed(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -
     return known_steps(nemo_zygote, tmp_path_factory)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     "args",
     [
-        pytest.param(DROPOUT, marks=pytest.mark.long),  # lora, below, has dropout and two tensor-parallel ranks
-        pytest.param((*TP2, *DROPOUT), marks=pytest.mark.long),
-        pytest.param((*GROUPED, *SMALL), marks=pytest.mark.long),
+        DROPOUT,  # lora, below, has dropout and two tensor-parallel ranks
+        (*TP2, *DROPOUT),
+        (*GROUPED, *SMALL),
         (*TP2, *PARTS_OF_SEQUENCES, *SMALL),
-        pytest.param((*BF16, *DROPOUT), marks=pytest.mark.long),
-        pytest.param(OVERLAP, marks=pytest.mark.long),
+        (*BF16, *DROPOUT),
+        OVERLAP,
     ],
     ids=["dp4", "tp2", "grouped", "sequence-and-context-parallel", "bf16", "overlap"],
 )

@@ -54,7 +54,7 @@ def through_faults(
 # --- Megatron's options -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.long  # per commit test_warm_te.py has the first of them, test_warm.py the second with overlap
+@pytest.mark.long
 @pytest.mark.parametrize(
     "args",
     [
@@ -135,8 +135,10 @@ def test_parameters_in_fp8(disturb: Disturb, recipe: str) -> None:
     last_holders = ("sigkill@optimizer:rank=1,step=4", "sigkill@optimizer:rank=2,step=4")
     faults = ("sigkill@backward:rank=0,step=1", *last_holders, "exception@forward:rank=3,step=6")
     job = disturb(4, STEPS, *faults, args=(*SMALL, plugin, layer), limit_s=140)
-    assert [incident.target for incident in job.incidents] == [0, 4, 5]
-    assert [incident.respawned for incident in job.incidents] == [(0,), (1, 2), ()]
+    # Who is left makes step 4 if it has the gradients before the kills break its connections.
+    targets = [incident.target for incident in job.incidents]
+    assert (targets[0], {*targets[1:-1]} <= {3, 4, None}, targets[-1]) == (0, True, 5)
+    assert sorted(rank for incident in job.incidents for rank in incident.respawned) == [0, 1, 2]
     assert not any(each["kept"] for each in told(job))
 
 
@@ -203,7 +205,8 @@ def test_nemos_pretraining_data_with_validation_between_steps(disturb: Disturb, 
     args = (data(f"{kind}, index_mapping_dir: {written}/mapping"), "trainer.val_check_interval=2")
     last = f"sigkill@after_optimizer:rank=0,step={STEPS}"
     job = disturb(2, STEPS, *FAULTS, last, args=(*SMALL, *args, "trainer.limit_val_batches=1"), limit_s=140)
-    assert [incident.target for incident in job.incidents] == [2, 5, STEPS]
+    first, second, last_target = (incident.target for incident in job.incidents)
+    assert (first, second in (4, 5), last_target) == (2, True, STEPS)  # who is left may have made step 5
     cached = [event.fields for event in read_events(job.run_dir) if event.stage == EventName.DATASETS]
     assert [each["kept"] for each in cached] == [True] * 2 + [False] * 4, cached  # a new rank's are built by all
 
@@ -230,12 +233,14 @@ def test_a_cyclic_sampler_through_an_uneven_end_of_a_pass(disturb: Disturb) -> N
     through_faults(disturb, data(f"_target_: {WAYS}.data.CyclicText, num_train_samples: 56"), nproc=2)
 
 
+@pytest.mark.long
 def test_a_batch_size_that_is_ramped_up(disturb: Disturb) -> None:
     """NeMo ends the loop when the size has changed, here after five steps."""
     ramp = "seq_length: 64, micro_batch_size: 2, global_batch_size: 32, rampup_batch_size: [8, 8, 64]"
     disturb(2, 5, "exception@backward:rank=1,step=3", args=(*SMALL, data(MOCK, ramp), "trainer.max_steps=8"))
 
 
+@pytest.mark.long
 def test_an_iterable_dataset_that_says_where_it_stands(disturb: Disturb) -> None:
     through_faults(disturb, data(f"_target_: {WAYS}.data.IterableText"), nproc=2)
 

@@ -87,6 +87,7 @@ def test_a_pulse_sees_for_how_long_others_hold_the_interpreter_lock() -> None:
     assert pulse.longest_s > 0.0
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_without_cuda_the_benchmark_measures_what_it_can(tmp_path: Path) -> None:
     assert benchmark.main(["--results", str(tmp_path), "--only", "offload,digest,transfer"]) == 0

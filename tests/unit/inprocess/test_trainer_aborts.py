@@ -1,4 +1,4 @@
-"""Check that aborts find the parts of a trainer, whatever the script has imported."""
+"""Test what a script imports with the aborts and with Lightning's own strategies, and what not."""
 
 from __future__ import annotations
 
@@ -7,18 +7,33 @@ import sys
 
 import pytest
 
-
-@pytest.mark.slow
-def test_the_parts_of_a_trainer_are_found_without_an_import_of_callbacks() -> None:
-    code = """
+SCRIPT = """
 import sys
+
+for name in ("nemo", "nemo_run", "megatron"):
+    sys.modules[name] = None  # an import of it fails
 from checkpointless.inprocess import HPDataLoaderAbort
 from checkpointless.inprocess import abort
 assert "checkpointless.callbacks" not in sys.modules and not abort._known
 class Trainer: pass
 mine = Trainer()
 HPDataLoaderAbort().register_attributes(mine)
-print(list(abort._known))
+print(*abort._known)
+from checkpointless.strategies import CheckpointlessDDPStrategy, CheckpointlessModelParallelStrategy
+from checkpointless.integrations.lightning.recoverable_fit import RecoverableFit
+
+print(CheckpointlessDDPStrategy.__name__, CheckpointlessModelParallelStrategy.__name__, RecoverableFit.__name__)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
-    assert done.stdout.strip() == "['lightning']"
+
+
+@pytest.mark.slow
+def test_aborts_find_the_parts_of_a_trainer_without_callbacks_and_lightnings_strategies_need_no_nemo() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", SCRIPT], capture_output=True, text=True, timeout=300
+    )
+    assert done.stdout.split() == [
+        "lightning",
+        "CheckpointlessDDPStrategy",
+        "CheckpointlessModelParallelStrategy",
+        "RecoverableFit",
+    ], done.stderr

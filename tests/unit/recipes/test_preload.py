@@ -27,6 +27,7 @@ def test_what_a_recipe_names_is_preloaded_unless_it_is_the_users_own(
     assert preloads_of(config) == (*RECIPE_PRELOAD, "hydra.utils.get_method", "torch.nn.Linear")
 
 
+@pytest.mark.long  # it imports NeMo anew
 @pytest.mark.nemo
 def test_the_objects_of_a_recipe_import_nothing_more() -> None:
     code = (

@@ -28,6 +28,7 @@ def test_installed_modules_are_preloaded_and_the_users_own_are_not(tmp_path: Pat
     )
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_first_optimizer_imports_nothing_more(tmp_path: Path) -> None:
     """Else a rank that takes another's place would import for seconds, while the others wait for it."""

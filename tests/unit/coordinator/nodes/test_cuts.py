@@ -7,7 +7,7 @@ import pytest
 from tests.unit.coordinator.nodes.cut_job import CutJob
 
 JOBS_PER_CASE = 100
-CASES_PER_COMMIT = 6
+CASES_PER_COMMIT = 3
 
 
 @pytest.mark.parametrize(

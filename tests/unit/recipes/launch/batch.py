@@ -25,6 +25,7 @@ def sbatch_environment(tmp_path: Path, **more: str) -> dict[str, str]:
         '#!/bin/bash\necho "$@" > "$FAKE_DIR/srun"; echo -n "$CHECKPOINTLESS_TOKEN" > "$FAKE_DIR/token"\n'
         "while [[ $1 == --* ]]; do shift; done\n"
         'for node in 2 1 0; do SLURM_NODEID=$node "$@"; done\n'
+        'until [ "$(wc -l < "$FAKE_DIR/coordinated")" -ge "${FAKE_COORDINATORS:-0}" ]; do sleep 0.1; done\n'
         'sleep "${FAKE_LONGER:-0}"\nexit 1\n',
     )
     return {

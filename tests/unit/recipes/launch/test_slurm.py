@@ -37,14 +37,15 @@ def test_the_batch_script_runs_every_node_and_ends_as_the_coordinator(
 
 
 def test_a_coordinator_that_is_killed_is_begun_again_at_the_same_place(tmp_path: Path, bin_dir: Path) -> None:
-    done = run_sbatch(tmp_path, FAKE_COORDINATOR="killed killed 0", FAKE_LONGER="4")
+    done = run_sbatch(tmp_path, FAKE_COORDINATOR="killed killed 0", FAKE_COORDINATORS="3")
     assert done.returncode == 0, done.stderr
     assert len(coordinated(tmp_path)) == 3
     assert len(set(coordinated(tmp_path))) == 1
 
 
+@pytest.mark.long
 def test_a_coordinator_is_not_begun_again_for_ever(tmp_path: Path, bin_dir: Path) -> None:
-    more = {"FAKE_COORDINATOR": "killed", "FAKE_LONGER": "5", "FAKE_STATUS": "1"}
+    more = {"FAKE_COORDINATOR": "killed", "FAKE_COORDINATORS": "3", "FAKE_STATUS": "1"}
     assert run_changed_sbatch(tmp_path, "starts == 10", "starts == 3", **more) == 1
     assert len(coordinated(tmp_path)) == 3
 
@@ -53,7 +54,7 @@ def test_a_coordinator_is_not_begun_again_for_ever(tmp_path: Path, bin_dir: Path
 def test_a_coordinator_begun_again_when_all_was_over_does_not_spoil_it(
     status: int, tmp_path: Path, bin_dir: Path
 ) -> None:
-    more = {"FAKE_COORDINATOR": "killed deaf", "FAKE_LONGER": "2", "FAKE_STATUS": str(status)}
+    more = {"FAKE_COORDINATOR": "killed deaf", "FAKE_COORDINATORS": "2", "FAKE_STATUS": str(status)}
     assert run_changed_sbatch(tmp_path, '"$coordinator" 15', '"$coordinator" 1', **more) == status
     assert len(coordinated(tmp_path)) == 2
 
