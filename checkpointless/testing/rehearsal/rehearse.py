@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from checkpointless.faults.spec import parse
+from checkpointless.launcher.agent.ranks.preload import PlatformMissingError
 from checkpointless.observability.report.incidents import summarize
 from checkpointless.observability.report.verify import What, compare
 from checkpointless.observability.telemetry import wording
@@ -244,7 +245,10 @@ def rehearse(rehearsal: Rehearsal, say: Callable[[str], None]) -> Page:
     plan, name = rehearsal.plan, rehearsal.name
     if rehearsal.imports:
         say("importing what the ranks need, once for all jobs")
-        plan = replace(plan, config=import_once(plan.config, plan.folder / "imports.txt"))
+        try:
+            plan = replace(plan, config=import_once(plan.config, plan.folder / "imports.txt"))
+        except PlatformMissingError as error:
+            return Page(name, str(error), None, folder=plan.folder, seed=rehearsal.seed)
 
     def run(jobs: Mapping[str, Sequence[str]]) -> list[Ended]:
         return run_jobs(plan, jobs, rehearsal.at_once, say)

@@ -285,6 +285,8 @@ class ForkServer:
         if body["type"] == "done":
             self._unanswered -= 1
             return None
+        if body["type"] == "failed":
+            raise ForkServerLostError(body["why"])
         if body["type"] == "ready":
             self._is_ready = True
             return Ready(body["can_fork"], tuple(body["failed"]), body["seconds"])

@@ -155,7 +155,7 @@ CPU = "cpu"
 
 
 class PlatformMissingError(RuntimeError):
-    """No installed package offers the platform; the message says what to do."""
+    """No installed package offers the platform, or not one that can be used; the message says what to do."""
 
 
 def find_platform(name: str) -> EntryPoint:
@@ -176,7 +176,15 @@ def install_platform(name: str) -> None:
     """Prepare this process for a platform.
 
     Raises:
-        PlatformMissingError: no installed package offers it.
-        ImportError, AttributeError: its function does not exist.
+        PlatformMissingError: no installed package offers it, or what does cannot be loaded or used.
     """
-    find_platform(name).load()()
+    entry = find_platform(name)
+    try:
+        entry.load()()
+    except Exception as error:  # in what an earlier installation has left, or in another package
+        of = f" of {entry.dist.name} {entry.dist.version} in {entry.dist.locate_file('')}" if entry.dist else ""
+        why = " ".join(f"{type(error).__name__}: {error}".split())
+        raise PlatformMissingError(
+            f"the entry point {name} = {entry.value} in {GROUP}{of} cannot be used: {why}; install checkpointless "
+            "again (pip install -e . in a clone), and remove what an earlier installation has left there"
+        ) from error

@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from checkpointless.launcher.agent.ranks.preload import install_platform, preload, prepare
+from checkpointless.launcher.agent.ranks.preload import PlatformMissingError, install_platform, preload, prepare
 from checkpointless.launcher.agent.ranks.rank_process import Script, die_with_parent, run_script
 from checkpointless.system import temp_folder
 from checkpointless.system.environment import AGENT_FD_ENV, BOARD_FD_ENV, HANDOVER_ENV, RANK_ENV
@@ -229,8 +229,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     connection = socket.socket(fileno=options.fd)
     started_s = time.monotonic()
     failed = preload(tuple(name for name in options.preload.split(",") if name), options.script)
-    if options.platform is not None:
-        install_platform(options.platform)
+    try:
+        if options.platform is not None:
+            install_platform(options.platform)
+    except PlatformMissingError as error:
+        connection.send(json.dumps({"type": "failed", "why": str(error)}).encode())
+        sys.exit(1)
     prepare(options.script)
     gc.collect()
     gc.freeze()  # what is loaded now is never garbage: collections in the ranks need not scan it

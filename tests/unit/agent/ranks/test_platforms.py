@@ -42,3 +42,29 @@ def test_a_platform_that_is_missing_is_one_line_that_says_what_to_do() -> None:
     with pytest.raises(PlatformMissingError, match=r"'nowhere'.*install checkpointless again") as refused:
         install_platform("nowhere")
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        ("checkpointless.of_an_older_version:install", "ModuleNotFoundError: No module named"),
+        (f"{__name__}:no_such_function", "AttributeError: module"),
+        (f"{__name__}:fail", "ValueError: two lines"),
+    ],
+)
+def test_an_entry_point_that_cannot_be_used_is_one_line_that_names_it(
+    monkeypatch: pytest.MonkeyPatch, value: str, why: str
+) -> None:
+    entry = EntryPoint(CPU, value, GROUP)
+    monkeypatch.setattr(preload, "entry_points", lambda group, name: [entry])
+    with pytest.raises(PlatformMissingError) as refused:
+        install_platform(CPU)
+    said = str(refused.value)
+    assert said.startswith(f"the entry point cpu = {value} in {GROUP} cannot be used: {why}")
+    assert "install checkpointless again" in said
+    assert "\n" not in said
+
+
+def fail() -> None:
+    """Fail as a platform may."""
+    raise ValueError("two\nlines")
