@@ -101,8 +101,10 @@ def run_script(script: Script) -> NoReturn:
     code = 1
     try:
         code = _run(script, board)
-        _wait_for_threads(float(os.environ.get(EXIT_GRACE_ENV, DEFAULT_EXIT_GRACE_S)))
-        atexit._run_exitfuncs()
+        try:
+            _wait_for_threads(float(os.environ.get(EXIT_GRACE_ENV, DEFAULT_EXIT_GRACE_S)))
+        finally:  # also after Ctrl-C
+            atexit._run_exitfuncs()
     except BaseException:  # noqa: BLE001 - the edge of the process
         traceback.print_exc()
         code = code or 1

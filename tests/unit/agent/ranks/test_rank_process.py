@@ -28,3 +28,26 @@ def test_a_ranks_process_is_found_by_its_name(tmp_path: Path) -> None:
         timeout=60,
     )
     assert ended.stdout.strip() == "ckpl-rank-12", ended.stderr
+
+
+INTERRUPTED = """
+import atexit, os, signal, threading
+
+atexit.register(print, "atexit has run")
+threading._register_atexit(os.kill, os.getpid(), signal.SIGINT)  # as of an executor: called when the script is over
+"""
+
+
+def test_what_atexit_has_runs_although_ctrl_c_comes_while_threads_are_waited_for(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(INTERRUPTED)
+    ended = subprocess.run(
+        [sys.executable, "-c", RUN, str(script)],
+        env={**os.environ, RANK_ENV: "0"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ended.stdout == "atexit has run\n", ended.stderr
+    assert "KeyboardInterrupt" in ended.stderr
+    assert ended.returncode == 1
