@@ -82,20 +82,24 @@ class BufferCopies:
                     continue
                 seen, version, copy = self._last.get(key, (None, -1, buffer))
                 part = local_part(buffer)
-                if seen is not buffer or version != buffer._version or part.nbytes <= _SMALL_BYTES:
+                now = _version_of(buffer)
+                if seen is not buffer or version != now or buffer.is_inference() or part.nbytes <= _SMALL_BYTES:
                     copy = part.detach().clone()
-                    self._last[key] = (buffer, buffer._version, copy)
+                    self._last[key] = (buffer, now, copy)
                 copies[key] = copy
         return copies
 
     def shape(self, forms: Mapping[Key, tuple[Sequence[int], torch.dtype]]) -> None:
-        """Replace the buffers that have another shape or dtype than ``forms`` say: a step may do so, too."""
+        """Replace the buffers that have another shape or dtype than ``forms`` say: a step may do so, too.
+
+        So is one that a validation has made in torch's inference mode: nothing else may write to it.
+        """
         for key, owner, attribute in self._places:
             buffer = owner._buffers.get(attribute)
             if buffer is None or key not in forms or is_sharded(buffer):
                 continue
             shape, dtype = forms[key]
-            if (tuple(buffer.shape), buffer.dtype) != (tuple(shape), dtype):
+            if (tuple(buffer.shape), buffer.dtype) != (tuple(shape), dtype) or buffer.is_inference():
                 owner._buffers[attribute] = torch.empty(tuple(shape), dtype=dtype, device=buffer.device)
 
     def put(self, copies: Mapping[Key, torch.Tensor]) -> None:
