@@ -216,8 +216,8 @@ def put_value(present: object, value: object) -> object:
         present.clear()
         present.extend(value)
     elif isinstance(present, torch.Tensor) and isinstance(value, torch.Tensor):
-        if (present.shape, present.dtype) != (value.shape, value.dtype):
-            return value
+        if (present.shape, present.dtype) != (value.shape, value.dtype) or present.is_inference():
+            return value  # nothing may write to a tensor of torch's inference mode, in which Lightning validates
         with torch.no_grad():
             present.copy_(value)
     elif isinstance(present, np.ndarray) and isinstance(value, np.ndarray):

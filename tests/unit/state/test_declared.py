@@ -106,6 +106,17 @@ def test_a_change_in_place_is_seen_and_undone_in_place(value: Any, change: Any) 
         assert box.has["value"] is value
 
 
+def test_a_tensor_that_a_validation_made_in_inference_mode_comes_back() -> None:
+    with torch.inference_mode():
+        box = Box(value=torch.ones(2))
+    state = DeclaredState(lambda: [box])
+    before = dict(state.take())
+    with torch.inference_mode():
+        box.has["value"] = torch.zeros(2)
+    state.put(before)
+    assert box.has["value"].tolist() == [1, 1]
+
+
 def test_attributes_that_come_later_are_kept() -> None:
     box = Box(average=None)
     state = DeclaredState(lambda: [box])
