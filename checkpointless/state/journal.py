@@ -335,7 +335,7 @@ class StepJournal:
         for taken in self._taken.values():
             model = taken()[MODEL]
             self.state.buffers.put(taken.buffers)
-            self.state.restore({name: model[name] for name in ("modes", "trained") if name in model})
+            self.state.restore({name: model[name] for name in ("modes", "trained", "syncs") if name in model})
 
 
 # --- Whether weights are those of a step boundary -----------------------------------------------------------------

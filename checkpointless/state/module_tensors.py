@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from checkpointless.state.buffer_copies import BufferCopies
@@ -170,6 +171,9 @@ def grown(optimizers: Iterable[torch.optim.Optimizer | None], sizes: list[int]) 
 
 _training = operator.attrgetter("training")
 _requires_grad = operator.attrgetter("requires_grad")
+#: Of a DistributedDataParallel: whether its next forward pass gives all ranks the buffers of the first one. It does
+#: not after a pass without gradients, such as that of a validation.
+_syncs = operator.attrgetter("require_forward_param_sync")
 
 
 @dataclass(frozen=True)
@@ -229,6 +233,7 @@ class TrainingTensors:
         self._groups = ParamGroups(self._torch_optimizers)
         self._sizes = sizes_of(self._torch_optimizers)
         self._all_modules = [part for module in self.modules for part in module.modules()]
+        self._wrappers = [part for part in self._all_modules if isinstance(part, DistributedDataParallel)]
         # As they are now: while FSDP2 computes, whole parameters are in the places of the divided ones.
         self._all_parameters = [each for module in self.modules for each in module.parameters()]
 
@@ -351,9 +356,9 @@ class TrainingTensors:
         return {**present, **{key: held[key] for key in adopted}}
 
     def capture(self) -> Callable[[], dict[str, Any]]:
-        """Capture param groups, which modules train, and which parameters are trained."""
+        """Capture param groups, which modules train, which parameters are trained, and what DDP does next."""
         groups, modes = self._groups.take(), list(map(_training, self._all_modules))
-        trained = list(map(_requires_grad, self._all_parameters))
+        trained, syncs = list(map(_requires_grad, self._all_parameters)), list(map(_syncs, self._wrappers))
         own = {
             number: state_tree.copy(each.get(optimizer))
             for number, optimizer in enumerate(self._torch_optimizers)
@@ -364,6 +369,7 @@ class TrainingTensors:
             "own": own,
             "modes": modes,
             "trained": trained,
+            "syncs": syncs,
             "state": self._plain_state(),
             "spread": self._spread(),
         }
@@ -432,6 +438,8 @@ class TrainingTensors:
         modes, trained = captured.get("modes", ()), captured.get("trained", ())
         for part, mode in zip(self._all_modules, modes) if len(modes) == len(self._all_modules) else ():
             part.training = mode
+        for wrapper, syncs in zip(self._wrappers, captured.get("syncs", ())):
+            wrapper.require_forward_param_sync = syncs
         fits = len(trained) == len(self._all_parameters)
         for each, is_trained in zip(self._all_parameters, trained) if fits else ():
             if each.requires_grad != is_trained:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from checkpointless.integrations.torch.torch_tensors import settle_buckets
+from checkpointless.integrations.torch.torch_tensors import TorchTensors, settle_buckets
 
 
 @pytest.fixture(autouse=True)
@@ -61,3 +61,20 @@ def test_there_is_never_memory_for_two_sets_of_buckets(monkeypatch: pytest.Monke
     monkeypatch.setattr(model, "reducer", Watched())
     settle_buckets([model])
     assert kept == [False, False]  # asked whether there are any, and made
+
+
+def test_ddp_gives_all_ranks_the_same_buffers_at_the_same_forward_passes_after_a_fault() -> None:
+    """It does not in the pass after one without gradients: a validation of Lightning's goes through it."""
+
+    def make() -> tuple[Any, TorchTensors]:
+        model = DistributedDataParallel(torch.nn.BatchNorm1d(2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return model, TorchTensors([model], [optimizer], is_known=True)
+
+    (model, tensors), (again, restored) = make(), make()
+    for is_training in (True, False):
+        with torch.set_grad_enabled(is_training):
+            model(torch.randn(3, 2))
+        assert model.will_sync_module_buffers() is is_training
+        restored.restore(tensors.capture()())
+        assert again.will_sync_module_buffers() is is_training
