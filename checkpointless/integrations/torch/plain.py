@@ -22,6 +22,8 @@ from checkpointless.state.module_tensors import (
     without_scheduler,
 )
 from checkpointless.state.port import SnapshotPoint
+from checkpointless.state.serialization.tensor_memory import local_part
+from checkpointless.transfer.exchange import true_on_all
 from checkpointless.transfer.tensor_entry import Key
 
 _LATE = (
@@ -65,7 +67,9 @@ class PlainTraining(LoopTraining):
         state: other state that steps change, by name: objects with ``state_dict`` and ``load_state_dict``; lists,
             dicts, sets, deques and tensors, which are restored in place; random generators;
             :class:`~checkpointless.Value` for numbers. Change it in a step, before its :meth:`update`.
-        scaler: a loss scaler (``torch.amp.GradScaler``); the same as ``state={"scaler": scaler}``.
+        scaler: a loss scaler (``torch.amp.GradScaler``), which is kept as by ``state={"scaler": scaler}``. The loop
+            calls its ``unscale_`` and ``update`` before :meth:`update`, which leaves an optimizer out whose
+            gradients have overflowed on any rank, as the scaler's own ``step`` does.
         group: the global ranks that hold the same modules and optimizers. Default: read from the meshes
             of DTensors (FSDP2, HSDP, tensor parallelism by a plan), else all ranks (data parallel).
 
@@ -96,6 +100,7 @@ class PlainTraining(LoopTraining):
         self._by_update: tuple[list[bool], list[dict[str, Any]], list[int]] = ([], [], [])
         self._updated = 0  # the newest step that was updated in this entry
         self._owned = Owned(self._trained)
+        self._scales = scaler is not None and scaler.is_enabled()
         declared = {**state, "scaler": scaler} if scaler is not None else state
         super().__init__(self._tensors, call, schedulers, declared, [state, *optimizers])
 
@@ -106,11 +111,22 @@ class PlainTraining(LoopTraining):
             loss: the loss of the step, which is kept with the step if steps are recorded.
         """
         self._refuse_changes("in a step before its update()")
+        if self._scales:
+            self._leave_out_overflows()
         self._compute(loss)
         self._guard(self.state.finish_update)
         self.step = self._call.steps.making
         self._record(loss)
         self._clear_gradients()
+
+    def _leave_out_overflows(self) -> None:
+        """Clear the gradients of an optimizer if some have overflowed on any rank. Collective."""
+        for optimizer in self._tensors.optimizers:
+            gradients = [each.grad for group in optimizer.param_groups for each in group["params"]]
+            parts = [local_part(each) for each in gradients if each is not None]
+            values = [each.coalesce().values() if each.is_sparse else each for each in parts]
+            if not true_on_all(all(bool(each.isfinite().all()) for each in values)):
+                optimizer.zero_grad(set_to_none=True)
 
     @override
     def _restore(self, done: int) -> None:

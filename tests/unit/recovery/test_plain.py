@@ -32,7 +32,7 @@ def train(monkeypatch: pytest.MonkeyPatch) -> Callable[..., PlainTraining]:
     counts = iter(range(100))
     monkeypatch.setattr(torch_tensors.process_groups, "launched", lambda: {"group": next(counts)})
 
-    def make(generation: int, module: torch.nn.Module | None = None) -> PlainTraining:
+    def make(generation: int, module: torch.nn.Module | None = None, **more: Any) -> PlainTraining:
         module = torch.nn.Linear(3, 2) if module is None else module
         call: Any = SimpleNamespace(
             generation=generation,
@@ -44,7 +44,7 @@ def train(monkeypatch: pytest.MonkeyPatch) -> Callable[..., PlainTraining]:
             blocks=SimpleNamespace(begin_training=lambda _: None),
         )
         module(torch.ones(1, 3)).sum().backward()
-        return PlainTraining(call, [module], [torch.optim.SGD(module.parameters(), lr=0.1)])
+        return PlainTraining(call, [module], [torch.optim.SGD(module.parameters(), lr=0.1)], **more)
 
     return make
 
@@ -95,6 +95,25 @@ def test_rates_that_are_changed_behind_the_update_are_refused(train: Callable[..
         begin_next(training)
     make(training, 2)  # in a step they may be changed
     begin_next(training)
+
+
+@pytest.mark.parametrize("overflows", [False, True])
+def test_gradients_that_overflow_are_left_out_with_a_scaler_as_its_own_step_does(
+    train: Callable[..., PlainTraining], monkeypatch: pytest.MonkeyPatch, overflows: bool
+) -> None:
+    training = train(1, scaler=torch.amp.GradScaler("cpu"))
+    for name in ("_compute", "_record"):
+        monkeypatch.setattr(training, name, lambda loss: None)
+    monkeypatch.setattr(training, "_guard", lambda update: update())
+    training._call.steps.making = 1
+    parameter, *_ = training.state.modules[0].parameters()
+    assert parameter.grad is not None
+    before = parameter.detach().clone()
+    parameter.grad[0, 0] = float("inf") if overflows else 1.0
+    training.update()
+    assert parameter.isfinite().all()
+    assert parameter.equal(before) is overflows
+    assert parameter.grad is None
 
 
 def make(training: PlainTraining, step: int) -> None:
