@@ -13,7 +13,7 @@ from checkpointless.faults.ledger import fired
 from checkpointless.observability.report.verify import compare
 from tests.ranks.agent_job import SCRIPTS
 from tests.ranks.jobs import Job, run_job
-from tests.ranks.nemo_zygote import ROOT, Zygote
+from tests.ranks.nemo_zygote import Zygote
 
 pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(400)]
 
@@ -238,11 +238,6 @@ def test_a_fault_within_a_save(nemo_zygote: Zygote, saves: Job, tmp_path: Path, 
     assert logged(saves) == logged(job)
 
 
-@pytest.mark.long  # a loop of one's own does the same in test_plain_fsdp2.py
-def test_hsdp_with_tensor_parallelism(train: Train) -> None:
-    train("hsdp-tp", 7, "sigkill@backward:rank=1,step=3", "exception@forward:rank=6,step=5", ranks=8)
-
-
 def test_fully_sharded_survives_exceptions(train: Train) -> None:
     """No rank holds what another one does, so a rank must not be lost; an exception costs nothing."""
     train("hsdp", 6, "exception@backward:rank=1,step=3", features="fully-sharded")
@@ -383,16 +378,3 @@ def test_weights_that_were_exchanged_for_a_validation_are_not_taken_for_the_trai
     job = run_job(nemo_zygote, tmp_path / "run", 2, script=SCRIPT, args=args)
     assert job.code == 1
     assert "given up: parameters were changed beside the update since step 4 (ended)" in job.log(0)
-
-
-@pytest.mark.long  # test_examples.py runs it through faults, too
-def test_the_example(nemo_zygote: Zygote, tmp_path: Path) -> None:
-    """The script of the documentation comes through faults with the same bits."""
-    faults = ("exception@backward:rank=1,step=3", "sigkill@forward:rank=2,step=4")
-    script, args = str(ROOT / "examples" / "train_lightning.py"), ("--steps", "6")
-    calm = run_job(nemo_zygote, tmp_path / "calm", 4, script=script, args=args)
-    job = run_job(nemo_zygote, tmp_path / "run", 4, script=script, args=args, faults=faults)
-    assert fired(job.run_dir) == dict.fromkeys(faults, 1), job.story()
-    verdict = compare(calm.steps, job.steps)
-    assert verdict.equal, f"{verdict.sentence}\n{job.story()}"
-    assert verdict.steps == 6

@@ -56,11 +56,6 @@ def hosts() -> Iterator[Network | None]:
         yield made
 
 
-@pytest.mark.long  # with faults they do, below
-def test_two_nodes_train_as_one_does(disturb_nodes: Run) -> None:
-    assert disturb_nodes().incidents == []
-
-
 def test_a_rank_killed_on_each_node(disturb_nodes: Run) -> None:
     faults = (
         "sigkill@backward:rank=1,step=2",
@@ -79,14 +74,6 @@ def test_a_whole_node_killed_with_a_spare(disturb_nodes: Run, phase: str) -> Non
     assert incident.respawned == (2, 3)
     assert any("a spare takes the place of node 1" in line for line in job.said)
     assert incident.rung is Rung.NODE
-
-
-@pytest.mark.long  # test_agent_nodes.py has a lost node that comes back
-def test_a_whole_node_killed_and_replaced_five_seconds_later(disturb_nodes: Run) -> None:
-    job = disturb_nodes("node@before_optimizer:rank=3,step=3", late=8.0, lost=(1,))
-    (incident,) = job.incidents
-    assert incident.respawned == (2, 3)
-    assert any("waiting up to" in line for line in job.said)
 
 
 @pytest.mark.long  # test_agent_nodes.py has a hang on another node

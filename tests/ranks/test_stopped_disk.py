@@ -188,12 +188,6 @@ def test_files_that_cannot_be_opened_for_a_while_delay_nobody(tmp_path: Path, ho
     paths_stop_for(tmp_path, how, 2 * NODE_TIMEOUT_S)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("how", ["raise", "SIGKILL"])
-def test_files_that_cannot_be_opened_for_twenty_seconds_delay_nobody(tmp_path: Path, how: str) -> None:
-    paths_stop_for(tmp_path, how, 20.0)
-
-
 def test_a_job_ends_while_its_events_cannot_be_written(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     run_dir.mkdir()
@@ -241,8 +235,3 @@ def disk_stops_for(disk: Path, folder: Path, for_s: float) -> None:
 
 def test_a_disk_that_stops_for_a_while_delays_nobody(disk: Path, tmp_path: Path) -> None:
     disk_stops_for(disk, tmp_path, 2 * NODE_TIMEOUT_S)
-
-
-@pytest.mark.long
-def test_a_disk_that_stops_for_twenty_seconds_delays_nobody(disk: Path, tmp_path: Path) -> None:
-    disk_stops_for(disk, tmp_path, 20.0)

@@ -94,11 +94,6 @@ def test_megatrons_options(disturb: Disturb, args: tuple[str, ...]) -> None:
     assert not builds_anew or all("layers.Norm keeps" in each["reason"] for each in told(job))
 
 
-@pytest.mark.long  # the next test has it, too
-def test_a_parameter_gather_that_overlaps_with_the_next_step(disturb: Disturb) -> None:
-    through_faults(disturb, "strategy.ddp.overlap_grad_reduce=true", "strategy.ddp.overlap_param_gather=true")
-
-
 @pytest.mark.long
 def test_a_step_that_only_some_ranks_have_recorded_before_a_fault(disturb: Disturb) -> None:
     """What is recorded is gathered by all ranks: also by those that have recorded the step already."""
@@ -216,16 +211,6 @@ def test_nemos_fine_tuning_data(disturb: Disturb, written: Path) -> None:
     """Whole batches are dealt out, padded to the longest of their samples."""
     root = f"dataset_root: {written}/conversations"
     through_faults(disturb, data(f"_target_: {WAYS}.data.Conversations, {root}, {HERE}"), nproc=2)
-
-
-@pytest.mark.long
-def test_nemos_mock_data_which_keeps_no_position(disturb: Disturb) -> None:
-    through_faults(disturb, data(MOCK))
-
-
-@pytest.mark.long
-def test_a_cyclic_sampler_within_one_pass(disturb: Disturb) -> None:
-    through_faults(disturb, data(f"_target_: {WAYS}.data.CyclicText, num_train_samples: 1600"))
 
 
 @pytest.mark.long

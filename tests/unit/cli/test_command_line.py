@@ -16,8 +16,7 @@ from checkpointless.faults.ledger import FaultLedger
 from checkpointless.faults.spec import FaultKind, FaultPhase, parse
 from checkpointless.launcher.agent import launch as launch_module
 from checkpointless.launcher.agent.launch_config import LaunchConfig
-from checkpointless.observability.telemetry.event_names import EventName
-from checkpointless.observability.telemetry.events import EVENTS_FILE, EventLog, flush_events
+from checkpointless.observability.telemetry.events import EVENTS_FILE
 from checkpointless.testing.demo import trainers as demo
 from checkpointless.testing.demo.trainers import TRAINERS, Task, parse_layout
 
@@ -330,32 +329,6 @@ def test_a_fault_of_the_gpu_is_refused_without_one(
     said = refused(["run", *where, "--fault", "cuda@forward:rank=0,step=1", "train.py"], capsys)
     assert "CUDA is not available" in said
     assert not launched
-
-
-def test_report_shows_the_stages_of_an_incident(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    log = EventLog(tmp_path / EVENTS_FILE, rank=0)
-    log.emit(EventName.FAULT_INJECTED, "point", generation=0, spec="exception@data:rank=0,step=3")
-    log.emit(
-        EventName.DETECT,
-        "point",
-        generation=0,
-        incident="i1",
-        cause="InjectedFault: [red]x",
-        culprit=0,
-        how="raised",
-    )
-    with log.span(EventName.ABORT, generation=0, incident="i1"):
-        pass
-    for stage in ("init", "first_step"):
-        with log.span(EventName(stage), generation=1, incident="i1"):
-            pass
-    assert flush_events()
-    page = tmp_path / "report.html"
-    assert main(["report", str(tmp_path), "--html", str(page)]) == 0
-    shown = capsys.readouterr().out
-    for text in ("1 incident", "InjectedFault: [red]x", "resumed", "abort", "init", "first_step"):
-        assert text in shown
-    assert "first_step" in page.read_text()
 
 
 def test_faults_lists_every_kind_and_phase(capsys: pytest.CaptureFixture[str]) -> None:

@@ -315,7 +315,7 @@ def test_a_module_that_the_block_imports_is_imported_whole(tmp_path: Path, monke
     def interrupt() -> None:
         while not hasattr(sys.modules.get("slow_to_import"), "began"):
             time.sleep(0.005)
-        left.append(main.interrupt_until_left(20, lambda _: None))
+        left.append(main.interrupt_until_left(120, lambda _: None))
 
     thread = threading.Thread(target=interrupt)
     thread.start()
@@ -347,7 +347,7 @@ def test_an_import_that_does_not_end_is_spared_for_half_of_the_time(
     def interrupt() -> None:
         while not hasattr(sys.modules.get("never_imported"), "began"):
             time.sleep(0.005)
-        left.append(main.interrupt_until_left(4, lambda _: None))
+        left.append(main.interrupt_until_left(10, lambda _: None))
 
     thread = threading.Thread(target=interrupt)
     thread.start()

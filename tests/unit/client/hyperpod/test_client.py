@@ -13,7 +13,7 @@ from checkpointless.launcher.client.hyperpod import HyperPodClient
 from checkpointless.launcher.client.hyperpod import client as hyperpod_client
 from checkpointless.launcher.client.hyperpod.client import VendorPackage
 from checkpointless.launcher.protocol.messages import FaultNotice, Finish
-from tests.unit.client.hyperpod.turns import MakeAgent, enter, until
+from tests.unit.client.hyperpod.turns import MakeAgent, begin, enter, until
 
 # --- its rank ---------------------------------------------------------------------------------------------------
 
@@ -64,7 +64,7 @@ def test_hello_and_go(make_agent: MakeAgent) -> None:
     with pytest.raises(TimeoutError):
         client.wait_go(-1, 0.2)
     agent.start()
-    go = client.wait_go(-1, 10)
+    go = client.wait_go(-1, 60)
     assert (go.generation, go.incident, go.high_water) == (0, None, -1)
     assert go.env["RANK"] == "0"
     assert go.env["JOB_RESTART_COUNT"] == "0"
@@ -92,7 +92,7 @@ def test_a_fault_is_reported_with_its_cause_and_heard_at_once(make_agent: MakeAg
     agent.wait_for("at_rcb_barrier", 2)
     time.sleep(0.05)
     agent.start()
-    go = client.wait_go(0, 10)
+    go = client.wait_go(0, 60)
     assert (go.generation, go.incident, go.high_water) == (1, "1", 2)
     assert called == [notice]
 
@@ -133,19 +133,15 @@ def test_a_notice_at_the_barrier_is_no_fault_of_the_generation_to_come(make_agen
     agent.say(0, "job_fault", restart_count=0)
     time.sleep(0.2)
     agent.start()
-    assert client.wait_go(-1, 10).generation == 0
+    assert client.wait_go(-1, 60).generation == 0
     assert client.pending_fault(0) is None
     assert agent.count("at_rcb_barrier") == 1
 
 
 def test_a_fault_before_all_have_met_leads_back_to_the_barrier(make_agent: MakeAgent) -> None:
     agent = make_agent(automatic=False)
-    agent.envs = {"WORLD_SIZE": "2"}
     client = HyperPodClient.from_environment()
-    client.hello(0)
-    agent.wait_for("at_rcb_barrier")
-    time.sleep(0.05)
-    agent.start()
+    begin(client, agent)
     agent.wait_for("past_rcb_barrier")
     time.sleep(0.2)
     agent.envs = {}
@@ -153,7 +149,7 @@ def test_a_fault_before_all_have_met_leads_back_to_the_barrier(make_agent: MakeA
     agent.wait_for("at_rcb_barrier", 2)
     time.sleep(0.05)
     agent.start()
-    assert client.wait_go(-1, 10).generation == 1
+    assert client.wait_go(-1, 60).generation == 1
     assert client.pending_fault(1) is None
 
 
@@ -161,31 +157,24 @@ def test_a_fault_before_all_have_met_leads_back_to_the_barrier(make_agent: MakeA
 def test_a_rank_0_that_died_before_all_have_met_leads_back_to_the_barrier(make_agent: MakeAgent) -> None:
     """The other rank is back well before it would give up the store of rank 0."""
     agent = make_agent(automatic=False)
-    agent.envs = {"RANK": "1", "WORLD_SIZE": "2"}
+    agent.envs = {"RANK": "1"}
     client = HyperPodClient.from_environment()
-    client.hello(0)
-    agent.wait_for("at_rcb_barrier")
-    time.sleep(0.05)
-    agent.start()
+    begin(client, agent)
     agent.wait_for("past_rcb_barrier")
     agent.fault()
     agent.wait_for("at_rcb_barrier", 2)
     agent.envs = {}
     time.sleep(0.05)
     agent.start()
-    assert client.wait_go(-1, 10).generation == 1
+    assert client.wait_go(-1, 60).generation == 1
 
 
 def test_a_rank_that_does_not_come_has_a_limit(make_agent: MakeAgent) -> None:
     agent = make_agent(automatic=False)
-    agent.envs = {"WORLD_SIZE": "2"}
     client = HyperPodClient(VendorPackage.load(), meeting_timeout_s=0.3)
-    client.hello(0)
-    agent.wait_for("at_rcb_barrier")
-    time.sleep(0.05)
-    agent.start()
+    begin(client, agent)
     with pytest.raises(AgentLostError, match="1 of 2 ranks reached the start of generation 0"):
-        client.wait_go(-1, 10)
+        client.wait_go(-1, 60)
 
 
 def test_a_start_that_does_not_come_has_a_limit_except_for_a_spare(make_agent: MakeAgent) -> None:
@@ -196,7 +185,7 @@ def test_a_start_that_does_not_come_has_a_limit_except_for_a_spare(make_agent: M
     agent.wait_for("at_rcb_barrier", 3)
     os.environ["SPARE"] = "False"
     with pytest.raises(AgentLostError, match=r"no start message arrived .* --inprocess-restart"):
-        client.wait_go(-1, 10)
+        client.wait_go(-1, 60)
 
 
 @pytest.mark.parametrize(
@@ -222,7 +211,7 @@ def test_a_start_that_would_mix_states_ends_the_process(
     agent.envs = envs
     agent.start()
     with pytest.raises(AgentLostError, match=said):
-        client.wait_go(0, 10)
+        client.wait_go(0, 60)
 
 
 def test_the_same_bug_for_ever_asks_for_new_processes(make_agent: MakeAgent) -> None:
@@ -230,11 +219,11 @@ def test_the_same_bug_for_ever_asks_for_new_processes(make_agent: MakeAgent) -> 
     client = HyperPodClient.from_environment()
     client.hello(0)
     for generation in range(3):
-        assert client.wait_go(generation - 1, 10).generation == generation
+        assert client.wait_go(generation - 1, 60).generation == generation
         client.report_fault(generation, error="ValueError", message="no", traceback="T", step=4, victim=False)
         client.barrier(generation)
     with pytest.raises(AgentLostError, match="3 times in a row"):
-        client.wait_go(2, 10)
+        client.wait_go(2, 60)
     modes = [message["restart_mode"] for message in agent.wait_for("job_fault", 3)]
     assert modes == ["in_process_restart", "in_process_restart", "process_level_restart"]
 
@@ -276,38 +265,30 @@ def test_a_second_block_is_refused(make_agent: MakeAgent) -> None:
 def test_done_waits_for_the_others(make_agent: MakeAgent) -> None:
     """The other rank is played by this test, in the store that the two meet in."""
     agent = make_agent(automatic=False)
-    agent.envs = {"WORLD_SIZE": "2"}
     client = HyperPodClient.from_environment()
-    client.hello(0)
-    agent.wait_for("at_rcb_barrier")
-    time.sleep(0.05)
-    agent.start()
+    begin(client, agent)
     agent.wait_for("past_rcb_barrier")
     other = TCPStore("127.0.0.1", agent.port, is_master=False)
     other.add("checkpointless/0/arrived", 1)
-    assert client.wait_go(-1, 10).generation == 0
+    assert client.wait_go(-1, 60).generation == 0
     client.done(0)
     with pytest.raises(TimeoutError):
         client.wait_finish_or_fault(0, 0.3)
     other.add("checkpointless/0/done", 1)
     other.add("checkpointless/0/left", 1)
-    assert client.wait_finish_or_fault(0, 10) == Finish()
+    assert client.wait_finish_or_fault(0, 60) == Finish()
 
 
 def test_a_fault_while_done_is_heard_instead_of_the_finish(make_agent: MakeAgent) -> None:
     agent = make_agent(automatic=False)
-    agent.envs = {"WORLD_SIZE": "2"}
     client = HyperPodClient.from_environment()
-    client.hello(0)
-    agent.wait_for("at_rcb_barrier")
-    time.sleep(0.05)
-    agent.start()
+    begin(client, agent)
     agent.wait_for("past_rcb_barrier")
     TCPStore("127.0.0.1", agent.port, is_master=False).add("checkpointless/0/arrived", 1)
-    client.wait_go(-1, 10)
+    client.wait_go(-1, 60)
     client.done(0)
     agent.fault()
-    assert isinstance(client.wait_finish_or_fault(0, 10), FaultNotice)
+    assert isinstance(client.wait_finish_or_fault(0, 60), FaultNotice)
     until(lambda: not [each for each in threading.enumerate() if each.name == "checkpointless-hyperpod-finish"])
 
 
@@ -315,14 +296,10 @@ def test_done_has_a_limit(make_agent: MakeAgent, environment: pytest.MonkeyPatch
     environment.setattr(hyperpod_client, "FINISH_TIMEOUT_S", 0.2)
     environment.setattr(hyperpod_client, "LEAVE_TIMEOUT_S", 0.1)
     agent = make_agent(automatic=False)
-    agent.envs = {"WORLD_SIZE": "2"}
     client = HyperPodClient.from_environment()
-    client.hello(0)
-    agent.wait_for("at_rcb_barrier")
-    time.sleep(0.05)
-    agent.start()
+    begin(client, agent)
     agent.wait_for("past_rcb_barrier")
     TCPStore("127.0.0.1", agent.port, is_master=False).add("checkpointless/0/arrived", 1)
-    client.wait_go(-1, 10)
+    client.wait_go(-1, 60)
     client.done(0)
-    assert client.wait_finish_or_fault(0, 10) == Finish()
+    assert client.wait_finish_or_fault(0, 60) == Finish()

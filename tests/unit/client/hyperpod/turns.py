@@ -19,6 +19,15 @@ def enter(client: HyperPodClient, agent: stand_in.Agent) -> None:
     assert client.wait_go(agent.restart_count - 1, 60).generation == agent.restart_count
 
 
+def begin(client: HyperPodClient, agent: stand_in.Agent, ranks: int = 2) -> None:
+    """Bring ``client`` to where it meets the others of so many ranks, who have not come."""
+    agent.envs = {"WORLD_SIZE": str(ranks), **agent.envs}
+    client.hello(0)
+    agent.wait_for("at_rcb_barrier")
+    time.sleep(0.05)
+    agent.start()
+
+
 def until(condition: Callable[[], object], timeout_s: float = 60) -> None:
     by_s = time.monotonic() + timeout_s
     while not condition():
