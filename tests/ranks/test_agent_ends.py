@@ -105,7 +105,7 @@ def test_a_killed_agent_leaves_no_process(tmp_path: Path) -> None:
     assert len(job.left()) == 5
     job.process.kill()
     job.process.communicate(timeout=60)
-    wait_until(lambda: not job.left(), timeout_s=5)
+    wait_until(lambda: not job.left())
 
 
 @pytest.mark.parametrize("stopped", [False, True])

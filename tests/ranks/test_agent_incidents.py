@@ -86,22 +86,22 @@ def test_two_faults_one_after_the_other(tmp_path: Path) -> None:
 
 
 def test_a_stopped_rank_is_replaced(tmp_path: Path) -> None:
-    job = Job(tmp_path, "steps.py", "1:4:0:SIGSTOP", heartbeat_timeout_s=1.0)
+    job = Job(tmp_path, "steps.py", "1:4:0:SIGSTOP", heartbeat_timeout_s=3.0)
     ended = job.end()
     assert ended.code == 0
     assert incarnations(job, 1) == {0: 0, 1: 1, 2: 0}
-    assert "rank 1 made no progress for 1 s at step 4" in ended.err
+    assert "rank 1 made no progress for 3 s at step 4" in ended.err
 
 
 def test_a_hanging_rank_is_replaced_and_those_that_wait_for_it_are_not(tmp_path: Path) -> None:
-    job = Job(tmp_path, "collective.py", heartbeat_timeout_s=1.5)
+    job = Job(tmp_path, "collective.py", heartbeat_timeout_s=3.0)
     ended = job.end()
     assert ended.code == 0, ended.err
     assert incarnations(job, 1) == {0: 0, 1: 1, 2: 0}
     asked = {n["rank"]: n["in_collective"] for n in job.notes("asked")}
     assert asked == {0: True, 1: False, 2: True}
     assert {n["culprit"] for n in job.notes("notice")} <= {1, None}
-    assert "rank 1 made no progress for 1.5 s at step 4" in ended.err
+    assert "rank 1 made no progress for 3 s at step 4" in ended.err
     for rank in (0, 2):
         assert [n["step"] for n in job.notes("step", rank)] == list(range(1, 9))
 
@@ -128,7 +128,7 @@ def test_a_death_on_the_way_to_the_barrier_is_not_lost(tmp_path: Path, when: str
 
 
 def test_a_rank_that_does_not_come_to_the_barrier_is_replaced(tmp_path: Path) -> None:
-    job = Job(tmp_path, "leaving.py", "1:before:sleep", regroup_timeout_s=1.0)
+    job = Job(tmp_path, "leaving.py", "1:before:sleep", regroup_timeout_s=3.0)
     ended = job.end()
     assert ended.code == 0
     assert incarnations(job, 1) == {0: 0, 1: 1, 2: 0}
@@ -136,7 +136,7 @@ def test_a_rank_that_does_not_come_to_the_barrier_is_replaced(tmp_path: Path) ->
 
 
 def test_a_rank_that_never_comes_to_the_barrier_ends_the_job(tmp_path: Path) -> None:
-    job = Job(tmp_path, "leaving.py", "1:before:sleep", "+1:before:sleep", regroup_timeout_s=1.0)
+    job = Job(tmp_path, "leaving.py", "1:before:sleep", "+1:before:sleep", regroup_timeout_s=3.0)
     ended = job.end()
     assert ended.code == 1
     assert ended.err.splitlines()[-1] == "rank 1 did not come back within 1 s, also not as a new process"

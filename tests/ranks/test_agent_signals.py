@@ -84,13 +84,13 @@ def test_ranks_that_die_of_the_signal_are_no_incident(tmp_path: Path) -> None:
 
 
 def test_what_does_not_end_in_time_is_killed_and_named(tmp_path: Path) -> None:
-    job = Job(tmp_path, "plain.py", "0:wait", "*:stubborn", term_grace_s=1.0)
+    job = Job(tmp_path, "plain.py", "0:wait", "*:stubborn", term_grace_s=5.0)
     wait_until(lambda: all("waiting" in job.log(rank) for rank in range(3)))
     job.process.send_signal(TERM)
     ended = job.end()
     assert ended.code == 1
     assert ended.err.splitlines() == [
-        "ranks 1-2 did not end within 1 s of SIGTERM and were killed",
+        "ranks 1-2 did not end within 5 s of SIGTERM and were killed",
         "stopped by SIGTERM",
     ]
 
