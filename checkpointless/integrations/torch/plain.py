@@ -67,9 +67,8 @@ class PlainTraining(LoopTraining):
         state: other state that steps change, by name: objects with ``state_dict`` and ``load_state_dict``; lists,
             dicts, sets, deques and tensors, which are restored in place; random generators;
             :class:`~checkpointless.Value` for numbers. Change it in a step, before its :meth:`update`.
-        scaler: a loss scaler (``torch.amp.GradScaler``), which is kept as by ``state={"scaler": scaler}``. The loop
-            calls its ``unscale_`` and ``update`` before :meth:`update`, which leaves an optimizer out whose
-            gradients have overflowed on any rank, as the scaler's own ``step`` does.
+        scaler: a loss scaler (``torch.amp.GradScaler``). Call its ``unscale_`` and ``update`` before
+            :meth:`update`, which leaves overflows out.
         group: the global ranks that hold the same modules and optimizers. Default: read from the meshes
             of DTensors (FSDP2, HSDP, tensor parallelism by a plan), else all ranks (data parallel).
 
