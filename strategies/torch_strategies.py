@@ -101,17 +101,10 @@ class _TorchRecoverable(RecoverableStrategy):
         return None
 
     @override
-    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """Move a batch to the device; look at it before, if a step may be computed from it."""
-        if self._fit is not None and self._fit.manager is not None and self.trainer.training:
-            repeated_steps.arrive(batch)
-        return super().batch_to_device(batch, device, dataloader_idx)
-
-    @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run one training step."""
         if self._call is not None:
-            repeated_steps.use(self._call.steps.making)
+            repeated_steps.take(self._call.steps.making, args)
             self._call.enter_phase("forward", self._call.steps.making)
         return super().training_step(*args, **kwargs)
 

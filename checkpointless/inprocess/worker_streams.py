@@ -9,6 +9,7 @@ read ahead.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import itertools
@@ -17,6 +18,7 @@ import os
 import pickle
 import random
 import sys
+import weakref
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,6 +28,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, _DatasetKind, get_worker_info
 
 logger = logging.getLogger(__name__)
+_samplers: list[weakref.ref[Any]] = []  # of the loaders whose workers were seeded, with an epoch
 
 _NO_EPOCH = (
     "%s has no epoch: data-loader workers draw the same random numbers for the same indices in every pass. Give "
@@ -74,6 +77,10 @@ def seed_data_workers(
         TypeError: ``loader`` is not torch's ``DataLoader``, or makes its workers in a different way.
         ValueError: the loader's persistent workers run already.
     """
+    sampler = _sampler_with_epoch(loader)
+    if sampler is not None:
+        with contextlib.suppress(TypeError):  # of a class with slots
+            _samplers.append(weakref.ref(sampler))
     if getattr(loader, "num_workers", None) == 0:
         return
     if not isinstance(loader, DataLoader) or not _starts_workers_as_torch_does(loader):
@@ -86,18 +93,23 @@ def seed_data_workers(
             "the workers of this data loader are running already: call this before the first iteration"
         )
     if place is None:
-        place = _place_of_sampler(loader)
+        if sampler is None:
+            logger.warning(_NO_EPOCH, type(loader.sampler).__name__)
+        place = functools.partial(_epoch_of, sampler)
     loader.worker_init_fn = WorkerStreams((seed, rank, stream), place, init)
 
 
-def _place_of_sampler(loader: DataLoader[Any]) -> Callable[[], Place]:
-    """Return what returns the beginning of the epoch of the loader's sampler."""
-    batches = loader.batch_sampler
-    samplers = [loader.sampler, getattr(batches, "sampler", None), batches]
-    sampler = next((each for each in samplers if isinstance(getattr(each, "epoch", None), int)), None)
-    if sampler is None:
-        logger.warning(_NO_EPOCH, type(loader.sampler).__name__)
-    return functools.partial(_epoch_of, sampler)
+def _sampler_with_epoch(loader: Any) -> Any:
+    """Return the sampler of a loader that knows its epoch; None: there is none."""
+    batches = getattr(loader, "batch_sampler", None)
+    samplers = [getattr(loader, "sampler", None), getattr(batches, "sampler", None), batches]
+    return next((each for each in samplers if isinstance(getattr(each, "epoch", None), int)), None)
+
+
+def epochs_begun() -> int:
+    """Return the sum of the epochs of all samplers that were given to :func:`seed_data_workers`."""
+    _samplers[:] = [each for each in _samplers if each() is not None]
+    return sum(sampler.epoch for each in _samplers if (sampler := each()) is not None)
 
 
 def _epoch_of(sampler: Any) -> Place:

@@ -332,6 +332,10 @@ class TrainerTraining(JournaledTraining):
         call.end_step()
         call.enter_phase("between", self.step)
 
+    @override
+    def _epoch(self) -> int:
+        return int(self.position[0])
+
     def end(self) -> None:
         """Make no more copies of this training, whose loop is over."""
         self._manager.finish_copies()
@@ -488,7 +492,6 @@ class _Entry(TrainerCallback):  # type: ignore[misc]
         if not training.is_replaying:
             for batch in batches:
                 repeated_steps.take(training.step + 1, batch)
-            repeated_steps.passes.gave(self._epoch)
         return batches, items
 
     # --- a step ---------------------------------------------------------------------------------------------------
@@ -514,7 +517,7 @@ class _Entry(TrainerCallback):  # type: ignore[misc]
 
     def on_evaluate(self, *args: Any, **kwargs: Any) -> None:
         """Note that an evaluation was made."""
-        repeated_steps.passes.gave(-1)
+        repeated_steps.was_validated = True
 
     def _compute_batch(self, original: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
         training = self._training

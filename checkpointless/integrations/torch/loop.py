@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from checkpointless.inprocess import HPCallWrapper, StateLostError, UnrecoverableError
 from checkpointless.inprocess.context import putting_back
+from checkpointless.inprocess.worker_streams import epochs_begun
 from checkpointless.integrations.torch.loop_state import LoopState, Undeclared, warn_of_changes_between
 from checkpointless.integrations.torch.owned import Owned, put_back
 from checkpointless.integrations.torch.repeated_steps import repeated_steps
@@ -116,26 +117,29 @@ class JournaledTraining(FrontEnd):
     def _ended(self) -> None:
         """Look, when the block ends, at how the training was left."""
 
-    def _record(self, loss: float | None, call_number: int = 0) -> None:
+    def _epoch(self) -> int:
+        """Return a number that changes with the epoch."""
+        return 0
+
+    def _record(self, loss: float | None) -> None:
         """Record the committed step, if that is requested (``--record-steps``).
 
         Args:
             loss: the loss of the step.
-            call_number: the number of the call of ``steps()`` that gave the step.
         """
         if self._log is None:
             return
-        state, step = self.state, self.step
-        params, (epoch, was_validated) = digest_parameters(state.modules), repeated_steps.passes.look()
+        state, step, params = self.state, self.step, digest_parameters(self.state.modules)
         extras = StepExtras(
             buffers=digest_buffers(state.modules),
             lr=tuple(rate.hex() for rate in state.rates()),
             optimizer=MemoryChecksumManager().digest_all(state.shard()),
             own=self._manager.own.streams.digests(step),
             batch=repeated_steps.batch_of(step),
-            epoch=epoch + call_number,
-            validated=was_validated or None,
+            epoch=self._epoch(),
+            validated=repeated_steps.was_validated or None,
         )
+        repeated_steps.was_validated = False
         self._call.leave_if_over()  # what aborted collectives have left is not recorded
         repeated_steps.record(self._log, step, loss, params, extras)
 
@@ -219,7 +223,7 @@ class LoopTraining(JournaledTraining, ABC):
                 self._journal.put_back()
         self._left.forget()
         if not self._exits.was_left(number, self.step):
-            with repeated_steps.listening():
+            with repeated_steps.listening(self.state.modules):
                 yield from self._remaining(last, number)
         self._exits.end_call()
         self._manager.finish_copies()
@@ -286,8 +290,8 @@ class LoopTraining(JournaledTraining, ABC):
         repeated_steps.compute(self._call.steps.making, loss)
 
     @override
-    def _record(self, loss: float | None, call_number: int = 0) -> None:
-        super()._record(loss, self._exits.own()["call"])
+    def _epoch(self) -> int:
+        return self._exits.own()["call"] + epochs_begun()
 
     @override
     def _ended(self) -> None:

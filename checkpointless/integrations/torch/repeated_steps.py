@@ -1,76 +1,38 @@
 """Whether a step that is repeated is the one that it was before the fault.
 
 A loop of one's own has to take the batches of a step by its number. A loader that it goes through over several
-steps starts over after a fault, and nothing else would notice. What a step takes and computes is therefore noted in
-few bytes, and compared where the step is repeated.
+steps starts over after a fault, and nothing else would notice. What a step takes (in a loop: what its modules are
+called with) and computes is therefore noted in few bytes, and compared where the step is repeated.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import xxhash
-from torch.utils.data import dataloader
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from checkpointless.inprocess import active_call_wrapper
 from checkpointless.inprocess.context import not_exact
 from checkpointless.observability.telemetry.steps import StepLog, exact_loss
 from checkpointless.state.serialization.tensor_memory import tensor_bytes
-from checkpointless.system.patches import Patch, Patches
 
 _BYTES = 4096  # of each tensor
 _DEEPEST = 4  # containers within containers
 _STEPS = 1024  # a recovery from a copy or from storage goes back by so many at most
+_BATCHES = 64  # of a step; a cell may be called for each element of a sequence
 _HINT = (
     "%s: unless kernels are not deterministic, what follows is not what an undisturbed run computes. Batches have "
     "to follow from the step's number: a loader that is gone through over several steps begins anew, so let its "
     "sampler begin where the step says. What a loop keeps for itself has to be declared"
 )
-_WHY = "a step that is made again is to take the batches that it took before the fault"
-_patches = Patches()
 logger = logging.getLogger(__name__)
-
-
-class LoaderPasses:
-    """Which of torch's loaders gave batches since the last step, to see where epochs and validations are.
-
-    An iterator is known by its number (``id``), which a later one may have again.
-    """
-
-    def __init__(self) -> None:
-        self._epoch = 0
-        self._gave: list[int] = []
-        self._ended: list[int] = []
-        self._used: int | None = None
-
-    def gave(self, iterator: int) -> None:
-        """Note that an iterator gave a batch."""
-        if not self._gave or self._gave[-1] != iterator:
-            self._gave.append(iterator)
-
-    def ended(self, iterator: int) -> None:
-        """Note that an iterator had no more batches."""
-        self._ended.append(iterator)
-
-    def look(self) -> tuple[int, bool]:
-        """Look back when a step was made, whose batch came last.
-
-        Returns:
-            A number that changes with the epoch, and whether another loader gave batches since the step before.
-        """
-        used = self._gave[-1] if self._gave else self._used
-        if self._used is not None and (used != self._used or used in self._ended):
-            self._epoch += 1
-        others = {*self._gave} - {used, self._used}
-        was_validated = bool(others) or len(self._ended) > 1 or (used == self._used and len(self._gave) > 1)
-        self._gave, self._ended, self._used = [], [], used
-        return self._epoch, was_validated
 
 
 @dataclass
@@ -93,20 +55,19 @@ class RepeatedSteps:
     what it was at first, however many faults have come since.
 
     Attributes:
-        passes: which loaders gave the batches.
+        was_validated: whether there was a validation since the last step.
     """
 
     def __init__(self) -> None:
         self._step = 0
-        self._taken: list[str] = []  # a digest of each batch
-        self._arrived = ""  # a digest of the batch that is about to be used
+        self._taken: list[Sampled] = []
         self._loss: float | None = None
         self._is_computed = False  # what is taken from then on is none of the step's
         self._before: dict[int, _Made] = {}  # by step; those of this entry are among them once they are over
         self._is_first = True
         self._is_told = False
-        self._listeners = 0
-        self.passes = LoaderPasses()
+        self._hooks: list[RemovableHandle] = []
+        self.was_validated = False
 
     def begin_entry(self, is_first: bool) -> None:
         """Note that the block was entered: what was noted until now was before the fault.
@@ -119,49 +80,47 @@ class RepeatedSteps:
             self._before = {}
         else:
             self._end_step()
-        self._step, self._arrived, self._is_told = 0, "", False
-        self.passes = LoaderPasses()
+        self._step, self._is_told = 0, False
+        self.was_validated = False
 
     @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Note, once, what loaders give in the context; a loop that a fault has ended may be in its own still."""
-        if not _patches.are_made:
-            base = dataloader._BaseDataLoaderIter
-            _patches.make([Patch(base, "__next__", _listening, _WHY)])
-        self._listeners += 1
+    def listening(self, modules: Iterable[torch.nn.Module]) -> Iterator[None]:
+        """Note what modules are called with in the context: with gradients it is the step's, else a validation's.
+
+        A loop that a fault has ended may be in its own context still; it notes nothing more.
+
+        Args:
+            modules: the trained modules.
+        """
+        self._end_hooks()
+        inner = [each.module if isinstance(each, DistributedDataParallel) else each for each in modules]
+        hooks = self._hooks = [each.register_forward_pre_hook(_NotesInputs(), with_kwargs=True) for each in inner]
         try:
             yield
         finally:
-            self._listeners -= 1
-            if self._listeners == 0:
-                _patches.undo()
+            if self._hooks is hooks:
+                self._end_hooks()
+
+    def _end_hooks(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
 
     def take(self, step: int, batch: object) -> None:
-        """Note a batch that ``step`` takes from a loader."""
+        """Note a batch that ``step`` takes."""
         self._begin(step)
-        if not self._is_computed:
-            self._taken.append(digest_batch(batch))
+        if not self._is_computed and len(self._taken) < _BATCHES:
+            self._taken.append(Sampled(batch))
 
     def batch_of(self, step: int) -> str | None:
-        """Return the digest of the last batch that ``step`` took from a loader; None if it took none."""
-        return (self._taken[-1] or None) if self._step == step and self._taken else None
-
-    def arrive(self, batch: object) -> None:
-        """Note a batch that may be left out; see :meth:`use`."""
-        self._arrived = digest_batch(batch)
-
-    def use(self, step: int) -> None:
-        """Note that ``step`` takes the batch that has arrived, if it has not done so yet."""
-        if self._arrived:
-            self._begin(step)
-            self._taken.append(self._arrived)
-            self._arrived = ""
+        """Return the digest of the last batch that ``step`` took; None if it took none."""
+        return (self._taken[-1].digest or None) if self._step == step and self._taken else None
 
     def compute(self, step: int, loss: float | None) -> None:
         """Note the loss of ``step``, whose gradients are final; compare it, and what the step has taken.
 
-        A loop may go past the batches of earlier steps first, and the fault may have come before the last batch:
-        what was taken before the fault has to be, in one piece, among what is taken now.
+        The fault may have come before the last batch: what was taken before it has to be the beginning of what is
+        taken now.
 
         Raises:
             UnrecoverableError: the step is another one, and the job is to end then (``--strict``).
@@ -171,12 +130,12 @@ class RepeatedSteps:
             call.leave_if_over()  # a loss that aborted collectives have left says nothing
         self._begin(step)
         self._loss, self._is_computed = loss, True
-        before = self._before.get(step)
+        before, taken = self._before.get(step), [each.digest for each in self._taken]
         if before is None:
             return
         others: list[str] = []
         facts: dict[str, float] = {}
-        if not all(_has_piece(self._taken, each) for each in before.taken):
+        if not all(taken[: len(each)] == each for each in before.taken):
             others.append("takes another batch than before the fault")
         if loss is not None and before.loss is not None and float(loss).hex() != float(before.loss).hex():
             others.append(f"has the loss {loss!r}, where it had {before.loss!r} before")
@@ -214,9 +173,9 @@ class RepeatedSteps:
     def _end_step(self) -> None:
         if self._step <= 0:
             return
-        made = self._before.setdefault(self._step, _Made())
-        if self._taken not in made.taken:
-            made.taken.append(self._taken)
+        made, taken = self._before.setdefault(self._step, _Made()), [each.digest for each in self._taken]
+        if taken not in made.taken:
+            made.taken.append(taken)
         if made.loss is None:
             made.loss = self._loss
         while len(self._before) > _STEPS:
@@ -232,36 +191,73 @@ class RepeatedSteps:
 repeated_steps = RepeatedSteps()
 
 
-def _listening(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    @functools.wraps(original)
-    def __next__(iterator: Any) -> Any:
-        try:
-            batch = original(iterator)
-        except StopIteration:
-            repeated_steps.passes.ended(id(iterator))
-            raise
-        call = active_call_wrapper()
-        if call is not None and call.steps.making > 0 and _patches.are_made:
-            repeated_steps.take(call.steps.making, batch)
-            repeated_steps.passes.gave(id(iterator))
-        return batch
+class _NotesInputs:
+    """Notes what a trained module is called with, before its forward pass.
 
-    return __next__
+    A copy of the module, or one that is saved as a whole, has a hook in its place that does nothing.
+    """
+
+    def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note the inputs of a step; what was computed from parameters belongs to none of its batches."""
+        if torch.compiler.is_compiling():
+            return
+        call, has_gradients = active_call_wrapper(), torch.is_grad_enabled()
+        if not (has_gradients and module.training):
+            repeated_steps.was_validated = True
+        if has_gradients and call is not None and call.steps.making > 0:
+            given = [each for each in _tensors_in([args, kwargs]) if each.grad_fn is None]
+            repeated_steps.take(call.steps.making, given)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return what does nothing, and is found where this package is not installed."""
+        return getattr, (nullcontext(), "__exit__")
 
 
-def _has_piece(items: list[str], piece: list[str]) -> bool:
-    size = len(piece)
-    return any(items[start : start + size] == piece for start in range(len(items) - size + 1))
+class Sampled:
+    """The shapes and first bytes of the tensors of a batch.
+
+    What is on a device is copied there, and looked at when :attr:`digest` is asked for: nothing waits before.
+
+    Args:
+        batch: the batch, in containers.
+    """
+
+    def __init__(self, batch: object) -> None:
+        tensors = list(_tensors_in(batch))
+        self._shapes = [str(tuple(each.shape)) for each in tensors]
+        self._firsts = [_first_of(each) for each in tensors]
+        is_on_host = all(each is None or each.device.type == "cpu" for each in self._firsts)
+        self._digest = self._look() if is_on_host else None  # its memory may be used for the next batch
+
+    @property
+    def digest(self) -> str:
+        """The digest; "" without tensors."""
+        if self._digest is None:
+            self._digest = self._look()
+        return self._digest
+
+    def _look(self) -> str:
+        digest = xxhash.xxh3_64()
+        for shape, first in zip(self._shapes, self._firsts):
+            digest.update(shape.encode())
+            if first is not None:
+                digest.update(tensor_bytes(first.cpu()).numpy().data)
+        self._firsts = []
+        return digest.hexdigest() if self._shapes else ""
 
 
-def digest_batch(batch: object) -> str:
-    """Return the digest of a batch, of its shapes and first bytes of tensors on the CPU; "" without tensors."""
-    digest, tensors = xxhash.xxh3_64(), list(_tensors_in(batch))
-    for tensor in tensors:
-        digest.update(str(tuple(tensor.shape)).encode())
-        if tensor.device.type == "cpu" and tensor.layout is torch.strided and tensor.numel():
-            digest.update(tensor_bytes(tensor.detach().reshape(-1)[: _BYTES // tensor.element_size()]).numpy().data)
-    return digest.hexdigest() if tensors else ""
+def _first_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the first elements; None: there are none, or they cannot be read now."""
+    is_captured = tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or not tensor.numel() or is_captured:
+        return None
+    first = tensor.detach() if tensor.is_contiguous() else tensor.detach()[:1]  # not all of it is copied
+    first = first.reshape(-1)[: _BYTES // tensor.element_size()].resolve_conj().resolve_neg()
+    try:
+        first.data_ptr()
+    except RuntimeError:  # within torch.func, which has tensors without memory
+        return None
+    return first if first.device.type == "cpu" else first.clone()
 
 
 def _tensors_in(value: object, depth: int = 0) -> Iterator[torch.Tensor]:

@@ -74,8 +74,8 @@ def plain(caller: HPCallWrapper) -> None:
     training = PlainTraining(caller, [model], [optimizer])
     for step in training.steps(STEPS):
         (batch,) = DataLoader(Rows(), batch_size=4, sampler=range(4 * step, 4 * step + 4))
-        caller.enter_phase("forward", step)
         loss = loss_of(model, batch)
+        caller.enter_phase("backward", step)
         loss.backward()
         training.update(loss.item())
 

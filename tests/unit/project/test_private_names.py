@@ -50,7 +50,6 @@ LEFT = {
     "checkpointless/integrations/megatron/warm/kept_model.py": 2,
     "checkpointless/integrations/megatron_bridge/data.py": 1,
     "checkpointless/integrations/torch/loop.py": 1,
-    "checkpointless/integrations/torch/repeated_steps.py": 1,
     "checkpointless/integrations/torch/torch_tensors.py": 3,
     "checkpointless/integrations/transformers.py": 3,
     "checkpointless/launcher/agent/ranks/rank_process.py": 2,

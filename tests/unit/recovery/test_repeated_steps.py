@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import logging
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.utils.data import dataloader
+from torch.nn.parallel import DistributedDataParallel
 
 from checkpointless.inprocess import UnrecoverableError
-from checkpointless.integrations.torch.repeated_steps import RepeatedSteps, digest_batch
+from checkpointless.integrations.torch.repeated_steps import RepeatedSteps, Sampled, repeated_steps
 from checkpointless.observability.telemetry.events import read_events
 from checkpointless.observability.telemetry.steps import StepLog, read_steps
 
@@ -88,11 +92,10 @@ def test_a_loss_that_is_no_number_twice_is_the_same(caplog: pytest.LogCaptureFix
 @pytest.mark.parametrize(
     ("before", "now", "differs"),
     [
-        ([5], [1, 2, 3, 4, 5], False),  # the loop goes past the batches of earlier steps first
         ([1], [1, 2], False),  # the fault came before the second batch
-        ([1, 2], [9, 1, 2], False),  # after a validation
         ([], [1], False),
-        ([5], [1, 2, 3, 4], True),
+        ([5], [1, 2, 3, 4, 5], True),
+        ([1, 2], [1], True),
         ([1, 2], [1, 9, 2], True),
         ([1, 2], [2, 1], True),
     ],
@@ -158,19 +161,6 @@ def test_another_block_makes_other_steps(caplog: pytest.LogCaptureFixture) -> No
     assert not caplog.records
 
 
-def test_a_batch_that_is_left_out_is_not_the_steps(caplog: pytest.LogCaptureFixture) -> None:
-    """``on_train_batch_start`` may return -1; what loads a batch and what computes it are apart."""
-    steps = RepeatedSteps()
-    for is_first, batches in ((True, (8, 3)), (False, (3,))):
-        steps.begin_entry(is_first)
-        for batch in batches:
-            steps.arrive(torch.tensor(batch))
-        steps.use(3)
-        steps.use(3)  # a closure that is called again
-        steps.compute(3, 1.0)
-    assert not caplog.records
-
-
 @pytest.mark.parametrize(
     ("loss", "params", "says"),
     [
@@ -198,25 +188,102 @@ def test_what_is_recorded_of_a_step_is_compared_with_what_was(
     later.record(log, 5, 1.0, "z")
 
 
-def test_a_loop_that_a_fault_has_ended_and_that_is_still_referred_to_notes_nothing_twice() -> None:
-    steps, iterator = RepeatedSteps(), dataloader._BaseDataLoaderIter
-    original = iterator.__next__
-    old, new = steps.listening(), steps.listening()
+@pytest.fixture
+def net(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.nn.Module]:
+    """Give a module that the process's own noting listens to, in step 3."""
+    call = SimpleNamespace(steps=SimpleNamespace(making=3), leave_if_over=lambda: None)
+    monkeypatch.setattr("checkpointless.integrations.torch.repeated_steps.active_call_wrapper", lambda: call)
+    net = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    repeated_steps.begin_entry(is_first=True)
+    with repeated_steps.listening([net]):
+        yield net
+    repeated_steps.begin_entry(is_first=True)
+
+
+ONES = torch.ones(1, 2)
+
+
+def test_a_step_of_a_loop_takes_what_its_modules_are_called_with(net: torch.nn.Module) -> None:
+    net(ONES)
+    assert repeated_steps.batch_of(3) == Sampled(ONES).digest
+    assert not repeated_steps.was_validated
+
+
+def test_what_is_computed_from_parameters_is_no_batch(net: torch.nn.Module) -> None:
+    net(net(ONES))
+    assert repeated_steps.batch_of(3) is None
+
+
+def test_a_validation_is_none_of_the_steps(net: torch.nn.Module) -> None:
+    with torch.no_grad():
+        net(ONES)
+    assert repeated_steps.batch_of(3) is None
+    assert repeated_steps.was_validated
+    repeated_steps.begin_entry(is_first=False)
+    assert not repeated_steps.was_validated
+
+
+def test_a_model_may_be_trained_as_for_evaluation(net: torch.nn.Module) -> None:
+    net.eval()(ONES)
+    assert repeated_steps.batch_of(3) == Sampled(ONES).digest
+
+
+def test_copies_of_a_module_and_saved_ones_note_nothing(net: torch.nn.Module) -> None:
+    saved = io.BytesIO()
+    torch.save(net, saved)
+    assert b"checkpointless" not in saved.getvalue(), "it can be loaded where this package is not installed"
+    saved.seek(0)
+    for other in (copy.deepcopy(net), torch.load(saved, weights_only=False)):
+        other(ONES)
+    assert repeated_steps.batch_of(3) is None
+
+
+def test_a_compiled_module_and_functional_transforms_work(net: torch.nn.Module) -> None:
+    torch.compile(net, backend="eager", fullgraph=True)(ONES)
+    parameters = dict(net.named_parameters())
+
+    def of_one(parameters: dict[str, torch.Tensor], row: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = torch.func.functional_call(net, parameters, (row,)).sum()
+        return loss
+
+    torch.func.vmap(torch.func.grad(of_one), in_dims=(None, 0))(parameters, torch.ones(4, 2))
+
+
+def test_a_loop_that_a_fault_has_ended_notes_nothing_twice() -> None:
+    net, steps = torch.nn.Linear(2, 2), RepeatedSteps()
+    old, new = steps.listening([net]), steps.listening([net])
     old.__enter__()
-    listens = iterator.__next__
-    assert listens is not original
     new.__enter__()
-    assert iterator.__next__ is listens
+    assert len(net._forward_pre_hooks) == 1
     old.__exit__(None, None, None)
-    assert iterator.__next__ is listens, "the new loop is still in its steps"
+    assert len(net._forward_pre_hooks) == 1, "the new loop is still in its steps"
     new.__exit__(None, None, None)
-    assert iterator.__next__ is original
+    assert not net._forward_pre_hooks
+
+
+def test_the_module_in_ddp_is_listened_to() -> None:
+    wrapped = DistributedDataParallel.__new__(DistributedDataParallel)
+    torch.nn.Module.__init__(wrapped)
+    wrapped.module = torch.nn.Linear(2, 2)
+    with RepeatedSteps().listening([wrapped]):
+        assert len(wrapped.module._forward_pre_hooks) == 1
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [torch.rand(3, 5000, 7).transpose(0, 2), torch.rand(8, 4, 4, 2).permute(0, 3, 1, 2), torch.tensor(1.5)],
+    ids=["large", "small", "number"],
+)
+def test_of_a_large_batch_the_first_elements_are_read(batch: torch.Tensor) -> None:
+    other = batch.clone()
+    other[(0,) * other.dim()] += 1
+    assert Sampled(other).digest != Sampled(batch).digest
 
 
 def test_a_batch_without_tensors_is_not_known() -> None:
     steps = RepeatedSteps()
     steps.take(3, torch.ones(2))
-    assert steps.batch_of(3) == digest_batch([torch.ones(2)]) != ""
+    assert steps.batch_of(3) == Sampled([torch.ones(2)]).digest != ""
     steps.take(3, iter([torch.ones(2)]))
     assert steps.batch_of(3) is None
     assert steps.batch_of(2) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
 import random
 from collections.abc import Iterator
@@ -10,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from checkpointless.inprocess.worker_streams import WorkerStreams, is_iterable
+from checkpointless.inprocess.worker_streams import WorkerStreams, epochs_begun, is_iterable
 from checkpointless.recovery import Place, seed_data_workers
 
 
@@ -58,6 +59,19 @@ def test_the_loaders_own_init_is_kept_and_nothing_is_stacked() -> None:
 def test_a_loader_whose_workers_are_its_own_is_refused_by_name(loader: Any) -> None:
     with pytest.raises(TypeError, match=type(loader).__name__):
         seed_data_workers(loader, 1)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_epochs_are_those_of_the_samplers(workers: int) -> None:
+    before = epochs_begun()
+    sampler: DistributedSampler[int] = DistributedSampler(range(4), 2, 0)  # type: ignore[arg-type]
+    loader: DataLoader[int] = DataLoader(range(4), sampler=sampler, num_workers=workers)  # type: ignore[arg-type]
+    seed_data_workers(loader, 1)
+    sampler.set_epoch(2)
+    assert epochs_begun() == before + 2
+    del sampler, loader
+    gc.collect()
+    assert epochs_begun() == before
 
 
 def test_only_a_worker_has_its_streams_set() -> None:
