@@ -17,7 +17,6 @@ from checkpointless.inprocess import HPCallWrapper, StateLostError, Unrecoverabl
 from checkpointless.inprocess.context import putting_back
 from checkpointless.inprocess.worker_streams import epochs_begun
 from checkpointless.integrations.torch.loop_state import LoopState, Undeclared, warn_of_changes_between
-from checkpointless.integrations.torch.owned import Owned, put_back
 from checkpointless.integrations.torch.repeated_steps import repeated_steps
 from checkpointless.observability.telemetry.steps import StepExtras, StepLog
 from checkpointless.recovery.guard import UpdateGuard, vote
@@ -35,6 +34,7 @@ from checkpointless.state.serialization.digest import (
     digest_parameters,
     samples,
 )
+from checkpointless.state.serialization.tensor_memory import local_part
 from checkpointless.system.environment import own_rank
 from checkpointless.transfer.exchange import all_gather_json, true_on_all
 from checkpointless.transfer.tensor_entry import Key
@@ -58,6 +58,10 @@ _TWO_UPDATES = (
 _EXCHANGED = (
     "parameters were written to in step %d before its update(), as for a validation with other weights: a fault in "
     "such a step is the end of the job, unless they are exchanged in `with training.other_weights():`"
+)
+_CHANGED = (
+    "{} is changed {}: after a fault it would be changed once more, or be that of no step. Change it within the "
+    "update (the optimizer's register_step_post_hook), or make it a buffer if no optimizer updates it"
 )
 _COMPARED = (1, 2)  # the steps after which replicas are compared; a first learning rate of 0 leaves them equal
 _warned: set[str] = set()  # once in a process
@@ -188,7 +192,7 @@ class LoopTraining(JournaledTraining, ABC):
         super().__init__(state, call, schedulers, loop_state)
         self._guard = UpdateGuard(call, self._journal, self._vote)
         self._done = 0  # before the job; a block that is entered again may load another checkpoint
-        self._left = Owned(self._trained, samples)  # as a call of steps() leaves it
+        self._noted: Mapping[Key, bytes] = {}  # of what nothing but an update may change
         parameters = [each for module in state.modules for each in module.parameters()]
         restored = [self, call, declared, *known, *state.modules, *schedulers, *parameters]
         self._undeclared = Undeclared(loop_state, restored)
@@ -215,19 +219,19 @@ class LoopTraining(JournaledTraining, ABC):
         if number == 0:
             self._restore(done)
         else:
-            self._left.require_unchanged("between two calls of steps()", self._title_of)
+            self._refuse_changes("between two calls of steps()")
             self._journal.amend({"exits": self._exits.take()})
             self._manager.attach(self._journal, self.step)  # the copies of the call before are finished
             if number == self._exits.resumed_in:  # what stands behind the calls before was done again
                 self._manager.restore_streams()
                 self._journal.put_back()
-        self._left.forget()
+        self._noted = {}
         if not self._exits.was_left(number, self.step):
             with repeated_steps.listening(self.state.modules):
                 yield from self._remaining(last, number)
         self._exits.end_call()
         self._manager.finish_copies()
-        self._left.note()
+        self._note()
 
     def _remaining(self, last: int, number: int) -> Iterable[int]:
         """Yield the steps to make in a call of :meth:`steps`, of which ``number`` precede it."""
@@ -340,10 +344,27 @@ class LoopTraining(JournaledTraining, ABC):
         manager.attach(self._journal, self.step)
         call.steps.begin_data()
 
-    def _trained(self) -> dict[Key, torch.Tensor]:
-        """Return what nothing but an update may change: parameters and the optimizers' state, by key."""
+    def _note(self) -> None:
+        """Note a few elements of what nothing but an update may change: parameters and the optimizers' state."""
         buffers = {key for key, _ in self.state.buffers.present()}
-        return {key: tensor for key, tensor in self.state.tensors().items() if key not in buffers}
+        tensors = self.state.tensors().items()
+        self._noted = samples({key: tensor.detach() for key, tensor in tensors if key not in buffers})
+
+    def _refuse_changes(self, when: str) -> None:
+        """Refuse that something has changed since :meth:`_note`.
+
+        Args:
+            when: where the loop is, for people.
+
+        Raises:
+            UnrecoverableError: a tensor has, or is gone.
+        """
+        noted = self._noted
+        if noted:
+            self._note()
+            key = next((key for key, sample in noted.items() if self._noted.get(key) != sample), None)
+            if key is not None:
+                raise UnrecoverableError(_CHANGED.format(self._title_of(key), when))
 
     def _title_of(self, key: Key) -> str:
         """Return what a tensor of the state is, for people."""
@@ -391,6 +412,33 @@ class LoopTraining(JournaledTraining, ABC):
     @abstractmethod
     def _arrange(self) -> None:
         """Arrange what would be arranged in the first step, and kept, in every generation alike. Collective."""
+
+
+@contextmanager
+def put_back(weights: Callable[[], Iterable[torch.Tensor]], when_back: Callable[[], None]) -> Iterator[None]:
+    """Require that parameters are at the end, also on the way of an exception, what they were at the beginning.
+
+    Args:
+        weights: returns the parameters, each time in the same order.
+        when_back: is called when they are.
+
+    Raises:
+        UnrecoverableError: the context is left in the usual way, and they are not.
+    """
+
+    def digests() -> Mapping[Key, str]:
+        parts = {("weight", index): local_part(each).detach() for index, each in enumerate(weights())}
+        return MemoryChecksumManager().digest_each(parts)
+
+    before, is_back = digests(), False
+    try:
+        yield
+    finally:
+        is_back = digests() == before
+        if is_back:
+            when_back()
+    if not is_back:
+        raise UnrecoverableError("other weights stay behind other_weights(): what exchanges them puts them back")
 
 
 # --- How loops leave steps() --------------------------------------------------------------------------------------

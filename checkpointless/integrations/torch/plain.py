@@ -11,7 +11,6 @@ from typing_extensions import override
 
 from checkpointless.inprocess import HPCallWrapper, UnrecoverableError
 from checkpointless.integrations.torch.loop import LoopTraining
-from checkpointless.integrations.torch.owned import Owned
 from checkpointless.integrations.torch.torch_tensors import TorchTensors
 from checkpointless.recovery.running import running_block
 from checkpointless.state.journal import Captured, StepBefore
@@ -98,7 +97,6 @@ class PlainTraining(LoopTraining):
         self._tensors = TorchTensors(modules, optimizers, is_known=call.high_water > 0, group=group)
         self._by_update: tuple[list[bool], list[dict[str, Any]], list[int]] = ([], [], [])
         self._updated = 0  # the newest step that was updated in this entry
-        self._owned = Owned(self._trained)
         self._scales = scaler is not None and scaler.is_enabled()
         declared = {**state, "scaler": scaler} if scaler is not None else state
         super().__init__(self._tensors, call, schedulers, declared, [state, *optimizers])
@@ -109,7 +107,7 @@ class PlainTraining(LoopTraining):
         Args:
             loss: the loss of the step, which is kept with the step if steps are recorded.
         """
-        self._refuse_changes("in a step before its update()")
+        self._refuse_early("in a step before its update()")
         if self._scales:
             self._leave_out_overflows()
         self._compute(loss)
@@ -147,7 +145,7 @@ class PlainTraining(LoopTraining):
         """Capture the loop's state after the update of ``step``."""
         self._by_update, self._updated = self._loops_part(), step
         if self._is_young():
-            self._owned.note()
+            self._note()
         return super().committed(step, ready, before)
 
     @override
@@ -162,9 +160,9 @@ class PlainTraining(LoopTraining):
             late = _late_change(self._by_update, self._loops_part())
             if late:
                 raise UnrecoverableError(_LATE.format(late, step))
-            self._refuse_changes("between update() and the next step")
+            self._refuse_early("between update() and the next step")
         if self._is_young():
-            self._owned.note()
+            self._note()
         return super().reached(step, point)
 
     def _loops_part(self) -> tuple[list[bool], list[dict[str, Any]], list[int]]:
@@ -175,10 +173,10 @@ class PlainTraining(LoopTraining):
     def _is_young(self) -> bool:
         return max(self.step, self._call.high_water) - self._done < _WATCHED
 
-    def _refuse_changes(self, when: str) -> None:
+    def _refuse_early(self, when: str) -> None:
         """Refuse, in the first steps of a job, what is changed outside of updates."""
         if self._is_young() and self.step > self._done:  # the first step may give first values
-            self._owned.require_unchanged(when, self._title_of)
+            self._refuse_changes(when)
 
     @override
     def _title_of(self, key: Key) -> str:

@@ -8,13 +8,14 @@ was taken then. This module alone says what is taken; a kind of state that is mi
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback, Checkpoint
+from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from checkpointless.inprocess import UnrecoverableError
@@ -25,7 +26,6 @@ from checkpointless.integrations.compat.lightning import (
     call_module_hook,
 )
 from checkpointless.integrations.lightning.boundary.epoch_metrics import put_accumulated
-from checkpointless.integrations.lightning.boundary.trainer_settings import schedulers_of, take_settings
 from checkpointless.integrations.lightning.data.position import megatron_sampler, take_sampler
 from checkpointless.state.serialization import state_tree
 from checkpointless.state.serialization.later import copies_of
@@ -105,7 +105,7 @@ def _take_checkpoint(trainer: Any) -> dict[str, Any]:
         "optimizer_states": [],
         "loops": _loops(trainer),
         "callbacks": {each.state_key: state for each in trainer.callbacks if (state := each.state_dict())},
-        "lr_schedulers": [scheduler.state_dict() for scheduler in schedulers_of(trainer)],
+        "lr_schedulers": [config.scheduler.state_dict() for config in trainer.strategy.lr_scheduler_configs],
     }
     precision, data = trainer.precision_plugin, getattr(trainer, "datamodule", None)
     if precision_state := precision.state_dict():
@@ -277,8 +277,67 @@ def _put_savers(trainer: Any, states: list[dict[str, Any]]) -> None:
             setattr(saver, name, state_tree.copy(value))
 
 
-#: The trainer's plain settings, which are put back where hooks at the start have run already.
+#: The trainer's plain settings that hooks may change in the middle; they are put back where hooks at the start have
+#: run already, since a script that is entered again makes the trainer that it had made at first.
 SETTINGS = "settings"
+_CLIPPING = "gradient_clip_algorithm"
+_VALIDATES = "val_check_batch"  # missing before the training loader is made
+#: What the training loader is made with, what is set when it is made, and what is read while the loops run.
+OF_LOADERS = (
+    "val_check_interval",
+    "check_val_every_n_epoch",
+    "reload_dataloaders_every_n_epochs",
+    "fit_loop.val_made",
+)
+_MADE = ("fit_loop.max_batches", "fit_loop._last_train_dl_reload_epoch", "fit_loop.made_at_step")
+_READ = (
+    *OF_LOADERS,
+    _CLIPPING,
+    "limit_train_batches",
+    "limit_val_batches",
+    "accumulate_grad_batches",
+    "gradient_clip_val",
+    "log_every_n_steps",
+    "fit_loop.max_epochs",
+    "fit_loop.min_epochs",
+    "fit_loop.epoch_loop.max_steps",
+    "fit_loop.epoch_loop.min_steps",
+)
+_read: Callable[[Any], tuple[Any, ...]] = operator.attrgetter(*_READ, *_MADE)
+
+
+def take_settings(trainer: pl.Trainer) -> dict[str, Any]:
+    """Return the settings as they are now, as plain data."""
+    taken = dict(zip((*_READ, *_MADE), _read(trainer)))
+    if taken[_CLIPPING] is not None:
+        taken[_CLIPPING] = GradClipAlgorithmType(taken[_CLIPPING]).value
+    return {**taken, _VALIDATES: vars(trainer).get(_VALIDATES)}
+
+
+def put_settings(trainer: pl.Trainer, state: Mapping[str, Any], names: Iterable[str] | None = None) -> None:
+    """Put back what :func:`take_settings` made: those of ``names``, or all but what the training loader sets."""
+    for name in _READ if names is None else names:
+        path, _, last = name.rpartition(".")
+        owner = operator.attrgetter(path)(trainer) if path else trainer
+        value = state[name]
+        if name == _CLIPPING and value is not None:
+            value = GradClipAlgorithmType(value)
+        if getattr(owner, last, None) != value:
+            setattr(owner, last, value)
+
+
+def put_of_epoch(trainer: pl.Trainer, state: Mapping[str, Any], begins_epoch: bool = False) -> None:
+    """Put all settings back, with what the training loader has set unless an epoch begins with another one."""
+    put_settings(trainer, state)
+    if when_made(trainer, state, begins_epoch) is not None:
+        put_settings(trainer, state, (*_MADE, _VALIDATES))
+
+
+def when_made(trainer: pl.Trainer, state: Mapping[str, Any], begins_epoch: bool = False) -> tuple[int, int] | None:
+    """Return the epoch and the step in which the training loader was made; None: it is still to be made."""
+    every, (_, last, step) = state["reload_dataloaders_every_n_epochs"], (state[name] for name in _MADE)
+    is_of_epoch = begins_epoch and every and trainer.current_epoch - last >= every
+    return None if is_of_epoch or state[_VALIDATES] is None else (last, step)
 
 
 #: The kind of state whose values only the rank itself has.

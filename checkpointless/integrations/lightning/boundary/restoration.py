@@ -10,11 +10,19 @@ from typing import Any, cast
 import lightning.pytorch as pl
 
 from checkpointless.integrations.lightning.boundary.epoch_metrics import put_accumulated, warn_if_lost, with_own
-from checkpointless.integrations.lightning.boundary.kinds import ACCUMULATED, SETTINGS, load_again, put_kinds
+from checkpointless.integrations.lightning.boundary.kinds import (
+    ACCUMULATED,
+    OF_LOADERS,
+    SETTINGS,
+    load_again,
+    put_kinds,
+    put_of_epoch,
+    put_settings,
+    when_made,
+)
 from checkpointless.integrations.lightning.boundary.loops import Resumption
 from checkpointless.integrations.lightning.boundary.outcome import StepOutcome, with_own_loss
 from checkpointless.integrations.lightning.boundary.step_keeper import StepKeeper
-from checkpointless.integrations.lightning.boundary.trainer_settings import put_for_loaders, put_settings, when_made
 from checkpointless.integrations.lightning.data.position import DataPosition, put_sampler
 from checkpointless.integrations.lightning.data.training import TrainingData
 from checkpointless.recovery import CheckpointManager
@@ -91,7 +99,7 @@ class Restoration:
         put_kinds(self._trainer, objects["kinds"])
         put_sampler(self._trainer, objects["sampler"])
         if _is_in_training(stage, objects):
-            put_for_loaders(self._trainer, objects["kinds"][SETTINGS])
+            put_settings(self._trainer, objects["kinds"][SETTINGS], OF_LOADERS)
         if stage is SnapshotPoint.LOADED:
             self._waiting = None
             manager.restore_streams()
@@ -134,7 +142,7 @@ class Restoration:
         load_again(trainer, objects["checkpoint"])
         put_kinds(trainer, objects["kinds"])
         if _is_in_training(stage, objects):
-            put_settings(trainer, objects["kinds"][SETTINGS], _begins_epoch(stage, objects))
+            put_of_epoch(trainer, objects["kinds"][SETTINGS], _begins_epoch(stage, objects))
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         manager.saves.forget_lost(callbacks)
         put_sampler(trainer, objects["sampler"])
@@ -176,7 +184,7 @@ class Restoration:
         if outcome.state is not None:
             load_again(self._trainer, outcome.state["checkpoint"])
             put_kinds(self._trainer, {**outcome.state["kinds"], ACCUMULATED: accumulated})
-            put_settings(self._trainer, outcome.state["kinds"][SETTINGS])
+            put_of_epoch(self._trainer, outcome.state["kinds"][SETTINGS])
         put_accumulated(self._trainer, self._own_of(accumulated, *self._manager.resumed_at))
 
 
@@ -198,7 +206,7 @@ def skip_fit(trainer: pl.Trainer, objects: dict[str, Any] | None) -> dict[str, A
     if objects is None:
         return {}
     put_kinds(trainer, objects["kinds"])
-    put_settings(trainer, objects["kinds"][SETTINGS])
+    put_of_epoch(trainer, objects["kinds"][SETTINGS])
     checkpoint: dict[str, Any] = objects["checkpoint"]
     return checkpoint
 

@@ -1,4 +1,4 @@
-"""Test what is noticed of tensors that nothing but an update may change."""
+"""Test that weights which stood in for the trained ones are put back."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from checkpointless.inprocess import UnrecoverableError
-from checkpointless.integrations.torch.owned import Owned, put_back
-from checkpointless.transfer.tensor_entry import Key
+from checkpointless.integrations.torch.loop import put_back
 
 
 def test_weights_that_are_put_back_are_so_to_the_bit_also_on_the_way_of_a_fault() -> None:
@@ -29,14 +28,3 @@ def test_weights_that_stay_exchanged_are_refused_and_a_fault_is_told_first() -> 
     with pytest.raises(IndexError), put_back(lambda: weights, lambda: back.append("raised")):
         weights[0].mul_(3)[9]
     assert not back
-
-
-def test_a_tensor_that_is_gone_is_no_longer_what_it_was() -> None:
-    tensors: dict[Key, torch.Tensor] = {("optimizer", 0): torch.ones(2), ("optimizer", 1): torch.ones(2)}
-    owned = Owned(lambda: tensors)
-    owned.note()
-    assert owned.changed() is None
-    del tensors["optimizer", 1]
-    assert owned.changed() == ("optimizer", 1)
-    owned.forget()
-    assert owned.changed() is None
