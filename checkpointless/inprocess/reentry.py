@@ -141,6 +141,10 @@ class Blocks:
 REPLACED_EXIT_CODE = 75  # EX_TEMPFAIL: the agent starts a successor
 _RESTARTS = ("in-process", "process")
 _ASKED_FOR = 'HPWrapper(restart="process") replaces processes at every fault'
+_NO_SUCCESSORS = (
+    'HPWrapper(restart="process") needs `checkpointless run`, since no other launcher starts a successor of one '
+    "process: start the job with it, or leave out restart= (faults are then recovered from in place)"
+)
 _PACKAGE = str(Path(__file__).parents[1])
 
 
@@ -169,6 +173,9 @@ class Succession:
         blocks: where the block is among those of the script.
         restart: the way of restarting, one of :data:`_RESTARTS`.
 
+    Raises:
+        ValueError: new processes are asked for under a launcher that starts none.
+
     Attributes:
         unfit: why this process cannot enter its block again, in one line ("": it can).
     """
@@ -179,8 +186,8 @@ class Succession:
         self.unfit = ""
         if restart == "process" and isinstance(client, AgentClient):
             self.unfit = _ASKED_FOR
-        elif restart == "process":
-            logger.warning("%s only under `checkpointless run`: they re-enter the block in place", _ASKED_FOR)
+        elif restart == "process" and client.has_launcher:
+            raise ValueError(_NO_SUCCESSORS)
         self._generation = generation
         self._client = client
         self._steps = steps

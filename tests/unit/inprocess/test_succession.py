@@ -131,6 +131,17 @@ def test_a_process_whose_state_finds_no_room_stays_if_it_can(monkeypatch: pytest
     assert ended == [75]
 
 
+@pytest.mark.parametrize("has_launcher", [True, False], ids=["torchrun", "none"])
+def test_another_launcher_starts_no_successors(has_launcher: bool) -> None:
+    client = cast(Any, SimpleNamespace(has_launcher=has_launcher))
+    steps, blocks = StepTracker(Generation(0), None), Blocks(Facts(None))
+    if not has_launcher:  # nothing is recovered from
+        assert not Succession(Generation(0), client, steps, blocks, "process").unfit
+        return
+    with pytest.raises(ValueError, match="needs `checkpointless run`"):
+        Succession(Generation(0), client, steps, blocks, "process")
+
+
 def test_there_are_two_ways_to_restart() -> None:
     with pytest.raises(ValueError, match="restart is 'in-process' or 'process', and not 'job'"):
         HPWrapper(restart="job")
