@@ -19,7 +19,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
 from checkpointless.inprocess import active_call_wrapper
-from checkpointless.integrations.torch.repeated_steps import Sampled, repeated_steps
+from checkpointless.integrations.torch.repeated_steps import digest_batch, repeated_steps
 from checkpointless.observability.telemetry.steps import StepExtras, StepLog
 from checkpointless.recovery.running import manager_of
 from checkpointless.state.serialization.digest import (
@@ -240,7 +240,7 @@ class StepRecorder(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Note the batch; a strategy may give an iterator in its place."""
-        self._batch = None if isinstance(batch, Iterator) else Sampled(batch).digest or None
+        self._batch = None if isinstance(batch, Iterator) else digest_batch(batch) or None
 
     @override
     def on_train_batch_end(

@@ -26,6 +26,7 @@ from checkpointless.state.serialization.tensor_memory import tensor_bytes
 _BYTES = 4096  # of each tensor
 _DEEPEST = 4  # containers within containers
 _STEPS = 1024  # a recovery from a copy or from storage goes back by so many at most
+_Parts = list[tuple[str, torch.Tensor | None]]
 _BATCHES = 64  # of a step; a cell may be called for each element of a sequence
 _HINT = (
     "%s: unless kernels are not deterministic, what follows is not what an undisturbed run computes. Batches have "
@@ -40,11 +41,11 @@ class _Made:
     """What is known of a step from before a fault.
 
     Attributes:
-        taken: for each time that the step was begun, a digest of each batch that it took.
+        taken: a digest of each batch that it took before a fault came, if it ever came to a batch.
         loss: its loss (None: not known).
     """
 
-    taken: list[list[str]] = field(default_factory=list)
+    taken: list[str] = field(default_factory=list)
     loss: float | None = None
 
 
@@ -60,7 +61,7 @@ class RepeatedSteps:
 
     def __init__(self) -> None:
         self._step = 0
-        self._taken: list[Sampled] = []
+        self._taken: list[_Parts] = []  # of each batch
         self._loss: float | None = None
         self._is_computed = False  # what is taken from then on is none of the step's
         self._before: dict[int, _Made] = {}  # by step; those of this entry are among them once they are over
@@ -110,11 +111,11 @@ class RepeatedSteps:
         """Note a batch that ``step`` takes."""
         self._begin(step)
         if not self._is_computed and len(self._taken) < _BATCHES:
-            self._taken.append(Sampled(batch))
+            self._taken.append(_parts_of(batch))
 
     def batch_of(self, step: int) -> str | None:
         """Return the digest of the last batch that ``step`` took; None if it took none."""
-        return (self._taken[-1].digest or None) if self._step == step and self._taken else None
+        return (_digest(self._taken[-1]) or None) if self._step == step and self._taken else None
 
     def compute(self, step: int, loss: float | None) -> None:
         """Note the loss of ``step``, whose gradients are final; compare it, and what the step has taken.
@@ -130,12 +131,12 @@ class RepeatedSteps:
             call.leave_if_over()  # a loss that aborted collectives have left says nothing
         self._begin(step)
         self._loss, self._is_computed = loss, True
-        before, taken = self._before.get(step), [each.digest for each in self._taken]
+        before, taken = self._before.get(step), list(map(_digest, self._taken))
         if before is None:
             return
         others: list[str] = []
         facts: dict[str, float] = {}
-        if not all(taken[: len(each)] == each for each in before.taken):
+        if taken[: len(before.taken)] != before.taken:
             others.append("takes another batch than before the fault")
         if loss is not None and before.loss is not None and float(loss).hex() != float(before.loss).hex():
             others.append(f"has the loss {loss!r}, where it had {before.loss!r} before")
@@ -173,9 +174,9 @@ class RepeatedSteps:
     def _end_step(self) -> None:
         if self._step <= 0:
             return
-        made, taken = self._before.setdefault(self._step, _Made()), [each.digest for each in self._taken]
-        if taken not in made.taken:
-            made.taken.append(taken)
+        made = self._before.setdefault(self._step, _Made())
+        if len(self._taken) > len(made.taken):
+            made.taken = list(map(_digest, self._taken))
         if made.loss is None:
             made.loss = self._loss
         while len(self._before) > _STEPS:
@@ -213,51 +214,37 @@ class _NotesInputs:
         return getattr, (nullcontext(), "__exit__")
 
 
-class Sampled:
-    """The shapes and first bytes of the tensors of a batch.
+def digest_batch(batch: object) -> str:
+    """Return the digest of a batch: of the shapes and first bytes of its tensors; "" without tensors."""
+    return _digest(_parts_of(batch))
 
-    What is on a device is copied there, and looked at when :attr:`digest` is asked for: nothing waits before.
 
-    Args:
-        batch: the batch, in containers.
-    """
+def _parts_of(batch: object) -> _Parts:
+    """Return the shape of each tensor and a copy of its first elements, without waiting for a device."""
+    return [(str(tuple(each.shape)), _first_of(each)) for each in _tensors_in(batch)]
 
-    def __init__(self, batch: object) -> None:
-        tensors = list(_tensors_in(batch))
-        self._shapes = [str(tuple(each.shape)) for each in tensors]
-        self._firsts = [_first_of(each) for each in tensors]
-        is_on_host = all(each is None or each.device.type == "cpu" for each in self._firsts)
-        self._digest = self._look() if is_on_host else None  # its memory may be used for the next batch
 
-    @property
-    def digest(self) -> str:
-        """The digest; "" without tensors."""
-        if self._digest is None:
-            self._digest = self._look()
-        return self._digest
-
-    def _look(self) -> str:
-        digest = xxhash.xxh3_64()
-        for shape, first in zip(self._shapes, self._firsts):
-            digest.update(shape.encode())
-            if first is not None:
-                digest.update(tensor_bytes(first.cpu()).numpy().data)
-        self._firsts = []
-        return digest.hexdigest() if self._shapes else ""
+def _digest(parts: _Parts) -> str:
+    digest = xxhash.xxh3_64()
+    for shape, first in parts:
+        digest.update(shape.encode())
+        if first is not None:
+            digest.update(tensor_bytes(first.cpu()).numpy().data)
+    return digest.hexdigest() if parts else ""
 
 
 def _first_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the first elements; None: there are none, or they cannot be read now."""
+    """Return a copy of the first elements; None: there are none, or they cannot be read now."""
     is_captured = tensor.is_cuda and torch.cuda.is_current_stream_capturing()
     if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or not tensor.numel() or is_captured:
         return None
     first = tensor.detach() if tensor.is_contiguous() else tensor.detach()[:1]  # not all of it is copied
-    first = first.reshape(-1)[: _BYTES // tensor.element_size()].resolve_conj().resolve_neg()
+    first = first.reshape(-1)[: _BYTES // tensor.element_size()].resolve_conj().resolve_neg().clone()
     try:
         first.data_ptr()
-    except RuntimeError:  # within torch.func, which has tensors without memory
+    except RuntimeError:  # within torch.func, whose tensors have no memory
         return None
-    return first if first.device.type == "cpu" else first.clone()
+    return first
 
 
 def _tensors_in(value: object, depth: int = 0) -> Iterator[torch.Tensor]:
