@@ -27,7 +27,8 @@ _LARGE = 1024  # elements of a tensor from which a look takes samples
 _DEEPEST = 8  # containers within containers
 _UNDECLARED = (
     "these variables of the loop change from step to step and begin anew after a fault: %s. Where a later step "
-    "uses one, declare it: state={%r: %s} (docs/contract.md, 3)"
+    "uses one, declare it: state={%r: %s}; a number in an attribute: keep it in a buffer or a Value "
+    "(docs/contract.md, 3)"
 )
 _ITERATOR = (
     "the iterator %s was made before the first step: after a fault it begins anew, and steps take other batches "
@@ -205,6 +206,13 @@ def _is_written_to(value: object) -> bool:
     return isinstance(value, io.IOBase) and not value.closed and value.writable()
 
 
+#: What every module and optimizer has in attributes.
+_INHERITED = {
+    torch.nn.Module: frozenset(vars(torch.nn.Module())),
+    torch.optim.Optimizer: frozenset(vars(torch.optim.Optimizer([torch.zeros(1)], {}))),
+}
+
+
 # --- how state is put back, and looked at -------------------------------------------------------------------------
 
 
@@ -219,11 +227,22 @@ def _put(name: str, present: Any, value: Any) -> None:
 
 
 def _with_attributes(variables: Mapping[str, Any]) -> dict[str, Any]:
-    """Return variables, and of objects of the script's own classes their attributes."""
+    """Return variables, and of objects of the script's own classes their attributes.
+
+    An object with a state has what it keeps there, but for modules and optimizers: a forward pass counts, and an
+    optimizer wraps another, without a word in their states.
+    """
     found = dict(variables)
     for name, value in variables.items():
-        if not isinstance(value, type) and not has_state(value) and _is_of_script(type(value).__module__):
-            found.update((f"{name}.{key}", each) for key, each in getattr(value, "__dict__", {}).items())
+        parts = [(name, value)]
+        if isinstance(value, torch.nn.Module):
+            parts = list(torch.nn.Module.named_modules(value, prefix=name))
+        for path, each in parts:
+            inherited = next((names for kind, names in _INHERITED.items() if isinstance(each, kind)), None)
+            is_seen = inherited is not None or not has_state(each)
+            if is_seen and not isinstance(each, type) and _is_of_script(type(each).__module__):
+                kept = getattr(each, "__dict__", {}).items()
+                found.update((f"{path}.{key}", part) for key, part in kept if key not in (inherited or ()))
     return found
 
 

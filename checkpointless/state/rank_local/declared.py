@@ -239,7 +239,7 @@ def has_state(value: object) -> bool:
 
 def is_generator(value: object) -> bool:
     """Return whether ``value`` generates random numbers."""
-    return isinstance(value, torch.Generator | random.Random | np.random.Generator)
+    return isinstance(value, torch.Generator | random.Random | np.random.Generator | np.random.RandomState)
 
 
 def take_object(value: object) -> object:
@@ -250,6 +250,8 @@ def take_object(value: object) -> object:
         return value.getstate()
     if isinstance(value, np.random.Generator):
         return value.bit_generator.state
+    if isinstance(value, np.random.RandomState):
+        return value.get_state(legacy=False)
     stateful: Any = value
     return stateful.state_dict() if has_state(value) else value
 
@@ -264,6 +266,8 @@ def put_object(present: object, state: object) -> None:
         present.setstate(taken)
     elif isinstance(present, np.random.Generator):
         present.bit_generator.state = taken
+    elif isinstance(present, np.random.RandomState):
+        present.set_state(taken)
     else:
         stateful.load_state_dict(taken)
 

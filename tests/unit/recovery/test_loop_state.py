@@ -37,6 +37,7 @@ def _nothing_was_named(monkeypatch: pytest.MonkeyPatch) -> None:
         (torch.Generator, lambda it: torch.rand(1, generator=it)),
         (lambda: random.Random(1), lambda it: it.random()),
         (lambda: np.random.default_rng(1), lambda it: it.random()),
+        (lambda: np.random.RandomState(1), lambda it: it.normal()),
         (lambda: torch.amp.GradScaler("cpu"), lambda it: it.load_state_dict({**it.state_dict(), "scale": 2.0})),
         (lambda: torch.nn.Linear(1, 1), lambda it: it.weight.data.add_(1)),
     ],
@@ -51,6 +52,7 @@ def _nothing_was_named(monkeypatch: pytest.MonkeyPatch) -> None:
         "torch",
         "random",
         "numpy",
+        "numpy-legacy",
         "scaler",
         "module",
     ],
@@ -169,3 +171,45 @@ def test_none_tuples_arrays_and_meters_are_looked_at(caplog: pytest.LogCaptureFi
     (said,) = _named(caplog)
     assert ": average, hidden, meter.sum, table. " in said
     assert len(rows) == 100_000
+
+
+class Lookahead(torch.optim.Optimizer):
+    """An optimizer that has another, and counts beside its state."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner, self.count, self.every = inner, 0, 3
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+        self.count += 1
+
+
+class Tempered(torch.nn.Module):
+    """A module whose forward passes change an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.temperature, self.still = torch.nn.Linear(2, 2), 1.0, 0.5
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.temperature *= 0.9
+        with torch.no_grad():
+            self.calls += 1
+        result: torch.Tensor = self.linear(x) * self.temperature
+        return result
+
+
+def test_what_optimizers_and_modules_of_the_script_keep_beside_their_state_is_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = torch.nn.Sequential(Tempered())
+    optimizer = Lookahead(torch.optim.Adam(model.parameters(), 0.1))
+    known = [optimizer, model, *model.parameters()]
+    for _ in _train(Undeclared(LoopState({}), known), 4):
+        model(torch.ones(2)).sum().backward()
+        optimizer.step()
+    (said,) = _named(caplog)
+    assert ": model.0.temperature, optimizer.count, optimizer.inner. " in said
+    assert "keep it in a buffer" in said
