@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from checkpointless.state.module_tensors import own_state_of
 from checkpointless.state.rank_local.declared import has_state, put_object, put_value, take_object
 from checkpointless.state.serialization.digest import digest_value, samples
 
@@ -27,8 +28,8 @@ _LARGE = 1024  # elements of a tensor from which a look takes samples
 _DEEPEST = 8  # containers within containers
 _UNDECLARED = (
     "these variables of the loop change from step to step and begin anew after a fault: %s. Where a later step "
-    "uses one, declare it: state={%r: %s}; a number in an attribute: keep it in a buffer or a Value "
-    "(docs/contract.md, 3)"
+    "uses one, declare it: state={%r: %s}; of a module, keep it in a buffer; of an optimizer, register it "
+    "(checkpointless.register_optimizer_state; docs/contract.md, 3)"
 )
 _ITERATOR = (
     "the iterator %s was made before the first step: after a fault it begins anew, and steps take other batches "
@@ -240,6 +241,7 @@ def _with_attributes(variables: Mapping[str, Any]) -> dict[str, Any]:
         for path, each in parts:
             inherited = next((names for kind, names in _INHERITED.items() if isinstance(each, kind)), None)
             is_seen = inherited is not None or not has_state(each)
+            is_seen = is_seen and own_state_of(each) is None
             if is_seen and not isinstance(each, type) and _is_of_script(type(each).__module__):
                 kept = getattr(each, "__dict__", {}).items()
                 found.update((f"{path}.{key}", part) for key, part in kept if key not in (inherited or ()))

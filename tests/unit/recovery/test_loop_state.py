@@ -16,6 +16,7 @@ import torch
 from checkpointless import Value
 from checkpointless.integrations.torch import loop_state
 from checkpointless.integrations.torch.loop_state import LoopState, Undeclared
+from checkpointless.state.module_tensors import register_optimizer_state
 from checkpointless.state.serialization import state_tree
 
 
@@ -213,3 +214,15 @@ def test_what_optimizers_and_modules_of_the_script_keep_beside_their_state_is_na
     (said,) = _named(caplog)
     assert ": model.0.temperature, optimizer.count, optimizer.inner. " in said
     assert "keep it in a buffer" in said
+
+
+def test_what_is_registered_of_an_optimizer_is_not_named(caplog: pytest.LogCaptureFixture) -> None:
+    class Counting(Lookahead):
+        pass
+
+    register_optimizer_state(Counting, lambda it: {"count": it.count}, lambda it, state: None)
+    parameter = torch.nn.Parameter(torch.ones(1))
+    optimizer = Counting(torch.optim.SGD([parameter], 0.1))
+    for _ in _train(Undeclared(LoopState({}), [optimizer, parameter]), 4):
+        optimizer.step()
+    assert _named(caplog) == []

@@ -160,11 +160,11 @@ def test_weights_that_are_changed_beside_an_update_are_refused(
         begin_next(training)
     training._updated = 0  # the step has begun with these
     begin_next(training)
-    training._refuse_changes("in a step before its update()")
+    training._refuse_early("in a step before its update()")
     with torch.no_grad():
         (weight if is_counted else weight.data)[1, 1] = 8.0
     with pytest.raises(UnrecoverableError, match=r"parameter weight is changed in a step before"):
-        training._refuse_changes("in a step before its update()")
+        training._refuse_early("in a step before its update()")
 
 
 def test_nothing_is_compared_behind_the_first_steps(train: Callable[..., PlainTraining]) -> None:
@@ -174,7 +174,7 @@ def test_nothing_is_compared_behind_the_first_steps(train: Callable[..., PlainTr
     with torch.no_grad():
         weight.mul_(0.5)
     begin_next(training)
-    training._refuse_changes("in a step before its update()")
+    training._refuse_early("in a step before its update()")
 
 
 def test_a_scheduler_that_is_not_given_is_noticed() -> None:
