@@ -67,6 +67,7 @@ def test_a_full_example_comes_through_faults(tmp_path: Path, name: str) -> None:
     assert _steps_shown(rough) == _steps_shown(calm) == list(range(1, verdict.steps + 1))
 
 
+@pytest.mark.long  # test_examples.py has the small ones
 @pytest.mark.parametrize("name", NAMES)
 def test_without_the_lines_of_its_diff_a_full_example_is_anybodys_script(tmp_path: Path, name: str) -> None:
     pytest.importorskip("tensorboard")

@@ -92,7 +92,7 @@ def leaves_nothing(
     return kill
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2))])
 def test_two_nodes_a_spare_and_a_coordinator(
     tmp_path: Path, leaves_nothing: Callable[[list[psutil.Process], int], None], seed: int
 ) -> None:

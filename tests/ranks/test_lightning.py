@@ -131,6 +131,7 @@ def test_a_stream(train: Train, features: str) -> None:
     train("ddp", 7, *faults, features=features, ranks=2)
 
 
+@pytest.mark.long  # test_plain_habits.py has averages
 @pytest.mark.parametrize("kind", KINDS)
 def test_averages_and_modes(train: Train, kind: str) -> None:
     """An average that the optimizer's hook updates, and dropout that is switched off from the second epoch on."""

@@ -74,7 +74,7 @@ def _equal(zygote: Zygote, calm: Calm, folder: Path, habit: str, faults: Sequenc
     "habit",
     [
         "averages",
-        pytest.param("modes", marks=pytest.mark.long),  # test_lightning.py has averages with modes
+        "modes",
         "extra-state",
         "validates",
         pytest.param("exchanges", marks=pytest.mark.long),

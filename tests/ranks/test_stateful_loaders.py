@@ -105,6 +105,7 @@ def test_samplers_and_datasets_that_draw_or_count_for_themselves(train: Train, f
     train("ddp", STEPS, *in_phases(kind, "between:rank=0,step=17"), features=features, ranks=2)
 
 
+@pytest.mark.long  # the test above has a fault behind the last step of an epoch
 @pytest.mark.parametrize("kind", KILLS)
 @pytest.mark.parametrize(
     "features",

@@ -28,6 +28,7 @@ NOISY_TRAINING = ("callbacks.noise={_target_: tests.ranks.noisy_text.NoisyEmbedd
 VALIDATION = ("trainer.limit_val_batches=2", "trainer.val_check_interval=2")
 
 
+@pytest.mark.long  # the next but one has such workers and more
 @pytest.mark.nemo
 def test_augmentation_in_workers_is_repeated(disturb: Disturb, short_folder: Path) -> None:
     faults = ("exception@backward:rank=1,step=2", "sigkill@backward:rank=1,step=4")
