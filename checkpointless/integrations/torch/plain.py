@@ -97,7 +97,7 @@ class PlainTraining(LoopTraining):
         self._tensors = TorchTensors(modules, optimizers, is_known=call.high_water > 0, group=group)
         self._by_update: tuple[list[bool], list[dict[str, Any]], list[int]] = ([], [], [])
         self._updated = 0  # the newest step that was updated in this entry
-        self._scales = scaler is not None and scaler.is_enabled()
+        self._scales = isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled()
         declared = {**state, "scaler": scaler} if scaler is not None else state
         super().__init__(self._tensors, call, schedulers, declared, [state, *optimizers])
 
