@@ -13,13 +13,15 @@ from importlib import metadata
 from pathlib import Path
 
 from checkpointless.doctor.findings import Family, Finding, Severity
+from checkpointless.integrations.compat import BRIDGE, CORE, installed, untested
 from checkpointless.system.nccl import problem_of_version
 
 TORCH_TIMEOUT_S = 120.0
 #: The packages that a job depends on, by the names of their distributions; those after the first three are only
-#: there if NeMo is.
-PACKAGES = ("torch", "lightning", "rich", "nemo_toolkit", "megatron-core")
+#: there for jobs of theirs.
+PACKAGES = ("torch", "lightning", "rich", "nemo_toolkit", CORE, BRIDGE)
 _REQUIRED = PACKAGES[:3]
+_JUDGED_TOGETHER = PACKAGES[4:]
 _OWN = "checkpointless"
 _DRIVER = Path("/proc/driver/nvidia/version")
 _INSTALLED, _TORCH = "installed packages", "torch, imported in a child process"
@@ -82,6 +84,7 @@ def judge(versions: Versions) -> list[Finding]:
         _of_package("Python", versions.python, versions.needed.get("Python", "")),
         *(_of_package(name, versions.packages.get(name), versions.needed.get(name, "")) for name in PACKAGES),
         *_of_rich(versions.packages),
+        *_of_megatron(versions.packages),
         *([] if versions.torch is None else _of_torch(versions.torch, versions.wants_gpu)),
     ]
 
@@ -92,12 +95,7 @@ def read(cpu: bool = False) -> Versions:
     Args:
         cpu: whether the job trains on CPUs although there may be GPUs.
     """
-    packages = {}
-    for name in PACKAGES:
-        try:
-            packages[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
+    packages = installed(PACKAGES)
     torch = _torch() if "torch" in packages else None
     return Versions(platform.python_version(), packages, _needed(), torch, has_driver() and not cpu)
 
@@ -114,7 +112,9 @@ def _of_package(name: str, version: str | None, needed: str) -> Finding:
     if version is None and name in _REQUIRED:
         return _finding(Severity.ERROR, f"{name} is not installed", _INSTALLED, install)
     if version is None:
-        return _finding(Severity.OK, f"{name} is not installed; only NeMo's jobs need it", _INSTALLED)
+        return _finding(Severity.OK, f"{name} is not installed; only jobs of its kind need it", _INSTALLED)
+    if name in _JUDGED_TOGETHER:
+        needed = ""
     if SpecifierSet(needed).contains(version, prereleases=True):
         return _finding(Severity.OK, f"{name} {version}", _INSTALLED)
     todo = "use another interpreter" if name == "Python" else install
@@ -131,6 +131,13 @@ def _of_rich(packages: Mapping[str, str]) -> list[Finding]:
     seen = f"with rich {rich} and lightning {lightning}, a fit with RichProgressBar ends in an IndexError"
     todo = "pip install 'rich<14.1'; or 'lightning>=2.5.3', without NeMo 2.7"
     return [_finding(Severity.WARNING, seen, _INSTALLED, todo)]
+
+
+def _of_megatron(packages: Mapping[str, str]) -> list[Finding]:
+    """Judge Megatron-core together with the framework that it is installed for."""
+    seen = untested(packages)
+    todo = "install a pair that is tested; `checkpointless rehearse` shows whether this one is exact"
+    return [] if seen is None else [_finding(Severity.WARNING, seen, _INSTALLED, todo)]
 
 
 def _of_torch(torch: Torch, wants_gpu: bool) -> list[Finding]:

@@ -25,6 +25,7 @@ WELL = Versions(
     torch=Torch((2, 26, 2), has_gpu=True),
     wants_gpu=True,
 )
+WITHOUT_NEMO = {name: WELL.packages[name] for name in ("torch", "lightning", "rich")}
 
 
 def wrong(seen: Versions) -> list[tuple[Severity, str]]:
@@ -35,6 +36,9 @@ def test_what_is_recent_enough_is_right() -> None:
     assert wrong(WELL) == []
     assert wrong(replace(WELL, packages={**WELL.packages, "lightning": "2.5.3", "rich": "15.0.0"})) == []
     assert wrong(replace(WELL, wants_gpu=False, torch=Torch())) == []
+    for bridge, core in (("0.3.1", "0.16.1"), ("0.6.2", "0.19.2")):
+        packages = {**WITHOUT_NEMO, "megatron-bridge": bridge, "megatron-core": core}
+        assert wrong(replace(WELL, packages=packages)) == []
 
 
 @pytest.mark.parametrize(
@@ -42,7 +46,26 @@ def test_what_is_recent_enough_is_right() -> None:
     [
         (replace(WELL, python="3.9.2"), Severity.ERROR, "Python 3.9.2; checkpointless needs >=3.10"),
         (replace(WELL, packages={**WELL.packages, "torch": "2.5.1"}), Severity.ERROR, "torch 2.5.1"),
-        (replace(WELL, packages={**WELL.packages, "megatron-core": "0.16.0"}), Severity.ERROR, "needs <0.16"),
+        (
+            replace(WELL, packages={**WELL.packages, "megatron-core": "0.16.0"}),
+            Severity.WARNING,
+            "nemo_toolkit 2.7.3 with megatron-core 0.16.0; tested: 2.7 with 0.15",
+        ),
+        (
+            replace(WELL, packages={**WITHOUT_NEMO, "megatron-bridge": "0.6.2", "megatron-core": "0.16.1"}),
+            Severity.WARNING,
+            "megatron-bridge 0.6.2 with megatron-core 0.16.1; tested: 0.3 with 0.16 and 0.6 with 0.19",
+        ),
+        (
+            replace(WELL, packages={**WITHOUT_NEMO, "megatron-bridge": "0.7.0", "megatron-core": "0.20.0"}),
+            Severity.WARNING,
+            "megatron-bridge 0.7.0 with megatron-core 0.20.0; tested: 0.3 with 0.16 and 0.6 with 0.19",
+        ),
+        (
+            replace(WELL, packages={**WITHOUT_NEMO, "megatron-core": "0.1"}),
+            Severity.WARNING,
+            "megatron-core 0.1; tested: 0.15, 0.16, 0.19",
+        ),
         (replace(WELL, packages={"torch": "2.7", "rich": "15"}), Severity.ERROR, "lightning is not installed"),
         (
             replace(WELL, packages={**WELL.packages, "lightning": "2.5.2", "rich": "14.1.0"}),
