@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from tests.ranks.nemo_zygote import Zygote
 pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(400)]
 
 SCRIPT = str(Path(__file__).parent / "scripts" / "train.py")
+COUNTS_PASSES = not version("megatron-bridge").startswith("0.3.")
 STEPS, SAMPLES = 9, 26  # three and a quarter global batches in each pass
 Tune = Callable[..., Job]
 
@@ -51,7 +53,21 @@ def written_samples(folder: Path) -> Path:
             words = [str(each * 7 % 120) for each in range(index, index + 9 + index % 11)]
             lines.append(json.dumps({"input": " ".join(words[:5]), "output": " ".join(words[5:])}))
         (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    write_tokenizer(folder / "tokenizer")
     return folder
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Write a tokenizer of numbers, as Hugging Face's files have one."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = [*map(str, range(124)), "<unk>", "<s>", "</s>", "<pad>"]
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>", pad_token="<pad>"
+    ).save_pretrained(folder)
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +102,22 @@ def test_faults_in_several_passes(tune: Tune, undisturbed: Job, workers: int) ->
     job = tune(f"passes-{workers}", f"workers={workers}", faults=faults)
     assert len(job.incidents) == len(faults)
     equal(undisturbed, job)
+
+
+def test_in_a_callback(tune: Tune, undisturbed: Job) -> None:
+    job = tune("callback", "break=end:exception:2:4")
+    assert len(job.incidents) == 1
+    equal(undisturbed, job)
+
+
+@pytest.mark.skipif(not COUNTS_PASSES, reason="Bridge 0.3 is told a number of steps")
+def test_in_passes_that_take_every_sample(tune: Tune) -> None:
+    """The last batch of a pass is filled up with samples that count nothing."""
+    faults = ("sigkill@forward:rank=1,step=4", "exception@between:rank=2,step=4", "sigkill@backward:rank=3,step=7")
+    undisturbed, job = tune("epochs", "epochs=2"), tune("epochs-faults", "epochs=2", faults=faults)
+    verdict = compare(undisturbed.steps, job.steps)
+    assert verdict.equal, f"{verdict.sentence}\n{job.story()}"
+    assert verdict.steps == 2 * -(-SAMPLES // 8)
 
 
 @pytest.mark.parametrize("kind", ["exception", "sigkill"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import queue
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,8 @@ from megatron.bridge.data.loaders import cyclic_iter
 from megatron.bridge.data.samplers import build_pretraining_data_loader
 from megatron.bridge.training import pretrain, train
 
+from checkpointless.inprocess import UnrecoverableError
+from checkpointless.integrations.compat.megatron import queues_of_writers
 from checkpointless.integrations.megatron_bridge import finetune, seams
 from checkpointless.integrations.megatron_bridge.data import Loaders
 from checkpointless.integrations.megatron_bridge.entry import _REFUSALS, _copied, refusal
@@ -95,13 +98,15 @@ ALLOWED: dict[str, object] = {
     "train.iterations_to_skip": [],
     "optimizer.optimizer": "adam",
     "rerun_state_machine.rerun_mode": "validate_results",
+    "model.moe_expert_rank_capacity_factor": None,
     "peft": None,
 }
 
 
 def configured(setting: str, value: object) -> Any:
-    section, _, name = setting.partition(".")
-    return SimpleNamespace(**{section: SimpleNamespace(**{name: value}) if name else value})
+    for name in reversed(setting.split(".")):
+        value = SimpleNamespace(**{name: value})
+    return value
 
 
 @pytest.mark.parametrize("setting", [each.setting for each in _REFUSALS])
@@ -139,6 +144,25 @@ def test_finetune_begins_with_a_checkpoint() -> None:
     config: Any = SimpleNamespace(checkpoint=SimpleNamespace(pretrained_checkpoint=None, load=None))
     with pytest.raises(ValueError, match=r"checkpoint\.pretrained_checkpoint or checkpoint\.load"):
         finetune(config, lambda: None)
+
+
+def test_the_writers_of_a_save_report_to_this_process_in_a_block() -> None:
+    generation: Any = SimpleNamespace()
+    try:
+        with seams.entered(generation):
+            made = [getattr(module, name)() for module, name in queues_of_writers()]
+            assert made
+            assert all(type(each) is queue.Queue for each in made)
+    finally:
+        seams._patches.undo()
+
+
+def test_a_version_without_a_seam_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(train, "train_step")
+    generation: Any = SimpleNamespace()
+    seam = r"^this Megatron-Bridge: there is no megatron\.bridge\.training\.train\.train_step, without"
+    with pytest.raises(UnrecoverableError, match=seam), seams.entered(generation):
+        pass
 
 
 def test_outside_of_a_block_bridge_is_its_own() -> None:

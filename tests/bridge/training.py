@@ -3,11 +3,13 @@
 ``tp``, ``pp``, ``instances``, ``bf16``, ``fp16``, ``overlap``, ``batch`` (global), ``evaluate`` (interval), ``log``
 (interval), ``workers``: each a number; ``data`` is ``mock``, ``single``, ``cyclic`` or ``batch``; ``save=FOLDER``
 saves every second step. ``tune=FOLDER`` begins with the weights of a checkpoint, and ``sft=FOLDER`` takes its
-samples from that folder's files, all of one length with ``pad``. ``state`` declares what a callback and the forward
+samples from that folder's files, all of one length with ``pad``; ``epochs`` is how often it takes each, whatever
+``STEPS`` says. ``state`` declares what a callback and the forward
 step count. ``break=EVENT:KIND:RANK:STEP`` has one rank raise
 or die at an event of Bridge's.
 """
 
+import dataclasses
 import functools
 import os
 import signal
@@ -195,6 +197,21 @@ def data() -> Any:
     )
 
 
+def tokenizer() -> bridge.TokenizerConfig:
+    known = {field.name for field in dataclasses.fields(bridge.TokenizerConfig)}
+    older = {"legacy_tokenizer": "sft" in ASKED} if "legacy_tokenizer" in known else {}
+    if "sft" in ASKED and not older:  # the null tokenizer cannot prepare samples any more
+        return bridge.TokenizerConfig(
+            tokenizer_type="HuggingFaceTokenizer", tokenizer_model=f"{ASKED['sft']}/tokenizer"
+        )
+    return bridge.TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=VOCABULARY, **older)
+
+
+def length() -> dict[str, Any]:
+    """Return how long to train: in steps, or in passes over the samples (Bridge 0.6)."""
+    return {"num_epochs": number("epochs")} if "epochs" in ASKED else {"train_iters": STEPS}
+
+
 def configuration() -> bridge.ConfigContainer:
     precision = {"bf16": bool(number("bf16")), "fp16": bool(number("fp16"))}
     overlap = bool(number("overlap"))
@@ -204,7 +221,7 @@ def configuration() -> bridge.ConfigContainer:
         model=model(),
         dataset=data(),
         train=bridge.TrainingConfig(
-            train_iters=STEPS,
+            **length(),
             global_batch_size=number("batch", 8),
             micro_batch_size=1,
             eval_interval=evaluate or 1000,
@@ -225,9 +242,7 @@ def configuration() -> bridge.ConfigContainer:
             override_opt_param_scheduler=True,
         ),
         logger=bridge.LoggerConfig(log_interval=number("log", 1)),
-        tokenizer=bridge.TokenizerConfig(
-            legacy_tokenizer="sft" in ASKED, tokenizer_type="NullTokenizer", vocab_size=VOCABULARY
-        ),
+        tokenizer=tokenizer(),
         checkpoint=bridge.CheckpointConfig(
             save=ASKED.get("save"),
             load=ASKED.get("save"),
@@ -244,7 +259,7 @@ def main(caller: HPCallWrapper) -> None:
     broken = Break(caller)
     broken.in_saves()
     if ASKED.get("tune"):
-        finetune(configuration(), forward_step)
+        finetune(configuration(), forward_step, [broken])
     else:
         counted = Counted() if "state" in ASKED else None
         if counted is not None:

@@ -1,21 +1,84 @@
-"""Megatron-core's private names, each with the versions in which it was seen (0.12 to 0.16)."""
+"""Private names of Megatron-core and Megatron-Bridge, each with the versions in which it was seen."""
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Iterator
+from types import ModuleType
+
 from megatron.core import num_microbatches_calculator
 
-# A background save in Megatron's queue (0.12 to 0.16).
+# A background save in Megatron's queue (0.12 to 0.19).
 from megatron.core.dist_checkpointing.strategies.async_utils import _ActiveAsyncRequest as ActiveAsyncRequest
 
-# Switches the garbage collector off in a process that writes a checkpoint (0.12 to 0.16).
+# Switches the garbage collector off in a process that writes a checkpoint (0.12 to 0.19).
 from megatron.core.dist_checkpointing.strategies.filesystem_async import _disable_gc as disable_gc
 
-# Keeps the graphs of captured layers (0.14 to 0.16).
+# Keeps the graphs of captured layers (0.14 to 0.19).
 from megatron.core.transformer.cuda_graphs import _CudagraphGlobalRecord as CudagraphGlobalRecord
 
-__all__ = ["ActiveAsyncRequest", "CudagraphGlobalRecord", "disable_gc", "microbatches_calculator"]
+__all__ = [
+    "ActiveAsyncRequest",
+    "CudagraphGlobalRecord",
+    "counted_flops",
+    "disable_gc",
+    "microbatches_calculator",
+    "queues_of_writers",
+    "require_checkpoint",
+    "samples_of_a_pass",
+]
+
+_WRITERS = (
+    "megatron.core.dist_checkpointing.strategies.filesystem_async",
+    "nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async",
+)
+_FLOPS = "_flops_"
+_FLOPS_LOGGED = "_flops_at_last_log"
 
 
 def microbatches_calculator() -> num_microbatches_calculator.NumMicroBatchesCalculator | None:
-    """Return the calculator of microbatches of this process (0.12 to 0.16)."""
+    """Return the calculator of microbatches of this process (0.12 to 0.19)."""
     return num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR
+
+
+# Megatron-Bridge (0.3.1, 0.6.2)
+
+
+def samples_of_a_pass(sampler: object) -> int | None:
+    """Return how many samples a pass takes for a sampler of whole batches that counts on over its passes (0.6.2).
+
+    Returns:
+        None: it begins each pass where it resumed (0.3.1), or is another sampler.
+    """
+    count = getattr(sampler, "_active_total_samples", None)
+    return None if count is None else int(count())
+
+
+def require_checkpoint(config: object) -> None:
+    """Have Bridge's setup fail where it finds no checkpoint, as its ``finetune`` does (0.6.2)."""
+    name = "_checkpoint_load_required"
+    if hasattr(config, name):
+        setattr(config, name, True)
+
+
+def queues_of_writers() -> Iterator[tuple[ModuleType, str]]:
+    """Yield the functions that make the queue which the writers of a save report to, as modules and names.
+
+    Megatron-core's is ``_get_write_results_queue`` (0.16) or ``get_write_results_queue`` (0.19). Bridge 0.6 takes
+    that of nvidia-resiliency-ext (0.6) if it is installed, for a save that nobody waits for and for any other.
+    """
+    for writer in _WRITERS:
+        try:
+            module = importlib.import_module(writer)
+        except ImportError:
+            continue
+        for name in ("_get_write_results_queue", "get_write_results_queue"):
+            if hasattr(module, name):
+                yield module, name
+
+
+def counted_flops(state: object) -> dict[str, int]:
+    """Return what the forward steps of an iteration have added up on Bridge's global state, by name (0.6.2)."""
+    return {
+        name: int(value) for name, value in vars(state).items() if name.startswith(_FLOPS) and name != _FLOPS_LOGGED
+    }

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 from megatron.bridge.data.samplers import MegatronPretrainingBatchSampler, MegatronPretrainingRandomSampler
 
 from checkpointless.inprocess.worker_streams import Place, seed_data_workers
+from checkpointless.integrations.compat import megatron as compat
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
@@ -24,8 +25,8 @@ class Passes:
 
     Bridge makes an iterator when the first batch is asked for, and torch draws a number from the training's stream
     for it. If the loader is in the middle of a pass, that iterator was made before the fault: here it is made at
-    once, before the streams are put back. Bridge's sampler of whole batches would begin every further pass where
-    the first one has resumed; here it begins where the training once began.
+    once, before the streams are put back. The sampler of whole batches of Bridge 0.3 would begin every further pass
+    where the first one has resumed; here it begins where the training once began. That of Bridge 0.6 counts on.
 
     Args:
         loader: the loader, whose sampler knows how many samples are consumed.
@@ -39,6 +40,7 @@ class Passes:
         self._loader = loader
         self._sampler: Any = getattr(loader, "batch_sampler", None)
         self._began = began
+        self._counts_on = compat.samples_of_a_pass(self._sampler)
         self.number = self._find_place()
         self._first: Iterator[Any] | None = None
         self._workers: Callable[[], WorkersIterator | None] = lambda: None
@@ -74,21 +76,27 @@ class Passes:
         sampler = self._sampler
         self._is_inside_a_pass = False
         if isinstance(sampler, MegatronPretrainingRandomSampler):
-            number, inside = divmod(sampler.consumed_samples, sampler.total_samples - sampler.last_batch_size)
-            self._is_inside_a_pass = inside > 0
-            return int(number)
+            return self._counted(sampler.consumed_samples, sampler.total_samples - sampler.last_batch_size)[0]
         if not isinstance(sampler, MegatronPretrainingBatchSampler):
             return 0
-        taken = (sampler.consumed_samples - self._began) // sampler._global_batch_size
+        if self._counts_on is not None:
+            return self._counted(sampler.consumed_samples, self._counts_on)[0]
+        size = sampler._global_batch_size
+        taken = (sampler.consumed_samples - self._began) // size
         sampler.consumed_samples = self._began
-        number, batch = divmod(taken, max(len(sampler), 1))
-        sampler.consumed_samples = self._began % sampler.total_samples + batch * sampler._global_batch_size
-        self._is_inside_a_pass = batch > 0
-        return int(number)
+        number, batch = self._counted(taken, len(sampler))
+        sampler.consumed_samples = self._began % sampler.total_samples + batch * size
+        return number
+
+    def _counted(self, taken: int, whole: int) -> tuple[int, int]:
+        """Return how many passes are ``taken`` and how far the next is, and note whether it is under way."""
+        number, inside = divmod(taken, max(whole, 1))
+        self._is_inside_a_pass = inside > 0
+        return int(number), int(inside)
 
     def _end_pass(self) -> None:
         self.number += 1
-        if isinstance(self._sampler, MegatronPretrainingBatchSampler):
+        if isinstance(self._sampler, MegatronPretrainingBatchSampler) and self._counts_on is None:
             self._sampler.consumed_samples = self._began
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import logging
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
@@ -13,9 +15,12 @@ from typing import TYPE_CHECKING, Any
 from megatron.bridge.training import pretrain as bridge
 
 from checkpointless.inprocess import UnrecoverableError, active_call_wrapper
+from checkpointless.integrations.compat import BRIDGE, CORE, installed, untested
+from checkpointless.integrations.compat import megatron as compat
 from checkpointless.integrations.megatron import cleanup, cpu_platform
 from checkpointless.integrations.megatron_bridge.generation import BridgeGeneration
 from checkpointless.integrations.megatron_bridge.seams import entered
+from checkpointless.system.environment import RANK_ENV
 
 if TYPE_CHECKING:
     from megatron.bridge.training.callbacks import Callback, CallbackManager
@@ -23,6 +28,7 @@ if TYPE_CHECKING:
     from megatron.bridge.training.forward_step_func_types import ForwardStepCallable
 
 _GUARDED = ("adam", "sgd")
+logger = logging.getLogger(__name__)
 
 
 def pretrain(
@@ -56,6 +62,9 @@ def pretrain(
     reason = refusal(config)
     if reason is not None:
         raise UnrecoverableError(reason)
+    strange = untested(installed((BRIDGE, CORE)))
+    if strange is not None and call.is_first and os.environ.get(RANK_ENV, "0") == "0":
+        logger.warning("%s; `checkpointless rehearse` shows whether a training with them is exact", strange)
     if cpu_platform.requested():
         cpu_platform.install()  # with what Bridge needs, now that it is imported
     cleanup.install()
@@ -67,6 +76,7 @@ def pretrain(
 def finetune(
     config: ConfigContainer,
     forward_step_func: ForwardStepCallable,
+    callbacks: list[Callback] | CallbackManager | None = None,
     *,
     state: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
@@ -75,6 +85,7 @@ def finetune(
     Args:
         config: Bridge's configuration, with a checkpoint to begin with.
         forward_step_func: the function that makes a forward step.
+        callbacks: see :func:`pretrain`.
         state: see :func:`pretrain`.
 
     Raises:
@@ -85,7 +96,8 @@ def finetune(
         raise ValueError(
             "finetune begins with a checkpoint: set checkpoint.pretrained_checkpoint or checkpoint.load"
         )
-    pretrain(config, forward_step_func, state=state)
+    compat.require_checkpoint(config)
+    pretrain(config, forward_step_func, callbacks, state=state)
 
 
 def _copied(config: ConfigContainer) -> ConfigContainer:
@@ -112,63 +124,70 @@ class _Refusal:
 
     Attributes:
         setting: path of the setting below the configuration.
-        refused: whether a value of it is refused.
         why: what checkpointless cannot do with it.
         instead: what to set.
+        refused: whether a value of it is refused.
     """
 
     setting: str
-    refused: Callable[[Any], bool]
     why: str
     instead: str
+    refused: Callable[[Any], bool] = bool
 
 
+def _is_given(value: object) -> bool:
+    return value is not None
+
+
+_FSDP = "does not know the shards of Megatron's FSDP", "use_megatron_fsdp=False"
+_TWICE = "cannot start its detector twice"
 _REFUSALS = (
-    _Refusal("inprocess_restart.enabled", bool, "shares a process with no other restart", "inprocess_restart=None"),
-    _Refusal("ft.enable_ft_package", bool, "shares a process with no other watchdog", "ft=None"),
-    _Refusal(
-        "dist.use_megatron_fsdp", bool, "does not know the shards of Megatron's FSDP", "use_megatron_fsdp=False"
-    ),
-    _Refusal(
-        "ddp.use_megatron_fsdp", bool, "does not know the shards of Megatron's FSDP", "use_megatron_fsdp=False"
-    ),
-    _Refusal("dist.use_torch_fsdp2", bool, "does not know Bridge's shards of FSDP2", "use_torch_fsdp2=False"),
+    _Refusal("inprocess_restart.enabled", "shares a process with no other restart", "inprocess_restart=None"),
+    _Refusal("ft.enable_ft_package", "shares a process with no other watchdog", "ft=None"),
+    _Refusal("dist.use_megatron_fsdp", *_FSDP),
+    _Refusal("ddp.use_megatron_fsdp", *_FSDP),
+    _Refusal("dist.use_torch_fsdp2", "does not know Bridge's shards of FSDP2", "use_torch_fsdp2=False"),
     _Refusal(
         "dist.use_decentralized_pg",
-        bool,
         "finds replicas by Megatron's parallel state, which it leaves out",
         "use_decentralized_pg=False",
     ),
-    _Refusal("dist.lazy_init", bool, "has no process groups to find replicas by", "lazy_init=False"),
-    _Refusal("peft", lambda value: value is not None, "has not been tried with Bridge's PEFT", "peft=None"),
+    _Refusal("dist.lazy_init", "has no process groups to find replicas by", "lazy_init=False"),
+    _Refusal("peft", "has not been tried with Bridge's PEFT", "peft=None", _is_given),
     _Refusal(
         "dataset.dataloader_type",
-        lambda value: value == "external",
         "does not know the position of an external data loader",
         "dataloader_type='single', 'cyclic' or 'batch'",
+        lambda value: value == "external",
     ),
-    _Refusal("train.iterations_to_skip", bool, "counts no iteration without an update", "iterations_to_skip=[]"),
-    _Refusal("model.qk_clip", bool, "cannot guard parameters that change after the update", "qk_clip=False"),
+    _Refusal("train.iterations_to_skip", "counts no iteration without an update", "iterations_to_skip=[]"),
+    _Refusal("model.qk_clip", "cannot guard parameters that change after the update", "qk_clip=False"),
+    _Refusal("model.dist_train.use_dist_train", "finds replicas by one parallel state", "use_dist_train=False"),
+    _Refusal(
+        "model.moe_expert_rank_capacity_factor",
+        "does not know a step that Bridge computes twice",
+        "moe_expert_rank_capacity_factor=None",
+        _is_given,
+    ),
     _Refusal(
         "optimizer.optimizer",
-        lambda value: value is not None and value not in _GUARDED,
         "cannot guard an optimizer that communicates in its step",
         "optimizer='adam' or 'sgd'",
+        lambda value: value is not None and value not in _GUARDED,
     ),
+    _Refusal("optimizer.optimizer_cuda_graph", "cannot guard an update in a graph", "optimizer_cuda_graph=False"),
     _Refusal(
         "rerun_state_machine.rerun_mode",
-        lambda value: value == "report_determinism_stats",
         "does not carry the statistics of determinism",
         "rerun_mode='disabled' or 'validate_results'",
+        lambda value: value == "report_determinism_stats",
     ),
-    _Refusal(
-        "rerun_state_machine.error_injection_rate", bool, "repeats no injected error", "error_injection_rate=0"
-    ),
-    _Refusal("checkpoint.async_save", bool, "does not go on with Bridge's background saves", "async_save=False"),
-    _Refusal("straggler.log_straggler", bool, "cannot start its detector twice", "log_straggler=False"),
-    _Refusal("nvrx_straggler.enabled", bool, "cannot start its detector twice", "nvrx_straggler=None"),
-    _Refusal("tensor_inspect.enabled", bool, "does not carry what it collects", "tensor_inspect=None"),
-    _Refusal("profiling.use_pytorch_profiler", bool, "cannot start a profiler twice", "use_pytorch_profiler=False"),
+    _Refusal("rerun_state_machine.error_injection_rate", "repeats no injected error", "error_injection_rate=0"),
+    _Refusal("checkpoint.async_save", "does not go on with Bridge's background saves", "async_save=False"),
+    _Refusal("straggler.log_straggler", _TWICE, "log_straggler=False"),
+    _Refusal("nvrx_straggler.enabled", _TWICE, "nvrx_straggler=None"),
+    _Refusal("tensor_inspect.enabled", "does not carry what it collects", "tensor_inspect=None"),
+    _Refusal("profiling.use_pytorch_profiler", "cannot start a profiler twice", "use_pytorch_profiler=False"),
 )
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +17,7 @@ from megatron.core.rerun_state_machine import get_rerun_state_machine
 from typing_extensions import override
 
 from checkpointless.inprocess import HPCallWrapper, StateLostError, UnrecoverableError
+from checkpointless.integrations.compat.megatron import counted_flops
 from checkpointless.integrations.megatron.state import MegatronTensors
 from checkpointless.integrations.megatron.training import MegatronTraining
 from checkpointless.integrations.megatron.update import GuardedUpdate, NotedNorms, gather_parameters, sub_optimizers
@@ -210,6 +211,7 @@ class BridgeTraining(JournaledTraining):
     def replay(self, outcome: StepOutcome) -> Iterator[None]:
         """Let the optimizer's ``step`` give ``outcome`` and change nothing but the streams while this lasts."""
         kept = outcome.succeeded, outcome.grad_norm, outcome.num_zeros
+        vars(self._bridge).update(outcome.flops)
 
         def step() -> tuple[bool, float | None, float | None]:
             self._manager.restore_streams()
@@ -252,6 +254,7 @@ class BridgeTraining(JournaledTraining):
             self._norms.grad_norm if succeeded else None,
             self._norms.num_zeros if succeeded else None,
             get_num_microbatches() * cfg.train.micro_batch_size * cfg.data_parallel_size,
+            counted_flops(self._bridge),
         )
 
     def _largest(self) -> dict[str, Any]:
@@ -288,6 +291,7 @@ class StepOutcome:
         grad_norm: norm of all gradients, if it was computed.
         num_zeros: number of gradients that are zero, if they were counted.
         samples: number of samples that the step took, of all ranks.
+        flops: what forward has counted of its operations, by name.
     """
 
     losses: Losses
@@ -295,6 +299,7 @@ class StepOutcome:
     grad_norm: float | None
     num_zeros: float | None
     samples: int
+    flops: Mapping[str, int] = field(default_factory=dict)
 
     def to_plain(self) -> dict[str, Any]:
         """Return the outcome as plain data, with one tensor for each name."""
@@ -306,6 +311,7 @@ class StepOutcome:
             "grad_norm": self.grad_norm,
             "num_zeros": self.num_zeros,
             "samples": self.samples,
+            "flops": dict(self.flops),
         }
 
     @classmethod

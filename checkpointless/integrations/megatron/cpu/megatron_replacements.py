@@ -156,14 +156,20 @@ _DEMANDING = (
     "megatron.bridge.peft.lora_layers",
     "megatron.bridge.models.gpt_full_te_layer_autocast_spec",
 )
+#: What training needs nothing of, and the modules of Bridge 0.6 that import it outside of any ``try``, by their
+#: beginning. Wheels of the first need glibc 2.39.
+_NOT_NEEDED = {
+    "nvidia_resiliency_ext": "megatron.bridge.training.pretrain",
+    "megatron.energon": "megatron.bridge.",
+}
 
 
 def bridge_rows() -> list[Patch]:
     """Return the replacements that Bridge needs to be imported, and those in Bridge if it has been.
 
-    Three of its modules demand TransformerEngine. They alone are answered, with classes that have no instances;
-    everybody else still gets ``ImportError``, and Megatron-core knows that it is not there. Bridge is not imported
-    here, which takes ten seconds.
+    Some of its modules demand packages that training does not need. They alone are answered, with classes that have
+    no instances; everybody else still gets ``ImportError``, and Megatron-core knows that there is no
+    TransformerEngine. Bridge is not imported here, which takes ten seconds.
     """
     if not _is_there("megatron.bridge") or _is_there(_ENGINE):
         return []
@@ -204,9 +210,28 @@ def _answering(original: Callable[..., types.ModuleType]) -> Callable[..., types
         asks = (globals or {}).get("__name__")
         if asks in _DEMANDING and name.partition(".")[0] == _ENGINE:
             return pytorch if fromlist else engine
+        if fromlist and not level and isinstance(asks, str) and _is_lacking(name, asks):
+            return _Absent(name)
         return original(name, globals, locals, fromlist, level)
 
     return import_
+
+
+def _is_lacking(name: str, asks: str) -> bool:
+    """Return whether the module ``asks`` imports what is not installed and not needed."""
+    for package, importer in _NOT_NEEDED.items():
+        if asks.startswith(importer) and f"{name}.".startswith(f"{package}."):
+            return not _is_there(package)
+    return False
+
+
+class _Absent(types.ModuleType):
+    """A module that is not installed; each of its names is a class without instances."""
+
+    def __getattr__(self, name: str) -> type:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), {})
 
 
 def _without_cuda(initialize: Callable[..., Any]) -> Callable[..., Any]:

@@ -9,6 +9,7 @@ import torch
 
 from checkpointless.integrations.megatron import cpu_platform
 from checkpointless.integrations.megatron import cpu_platform as nemo
+from checkpointless.integrations.megatron.cpu import megatron_replacements
 from checkpointless.integrations.megatron.cpu.megatron_replacements import core_rows
 from checkpointless.integrations.megatron.cpu.torch_replacements import cuda_rows, draw_rows, placement_rows
 from checkpointless.system.patches import Patch
@@ -50,6 +51,31 @@ def test_the_router_finds_that_there_is_no_kernel_of_transformer_engine() -> Non
     finally:
         cpu_platform.uninstall()
     assert not hasattr(moe, "te_general_gemm")
+
+
+def test_bridge_is_answered_for_what_training_does_not_need_and_nobody_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def not_there(name: str, *_: object) -> ModuleType:
+        raise ModuleNotFoundError(name)
+
+    monkeypatch.setattr(megatron_replacements, "_is_there", lambda _: False)
+    import_ = megatron_replacements._answering(not_there)
+    pretrain = {"__name__": "megatron.bridge.training.pretrain"}
+    found = import_("nvidia_resiliency_ext.inprocess", pretrain, None, ("CallWrapper",))
+    assert isinstance(found.CallWrapper, type)
+    assert not hasattr(found, "__path__")
+    for name, asks in (
+        ("nvidia_resiliency_ext.inprocess", "megatron.bridge.training.setup"),
+        ("nvidia_resiliency_extra", "megatron.bridge.training.pretrain"),
+        ("megatron.energon", "megatron.core.datasets"),
+    ):
+        with pytest.raises(ModuleNotFoundError):
+            import_(name, {"__name__": asks}, None, ("x",))
+    assert import_("megatron.energon", {"__name__": "megatron.bridge.data.energon"}, None, ("x",)).x
+    monkeypatch.setattr(megatron_replacements, "_is_there", lambda _: True)
+    with pytest.raises(ModuleNotFoundError):
+        import_("nvidia_resiliency_ext.inprocess", pretrain, None, ("CallWrapper",))
 
 
 @pytest.mark.nemo
