@@ -15,7 +15,7 @@ from checkpointless.testing.demo.trainers import TRAINERS, Task
 from tests.ranks.jobs import Job, run_job
 from tests.ranks.nemo_zygote import Zygote
 
-pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
 
 PHASES = ("data", "forward", "backward", "before_optimizer", "optimizer", "after_optimizer", "between")
 INCIDENTS = 10

@@ -15,7 +15,7 @@ from checkpointless.observability.report.verify import compare
 from tests.ranks.jobs import Job, run_job
 from tests.ranks.nemo_zygote import ROOT, Zygote
 
-pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
 
 SCRIPT = str(ROOT / "tests" / "device" / "train.py")
 STEPS = 10

@@ -12,7 +12,7 @@ from tests.ranks.agent_job import SCRIPTS
 from tests.ranks.jobs import Job, run_job
 from tests.ranks.nemo_zygote import Zygote
 
-pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(200)]
 
 TRAINERS = pytest.mark.parametrize("trainer", ["plain", "lightning"])
 SAYS = {"batch": "step 4 takes another batch than before the fault", "loss": "step 4 has the loss "}

@@ -11,7 +11,7 @@ from tests.ranks.agent_job import SCRIPTS
 from tests.ranks.jobs import Job, run_job
 from tests.ranks.nemo_zygote import Zygote
 
-pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
 
 BEFORE, LAST = 4, 11
 

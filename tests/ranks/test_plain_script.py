@@ -9,7 +9,7 @@ from checkpointless.observability.report.verify import compare
 from tests.ranks.jobs import Job, run_job
 from tests.ranks.nemo_zygote import ROOT, Zygote
 
-pytestmark = [pytest.mark.ranks, pytest.mark.nemo]
+pytestmark = [pytest.mark.ranks]
 
 SCRIPT = str(ROOT / "examples" / "train_gpt.py")
 STEPS = 6

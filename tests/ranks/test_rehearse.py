@@ -19,7 +19,7 @@ from tests.ranks.agent_job import SCRIPTS
 from tests.ranks.nemo_zygote import ROOT, Zygote
 from tests.waiting import wait_until
 
-pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
 
 
 @pytest.fixture

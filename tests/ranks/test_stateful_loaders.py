@@ -12,7 +12,7 @@ from tests.ranks.nemo_zygote import Zygote
 from tests.ranks.test_lightning import KINDS, SCRIPT, Train, in_phases
 from tests.ranks.test_lightning import train as train  # the fixture
 
-pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
 
 STEPS = 18  # each rank has eight batches in an epoch
 with_torchdata = pytest.mark.skipif(find_spec("torchdata") is None, reason="torchdata is not installed")

@@ -93,6 +93,7 @@ def interrupt(run: Callable[[], object], at: int) -> bool:
         return trace
 
     before = sys.gettrace()
+    sys._getframe().f_trace_opcodes = True  # Python 3.12 reports opcodes only if a frame asked before settrace
     sys.settrace(trace)
     try:
         run()
