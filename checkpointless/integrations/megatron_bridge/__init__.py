@@ -1,15 +1,4 @@
-"""Recovery for trainings with Megatron-Bridge: ``pretrain`` and ``finetune`` in the places of Bridge's own.
-
-    from checkpointless import HPWrapper
-    from checkpointless.bridge import pretrain
-
-    @HPWrapper()
-    def main():
-        pretrain(config(), forward_step)
-
-Importing this package imports Megatron-Bridge. If the job was started with ``--cpu``, import it before
-``megatron.bridge``, which can be imported without TransformerEngine then.
-"""
+"""Recovery for trainings with Megatron-Bridge: ``checkpointless.bridge`` has its public names."""
 
 from __future__ import annotations
 
