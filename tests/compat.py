@@ -77,7 +77,7 @@ class Outcome:
 
 ENVIRONMENTS = (
     Environment("Python 3.10", "3.10", ("-e", ".[dev]", TORCH)),
-    Environment("Python 3.12", "3.12", ("-e", ".[dev]", TORCH)),
+    Environment("Python 3.12", "3.12", ("-e", ".[dev]", TORCH), (*LOOPS, *LIGHTNING_ONLY, *WITHOUT_NEMO), BIG),
     Environment("newest Lightning", "3.11", ("--upgrade", "-e", ".[dev]", TORCH, "lightning"), LIGHTNING_ONLY),
     Environment("newer torch", "3.11", ("-e", ".[dev]", NEWER_TORCH), (*LIGHTNING_ONLY, *WITHOUT_NEMO), BIG),
     Environment(
