@@ -36,6 +36,8 @@ _ACCEPTED: dict[str, tuple[str, str | None, str]] = {
     "--duplicate-stdout-filters": ("", "F", _OUTPUT),
     "--duplicate-stderr-filters": ("", "F", _OUTPUT),
     "--logs-specs": ("", "NAME", _OUTPUT),
+    "--log-line-prefix-template": ("", "T", _OUTPUT),  # torch 2.14
+    "--print-completion": ("", "SHELL", "there is no script for completion"),  # torch 2.14
     "--event-log-handler": ("", "NAME", "events are in events.jsonl of the run directory"),
     "--signals-to-handle": ("", "S,...", "SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 always reach the ranks"),
     "--local-addr": ("", "A", "the coordinator sees the address of each node"),

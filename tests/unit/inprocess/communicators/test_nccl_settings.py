@@ -46,7 +46,7 @@ def test_what_torchrun_gives_to_every_rank_is_no_users_wish(launcher: dict[str, 
 def test_groups_are_made_with_these_settings_where_there_is_nccl(
     there: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 21, 5))
+    monkeypatch.setattr(nccl, "in_force", lambda: (2, 21, 5))
     monkeypatch.setattr(dist, "is_nccl_available", lambda: there)
     for name in SETTINGS:
         monkeypatch.setenv(name, "to be restored")
