@@ -30,13 +30,14 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 _END_S = 1.0  # a worker that is asked to end does so within milliseconds
+_DEATH_S = 10.0  # one that is killed does so as soon as it is scheduled
 _LOCK_S = 1.0  # a living process holds the lock for microseconds
 
 
 def end_workers(iterator: _MultiProcessingDataLoaderIter) -> None:
     """End the workers of one iterator, and free threads that would wait for what the workers held.
 
-    This takes milliseconds, three seconds at most. Any thread may call it.
+    This takes milliseconds, twelve seconds at most. Any thread may call it.
 
     Args:
         iterator: torch's iterator over a data loader with workers.
@@ -46,11 +47,11 @@ def end_workers(iterator: _MultiProcessingDataLoaderIter) -> None:
     for worker in workers:
         if _is_alive(worker):
             worker.terminate()
-    if not _have_ended(workers):
+    if not _have_ended(workers, _END_S):
         for worker in workers:  # a newly forked one has its parent's handlers and may ignore SIGTERM
             if _is_alive(worker):
                 worker.kill()
-        if not _have_ended(workers):
+        if not _have_ended(workers, _DEATH_S):
             logger.warning("a data-loader worker could not be killed")
             return
     _free_lock(iterator)
@@ -70,8 +71,8 @@ def _watch_no_more(iterator: _MultiProcessingDataLoaderIter) -> None:
             signal_handling._remove_worker_pids(id(iterator))
 
 
-def _have_ended(workers: Sequence[BaseProcess]) -> bool:
-    deadline_s = time.monotonic() + _END_S
+def _have_ended(workers: Sequence[BaseProcess], limit_s: float) -> bool:
+    deadline_s = time.monotonic() + limit_s
     for worker in workers:
         worker.join(max(0.0, deadline_s - time.monotonic()))
     return not any(_is_alive(worker) for worker in workers)
