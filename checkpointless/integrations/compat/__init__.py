@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from importlib import metadata
 
 CORE, BRIDGE = "megatron-core", "megatron-bridge"
-#: What tests run together: a framework, its version, and that of Megatron-core which belongs to it.
-TESTED = (("nemo_toolkit", "2.7", "0.15"), (BRIDGE, "0.3", "0.16"), (BRIDGE, "0.6", "0.19"))
+#: What tests run together: versions of a framework, each with that of Megatron-core which belongs to it.
+TESTED = {"nemo_toolkit": {"2.7": "0.15"}, BRIDGE: {"0.3": "0.16", "0.6": "0.19"}}
 
 
 def installed(names: Iterable[str]) -> dict[str, str]:
@@ -30,19 +30,9 @@ def untested(versions: Mapping[str, str]) -> str | None:
     Returns:
         One line that says what was tested; None if there is nothing to say.
     """
-    core = versions.get(CORE, "")
-    for framework in dict.fromkeys(name for name, _, _ in TESTED):
-        known = [(version, its_core) for name, version, its_core in TESTED if name == framework]
-        found = versions.get(framework)
-        if found and not any(_is_of(found, version) and _is_of(core, its_core) for version, its_core in known):
-            tested = " and ".join(f"{version} with {its_core}" for version, its_core in known)
-            return f"{framework} {found} with {CORE} {core or 'missing'}; tested: {tested}"
-    if core and not any(name in versions for name, _, _ in TESTED):
-        cores = sorted({its_core for _, _, its_core in TESTED})
-        if not any(_is_of(core, each) for each in cores):
-            return f"{CORE} {core}; tested: {', '.join(cores)}"
+    for framework, known in TESTED.items():
+        found, core = versions.get(framework), versions.get(CORE, "missing")
+        if found and not core.startswith(f"{known.get('.'.join(found.split('.')[:2]))}."):
+            tested = " and ".join(f"{version} with {its_core}" for version, its_core in known.items())
+            return f"{framework} {found} with {CORE} {core}; tested: {tested}"
     return None
-
-
-def _is_of(version: str, line: str) -> bool:
-    return f"{version}.".startswith(f"{line}.")

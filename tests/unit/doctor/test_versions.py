@@ -61,11 +61,6 @@ def test_what_is_recent_enough_is_right() -> None:
             Severity.WARNING,
             "megatron-bridge 0.7.0 with megatron-core 0.20.0; tested: 0.3 with 0.16 and 0.6 with 0.19",
         ),
-        (
-            replace(WELL, packages={**WITHOUT_NEMO, "megatron-core": "0.1"}),
-            Severity.WARNING,
-            "megatron-core 0.1; tested: 0.15, 0.16, 0.19",
-        ),
         (replace(WELL, packages={"torch": "2.7", "rich": "15"}), Severity.ERROR, "lightning is not installed"),
         (
             replace(WELL, packages={**WELL.packages, "lightning": "2.5.2", "rich": "14.1.0"}),
