@@ -49,7 +49,7 @@ FAST := tests/unit -m "not nemo and not ranks and not gpu and not long and not s
 .PHONY: help demo test test-fast test-long test-bridge test-bridge312 test-transformers compat dist dist-check gpu-kit gpu lint docs format clean
 
 help: ## what there is
-	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /  make \1\t/' | expand -t 18
 
 demo: $(STAMP) ## train a small GPT on 4 CPU ranks, once undisturbed and once with two faults, and compare (1 minute)
 	@echo "make: training a small NeMo GPT twice on 4 CPU ranks; about a minute"
