@@ -5,9 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
-import sys
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -19,6 +17,7 @@ from checkpointless.state import rng
 from checkpointless.state.port import SnapshotPoint
 from checkpointless.state.rank_local.streams import StreamsOnBoard
 from checkpointless.state.rng import RngSource, RngStates, register_rng_source
+from tests.interrupting import interrupt
 
 
 def draw() -> tuple[float, float, float]:
@@ -73,37 +72,6 @@ def test_a_source_may_change_what_it_gave() -> None:
     assert not RngStates.capture().same_streams(before)
 
 
-class Interrupted(BaseException):
-    """Stands in for what the fault of another rank raises in the main thread."""
-
-
-def interrupt(run: Callable[[], object], at: int) -> bool:
-    """Run it, and raise right before the ``at``-th instruction in the module, if there are so many."""
-    passed = 0
-
-    def trace(frame: FrameType, event: str, _: object) -> Any:
-        nonlocal passed
-        if frame.f_code.co_filename != rng.__file__:
-            return None
-        frame.f_trace_opcodes = True
-        if event == "opcode":
-            passed += 1
-            if passed == at:
-                raise Interrupted
-        return trace
-
-    before = sys.gettrace()
-    sys._getframe().f_trace_opcodes = True  # Python 3.12 reports opcodes only if a frame asked before settrace
-    sys.settrace(trace)
-    try:
-        run()
-    except Interrupted:
-        return True
-    finally:
-        sys.settrace(before)
-    return False
-
-
 def test_no_instruction_at_which_a_fault_interrupts_leaves_a_stale_stream() -> None:
     """Streams are right when they are taken next, and when they come back to where they were before."""
     own = {"state": b"first"}
@@ -118,7 +86,7 @@ def test_no_instruction_at_which_a_fault_interrupts_leaves_a_stale_stream() -> N
             before = RngStates.capture()
             draw()
             own["state"] = b"second"
-            interrupted = interrupt(RngStates.capture, at)
+            interrupted = interrupt(RngStates.capture, at, [rng.__file__])
             after = RngStates.capture()
             assert {name for name in before.streams if before.streams[name] == after.streams[name]} <= {
                 name for name in before.streams if name.startswith("source:") and name != "source:own"

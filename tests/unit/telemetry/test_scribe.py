@@ -7,14 +7,11 @@ import functools
 import json
 import logging
 import os
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import pytest
 
@@ -25,6 +22,7 @@ from checkpointless.observability.telemetry.scribe import LogRelay, Scribe
 from checkpointless.observability.telemetry.steps import StepLog
 from checkpointless.observability.telemetry.tracebacks import keep_traceback, traceback_path
 from checkpointless.system.environment import RUN_DIR_ENV
+from tests.interrupting import interrupt
 from tests.waiting import wait_until
 
 OWN = {module.__file__ for module in (events, scribe)}
@@ -226,37 +224,6 @@ def test_many_threads_start_one_writer(tmp_path: Path, mine: Scribe) -> None:
     assert (inside, most) == ([0], [1])
 
 
-class Interrupted(BaseException):
-    """Stands in for what the fault of another rank raises in the main thread."""
-
-
-def interrupt(run: Callable[[], object], at: int) -> bool:
-    """Run it, and raise right before the ``at``-th instruction of our own modules, if there are so many."""
-    passed = 0
-
-    def trace(frame: FrameType, event: str, _: object) -> Any:
-        nonlocal passed
-        if frame.f_code.co_filename not in OWN:
-            return None
-        frame.f_trace_opcodes = True
-        if event == "opcode":
-            passed += 1
-            if passed == at:
-                raise Interrupted
-        return trace
-
-    before = sys.gettrace()
-    sys._getframe().f_trace_opcodes = True  # Python 3.12 reports opcodes only if a frame asked before settrace
-    sys.settrace(trace)
-    try:
-        run()
-    except Interrupted:
-        return True
-    finally:
-        sys.settrace(before)
-    return False
-
-
 def test_no_instruction_at_which_emit_is_interrupted_costs_another_event(tmp_path: Path, mine: Scribe) -> None:
     """The one that was interrupted is written or not; the next one is, and once."""
     log = EventLog(tmp_path / EVENTS_FILE)
@@ -271,7 +238,7 @@ def test_no_instruction_at_which_emit_is_interrupted_costs_another_event(tmp_pat
         at += 1
         if at % 3 == 0:
             assert mine.close(60)  # the thread has to be started, too
-        interrupted = interrupt(emit, at)
+        interrupted = interrupt(emit, at, OWN)
         log.emit(EventName.DATA, "point", generation=at)
     assert at > 200, "it was interrupted at each of them"
     written = read_events(tmp_path)
@@ -290,7 +257,7 @@ def test_no_instruction_at_which_a_message_is_interrupted_costs_another_one(
     with LogRelay():
         while interrupted:
             at += 1
-            interrupted = interrupt(functools.partial(package.warning, "hit %d", at), at)
+            interrupted = interrupt(functools.partial(package.warning, "hit %d", at), at, OWN)
             heard = threading.Thread(target=package.warning, args=("next %d", at), daemon=True)
             heard.start()
             heard.join(60)
