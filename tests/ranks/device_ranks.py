@@ -83,7 +83,7 @@ def properties(run_dir: str) -> dict[str, Any]:
         found["use_s"] = time.monotonic() - began
         found["is_completed"] = work.is_completed()
     else:
-        time.sleep(1.0)
+        time.sleep(3.0)
         dist.all_reduce(torch.ones(1), group=pair)
         torch.cuda.synchronize()
     dist.barrier()

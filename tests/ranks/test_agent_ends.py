@@ -71,7 +71,7 @@ def test_a_plain_script_that_fails_ends_the_job_as_under_torchrun(
     assert ended.code == 1
     assert ended.err.splitlines()[-1].startswith(said)
     assert (ended.out + ended.err).count(line) == 1
-    assert time.monotonic() - started_s < 20
+    assert time.monotonic() - started_s < 50  # the others wait for 60 s
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -158,7 +158,8 @@ def test_it_computes_what_gloo_does(nemo_zygote: Zygote, tmp_path: Path) -> None
 
 def test_it_has_the_properties_that_bite(nemo_zygote: Zygote, tmp_path: Path) -> None:
     found, _ = nemo_zygote.run(2, "tests.ranks.device_ranks:properties", {"run_dir": str(tmp_path)})
-    assert found.pop("launch_s") < 0.7 < found.pop("use_s"), "a launch returns, and its result is waited for"
+    launch_s, use_s = found.pop("launch_s"), found.pop("use_s")
+    assert use_s > launch_s + 0.3, "a launch returns, and its result is waited for"
     error = "CUDA error: device-side assert triggered"
     assert found == {
         "sum": 2.0,

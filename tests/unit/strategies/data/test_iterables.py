@@ -12,33 +12,14 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from checkpointless.inprocess import UnrecoverableError
-from checkpointless.integrations.lightning.data import sampler_state
 from checkpointless.integrations.lightning.data.position import DataPosition
 from checkpointless.integrations.lightning.data.training import repeat_items
-from checkpointless.state import rng
 from checkpointless.state.rng import RngStates
+from tests.unit.strategies.data.starts import Starts
 
 pytestmark = pytest.mark.nemo
 
 ITEMS = 24
-
-
-@pytest.fixture(autouse=True)
-def no_sources(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rng, "_sources", {})
-    monkeypatch.setattr(sampler_state, "_kept", [])
-
-
-class Starts:
-    """Keeps the streams of a pass as bytes, as a board does."""
-
-    kept = b""
-
-    def keep_data_start(self, streams: RngStates) -> None:
-        self.kept = streams.to_bytes()
-
-    def data_start(self) -> RngStates | None:
-        return RngStates.from_bytes(self.kept)
 
 
 class Rows(IterableDataset[int]):

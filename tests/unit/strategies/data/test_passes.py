@@ -12,34 +12,16 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler
 
-from checkpointless.integrations.lightning.data import sampler_state
 from checkpointless.integrations.lightning.data.passes import one_pass
 from checkpointless.integrations.lightning.data.position import DataPosition, track
 from checkpointless.integrations.lightning.data.sampler_state import keep_own_state
 from checkpointless.state import rng
 from checkpointless.state.rng import RngStates
+from tests.unit.strategies.data.starts import Starts
 
 pytestmark = pytest.mark.nemo
 
 SAMPLES, BATCHES = 40, 8
-
-
-@pytest.fixture(autouse=True)
-def no_sources(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rng, "_sources", {})
-    monkeypatch.setattr(sampler_state, "_kept", [])
-
-
-class Starts:
-    """Keeps the streams of a pass as bytes, as a board does."""
-
-    kept = b""
-
-    def keep_data_start(self, streams: RngStates) -> None:
-        self.kept = streams.to_bytes()
-
-    def data_start(self) -> RngStates | None:
-        return RngStates.from_bytes(self.kept)
 
 
 class Own(Sampler[list[int]]):

@@ -27,7 +27,6 @@ from checkpointless.integrations.lightning.data.stateful import (
     repeat_order,
     without_worker_seeds,
 )
-from checkpointless.state import rng
 from checkpointless.state.rng import RngStates
 
 pytestmark = pytest.mark.nemo
@@ -46,11 +45,6 @@ class Starts:
 
     def data_start(self) -> RngStates | None:
         return self.kept
-
-
-@pytest.fixture(autouse=True)
-def no_sources(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rng, "_sources", {})
 
 
 def weighted(generator: torch.Generator | None = None) -> WeightedRandomSampler:
