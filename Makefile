@@ -76,8 +76,8 @@ test-bridge312: $(BRIDGE)/.installed ## those with 0.6 and Python 3.12, in .venv
 test-transformers: $(STAMP) $(HF_STAMP) ## run the tests with Hugging Face's Trainer of transformers 5 (4 minutes; 12 MB, made once)
 	PYTHONPATH=$(HF) $(BIN)/python -m pytest -n 2 --dist loadfile tests/hf
 
-compat: $(STAMP) ## run the fast tests with other Pythons, the newest Lightning, torch 2.14 and 2.15 (2.7 GB each), where they install
-	$(BIN)/python tests/compat.py $(FAST)
+compat: $(STAMP) ## run the fast tests with other Pythons, Lightning, torch 2.14 and 2.15 (2.7 GB each; one: ONLY="newest torch")
+	$(BIN)/python tests/compat.py $(if $(ONLY),--only "$(ONLY)") $(FAST)
 
 dist: $(STAMP) ## build the sdist, and from it the wheel, into dist/
 	rm -rf dist
@@ -89,7 +89,7 @@ dist-check: $(STAMP) ## build both, install them into an environment of their ow
 gpu-kit: ## collect the wheels that make gpu needs beside torch, for a machine without a network, into build/gpu-kit
 	$(GPU_PYTHON) -m tests.gpu.kit --python $(GPU_VERSION) --arch $(GPU_ARCH)
 
-gpu: ## run what needs a GPU, with its Python's torch and build/gpu-kit (25 minutes; a part of it: ONLY=part2)
+gpu: ## run what needs a GPU, with its Python's torch and build/gpu-kit (11 minutes; a part of it: ONLY=part2)
 	$(GPU_PYTHON) -m tests.gpu.run --only "$(ONLY)" --results "$(RESULTS)"
 
 lint: $(STAMP) ## check style and types

@@ -19,6 +19,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -97,7 +98,8 @@ class Communicator:
 
     def launch(self, operation: Operation, work: Callable[[], None]) -> None:
         """Have ``work`` done in the order of the launches."""
-        with self._making if self._is_known else contextlib.nullcontext():
+        lock: AbstractContextManager[object] = self._making if self._is_known else contextlib.nullcontext()
+        with lock:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._serve, name=THREAD, daemon=True)
                 self._thread.start()

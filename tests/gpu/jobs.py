@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from checkpointless.faults.ledger import fired
 from checkpointless.observability.report.incidents import IncidentSummary, summarize
@@ -14,12 +14,19 @@ from checkpointless.observability.report.verify import compare
 from checkpointless.observability.telemetry.events import read_events
 from checkpointless.observability.telemetry.steps import Recording, read_steps
 from tests.gpu.isolated import ROOT
-from tests.ranks.agent_job import Job
+from tests.gpu.nccl import SHARED
+from tests.ports import free_port
+from tests.ranks.agent_job import SCRIPTS, Job
 
 LOOP = ROOT / "tests" / "gpu" / "loop.py"
-MEGATRON_LOOP = ROOT / "tests" / "gpu" / "megatron_loop.py"
+DDP = ROOT / "tests" / "gpu" / "ddp.py"
+LIGHTNING = ROOT / "tests" / "gpu" / "lightning_ddp.py"
+HSDP = ROOT / "examples" / "train_hsdp.py"
+MEGATRON = ROOT / "examples" / "train_megatron.py"
+MEGATRON_LAYOUTS = SCRIPTS / "megatron_loop.py"
 #: For equal bits, and for tensor parallelism without a warning.
 SETTINGS = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+_TOKEN = "a secret of the suite that is long enough"
 _TAIL = 40  # lines of each log that a failure shows
 
 
@@ -61,6 +68,7 @@ def run(
     script: Path,
     *args: str,
     ranks: int = 4,
+    nodes: int = 1,
     faults: tuple[str, ...] = (),
     limit_s: float = 120.0,
     cpu: bool = False,
@@ -72,6 +80,7 @@ def run(
         script: of the ranks.
         *args: of the script.
         ranks: how many.
+        nodes: how many agents have them; each rank of a node uses another GPU unless the script says which.
         faults: specs.
         limit_s: for the whole job, in seconds.
         cpu: whether Megatron-core trains on CPUs.
@@ -80,25 +89,22 @@ def run(
         AssertionError: it has not ended in time, or has left a process.
     """
     before = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-    job = Job(
-        run_dir,
-        str(script),
-        *args,
-        nproc=ranks,
-        faults=faults,
-        record_steps=True,
-        heartbeat_timeout_s=15.0,
-        stream_logs=False,
-        cpu=cpu,
-        env={"PYTHONPATH": os.pathsep.join([*before, str(ROOT)])},
-        extra_env=SETTINGS,
-    )
-    try:
-        ended = job.end(limit_s)
-    except subprocess.TimeoutExpired as error:
-        story = Finished(-1, run_dir, f"it had not ended after {limit_s:g} s").story()
-        raise AssertionError(story) from error
-    return Finished(ended.code, run_dir, ended.out + ended.err)
+    common: dict[str, Any] = {
+        "nproc": ranks // nodes,
+        "faults": faults,
+        "record_steps": True,
+        "heartbeat_timeout_s": 15.0,
+        "stream_logs": False,
+        "cpu": cpu,
+        "env": {"PYTHONPATH": os.pathsep.join([*before, str(ROOT)])},
+        "extra_env": {**SETTINGS, **SHARED},
+    }
+    if nodes > 1:
+        common |= {"nnodes": nodes, "rdzv_endpoint": f"127.0.0.1:{free_port()}", "token": _TOKEN}
+    places: list[dict[str, Any]] = [{"node_rank": node} for node in range(nodes)] if nodes > 1 else [{}]
+    jobs = [Job(run_dir, str(script), *args, **common, **place) for place in places]
+    ended = [job.end(limit_s) for job in jobs]
+    return Finished(max(each.code for each in ended), run_dir, "".join(each.out + each.err for each in ended))
 
 
 def check_equal(undisturbed: Finished, disturbed: Finished, faults: tuple[str, ...], steps: int) -> None:
@@ -124,14 +130,14 @@ class Undisturbed:
 
     def __init__(self, folder: Callable[[str], Path], limit_s: float = 120.0) -> None:
         self._folder, self._limit_s = folder, limit_s
-        self._known: dict[tuple[Path, tuple[str, ...], int], Finished] = {}
+        self._known: dict[tuple[Path, tuple[str, ...], int, int], Finished] = {}
 
-    def __call__(self, script: Path, *args: str, ranks: int = 4, cpu: bool = False) -> Finished:
+    def __call__(self, script: Path, *args: str, ranks: int = 4, nodes: int = 1, cpu: bool = False) -> Finished:
         """Return a job without faults, which ended well."""
-        key = script, args, ranks
+        key = script, args, ranks, nodes
         if key not in self._known:
             run_dir = self._folder("undisturbed") / "run"
-            job = run(run_dir, script, *args, ranks=ranks, cpu=cpu, limit_s=self._limit_s)
+            job = run(run_dir, script, *args, ranks=ranks, nodes=nodes, cpu=cpu, limit_s=self._limit_s)
             assert job.code == 0, job.story()
             assert job.incidents == []
             self._known[key] = job

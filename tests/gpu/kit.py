@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from tests.gpu import nccl_library
-from tests.wheel.contents import FOLDERS
+from tests.wheel.contents import FOLDERS, differing
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "build" / "gpu-kit"
@@ -165,6 +165,9 @@ def make(folder: Path, python: str, arch: int) -> list[Path]:
             copy = shutil.copytree if path.is_dir() else shutil.copy
             copy(path, Path(name) / source)
         _run([*pip, "wheel", "--no-deps", "-w", str(folder), name])
+    (ours,) = folder.glob("checkpointless-*.whl")
+    if other := differing(ours, ROOT):
+        raise KitError(f"our wheel is not what this tree has: {other[0]} differs (see tests/wheel/contents.py)")
     wheels = sorted(folder.glob("*.whl"))
     missing = lacking({each.name.partition("-")[0]: required_by(each) for each in wheels})
     if missing:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from checkpointless.inprocess.communicators.process_groups import process_groups
 
-_LIMIT_S = 30.0
+_LIMIT_S = 60.0
 
 
 def _begin(run_dir: str) -> Any:
@@ -117,7 +117,7 @@ def making(run_dir: str, nonblocking: bool) -> dict[str, Any]:
     dist.barrier()
     over = Path(run_dir) / "over"
     if dist.get_rank() == 1:
-        _wait_until(over.exists)
+        _wait_until(over.exists, 4 * _LIMIT_S)
         return {}
     outcome: list[str] = []
 
@@ -145,8 +145,8 @@ def making(run_dir: str, nonblocking: bool) -> dict[str, Any]:
     }
 
 
-def _wait_until(holds: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + _LIMIT_S
+def _wait_until(holds: Callable[[], bool], limit_s: float = _LIMIT_S) -> None:
+    deadline_s = time.monotonic() + limit_s
     while not holds():
         assert time.monotonic() < deadline_s
         time.sleep(0.01)

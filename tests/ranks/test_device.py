@@ -169,18 +169,3 @@ def test_it_has_the_properties_that_bite(nemo_zygote: Zygote, tmp_path: Path) ->
         "an aborted sum": 1.0,
         "errors": [error] * 3,
     }
-
-
-@pytest.mark.parametrize("nonblocking", [False, True])
-def test_who_makes_a_communicator_with_a_lost_peer_is_freed(
-    nemo_zygote: Zygote, tmp_path: Path, nonblocking: bool
-) -> None:
-    """The maker holds the lock that the abort needs; if it blocks while it is made, no abort knows of it."""
-    arguments = {"run_dir": str(tmp_path), "nonblocking": nonblocking}
-    found, _ = nemo_zygote.run(2, "tests.ranks.device_ranks:making", arguments)
-    assert found == {
-        "aborted": True,
-        "is free after the abort": nonblocking,
-        "is free": True,
-        "outcome": ["NCCL error: [Errno 22] Invalid argument"],
-    }

@@ -65,7 +65,7 @@ def build() -> tuple[list[Any], Any, Any]:
     )
     if BF16 or FP16:
         model = Float16Module(config, model)
-    return with_optimizer(config, model)
+    return with_optimizer(config, model.to(torch.cuda.current_device()))
 
 
 def with_optimizer(config: TransformerConfig, model: Any) -> tuple[list[Any], Any, Any]:
@@ -113,9 +113,9 @@ def with_optimizer(config: TransformerConfig, model: Any) -> tuple[list[Any], An
 
 def forward_step(call: HPCallWrapper, step: int, batches: Iterator[torch.Tensor], model: Any) -> Any:
     call.enter_phase("forward", step)
-    tokens = next(batches)
-    position = torch.arange(LENGTH).expand(MICRO, LENGTH)
-    mask = torch.ones(LENGTH, LENGTH).triu(1).bool()[None, None]
+    tokens = next(batches).to(torch.cuda.current_device())
+    position = torch.arange(LENGTH, device=tokens.device).expand(MICRO, LENGTH)
+    mask = torch.ones(LENGTH, LENGTH, device=tokens.device).triu(1).bool()[None, None]
     output = model(tokens, position, mask, labels=tokens.roll(-1, 1))
 
     def loss_of(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
@@ -129,7 +129,7 @@ def forward_step(call: HPCallWrapper, step: int, batches: Iterator[torch.Tensor]
 @HPWrapper(checkpoint_manager=CheckpointManager(tiers=TIERS))
 def main(caller: HPCallWrapper) -> None:
     MegatronTraining.prepare()
-    dist.init_process_group("gloo")
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     parallel_state.initialize_model_parallel(
         TP,
         PP,
