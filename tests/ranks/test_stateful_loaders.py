@@ -26,24 +26,6 @@ def at_the_edges(kind: str) -> list[str]:
     ]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("features", "kind"),
-    [
-        ("positioned,weighted", "by-turns"),
-        pytest.param("weighted", "by-turns", marks=pytest.mark.long),
-        *(
-            pytest.param(features, kind, marks=pytest.mark.long)
-            for features in ("weighted", "positioned,weighted")
-            for kind in ("exception", "sigkill")
-        ),
-    ],
-)
-def test_a_generator_of_ones_own_draws_the_order(train: Train, features: str, kind: str) -> None:
-    """It is made anew with its seed after a fault, in the third epoch too. Lightning divides the sampler."""
-    train("ddp", STEPS, *in_phases(kind, "between:rank=0,step=17"), features=features, ranks=2)
-
-
 @pytest.mark.long  # with torchdata, and orders of one's own, below
 @pytest.mark.parametrize("kind", KILLS)
 def test_where_an_epoch_begins_and_ends(train: Train, kind: str) -> None:

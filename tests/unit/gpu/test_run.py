@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -103,30 +102,3 @@ def test_a_function_that_raises_or_dies_fails_with_its_log() -> None:
 
 
 # ---- the collection
-
-
-@pytest.mark.long  # make test collects and skips them, too
-@pytest.mark.slow
-def test_without_a_gpu_every_test_is_collected_and_skipped_with_its_reason(tmp_path: Path) -> None:
-    """In this process torch finds no GPU, whatever the machine has."""
-    options = ["-q", "-o", "addopts=", "-p", "no:cacheprovider", "-p", "tests.gpu.recording"]
-    words = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "tests/gpu",
-        *options,
-        "--gpu-results",
-        str(tmp_path),
-        "--gpu-part",
-        "all",
-    ]
-    env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads((tmp_path / results.JSON).read_text())["results"]
-    assert len(found) > 30
-    assert {(each["outcome"], each["detail"]) for each in found} == {("skipped", "needs CUDA")}
-    assert {each["name"].partition("::")[0] for each in found} == {
-        path.name for path in (ROOT / "tests" / "gpu").glob("test_*.py")
-    }

@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import importlib
-import json
 import logging
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,7 +25,6 @@ from checkpointless.state.serialization.digest import (
 from tests.drawn import examples
 from tests.unit.serialization.played_triton import KERNEL, played_kernel
 
-ROOT = Path(__file__).parents[3]
 _WORD = 2**64
 BLOCK, CHUNK = 4, 8
 SIZES = [*range(18), *range(24, 42), 63, 64, 65, 71, 72, 73, 127, 128, 129, 200, 513]
@@ -92,30 +86,6 @@ def test_where_the_bytes_begin_does_not_matter(numpy_kernel: Any, size: int, off
     base = random_bytes(size + 9)
     flat = base[offset : offset + size]
     assert fused(numpy_kernel, flat) == in_torch(flat) == in_torch(flat.clone())
-
-
-@pytest.mark.slow
-def test_triton_s_interpreter_agrees() -> None:
-    pytest.importorskip("triton", reason="needs Triton")
-    cases: list[tuple[list[int], int, int, int]] = [
-        (random_bytes(size, size).tolist(), 0, BLOCK, chunk)
-        for size in SIZES
-        for chunk in (BLOCK, CHUNK, 3 * BLOCK)
-    ]
-    cases += [(random_bytes(50).tolist(), offset, BLOCK, CHUNK) for offset in range(9)]
-    cases += [(random_bytes(1000).tolist(), offset, 16, 32) for offset in (0, 3)]
-    child = subprocess.run(
-        [sys.executable, "-m", "tests.unit.serialization.interpreted_kernel"],
-        input=json.dumps(cases),
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert child.returncode == 0, child.stderr
-    for (values, offset, _, chunk), digest in zip(cases, json.loads(child.stdout), strict=True):
-        flat = torch.tensor(values, dtype=torch.uint8)[offset:]
-        assert digest == in_torch(flat, chunk) == by_definition(flat, chunk), (len(values), offset, chunk)
 
 
 @given(st.binary(max_size=300), st.sampled_from([(1, 1), (1, 3), (2, 2), (2, 6), (4, 4), (8, 8), (16, 32)]))

@@ -172,12 +172,6 @@ def test_a_text_of_a_class_of_its_own_is_a_text() -> None:
     assert messages.FROM_RANK.decode(encode(GiveUp(1, Text("no file \udcff")))).reason == "no file \\udcff"  # type: ignore[attr-defined]
 
 
-def test_a_text_that_is_no_unicode_arrives_escaped() -> None:
-    read = messages.FROM_RANK.decode(encode(GiveUp(1, "no file \udcff\ud83d")))
-    assert isinstance(read, GiveUp)
-    assert read.reason == "no file \\udcff\\ud83d"
-
-
 def test_a_missing_field_is_refused() -> None:
     with pytest.raises(ProtocolError):
         messages.FROM_RANK.decode(b'{"type": "barrier"}')
