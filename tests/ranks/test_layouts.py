@@ -11,11 +11,6 @@ pytestmark = [pytest.mark.ranks, pytest.mark.nemo]
 
 STEPS = 4
 MOE = list(EP2)
-RECOMPUTE = [
-    "model.config.recompute_granularity=full",
-    "model.config.recompute_method=uniform",
-    "model.config.recompute_num_layers=1",
-]
 # name -> (ranks, overrides)
 LAYOUTS = {
     "dp4": (4, []),
@@ -81,23 +76,6 @@ def test_dropout_uses_the_device_streams_and_leaves_the_cpus_alone(nemo_zygote: 
     tensor_parallel = results[0]["rng"], results[1]["rng"]
     assert tensor_parallel[0]["cuda"] == tensor_parallel[1]["cuda"]
     assert tensor_parallel[0]["model-parallel-rng"] != tensor_parallel[1]["model-parallel-rng"]
-
-
-@pytest.mark.long
-def test_dropout_matters(nemo_zygote: Zygote) -> None:
-    (with_dropout,) = _train(nemo_zygote, 4, list(DROPOUT))
-    (without,) = _train(nemo_zygote, 4, [])
-    assert with_dropout[0]["params"] != without[0]["params"]
-    assert without[0]["rng"] == without[0]["rng_at_start"]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("layout", ["tp2-dp2", "ep2-dp4"])
-def test_recomputed_activations_change_nothing(nemo_zygote: Zygote, layout: str) -> None:
-    ranks, overrides = LAYOUTS[layout]
-    (plain,) = _train(nemo_zygote, ranks, [*overrides, *DROPOUT])
-    (recomputed,) = _train(nemo_zygote, ranks, [*overrides, *DROPOUT, *RECOMPUTE])
-    assert recomputed == plain
 
 
 def test_weights_initialised_on_the_device_differ_between_tensor_parallel_ranks(nemo_zygote: Zygote) -> None:

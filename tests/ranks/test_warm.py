@@ -85,12 +85,6 @@ def test_survivors_keep_their_model(disturb: Disturb, tmp_path: Path, args: tupl
         assert all(each["old"] == [] for each in found), f"rank {rank}: {found}"
 
 
-@pytest.mark.long
-def test_it_can_be_switched_off(disturb: Disturb) -> None:
-    job = disturb(2, 4, "exception@backward:rank=1,step=3", args=("checkpointless.warm=false",))
-    assert told(job) == []
-
-
 @pytest.mark.parametrize(
     "bf16",
     [pytest.param(False, id="fp32"), pytest.param(True, id="bf16", marks=pytest.mark.long)],

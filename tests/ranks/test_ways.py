@@ -276,21 +276,3 @@ def test_callbacks_and_a_logger_that_users_take(disturb: Disturb, tmp_path: Path
 def test_two_validation_sets_a_part_of_each(disturb: Disturb) -> None:
     args = ("trainer.val_check_interval=2", "trainer.limit_val_batches=2")
     through_faults(disturb, data(f"_target_: {WAYS}.data.TwoValidations"), *args)
-
-
-@pytest.mark.long
-def test_weights_and_biases_offline(disturb: Disturb, tmp_path: Path) -> None:
-    """The real client runs, which needs ten seconds to start and to end; nothing leaves the machine."""
-    pytest.importorskip("wandb")
-    folder = tmp_path / "wandb"
-    folder.mkdir()
-    logger = "trainer.logger={_target_: lightning.pytorch.loggers.WandbLogger, offline: true, project: ways"
-    environment = {"WANDB_MODE": "offline", "WANDB_DIR": str(folder)}
-    disturb(
-        4,
-        STEPS,
-        *FAULTS,
-        args=(*SMALL, f"{logger}, save_dir: {folder}}}"),
-        extra_env=environment,
-        limit_s=280,
-    )

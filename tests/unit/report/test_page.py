@@ -71,17 +71,6 @@ def test_what_comes_from_a_run_is_text() -> None:
     assert not {"\x1b", "\x07", "\u202e"} & set(text)
 
 
-def test_three_hundred_incidents_are_still_a_page() -> None:
-    run = MadeUpRun(ranks=4)
-    run.start()
-    for number in range(300):
-        run.incident(20.0 + 5 * number, str(number), committed=10 + number, cause="x" * 5000)
-    text = page_of(run.events)
-    check(text)
-    assert len(text) < 700_000
-    assert "270 earlier ones are in --json" in text
-
-
 def test_every_stage_has_a_colour() -> None:
     coloured = [stage for stages in PHASES.values() for stage in stages]
     assert sorted(coloured) == sorted([*STAGES, "respawn"])
