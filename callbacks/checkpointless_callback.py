@@ -143,7 +143,7 @@ class CheckpointlessCallback(Callback):
             return
         wrapper.steps.end()
         if wrapper.incident is not None and wrapper.step_upon_restart == 1:
-            log_incident(trainer, wrapper, wrapper.steps.making)
+            _log_incident(trainer, wrapper, wrapper.steps.making)
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -184,7 +184,7 @@ def _clean_lightning_module(trainer: pl.Trainer | None) -> None:
 # --- Metrics of an incident for the trainer's loggers -------------------------------------------------------------
 
 
-def incident_metrics(call: HPCallWrapper, step: int, now_s: float) -> dict[str, float]:
+def _incident_metrics(call: HPCallWrapper, step: int, now_s: float) -> dict[str, float]:
     """Return what rank 0 knows of the incident that preceded this generation, without asking any other rank.
 
     Args:
@@ -211,7 +211,7 @@ def incident_metrics(call: HPCallWrapper, step: int, now_s: float) -> dict[str, 
     return {f"{PREFIX}{name}": value for name, value in found.items()}
 
 
-def log_incident(trainer: pl.Trainer, call: HPCallWrapper, step: int) -> None:
+def _log_incident(trainer: pl.Trainer, call: HPCallWrapper, step: int) -> None:
     """Log the incident to every logger of rank 0, in the row of the loss of ``step``.
 
     A logger that fails does not end the training: a warning with its traceback is logged. Nothing is communicated
@@ -224,7 +224,7 @@ def log_incident(trainer: pl.Trainer, call: HPCallWrapper, step: int) -> None:
     """
     if not trainer.is_global_zero:
         return
-    metrics = incident_metrics(call, step, time.monotonic())
+    metrics = _incident_metrics(call, step, time.monotonic())
     row = trainer.fit_loop.epoch_loop._batches_that_stepped  # Lightning's axis for loss and learning rate
     for each in trainer.loggers:
         try:

@@ -36,7 +36,7 @@ _REMOVAL = "(_remove_checkpoint)"  # Python names a thread after the function th
 _REMOVED_S = 30.0
 
 
-def complete_parameters(trainer: pl.Trainer) -> None:
+def _complete_parameters(trainer: pl.Trainer) -> None:
     """Make Megatron finish the parameter gather that it would leave to the next forward pass. Collective.
 
     With ``overlap_param_gather`` a rank has only its own shard of the new parameters after a step. The gather gives
@@ -47,7 +47,7 @@ def complete_parameters(trainer: pl.Trainer) -> None:
         strategy.megatron_parallel.force_param_sync()
 
 
-def extras_of(trainer: pl.Trainer, step: int, batch: str | None = None) -> StepExtras:
+def _extras_of(trainer: pl.Trainer, step: int, batch: str | None = None) -> StepExtras:
     """Return what is recorded of a trainer as of now, besides loss and parameters.
 
     Every rank must call it at the same places, because a ``state_dict`` may be collective.
@@ -66,7 +66,7 @@ def extras_of(trainer: pl.Trainer, step: int, batch: str | None = None) -> StepE
         buffers=digest_buffers(filter(None, [trainer.strategy.model])),
         lr=tuple(float(rate).hex() for rate in rates if rate is not None),
         loss_scale=_loss_scales(trainer, optimizers),
-        callbacks=callback_digests(trainer),
+        callbacks=_callback_digests(trainer),
         module=_module_digest(trainer),
         data=_data_digest(trainer),
         optimizer=MemoryChecksumManager().digest_all(journal.state.shard()) if journal is not None else None,
@@ -76,7 +76,7 @@ def extras_of(trainer: pl.Trainer, step: int, batch: str | None = None) -> StepE
     )
 
 
-def callback_digests(trainer: pl.Trainer) -> dict[str, str]:
+def _callback_digests(trainer: pl.Trainer) -> dict[str, str]:
     """Return a digest of each callback's state by its state key.
 
     Timers are left out, which differ in every run. So is the folder that a callback saves to, because where a run
@@ -87,7 +87,7 @@ def callback_digests(trainer: pl.Trainer) -> dict[str, str]:
     return {key: digest_value(state) for key, state in states.items() if state}
 
 
-def validation_metrics(trainer: pl.Trainer) -> dict[str, float]:
+def _validation_metrics(trainer: pl.Trainer) -> dict[str, float]:
     """Return what the validation that is ending has logged, as numbers by name."""
     results: Any = trainer._results
     logged = {item.meta.name for item in results.result_metrics} if results else set()
@@ -98,7 +98,7 @@ def validation_metrics(trainer: pl.Trainer) -> dict[str, float]:
     }
 
 
-def checkpoint_names(trainer: pl.Trainer) -> list[list[str]]:
+def _checkpoint_names(trainer: pl.Trainer) -> list[list[str]]:
     """Return the names of the checkpoints in each local folder that a callback of the trainer saves to.
 
     With asynchronous saves NeMo removes checkpoints in separate threads, which are waited for.
@@ -215,7 +215,7 @@ class StepRecorder(Callback):
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Record the step that training resumed at, if nothing started after it; then record the checkpoints."""
         self._catch_up(trainer)
-        names = checkpoint_names(trainer)
+        names = _checkpoint_names(trainer)
         if names and self._log.rank == 0:
             self._log.record_checkpoints(names)
 
@@ -229,7 +229,7 @@ class StepRecorder(Callback):
         if manager is None or call is None or call.generation == 0 or trainer.global_step == 0:
             return
         # Every rank does this, whether it lacks the step or not. The parameters are whole: recovery gathered them.
-        params, extras = _digest_of_parameters(trainer), extras_of(trainer, step)
+        params, extras = _digest_of_parameters(trainer), _extras_of(trainer, step)
         states = manager.rng_of(step)
         if (self._log.last_step() or 0) < step and states is not None and states.loss is not None:
             _leave_if_over()
@@ -252,8 +252,8 @@ class StepRecorder(Callback):
         self._recorded = trainer.global_step
         step = _job_step(trainer)
         # Every rank does this, even if it recorded the step before a fault: what is recorded may be collective.
-        complete_parameters(trainer)
-        params, extras = _digest_of_parameters(trainer), extras_of(trainer, step, self._batch)
+        _complete_parameters(trainer)
+        params, extras = _digest_of_parameters(trainer), _extras_of(trainer, step, self._batch)
         if getattr(trainer.strategy, "replaying", False) and (self._log.last_step() or 0) >= step:
             return
         loss = loss_of(outputs)
@@ -264,7 +264,7 @@ class StepRecorder(Callback):
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Record what the validation ended with, if it is part of the training."""
         if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
-            metrics, callbacks = validation_metrics(trainer), callback_digests(trainer)
+            metrics, callbacks = _validation_metrics(trainer), _callback_digests(trainer)
             _leave_if_over()
             self._log.record_validation(_job_step(trainer), metrics, callbacks)
 

@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 from checkpointless.inprocess.abort import register_trainer_parts
 
 
-class LightningTrainerParts:
+class _LightningTrainerParts:
     """Finds the parts of Lightning's trainer, and nothing in another object."""
 
     def loader_iterators(self, trainer: object) -> list[Any]:
@@ -62,4 +62,4 @@ def worker_iterators(combined_loader: object) -> list[Any]:
 
 def install() -> None:
     """Let the aborts find the parts of Lightning's trainer (idempotent)."""
-    register_trainer_parts("lightning", LightningTrainerParts())
+    register_trainer_parts("lightning", _LightningTrainerParts())

@@ -287,7 +287,7 @@ def check_tiers(config: DictConfig, layout: Layout) -> None:
             raise RecipeError(f"checkpointless.tiers: {error}") from error
 
 
-def tier_lines(config: DictConfig, layout: Layout) -> list[str]:
+def _tier_lines(config: DictConfig, layout: Layout) -> list[str]:
     """Describe the tiers of a recipe.
 
     Args:
@@ -320,8 +320,8 @@ def show(config: DictConfig, layout: Layout, console: Console) -> None:
     parts = [
         ("configuration", [OmegaConf.to_yaml(whole, resolve=True).rstrip()]),
         ("layout", _layout_lines(layout)),
-        ("replicas", replica_lines(layout, enabled, bool(tiers_of(config)))),
-        ("copies in tiers", tier_lines(config, layout) if enabled else []),
+        ("replicas", _replica_lines(layout, enabled, bool(tiers_of(config)))),
+        ("copies in tiers", _tier_lines(config, layout) if enabled else []),
         ("yours to give", missing(config)),
     ]
     for number, (title, lines) in enumerate(part for part in parts if part[1]):
@@ -352,7 +352,7 @@ def _layout_lines(layout: Layout) -> list[str]:
     return lines
 
 
-def replica_lines(layout: Layout, enabled: bool, has_copies: bool = False) -> list[str]:
+def _replica_lines(layout: Layout, enabled: bool, has_copies: bool = False) -> list[str]:
     """Describe which ranks hold the same shard, and which losses the job survives.
 
     Args:

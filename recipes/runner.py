@@ -79,7 +79,7 @@ def prepare_process() -> None:
         cpu_platform.install()
 
 
-def with_checkpointless(config: DictConfig) -> DictConfig:
+def _with_checkpointless(config: DictConfig) -> DictConfig:
     """Return the recipe with the strategy and the callback that its `checkpointless:` block stands for."""
     config = config.copy()
     if config.strategy._target_ != PLAIN_STRATEGY:
@@ -104,7 +104,7 @@ def completed(config: DictConfig) -> DictConfig:
     check_layout(config, layout_of(config, 1, own_world_size()))
     if needs_gpu(config) and not torch.cuda.is_available():
         raise RecipeError("this recipe needs GPUs, and there is none here")
-    whole = with_checkpointless(config) if checkpointless_enabled(config) else config.copy()
+    whole = _with_checkpointless(config) if checkpointless_enabled(config) else config.copy()
     OmegaConf.resolve(whole)
     return whole
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from checkpointless.recovery.guard import vote
-from checkpointless.state.serialization.digest import CHUNK_LANES, digest_on_device, torch_digest
+from checkpointless.state.serialization.digest import CHUNK_LANES, _digest_on_device, _torch_digest
 from checkpointless.transfer.tensor_entry import Key
 from checkpointless.transfer.transfer import Fill, receive_state, send_state
 from tests.gpu import single
@@ -106,8 +106,8 @@ def digest(mib: int, times: int, device: str) -> list[dict[str, Any]]:
     raw = torch.randint(0, 256, (mib << 20,), dtype=torch.uint8, device=device)
     target = torch.empty_like(raw)
     copies = _rates(raw.nbytes, _seconds(lambda: target.copy_(raw), times))
-    digests = _rates(raw.nbytes, _seconds(lambda: digest_on_device(raw), times))
-    operations = _rates(raw.nbytes, _seconds(lambda: torch_digest(raw, CHUNK_LANES), times))
+    digests = _rates(raw.nbytes, _seconds(lambda: _digest_on_device(raw), times))
+    operations = _rates(raw.nbytes, _seconds(lambda: _torch_digest(raw, CHUNK_LANES), times))
     against = "copy on the device"
     return [
         figure(f"digest_on_device, {device}, {mib} MiB", "GB/s", digests, against, copies),

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from benchmarks.common import interruptible, machine, progress
 from benchmarks.reconfigure.rank import WAYS, Round, Timing, serve
-from checkpointless.launcher.agent.node import GenerationStore
+from checkpointless.launcher.agent.node import _GenerationStore
 
 ANSWER_S = 90.0
 
@@ -60,8 +60,8 @@ class Ranks:
 
     def __init__(self, way: str, count: int) -> None:
         self._way, self._count, self._number = way, count, 0
-        self._stores = GenerationStore(0), GenerationStore(0)
-        self._of_group: GenerationStore | None = None
+        self._stores = _GenerationStore(0), _GenerationStore(0)
+        self._of_group: _GenerationStore | None = None
         self._all = [self._started(rank) for rank in range(count)]
         self._hear("ready")
         self.recover(None)
@@ -73,7 +73,7 @@ class Ranks:
             fault: None for the first group.
         """
         self._number += 1
-        fresh = GenerationStore(self._number)
+        fresh = _GenerationStore(self._number)
         told = Round(self._number, fresh.port)
         self._say(told)
         self._hear("blocked")

@@ -72,7 +72,7 @@ def _of_before() -> Counter[str]:
     def digest(flat: torch.Tensor) -> int:
         fetching[0] = True
         try:
-            return int(checksum.digest_on_device(flat))
+            return int(checksum._digest_on_device(flat))
         finally:
             fetching[0] = False
 

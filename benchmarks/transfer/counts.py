@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from benchmarks.common import ROOT, machine, progress
-from checkpointless.state.serialization.digest import BLOCK_LANES, CHUNK_LANES, launch, torch_digest
+from checkpointless.state.serialization.digest import BLOCK_LANES, CHUNK_LANES, _torch_digest, launch
 from tests.unit.serialization import played_triton
 
 HERE = Path(__file__).resolve().parent
@@ -55,9 +55,9 @@ class Traffic(TorchDispatchMode):
 def passes(mib: int) -> dict[str, float]:
     """How often a digest reads or writes as many bytes as it digests, with torch's operations and in the kernel."""
     flat = torch.randint(0, 256, (mib << 20,), dtype=torch.uint8)
-    expected = torch_digest(flat, CHUNK_LANES)  # the weights are there from now on
+    expected = _torch_digest(flat, CHUNK_LANES)  # the weights are there from now on
     with Traffic() as traffic:
-        torch_digest(flat, CHUNK_LANES)
+        _torch_digest(flat, CHUNK_LANES)
     read = 0
     load = played_triton.load
 

@@ -35,7 +35,7 @@ from checkpointless.observability.report.incidents import summarize
 from checkpointless.observability.report.verify import compare
 from checkpointless.observability.telemetry.events import read_events
 from checkpointless.observability.telemetry.steps import Recording, read_steps
-from checkpointless.testing.demo.chaos import Ended, Nursery
+from checkpointless.testing.demo.chaos import Ended, _Nursery
 from checkpointless.testing.demo.trainers import TRAINERS
 from tests.ports import free_port
 from tests.ranks.users.draw import UsersCase, draw
@@ -90,7 +90,7 @@ class Calm:
         directory: where they are kept.
     """
 
-    def __init__(self, nursery: Nursery, directory: Path) -> None:
+    def __init__(self, nursery: _Nursery, directory: Path) -> None:
         self.nursery = nursery
         self._directory = directory
 
@@ -365,7 +365,7 @@ def main() -> int:
     progress(f"{len(cases)} cases of seed {args.seed}; faults will be injected; importing NeMo once")
     results: list[tuple[UsersCase, Result]] = []
     with interruptible():
-        calm = Calm(Nursery(TRAINERS["nemo"]), args.run_dir / "calm")
+        calm = Calm(_Nursery(TRAINERS["nemo"]), args.run_dir / "calm")
         for case in cases:
             result = known.get(case.number) if args.case is None else None
             if result is None or (args.again and result.outcome is Outcome.WRONG):

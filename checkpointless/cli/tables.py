@@ -69,9 +69,9 @@ def show_report(report: Report, page: Console) -> None:
         page.print(_bar_table(report))
         page.print(_stage_table(report))
     if report.devices:
-        page.print(device_table(report))
+        page.print(_device_table(report))
     if report.failed_saves:
-        page.print(failed_save_table(report))
+        page.print(_failed_save_table(report))
     page.print(_time_table(report))
     if report.comparison is not None and report.comparison.restarts:
         page.print(_restart_table(report.comparison))
@@ -146,7 +146,7 @@ def _restart_table(comparison: Comparison) -> Table:
     return table
 
 
-def device_table(report: Report) -> Table:
+def _device_table(report: Report) -> Table:
     """Return a table of the failed device checks and their remedies."""
     table = Table("node", "rank", "why", "remedy", title="failed device checks", title_justify="left")
     for each in report.devices:
@@ -155,7 +155,7 @@ def device_table(report: Report) -> Table:
     return table
 
 
-def failed_save_table(report: Report) -> Table:
+def _failed_save_table(report: Report) -> Table:
     """Return a table of the checkpoints that could not be saved."""
     table = Table("checkpoint", "ranks", "why", title="not saved", title_justify="left")
     for each in report.failed_saves:

@@ -37,7 +37,7 @@ _DISK_PATIENCE_S = 1.0
 Result = TypeVar("Result")
 
 
-class Errands:
+class _Errands:
     """Runs functions in a thread and waits for their results, but only for a moment.
 
     As long as one function has not returned, no other is started: a disk that has stopped costs one wait, not one
@@ -123,7 +123,7 @@ class Terminal:
         self._write = write
         self._said: queue.SimpleQueue[tuple[int, str | None]] = queue.SimpleQueue()  # with times, as in events
         self._tail = LineTail(run_dir / EVENTS_FILE, _PORTION_BYTES)
-        self._errands = Errands()  # the agent's lines are shown even while the log's disk stalls
+        self._errands = _Errands()  # the agent's lines are shown even while the log's disk stalls
         self._late: deque[bytes] = deque()
         self._narrator = Narrator(run_dir, node, os.getpid(), logs)
         # An incident's first and last line come from the agent and from the event log; the first to come is shown.
@@ -234,7 +234,7 @@ def closing_line(run_dir: Path, status: int) -> str:
         status: the job's exit status.
     """
     try:
-        facts = Errands(_PATIENCE_S).run(lambda: _facts(run_dir), "its log was not read in time")
+        facts = _Errands(_PATIENCE_S).run(lambda: _facts(run_dir), "its log was not read in time")
     except OSError as error:
         facts = f"its log cannot be read: {error.strerror}"
     how = "failed" if status else "done"

@@ -24,12 +24,12 @@ def ranks(text: str) -> int:
 
     cpus = len(os.sched_getaffinity(0))
     if text == "gpu":
-        found = count_cuda()
+        found = _count_cuda()
         if not found:
             raise argparse.ArgumentTypeError("this machine has no GPU that CUDA shows: give a number, or cpu")
         return found
     if text in ("cpu", "auto"):
-        return (count_cuda() if text == "auto" else 0) or cpus
+        return (_count_cuda() if text == "auto" else 0) or cpus
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is neither a whole number of at least 1 nor gpu, cpu or auto")
     return positive(text)
@@ -102,7 +102,7 @@ def modules(text: str) -> tuple[str, ...]:
 _DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # of NVIDIA, of WSL and of AMD
 
 
-def count_cuda() -> int:
+def _count_cuda() -> int:
     """Return the number of CUDA devices that a process sees; leaves CUDA as it is.
 
     It imports torch, which takes seconds, only where there is a driver.
@@ -119,4 +119,4 @@ def count_cuda() -> int:
 
 def has_cuda() -> bool:
     """Return whether there is a CUDA device."""
-    return count_cuda() > 0
+    return _count_cuda() > 0

@@ -37,7 +37,7 @@ _LIBCUDA = "libcuda.so.1"
 _CUDA_SUCCESS, _CUDA_NOT_INITIALIZED = 0, 3  # of CUresult
 
 
-def cuda_sign() -> str:
+def _cuda_sign() -> str:
     """Return how it shows that CUDA was initialised in this process; "" if it does not."""
     cuda = sys.modules.get("torch.cuda")
     if cuda is not None and getattr(cuda, "_initialized", False):
@@ -181,7 +181,7 @@ class _Watch:
 
     def look(self, name: str) -> None:
         """Note what is new after the import of ``name``."""
-        if not self.cuda[0] and (how := cuda_sign()):
+        if not self.cuda[0] and (how := _cuda_sign()):
             self.cuda = how, name
         for thread in threading.enumerate():
             self._threads.setdefault(thread, name)

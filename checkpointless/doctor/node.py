@@ -137,7 +137,7 @@ def folder(path: Path, least: int, source: str, todo: str, severity: Severity = 
     return _folder(Severity.WARNING, seen, source, todo) if free < least else _folder(Severity.OK, seen, source)
 
 
-def open_files(files: int, hard: int, ranks: int) -> Finding:
+def _open_files(files: int, hard: int, ranks: int) -> Finding:
     """Return whether processes may have enough descriptors.
 
     Args:
@@ -216,4 +216,4 @@ def quick(ranks: int, cpu: bool, environ: Mapping[str, str]) -> list[Finding]:
 
 
 def _descriptors(ranks: int) -> Finding:
-    return open_files(*resource.getrlimit(resource.RLIMIT_NOFILE), ranks)
+    return _open_files(*resource.getrlimit(resource.RLIMIT_NOFILE), ranks)

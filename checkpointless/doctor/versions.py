@@ -60,7 +60,7 @@ class Torch:
 
 
 @dataclass(frozen=True)
-class Versions:
+class _Versions:
     """The versions on a node.
 
     Attributes:
@@ -78,7 +78,7 @@ class Versions:
     wants_gpu: bool = False
 
 
-def judge(versions: Versions) -> list[Finding]:
+def judge(versions: _Versions) -> list[Finding]:
     """Return what the versions mean for a recovery."""
     return [
         _of_package("Python", versions.python, versions.needed.get("Python", "")),
@@ -89,7 +89,7 @@ def judge(versions: Versions) -> list[Finding]:
     ]
 
 
-def read(cpu: bool = False) -> Versions:
+def read(cpu: bool = False) -> _Versions:
     """Read the versions of this machine; torch is imported in a child process, which takes seconds.
 
     Args:
@@ -97,7 +97,7 @@ def read(cpu: bool = False) -> Versions:
     """
     packages = installed(PACKAGES)
     torch = _torch() if "torch" in packages else None
-    return Versions(platform.python_version(), packages, _needed(), torch, has_driver() and not cpu)
+    return _Versions(platform.python_version(), packages, _needed(), torch, has_driver() and not cpu)
 
 
 def has_driver() -> bool:

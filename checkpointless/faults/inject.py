@@ -53,7 +53,7 @@ def lose(agent: int) -> None:
     time.sleep(_HANG_S)
 
 
-def cut_off(agent: int, seconds: float) -> None:
+def _cut_off(agent: int, seconds: float) -> None:
     """Stop the agent for ``seconds`` seconds, with all its connections open, as if the network were gone.
 
     The process that wakes the agent up again outlives this process, which may be killed meanwhile.
@@ -181,11 +181,11 @@ class FaultInjector:
         if spec.kind is FaultKind.OOM:
             if not _has_torch():
                 raise _impossible(text, "this process has not imported torch, so torch cannot run out of memory")
-            return lambda: _must_raise(run_out_of_memory, text)
+            return lambda: _must_raise(_run_out_of_memory, text)
         if spec.kind is FaultKind.CUDA:
             if not has_cuda():
                 raise _impossible(text, "it needs ranks on GPUs, and CUDA is not available here")
-            return lambda: _must_raise(fail_device_assert, text)
+            return lambda: _must_raise(_fail_device_assert, text)
         if spec.kind is FaultKind.DATALOADER:
             batches = self.batches() if self.batches is not None else None
             if batches is None:
@@ -199,12 +199,12 @@ class FaultInjector:
             if agent is None:
                 raise _impossible(text, "a node can only be lost in a job of several nodes")
             if spec.kind is FaultKind.PARTITION:
-                return lambda: cut_off(agent, spec.duration_s)
+                return lambda: _cut_off(agent, spec.duration_s)
             return lambda: (lose if spec.kind is FaultKind.NODE else _drop_coordinator)(agent)
         if spec.kind is FaultKind.BITFLIP:
             if target is None:
                 raise _impossible(text, "the strategy does not say where this rank's state is")
-            return lambda: flip_a_bit(target())
+            return lambda: _flip_a_bit(target())
         return _ENDS[spec.kind]
 
 
@@ -275,7 +275,7 @@ def from_environment(rank: int) -> FaultInjector | None:
 # so.
 
 
-def flip_a_bit(tensor: Any) -> None:  # Any: a tensor, of a package that this room does not import
+def _flip_a_bit(tensor: Any) -> None:  # Any: a tensor, of a package that this room does not import
     """Flip the lowest bit of the byte in the middle of ``tensor``.
 
     Args:
@@ -300,7 +300,7 @@ def has_cuda() -> bool:
     return _has_torch() and bool(_torch().cuda.is_available())
 
 
-def run_out_of_memory() -> None:
+def _run_out_of_memory() -> None:
     """Request more memory than exists: on the current GPU if CUDA is in use, otherwise on the host.
 
     No memory is kept, because it is requested in one piece, which is refused.
@@ -317,7 +317,7 @@ def run_out_of_memory() -> None:
     torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
-def fail_device_assert() -> None:
+def _fail_device_assert() -> None:
     """Make a kernel read outside a tensor on the current GPU, and wait until it has done so.
 
     Raises:

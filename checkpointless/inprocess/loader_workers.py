@@ -58,7 +58,7 @@ def end_workers(iterator: _MultiProcessingDataLoaderIter) -> None:
     _end_messages(iterator)
     shared_memory.remove(cast(int, worker.pid) for worker in workers)
     try:
-        remove_unused_sockets()
+        _remove_unused_sockets()
     except OSError as error:
         logger.warning("sockets of data-loader workers are not removed: %s", error)
 
@@ -116,7 +116,7 @@ def share_socket_folder() -> None:
         logger.warning("no temporary folder for sockets of data-loader workers: %s", error)
 
 
-def remove_unused_sockets() -> None:
+def _remove_unused_sockets() -> None:
     """Remove the sockets in this process's folder whose creators have ended.
 
     Raises:

@@ -171,7 +171,7 @@ def _is_script(value: object) -> bool:
     return type(value).__module__.partition(".")[0] != "transformers"
 
 
-class TrainerTensors(TorchTensors):
+class _TrainerTensors(TorchTensors):
     """Model and optimizer of a Trainer, whose optimizer's ``step`` is replaced.
 
     Args:
@@ -191,7 +191,7 @@ class TrainerTensors(TorchTensors):
             self._step()
 
 
-class TrainerTraining(JournaledTraining):
+class _TrainerTraining(JournaledTraining):
     """The state of a Trainer's training, for :class:`~checkpointless.recovery.CheckpointManager`.
 
     Args:
@@ -227,7 +227,7 @@ class TrainerTraining(JournaledTraining):
         ]
         self._attributes = DeclaredState(lambda: [*own, *callbacks])
         self._early = DeclaredState(lambda: own[1:2])
-        self._tensors = TrainerTensors(trainer, call.high_water > 0)
+        self._tensors = _TrainerTensors(trainer, call.high_water > 0)
         super().__init__(self._tensors, call, [trainer.lr_scheduler], LoopState(state))
         self._guard = UpdateGuard(call, self._journal)
         trainer.optimizer.optimizer.step = self._update
@@ -371,7 +371,7 @@ class _Entry(TrainerCallback):  # type: ignore[misc]
         iterators: the iterators over loaders with workers, the newest first.
     """
 
-    _training: TrainerTraining  # from the point at which the Trainer has made model and optimizer
+    _training: _TrainerTraining  # from the point at which the Trainer has made model and optimizer
 
     def __init__(self, call: HPCallWrapper, trainer: Trainer, state: Mapping[str, Any]) -> None:
         self._call = call
@@ -502,7 +502,7 @@ class _Entry(TrainerCallback):  # type: ignore[misc]
         position = original(*args, **kwargs)
         self._call.beat()
         self._prepared = self._prepare(bound["max_steps"], self._loader, bound["resume_from_checkpoint"])
-        self._training = TrainerTraining(self._call, trainer, self._state)
+        self._training = _TrainerTraining(self._call, trainer, self._state)
         position = self._training.recover(position)
         self._call.beat()
         return position

@@ -169,14 +169,14 @@ def _find_lost_parts(held: HeldState | None, journal: StepJournal, decision: Dec
     if held is not None and rank not in decision.refills:
         target = decision.target if rank in decision.redo else None
         mine = held.own_parts(journal, target, SnapshotPoint(decision.stage))
-    differ = differing_names([each for each in all_gather_json(mine) if each is not None])
+    differ = _differing_names([each for each in all_gather_json(mine) if each is not None])
     lost = [name for name in differ if name.startswith(DATA)]
     for name in sorted(set(differ) - set(lost)):
         logger.warning("%s differs from rank to rank: rank %s gets a peer's", name, sorted(decision.refills))
     return lost
 
 
-def differing_names(digests: Sequence[Mapping[str, str]]) -> list[str]:
+def _differing_names(digests: Sequence[Mapping[str, str]]) -> list[str]:
     """Return, sorted, the names whose digests are not the same in all of ``digests``."""
     names = sorted({name for each in digests for name in each})
     return [name for name in names if len({each.get(name) for each in digests}) > 1]

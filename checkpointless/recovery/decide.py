@@ -108,7 +108,7 @@ class Decision:
 
     def peers(self) -> dict[int, tuple[int, ...]]:
         """Return, for each rank to fill, the ranks that hold all its parts; if there are none, its widest part."""
-        return {rank: peers_of(parts) or widest_of(parts) for rank, parts in self.parts.items()}
+        return {rank: peers_of(parts) or _widest_of(parts) for rank, parts in self.parts.items()}
 
 
 def peers_of(parts: Parts) -> tuple[int, ...]:
@@ -117,7 +117,7 @@ def peers_of(parts: Parts) -> tuple[int, ...]:
     return tuple(sorted(set(first).intersection(*(sources for _, sources in others)))) if others else first
 
 
-def widest_of(parts: Parts) -> tuple[int, ...]:
+def _widest_of(parts: Parts) -> tuple[int, ...]:
     """Return the holders of the part that most ranks hold."""
     return max((sources for _, sources in parts), key=len)
 

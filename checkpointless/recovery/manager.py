@@ -36,7 +36,7 @@ from checkpointless.transfer.transfer import MEMORY_BUDGET_BYTES
 logger = logging.getLogger(__name__)
 
 
-class JournaledStrategy(Protocol):
+class _JournaledStrategy(Protocol):
     """A trainer's strategy that can be recovered, as far as the recovery uses it."""
 
     def journal(self) -> StepJournal:
@@ -47,7 +47,7 @@ class JournaledStrategy(Protocol):
 
 
 class LiveTrainer(Protocol):
-    """A trainer whose strategy is a :class:`JournaledStrategy`, which the frameworks' own types do not know."""
+    """A trainer whose strategy is a :class:`_JournaledStrategy`, which the frameworks' own types do not know."""
 
     @property
     def strategy(self) -> object:
@@ -56,13 +56,13 @@ class LiveTrainer(Protocol):
 
 def journal_of(trainer: LiveTrainer) -> StepJournal:
     """Return the journal of a trainer whose strategy is set up."""
-    return cast(JournaledStrategy, trainer.strategy).journal()
+    return cast(_JournaledStrategy, trainer.strategy).journal()
 
 
 # --- Fits of a block, whose steps are counted on ------------------------------------------------------------------
 
 
-class FitKeeper(RankLocalKeeper):
+class _FitKeeper(RankLocalKeeper):
     """Counts the fits of a block, and keeps how those ended that are over.
 
     Args:
@@ -108,7 +108,7 @@ class FitKeeper(RankLocalKeeper):
         return objects
 
 
-class CheckpointManager(FitKeeper):
+class CheckpointManager(_FitKeeper):
     """Restores training from memory after a fault: keeps the state, decides, fills, verifies.
 
     A rank whose process lived through the fault keeps references to its model and optimizer (no copy). After the
@@ -366,7 +366,7 @@ class CheckpointManager(FitKeeper):
         objects = self.recover(journal_of(trainer))
         if objects is None or "checkpoint" not in objects:
             return objects
-        cast(JournaledStrategy, trainer.strategy).restored_from_memory(objects)
+        cast(_JournaledStrategy, trainer.strategy).restored_from_memory(objects)
         checkpoint: dict[str, Any] = objects["checkpoint"]
         return checkpoint
 

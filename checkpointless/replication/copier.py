@@ -31,7 +31,7 @@ _TURN_S = 0.02
 _T = TypeVar("_T")
 
 
-class Lane:
+class _Lane:
     """Does tasks in a thread, in their order, until one fails or the lane is left.
 
     Args:
@@ -211,9 +211,9 @@ class Copier:
         self.pool = HostMemoryPool()
         self.making: Making | None = None
         self.error: Exception | None = None
-        self._lane = Lane(doing)
+        self._lane = _Lane(doing)
         # One for each place that may not answer, so that it holds up no other.
-        self._writers = {place: Lane(f"{doing} ({place.name})") for place in places if not place.is_memory}
+        self._writers = {place: _Lane(f"{doing} ({place.name})") for place in places if not place.is_memory}
         for place, writer in self._writers.items():
             if is_of_use is not None:
                 writer.do(partial(self._look, place, is_of_use))

@@ -38,7 +38,7 @@ _FILE_NAME = re.compile(
 
 
 @dataclass(frozen=True)
-class FileName:
+class _FileName:
     """What the name of a part file says.
 
     Attributes:
@@ -60,7 +60,7 @@ class FileName:
         return f".{self}.tmp"
 
     @classmethod
-    def parse(cls, file: str) -> tuple[FileName, bool] | None:
+    def parse(cls, file: str) -> tuple[_FileName, bool] | None:
         """Return what the name of a file says, and whether the file is finished; None: it is no part file."""
         found = _FILE_NAME.fullmatch(file)
         if found is None or bool(found["hidden"]) != bool(found["unfinished"]):
@@ -70,7 +70,7 @@ class FileName:
 
 
 @dataclass(frozen=True)
-class PartFile:
+class _PartFile:
     """A copy of a part as a file.
 
     Attributes:
@@ -79,7 +79,7 @@ class PartFile:
     """
 
     path: Path
-    name: FileName
+    name: _FileName
 
     def read(self, is_shared: bool = False) -> Part:
         """Read the file, and compare every digest.
@@ -150,7 +150,7 @@ class DirectoryStore:
         if needed > about.f_bavail * about.f_frsize:
             free = about.f_bavail * about.f_frsize
             raise OSError(errno.ENOSPC, f"{needed} bytes are needed and {free} are free", str(self.root))
-        name = FileName(part.id, part.world_size, holder)
+        name = _FileName(part.id, part.world_size, holder)
         unfinished = self.root / name.unfinished
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
         descriptor = os.open(unfinished, flags, 0o600)
@@ -178,7 +178,7 @@ class DirectoryStore:
         except OSError as error:  # there may still be room for the next save; if not, its write raises
             logger.warning("an old copy cannot be deleted: %s", error)
 
-    def shelf(self, world_size: int) -> Mapping[SaveId, Mapping[int, Sequence[PartFile]]]:
+    def shelf(self, world_size: int) -> Mapping[SaveId, Mapping[int, Sequence[_PartFile]]]:
         """Return the finished files, by save and part, whichever rank wrote them.
 
         After a node was replaced, a rank may find its part under another rank's name.
@@ -186,20 +186,20 @@ class DirectoryStore:
         Raises:
             OSError: the directory cannot be read.
         """
-        shelf: dict[SaveId, dict[int, list[PartFile]]] = defaultdict(lambda: defaultdict(list))
+        shelf: dict[SaveId, dict[int, list[_PartFile]]] = defaultdict(lambda: defaultdict(list))
         for name, is_finished, path in self._files():
             if is_finished and name.world_size == world_size:
-                shelf[name.id.save][name.id.part].append(PartFile(path, name))
+                shelf[name.id.save][name.id.part].append(_PartFile(path, name))
         return shelf
 
-    def _files(self) -> Iterator[tuple[FileName, bool, Path]]:
+    def _files(self) -> Iterator[tuple[_FileName, bool, Path]]:
         """Yield all part files in the directory; none if the directory is gone."""
         try:
             paths = sorted(self.root.iterdir())
         except FileNotFoundError:
             return
         for path in paths:
-            found = FileName.parse(path.name)
+            found = _FileName.parse(path.name)
             if found is not None:
                 yield *found, path
 

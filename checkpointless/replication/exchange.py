@@ -206,7 +206,7 @@ def clique_of(rank: int, world_size: int, jump: int, factor: int) -> tuple[int, 
     return tuple(range(first, first + jump * factor, jump))
 
 
-def all_cliques(world_size: int, jump: int, factor: int) -> list[tuple[int, ...]]:
+def _all_cliques(world_size: int, jump: int, factor: int) -> list[tuple[int, ...]]:
     """Return all cliques, each once, by their first ranks; see :func:`clique_of`."""
     cliques = (clique_of(rank, world_size, jump, factor) for rank in range(world_size))
     return list(dict.fromkeys(cliques))
@@ -268,7 +268,7 @@ def clique_group(jump: int, factor: int) -> dist.ProcessGroup:
         ValueError: the ranks of the job cannot be divided that way.
     """
     mine, timeout = None, _timeout_of_the_job()
-    for members in all_cliques(dist.get_world_size(), jump, factor):
+    for members in _all_cliques(dist.get_world_size(), jump, factor):
         group = dist.new_group(list(members), backend="gloo", timeout=timeout)
         mine = group if dist.get_rank() in members else mine
     assert mine is not None, "every rank is in a clique"

@@ -102,7 +102,7 @@ class _Piece:
 
     def __del__(self) -> None:
         if self._is_locked and os.getpid() == self._process:  # a forked process has no CUDA
-            unlock_pages(self.memory)
+            _unlock_pages(self.memory)
 
 
 def copy_into(content: Content, tensors: Sequence[torch.Tensor], ready: torch.cuda.Event | None = None) -> None:
@@ -160,7 +160,7 @@ def lock_pages(buffer: torch.Tensor) -> bool:
     return False
 
 
-def unlock_pages(buffer: torch.Tensor) -> None:
+def _unlock_pages(buffer: torch.Tensor) -> None:
     """Unlock what :func:`lock_pages` locked. A failure is only logged: the device may be gone."""
     cudart: Any = torch.cuda.cudart()
     error = cudart.cudaHostUnregister(buffer.data_ptr())

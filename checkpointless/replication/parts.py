@@ -97,7 +97,7 @@ class PartId:
 # --- contents -----------------------------------------------------------------------------------------------------
 
 
-class Memory(Protocol):
+class _Memory(Protocol):
     """One piece of host memory, which is used again when nobody holds this object any more.
 
     Attributes:
@@ -119,7 +119,7 @@ class Content:
 
     structure: bytes
     tensors: tuple[torch.Tensor, ...]
-    memory: Memory | None = None
+    memory: _Memory | None = None
 
     @property
     def nbytes(self) -> int:
@@ -272,7 +272,7 @@ class Part:
         return cls(id, world_size, content, tuple(map(digest, content.tensors)))
 
     @classmethod
-    def within(cls, header: Header, tensors: Sequence[torch.Tensor], memory: Memory | None = None) -> Part:
+    def within(cls, header: Header, tensors: Sequence[torch.Tensor], memory: _Memory | None = None) -> Part:
         """Return the part that a header describes, with tensors that may still have to be filled."""
         content = Content(header.structure, tuple(tensors), memory)
         return cls(PartId.parse(header.id), header.world_size, content, tuple(each for *_, each in header.tensors))

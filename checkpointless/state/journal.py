@@ -70,7 +70,7 @@ class Captured:
     is_skipped: bool = False
 
 
-class Taken(Later[Objects]):
+class _Taken(Later[Objects]):
     """The objects of a snapshot, which get their form when they are asked for.
 
     Args:
@@ -132,8 +132,8 @@ class FrontEnd:
         return {}
 
 
-StepBefore = tuple[SnapshotPoint, Taken]
-_Pending = tuple[int, Captured, Taken]  # the step in the making, and model and optimizer before its update
+StepBefore = tuple[SnapshotPoint, _Taken]
+_Pending = tuple[int, Captured, _Taken]  # the step in the making, and model and optimizer before its update
 
 
 class StepJournal:
@@ -154,8 +154,8 @@ class StepJournal:
         self.built: Built | None = None
         self._keeper = keeper
         self._front = front
-        self._watch = WeightWatch(state.weights) if isinstance(state, WatchedState) else None
-        self._taken: dict[tuple[int, SnapshotPoint], Taken] = {}
+        self._watch = _WeightWatch(state.weights) if isinstance(state, WatchedState) else None
+        self._taken: dict[tuple[int, SnapshotPoint], _Taken] = {}
         self._pending: _Pending | None = None
         self._updated: set[Key] = set()  # the buffers that the update itself writes to
         self._travel: set[SnapshotPoint] = set()  # points whose snapshots are known to be fit for another process
@@ -172,7 +172,7 @@ class StepJournal:
         """Capture what ``step`` has changed, now that its gradients are final. Collective."""
         keeper, state = self._keeper, self.state
         captured, buffers = self._front.ready(step), state.buffers.take()
-        self._pending = step, captured, Taken(state.capture(), buffers)
+        self._pending = step, captured, _Taken(state.capture(), buffers)
         state.buffers.mark()
         keeper.keep_buffers(step, SnapshotPoint.COMMITTED, buffers)
         keeper.store_rng_states(step, captured.loss, SnapshotPoint.COMMITTED, captured.own)
@@ -224,10 +224,10 @@ class StepJournal:
 
     def _take(
         self, point: SnapshotPoint, objects: Callable[[], Objects], buffers: Mapping[Key, torch.Tensor]
-    ) -> Taken:
+    ) -> _Taken:
         model = self.state.capture()
         updated = {UPDATED_BUFFERS: sorted(self._updated)} if point is SnapshotPoint.COMMITTED else {}
-        return Taken(lambda: {**objects(), **updated, MODEL: model()}, buffers, self._see())
+        return _Taken(lambda: {**objects(), **updated, MODEL: model()}, buffers, self._see())
 
     def _see(self) -> Seen | None:
         return self._watch.see() if self._watch is not None else None
@@ -243,7 +243,7 @@ class StepJournal:
         """Let the objects of the newest snapshot be those of ``more``, too."""
         if self.newest is not None:
             taken = self._taken[self.newest]
-            self._taken = {self.newest: Taken(lambda: {**taken(), **more}, taken.buffers, taken.seen)}
+            self._taken = {self.newest: _Taken(lambda: {**taken(), **more}, taken.buffers, taken.seen)}
 
     def note_weights(self) -> None:
         """Note that the weights are those of the newest snapshot, although they were written to."""
@@ -263,7 +263,7 @@ class StepJournal:
         step, point = self.newest
         return _CHANGED.format(step, point.name.lower())
 
-    def _is_as_it_was(self, taken: Taken) -> bool:
+    def _is_as_it_was(self, taken: _Taken) -> bool:
         return self._watch is None or taken.seen is None or not self._watch.is_other(taken.seen)
 
     # --- what recovery asks for -----------------------------------------------------------------------------------
@@ -288,7 +288,7 @@ class StepJournal:
             objects = self._front.committed(step, ready, self._before(step))
             if objects is not None:
                 made = {**objects(), MODEL: model()}
-                found.setdefault(SnapshotPoint.COMMITTED, Taken(lambda: made, model.buffers))
+                found.setdefault(SnapshotPoint.COMMITTED, _Taken(lambda: made, model.buffers))
         return {point: StepSnapshot(taken(), taken.buffers) for point, taken in found.items()}
 
     def objects(self) -> Objects:
@@ -327,7 +327,7 @@ class StepJournal:
         self.state.restore(objects[MODEL])
         self.state.rederive()
         self._front.restore(objects)
-        self._taken = {(step, point): Taken(lambda: objects, self.state.buffers.take())}
+        self._taken = {(step, point): _Taken(lambda: objects, self.state.buffers.take())}
         self._pending = None
 
     def put_back(self) -> None:
@@ -345,7 +345,7 @@ class StepJournal:
 # what is written through ``parameter.data``: a few elements of a few tensors do. A fault is when they are compared.
 
 
-class WeightWatch:
+class _WeightWatch:
     """Shows whether weights, which nothing but an update may change, are those that they were.
 
     Args:

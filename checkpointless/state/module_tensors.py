@@ -30,7 +30,7 @@ _MORE_PARAMETERS = (
 )
 
 
-class ParamGroups:
+class _ParamGroups:
     """Takes the values of all param groups of some optimizers, learning rates included, and finds the parameters.
 
     Args:
@@ -154,7 +154,7 @@ def _unwrapped(optimizer: Any) -> Any:
     return getattr(optimizer, "optimizer", optimizer)
 
 
-def sizes_of(optimizers: Iterable[torch.optim.Optimizer | None]) -> list[int]:
+def _sizes_of(optimizers: Iterable[torch.optim.Optimizer | None]) -> list[int]:
     """Return how many parameters each param group of each optimizer has; of None, there are none."""
     return [len(group["params"]) for each in optimizers if each is not None for group in each.param_groups]
 
@@ -164,9 +164,9 @@ def grown(optimizers: Iterable[torch.optim.Optimizer | None], sizes: list[int]) 
 
     Args:
         optimizers: the optimizers.
-        sizes: what :func:`sizes_of` returned at the beginning.
+        sizes: what :func:`_sizes_of` returned at the beginning.
     """
-    return _MORE_PARAMETERS if sizes_of(optimizers) != sizes else ""
+    return _MORE_PARAMETERS if _sizes_of(optimizers) != sizes else ""
 
 
 _training = operator.attrgetter("training")
@@ -230,8 +230,8 @@ class TrainingTensors:
         self.modules = list(modules)
         self.buffers = BufferCopies(self.modules)
         self._torch_optimizers = list(optimizers)
-        self._groups = ParamGroups(self._torch_optimizers)
-        self._sizes = sizes_of(self._torch_optimizers)
+        self._groups = _ParamGroups(self._torch_optimizers)
+        self._sizes = _sizes_of(self._torch_optimizers)
         self._all_modules = [part for module in self.modules for part in module.modules()]
         self._wrappers = [part for part in self._all_modules if isinstance(part, DistributedDataParallel)]
         # As they are now: while FSDP2 computes, whole parameters are in the places of the divided ones.
@@ -421,7 +421,7 @@ class TrainingTensors:
         """Put back what :meth:`capture` returned, or a part of it."""
         for optimizer, groups in zip(self._torch_optimizers, captured.get("groups", ())):
             for group, values in zip(_groups(optimizer), groups):
-                put_values(group, values)
+                _put_values(group, values)
         for key, inner, parameter in self._parameters() if "state" in captured else ():
             plain = captured["state"].get(key)
             if plain:
@@ -473,7 +473,7 @@ def _groups(optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any]]:
     return [] if optimizer is None else list(optimizer.param_groups)
 
 
-def put_values(group: dict[str, Any], values: Mapping[str, Any]) -> None:
+def _put_values(group: dict[str, Any], values: Mapping[str, Any]) -> None:
     """Give a param group ``values``, which stay as they are whatever is changed in the group.
 
     A tensor takes over the number and stays where it is: a captured graph, for example, may refer to it.

@@ -121,7 +121,7 @@ class TrainingState(Protocol):
 
 
 @runtime_checkable
-class ShardedState(Protocol):
+class _ShardedState(Protocol):
     """A state of which an update owns a part, and from which the rest follows."""
 
     def shard(self) -> dict[Key, torch.Tensor]:
@@ -144,12 +144,12 @@ class WatchedState(Protocol):
 
 def shard_of(state: TrainingState) -> dict[Key, torch.Tensor]:
     """Return the tensors that this rank's optimizer update owns."""
-    return state.shard() if isinstance(state, ShardedState) else state.tensors()
+    return state.shard() if isinstance(state, _ShardedState) else state.tensors()
 
 
 def essentials_of(state: TrainingState) -> dict[Key, torch.Tensor]:
     """Return the tensors from which, with those of all other ranks, the whole state can be rebuilt."""
-    return state.essentials() if isinstance(state, ShardedState) else state.tensors()
+    return state.essentials() if isinstance(state, _ShardedState) else state.tensors()
 
 
 def groups_of(state: TrainingState) -> dict[Group, str]:

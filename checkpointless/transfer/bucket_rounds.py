@@ -44,7 +44,7 @@ _GROUPS = 2  # on a wire that runs ahead: one under way, one that is packed or d
 
 
 @dataclass
-class Parcel:
+class _Parcel:
     """A bucket under way.
 
     Attributes:
@@ -69,7 +69,7 @@ class Parcel:
 class _Group:
     """Parcels that are launched together."""
 
-    parcels: list[Parcel] = field(default_factory=list)
+    parcels: list[_Parcel] = field(default_factory=list)
     works: list[dist.Work] = field(default_factory=list)
 
     @property
@@ -94,7 +94,7 @@ class Window:
             from now on finds them.
     """
 
-    def __init__(self, buffer_bytes: int, finish: Callable[[Parcel], None]) -> None:
+    def __init__(self, buffer_bytes: int, finish: Callable[[_Parcel], None]) -> None:
         ahead = runs_ahead()
         self._per_group = IN_FLIGHT if ahead else 1
         self._groups = _GROUPS if ahead else IN_FLIGHT
@@ -118,7 +118,7 @@ class Window:
             while len(self._launched) >= self._groups:
                 self._finish_oldest()
 
-    def add(self, parcel: Parcel) -> None:
+    def add(self, parcel: _Parcel) -> None:
         """Launch a parcel, or keep it until its group is full."""
         self._open.parcels.append(parcel)
         if len(self._open.parcels) >= self._per_group:
@@ -265,9 +265,9 @@ def _send_round(
     for order in orders:
         for index in order.wanted:
             parcels.setdefault((index, id(order.buckets)), []).append(order)
-    staging, digests = Staging(), PendingDigests()
+    staging, digests = _Staging(), PendingDigests()
 
-    def finish(parcel: Parcel) -> None:
+    def finish(parcel: _Parcel) -> None:
         if parcel.slot is not None:
             staging.give_back(parcel.slot)
 
@@ -285,7 +285,7 @@ def _send_round(
         if on_bucket is not None:
             payload = on_bucket(position, len(parcels), payload)
         messages = [Message(payload, order.destination, is_sent=True) for order in takers]
-        window.add(Parcel(index, payload, messages, slot))
+        window.add(_Parcel(index, payload, messages, slot))
     window.close()
     for (_, takers), digest in zip(in_turn, digests.fetch(), strict=True):
         for order in takers:
@@ -300,9 +300,9 @@ def _receive_round(
 ) -> list[tuple[int, int]]:
     """Receive the wanted buckets of every source, and digest each where its bytes ended up."""
     incoming = sorted((index, place) for place, indices in enumerate(wanted) for index in indices)
-    staging, digests = Staging(), PendingDigests()
+    staging, digests = _Staging(), PendingDigests()
 
-    def finish(parcel: Parcel) -> None:
+    def finish(parcel: _Parcel) -> None:
         if parcel.slot is None:
             digests.add(parcel.payload)
         else:
@@ -319,7 +319,7 @@ def _receive_round(
         if landing is None:
             slot = staging.take(size)
             landing = slot[:size]
-        window.add(Parcel(index, landing, [Message(landing, sources[place], is_sent=False)], slot))
+        window.add(_Parcel(index, landing, [Message(landing, sources[place], is_sent=False)], slot))
     window.close()
     staging.pinned.settle()
     return [(index, digest) for (index, _), digest in zip(incoming, digests.fetch(), strict=True)]
@@ -328,7 +328,7 @@ def _receive_round(
 # The bytes of a bucket in memory: where they lie, or in a buffer that they are packed into and unpacked from.
 
 
-class Staging:
+class _Staging:
     """Reusable buffers for buckets that cannot be sent from, or received into, the place where they belong.
 
     A buffer may be taken again as soon as the wait for its message is over. On a wire that runs ahead the message
@@ -340,7 +340,7 @@ class Staging:
 
     def __init__(self) -> None:
         self._free: list[torch.Tensor] = []
-        self.pinned = PinnedCopies()
+        self.pinned = _PinnedCopies()
 
     def take(self, nbytes: int) -> torch.Tensor:
         """Return a flat uint8 tensor of at least ``nbytes`` bytes, on the device that the wire uses."""
@@ -366,7 +366,9 @@ def in_place(tensors: Sequence[torch.Tensor], bucket: Bucket) -> torch.Tensor | 
     return flat_bytes(tensor)[part.start : part.stop]
 
 
-def pack(tensors: Sequence[torch.Tensor], bucket: Bucket, slot: torch.Tensor, pinned: PinnedCopies) -> torch.Tensor:
+def pack(
+    tensors: Sequence[torch.Tensor], bucket: Bucket, slot: torch.Tensor, pinned: _PinnedCopies
+) -> torch.Tensor:
     """Copy the bucket's bytes into ``slot``, one part after the other, and return the filled part of it."""
     offset = 0
     for part in bucket:
@@ -385,7 +387,7 @@ def unpack(
     bucket: Bucket,
     landed: torch.Tensor,
     digests: PendingDigests,
-    pinned: PinnedCopies,
+    pinned: _PinnedCopies,
 ) -> None:
     """Put the bucket's bytes where they belong, and digest them (on the CPU, where they then are).
 
@@ -448,7 +450,7 @@ class _Pinned:
         self._is_used, self._target = False, None
 
 
-class PinnedCopies:
+class _PinnedCopies:
     """Copies bytes through two pinned buffers in turn: the host uses one while the device uses the other.
 
     Args:

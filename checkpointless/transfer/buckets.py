@@ -46,7 +46,7 @@ def bucket_bytes_of(memory_budget_bytes: int, ahead: bool) -> int:
     return min(AHEAD_BYTES, memory_budget_bytes) if ahead else max(1, memory_budget_bytes // IN_FLIGHT)
 
 
-def shared_bytes_of(bucket_bytes: int, ahead: bool) -> int:
+def _shared_bytes_of(bucket_bytes: int, ahead: bool) -> int:
     """Return the size of a bucket that small tensors share: both ends find the same, as they use the same wire.
 
     Args:
@@ -72,7 +72,7 @@ def plan_buckets(sizes: Sequence[int], bucket_bytes: int, ahead: bool = False) -
     """
     if bucket_bytes < 1:
         raise ValueError(f"a bucket of {bucket_bytes} bytes holds nothing")
-    room = shared_bytes_of(bucket_bytes, ahead)
+    room = _shared_bytes_of(bucket_bytes, ahead)
     buckets: list[Bucket] = []
     shared: list[Slice] = []
     filled = 0

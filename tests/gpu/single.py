@@ -20,7 +20,7 @@ from checkpointless.recovery.refill import Refill
 from checkpointless.state.held_state import HeldState, HostMemory
 from checkpointless.state.module_tensors import TrainingTensors
 from checkpointless.state.rng import RngStates
-from checkpointless.state.serialization.digest import MemoryChecksumManager, digest_on_device
+from checkpointless.state.serialization.digest import MemoryChecksumManager, _digest_on_device
 from checkpointless.state.serialization.tensor_memory import tensor_bytes
 from tests.gpu.spin import Spin
 
@@ -170,10 +170,10 @@ def digests() -> list[bool]:
     same = []
     for count in (0, 1, 7, 8, 1023, (32 << 20) + 5, 100_000_001):
         raw = torch.randint(0, 256, (count,), dtype=torch.uint8, generator=made)
-        same.append(digest_on_device(raw.cuda()) == digest_on_device(raw))
+        same.append(_digest_on_device(raw.cuda()) == _digest_on_device(raw))
     for dtype in (torch.bfloat16, torch.float32, torch.int64):
         tensor = torch.randn(1000, 333, generator=made).mul(100).to(dtype)
-        same.append(digest_on_device(tensor_bytes(tensor.cuda())) == digest_on_device(tensor_bytes(tensor)))
+        same.append(_digest_on_device(tensor_bytes(tensor.cuda())) == _digest_on_device(tensor_bytes(tensor)))
     return same
 
 

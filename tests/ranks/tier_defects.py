@@ -9,7 +9,7 @@ from typing import Any
 
 from checkpointless.recovery import LocalDirectory, NeighborMemory
 from checkpointless.replication import DirectoryStore, MemoryStore, PartStore
-from checkpointless.replication.directory import FileName
+from checkpointless.replication.directory import _FileName
 from checkpointless.replication.parts import Part
 from checkpointless.state.serialization.tensor_memory import tensor_bytes
 
@@ -59,7 +59,7 @@ class DamagedDirectory(LocalDirectory):
             def write(self, part: Part, holder: int) -> None:
                 super().write(part, holder)
                 if part.id.part in parts and holder in holders:
-                    _flip_a_bit(self.root / str(FileName(part.id, part.world_size, holder)))
+                    _flip_a_bit(self.root / str(_FileName(part.id, part.world_size, holder)))
 
         return Damaged(Path(self.path) / f"job-{job}")
 

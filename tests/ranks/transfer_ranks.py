@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from checkpointless.faults.inject import flip_a_bit
+from checkpointless.faults.inject import _flip_a_bit
 from checkpointless.state.serialization import state_tree
 from checkpointless.state.serialization.digest import MemoryChecksumManager
 from checkpointless.transfer.bucket_rounds import TransferError
@@ -62,7 +62,7 @@ def held_before(known: str, original: Mapping[Key, torch.Tensor]) -> Mapping[Key
     have = {key: tensor.clone().view_as(tensor) for key, tensor in original.items()}
     for tensor in have.values():
         if tensor.numel() and tensor.is_contiguous():
-            flip_a_bit(tensor)
+            _flip_a_bit(tensor)
     return have
 
 
@@ -112,7 +112,7 @@ def fill(
             first_round = len(seen) <= count
             if rank in damaged and (damage_always or (first_round and position == count // 2)):
                 payload = payload.clone()
-                flip_a_bit(payload)
+                _flip_a_bit(payload)
             return payload
 
         fills = [Fill(destination, holders.index(rank), len(holders)) for destination in destinations]

@@ -71,7 +71,7 @@ def _demo(options: argparse.Namespace) -> int:
         f"exception@backward:rank={nproc // 2},step={middle}",
         f"sigkill@optimizer:rank={min(1, nproc - 1)},step={late}",
     ]
-    trainer = demo_trainer(options)
+    trainer = _demo_trainer(options)
     try:
         task = Task(nproc, steps, parse_layout(options.layout, trainer.keys), options.dropout)
         trainer.check(task)
@@ -80,10 +80,10 @@ def _demo(options: argparse.Namespace) -> int:
     fault_specs(faults, nproc, steps, cpu=True)
     check_can_be_made(options.run_dir)
     stamp = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%SZ")
-    return run_demo(trainer, task, faults, options.run_dir or RUNS_DIR / f"{stamp}-demo")
+    return _run_demo(trainer, task, faults, options.run_dir or RUNS_DIR / f"{stamp}-demo")
 
 
-def run_demo(trainer: Trainer, task: Task, faults: Sequence[str], run_dir: Path) -> int:
+def _run_demo(trainer: Trainer, task: Task, faults: Sequence[str], run_dir: Path) -> int:
     """Train twice, compare the runs, and show everything.
 
     Args:
@@ -162,7 +162,7 @@ def _train(trainer: Trainer, task: Task, directory: Path, faults: Sequence[str])
     return launch(config, tell), lines[-1]
 
 
-def demo_trainer(options: argparse.Namespace) -> Trainer:
+def _demo_trainer(options: argparse.Namespace) -> Trainer:
     """Return the trainer that ``options`` ask for; where they ask for none, NeMo's, or DDP's without NeMo.
 
     Raises:
@@ -199,7 +199,7 @@ def _chaos(options: argparse.Namespace) -> int:
         steps=options.steps or _CHAOS_STEPS,
         most_ranks=options.nproc or _CHAOS_RANKS,
         run_dir=options.run_dir or RUNS_DIR,
-        trainer=demo_trainer(options),
+        trainer=_demo_trainer(options),
     )
     try:
         config.drawn()  # what cannot be drawn is refused before a directory is made

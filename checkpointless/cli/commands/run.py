@@ -88,7 +88,7 @@ class _Variable:
             raise UsageError(f"{self.name}={self.text}: {error}") from error
 
 
-def add_torchrun_options(parser: argparse.ArgumentParser) -> None:
+def _add_torchrun_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that only torchrun has. Every option of ``parser`` then heeds torchrun's variable for it."""
     add = parser.add_argument_group("torchrun's options, accepted for compatibility").add_argument
     add(*both("--master-addr"), metavar="H", help="with --master-port: --rdzv-endpoint H:P")
@@ -115,7 +115,7 @@ def add_torchrun_options(parser: argparse.ArgumentParser) -> None:
             parser.set_defaults(**{_OTHER_NAMES.get(dest, dest): variable})
 
 
-def settle_torchrun_options(options: argparse.Namespace) -> dict[str, Any]:  # Any: of different types
+def _settle_torchrun_options(options: argparse.Namespace) -> dict[str, Any]:  # Any: of different types
     """Turn torchrun's options into those of ``run``, and report those that have no meaning.
 
     Args:
@@ -207,7 +207,7 @@ recovered in place or replaced, while the others keep their state.
 """
 
 
-def add_run_options(parser: argparse.ArgumentParser) -> None:
+def _add_run_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``run``."""
     parser.usage = "%(prog)s [OPTIONS] SCRIPT [ITS ARGUMENTS]"
     add = parser.add_argument
@@ -224,7 +224,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
         help="show what would be started; start nothing",
     )
     add_job_options(parser)
-    add_torchrun_options(parser)
+    _add_torchrun_options(parser)
     add("script", metavar="SCRIPT", help="the training script")
     add("script_args", metavar="...", nargs=argparse.REMAINDER, help="its own arguments")
 
@@ -235,7 +235,7 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         UsageError: an option is wrong.
     """
-    settings = settle_torchrun_options(options)
+    settings = _settle_torchrun_options(options)
     if options.dry_run:
         return dry_run(options)
     return launch_job(options, program_of(options), None, settings)
@@ -300,4 +300,4 @@ def _check_importable(modules: Sequence[str], script_dir: Path) -> None:
             raise UsageError(f"there is no module {module}")
 
 
-COMMAND = Command("run", "run a script on every rank of this node, through faults", add_run_options, run, _EPILOG)
+COMMAND = Command("run", "run a script on every rank of this node, through faults", _add_run_options, run, _EPILOG)

@@ -56,7 +56,7 @@ def train(options: argparse.Namespace) -> int:
     Raises:
         UsageError: the recipe or an option is wrong.
     """
-    config = check_train(options, has_cuda)
+    config = _check_train(options, has_cuda)
     if options.dry_run:
         from checkpointless.cli.tables import console
         from checkpointless.recipes.checks import layout_of, show
@@ -74,7 +74,7 @@ def recipe_program(options: argparse.Namespace) -> Program:
     Raises:
         UsageError: the recipe or an option is wrong.
     """
-    return _program(options, check_train(options, has_cuda))
+    return _program(options, _check_train(options, has_cuda))
 
 
 def _program(options: argparse.Namespace, config: DictConfig) -> Program:
@@ -111,7 +111,7 @@ def _is_dotted(value: object) -> TypeGuard[str]:
     return isinstance(value, str) and "." in value and all(part.isidentifier() for part in value.split("."))
 
 
-def check_train(options: argparse.Namespace, has_cuda: Callable[[], bool]) -> DictConfig:
+def _check_train(options: argparse.Namespace, has_cuda: Callable[[], bool]) -> DictConfig:
     """Load the recipe, check that it can be trained as asked, and fill in the number of ranks.
 
     Args:

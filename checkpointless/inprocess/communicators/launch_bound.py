@@ -66,7 +66,7 @@ class LaunchBound:
         Returns:
             The number of layers that were found.
         """
-        found = layers_of(model)
+        found = _layers_of(model)
         for layer in found:
             layer.register_forward_pre_hook(lambda *_: self.at_layer())
             parameter = next((each for each in layer.parameters() if each.requires_grad), None)
@@ -93,14 +93,14 @@ class LaunchBound:
             oldest.synchronize()
 
 
-def layers_of(model: torch.nn.Module) -> list[torch.nn.Module]:
+def _layers_of(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Return the layers of ``model``: the elements of its lists of modules, the outermost ones where lists nest."""
     found: list[torch.nn.Module] = []
     for child in model.children():
         if isinstance(child, torch.nn.ModuleList):
             found += child
         else:
-            found += layers_of(child)
+            found += _layers_of(child)
     return found
 
 

@@ -39,7 +39,7 @@ _PATIENCE_S = 1.0  # in which communicators that are made are aborted
 _NCCL2_SINCE = (2, 15)  # where nothing is set, nccl means ProcessGroupNCCL2
 
 
-class ProcessGroups:
+class _ProcessGroups:
     """Owns the process groups of this process, from the first block to the end of the last.
 
     The order over a restart is: :meth:`abort` and :meth:`cut` in the fault thread; :meth:`hold` and :meth:`destroy`
@@ -84,7 +84,7 @@ class ProcessGroups:
 
     def uninstall(self) -> None:
         """Restore torch's functions, and hold the groups that the block has destroyed."""
-        bury([each for each in self._made if each not in c10d._world.pg_map])  # torch holds the others
+        _bury([each for each in self._made if each not in c10d._world.pg_map])  # torch holds the others
         self._made.clear()
         self._patches.undo()
         self._sockets.release()
@@ -190,7 +190,7 @@ class ProcessGroups:
 
     def hold(self) -> None:
         """Hold every group, so that no thread has to wait in its destructor."""
-        bury([*c10d._world.pg_map, *self._made])
+        _bury([*c10d._world.pg_map, *self._made])
 
     def destroy(self) -> None:
         """Destroy every process group of this process, in the main thread, after the abort.
@@ -296,7 +296,7 @@ _buried: list[Any] = []
 _REFERENCES = 4  # this list, the one added by bury(), the variable of reap(), and the argument of getrefcount()
 
 
-def bury(groups: list[Any]) -> None:
+def _bury(groups: list[Any]) -> None:
     """Hold ``groups`` until :func:`reap` finds no other reference, if necessary past the interpreter's end."""
     held = {id(group) for group in _buried}
     for group in groups:
@@ -326,4 +326,4 @@ def _let_go(holder: list[Any]) -> None:
 
 
 #: torch registers process groups for the whole process, so one object owns them.
-process_groups = ProcessGroups()
+process_groups = _ProcessGroups()

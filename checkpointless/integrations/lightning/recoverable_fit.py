@@ -114,7 +114,7 @@ class RecoverableFit:
         self._call = call
         self._data = data
         self._worker_seed = worker_seed
-        self._stored = StoredPosition(trainer, call.facts)
+        self._stored = _StoredPosition(trainer, call.facts)
         self.keeper: StepKeeper | None = None
         self._restoration: Restoration | None = None
         self._restored_without_adapters = self.is_from_storage = False
@@ -317,7 +317,7 @@ class RecoverableFit:
 # --- Position in the data after a checkpoint on storage -----------------------------------------------------------
 
 
-class StoredPosition:
+class _StoredPosition:
     """The position in the data of a fit that resumes from storage after a fault.
 
     NeMo keeps the position in the data module's ``state_dict``, and Lightning in that of a loader. Where there is

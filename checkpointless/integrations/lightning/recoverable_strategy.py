@@ -51,7 +51,7 @@ class RecoverableStrategy(ParallelStrategy):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._call = active_call_wrapper()
-        self._rebuild = Rebuild(self._call) if self._call is not None else None
+        self._rebuild = _Rebuild(self._call) if self._call is not None else None
         self._fit: RecoverableFit | None = None  # the newest one that was set up inside a block
         self._data = TrainingData()
         self._worker_seed = WorkerSeed()
@@ -292,7 +292,7 @@ def _unbind(callbacks: Iterable[Any]) -> None:
 # --- Time to build process groups, model and optimizer ------------------------------------------------------------
 
 
-class Rebuild:
+class _Rebuild:
     """Times the build of one generation.
 
     Args:

@@ -188,7 +188,7 @@ class LoopTraining(JournaledTraining, ABC):
         declared: Mapping[str, Any],
         known: Iterable[object],
     ) -> None:
-        loop_state, self._exits = LoopState(declared), LoopExits()
+        loop_state, self._exits = LoopState(declared), _LoopExits()
         super().__init__(state, call, schedulers, loop_state)
         self._guard = UpdateGuard(call, self._journal, self._vote)
         self._done = 0  # before the job; a block that is entered again may load another checkpoint
@@ -444,7 +444,7 @@ def put_back(weights: Callable[[], Iterable[torch.Tensor]], when_back: Callable[
 # --- How loops leave steps() --------------------------------------------------------------------------------------
 
 
-class LoopExits:
+class _LoopExits:
     """Where the calls of ``steps()`` of one entry of the block were left, and whether a step is to be the last.
 
     Calls are counted from 0 in each entry. A loop that is entered again makes the same calls. One that was left is

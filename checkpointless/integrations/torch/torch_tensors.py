@@ -125,7 +125,7 @@ class TorchTensors(TrainingTensors):
         super().__init__(modules, optimizers)
         self._named = {id(module): list(module.named_parameters()) for module in modules}
         self._trained_at_first = list(map(_requires_grad, self._all_parameters))
-        self._extra_state = ExtraState(modules)
+        self._extra_state = _ExtraState(modules)
         self.optimizers = list(optimizers)
         # Beside later updates threads may communicate.
         self._is_known = is_known
@@ -237,7 +237,7 @@ class TorchTensors(TrainingTensors):
         self._is_known = True
 
     def _refuse_what_cannot_travel(self) -> None:
-        reason = unfit_hooks(self.modules)
+        reason = _unfit_hooks(self.modules)
         if reason is not None:
             raise UnrecoverableError(reason)
         reason = self.unfit() or self._extra_state.unfit()
@@ -272,7 +272,7 @@ class TorchTensors(TrainingTensors):
 
     def arrange(self) -> None:
         """Arrange what torch would arrange in the first step, and keep, in every generation alike. Collective."""
-        settle_buckets(self.modules)
+        _settle_buckets(self.modules)
 
 
 # --- Buckets of DistributedDataParallel, the same in every generation ---------------------------------------------
@@ -285,7 +285,7 @@ class TorchTensors(TrainingTensors):
 # the last parameter to the first, which is about the order in which gradients become ready.
 
 
-def settle_buckets(modules: Iterable[torch.nn.Module]) -> None:
+def _settle_buckets(modules: Iterable[torch.nn.Module]) -> None:
     """Give each ``DistributedDataParallel`` among ``modules`` and their parts its lasting buckets. Collective.
 
     Gradients are cleared. A module whose buckets stay as they are (``find_unused_parameters=True``), or are made
@@ -370,7 +370,7 @@ def _without_hooks(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
 # --- Extra state of modules ---------------------------------------------------------------------------------------
 
 
-class ExtraState:
+class _ExtraState:
     """Takes and puts back what modules return from ``get_extra_state``.
 
     Args:
@@ -406,7 +406,7 @@ class ExtraState:
         return None
 
 
-def unfit_hooks(modules: Iterable[torch.nn.Module]) -> str | None:
+def _unfit_hooks(modules: Iterable[torch.nn.Module]) -> str | None:
     """Return why a communication hook of DDP's cannot be protected; None: there is none that keeps something.
 
     Args:

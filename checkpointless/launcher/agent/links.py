@@ -150,7 +150,7 @@ class _LocalCoordinatorLink(Link):
                 agent.obey(self.commands.popleft())
 
 
-class RemoteCoordinatorLink(Link):
+class _RemoteCoordinatorLink(Link):
     """A link to a coordinator in another process.
 
     If the coordinator is lost, the ranks continue to train while this looks for it again.
@@ -471,7 +471,7 @@ def link_to_coordinator(
                 raise
     address, port = config.endpoint
     say(f"node {config.node_rank}: joining the job at {address}:{port}")
-    return RemoteCoordinatorLink(
+    return _RemoteCoordinatorLink(
         _Attempts(config),
         config.node_rank if config.node_rank < config.nnodes else SPARE,
         nproc=config.nproc_per_node,

@@ -100,7 +100,7 @@ class NodeAgent:
         self._say = say
         self._job = NodeJobState(events)
         self._beats = BeatWatch(config.heartbeat, self._report_boards)
-        self._store: GenerationStore | None = None
+        self._store: _GenerationStore | None = None
         self._term_grace_s = config.term_grace_s
         self._hosts = hosts
         self._farewell: Leaving | None = None  # what the coordinator is told when the first rank has ended
@@ -339,7 +339,7 @@ class NodeAgent:
     def _open_store(self, generation: int) -> None:
         self._close_store()
         try:
-            self._store = GenerationStore(generation, self._address())
+            self._store = _GenerationStore(generation, self._address())
         except (OSError, RuntimeError) as error:
             self._report(JobOver(f"node {self.index}: no store can be opened for generation {generation}: {error}"))
             return
@@ -385,7 +385,7 @@ class NodeAgent:
         self._job.emit(EventName.NOTIFY, "end", seconds=seconds, ranks=[rank.number for rank in told])
 
 
-class GenerationStore:
+class _GenerationStore:
     """A c10d store for one generation, which runs in the agent: the ranks do not notice if the coordinator is lost.
 
     It is bound to one address, on a free port. Closing it frees every rank that waits for a key in it.

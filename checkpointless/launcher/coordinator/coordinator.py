@@ -56,7 +56,7 @@ from checkpointless.observability.telemetry.events import EventLog
 logger = logging.getLogger(__name__)
 
 
-class HangReports:
+class _HangReports:
     """Carries the questions of the hang watch to the nodes, and its stalls to the event log and the terminal.
 
     Args:
@@ -104,7 +104,7 @@ class _Grace:
     generation: int
 
 
-class HangResponse:
+class _HangResponse:
     """Opens an incident for each hang that the watch finds, and has ranks killed that do not leave their block.
 
     Args:
@@ -196,10 +196,10 @@ class Coordinator:
         self.nodes, self.spares, self.ranks = job.roster.nodes, job.roster.spares, job.roster.ranks
         self.host: Node | None = None
         self._processes = Processes(job)
-        reports = HangReports(job)
+        reports = _HangReports(job)
         hangs = HangWatch(config.heartbeat, len(self.ranks), config.nproc_per_node, reports.ask, reports.tell)
         self._regrouping = Regrouping(job, self._processes, hangs)
-        self._hangs = HangResponse(job, hangs, self._regrouping, self._processes)
+        self._hangs = _HangResponse(job, hangs, self._regrouping, self._processes)
         self._membership = Membership(job, self._processes, self._regrouping, self._all_nodes_are_here)
         self._bad_devices = BadDevices(job, self._membership, self._processes)
         self._takeover = Takeover(job, self._membership, self._processes, self._regrouping)

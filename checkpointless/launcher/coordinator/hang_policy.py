@@ -152,7 +152,7 @@ def is_shared(standing: Collection[int], world: int, nproc: int) -> bool:
     return 2 * len(standing) >= world or (nproc > 1 and nproc in here.values())
 
 
-def is_given_up(evidence: Evidence, ceiling_s: float) -> bool:
+def _is_given_up(evidence: Evidence, ceiling_s: float) -> bool:
     """Return whether a rank that does not answer must be replaced; what the kernel says outweighs its silence.
 
     A process that computes holds the interpreter, as a long call into a C library does. One that is blocked in the
@@ -239,7 +239,7 @@ def _is_gone(evidence: Evidence, ceiling_s: float) -> bool:
 def _is_culprit(evidence: Evidence, ceiling_s: float) -> bool:
     if evidence.age_s < evidence.limit_s:
         return False
-    return evidence.stance is Stance.ELSEWHERE or is_given_up(evidence, ceiling_s)
+    return evidence.stance is Stance.ELSEWHERE or _is_given_up(evidence, ceiling_s)
 
 
 def numbers(ranks: Iterable[int]) -> str:

@@ -93,7 +93,7 @@ class _Inquiry:
 
 
 @dataclass(frozen=True)
-class Hang:
+class _Hang:
     """A hang, for which ranks have to leave their block.
 
     Attributes:
@@ -234,7 +234,7 @@ class HangWatch:
         if inquiry is not None and inquiry.first <= question <= inquiry.last and rank in inquiry.beats:
             inquiry.answers[rank] = where
 
-    def look(self, running: Iterable[int], now_s: float) -> list[Hang]:
+    def look(self, running: Iterable[int], now_s: float) -> list[_Hang]:
         """Return the hangs that are found now.
 
         Args:
@@ -318,20 +318,20 @@ class HangWatch:
         evidence: Mapping[int, Evidence],
         silent: Mapping[int, Silence],
         inquiry: _Inquiry,
-    ) -> list[Hang]:
+    ) -> list[_Hang]:
         step = max((each.making for each in silent.values()), default=-1)
         if diagnosis.finding is Finding.ALL_WAIT:
             since_s = min(each.since_s for each in silent.values())
-            return [Hang(None, min(each.limit_s for each in silent.values()), since_s, step)]
+            return [_Hang(None, min(each.limit_s for each in silent.values()), since_s, step)]
         if diagnosis.finding is Finding.TOO_LONG:
             ceiling_s = self._ceiling_s
             self.pause_s = max(self.pause_s, 2 * ceiling_s / PAUSE_TIMES)  # if it was no hang, it will come again
             since_s = min(silent[rank].since_s for rank in diagnosis.ranks)
-            return [Hang(None, ceiling_s, since_s, step, who=numbers(diagnosis.ranks))]
+            return [_Hang(None, ceiling_s, since_s, step, who=numbers(diagnosis.ranks))]
         if diagnosis.finding is not Finding.CULPRITS:
             return []
         return [
-            Hang(
+            _Hang(
                 rank,
                 silent[rank].limit_s,
                 silent[rank].since_s,

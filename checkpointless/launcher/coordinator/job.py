@@ -117,7 +117,7 @@ class _Incident:
         return None if self.since_s is None else max(0.0, time.monotonic() - self.since_s)
 
 
-class IncidentTracker:
+class _IncidentTracker:
     """Follows the incidents of a job and reports them to the event log and the terminal.
 
     Args:
@@ -389,8 +389,8 @@ class Job:
         self.clock = clock
         self.roster = Roster(nnodes, nproc)
         self.rendezvous = _Rendezvous(nnodes, nproc)
-        self.incidents = IncidentTracker(config.max_incidents, events, say)
-        self.progress = ProgressReports(nnodes)
+        self.incidents = _IncidentTracker(config.max_incidents, events, say)
+        self.progress = _ProgressReports(nnodes)
         self.high_water = NO_STEP
         self.target = NO_STEP
         self.origin = 0
@@ -443,7 +443,7 @@ class Job:
                 node.send(command)
 
 
-class ProgressReports:
+class _ProgressReports:
     """The latest report of each node on how far its ranks have come.
 
     The nodes of a job are a step or two apart, so their reports name only a few different steps.

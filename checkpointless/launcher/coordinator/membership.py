@@ -333,14 +333,14 @@ def _drop(command: Command) -> None:
     logger.info("%r is for a node that is lost", command.type)
 
 
-class Remedy(Enum):
+class _Remedy(Enum):
     """What to do about a rank whose device must not be used."""
 
     GIVE_UP = "give_up"  # a spare takes the node's place, with all of its ranks
     TRY = "try"  # the rank is started on the device although it is bad
 
 
-def remedy(*, has_spare: bool, hosts_coordinator: bool, is_last_holder: bool, was_tried: bool) -> Remedy:
+def remedy(*, has_spare: bool, hosts_coordinator: bool, is_last_holder: bool, was_tried: bool) -> _Remedy:
     """Return what to do.
 
     A node is given up whole, since ranks belong to nodes, so its other ranks lose what they hold. That costs only
@@ -358,11 +358,11 @@ def remedy(*, has_spare: bool, hosts_coordinator: bool, is_last_holder: bool, wa
             committed since.
     """
     if has_spare and not hosts_coordinator and (was_tried or not is_last_holder):
-        return Remedy.GIVE_UP
-    return Remedy.TRY
+        return _Remedy.GIVE_UP
+    return _Remedy.TRY
 
 
-def is_last_holder(node: Node, ranks: Sequence[Rank], fresh: Collection[int]) -> bool:
+def _is_last_holder(node: Node, ranks: Sequence[Rank], fresh: Collection[int]) -> bool:
     """Return whether a living rank of ``node`` holds a shard that no living rank of another node is known to hold.
 
     Ranks that have not said which shard they hold share the state with all others or have none, so they do not
@@ -415,7 +415,7 @@ class BadDevices:
         chosen = remedy(
             has_spare=any(spare.joined for spare in job.roster.spares),
             hosts_coordinator=node is host,
-            is_last_holder=is_last_holder(node, job.roster.ranks, job.roster.fresh),
+            is_last_holder=_is_last_holder(node, job.roster.ranks, job.roster.fresh),
             was_tried=tried >= 0 and job.high_water <= tried_after,
         )
         why = f"the device of rank {rank.number} must not be used: {message.why}"
@@ -427,7 +427,7 @@ class BadDevices:
             why=message.why,
             remedy=chosen.value,
         )
-        if chosen is Remedy.GIVE_UP:
+        if chosen is _Remedy.GIVE_UP:
             job.say(f"node {node.index} is given up for a spare: {why}")
             self._membership.give_up(node, why)
         else:

@@ -182,26 +182,26 @@ class Takeover:
                 if is_gone and job.phase is not Phase.FINISHING:
                     self._processes.spawn(rank)
 
-    def _compared(self, rank: Rank, said: RankState, was_lost: bool) -> tuple[Rank, Reunion]:
-        return rank, reunite(assumed(said) if was_lost else rank.state, said)
+    def _compared(self, rank: Rank, said: RankState, was_lost: bool) -> tuple[Rank, _Reunion]:
+        return rank, _reunite(assumed(said) if was_lost else rank.state, said)
 
-    def _reunite(self, rank: Rank, reunion: Reunion) -> None:
+    def _reunite(self, rank: Rank, reunion: _Reunion) -> None:
         """Make this coordinator's view of a rank and its node's view agree."""
         match reunion:
-            case Reunion.READY:
+            case _Reunion.READY:
                 self._regrouping.ready(rank)
-            case Reunion.DONE:
+            case _Reunion.DONE:
                 self._regrouping.done(rank)
-            case Reunion.INTERRUPT:
+            case _Reunion.INTERRUPT:
                 rank.node.send(self._regrouping.interruption())
-            case Reunion.START:
+            case _Reunion.START:
                 self._roster.move(rank, RankState.GONE)
                 self._processes.spawn(rank)
-            case Reunion.FINISH:
+            case _Reunion.FINISH:
                 rank.node.send(AllDone())
-            case Reunion.ENDED:
+            case _Reunion.ENDED:
                 self._ended(rank)
-            case Reunion.AGREED:
+            case _Reunion.AGREED:
                 pass
 
     def _ended(self, rank: Rank) -> None:
@@ -218,11 +218,11 @@ class Takeover:
             self._processes.spawn(rank)
 
 
-def _is_ready(found: tuple[Rank, Reunion]) -> bool:
-    return found[1] is Reunion.READY
+def _is_ready(found: tuple[Rank, _Reunion]) -> bool:
+    return found[1] is _Reunion.READY
 
 
-class Reunion(Enum):
+class _Reunion(Enum):
     """What it takes to make both views of a rank agree: coordinator and node saw only their own side."""
 
     AGREED = "nothing"
@@ -245,7 +245,7 @@ def assumed(said: RankState) -> RankState:
     return RankState.STARTING if said is RankState.READY else said
 
 
-def reunite(known: RankState, said: RankState) -> Reunion:
+def _reunite(known: RankState, said: RankState) -> _Reunion:
     """Return what to do with one rank.
 
     Args:
@@ -253,15 +253,15 @@ def reunite(known: RankState, said: RankState) -> Reunion:
         said: the rank's state as its node reports it, after everything else that the node had to report.
     """
     if known is said:
-        return Reunion.AGREED
+        return _Reunion.AGREED
     if said is RankState.GONE:
-        return Reunion.START if known is RankState.STARTING else Reunion.ENDED
+        return _Reunion.START if known is RankState.STARTING else _Reunion.ENDED
     if said is RankState.READY:
-        return Reunion.READY
+        return _Reunion.READY
     if known in (RankState.LEAVING, RankState.STARTING) and said in IN_BLOCK:
-        return Reunion.INTERRUPT
+        return _Reunion.INTERRUPT
     if known is RankState.FINISHED and said in IN_BLOCK:
-        return Reunion.FINISH
+        return _Reunion.FINISH
     if known is RankState.RUNNING and said is RankState.DONE:
-        return Reunion.DONE
-    return Reunion.AGREED
+        return _Reunion.DONE
+    return _Reunion.AGREED

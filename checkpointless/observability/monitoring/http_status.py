@@ -57,7 +57,7 @@ class Page:
     body: bytes
 
 
-class Watched(Protocol):
+class _Watched(Protocol):
     """Where a loop leaves what it sees, for another thread to read."""
 
     @property
@@ -73,7 +73,7 @@ class Watched(Protocol):
         """Reads what ranks measured and what the run's time was spent on; None where there is no event log."""
 
 
-def page_at(path: str, watch: Watched) -> Page | None:
+def _page_at(path: str, watch: _Watched) -> Page | None:
     """Return the page at exactly this path, made from the snapshot; None if there is none."""
     now, run_log = watch.snapshot, watch.run_log
     if path == "/":
@@ -95,10 +95,10 @@ def _plain(value: object) -> dict[str, object]:
     return {key: item for key, item in vars(value).items() if key != "looked_at_s"}  # on this machine's own clock
 
 
-class StatusHandler(BaseHTTPRequestHandler):
+class _StatusHandler(BaseHTTPRequestHandler):
     """Answers one request with a page; what follows the request's headers is ignored."""
 
-    server: StatusServer
+    server: _StatusServer
     timeout = REQUEST_TIMEOUT_S
     command = ""
     requestline = ""
@@ -118,7 +118,7 @@ class StatusHandler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """Send the page, or 404."""
         with self.server.turn:  # one client at a time is worked for, so the loop shares the interpreter with one
-            page = page_at(self.path.partition("?")[0], self.server.watch)
+            page = _page_at(self.path.partition("?")[0], self.server.watch)
         if page is None:
             self.send_error(HTTPStatus.NOT_FOUND)
         else:
@@ -156,7 +156,7 @@ class StatusHandler(BaseHTTPRequestHandler):
             self.wfile.write(page.body)
 
 
-class StatusServer(ThreadingHTTPServer):
+class _StatusServer(ThreadingHTTPServer):
     """The standard library's server, with a limit on connections.
 
     Args:
@@ -172,14 +172,14 @@ class StatusServer(ThreadingHTTPServer):
     request_queue_size = 128
 
     def __init__(
-        self, where: tuple[str, int], family: socket.AddressFamily, watch: Watched, name: str = ""
+        self, where: tuple[str, int], family: socket.AddressFamily, watch: _Watched, name: str = ""
     ) -> None:
         self.address_family = family
         self.watch = watch
         self.turn = threading.Lock()
         self._names = {name.lower(), "localhost"} if ip_address(where[0]).is_loopback else None
         self._clients: dict[threading.Thread, socket.socket] = {}
-        super().__init__(where, StatusHandler)
+        super().__init__(where, _StatusHandler)
 
     def answers_to(self, host: str) -> bool:
         """Return whether a request with this ``Host`` is meant for this server.
@@ -245,10 +245,10 @@ class HttpStatus:
         watch: holds the snapshots.
     """
 
-    def __init__(self, host: str, port: int, watch: Watched) -> None:
+    def __init__(self, host: str, port: int, watch: _Watched) -> None:
         self.watch = watch
         self._where = (host, port)
-        self._server: StatusServer | None = None
+        self._server: _StatusServer | None = None
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> HttpStatus:
@@ -269,7 +269,7 @@ class HttpStatus:
         host, port = self._where
         try:
             family, *_, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-            self._server = StatusServer((str(where[0]), int(where[1])), family, self.watch, host)
+            self._server = _StatusServer((str(where[0]), int(where[1])), family, self.watch, host)
         except (OSError, UnicodeError) as error:  # UnicodeError: the host cannot be a host name
             number = getattr(error, "errno", None) or 0
             reason = os.strerror(number) if number > 0 else str(error)

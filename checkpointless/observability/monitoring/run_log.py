@@ -124,7 +124,7 @@ class RunLog:
         if not self._has_account:
             self._is_new, self._events, self.account = False, [], Account()
         elif self._is_new and now_s >= self._again_at_s:
-            self.account, self._is_new = account_of(self._run_dir, on_one_timeline(self._events)), False
+            self.account, self._is_new = _account_of(self._run_dir, on_one_timeline(self._events)), False
             self._again_at_s = now_s + _SHARE * (time.perf_counter() - began_s)
 
     def _is_own(self, line: bytes, ranks: frozenset[int]) -> bool:
@@ -153,7 +153,7 @@ class RunLog:
             logger.exception("the event log is read no more: the metrics that come from it stay as they are")
 
 
-def account_of(run_dir: str, events: list[Event]) -> Account:
+def _account_of(run_dir: str, events: list[Event]) -> Account:
     """Return what the run's time was spent on, as its report says it.
 
     Args:

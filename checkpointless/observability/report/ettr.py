@@ -32,7 +32,7 @@ from checkpointless.observability.telemetry.events import Event
 _NS_PER_S = 1e9
 
 
-class Activity(enum.Enum):
+class _Activity(enum.Enum):
     """What a run does during a period."""
 
     STARTUP = "start-up"
@@ -51,7 +51,7 @@ class _Period:
         end_ns: end of the period, in UTC nanoseconds; later than ``begin_ns``.
     """
 
-    activity: Activity
+    activity: _Activity
     begin_ns: int
     end_ns: int
 
@@ -62,7 +62,7 @@ class _Period:
 
 
 @dataclass(frozen=True)
-class Milestones:
+class _Milestones:
     """The moments that divide a run's time, in UTC nanoseconds.
 
     Attributes:
@@ -113,7 +113,7 @@ class TimeAccount:
         return self.training_s / underway_s if self.training_s is not None and underway_s > 0 else None
 
 
-def milestones(events: Iterable[Event]) -> Milestones | None:
+def milestones(events: Iterable[Event]) -> _Milestones | None:
     """Return the moments at which the run began, trained and ended, or None without events.
 
     Args:
@@ -140,10 +140,10 @@ def milestones(events: Iterable[Event]) -> Milestones | None:
         return None
     # A block that is not a training loop we know counts as training from its entry: nothing else is known.
     trains_ns = max(first_steps[min(first_steps)]) if first_steps else blocks.get(min(blocks, default=0))
-    return Milestones(begin_ns, last_ns if job_ns is None else job_ns, trains_ns, max(trained, default=None))
+    return _Milestones(begin_ns, last_ns if job_ns is None else job_ns, trains_ns, max(trained, default=None))
 
 
-def account(marks: Milestones, incidents: Sequence[IncidentSummary], step_s: float | None) -> TimeAccount:
+def account(marks: _Milestones, incidents: Sequence[IncidentSummary], step_s: float | None) -> TimeAccount:
     """Account for a run's time.
 
     Args:
@@ -156,7 +156,7 @@ def account(marks: Milestones, incidents: Sequence[IncidentSummary], step_s: flo
     trains_ns = end_ns if marks.trains_ns is None else marks.trains_ns
     periods: list[_Period] = []
 
-    def spend(until_ns: int, activity: Activity) -> None:
+    def spend(until_ns: int, activity: _Activity) -> None:
         at_ns = periods[-1].end_ns if periods else begin_ns
         until_ns = min(until_ns, end_ns)
         if until_ns <= at_ns:
@@ -168,28 +168,28 @@ def account(marks: Milestones, incidents: Sequence[IncidentSummary], step_s: flo
     for index, incident in enumerate(incidents):
         following_ns = incidents[index + 1].start_ns if index + 1 < len(incidents) else end_ns
         if index == 0:
-            spend(min(trains_ns, incident.start_ns), Activity.STARTUP)
-        spend(incident.start_ns, Activity.TRAINING)
-        spend(following_ns if incident.end_ns is None else incident.end_ns, Activity.RECOVERY)
+            spend(min(trains_ns, incident.start_ns), _Activity.STARTUP)
+        spend(incident.start_ns, _Activity.TRAINING)
+        spend(following_ns if incident.end_ns is None else incident.end_ns, _Activity.RECOVERY)
     if not incidents:
-        spend(trains_ns, Activity.STARTUP)
+        spend(trains_ns, _Activity.STARTUP)
     if marks.trained_ns is not None:
-        spend(marks.trained_ns, Activity.TRAINING)
-        spend(end_ns, Activity.SHUTDOWN)
+        spend(marks.trained_ns, _Activity.TRAINING)
+        spend(end_ns, _Activity.SHUTDOWN)
     else:
-        spend(end_ns, Activity.TRAINING)
+        spend(end_ns, _Activity.TRAINING)
 
-    spent = {activity: sum(each.seconds for each in periods if each.activity is activity) for activity in Activity}
+    spent = {activity: sum(each.seconds for each in periods if each.activity is activity) for activity in _Activity}
     repeated_s = _repeated_s(incidents, step_s)
     training_s = None
     if marks.trains_ns is not None and repeated_s is not None:
-        training_s = max(0.0, spent[Activity.TRAINING] - repeated_s)
+        training_s = max(0.0, spent[_Activity.TRAINING] - repeated_s)
     return TimeAccount(
         periods=tuple(periods),
         wall_s=(end_ns - begin_ns) / _NS_PER_S,
-        startup_s=spent[Activity.STARTUP],
-        recovery_s=spent[Activity.RECOVERY],
-        shutdown_s=spent[Activity.SHUTDOWN],
+        startup_s=spent[_Activity.STARTUP],
+        recovery_s=spent[_Activity.RECOVERY],
+        shutdown_s=spent[_Activity.SHUTDOWN],
         repeated_s=repeated_s,
         training_s=training_s,
     )
@@ -306,7 +306,7 @@ _FIGURES = (
 
 
 @dataclass(frozen=True)
-class Restart:
+class _Restart:
     """What one restart would have cost, and what the recovery cost instead, in seconds.
 
     Attributes:
@@ -343,7 +343,7 @@ class Comparison:
     """
 
     assumptions: tuple[_Assumption, ...]
-    restarts: tuple[Restart, ...]
+    restarts: tuple[_Restart, ...]
     restart_s: float
     recovered_s: float
     factor: float | None
@@ -391,7 +391,7 @@ def compare_with_restart(
 
 def _restart(
     chain: Sequence[IncidentSummary], figures: Sequence[float | None], spent: TimeAccount, step_s: float | None
-) -> Restart:
+) -> _Restart:
     """Estimate the restart that would have answered the incidents of one chain."""
     first, last = chain[0], chain[-1]
     detect_s, *others = figures
@@ -401,11 +401,11 @@ def _restart(
     trained_s = sum(
         (min(period.end_ns, first.start_ns) - period.begin_ns) / _NS_PER_S
         for period in spent.periods
-        if period.activity is Activity.TRAINING and period.begin_ns < first.start_ns
+        if period.activity is _Activity.TRAINING and period.begin_ns < first.start_ns
     )
     redo_s = min(interval_s / 2, trained_s)
     end_ns = first.start_ns if last.end_ns is None else last.end_ns
-    return Restart(
+    return _Restart(
         incidents=tuple(incident.incident for incident in chain),
         detect_s=detect_s,
         requeue_s=requeue_s,

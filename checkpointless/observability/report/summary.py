@@ -104,7 +104,7 @@ class _StageFigures:
 
 
 @dataclass(frozen=True)
-class BadDevice:
+class _BadDevice:
     """A device check that failed.
 
     Attributes:
@@ -121,7 +121,7 @@ class BadDevice:
 
 
 @dataclass(frozen=True)
-class FailedSave:
+class _FailedSave:
     """A checkpoint on storage that could not be saved.
 
     Attributes:
@@ -154,8 +154,8 @@ class Report:
     stages: tuple[_StageFigures, ...] = ()
     spent: TimeAccount | None = None
     comparison: Comparison | None = None
-    devices: tuple[BadDevice, ...] = ()
-    failed_saves: tuple[FailedSave, ...] = ()
+    devices: tuple[_BadDevice, ...] = ()
+    failed_saves: tuple[_FailedSave, ...] = ()
 
     @property
     def outcomes(self) -> Mapping[Outcome, int]:
@@ -235,22 +235,22 @@ def build_report(
         lines_left_out=lines_left_out,
     )
     return Report(
-        run, incidents, _stage_figures(incidents), spent, comparison, bad_devices(events), failed_saves(events)
+        run, incidents, _stage_figures(incidents), spent, comparison, _bad_devices(events), failed_saves(events)
     )
 
 
-def bad_devices(events: Sequence[Event]) -> tuple[BadDevice, ...]:
+def _bad_devices(events: Sequence[Event]) -> tuple[_BadDevice, ...]:
     """Return the device checks that failed, in their order."""
     return tuple(
-        BadDevice(str(fields.get("node_number")), rank, str(fields.get("why")), str(fields.get("remedy")))
+        _BadDevice(str(fields.get("node_number")), rank, str(fields.get("why")), str(fields.get("remedy")))
         for rank, fields in _in_order(events, EventName.BAD_DEVICE)
     )
 
 
-def failed_saves(events: Sequence[Event]) -> tuple[FailedSave, ...]:
+def failed_saves(events: Sequence[Event]) -> tuple[_FailedSave, ...]:
     """Return the checkpoints that could not be saved, in the order in which they were due."""
     return tuple(
-        FailedSave(
+        _FailedSave(
             str(fields.get("path")),
             str(fields.get("reason")),
             tuple(rank for rank in fields.get("ranks") or () if isinstance(rank, int)),

@@ -29,7 +29,7 @@ _LONGEST_TEXT = 4000
 
 
 @dataclass
-class Span:
+class _Span:
     """A stage of one rank, or of an agent.
 
     Attributes:
@@ -56,7 +56,7 @@ class Thread:
 
     node: int
     rank: int | None
-    spans: list[Span] = field(default_factory=list)
+    spans: list[_Span] = field(default_factory=list)
     points: list[Event] = field(default_factory=list)
 
 
@@ -75,14 +75,14 @@ def threads(events: Iterable[Event]) -> list[Thread]:
     for (node, rank), own in sorted(by_thread.items(), key=lambda item: _place(*item[0])):
         thread = Thread(node, rank)
         found.append(thread)
-        open_spans: dict[tuple[int, str, int], Span] = {}
+        open_spans: dict[tuple[int, str, int], _Span] = {}
         for place, event in enumerate(own):
             key = (event.pid, event.stage, event.generation)
             if event.edge == "point":
                 thread.points.append(event)
             elif event.edge == "begin":
                 following = own[place + 1].ts if place + 1 < len(own) else event.ts
-                open_spans[key] = Span(event, None, following)
+                open_spans[key] = _Span(event, None, following)
                 thread.spans.append(open_spans[key])
             elif key in open_spans:
                 span = open_spans.pop(key)
@@ -192,7 +192,7 @@ def _of_incident(incident: IncidentSummary) -> dict[str, Any]:
     }
 
 
-def _about(span: Span) -> dict[str, Any]:
+def _about(span: _Span) -> dict[str, Any]:
     fields = {**span.begin.fields, **({} if span.end is None else span.end.fields)}
     said = {key: value[:_LONGEST_TEXT] if isinstance(value, str) else value for key, value in fields.items()}
     said |= {"generation": span.begin.generation, "incident": span.begin.incident, "os_pid": span.begin.pid}

@@ -66,7 +66,7 @@ _Validations = Mapping[_Place, Sequence[ValidationRecord]]
 
 
 @dataclass(frozen=True)
-class StepPlace:
+class _StepPlace:
     """A step of one rank of one run."""
 
     run: Run
@@ -144,12 +144,12 @@ class Verdict:
     difference: Difference | None
     steps: int
     ranks: tuple[int, ...]
-    repeated: tuple[StepPlace, ...]
-    missing: tuple[StepPlace, ...]
-    repeated_validations: tuple[StepPlace, ...] = ()
-    missing_validations: tuple[StepPlace, ...] = ()
-    again: tuple[StepPlace, ...] = ()
-    made_again: tuple[StepPlace, ...] = ()
+    repeated: tuple[_StepPlace, ...]
+    missing: tuple[_StepPlace, ...]
+    repeated_validations: tuple[_StepPlace, ...] = ()
+    missing_validations: tuple[_StepPlace, ...] = ()
+    again: tuple[_StepPlace, ...] = ()
+    made_again: tuple[_StepPlace, ...] = ()
     not_compared: tuple[str, ...] = ()
 
     @property
@@ -172,7 +172,7 @@ class Verdict:
         """Whether a step or a validation was made too often, or is missing."""
         return any(places for _, places in self._irregular())
 
-    def _irregular(self) -> tuple[tuple[str, tuple[StepPlace, ...]], ...]:
+    def _irregular(self) -> tuple[tuple[str, tuple[_StepPlace, ...]], ...]:
         return (
             ("repeated steps", self.repeated),
             ("missing steps", self.missing),
@@ -221,7 +221,7 @@ def compare(
     made = {Run.A: _by_place(a), Run.B: _by_place(b)}
     due = {(rank, step) for rank in {*a, *b} for step in _expected([*a.values(), *b.values()])}
     twice = [
-        StepPlace(run, *place) for run, found in made.items() for place in sorted(found) if len(found[place]) > 1
+        _StepPlace(run, *place) for run, found in made.items() for place in sorted(found) if len(found[place]) > 1
     ]
     made_again = tuple(place for place in twice if place.step in gone_back[place.run is Run.B])
     common, of_run = _recorded(a) & _recorded(b), _of_each_run(a, b)
@@ -240,7 +240,7 @@ def compare(
         steps=len({step for _, step in shared}),
         ranks=tuple(sorted({rank for rank, _ in shared})),
         repeated=tuple(place for place in twice if place not in made_again),
-        missing=tuple(StepPlace(run, *place) for run in Run for place in sorted(due - made[run].keys())),
+        missing=tuple(_StepPlace(run, *place) for run in Run for place in sorted(due - made[run].keys())),
         made_again=made_again,
         not_compared=(
             *sorted(
@@ -323,17 +323,17 @@ def _of_each_run(a: Steps, b: Steps) -> Set[What]:
     return found
 
 
-def _irregular_validations(a: _Validations | None, b: _Validations | None) -> dict[str, tuple[StepPlace, ...]]:
+def _irregular_validations(a: _Validations | None, b: _Validations | None) -> dict[str, tuple[_StepPlace, ...]]:
     """Return which validations were recorded again, with equal or other results, and which are missing."""
     if a is None or b is None:
         return {}
-    repeated, again, missing = list[StepPlace](), list[StepPlace](), list[StepPlace]()
+    repeated, again, missing = list[_StepPlace](), list[_StepPlace](), list[_StepPlace]()
     for run, own, other in ((Run.A, a, b), (Run.B, b, a)):
         for place in sorted(own):
             first, *others = own[place]
             if others:
-                (again if all(each == first for each in others) else repeated).append(StepPlace(run, *place))
-        missing += [StepPlace(run, *place) for place in sorted(other.keys() - own.keys())]
+                (again if all(each == first for each in others) else repeated).append(_StepPlace(run, *place))
+        missing += [_StepPlace(run, *place) for place in sorted(other.keys() - own.keys())]
     return {
         "repeated_validations": tuple(repeated),
         "again": tuple(again),
@@ -377,6 +377,6 @@ def _distance(a: str, b: str) -> float | None:
     return distance if math.isfinite(distance) else None
 
 
-def _places(places: Sequence[StepPlace], shown: int = 3) -> str:
+def _places(places: Sequence[_StepPlace], shown: int = 3) -> str:
     text = ", ".join(f"{place.step} on rank {place.rank} of run {place.run.value}" for place in places[:shown])
     return text + (f" and {len(places) - shown} more" if len(places) > shown else "")

@@ -213,7 +213,7 @@ def _append(path: Path, line: str, origin: Mapping[str, Any]) -> None:
     _losses.setdefault(path, _Losses()).append(path, line, origin)
 
 
-def flush_events(timeout_s: float = FLUSH_S) -> bool:
+def _flush_events(timeout_s: float = FLUSH_S) -> bool:
     """Wait until the events of this process are written.
 
     Args:
@@ -282,7 +282,7 @@ def read_events(run_dir: Path) -> list[Event]:
     Args:
         run_dir: the run directory; without an event file in it, there are no events.
     """
-    flush_events()
+    _flush_events()
     path = run_dir / EVENTS_FILE
     if not path.exists():
         return []

@@ -77,7 +77,7 @@ def escalated_line(incident: str, following: str) -> str:
     return f"{INCIDENT}{incident}: escalated: incident {following} came before a step was made"
 
 
-def failed_save_line(event: Event) -> str:
+def _failed_save_line(event: Event) -> str:
     """Return the line that says that a checkpoint could not be saved."""
     ranks = event.fields.get("ranks") or [event.rank]
     where = f"{_ranks(set(ranks))}: {event.fields.get('reason')}"
@@ -175,7 +175,7 @@ class Narrator:
             self._world = int(event.fields.get("nproc", 0))
             self._importing = _Import(now_s, now_s + _IMPORTING_S)
         elif event.stage == EventName.SAVE_FAILED:
-            yield failed_save_line(event)
+            yield _failed_save_line(event)
         elif event.rank is not None:
             self._importing = None
             self._rank_said(event, event.rank)

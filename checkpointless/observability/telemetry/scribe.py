@@ -26,7 +26,7 @@ FLUSH_S = 5.0
 _AGAIN_S = 0.1  # for a disk on which one flush has already timed out
 
 
-class Scribe:
+class _Scribe:
     """Runs functions that may have to wait for a disk in one thread, in the order in which they were put.
 
     :meth:`put` never waits. It changes shared state only through single calls of C functions, so that an exception
@@ -135,9 +135,9 @@ def flush_all(timeout_s: float = FLUSH_S) -> bool:
 
 
 #: The scribe of this process for the files of the run directory.
-scribe = Scribe()
+scribe = _Scribe()
 #: The scribe of this process for its messages: a blocked terminal must not keep events from a disk that works.
-herald = Scribe()
+herald = _Scribe()
 for _each in (scribe, herald):
     os.register_at_fork(after_in_child=_each.forget)
 atexit.register(flush_all)

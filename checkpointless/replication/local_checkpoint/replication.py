@@ -75,7 +75,7 @@ class ReplicationStrategy(ABC):
 
 
 @dataclass(frozen=True)
-class PartTransfer:
+class _PartTransfer:
     """One part that is sent to one rank.
 
     Attributes:
@@ -90,17 +90,17 @@ class PartTransfer:
 
 
 @dataclass(frozen=True)
-class ExchangePlan:
+class _ExchangePlan:
     """The transfers of a clique, one after the other; the plan is the same on all members."""
 
-    transfers: tuple[PartTransfer, ...] = ()
+    transfers: tuple[_PartTransfer, ...] = ()
 
 
-def plan_retrieval(
+def _plan_retrieval(
     members: Sequence[int],
     available: Mapping[int, Collection[str]],
     wanted: Mapping[int, Collection[str]],
-) -> ExchangePlan:
+) -> _ExchangePlan:
     """Plan that every wanted part is sent by all members that have it.
 
     Args:
@@ -121,8 +121,8 @@ def plan_retrieval(
                 raise NoReplicasAvailableError(
                     f"rank {receiver} has no copy of {part}, and none of the ranks {sorted(members)} has one"
                 )
-            transfers.append(PartTransfer(part, receiver, holders))
-    return ExchangePlan(tuple(transfers))
+            transfers.append(_PartTransfer(part, receiver, holders))
+    return _ExchangePlan(tuple(transfers))
 
 
 @dataclass(frozen=True)
@@ -232,16 +232,16 @@ class CliqueReplicationStrategy(ReplicationStrategy):
 
     def retrieve_plan(
         self, globally_available_ids: Mapping[int, Sequence[str]], wanted: Sequence[str]
-    ) -> ExchangePlan:
+    ) -> _ExchangePlan:
         """Plan how the members get the checkpoints that they miss, on all alike. Collective in the clique.
 
         Raises:
             NoReplicasAvailableError: on every member, if no rank in the clique has what one of them wants.
         """
         everybodys = all_gather_json(list(wanted), self.local_group.group)
-        return plan_retrieval(self.peers, globally_available_ids, dict(zip(self.peers, everybodys)))
+        return _plan_retrieval(self.peers, globally_available_ids, dict(zip(self.peers, everybodys)))
 
-    def retrieve_execute(self, plan: ExchangePlan, held: Mapping[str, Tree]) -> dict[str, Tree]:
+    def retrieve_execute(self, plan: _ExchangePlan, held: Mapping[str, Tree]) -> dict[str, Tree]:
         """Carry a plan out. Collective in the clique.
 
         Raises:
@@ -253,7 +253,7 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         }
         arrived: dict[str, Tree] = {}
 
-        def carry_out(transfer: PartTransfer) -> None:
+        def carry_out(transfer: _PartTransfer) -> None:
             if rank in transfer.holders:
                 place = transfer.holders.index(rank)
                 send_part(sent[transfer.id], transfer.id, [Fill(transfer.receiver, place, len(transfer.holders))])

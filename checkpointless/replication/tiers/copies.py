@@ -43,7 +43,7 @@ _JOB = re.compile(r"[0-9a-f]{16}")
 
 
 @dataclass(frozen=True)
-class Lineage:
+class _Lineage:
     """The generations that made the steps which the running training comes from.
 
     Attributes:
@@ -55,12 +55,12 @@ class Lineage:
     job: str
     begun: tuple[tuple[int, int], ...] = ()
 
-    def begin(self, generation: int, step: int) -> Lineage:
+    def begin(self, generation: int, step: int) -> _Lineage:
         """Return the lineage of a training that goes on in ``generation`` after ``step``."""
         kept = [(number, after) for number, after in self.begun if after < step and number <= generation]
         if kept and kept[-1][0] == generation:  # another fit of the same block
-            return Lineage(self.job, tuple(kept))
-        return Lineage(self.job, (*kept, (generation, step))[-_MOST:])
+            return _Lineage(self.job, tuple(kept))
+        return _Lineage(self.job, (*kept, (generation, step))[-_MOST:])
 
     def save(self, step: int) -> SaveId | None:
         """Return the name of the copies of ``step``; None if it was made before all that is known."""
@@ -83,7 +83,7 @@ class Lineage:
         return [self.job, [list(each) for each in self.begun]]
 
     @classmethod
-    def from_json(cls, plain: Parsed) -> Lineage:
+    def from_json(cls, plain: Parsed) -> _Lineage:
         """Return what :meth:`to_json` made.
 
         Raises:
@@ -130,7 +130,7 @@ class Copies:
         if len(set(names)) < len(names):
             raise ValueError(f"each tier can be given once, not {', '.join(names)}")
         self.tiers: Sequence[Tier] = sorted(tiers, key=lambda tier: tier.cost)
-        self.lineage: Lineage | None = None
+        self.lineage: _Lineage | None = None
         self.stores: dict[str, PartStore] = {}
         self._places: dict[str, Place] = {}
         self._whole: dict[str, SaveId] = {}  # by directory, the newest save that all ranks have
@@ -172,7 +172,7 @@ class Copies:
         self._whole, self._told = {}, set()
         self._copier = Copier("copying the state", [*self._places.values()], self._of_use, self.lineage.has)
 
-    def _place(self, tier: Tier, jump: int, lineage: Lineage) -> Place:
+    def _place(self, tier: Tier, jump: int, lineage: _Lineage) -> Place:
         """Return the place of a tier in this generation. Collective."""
         exchange, clique = None, (jump, tier.copies + 1)
         if tier.copies:
@@ -186,7 +186,7 @@ class Copies:
         present = frozenset(save for save in known if lineage.has(save))
         return Place(tier.name, store, tier.is_memory, exchange, present)
 
-    def agree(self, facts: Facts | None) -> Lineage:
+    def agree(self, facts: Facts | None) -> _Lineage:
         """Learn from the other ranks what the training comes from, and require the same tiers. Collective.
 
         Returns:
@@ -197,14 +197,14 @@ class Copies:
         """
         known = self.lineage
         if known is None and facts is not None and facts.get(_FACT) is not None:
-            known = Lineage.from_json(facts.get(_FACT))
+            known = _Lineage.from_json(facts.get(_FACT))
         mine: list[Json] = [[tier.name, tier.every, tier.copies, tier.jump] for tier in self.tiers]
         told = gather([mine, None if known is None else known.to_json(), secrets.token_hex(8)])
         if any(each[0] != told[0][0] for each in told):
             names = [str([tier[0] for tier in each[0]]) for each in told]
             raise UnrecoverableError(by_rank("the ranks were given different tiers", names))
-        lineages = [Lineage.from_json(each[1]) for each in told if each[1] is not None]
-        self.lineage = max(lineages, key=lambda each: each.newest) if lineages else Lineage(told[0][2])
+        lineages = [_Lineage.from_json(each[1]) for each in told if each[1] is not None]
+        self.lineage = max(lineages, key=lambda each: each.newest) if lineages else _Lineage(told[0][2])
         return self.lineage
 
     def open(self, required: bool = False) -> None:

@@ -52,7 +52,7 @@ _NOT_KEPT = (
 )
 
 
-class Owner(Protocol):
+class _Owner(Protocol):
     """Something with plain data, such as a callback.
 
     Attributes:
@@ -132,7 +132,7 @@ class DeclaredState:
             1 MiB.
     """
 
-    def __init__(self, owners: Callable[[], Iterable[Owner]], limit: int | None = None) -> None:
+    def __init__(self, owners: Callable[[], Iterable[_Owner]], limit: int | None = None) -> None:
         self._owners = owners
         self._limit = limit if limit is not None else _limit()
         self._taken: dict[str, _Taken] = {}

@@ -45,7 +45,7 @@ _SERIES = Board.SERIES - 1  # the board's series for another rank's snapshots; a
 
 
 @dataclass(frozen=True)
-class RankLocalRecord:
+class _RankLocalRecord:
     """What is a rank's own at a point, as bytes for another node to keep.
 
     Attributes:
@@ -63,7 +63,7 @@ class RankLocalRecord:
         return state_tree.dumps((self.streams, self.data_start, self.buffers))
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> RankLocalRecord:
+    def from_bytes(cls, data: bytes) -> _RankLocalRecord:
         """Decode what :meth:`to_bytes` made.
 
         Raises:
@@ -73,7 +73,7 @@ class RankLocalRecord:
         return cls(streams, data_start, buffers)
 
 
-class OwnReplicas:
+class _OwnReplicas:
     """Keeps what is another rank's own, and has this rank's kept.
 
     Args:
@@ -195,7 +195,7 @@ class RankLocalState:
 
     Args:
         replication_jump: how many ranks further on a copy is kept; see
-            :class:`~checkpointless.state.rank_local.state.OwnReplicas`.
+            :class:`~checkpointless.state.rank_local.state._OwnReplicas`.
 
     Raises:
         ValueError: ``replication_jump`` is negative.
@@ -209,7 +209,7 @@ class RankLocalState:
     def __init__(self, replication_jump: int | None) -> None:
         self.streams = OwnStreams()
         self.buffers = OwnBuffers()
-        self.replicas = OwnReplicas(replication_jump)
+        self.replicas = _OwnReplicas(replication_jump)
 
     def forget(self) -> None:
         """Forget what is in memory, because storage gives the state."""
@@ -233,14 +233,14 @@ class RankLocalState:
         """Return what is this rank's own at the point of ``states``, for another node to keep."""
         record = self.buffers.record(step, states.stage, own_board())
         start = self.streams.data_start()
-        return RankLocalRecord(
+        return _RankLocalRecord(
             states.to_bytes(), start.to_bytes() if start is not None else None, record
         ).to_bytes()
 
     def kept_streams(self) -> list[list[int]]:
         """Return the newest steps and stages for which this rank keeps another rank's streams."""
         return [
-            [step, int(RngStates.from_bytes(RankLocalRecord.from_bytes(payload).streams).stage)]
+            [step, int(RngStates.from_bytes(_RankLocalRecord.from_bytes(payload).streams).stage)]
             for step, payload in self.replicas.kept().items()
         ]
 
@@ -262,7 +262,7 @@ class RankLocalState:
         known = self.streams.at(target)
         given, lost = self.replicas.find(target, bool(known))
         if given is not None:
-            kept = RankLocalRecord.from_bytes(given)
+            kept = _RankLocalRecord.from_bytes(given)
             states = RngStates.from_bytes(kept.streams)
             if kept.data_start is not None:
                 self.streams.keep_data_start(RngStates.from_bytes(kept.data_start))

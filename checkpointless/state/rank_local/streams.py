@@ -38,7 +38,7 @@ class OwnStreams:
     def __init__(self) -> None:
         self.states: dict[tuple[int, SnapshotPoint], RngStates] | None = {}
         self._data_start: RngStates | None = None
-        self._on_board: StreamsOnBoard | None = None
+        self._on_board: _StreamsOnBoard | None = None
         self._merged: tuple[dict[str, bytes], dict[str, bytes], dict[str, bytes]] = ({}, {}, {})
 
     def forget(self) -> None:
@@ -100,13 +100,13 @@ class OwnStreams:
         if on_board is not None:
             on_board.put(step, states, after_the_step)
 
-    def _board(self) -> StreamsOnBoard | None:
+    def _board(self) -> _StreamsOnBoard | None:
         """Return what this rank's board has of its streams; None: there is no board."""
         board: Board | None = own_board()
         if board is None:
             return None
         if self._on_board is None or self._on_board.board is not board:
-            self._on_board = StreamsOnBoard(board)
+            self._on_board = _StreamsOnBoard(board)
         return self._on_board
 
     def at(self, step: int) -> dict[SnapshotPoint, RngStates]:
@@ -175,7 +175,7 @@ class OwnStreams:
 # number of a snapshot which has them. Two such snapshots are kept, those of the two newest steps.
 
 
-class StreamsOnBoard:
+class _StreamsOnBoard:
     """Writes and reads the streams of one rank.
 
     Args:

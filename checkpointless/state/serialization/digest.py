@@ -32,35 +32,35 @@ _WORD = (1 << 64) - 1
 _weights: dict[tuple[torch.device, int], torch.Tensor] = {}
 
 
-def digest_on_device(flat: torch.Tensor) -> int:
+def _digest_on_device(flat: torch.Tensor) -> int:
     """Return the 64-bit digest of a flat uint8 tensor, computed on its device. This waits for the device.
 
     The digest is the sum over all 8-byte lanes of a bijective mix of the lane with a weight for its position. A
     change of one lane always changes the digest. An exchange of two lanes changes it unless the lanes are equal or
     their mixes happen to collide.
     """
-    return unsigned(int(digest_tensor(flat).item()))
+    return _unsigned(int(_digest_tensor(flat).item()))
 
 
-def digest_tensor(flat: torch.Tensor) -> torch.Tensor:
-    """Return :func:`digest_on_device` of ``flat`` as a tensor, without waiting for the device.
+def _digest_tensor(flat: torch.Tensor) -> torch.Tensor:
+    """Return :func:`_digest_on_device` of ``flat`` as a tensor, without waiting for the device.
 
     On a GPU with Triton this is one kernel, which reads every byte once; else a number of torch's operations.
 
     Returns:
-        The digest as a signed number (:func:`unsigned`), int64 of shape ``()`` on the device of ``flat``.
+        The digest as a signed number (:func:`_unsigned`), int64 of shape ``()`` on the device of ``flat``.
     """
     found = _fused(flat, CHUNK_LANES)
-    return torch_digest(flat, CHUNK_LANES) if found is None else found
+    return _torch_digest(flat, CHUNK_LANES) if found is None else found
 
 
-def unsigned(value: int) -> int:
+def _unsigned(value: int) -> int:
     """Return the digest that a signed number of 64 bits stands for."""
     return value & _WORD
 
 
-def torch_digest(flat: torch.Tensor, chunk_lanes: int) -> torch.Tensor:
-    """Return the digest of a flat uint8 tensor, computed with torch's operations alone, as :func:`digest_tensor`.
+def _torch_digest(flat: torch.Tensor, chunk_lanes: int) -> torch.Tensor:
+    """Return the digest of a flat uint8 tensor, computed with torch's operations alone, as :func:`_digest_tensor`.
 
     Args:
         flat: the bytes.
@@ -101,18 +101,18 @@ def _positions(device: torch.device, chunk_lanes: int) -> torch.Tensor:
     return _weights[name]
 
 
-class Kernel(Protocol):
+class _Kernel(Protocol):
     """What is used of a kernel of Triton's."""
 
     def __getitem__(self, grid: tuple[int]) -> Callable[..., object]:
         """Return what launches as many programs as the grid has."""
 
 
-class FusedDigest:
+class _FusedDigest:
     """Launches the kernel, until it turns out that it does not work here."""
 
     def __init__(self) -> None:
-        self._kernel: Kernel | None = None
+        self._kernel: _Kernel | None = None
         self._is_of_use = True
 
     def __call__(self, flat: torch.Tensor, chunk_lanes: int) -> torch.Tensor | None:
@@ -130,7 +130,7 @@ class FusedDigest:
             return None
         try:
             if self._kernel is None:
-                self._kernel = load_kernel()
+                self._kernel = _load_kernel()
             with torch.cuda.device(flat.device):
                 return launch(self._kernel, flat, chunk_lanes, BLOCK_LANES)
         except ImportError:  # quietly: not everybody has Triton
@@ -141,17 +141,17 @@ class FusedDigest:
         return None
 
 
-def load_kernel() -> Kernel:
+def _load_kernel() -> _Kernel:
     """Return the kernel.
 
     Raises:
         ImportError: Triton is not installed.
     """
-    kernel: Kernel = importlib.import_module(_KERNEL).add_digest
+    kernel: _Kernel = importlib.import_module(_KERNEL).add_digest
     return kernel
 
 
-def launch(kernel: Kernel, flat: torch.Tensor, chunk_lanes: int, block_lanes: int) -> torch.Tensor:
+def launch(kernel: _Kernel, flat: torch.Tensor, chunk_lanes: int, block_lanes: int) -> torch.Tensor:
     """Return what ``kernel`` computes of ``flat``, without waiting for it.
 
     Args:
@@ -180,7 +180,7 @@ def launch(kernel: Kernel, flat: torch.Tensor, chunk_lanes: int, block_lanes: in
     return total
 
 
-_fused = FusedDigest()
+_fused = _FusedDigest()
 
 
 _PLAIN = (bool, int, float, complex, bytes, type(None))
@@ -203,7 +203,7 @@ class PendingDigests:
         if is_on_host(flat):
             self._digests.append(xxhash.xxh3_64_intdigest(flat.numpy().data))
         else:
-            self._digests.append(digest_tensor(flat))
+            self._digests.append(_digest_tensor(flat))
 
     def add_known(self, digest: int) -> None:
         """Add a digest that is known."""
@@ -219,7 +219,7 @@ class PendingDigests:
         }
         fetched = {device: iter(torch.stack(each).tolist()) for device, each in by_device.items()}  # waits for it
         for digest in self._digests:
-            found.append(unsigned(next(fetched[digest.device])) if isinstance(digest, torch.Tensor) else digest)
+            found.append(_unsigned(next(fetched[digest.device])) if isinstance(digest, torch.Tensor) else digest)
         return found
 
 

@@ -22,7 +22,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type, enum.Enum, torch.dtype, t
 _NAMED = (types.ModuleType, types.BuiltinFunctionType)
 
 
-def fingerprint(value: object) -> object:
+def _fingerprint(value: object) -> object:
     """Return a fingerprint of ``value``; what cannot be read, or is too large, is known by its identity."""
     try:
         return _Builder().of(value)
@@ -32,7 +32,7 @@ def fingerprint(value: object) -> object:
 
 def fingerprints(values: Mapping[str, object]) -> dict[str, object]:
     """Return a fingerprint of each of ``values``, by name."""
-    return {name: fingerprint(value) for name, value in values.items()}
+    return {name: _fingerprint(value) for name, value in values.items()}
 
 
 def differing(then: Mapping[str, object], now: Mapping[str, object]) -> str | None:

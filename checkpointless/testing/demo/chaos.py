@@ -199,7 +199,7 @@ class _Runner:
 
     def __init__(self, config: ChaosConfig) -> None:
         self._config = config
-        self._nursery = Nursery(config.trainer)
+        self._nursery = _Nursery(config.trainer)
         self._calm: dict[object, Steps] = {}
 
     def run(self, case: Case) -> Result:
@@ -346,7 +346,7 @@ class Ended:
     said: tuple[str, ...]
 
 
-class Nursery:
+class _Nursery:
     """Turns this process into one that forks agents, with a trainer's modules imported and with one thread.
 
     Args:

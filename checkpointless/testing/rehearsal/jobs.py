@@ -129,7 +129,7 @@ class _Job:
         self._began_s = self._told_s = time.monotonic()
         self._kill_at_s: float | None = None
         self._in_time = True
-        folder = None if plan.in_place else linked_folder(Path.cwd(), plan.folder / "folders" / name)
+        folder = None if plan.in_place else _linked_folder(Path.cwd(), plan.folder / "folders" / name)
         self._agent = AgentProcess(replace(plan.config, run_dir=self.run_dir, faults=tuple(faults)), folder)
 
     def look(self) -> Ended | None:
@@ -240,7 +240,7 @@ def _said_of(ended: Ended) -> str:
 # --- A working directory for each job, with everything that is in the user's --------------------------------------
 
 
-def linked_folder(folder: Path, at: Path, most: int = _MOST_ENTRIES) -> Path:
+def _linked_folder(folder: Path, at: Path, most: int = _MOST_ENTRIES) -> Path:
     """Make a folder that looks like ``folder``, also on the way up, and takes what is newly written itself.
 
     Folders in it are real, and files are links, so that a new file is never in the user's folder. A path such as

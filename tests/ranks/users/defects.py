@@ -49,17 +49,17 @@ def callbacks_are_a_step_ahead() -> None:
 
 def validations_are_repeated() -> None:
     """Make a validation that was over due again."""
-    from checkpointless.integrations.lightning.boundary.loops import ResumableEpochLoop
+    from checkpointless.integrations.lightning.boundary.loops import _ResumableEpochLoop
     from checkpointless.state.port import SnapshotPoint
 
-    original = ResumableEpochLoop.on_run_start
+    original = _ResumableEpochLoop.on_run_start
 
     def on_run_start(loop: Any, data_fetcher: Any) -> None:
         if loop.resumption is not None and loop.resumption.stage is SnapshotPoint.CHECKED:
             loop.resumption = dataclasses.replace(loop.resumption, stage=SnapshotPoint.ENDED)
         original(loop, data_fetcher)
 
-    ResumableEpochLoop.on_run_start = on_run_start  # type: ignore[method-assign, assignment]
+    _ResumableEpochLoop.on_run_start = on_run_start  # type: ignore[method-assign, assignment]
 
 
 def entry_streams_are_stale() -> None:

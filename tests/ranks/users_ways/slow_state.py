@@ -42,6 +42,6 @@ def _is_recording() -> bool:
     frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back
-        if frame.f_code.co_name == "callback_digests":
+        if frame.f_code.co_name == "_callback_digests":
             return True
     return False

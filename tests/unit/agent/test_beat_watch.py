@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from checkpointless.launcher.agent.rank_watch import BeatWatch
-from checkpointless.launcher.agent.ranks.local_rank import Beats, LocalRank
+from checkpointless.launcher.agent.ranks.local_rank import LocalRank, _Beats
 from checkpointless.launcher.coordinator.hang_policy import Heartbeat
 from checkpointless.launcher.protocol.board import BoardReading
 from checkpointless.launcher.protocol.node_messages import NodeMessage, Progress, RankState, Silent
@@ -18,7 +18,7 @@ class Rank:
     """A rank whose board says what it is told."""
 
     def __init__(self) -> None:
-        self.number, self.pid, self.state, self.beats = 3, os.getpid(), RankState.RUNNING, Beats(7, 7, 100.0)
+        self.number, self.pid, self.state, self.beats = 3, os.getpid(), RankState.RUNNING, _Beats(7, 7, 100.0)
         self.reading = BoardReading(7, 5, 4, 0)
         self.board = SimpleNamespace(read=lambda: self.reading)
 

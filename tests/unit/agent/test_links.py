@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from checkpointless.launcher.agent.links import JoinError, RefusedError, RemoteCoordinatorLink
+from checkpointless.launcher.agent.links import JoinError, RefusedError, _RemoteCoordinatorLink
 from checkpointless.launcher.protocol.causes import CauseKind
 from checkpointless.launcher.protocol.node_messages import Alive, End, Joined, Progress, RankEnded, Standing
 from tests.unit.messaged_job import trouble
@@ -70,7 +70,7 @@ class Agent(SimpleNamespace):
 class Scene:
     def __init__(self, *ranks: int) -> None:
         self.coordinators, self.agent, self.said = Coordinators(), Agent(*ranks), list[str]()
-        self.link = RemoteCoordinatorLink(
+        self.link = _RemoteCoordinatorLink(
             self.coordinators.join,
             -1,
             nproc=2,

@@ -11,7 +11,7 @@ pl = pytest.importorskip("lightning.pytorch")
 
 from lightning.pytorch.loggers import Logger  # noqa: E402
 
-from checkpointless.callbacks.checkpointless_callback import incident_metrics, log_incident  # noqa: E402
+from checkpointless.callbacks.checkpointless_callback import _incident_metrics, _log_incident  # noqa: E402
 from checkpointless.inprocess import HPCallWrapper, RankShouldRestart  # noqa: E402
 from checkpointless.recovery import CheckpointManager  # noqa: E402
 
@@ -50,16 +50,16 @@ def call(**more: Any) -> HPCallWrapper:
 
 
 def test_it_says_what_is_known() -> None:
-    assert incident_metrics(call(), 8, 12.5) == {
+    assert _incident_metrics(call(), 8, 12.5) == {
         "checkpointless/incidents": 2,
         "checkpointless/generation": 2,
         "checkpointless/recovery_seconds": 2.5,
         "checkpointless/steps_lost": 0,
         "checkpointless/bytes_received": 64,
     }
-    assert incident_metrics(call(), 4, 12.5)["checkpointless/steps_lost"] == 4, "steps 4 to 7 are made again"
+    assert _incident_metrics(call(), 4, 12.5)["checkpointless/steps_lost"] == 4, "steps 4 to 7 are made again"
     unknown = call(incident="node-b", recovering_since_s=None, high_water=-1, checkpoint_manager=None)
-    assert incident_metrics(unknown, 1, 12.5) == {"checkpointless/generation": 2}
+    assert _incident_metrics(unknown, 1, 12.5) == {"checkpointless/generation": 2}
 
 
 def trainer(*loggers: Logger) -> Any:
@@ -69,7 +69,7 @@ def trainer(*loggers: Logger) -> Any:
 
 def test_a_logger_that_raises_is_named_and_the_others_are_told(caplog: pytest.LogCaptureFixture) -> None:
     broken, good = Notebook(OSError("disk full")), Notebook()
-    log_incident(trainer(broken, good), call(), 8)
+    _log_incident(trainer(broken, good), call(), 8)
     ((metrics, step),) = good.rows
     assert (metrics["checkpointless/incidents"], step) == (2, 0)
     assert "Notebook did not take the metrics of an incident" in caplog.text
@@ -78,10 +78,10 @@ def test_a_logger_that_raises_is_named_and_the_others_are_told(caplog: pytest.Lo
 
 def test_a_fault_meanwhile_interrupts_it() -> None:
     with pytest.raises(RankShouldRestart):
-        log_incident(trainer(Notebook(RankShouldRestart())), call(), 8)
+        _log_incident(trainer(Notebook(RankShouldRestart())), call(), 8)
 
 
 def test_other_ranks_log_nothing() -> None:
     notebook = Notebook()
-    log_incident(cast(Any, SimpleNamespace(is_global_zero=False, loggers=[notebook])), call(), 8)
+    _log_incident(cast(Any, SimpleNamespace(is_global_zero=False, loggers=[notebook])), call(), 8)
     assert notebook.rows == []

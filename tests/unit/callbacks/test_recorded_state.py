@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from checkpointless.callbacks.step_recorder import callback_digests, checkpoint_names
+from checkpointless.callbacks.step_recorder import _callback_digests, _checkpoint_names
 
 
 def test_a_checkpoint_that_is_being_removed_is_not_there(tmp_path: Path) -> None:
@@ -25,7 +25,7 @@ def test_a_checkpoint_that_is_being_removed_is_not_there(tmp_path: Path) -> None
     removal = threading.Thread(target=_remove_checkpoint, args=(tmp_path / "step=3.ckpt",))
     removal.start()
     trainer: Any = SimpleNamespace(callbacks=[ModelCheckpoint(tmp_path)])
-    assert checkpoint_names(trainer) == [["step=4.ckpt"]]
+    assert _checkpoint_names(trainer) == [["step=4.ckpt"]]
     assert not removal.is_alive()
 
 
@@ -36,5 +36,5 @@ def test_where_checkpoints_are_written_is_not_what_was_computed(tmp_path: Path) 
         callback.best_model_path = str(tmp_path / folder / "step=4.ckpt")
         callback.best_k_models = {callback.best_model_path: torch.tensor(metric)}
         trainer: Any = SimpleNamespace(callbacks=[callback])
-        digests.append(callback_digests(trainer))
+        digests.append(_callback_digests(trainer))
     assert digests[0] == digests[1] != digests[2]

@@ -38,8 +38,8 @@ def call(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Cal
         return "garbage" if call.is_over else "whole"
 
     monkeypatch.setattr(step_recorder, "active_call_wrapper", lambda: call)
-    monkeypatch.setattr(step_recorder, "complete_parameters", lambda trainer: None)
-    monkeypatch.setattr(step_recorder, "extras_of", lambda *_: NO_EXTRAS)
+    monkeypatch.setattr(step_recorder, "_complete_parameters", lambda trainer: None)
+    monkeypatch.setattr(step_recorder, "_extras_of", lambda *_: NO_EXTRAS)
     monkeypatch.setattr(step_recorder, "_digest_of_parameters", digest)
     monkeypatch.setattr("checkpointless.integrations.torch.loop.digest_parameters", digest)
     return call

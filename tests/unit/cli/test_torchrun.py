@@ -60,7 +60,7 @@ def torchruns() -> dict[str, argparse.Action]:
 
 def test_every_option_of_torchrun_is_known_in_each_spelling() -> None:
     parser = argparse.ArgumentParser()
-    run.add_run_options(parser)
+    run._add_run_options(parser)
     ours = {name for action in parser._actions for name in action.option_strings}
     theirs = {name for flag, action in torchruns().items() for name in action.option_strings}
     assert len(theirs) > 40
@@ -129,7 +129,7 @@ def test_what_contradicts_is_refused_in_one_line(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(values, "count_cuda", lambda: 0)
+    monkeypatch.setattr(values, "_count_cuda", lambda: 0)
     assert start(words) == 2
     *_, last = capsys.readouterr().err.splitlines()
     assert last.startswith("checkpointless: error: ")
@@ -141,7 +141,7 @@ def test_what_contradicts_is_refused_in_one_line(
 def test_ranks_are_as_many_as_there_are_devices(
     gpus: int, words: str, launched: list[LaunchConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(values, "count_cuda", lambda: gpus)
+    monkeypatch.setattr(values, "_count_cuda", lambda: gpus)
     for word in words.split():
         assert start(f"--nproc-per-node {word}") == 0
     assert {config.nproc_per_node for config in launched} == {gpus or len(os.sched_getaffinity(0))}
@@ -150,7 +150,7 @@ def test_ranks_are_as_many_as_there_are_devices(
 def test_no_driver_means_no_gpu_and_no_import_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(values, "_DRIVERS", ("/nowhere",))
     monkeypatch.setitem(sys.modules, "torch", None)  # an import would raise
-    assert values.count_cuda() == 0
+    assert values._count_cuda() == 0
 
 
 def test_only_the_chosen_local_ranks_are_shown(launched: list[LaunchConfig]) -> None:

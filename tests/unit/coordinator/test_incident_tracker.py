@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpointless.launcher.coordinator.job import IncidentTracker
+from checkpointless.launcher.coordinator.job import _IncidentTracker
 from checkpointless.launcher.protocol.board import NO_STEP
 from checkpointless.launcher.protocol.causes import Cause, CauseKind
 from checkpointless.observability.telemetry.events import EVENTS_FILE, Event, EventLog, read_events
@@ -22,7 +22,7 @@ class Tracked:
     def __init__(self, run_dir: Path) -> None:
         self.said: list[str] = []
         self.run_dir = run_dir
-        self.tracker = IncidentTracker(None, EventLog(run_dir / EVENTS_FILE), self.said.append)
+        self.tracker = _IncidentTracker(None, EventLog(run_dir / EVENTS_FILE), self.said.append)
 
     def fault(self, cause: Cause, since_s: float | None = None) -> None:
         self.tracker.begin(cause, since_s)

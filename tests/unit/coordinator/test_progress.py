@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointless.launcher.coordinator.job import ProgressReports
+from checkpointless.launcher.coordinator.job import _ProgressReports
 from checkpointless.launcher.protocol.node_messages import (
     Progress,
 )
@@ -15,7 +15,7 @@ from checkpointless.launcher.protocol.node_messages import (
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.none() | st.tuples(st.integers(-1, 9), st.integers(-1, 9)))))
 def test_reports_agree_with_brute_force(said: Sequence[tuple[int, tuple[int, int] | None]]) -> None:
-    reports, last = ProgressReports(5), dict[int, tuple[int, int]]()
+    reports, last = _ProgressReports(5), dict[int, tuple[int, int]]()
     for node, steps in said:
         if steps is None:
             reports.drop(node)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from checkpointless.cli.commands.demo import demo_trainer
+from checkpointless.cli.commands.demo import _demo_trainer
 from checkpointless.cli.values import UsageError
 from checkpointless.testing.demo.trainers import TRAINERS
 
@@ -17,11 +17,11 @@ def test_the_demo_takes_nemo_where_it_is_and_else_ddp_with_a_line(
 ) -> None:
     unasked, asked = argparse.Namespace(trainer=None), argparse.Namespace(trainer="nemo")
     monkeypatch.setitem(TRAINERS, "nemo", replace(TRAINERS["nemo"], needs=("torch",)))
-    assert demo_trainer(unasked) is demo_trainer(asked) is TRAINERS["nemo"]
+    assert _demo_trainer(unasked) is _demo_trainer(asked) is TRAINERS["nemo"]
     assert capsys.readouterr().err == ""
     monkeypatch.setitem(TRAINERS, "nemo", replace(TRAINERS["nemo"], needs=("no_such_module",)))
-    assert demo_trainer(unasked) is TRAINERS["ddp"]
+    assert _demo_trainer(unasked) is TRAINERS["ddp"]
     (line,) = capsys.readouterr().err.splitlines()
     assert "no_such_module: pip install -e '.[nemo]' in a clone; what trains is --trainer ddp" in line
     with pytest.raises(UsageError, match=r"--trainer nemo needs no_such_module"):
-        demo_trainer(asked)
+        _demo_trainer(asked)

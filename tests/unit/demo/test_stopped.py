@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpointless.cli.commands.demo import run_demo
+from checkpointless.cli.commands.demo import _run_demo
 from checkpointless.launcher.agent.launch_config import LaunchConfig
 from checkpointless.testing.demo.trainers import TRAINERS, Task
 
@@ -30,7 +30,7 @@ def test_a_demo_that_was_stopped_is_not_a_demo_that_failed(
         return 1
 
     monkeypatch.setattr("checkpointless.launcher.agent.launch.launch", end)
-    assert run_demo(TRAINERS["ddp"], Task(nproc=2, steps=3), [], tmp_path / "runs") == 1
+    assert _run_demo(TRAINERS["ddp"], Task(nproc=2, steps=3), [], tmp_path / "runs") == 1
     said = capsys.readouterr().err
     assert len(started) == 1  # and no second one
     assert last in said

@@ -13,7 +13,7 @@ import pytest
 
 from checkpointless.doctor import node
 from checkpointless.doctor.findings import Family, Finding, Severity
-from checkpointless.doctor.node import open_files
+from checkpointless.doctor.node import _open_files
 from checkpointless.system.nccl import SETTINGS
 
 HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
@@ -113,7 +113,7 @@ def test_a_run_directory_is_not_made(tmp_path: Path) -> None:
     ],
 )
 def test_descriptors(files: int, hard: int, severity: Severity, todo: str) -> None:
-    found = open_files(files, hard, 8)
+    found = _open_files(files, hard, 8)
     assert found.severity is severity
     assert todo in found.todo
 

@@ -10,9 +10,9 @@ import pytest
 
 from checkpointless.doctor import versions
 from checkpointless.doctor.findings import Severity
-from checkpointless.doctor.versions import Torch, Versions, judge, read
+from checkpointless.doctor.versions import Torch, _Versions, judge, read
 
-WELL = Versions(
+WELL = _Versions(
     python="3.11.7",
     packages={
         **{"torch": "2.7.1+cu128", "lightning": "2.5", "rich": "14.0.0"},
@@ -28,7 +28,7 @@ WELL = Versions(
 WITHOUT_NEMO = {name: WELL.packages[name] for name in ("torch", "lightning", "rich")}
 
 
-def wrong(seen: Versions) -> list[tuple[Severity, str]]:
+def wrong(seen: _Versions) -> list[tuple[Severity, str]]:
     return [(each.severity, each.seen) for each in judge(seen) if each.severity is not Severity.OK]
 
 
@@ -77,7 +77,7 @@ def test_what_is_recent_enough_is_right() -> None:
         ),
     ],
 )
-def test_what_is_wrong_is_said(seen: Versions, severity: Severity, words: str) -> None:
+def test_what_is_wrong_is_said(seen: _Versions, severity: Severity, words: str) -> None:
     ((found, said),) = wrong(seen)
     assert found is severity
     assert words in said

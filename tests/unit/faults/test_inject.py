@@ -124,7 +124,7 @@ def test_memory_that_runs_out_is_torchs_own_error_and_nothing_is_kept(tmp_path: 
 
 
 def test_memory_is_asked_for_until_torch_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "run_out_of_memory", lambda: None)
+    monkeypatch.setattr(device, "_run_out_of_memory", lambda: None)
     with pytest.raises(FaultSpecError, match="torch reported nothing"):
         injector(tmp_path, "oom@backward:rank=2,step=3").at(FaultPhase.BACKWARD, 3, 0)
 

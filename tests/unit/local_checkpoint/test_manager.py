@@ -16,7 +16,7 @@ import torch
 import checkpointless
 from checkpointless.recovery import LocalCheckpointError, LocalCheckpointManager
 from checkpointless.replication import DirectoryStore, directory, register_store
-from checkpointless.replication.directory import FileName
+from checkpointless.replication.directory import _FileName
 from checkpointless.replication.parts import Content, Part, PartError, PartId, SaveId
 from checkpointless.replication.store import Shelf
 from tests.ranks.local_checkpoint_ranks import bits, state
@@ -107,7 +107,7 @@ def test_a_save_of_an_earlier_iteration_supersedes_the_later_one(manager: LocalC
 
 def test_what_a_dead_writer_left_and_what_is_not_ours(manager: LocalCheckpointManager, tmp_path: Path) -> None:
     folder = tmp_path / "local" / "checkpoints"
-    (folder / FileName(PART, 1, 0).unfinished).write_bytes(b"torn")
+    (folder / _FileName(PART, 1, 0).unfinished).write_bytes(b"torn")
     (folder / "notes.txt").write_text("mine")
     assert manager.find_latest() == -1
     manager.save({}, 1)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpointless.replication.local_checkpoint import LazyCliqueReplicationStrategy, NoReplicasAvailableError
-from checkpointless.replication.local_checkpoint.replication import ExchangePlan, PartTransfer, plan_retrieval
+from checkpointless.replication.local_checkpoint.replication import _ExchangePlan, _PartTransfer, _plan_retrieval
 
 PARTS = [f"part_{number}" for number in range(5)]
 having = st.dictionaries(st.integers(0, 7), st.sets(st.sampled_from(PARTS)))
@@ -38,18 +38,18 @@ def test_a_plan_serves_every_wish_from_all_members_that_have_it(
         for receiver, part in wishes
     }
     if all(holders.values()):
-        plan = plan_retrieval(sorted(members), available, wanted)
+        plan = _plan_retrieval(sorted(members), available, wanted)
         assert [(each.receiver, each.id) for each in plan.transfers] == wishes
         assert all(set(each.holders) == holders[each.receiver, each.id] for each in plan.transfers)
         assert all(list(each.holders) == sorted(each.holders) for each in plan.transfers)
     else:
         receiver, part = next(wish for wish in wishes if not holders[wish])
         with pytest.raises(NoReplicasAvailableError, match=rf"rank {receiver} has no copy of {part}"):
-            plan_retrieval(sorted(members), available, wanted)
+            _plan_retrieval(sorted(members), available, wanted)
 
 
 @given(st.permutations([0, 2, 4]), having)
 def test_every_member_makes_the_same_plan(order: list[int], available: dict[int, set[str]]) -> None:
     everything = {rank: [*available.get(rank, ()), PARTS[0]] for rank in (0, 2)}
     wanted = {4: [PARTS[0], PARTS[0]]}
-    assert plan_retrieval(order, everything, wanted) == ExchangePlan((PartTransfer(PARTS[0], 4, (0, 2)),))
+    assert _plan_retrieval(order, everything, wanted) == _ExchangePlan((_PartTransfer(PARTS[0], 4, (0, 2)),))

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from checkpointless.launcher.agent.watch import Watch
-from checkpointless.observability.monitoring.http_status import StatusHandler
+from checkpointless.observability.monitoring.http_status import _StatusHandler
 from checkpointless.observability.monitoring.snapshot import JobNode, JobRank, JobStatus, RankStatus, Snapshot
 
 JOB = JobStatus(
@@ -49,7 +49,7 @@ def answer(head: bytes, watch: Watch) -> bytes:
         client.sendall(head)
         client.shutdown(socket.SHUT_WR)
         server = SimpleNamespace(watch=watch, turn=threading.Lock(), answers_to=bool)
-        StatusHandler(accepted, ("", 0), cast(Any, server))
+        _StatusHandler(accepted, ("", 0), cast(Any, server))
         accepted.shutdown(socket.SHUT_WR)
         return b"".join(iter(lambda: client.recv(65536), b""))
 

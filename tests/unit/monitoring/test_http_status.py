@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from checkpointless.launcher.agent.watch import Watch
 from checkpointless.observability.monitoring import http_status
-from checkpointless.observability.monitoring.http_status import MAX_CONNECTIONS, HttpStatus, Page, StatusServer
+from checkpointless.observability.monitoring.http_status import MAX_CONNECTIONS, HttpStatus, Page, _StatusServer
 from tests.descriptors import descriptors
 from tests.unit.monitoring.http_exchange import SNAPSHOT, answer, pages_of
 
@@ -108,12 +108,12 @@ def test_a_server_on_loopback_answers_to_no_sites_name(host: str, status: int) -
 
 
 def test_a_server_that_others_reach_may_have_any_name() -> None:
-    with StatusServer(("0.0.0.0", 0), socket.AF_INET, pages_of(SNAPSHOT)) as server:
+    with _StatusServer(("0.0.0.0", 0), socket.AF_INET, pages_of(SNAPSHOT)) as server:
         assert server.answers_to("job.namespace.svc:9400")
 
 
 def test_who_is_slow_keeps_nobody_waiting_and_loses_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_status.StatusHandler, "timeout", 3.0)
+    monkeypatch.setattr(http_status._StatusHandler, "timeout", 3.0)
     with serving() as where:
         slow = [socket.create_connection(where, timeout=60) for _ in range(MAX_CONNECTIONS - 2)]
         for client in slow[::2]:
@@ -145,7 +145,7 @@ def test_of_all_clients_one_at_a_time_is_worked_for(monkeypatch: pytest.MonkeyPa
         within.discard(threading.get_ident())
         return Page(HTTPStatus.OK, "text/plain", path.encode())
 
-    monkeypatch.setattr(http_status, "page_at", at)
+    monkeypatch.setattr(http_status, "_page_at", at)
     with serving() as where, ThreadPoolExecutor(16) as crowd:
         replies = list(crowd.map(lambda number: ask(where, f"/{number}"), range(24)))
     assert [reply.rpartition(b"/")[2] for reply in replies] == [str(number).encode() for number in range(24)]
@@ -175,7 +175,7 @@ def is_open(client: socket.socket) -> bool:
 
 
 def test_closing_does_not_wait_for_clients(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_status.StatusHandler, "timeout", 600.0)
+    monkeypatch.setattr(http_status._StatusHandler, "timeout", 600.0)
     said, before = list[str](), set(threading.enumerate())
     http = HttpStatus("127.0.0.1", 0, Watch(0))
     http.open(said.append)
@@ -213,7 +213,7 @@ def test_nothing_is_written_to_the_terminal(
         for garbage in (b"\0\0\r\n\r\n", b"GET /status HTTP/9.9\r\n"):
             with socket.create_connection(where, timeout=60) as client:
                 client.sendall(garbage)
-        monkeypatch.setattr(http_status, "page_at", lambda *_: 1 / 0)
+        monkeypatch.setattr(http_status, "_page_at", lambda *_: 1 / 0)
         assert ask(where) == b""
     assert capfd.readouterr() == ("", "")
     assert [record.message for record in caplog.records if record.levelname != "DEBUG"] == [

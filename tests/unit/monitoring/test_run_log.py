@@ -25,8 +25,8 @@ from checkpointless.observability.telemetry.events import (
     Event,
     EventLog,
     LineTail,
+    _flush_events,
     append_line,
-    flush_events,
     read_events,
 )
 from tests.unit.made_up_run import MadeUpRun
@@ -48,7 +48,7 @@ def counted(tmp_path: Path) -> Counted:
     watch.snapshot = Snapshot(1, ranks=tuple(map(rank, OWN)))
 
     def read() -> Watch:
-        assert flush_events()
+        assert _flush_events()
         assert watch.run_log is not None
         watch.run_log.look(time.monotonic())
         return watch
@@ -98,11 +98,11 @@ def test_what_is_no_longer_the_undisturbed_run_counts_once_per_incident(tmp_path
 
 def test_what_another_agent_wrote_before_is_not_counted(tmp_path: Path) -> None:
     emit(tmp_path, "fault_injected", "point", 2, 0, spec="hang")
-    assert flush_events()
+    assert _flush_events()
     taken: list[Event] = []
     reader = RunLog(tmp_path / EVENTS_FILE, 1, lambda: frozenset(OWN), taken.append)
     emit(tmp_path, "fault_injected", "point", 3, 0, spec="hang")
-    assert flush_events()
+    assert _flush_events()
     reader.look(0.0)
     assert [event.rank for event in taken] == [3]
 
@@ -161,7 +161,7 @@ def write(run_dir: Path, events: list[Event], monkeypatch: pytest.MonkeyPatch) -
                 incident=event.incident,
                 **event.fields,
             )
-    assert flush_events()
+    assert _flush_events()
 
 
 def disturbed_run() -> MadeUpRun:
@@ -218,7 +218,7 @@ def test_an_account_is_made_only_if_something_was_written_and_not_too_often(
         made.append(len(events))
         return Account()
 
-    monkeypatch.setattr(run_log, "account_of", made_of)
+    monkeypatch.setattr(run_log, "_account_of", made_of)
     run, reader = disturbed_run(), reader_of(tmp_path)
     write(tmp_path, run.events[:5], monkeypatch)
     for now_s in (0.0, 1e6, 2e6):

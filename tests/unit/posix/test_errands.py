@@ -6,11 +6,11 @@ import threading
 
 import pytest
 
-from checkpointless.cli.terminal import Errands
+from checkpointless.cli.terminal import _Errands
 
 
 def test_an_errand_brings_its_result_or_its_error() -> None:
-    errands = Errands()
+    errands = _Errands()
     assert errands.run(lambda: 1, 2) == 1
 
     def fails() -> int:
@@ -22,7 +22,7 @@ def test_an_errand_brings_its_result_or_its_error() -> None:
 
 
 def test_what_takes_too_long_is_waited_for_once_and_its_result_is_not_lost() -> None:
-    errands = Errands(patience_s=0.1)
+    errands = _Errands(patience_s=0.1)
     gate, came = threading.Event(), threading.Event()
     late: list[bool] = []
 
@@ -44,7 +44,7 @@ def test_without_threads_an_errand_is_left_out(monkeypatch: pytest.MonkeyPatch) 
     def start(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    errands = Errands()
+    errands = _Errands()
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", start)
         assert errands.run(lambda: 1, 2) == 2

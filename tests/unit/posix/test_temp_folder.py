@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpointless.inprocess.loader_workers import remove_unused_sockets, share_socket_folder
+from checkpointless.inprocess.loader_workers import _remove_unused_sockets, share_socket_folder
 from checkpointless.system import temp_folder
 from checkpointless.system.temp_folder import private_temp_folder
 
@@ -108,9 +108,9 @@ def test_sockets_are_told_apart_by_their_whole_path(temporary: Path, monkeypatch
     monkeypatch.setitem(multiprocessing.current_process()._config, "tempdir", str(folder))  # type: ignore[attr-defined]
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(folder / "listener-12345678"))
-        remove_unused_sockets()
+        _remove_unused_sockets()
         assert (folder / "listener-12345678").exists()
-    remove_unused_sockets()
+    _remove_unused_sockets()
     assert not (folder / "listener-12345678").exists()
 
 

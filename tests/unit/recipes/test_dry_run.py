@@ -15,7 +15,7 @@ from rich.console import Console
 from checkpointless.cli import command_line
 from checkpointless.cli.commands import train
 from checkpointless.cli.values import UsageError
-from checkpointless.recipes.checks import layout_of, replica_lines, show
+from checkpointless.recipes.checks import _replica_lines, layout_of, show
 from checkpointless.recipes.settings import load
 from checkpointless.system.layout import Layout
 
@@ -28,18 +28,18 @@ def shown(recipe: str, *overrides: str, layout: Layout | None = None) -> str:
 
 
 def test_the_loss_of_a_node_is_said_plainly() -> None:
-    apart = replica_lines(Layout(16, 8, instances=2), enabled=True)
+    apart = _replica_lines(Layout(16, 8, instances=2), enabled=True)
     assert "8 replica groups of 2 ranks, the first: ranks 0, 8 (8 ranks are a node)." in apart
     assert any(line.startswith("The loss of a whole node: survivable") for line in apart)
-    together = replica_lines(Layout(16, 8, pipeline=2, instances=2), enabled=True)
+    together = _replica_lines(Layout(16, 8, pipeline=2, instances=2), enabled=True)
     assert any("NOT survivable. 8 of 8 groups" in line and "ranks 0, 4 for example" in line for line in together)
-    alone = replica_lines(Layout(8, 8, instances=2), enabled=True)
+    alone = _replica_lines(Layout(8, 8, instances=2), enabled=True)
     assert alone[-1] == "The loss of the node: not survivable, there is no other."
-    assert replica_lines(Layout(8, 8), enabled=False) == [
+    assert _replica_lines(Layout(8, 8), enabled=False) == [
         "checkpointless is off in this recipe: nothing is recovered from memory.",
         "No replicas: a shard has one holder, and is lost with its process.",
     ]
-    assert replica_lines(Layout(8, 8), enabled=True, has_copies=True) == [
+    assert _replica_lines(Layout(8, 8), enabled=True, has_copies=True) == [
         "No replicas: a shard has one holder, and comes from a copy in tiers."
     ]
 
@@ -52,10 +52,10 @@ def test_one_instance_of_the_optimizer_is_enough_with_copies_in_tiers() -> None:
     argv = ["train", "tiny_gpt_cpu", "--cpu", "--dry-run", "--nproc-per-node", "4"]
     options = command_line._parser().parse_args(argv)
     options.overrides = overrides
-    train.check_train(options, lambda: False)
+    train._check_train(options, lambda: False)
     options.overrides = overrides[:1]
     with pytest.raises(UsageError, match="there is no replica"):
-        train.check_train(options, lambda: False)
+        train._check_train(options, lambda: False)
 
 
 def test_what_it_shows_is_the_recipe_as_it_would_be_trained() -> None:

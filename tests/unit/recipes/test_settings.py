@@ -88,7 +88,7 @@ def test_aliases_may_be_used(tmp_path: Path) -> None:
 def test_the_block_is_the_only_difference() -> None:
     config = load("tiny_gpt_cpu")
     assert runner.checkpointless_enabled(config)
-    changed = runner.with_checkpointless(config)
+    changed = runner._with_checkpointless(config)
     assert changed.strategy._target_ == "checkpointless.strategies.CheckpointlessMegatronStrategy"
     assert "checkpointless" in changed.callbacks
     assert config.strategy._target_ == "nemo.lightning.MegatronStrategy"

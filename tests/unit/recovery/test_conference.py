@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from checkpointless.recovery import conference
-from checkpointless.recovery.conference import differing_names, find_loss
+from checkpointless.recovery.conference import _differing_names, find_loss
 from checkpointless.recovery.decide import Decision, Verdict
 from checkpointless.state.port import DATA
 from checkpointless.state.rank_local.state import RankLocalState
@@ -14,9 +14,9 @@ from tests.unit.recovery.made_up_state import MadeUpJournal, MadeUpState
 
 def test_a_name_differs_if_a_digest_does_or_if_somebody_lacks_it() -> None:
     digests = [{"same": "1", "other": "1", "lacking": "1"}, {"same": "1", "other": "2"}]
-    assert differing_names(digests) == ["lacking", "other"]
-    assert differing_names(digests[:1]) == []
-    assert differing_names([]) == []
+    assert _differing_names(digests) == ["lacking", "other"]
+    assert _differing_names(digests[:1]) == []
+    assert _differing_names([]) == []
 
 
 def test_nothing_is_lost_at_the_start_where_nobody_is_refilled() -> None:

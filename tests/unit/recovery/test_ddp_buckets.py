@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from checkpointless.integrations.torch.torch_tensors import TorchTensors, settle_buckets
+from checkpointless.integrations.torch.torch_tensors import TorchTensors, _settle_buckets
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +28,7 @@ def test_sparse_embeddings_hooks_and_frozen_parameters_are_left_alone() -> None:
     seen: list[torch.Tensor] = []
     middle.weight.register_hook(seen.append)
     middle.weight.register_post_accumulate_grad_hook(seen.append)
-    settle_buckets([model])
+    _settle_buckets([model])
     assert not seen
     assert all(parameter.grad is None for parameter in model.parameters())
     model(torch.tensor([1, 2])).sum().backward()
@@ -40,7 +40,7 @@ def test_sparse_embeddings_hooks_and_frozen_parameters_are_left_alone() -> None:
 
 def test_buckets_that_stay_as_they_are_are_not_made() -> None:
     model = DistributedDataParallel(torch.nn.Linear(4, 2), find_unused_parameters=True)
-    settle_buckets([model])
+    _settle_buckets([model])
     model(torch.ones(1, 4)).sum().backward()
     assert not model._get_ddp_logging_data().get("has_rebuilt_buckets")
 
@@ -59,7 +59,7 @@ def test_there_is_never_memory_for_two_sets_of_buckets(monkeypatch: pytest.Monke
             return bool(model_reducer._rebuild_buckets())
 
     monkeypatch.setattr(model, "reducer", Watched())
-    settle_buckets([model])
+    _settle_buckets([model])
     assert kept == [False, False]  # asked whether there are any, and made
 
 

@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from checkpointless.integrations.torch import loop as loop_exits
-from checkpointless.integrations.torch.loop import LoopExits
+from checkpointless.integrations.torch.loop import _LoopExits
 
 
 @pytest.fixture(autouse=True)
@@ -16,7 +16,7 @@ def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_call_that_is_not_over_was_left_when_the_next_begins(caplog: pytest.LogCaptureFixture) -> None:
-    exits = LoopExits()
+    exits = _LoopExits()
     assert [exits.begin_call(0), exits.begin_call(4)] == [0, 1]
     exits.end_call()
     assert exits.begin_call(8) == 2
@@ -28,7 +28,7 @@ def test_a_call_that_is_not_over_was_left_when_the_next_begins(caplog: pytest.Lo
 
 
 def test_a_last_call_is_named_when_the_block_is_left(caplog: pytest.LogCaptureFixture) -> None:
-    exits = LoopExits()
+    exits = _LoopExits()
     exits.begin_call(0)
     exits.end_call()
     exits.warn_if_left()
@@ -40,11 +40,11 @@ def test_a_last_call_is_named_when_the_block_is_left(caplog: pytest.LogCaptureFi
 
 
 def test_what_is_noted_is_put_back_by_the_number_of_the_call() -> None:
-    exits = LoopExits()
+    exits = _LoopExits()
     for step in (0, 4, 8):
         exits.begin_call(step)
     exits.ends = True
-    later = LoopExits()
+    later = _LoopExits()
     later.put(exits.take())
     assert later.ends
     later.resume(exits.own())

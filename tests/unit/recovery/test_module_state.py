@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from checkpointless.integrations.torch.torch_tensors import ExtraState, unfit_hooks
+from checkpointless.integrations.torch.torch_tensors import _ExtraState, _unfit_hooks
 from checkpointless.state.module_tensors import TrainingTensors
 
 
@@ -31,11 +31,11 @@ def test_modes_and_extra_state_are_put_back() -> None:
     calls, counter = [3], Counter(None)
     first = torch.nn.Sequential(torch.nn.Dropout(), Counter({"calls": calls}), torch.nn.Linear(2, 2))
     first[0].eval()
-    state, extra = Tensors([first], []).capture()(), ExtraState([first]).take()
+    state, extra = Tensors([first], []).capture()(), _ExtraState([first]).take()
     calls[0] = 4
     second = torch.nn.Sequential(torch.nn.Dropout(), counter, torch.nn.Linear(2, 2))
     Tensors([second], []).restore(state)
-    ExtraState([second]).put(extra)
+    _ExtraState([second]).put(extra)
     assert [part.training for part in second.modules()] == [True, False, True, True]
     assert counter.count == {"calls": [3]}, "what was taken is nobody's to change"
 
@@ -47,8 +47,8 @@ def test_nothing_is_put_back_of_a_state_that_has_nothing() -> None:
 
 
 def test_an_extra_state_that_cannot_travel_is_named() -> None:
-    assert ExtraState([Counter(1)]).unfit() is None
-    reason = ExtraState([torch.nn.Sequential(Counter(object()))]).unfit()
+    assert _ExtraState([Counter(1)]).unfit() is None
+    reason = _ExtraState([torch.nn.Sequential(Counter(object()))]).unfit()
     assert reason is not None
     assert reason.startswith("Counter.get_extra_state returns what cannot travel")
 
@@ -58,11 +58,11 @@ def test_hooks_of_ddp_that_keep_something_are_refused() -> None:
         _comm_hooks: tuple[tuple[Any, Any], ...] = ()
 
     wrapper = Wrapper()
-    assert unfit_hooks([wrapper, torch.nn.Linear(1, 1)]) is None
+    assert _unfit_hooks([wrapper, torch.nn.Linear(1, 1)]) is None
     wrapper._comm_hooks = ((print, None),)
-    assert unfit_hooks([wrapper]) is None
+    assert _unfit_hooks([wrapper]) is None
     wrapper._comm_hooks = ((print, {"error": 1}),)
-    assert "the communication hook print keeps a dict from step to step" in str(unfit_hooks([wrapper]))
+    assert "the communication hook print keeps a dict from step to step" in str(_unfit_hooks([wrapper]))
 
 
 @pytest.mark.parametrize("how", ["written", "replaced"])

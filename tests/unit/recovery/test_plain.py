@@ -14,7 +14,7 @@ from checkpointless.inprocess import UnrecoverableError
 from checkpointless.integrations.torch import torch_tensors
 from checkpointless.integrations.torch.plain import PlainTraining
 from checkpointless.recovery.manager import CheckpointManager
-from checkpointless.state.journal import Captured, Taken
+from checkpointless.state.journal import Captured, _Taken
 from checkpointless.state.module_tensors import without_scheduler
 from checkpointless.state.port import SnapshotPoint
 
@@ -118,7 +118,7 @@ def test_gradients_that_overflow_are_left_out_with_a_scaler_as_its_own_step_does
 
 def make(training: PlainTraining, step: int) -> None:
     """Apply the update of ``step``, whose gradients are final."""
-    training._journal._pending = step, Captured(), Taken(dict, {})
+    training._journal._pending = step, Captured(), _Taken(dict, {})
     training.state.finish_update()
     training._journal.applied()
     training.step = step

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpointless.testing.rehearsal.jobs import linked_folder
+from checkpointless.testing.rehearsal.jobs import _linked_folder
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def project(tmp_path: Path) -> Path:
 
 
 def test_relative_paths_lead_where_they_led(project: Path, tmp_path: Path) -> None:
-    twin = linked_folder(project, tmp_path / "jobs" / "1")
+    twin = _linked_folder(project, tmp_path / "jobs" / "1")
     assert (twin / "package" / "module.py").read_text() == "X = 1"
     assert (Path(os.path.normpath(twin / ".." / "data")) / "rows.bin").read_bytes() == b"rows"
     assert (twin / ".." / "data" / "rows.bin").read_bytes() == b"rows"
@@ -31,7 +31,7 @@ def test_relative_paths_lead_where_they_led(project: Path, tmp_path: Path) -> No
 
 
 def test_what_is_new_is_not_in_the_users_folder(project: Path, tmp_path: Path) -> None:
-    twin = linked_folder(project, tmp_path / "jobs" / "1")
+    twin = _linked_folder(project, tmp_path / "jobs" / "1")
     (twin / "checkpoints" / "last.ckpt").write_text("state")
     (twin / "lightning_logs").mkdir()
     assert sorted(path.name for path in project.iterdir()) == [".git", "checkpoints", "package"]
@@ -41,12 +41,12 @@ def test_what_is_new_is_not_in_the_users_folder(project: Path, tmp_path: Path) -
 def test_a_job_within_the_folder_does_not_see_itself_without_end(project: Path) -> None:
     jobs = project / "runs" / "rehearsal"
     jobs.mkdir(parents=True)
-    twin = linked_folder(project, jobs / "1")
+    twin = _linked_folder(project, jobs / "1")
     assert (twin / "package" / "module.py").is_file()
     assert (twin / "runs").is_symlink()
 
 
 def test_a_large_folder_is_linked_as_a_whole(project: Path, tmp_path: Path) -> None:
-    twin = linked_folder(project, tmp_path / "jobs" / "1", most=2)
+    twin = _linked_folder(project, tmp_path / "jobs" / "1", most=2)
     assert (twin / "package").is_symlink()
     assert (twin / "package" / "module.py").is_file()

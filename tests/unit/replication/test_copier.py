@@ -14,14 +14,14 @@ import torch.distributed as dist
 
 from checkpointless.replication import DirectoryStore, MemoryStore, PartStore
 from checkpointless.replication.copier import Copier, Making, Place
-from checkpointless.replication.directory import PartFile
+from checkpointless.replication.directory import _PartFile
 from checkpointless.replication.host_memory import HostMemoryPool, copy_into
 from checkpointless.replication.parts import Content, Part, PartId, SaveId
-from checkpointless.replication.tiers.copies import Copies, Lineage
+from checkpointless.replication.tiers.copies import Copies, _Lineage
 from tests.waiting import wait_until
 
 LIMIT_S = 30.0
-FIRST = Lineage("0" * 16).begin(0, 0)
+FIRST = _Lineage("0" * 16).begin(0, 0)
 #: What the copies of tiers keep.
 keep = Copies()._of_use
 
@@ -45,7 +45,7 @@ class GoneStore(DirectoryStore):
 
     over = threading.Event()
 
-    def shelf(self, world_size: int) -> dict[SaveId, dict[int, list[PartFile]]]:
+    def shelf(self, world_size: int) -> dict[SaveId, dict[int, list[_PartFile]]]:
         """Do not answer."""
         self.over.wait(LIMIT_S)
         raise OSError("gone")
@@ -82,7 +82,7 @@ def memory(store: MemoryStore, neighbor: Neighbor | None = None, present: frozen
     return Place("memory", store, True, exchange, present)
 
 
-def copier_of(lineage: Lineage, *places: Place) -> Copier:
+def copier_of(lineage: _Lineage, *places: Place) -> Copier:
     return Copier("copying", places, keep, lineage.has)
 
 
@@ -106,7 +106,7 @@ def copied(copier: Copier, save: SaveId, value: float, *places: Place) -> Making
     return making
 
 
-def named(lineage: Lineage, step: int) -> SaveId:
+def named(lineage: _Lineage, step: int) -> SaveId:
     save = lineage.save(step)
     assert save is not None
     return save

@@ -14,12 +14,12 @@ import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from checkpointless.replication.directory import DirectoryStore, FileName, PartFile
+from checkpointless.replication.directory import DirectoryStore, _FileName, _PartFile
 from checkpointless.replication.parts import Content, Part, PartError, PartId, SaveId
 from tests.ranks.local_checkpoint_ranks import bits
 
 PART = PartId(SaveId(5, "0123456789abcdef00000000"), 3)
-NAME = FileName(PART, 4, 2)
+NAME = _FileName(PART, 4, 2)
 dtypes = st.sampled_from(
     [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e5m2, torch.int8, torch.bool]
 )
@@ -46,14 +46,14 @@ def write(folder: Path, tree: Any) -> Path:
     return folder / str(NAME)
 
 
-def read(path: Path, name: FileName = NAME) -> Part:
-    return PartFile(path, name).read()
+def read(path: Path, name: _FileName = NAME) -> Part:
+    return _PartFile(path, name).read()
 
 
 @in_a_folder
 @given(tree=trees)
 def test_every_tree_comes_back_with_all_its_bits(tmp_path: Path, tree: Any) -> None:
-    assert bits(PartFile(write(tmp_path, tree), NAME).read().content.state()) == bits(tree)
+    assert bits(_PartFile(write(tmp_path, tree), NAME).read().content.state()) == bits(tree)
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ def test_more_than_the_file_is_not_the_file(tmp_path: Path, good: bytes, change:
 
 
 def test_a_file_under_the_name_of_another_part_is_refused(tmp_path: Path, good: bytes) -> None:
-    for name in (FileName(PartId(PART.save, 1), 4, 2), FileName(PART, 8, 2)):
+    for name in (_FileName(PartId(PART.save, 1), 4, 2), _FileName(PART, 8, 2)):
         path = tmp_path / str(name)
         path.write_bytes(good)
         with pytest.raises(PartError, match=r"part_3 of 4 ranks, and not what its name says"):
@@ -147,10 +147,10 @@ def test_the_header_is_where_it_is_said_to_be(good: bytes) -> None:
 
 @given(iteration=st.integers(0, 10**12), part=st.integers(0, 10**6), holder=st.integers(0, 10**6), finished=...)
 def test_names_of_files(iteration: int, part: int, holder: int, finished: bool) -> None:
-    name = FileName(PartId(SaveId(iteration, "f" * 24), part), holder + 1, holder)
-    assert FileName.parse(str(name) if finished else name.unfinished) == (name, finished)
+    name = _FileName(PartId(SaveId(iteration, "f" * 24), part), holder + 1, holder)
+    assert _FileName.parse(str(name) if finished else name.unfinished) == (name, finished)
 
 
 @pytest.mark.parametrize("file", ["notes.txt", f".{NAME}", f"{NAME}.tmp", "iter_5.of_4.part_3.held_2.ckpt", ""])
 def test_files_of_others(file: str) -> None:
-    assert FileName.parse(file) is None
+    assert _FileName.parse(file) is None

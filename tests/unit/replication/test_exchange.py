@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointless.replication.exchange import all_cliques, check_layout, clique_of
+from checkpointless.replication.exchange import _all_cliques, check_layout, clique_of
 
 layouts = st.tuples(st.integers(1, 5), st.integers(1, 5), st.integers(1, 4)).map(
     lambda each: (each[0] * each[1] * each[2], each[1], each[2])
@@ -19,7 +19,7 @@ layouts = st.tuples(st.integers(1, 5), st.integers(1, 5), st.integers(1, 4)).map
 def test_every_rank_is_in_one_clique_of_the_right_size(layout: tuple[int, int, int]) -> None:
     world, jump, factor = layout
     cliques = {clique_of(rank, world, jump, factor) for rank in range(world)}
-    assert all_cliques(world, jump, factor) == sorted(cliques)
+    assert _all_cliques(world, jump, factor) == sorted(cliques)
     assert sorted(rank for clique in cliques for rank in clique) == list(range(world))
     assert {len(clique) for clique in cliques} == {factor}
     for clique in cliques:

@@ -8,18 +8,18 @@ import threading
 import pytest
 
 from checkpointless.replication import copier as lanes
-from checkpointless.replication.copier import Lane, within
+from checkpointless.replication.copier import _Lane, within
 
 LIMIT_S = 30.0
 
 
-def ended(lane: Lane) -> bool:
+def ended(lane: _Lane) -> bool:
     lane._thread.join(LIMIT_S)
     return not lane._thread.is_alive()
 
 
 def test_tasks_are_done_in_their_order() -> None:
-    lane, done, last = Lane("testing"), [], threading.Event()
+    lane, done, last = _Lane("testing"), [], threading.Event()
     for number in range(5):
         lane.do(lambda number=number: done.append(number))  # type: ignore[misc]
     lane.do(last.set)
@@ -31,7 +31,7 @@ def test_tasks_are_done_in_their_order() -> None:
 
 
 def test_no_task_begins_after_it_was_left() -> None:
-    lane, begun, go_on, done = Lane("testing"), threading.Event(), threading.Event(), []
+    lane, begun, go_on, done = _Lane("testing"), threading.Event(), threading.Event(), []
 
     def first() -> None:
         begun.set()
@@ -50,7 +50,7 @@ def test_no_task_begins_after_it_was_left() -> None:
 
 def test_an_error_ends_it_and_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(lanes, "_LEAVING_S", 0.05)
-    lane, done = Lane("copying"), []
+    lane, done = _Lane("copying"), []
 
     def fail() -> None:
         raise RuntimeError("a disk is gone")
@@ -79,7 +79,7 @@ def fail() -> None:
 
 
 def test_an_error_of_a_fault_that_is_being_handled_is_not_told(caplog: pytest.LogCaptureFixture) -> None:
-    lane, begun, go_on = Lane("copying"), threading.Event(), threading.Event()
+    lane, begun, go_on = _Lane("copying"), threading.Event(), threading.Event()
 
     def fail() -> None:
         begun.set()

@@ -2,8 +2,8 @@
 
 import json
 
-from checkpointless.cli.tables import device_table, html_page
-from checkpointless.observability.report.summary import BadDevice, as_json, bad_devices
+from checkpointless.cli.tables import _device_table, html_page
+from checkpointless.observability.report.summary import _bad_devices, _BadDevice, as_json
 from tests.unit.made_up_run import MadeUpRun
 from tests.unit.report.reports import report_of
 
@@ -20,15 +20,15 @@ def run_with_a_bad_device() -> MadeUpRun:
 
 def test_every_failed_check_is_told_with_what_was_done() -> None:
     events = run_with_a_bad_device().events
-    assert bad_devices(events) == (BadDevice("0", 1, WHY, "try"), BadDevice("0", 1, WHY, "give_up"))
-    assert bad_devices([]) == ()
+    assert _bad_devices(events) == (_BadDevice("0", 1, WHY, "try"), _BadDevice("0", 1, WHY, "give_up"))
+    assert _bad_devices([]) == ()
 
 
 def test_the_report_shows_them_everywhere() -> None:
     run = run_with_a_bad_device()
     report = report_of(run)
     assert [each["remedy"] for each in json.loads(as_json(report))["devices"]] == ["try", "give_up"]
-    assert device_table(report).row_count == 2
+    assert _device_table(report).row_count == 2
     assert "the device check exited with 1: &lt;b&gt;" in html_page(report, {})
     plain = MadeUpRun()
     plain.start()

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointless.observability.report.ettr import Activity, Milestones, account
+from checkpointless.observability.report.ettr import _Activity, _Milestones, account
 from checkpointless.observability.report.incidents import IncidentSummary
 from tests.unit.made_up_run import UTC, MadeUpRun, S
 from tests.unit.report.reports import report_of, simple_run
@@ -21,11 +21,11 @@ def test_every_second_is_accounted_for() -> None:
     assert spent.ettr == pytest.approx((100 - 10 - 1 - (done_s - 31)) / 100)
     assert spent.ettr_while_training == pytest.approx(1 - (done_s - 31) / 89)
     assert [period.activity for period in spent.periods] == [
-        Activity.STARTUP,
-        Activity.TRAINING,
-        Activity.RECOVERY,
-        Activity.TRAINING,
-        Activity.SHUTDOWN,
+        _Activity.STARTUP,
+        _Activity.TRAINING,
+        _Activity.RECOVERY,
+        _Activity.TRAINING,
+        _Activity.SHUTDOWN,
     ]
 
 
@@ -71,7 +71,7 @@ def test_periods_tile_the_run_whatever_comes(
         IncidentSummary(str(n), n, "", None, "", UTC + round(at * S), UTC + round((at + took) * S), took)
         for n, (at, took) in enumerate(sorted(incidents))
     ]
-    marks = Milestones(UTC, UTC + round(wall_s * S), ns(trains_s), ns(trained_s))
+    marks = _Milestones(UTC, UTC + round(wall_s * S), ns(trains_s), ns(trained_s))
     spent = account(marks, summaries, None)
     edges = [edge for period in spent.periods for edge in (period.begin_ns, period.end_ns)]
     assert edges[1:-1:2] == edges[2::2]

@@ -2,9 +2,9 @@
 
 import json
 
-from checkpointless.cli.tables import failed_save_table, html_page
-from checkpointless.observability.report.summary import FailedSave, as_json, failed_saves
-from checkpointless.observability.telemetry.narration import failed_save_line
+from checkpointless.cli.tables import _failed_save_table, html_page
+from checkpointless.observability.report.summary import _FailedSave, as_json, failed_saves
+from checkpointless.observability.telemetry.narration import _failed_save_line
 from tests.unit.made_up_run import MadeUpRun
 from tests.unit.report.reports import report_of
 
@@ -20,8 +20,8 @@ def run_with_failed_saves() -> MadeUpRun:
 def test_every_one_is_told_in_order() -> None:
     events = run_with_failed_saves().events
     assert failed_saves(events) == (
-        FailedSave("/ckpt/step=3", "disk <full>", (1,)),
-        FailedSave("/ckpt/step=5", "no mount", (0, 1)),
+        _FailedSave("/ckpt/step=3", "disk <full>", (1,)),
+        _FailedSave("/ckpt/step=5", "no mount", (0, 1)),
     )
     assert failed_saves([]) == ()
 
@@ -33,7 +33,7 @@ def test_the_report_shows_them_everywhere() -> None:
         "/ckpt/step=3",
         "/ckpt/step=5",
     ]
-    assert failed_save_table(report).row_count == 2
+    assert _failed_save_table(report).row_count == 2
     assert "disk &lt;full&gt;" in html_page(report, {})
     plain = MadeUpRun()
     plain.start()
@@ -41,7 +41,7 @@ def test_the_report_shows_them_everywhere() -> None:
 
 
 def test_the_terminal_tells_of_them() -> None:
-    lines = [failed_save_line(event) for event in run_with_failed_saves().events if event.stage == "save_failed"]
+    lines = [_failed_save_line(event) for event in run_with_failed_saves().events if event.stage == "save_failed"]
     assert lines == [
         "checkpoint /ckpt/step=3 could not be saved (rank 1: disk <full>); training goes on",
         "checkpoint /ckpt/step=5 could not be saved (ranks 0, 1: no mount); training goes on",

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from checkpointless.state.serialization import digest as digests
 from checkpointless.state.serialization.digest import (
     BLOCK_LANES,
-    FusedDigest,
-    digest_tensor,
+    _digest_tensor,
+    _FusedDigest,
+    _torch_digest,
+    _unsigned,
     launch,
-    torch_digest,
-    unsigned,
 )
 from tests.drawn import examples
 from tests.unit.serialization.played_triton import KERNEL, played_kernel
@@ -64,12 +64,12 @@ def by_definition(flat: torch.Tensor, chunk_lanes: int) -> int:
 
 def fused(kernel: Any, flat: torch.Tensor, chunk: int = CHUNK, block: int = BLOCK) -> int:
     """Return what the kernel computes."""
-    return unsigned(int(launch(kernel, flat, chunk, block).item()))
+    return _unsigned(int(launch(kernel, flat, chunk, block).item()))
 
 
 def in_torch(flat: torch.Tensor, chunk: int = CHUNK) -> int:
     """Return what torch's operations compute."""
-    return unsigned(int(torch_digest(flat, chunk).item()))
+    return _unsigned(int(_torch_digest(flat, chunk).item()))
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -99,7 +99,7 @@ def test_blocks_do_not_matter_but_chunks_do_not_change_what_it_is(data: bytes, s
 def test_the_sizes_in_use_fit_each_other(numpy_kernel: Any) -> None:
     flat = random_bytes(8 * (2 * BLOCK_LANES + 5) + 3)
     chunk = digests.CHUNK_LANES
-    assert fused(numpy_kernel, flat, chunk, BLOCK_LANES) == unsigned(int(digest_tensor(flat).item()))
+    assert fused(numpy_kernel, flat, chunk, BLOCK_LANES) == _unsigned(int(_digest_tensor(flat).item()))
 
 
 @pytest.mark.parametrize(("block", "chunk"), [(3, 6), (4, 6), (8, 4)])
@@ -147,9 +147,9 @@ def test_what_does_not_work_is_tried_once_and_said_once(
         tries.append(failure)
         raise failure
 
-    monkeypatch.setattr(digests, "load_kernel", fail)
+    monkeypatch.setattr(digests, "_load_kernel", fail)
     flat: Any = OnGpu()
-    digest = FusedDigest()
+    digest = _FusedDigest()
     with caplog.at_level(logging.WARNING):
         assert [digest(flat, CHUNK) for _ in range(3)] == [None] * 3
     assert tries == [failure]
@@ -159,6 +159,6 @@ def test_what_does_not_work_is_tried_once_and_said_once(
 
 def test_bytes_on_the_host_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded: list[Callable[..., Any]] = []
-    monkeypatch.setattr(digests, "load_kernel", lambda: loaded.append(print))
-    assert FusedDigest()(random_bytes(8), CHUNK) is None
+    monkeypatch.setattr(digests, "_load_kernel", lambda: loaded.append(print))
+    assert _FusedDigest()(random_bytes(8), CHUNK) is None
     assert not loaded

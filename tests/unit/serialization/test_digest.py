@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from checkpointless.state.serialization import digest as digests
 from checkpointless.state.serialization.digest import (
     MemoryChecksumManager,
+    _digest_on_device,
     digest_buffers,
     digest_bytes,
-    digest_on_device,
     digest_parameters,
     digest_parts,
     digest_value,
@@ -45,7 +45,7 @@ DTYPES = [
 ]
 SHAPES = [(), (0,), (0, 3), (1,), (7,), (3, 5), (2, 3, 4)]
 SIGN_OF_BOTH = -(2**63) + 2**31  # these are the signs of the two fp32 (or second and fourth bf16) of a lane
-each_digest = pytest.mark.parametrize("digest", [digest_bytes, digest_on_device])
+each_digest = pytest.mark.parametrize("digest", [digest_bytes, _digest_on_device])
 lanes = st.integers(-(2**63), 2**63 - 1)
 
 
@@ -213,7 +213,7 @@ def test_each_tensor_has_its_own_digest() -> None:
 def test_the_digest_is_the_same_on_every_device() -> None:
     for length in (0, 1, 7, 8, 9, 31, 32, 33, 1000):
         tensor = filled((length,), torch.uint8)
-        assert digest_bytes(tensor.cuda()) == digest_on_device(tensor)
+        assert digest_bytes(tensor.cuda()) == _digest_on_device(tensor)
 
 
 def test_digests_that_step_files_record_stay_the_same() -> None:

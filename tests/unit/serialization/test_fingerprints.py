@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from checkpointless.state.serialization.fingerprints import differing, fingerprint, fingerprints
+from checkpointless.state.serialization.fingerprints import _fingerprint, differing, fingerprints
 
 
 @dataclass
@@ -76,7 +76,7 @@ def hook(*_: object, key: int = 0) -> None:
     ],
 )
 def test_what_is_alike(then: Any, now: Any, same: bool) -> None:
-    assert (fingerprint(then) == fingerprint(now)) is same
+    assert (_fingerprint(then) == _fingerprint(now)) is same
     before, after = fingerprints({"a": 1, "b": then}), fingerprints({"a": 1, "b": now})
     assert differing(before, after) == (None if same else "b")
 
@@ -88,16 +88,16 @@ def test_a_value_that_is_missing_differs() -> None:
 
 def test_a_picture_stays_as_it_was() -> None:
     value: dict[str, Any] = {"a": [1], "b": torch.zeros(2), "c": Settings(1, [2])}
-    before = fingerprint(value)
+    before = _fingerprint(value)
     value["a"].append(2)
-    assert fingerprint(value) != before
+    assert _fingerprint(value) != before
     value["a"].pop()
-    assert fingerprint(value) == before
+    assert _fingerprint(value) == before
     value["b"].add_(1)
-    assert fingerprint(value) != before
+    assert _fingerprint(value) != before
     value["b"].zero_()
     value["c"].start.append(3)
-    assert fingerprint(value) != before
+    assert _fingerprint(value) != before
 
 
 def test_circles_end() -> None:
@@ -106,16 +106,16 @@ def test_circles_end() -> None:
         made["self"] = [made]
         return made
 
-    assert fingerprint(circle(1)) == fingerprint(circle(1))
-    assert fingerprint(circle(1)) != fingerprint(circle(2))
+    assert _fingerprint(circle(1)) == _fingerprint(circle(1))
+    assert _fingerprint(circle(1)) != _fingerprint(circle(2))
 
 
 def test_what_is_shared_is_not_like_what_is_equal() -> None:
     one: list[int] = []
-    assert fingerprint([one, one]) != fingerprint([[], []])
+    assert _fingerprint([one, one]) != _fingerprint([[], []])
 
 
 def test_a_large_tensor_is_known_by_its_identity() -> None:
     large = torch.zeros(1 << 20)
-    assert fingerprint(large) == fingerprint(large)
-    assert fingerprint(large) != fingerprint(large.clone())
+    assert _fingerprint(large) == _fingerprint(large)
+    assert _fingerprint(large) != _fingerprint(large.clone())

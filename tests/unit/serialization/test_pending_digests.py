@@ -9,8 +9,8 @@ from checkpointless.state.serialization import digest
 from checkpointless.state.serialization.digest import (
     MemoryChecksumManager,
     PendingDigests,
+    _digest_on_device,
     digest_bytes,
-    digest_on_device,
 )
 
 PARTS = [torch.arange(count, dtype=torch.uint8) for count in (0, 1, 8, 100)]
@@ -49,7 +49,7 @@ def test_those_of_a_device_are_fetched_at_once(fetches: list[int], monkeypatch: 
     found = pending.fetch()
     assert fetches == [len(PARTS)]
     monkeypatch.undo()
-    assert found == [7, *map(digest_on_device, PARTS)]
+    assert found == [7, *map(_digest_on_device, PARTS)]
 
 
 def test_bytes_that_change_later_are_digested_as_they_were(fetches: list[int]) -> None:

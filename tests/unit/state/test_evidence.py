@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from checkpointless.state.journal import WeightWatch
+from checkpointless.state.journal import _WeightWatch
 
 
 def model() -> torch.nn.Module:
@@ -34,7 +34,7 @@ def test_weights_that_were_exchanged_are_noticed(
     change: Callable[[list[torch.nn.Parameter]], object], is_other: bool
 ) -> None:
     weights = list(model().parameters())
-    watch = WeightWatch(lambda: weights)
+    watch = _WeightWatch(lambda: weights)
     before = watch.see()
     change(weights)
     assert watch.is_other(before) is is_other
@@ -45,7 +45,7 @@ def test_it_is_small_whatever_there_is() -> None:
     odd = [torch.zeros(0), torch.tensor(1.0), torch.zeros(3, 4).t(), torch.zeros(2, device="meta")]
     odd += [torch.tensor(float("nan")), torch.ones(2).to_sparse(), torch.ones(7, dtype=torch.bfloat16)]
     weights = [*odd, *model().parameters()]
-    watch = WeightWatch(lambda: weights)
+    watch = _WeightWatch(lambda: weights)
     assert sum(each.numel() for each in watch.see()[1]) <= 8 * 64
     assert not watch.is_other(watch.see()), "also where there is no number"
-    assert WeightWatch(lambda: []).see() == ([], ())
+    assert _WeightWatch(lambda: []).see() == ([], ())

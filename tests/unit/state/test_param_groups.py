@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from checkpointless.state.module_tensors import ParamGroups, TrainingTensors
+from checkpointless.state.module_tensors import TrainingTensors, _ParamGroups
 
 
 def optimizer(**values: Any) -> torch.optim.Optimizer:
@@ -18,7 +18,7 @@ def optimizer(**values: Any) -> torch.optim.Optimizer:
 
 def test_as_long_as_nothing_changes_it_is_the_same_object() -> None:
     inner = optimizer(names=["weight", "bias"])
-    groups = ParamGroups([inner, None])
+    groups = _ParamGroups([inner, None])
     taken = groups.take()
     assert groups.take() is taken
     inner.param_groups[0]["lr"] = 0.2
@@ -41,7 +41,7 @@ def test_as_long_as_nothing_changes_it_is_the_same_object() -> None:
 )
 def test_what_is_changed_in_place_is_kept_as_it_was_and_put_back(values: dict[str, Any], change: Any) -> None:
     inner = optimizer(**values)
-    group, groups = inner.param_groups[0], ParamGroups([inner])
+    group, groups = inner.param_groups[0], _ParamGroups([inner])
     ((before,),) = groups.take()()
     ((before_too,),) = groups.take()()
     shown = repr(before)

@@ -15,7 +15,7 @@ import torch
 from checkpointless.launcher.protocol.board import Board
 from checkpointless.state import rng
 from checkpointless.state.port import SnapshotPoint
-from checkpointless.state.rank_local.streams import StreamsOnBoard
+from checkpointless.state.rank_local.streams import _StreamsOnBoard
 from checkpointless.state.rng import RngSource, RngStates, register_rng_source
 from tests.interrupting import interrupt
 
@@ -150,7 +150,7 @@ def test_another_generator_of_numpys_is_taken_too() -> None:
 
 def test_a_moment_may_be_known_without_the_end_of_its_step() -> None:
     board = Board.create(0)
-    kept = StreamsOnBoard(board)
+    kept = _StreamsOnBoard(board)
     loaded = RngStates.capture(stage=SnapshotPoint.LOADED)
     kept.put(0, loaded, None)
     assert kept.at(0)[SnapshotPoint.LOADED].same_streams(loaded)
@@ -163,7 +163,7 @@ def test_what_else_is_a_ranks_own_is_kept_with_its_streams(
     moves: bool, own: dict[str, torch.Tensor] | None
 ) -> None:
     board = Board.create(0)
-    kept = StreamsOnBoard(board)
+    kept = _StreamsOnBoard(board)
     after = RngStates.capture(loss=0.5, own={"mean": torch.tensor(2.0)})
     kept.put(3, after, None)
     if moves:
@@ -196,7 +196,7 @@ def test_damaged_streams_are_refused_and_those_of_a_board_are_not_there() -> Non
         with pytest.raises(ValueError, match="random stream"):
             RngStates.from_bytes(whole[:length])
     board = Board.create(0)
-    kept = StreamsOnBoard(board)
+    kept = _StreamsOnBoard(board)
     kept.put(3, states, None)
     words = states.streams["torch"]
     place = os.pread(board.fd, Board.SIZE, 0).index(words)

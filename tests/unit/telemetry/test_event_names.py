@@ -13,7 +13,7 @@ from checkpointless.observability.telemetry.event_names import STAGES, EventName
 from checkpointless.observability.telemetry.events import (
     EVENTS_FILE,
     EventLog,
-    flush_events,
+    _flush_events,
     parse_event,
     read_events,
 )
@@ -66,7 +66,7 @@ def test_no_module_writes_or_looks_for_a_name_of_its_own() -> None:
 @pytest.mark.parametrize("name", EventName)
 def test_a_member_is_written_as_its_name_and_read_as_itself(tmp_path: Path, name: EventName) -> None:
     EventLog(tmp_path / EVENTS_FILE).emit(name, "point", generation=0, again=name)
-    assert flush_events()
+    assert _flush_events()
     line = (tmp_path / EVENTS_FILE).read_bytes()
     assert re.search(rb'"incident":null,"stage":"([a-z_]+)","edge":"point","again":"\1"}\n$', line)
     assert json.loads(line)["stage"] == name.value == str(name) == f"{name}"

@@ -18,7 +18,7 @@ import pytest
 from checkpointless.observability.telemetry import events, scribe, steps, tracebacks
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.events import EVENTS_FILE, EventLog, read_events
-from checkpointless.observability.telemetry.scribe import LogRelay, Scribe
+from checkpointless.observability.telemetry.scribe import LogRelay, _Scribe
 from checkpointless.observability.telemetry.steps import StepLog
 from checkpointless.observability.telemetry.tracebacks import keep_traceback, traceback_path
 from checkpointless.system.environment import RUN_DIR_ENV
@@ -29,9 +29,9 @@ OWN = {module.__file__ for module in (events, scribe)}
 
 
 @pytest.fixture
-def mine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scribe]:
+def mine(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Scribe]:
     """Yield a scribe of this test alone, which may be left waiting for a disk."""
-    own = Scribe()
+    own = _Scribe()
     for module in (events, steps, tracebacks):
         monkeypatch.setattr(module, "scribe", own)
     monkeypatch.setattr(scribe, "herald", own)
@@ -70,7 +70,7 @@ def stages(run_dir: Path) -> list[str]:
 
 
 def test_nobody_waits_for_a_disk_that_has_stopped_and_the_events_come_when_it_is_back(
-    tmp_path: Path, mine: Scribe
+    tmp_path: Path, mine: _Scribe
 ) -> None:
     log = EventLog(tmp_path / EVENTS_FILE)
     with stopped_disk(tmp_path / EVENTS_FILE):
@@ -85,7 +85,9 @@ def test_nobody_waits_for_a_disk_that_has_stopped_and_the_events_come_when_it_is
     assert [event.generation for event in read_events(tmp_path)] == [*range(1, 50), 50, 50]
 
 
-def test_a_second_flush_does_not_wait_again_for_a_disk_that_did_nothing_since(tmp_path: Path, mine: Scribe) -> None:
+def test_a_second_flush_does_not_wait_again_for_a_disk_that_did_nothing_since(
+    tmp_path: Path, mine: _Scribe
+) -> None:
     gate = threading.Event()
     mine.put(gate.wait)
     assert not mine.flush(0.3)
@@ -97,7 +99,7 @@ def test_a_second_flush_does_not_wait_again_for_a_disk_that_did_nothing_since(tm
 
 
 def test_what_waits_is_bounded_chatter_goes_first_and_the_number_is_written(
-    tmp_path: Path, mine: Scribe, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, mine: _Scribe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scribe, "MAX_WAITING", 10)
     monkeypatch.setattr(scribe, "MAX_CHATTER_WAITING", 5)
@@ -122,7 +124,7 @@ def test_what_waits_is_bounded_chatter_goes_first_and_the_number_is_written(
 
 
 def test_a_disk_that_refuses_is_complained_of_once_and_written_to_again_as_soon_as_it_takes_lines(
-    tmp_path: Path, mine: Scribe, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, mine: _Scribe, caplog: pytest.LogCaptureFixture
 ) -> None:
     log = EventLog(tmp_path / "run" / EVENTS_FILE)
     for _ in range(2):
@@ -142,7 +144,7 @@ def test_a_disk_that_refuses_is_complained_of_once_and_written_to_again_as_soon_
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
 def test_a_full_disk_costs_the_events_and_nothing_else(
-    tmp_path: Path, mine: Scribe, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, mine: _Scribe, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / EVENTS_FILE
     path.symlink_to("/dev/full")
@@ -155,7 +157,7 @@ def test_a_full_disk_costs_the_events_and_nothing_else(
     assert stages(tmp_path) == ["events_dropped", "data"]
 
 
-def test_a_fork_writes_nothing_twice_and_can_write(tmp_path: Path, mine: Scribe) -> None:
+def test_a_fork_writes_nothing_twice_and_can_write(tmp_path: Path, mine: _Scribe) -> None:
     os.register_at_fork(after_in_child=mine.forget)
     log = EventLog(tmp_path / EVENTS_FILE)
     gate = threading.Event()
@@ -171,14 +173,14 @@ def test_a_fork_writes_nothing_twice_and_can_write(tmp_path: Path, mine: Scribe)
     assert stages(tmp_path) == ["init", "job"]
 
 
-def test_a_thread_that_was_started_beside_another_one_and_comes_late_ends(mine: Scribe) -> None:
+def test_a_thread_that_was_started_beside_another_one_and_comes_late_ends(mine: _Scribe) -> None:
     late = threading.Thread(target=mine._work, args=(mine._waiting, mine._at_work), daemon=True)
     late.start()
     late.join(30)
     assert not late.is_alive()
 
 
-def test_the_thread_ends_when_told_to_and_another_one_goes_on(tmp_path: Path, mine: Scribe) -> None:
+def test_the_thread_ends_when_told_to_and_another_one_goes_on(tmp_path: Path, mine: _Scribe) -> None:
     def threads() -> set[str]:
         return set(os.listdir("/proc/self/task"))
 
@@ -192,7 +194,7 @@ def test_the_thread_ends_when_told_to_and_another_one_goes_on(tmp_path: Path, mi
     assert stages(tmp_path) == ["init", "data"]
 
 
-def test_what_fails_does_not_end_the_thread(mine: Scribe, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_fails_does_not_end_the_thread(mine: _Scribe, caplog: pytest.LogCaptureFixture) -> None:
     def fails() -> None:
         raise ValueError("no")
 
@@ -201,7 +203,7 @@ def test_what_fails_does_not_end_the_thread(mine: Scribe, caplog: pytest.LogCapt
     assert "no" in caplog.text
 
 
-def test_many_threads_start_one_writer(tmp_path: Path, mine: Scribe) -> None:
+def test_many_threads_start_one_writer(tmp_path: Path, mine: _Scribe) -> None:
     inside, most = [0], [0]
 
     def write() -> None:
@@ -224,7 +226,7 @@ def test_many_threads_start_one_writer(tmp_path: Path, mine: Scribe) -> None:
     assert (inside, most) == ([0], [1])
 
 
-def test_no_instruction_at_which_emit_is_interrupted_costs_another_event(tmp_path: Path, mine: Scribe) -> None:
+def test_no_instruction_at_which_emit_is_interrupted_costs_another_event(tmp_path: Path, mine: _Scribe) -> None:
     """The one that was interrupted is written or not; the next one is, and once."""
     log = EventLog(tmp_path / EVENTS_FILE)
 
@@ -249,7 +251,7 @@ def test_no_instruction_at_which_emit_is_interrupted_costs_another_event(tmp_pat
 
 
 def test_no_instruction_at_which_a_message_is_interrupted_costs_another_one(
-    mine: Scribe, caplog: pytest.LogCaptureFixture
+    mine: _Scribe, caplog: pytest.LogCaptureFixture
 ) -> None:
     package = logging.getLogger("checkpointless.test")
     at = 0
@@ -270,7 +272,7 @@ def test_no_instruction_at_which_a_message_is_interrupted_costs_another_one(
 
 
 def test_a_message_waits_for_no_handler_and_says_what_was_when_it_was_written(
-    mine: Scribe, caplog: pytest.LogCaptureFixture
+    mine: _Scribe, caplog: pytest.LogCaptureFixture
 ) -> None:
     gate = threading.Event()
     mine.put(gate.wait)
@@ -292,7 +294,7 @@ def test_a_message_waits_for_no_handler_and_says_what_was_when_it_was_written(
     assert caplog.messages[-1] == "as before"
 
 
-def test_a_traceback_waits_for_nobody(tmp_path: Path, mine: Scribe, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_traceback_waits_for_nobody(tmp_path: Path, mine: _Scribe, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(RUN_DIR_ENV, str(tmp_path))
     gate = threading.Event()
     mine.put(gate.wait)
@@ -304,7 +306,7 @@ def test_a_traceback_waits_for_nobody(tmp_path: Path, mine: Scribe, monkeypatch:
 
 
 def test_a_step_waits_for_a_stopped_disk_no_longer_than_a_moment_and_is_not_lost(
-    tmp_path: Path, mine: Scribe
+    tmp_path: Path, mine: _Scribe
 ) -> None:
     log = StepLog(tmp_path, 0)
     gate = threading.Event()
@@ -316,7 +318,7 @@ def test_a_step_waits_for_a_stopped_disk_no_longer_than_a_moment_and_is_not_lost
 
 
 def test_a_step_that_could_not_be_written_is_said_at_the_next_one_at_the_latest(
-    tmp_path: Path, mine: Scribe
+    tmp_path: Path, mine: _Scribe
 ) -> None:
     log = StepLog(tmp_path, 0)
     log.path.parent.rmdir()

@@ -11,9 +11,9 @@ from checkpointless.transfer.buckets import (
     IN_FLIGHT,
     PACKED_BYTES,
     Shares,
+    _shared_bytes_of,
     bucket_bytes_of,
     plan_buckets,
-    shared_bytes_of,
     size_of,
     stripe,
 )
@@ -54,15 +54,15 @@ def test_buckets_in_flight_stay_within_the_budget(budget: int) -> None:
     on_cpu, ahead = bucket_bytes_of(budget, ahead=False), bucket_bytes_of(budget, ahead=True)
     assert on_cpu == max(1, budget // IN_FLIGHT)
     assert 0 < ahead == min(budget, AHEAD_BYTES)
-    assert 0 < shared_bytes_of(ahead, ahead=True) <= ahead
+    assert 0 < _shared_bytes_of(ahead, ahead=True) <= ahead
 
 
 def test_the_sizes_of_the_default_budget() -> None:
     budget, mib = 128 * 2**20, 2**20
     assert bucket_bytes_of(budget, ahead=False) == 16 * mib
-    assert shared_bytes_of(16 * mib, ahead=False) == PACKED_BYTES
+    assert _shared_bytes_of(16 * mib, ahead=False) == PACKED_BYTES
     assert bucket_bytes_of(budget, ahead=True) == 128 * mib
-    assert shared_bytes_of(128 * mib, ahead=True) == 16 * mib
+    assert _shared_bytes_of(128 * mib, ahead=True) == 16 * mib
 
 
 @given(st.lists(st.integers(0, 200)), st.integers(1, 160))
@@ -71,7 +71,7 @@ def test_every_byte_once_on_a_wire_that_runs_ahead(sizes: list[int], bucket_byte
     seen = [(part.index, byte) for bucket in buckets for part in bucket for byte in range(part.start, part.stop)]
     assert sorted(seen) == [(index, byte) for index, size in enumerate(sizes) for byte in range(size)]
     assert all(0 < size_of(bucket) <= bucket_bytes for bucket in buckets)
-    shared = shared_bytes_of(bucket_bytes, ahead=True)
+    shared = _shared_bytes_of(bucket_bytes, ahead=True)
     assert all(size_of(bucket) <= shared for bucket in buckets if len(bucket) > 1)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from checkpointless.transfer.bucket_rounds import PinnedCopies
+from checkpointless.transfer.bucket_rounds import _PinnedCopies
 
 NBYTES = 16
 
@@ -57,16 +57,16 @@ def stream() -> Stream:
 
 
 @pytest.fixture
-def copies(stream: Stream) -> PinnedCopies:
+def copies(stream: Stream) -> _PinnedCopies:
     """Return copies on the stream."""
-    return PinnedCopies(NBYTES, stream.allocate, lambda: Event(stream), stream.copy)
+    return _PinnedCopies(NBYTES, stream.allocate, lambda: Event(stream), stream.copy)
 
 
 SIZES = [0, 1, 15, 16, 17, 32, 33, 100]
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_what_goes_to_the_device_is_what_was_on_the_host(stream: Stream, copies: PinnedCopies, size: int) -> None:
+def test_what_goes_to_the_device_is_what_was_on_the_host(stream: Stream, copies: _PinnedCopies, size: int) -> None:
     sources = [torch.arange(size, dtype=torch.uint8) + index for index in range(5)]
     expected = [source.clone() for source in sources]
     targets = [torch.zeros_like(source) for source in sources]
@@ -80,7 +80,7 @@ def test_what_goes_to_the_device_is_what_was_on_the_host(stream: Stream, copies:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_what_comes_to_the_host_is_there_when_it_has_settled(
-    stream: Stream, copies: PinnedCopies, size: int
+    stream: Stream, copies: _PinnedCopies, size: int
 ) -> None:
     sources = [torch.arange(size, dtype=torch.uint8) + index + 1 for index in range(5)]
     targets = [torch.zeros_like(source) for source in sources]
@@ -91,7 +91,7 @@ def test_what_comes_to_the_host_is_there_when_it_has_settled(
     assert stream.buffers <= 2
 
 
-def test_both_ways_in_turn(stream: Stream, copies: PinnedCopies) -> None:
+def test_both_ways_in_turn(stream: Stream, copies: _PinnedCopies) -> None:
     up, down = torch.arange(40, dtype=torch.uint8), torch.arange(40, dtype=torch.uint8) + 100
     on_device, on_host = torch.zeros_like(up), torch.zeros_like(down)
     copies.to_host(on_host, down)
@@ -103,7 +103,7 @@ def test_both_ways_in_turn(stream: Stream, copies: PinnedCopies) -> None:
     assert torch.equal(up, on_device)
 
 
-def test_the_host_waits_only_for_a_buffer_that_is_in_use(stream: Stream, copies: PinnedCopies) -> None:
+def test_the_host_waits_only_for_a_buffer_that_is_in_use(stream: Stream, copies: _PinnedCopies) -> None:
     source = torch.arange(NBYTES, dtype=torch.uint8)
     copies.to_device(torch.zeros_like(source), source)
     copies.to_device(torch.zeros_like(source), source)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from checkpointless.state.serialization.digest import PendingDigests, digest_bytes
 from checkpointless.transfer import bucket_rounds as staging
-from checkpointless.transfer.bucket_rounds import PinnedCopies, Staging, in_place, pack, unpack
+from checkpointless.transfer.bucket_rounds import _PinnedCopies, _Staging, in_place, pack, unpack
 from checkpointless.transfer.buckets import PACKED_BYTES, Slice, plan_buckets, size_of
 
 
@@ -26,10 +26,10 @@ def test_every_bucket_arrives_as_it_was(shapes: list[tuple[int, int, bool]], buc
 
     here, there = tensors(1.5), tensors(0.0)
     for bucket in plan_buckets([each.nbytes for each in here], bucket_bytes):
-        packed = pack(here, bucket, torch.empty(size_of(bucket) + 7, dtype=torch.uint8), PinnedCopies())
+        packed = pack(here, bucket, torch.empty(size_of(bucket) + 7, dtype=torch.uint8), _PinnedCopies())
         assert packed.numel() == size_of(bucket)
         digests = PendingDigests()
-        unpack(there, bucket, packed, digests, PinnedCopies())
+        unpack(there, bucket, packed, digests, _PinnedCopies())
         assert digests.fetch() == [digest_bytes(packed)]
         lying = in_place(here, bucket)
         assert lying is None or torch.equal(lying, packed)
@@ -54,13 +54,13 @@ def test_one_element_among_others_is_a_piece_of_memory() -> None:
     assert piece is not None
     assert piece.view(torch.float32).tolist() == [1.0]
     digests = PendingDigests()
-    unpack([room], bucket, piece, digests, PinnedCopies())
+    unpack([room], bucket, piece, digests, _PinnedCopies())
     assert room.tolist() == [1.0]
     assert digests.fetch() == [digest_bytes(piece)]
 
 
 def test_buffers_are_used_again_while_they_are_large_enough() -> None:
-    buffers = Staging()
+    buffers = _Staging()
     small = buffers.take(1)
     assert small.numel() == PACKED_BYTES
     buffers.give_back(small)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpointless.transfer import bucket_rounds as window_module
-from checkpointless.transfer.bucket_rounds import Parcel, Window
+from checkpointless.transfer.bucket_rounds import Window, _Parcel
 from checkpointless.transfer.buckets import IN_FLIGHT
 from checkpointless.transfer.exchange import Message
 from tests.drawn import examples
@@ -40,7 +40,7 @@ class Rank:
     """
 
     groups: list[list[tuple[int, int]]] = field(default_factory=list)
-    under_way: list[Parcel] = field(default_factory=list)
+    under_way: list[_Parcel] = field(default_factory=list)
     most_staged: int = 0
     most: int = 0
     finished: list[int] = field(default_factory=list)
@@ -50,7 +50,7 @@ class Rank:
         self.groups.append([(int(each.tensor[0]), each.peer) for each in messages])
         return [Work()]
 
-    def finish(self, parcel: Parcel) -> None:
+    def finish(self, parcel: _Parcel) -> None:
         """Finish a parcel."""
         self.under_way.remove(parcel)
         self.finished.append(parcel.index)
@@ -65,7 +65,7 @@ class Rank:
                 window.make_room(staged)
                 payload = torch.full((max(staged, 1),), index)
                 messages = [Message(payload, peer, is_sent=True) for peer in peers]
-                parcel = Parcel(index, payload, messages, payload if staged else None)
+                parcel = _Parcel(index, payload, messages, payload if staged else None)
                 self.under_way.append(parcel)
                 self.most = max(self.most, len(self.under_way))
                 self.most_staged = max(self.most_staged, sum(each.staged_bytes for each in self.under_way))

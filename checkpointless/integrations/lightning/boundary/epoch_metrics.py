@@ -63,7 +63,7 @@ class _Bare(Metric):
 _OF_ANY = frozenset(vars(_Bare()))  # attributes that every metric has
 
 
-class ResumableResults(ResultCollection):
+class _ResumableResults(ResultCollection):
     """Lightning's collection of results, which can resume with entries that were put back.
 
     Attributes:
@@ -101,9 +101,9 @@ class ResumableResults(ResultCollection):
 
 
 def make_results_resumable(trainer: pl.Trainer) -> None:
-    """Turn the training results of ``trainer`` into :class:`ResumableResults`, in place."""
+    """Turn the training results of ``trainer`` into :class:`_ResumableResults`, in place."""
     results: Any = trainer.fit_loop.epoch_loop._results
-    results.__class__ = ResumableResults
+    results.__class__ = _ResumableResults
     results.put_back, results.about = set(), {}
     _watch_modules()
 

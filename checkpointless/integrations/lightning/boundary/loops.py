@@ -60,7 +60,7 @@ class Observer(Protocol):
         """Refuse training loaders that could not be brought back to where they stood."""
 
 
-class ResumableEpochLoop(TrainingEpochLoop):
+class _ResumableEpochLoop(TrainingEpochLoop):
     """Lightning's loop over the batches of an epoch, which reports its points and can resume at each of them.
 
     Attributes:
@@ -158,7 +158,7 @@ class ResumableFitLoop(FitLoop):
         is_beginning: whether the loop does what precedes the first epoch.
     """
 
-    epoch_loop: ResumableEpochLoop
+    epoch_loop: _ResumableEpochLoop
     resumption: Resumption | None
     was_finished: bool
     made_at_step: int
@@ -298,7 +298,7 @@ def make_resumable(trainer: pl.Trainer, observer: Observer) -> None:
         observer: what is notified of the points.
     """
     fit_loop: Any = trainer.fit_loop
-    for loop, kind in ((fit_loop, ResumableFitLoop), (fit_loop.epoch_loop, ResumableEpochLoop)):
+    for loop, kind in ((fit_loop, ResumableFitLoop), (fit_loop.epoch_loop, _ResumableEpochLoop)):
         if not isinstance(loop, kind):
             base = type(loop)
             loop.__class__ = kind if base in kind.__mro__ else type(base.__name__, (kind, base), {})

@@ -34,7 +34,7 @@ class MegatronSteps:
         self._models = strategy.megatron_parallel
         self._optimizer = strategy.optimizers[0].mcore_optimizer
         self.tensors = MegatronTensors(self._models, self._optimizer)
-        self._outcomes = StepOutcomes(NotedNorms(self._optimizer), fetched)
+        self._outcomes = _StepOutcomes(NotedNorms(self._optimizer), fetched)
         self._models.callbacks.add(self._outcomes)
         self.replayed: StepOutcome | None = None
         self._update: GuardedUpdate | None = None
@@ -87,7 +87,7 @@ class MegatronSteps:
             self._done()
 
 
-class StepOutcomes:
+class _StepOutcomes:
     """A Megatron callback that notes the outcome of each training step.
 
     Args:

@@ -69,7 +69,7 @@ class TorchSteps:
         self._scaler: Any = getattr(trainer.precision_plugin, "scaler", None)
         self.tensors = TorchTensors([strategy.model], strategy.optimizers, is_known=call.high_water > 0)
         self.tensors.arrange()
-        self._loop = ObservedOptimization.adopt(trainer, self)
+        self._loop = _ObservedOptimization.adopt(trainer, self)
         self.replayed: StepOutcome | None = None
         self._guard: UpdateGuard | None = None
         self._is_updated = self._overflows = False
@@ -170,7 +170,7 @@ class TorchSteps:
             made = taken()
             checkpoint = {**made["checkpoint"], "loops": progress}
             if scaler is not None:
-                checkpoint[_PLUGIN] = scaler if overflows else after_an_update(scaler)
+                checkpoint[_PLUGIN] = scaler if overflows else _after_an_update(scaler)
             return {"checkpoint": checkpoint, "kinds": made["kinds"], "output": plain}
 
         return not overflows, lambda: vars(
@@ -205,7 +205,7 @@ class TorchSteps:
             self._scaler.load_state_dict(checkpoint[_PLUGIN])
 
 
-class ObservedOptimization(_AutomaticOptimization):
+class _ObservedOptimization(_AutomaticOptimization):
     """Lightning's automatic optimization of a batch, which tells :class:`TorchSteps` what it does.
 
     Attributes:
@@ -217,12 +217,12 @@ class ObservedOptimization(_AutomaticOptimization):
     closure: Closure | None
 
     @classmethod
-    def adopt(cls, trainer: pl.Trainer, steps: TorchSteps) -> ObservedOptimization:
+    def adopt(cls, trainer: pl.Trainer, steps: TorchSteps) -> _ObservedOptimization:
         """Make the automatic optimization of ``trainer`` tell ``steps``, in place."""
         loop: Any = trainer.fit_loop.epoch_loop.automatic_optimization
         loop.__class__ = cls
         loop.steps, loop.closure = steps, None
-        observed: ObservedOptimization = loop
+        observed: _ObservedOptimization = loop
         return observed
 
     @override
@@ -296,7 +296,7 @@ def _warn_once(message: str) -> None:
     logger.warning(message)
 
 
-def after_an_update(state: Mapping[str, Any]) -> dict[str, Any]:
+def _after_an_update(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the state of a ``torch.amp.GradScaler`` after an update whose gradients did not overflow.
 
     Args:

@@ -55,7 +55,7 @@ def _with_books(original: Callable[..., None]) -> Callable[..., None]:
         if failed is None:  # of another strategy, or outside of a fit
             original(callback, trainer, monitor_candidates)
             return
-        books = books_of(callback)
+        books = _books_of(callback)
         try:
             with failed.handling():
                 original(callback, trainer, monitor_candidates)
@@ -65,7 +65,7 @@ def _with_books(original: Callable[..., None]) -> Callable[..., None]:
             CallbackGroup.get_instance().on_save_checkpoint_end()
             return
         if getattr(callback, "async_save", False):
-            for path in new_paths(callback, books):
+            for path in _new_paths(callback, books):
                 trainer.strategy.checkpoint_manager.saves.keep(path, callback, books)
 
     return save
@@ -91,7 +91,7 @@ def _marking(original: Callable[..., None]) -> Any:
 Replaced = dict[str, Any]
 
 
-def books_of(callback: LightningModelCheckpoint) -> dict[str, Any]:
+def _books_of(callback: LightningModelCheckpoint) -> dict[str, Any]:
     """Return a copy of all that ``callback`` knows, to put it back with ``vars(callback).update(books)``."""
     return {
         name: copy.copy(value) if isinstance(value, list | dict) else value
@@ -99,7 +99,7 @@ def books_of(callback: LightningModelCheckpoint) -> dict[str, Any]:
     }
 
 
-def new_paths(callback: LightningModelCheckpoint, books: dict[str, Any]) -> list[str]:
+def _new_paths(callback: LightningModelCheckpoint, books: dict[str, Any]) -> list[str]:
     """Return the paths that ``callback`` has begun to believe in since its books were ``books``."""
     then = {*books["best_k_models"], books["best_model_path"], books["last_model_path"], ""}
     now = [*callback.best_k_models, callback.best_model_path, callback.last_model_path]

@@ -70,7 +70,7 @@ def keep_copies(checkpoint_io: CheckpointIO, copies: Copies | None = None) -> No
     Raises:
         ValueError: it saves no ``torch_dist`` checkpoints.
     """
-    io = megatrons(checkpoint_io)
+    io = _megatrons(checkpoint_io)
     if io is None:
         raise ValueError(f"no copies can be kept: {type(checkpoint_io).__name__} saves no {_FORMAT} checkpoints")
 
@@ -97,7 +97,7 @@ def loading_from_copies(checkpoint_io: CheckpointIO) -> Iterator[CopiesLoadStrat
     Yields:
         The strategy that loads; None: nothing is changed.
     """
-    io = megatrons(checkpoint_io)
+    io = _megatrons(checkpoint_io)
     if io is None:
         yield None
         return
@@ -110,7 +110,7 @@ def loading_from_copies(checkpoint_io: CheckpointIO) -> Iterator[CopiesLoadStrat
         io.parallel_load = parallel_load
 
 
-def megatrons(checkpoint_io: CheckpointIO) -> MegatronCheckpointIO | None:
+def _megatrons(checkpoint_io: CheckpointIO) -> MegatronCheckpointIO | None:
     """Return NeMo's checkpoint IO for ``torch_dist`` in its wrappers; None if it is another one."""
     inner: CheckpointIO | None = checkpoint_io
     while isinstance(inner, WrappingCheckpointIO):

@@ -118,7 +118,7 @@ class FailedSaves:
         """Keep an error for the others; only the first is kept, because others follow from it."""
         reason = _reason(error, str(path))
         logger.warning("%s could not be written: %s", path, reason)
-        self.errors.setdefault(folder_of(path), reason)
+        self.errors.setdefault(_folder_of(path), reason)
 
     def agree(self, path: str) -> None:
         """Learn whether anything of the save to ``path`` has failed on any rank. Collective.
@@ -127,7 +127,7 @@ class FailedSaves:
             SaveFailed: it has.
             UnrecoverableError: the same, if that ends the job.
         """
-        everyone = all_gather_json(self.errors.pop(folder_of(path), ""))
+        everyone = all_gather_json(self.errors.pop(_folder_of(path), ""))
         reasons = {rank: reason for rank, reason in enumerate(everyone) if reason}
         if reasons:
             self.fail(path, reasons)
@@ -195,7 +195,7 @@ class FailedSaves:
         """
         strategy, call = self._strategy(), active_call_wrapper()
         failure = SaveFailed(path, reasons)
-        self.errors.pop(folder_of(path), None)
+        self.errors.pop(_folder_of(path), None)
         if strategy.trainer.is_global_zero:
             remove([path])
         if strategy.trainer.global_rank == min(reasons):
@@ -204,7 +204,7 @@ class FailedSaves:
                 EventName.SAVE_FAILED,
                 "point",
                 generation=call.generation if call is not None else 0,
-                path=folder_of(path),
+                path=_folder_of(path),
                 reason=reasons[min(reasons)],
                 ranks=sorted(reasons),
             )
@@ -249,7 +249,7 @@ def noting(where: Callable[..., str | Path]) -> Callable[[Any], Any]:
     return make
 
 
-def folder_of(path: str | Path) -> str:
+def _folder_of(path: str | Path) -> str:
     """Return the folder of the checkpoint that ``path`` names, whose weights ``path`` may be."""
     folder = Path(ckpt_to_dir(path))
     return str(folder.parent if folder.name == WEIGHTS_PATH else folder)
@@ -260,7 +260,7 @@ def _reason(error: BaseException, path: str = "") -> str:
     if str(error) == "results_queue should not be empty":
         return "the process that wrote it in the background was lost"
     if (
-        isinstance(error, RuntimeError) and path and _is_full(os.path.dirname(folder_of(path)))
+        isinstance(error, RuntimeError) and path and _is_full(os.path.dirname(_folder_of(path)))
     ):  # torch.save does not say so
         return os.strerror(errno.ENOSPC)
     return " ".join(str(error).removeprefix("Worker failure: ").split()) or type(error).__name__

@@ -83,7 +83,7 @@ class _Save:
 
 
 @dataclass(frozen=True)
-class Agreement:
+class _Agreement:
     """Which saves are repeated, which continue in the background, and which are lost, as all ranks conclude.
 
     Background saves go by the numbers that Megatron's queues gave them, which are the same on every rank.
@@ -116,7 +116,7 @@ class Agreement:
     newest: int
 
     @classmethod
-    def of(cls, everyone: Sequence[Mapping[str, Any]], in_background: bool) -> Agreement:
+    def of(cls, everyone: Sequence[Mapping[str, Any]], in_background: bool) -> _Agreement:
         """Return what follows from what every rank says.
 
         Args:
@@ -237,7 +237,7 @@ class Saves:
                     call.async_request.finalize_fns.append(save.finished)
         save.is_made = True
         self._again.discard(path)
-        report_separately()
+        _report_separately()
 
     def keep(self, path: str, callback: ModelCheckpoint, books: Mapping[str, Any]) -> None:
         """Keep what the background save to ``path`` has replaced in a callback's books, in case that it fails.
@@ -301,7 +301,7 @@ class Saves:
         )
         self.failed.give_up([each["raised"] for each in everyone], self._resumed_step)
         calls: Any = getattr(strategy.checkpoint_io, "async_calls_queue", None)
-        agreed = Agreement.of(everyone, calls is not None)
+        agreed = _Agreement.of(everyone, calls is not None)
         self._again, self._whole = set(agreed.again), dict(agreed.whole)
         was = {path: each for rank in reversed(everyone) for path, each in rank["replaced"].items()}
         self._lost = [(path, was.get(path, {})) for path in agreed.lost_paths]
@@ -311,11 +311,11 @@ class Saves:
         self._go_on(agreed, calls, strategy.trainer)
         self._made = [each for each in self._made if each.number not in agreed.forgotten]
         self.pending = None  # not earlier: a fault may come while the ranks agree
-        reset_reports()
+        _reset_reports()
         self._write_to_the_same(strategy.trainer.callbacks)
         leave_unfinished(False)
 
-    def _go_on(self, agreed: Agreement, calls: Any, trainer: pl.Trainer) -> None:
+    def _go_on(self, agreed: _Agreement, calls: Any, trainer: pl.Trainer) -> None:
         """Let the background saves continue that can, and remove what is left of those that are lost.
 
         Args:
@@ -541,7 +541,7 @@ class PendingSaves:
                 process.join(_WRITER_ENDS_S)
 
 
-def report_separately() -> None:
+def _report_separately() -> None:
     """Make the writers of the next save report to a separate queue.
 
     Megatron has one queue for all saves of a rank. With two saves under way, the reports of the second may come
@@ -558,7 +558,7 @@ def report_separately() -> None:
         filesystem_async._results_queue = None  # Megatron makes another one
 
 
-def reset_reports() -> None:
+def _reset_reports() -> None:
     """Make writers report on a connection with nothing left on it, and the next ones to a separate queue.
 
     Megatron's writers report to their rank through a queue in a separate process. A rank that was interrupted while
@@ -568,7 +568,7 @@ def reset_reports() -> None:
     reports = filesystem_async._results_queue
     if reports is not None:
         vars(reports._tls).pop("connection", None)  # of this thread; multiprocessing makes another one
-        report_separately()
+        _report_separately()
 
 
 def let_go(trainer: pl.Trainer | None) -> None:

@@ -61,7 +61,7 @@ def one_pass(
     given = _begun(items, items if owner is None else owner)
     first = list(itertools.islice(given, max(skip, 1)))
     if start is not None:
-        without_own(now).restore()  # what samplers keep is put back with the state of the step boundary
+        _without_own(now).restore()  # what samplers keep is put back with the state of the step boundary
     yield from first[skip:]
     yield from given
 
@@ -85,10 +85,10 @@ def _begun(items: Iterable[Any], owner: object) -> Iterator[Any]:
 
 def moved(before: RngStates, after: RngStates) -> bool:
     """Return whether a stream of the rank has moved; what samplers have for themselves does not count."""
-    return not before.same_streams(after) and without_own(before).streams != without_own(after).streams
+    return not before.same_streams(after) and _without_own(before).streams != _without_own(after).streams
 
 
-def without_own(states: RngStates) -> RngStates:
+def _without_own(states: RngStates) -> RngStates:
     """Return the streams without what samplers have for themselves."""
     streams = {name: state for name, state in states.streams.items() if name != f"source:{OWN}"}
     return dataclasses.replace(states, streams=streams)

@@ -305,7 +305,7 @@ class TrackedSampler:
         return getattr(self._inner, name)
 
 
-class CountingSampler(Protocol):
+class _CountingSampler(Protocol):
     """A sampler of Megatron's or NeMo's, which counts samples and takes as many per microbatch and rank.
 
     Attributes:
@@ -320,6 +320,6 @@ class CountingSampler(Protocol):
         """Yield the indices of the samples of each batch."""
 
 
-def is_megatrons(sampler: object) -> TypeGuard[CountingSampler]:
+def is_megatrons(sampler: object) -> TypeGuard[_CountingSampler]:
     """Return whether ``sampler`` is one of Megatron's or NeMo's, which count the samples that were consumed."""
     return hasattr(sampler, "consumed_samples") and hasattr(sampler, "micro_batch_times_data_parallel_size")

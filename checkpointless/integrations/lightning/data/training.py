@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from checkpointless.integrations.compat.lightning import DataFetcher
 
 
-class CountingLoop(Protocol):
+class _CountingLoop(Protocol):
     """Lightning's loop over the steps of an epoch, made resumable."""
 
     not_delivered: int
@@ -39,7 +39,7 @@ class FitLoop(Protocol):
     _combined_loader: CombinedLoader | None
 
     @property
-    def epoch_loop(self) -> CountingLoop:
+    def epoch_loop(self) -> _CountingLoop:
         """The loop over the steps of an epoch."""
 
 
@@ -90,7 +90,7 @@ class TrainingData:
             self._stateful, self._order = loader, repeat_order(loader, starts, position)
         else:
             self._tracked = track(loader, starts, position)
-        repeat_items(loader, starts, position)
+        _repeat_items(loader, starts, position)
 
     def set_up(self) -> None:
         """Note that the fit is set up: Lightning has asked how many batches there are."""
@@ -150,7 +150,7 @@ class TrainingData:
 # --- Iterable datasets that keep no position ----------------------------------------------------------------------
 
 
-def repeat_items(loader: Iterable[object], starts: Starts, position: DataPosition | None) -> None:
+def _repeat_items(loader: Iterable[object], starts: Starts, position: DataPosition | None) -> None:
     """Have the iterable dataset of ``loader`` give the same items when it is gone through once more after a fault.
 
     Nothing is done if data-loader workers go through it, whose streams follow from the number of the batch, or if

@@ -141,7 +141,7 @@ EXIT_GRACE_S = 1.0  # for a process to end after it hung up or said that it woul
 
 
 @dataclass
-class Beats:
+class _Beats:
     """The beats of a rank's main thread, as they were seen on its board.
 
     Attributes:
@@ -191,7 +191,7 @@ class LocalRank:
     said_hello: bool = False
     forgiven: bool = False
     handed_over: bool = False
-    beats: Beats = field(default_factory=Beats)
+    beats: _Beats = field(default_factory=_Beats)
     started_at_s: float = 0.0
     ended: RankEnded | None = None
     is_cut_off: bool = False
@@ -214,7 +214,7 @@ class LocalRank:
         """
         self.state = RankState.RUNNING
         beat = self.board.read().beat
-        self.beats = Beats(beat, beat, now_s)
+        self.beats = _Beats(beat, beat, now_s)
 
     def disconnect(self) -> None:
         """Close the connection, if there is one."""

@@ -22,7 +22,7 @@ _MOST_LINE_BYTES = 64 * 1024
 _TORN_S = 1.0
 
 
-class LogFile:
+class _LogFile:
     """A log of bounded size. What its disk does not take is left out, and a line of the log says how much.
 
     A full file is renamed to ``NAME.1.log``, ``NAME.2.log`` and so on; the oldest are deleted.
@@ -101,7 +101,7 @@ class LogFile:
             self._log = None
 
 
-class LineCopy:
+class _LineCopy:
     """Shows the lines of a rank with the rank in front.
 
     Only whole lines are shown, so that nothing is ever added to one. A state of a progress bar, which ends in a
@@ -161,7 +161,7 @@ class LineCopy:
             self._show(b"".join(b"%s%s\n" % (self._header, piece) for piece in pieces))
 
 
-def write_all(descriptor: int, data: bytes) -> None:
+def _write_all(descriptor: int, data: bytes) -> None:
     """Write to a terminal, pipe or file until all is taken, also if another process has made it non-blocking.
 
     Raises:
@@ -375,7 +375,7 @@ class Output:
         log = self._folder / f"rank-{rank}.log"
         outlets = [self._files.to(self._log_file(log, is_new=rank in self._new_logs))]
         if self._terminal is not None and rank in self._shown_ranks:
-            outlets.append(self._shown.to(LineCopy(f"rank {rank}", self._show, log)))
+            outlets.append(self._shown.to(_LineCopy(f"rank {rank}", self._show, log)))
         return self._empty(Printed(log, *outlets))
 
     def start(self) -> None:
@@ -404,8 +404,8 @@ class Output:
         """Return the descriptors that a process which is forked from this one has to close."""
         return [self._poll.fileno(), self._wake, self.fork_server.readable]
 
-    def _log_file(self, path: Path, *, is_new: bool) -> LogFile:
-        return LogFile(path, self._most_bytes, self._complain, is_new=is_new)
+    def _log_file(self, path: Path, *, is_new: bool) -> _LogFile:
+        return _LogFile(path, self._most_bytes, self._complain, is_new=is_new)
 
     def _empty(self, printed: Printed) -> Printed:
         self._pipes[printed.readable] = printed
@@ -430,7 +430,7 @@ class Output:
         if self._terminal is None:
             return
         try:
-            write_all(self._terminal, lines)
+            _write_all(self._terminal, lines)
         except OSError as error:
             self._terminal = None
             self._say(f"the output of ranks is no longer shown: {error.strerror}; it is in {self._folder}")

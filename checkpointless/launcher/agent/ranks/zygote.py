@@ -42,7 +42,7 @@ _KILL_GRACE_S = 5.0
 _AWAKES = (signal.SIGCHLD, signal.SIGCONT)
 
 
-class Zygote:
+class _Zygote:
     """Forks ranks on request, and reports at once how each of them ended.
 
     Args:
@@ -238,7 +238,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     prepare(options.script)
     gc.collect()
     gc.freeze()  # what is loaded now is never garbage: collections in the ranks need not scan it
-    zygote = Zygote(connection, options.script, options.temp_folder)
+    zygote = _Zygote(connection, options.script, options.temp_folder)
     zygote.say(type="ready", can_fork=can_fork(), failed=failed, seconds=time.monotonic() - started_s)
     zygote.serve()
     shutil.rmtree(os.environ.get(HANDOVER_ENV, ""), ignore_errors=True)  # an agent that was killed leaves it

@@ -48,7 +48,7 @@ from checkpointless.system.environment import RANK_ENV
 #   guide's API reference names ``hyperpod_wait_rank_info`` and says what ``HPAgentK8sAPIFactory`` and
 #   ``wait_rank`` are for.
 # * The replies ``("job_rank_info" | "job_start", {"worker_envs": {...}})`` and ``("job_fault", {...})``, and
-#   ``JOB_RESTART_COUNT`` in ``worker_envs``. They are known from the same library.
+#   ``JOB_RESTART_COUNT`` in ``_worker_envs``. They are known from the same library.
 # * ``restart_count`` in a ``job_fault``, the variable ``SPARE``, the argument ``timeout``, the arguments
 #   ``reason`` and ``message`` of ``hyperpod_send_fault`` and the variable
 #   ``HYPERPOD_ELASTICAGENT_SOCKET_SERVER_PATH``. They are known from signatures and docstrings of the package
@@ -67,7 +67,7 @@ _INSTALL = "pip install -e '.[hyperpod]' in a clone"
 
 
 @dataclass(frozen=True)
-class VendorPackage:
+class _VendorPackage:
     """The parts of ``hyperpod_elastic_agent.ipc`` that are used.
 
     Attributes:
@@ -83,7 +83,7 @@ class VendorPackage:
     new_processes: object
 
     @classmethod
-    def load(cls) -> VendorPackage:
+    def load(cls) -> _VendorPackage:
         """Import the package and check that it has every name that is used.
 
         Raises:
@@ -143,7 +143,7 @@ class Start:
         Raises:
             ValueError: the reply is something else, or says too little.
         """
-        env = worker_envs(reply, "job_start")
+        env = _worker_envs(reply, "job_start")
         return cls(int(env["JOB_RESTART_COUNT"]), int(env["RANK"]), int(env["WORLD_SIZE"]), env)
 
     @property
@@ -152,7 +152,7 @@ class Start:
         return self.rank, self.world_size
 
 
-def worker_envs(reply: object, expected: str) -> dict[str, str]:
+def _worker_envs(reply: object, expected: str) -> dict[str, str]:
     """Return this rank's environment from a reply of the vendor's client.
 
     Args:
@@ -198,7 +198,7 @@ class _VendorAgent:
         RuntimeError: the agent cannot be reached.
     """
 
-    def __init__(self, package: VendorPackage, start_timeout_s: float) -> None:
+    def __init__(self, package: _VendorPackage, start_timeout_s: float) -> None:
         self._package = package
         self._start_timeout_s = start_timeout_s
         try:
@@ -218,7 +218,7 @@ class _VendorAgent:
         while True:
             began_s = time.monotonic()
             try:
-                return worker_envs(
+                return _worker_envs(
                     self._vendor.hyperpod_wait_rank_info(timeout=self._start_timeout_s), "job_rank_info"
                 )
             except (self._package.error, ValueError) as error:
@@ -306,7 +306,7 @@ LEAVE_TIMEOUT_S = 10.0  # for the others to hear of the end before the rank that
 _PREFIX = "checkpointless"
 
 
-class MeetingPlace:
+class _MeetingPlace:
     """Rank 0's store, which every rank looks for at the address and port that a start names.
 
     Args:
@@ -501,14 +501,14 @@ class HyperPodClient(RankClient):
 
     def __init__(
         self,
-        package: VendorPackage,
+        package: _VendorPackage,
         start_timeout_s: float = START_TIMEOUT_S,
         meeting_timeout_s: float = MEETING_TIMEOUT_S,
     ) -> None:
         super().__init__(rank=int(os.environ.get(RANK_ENV) or "-1"))
         self._agent = _VendorAgent(package, start_timeout_s)
         self._stopped = threading.Event()
-        self._meeting = MeetingPlace(meeting_timeout_s, self._stopped)
+        self._meeting = _MeetingPlace(meeting_timeout_s, self._stopped)
         self._informed = False
         self._place = _Place.OUTSIDE
         self._starting = -1  # the generation that the agent started last
@@ -523,7 +523,7 @@ class HyperPodClient(RankClient):
         Raises:
             RuntimeError: the vendor's package is missing or too old, or its agent cannot be reached.
         """
-        return cls(VendorPackage.load())
+        return cls(_VendorPackage.load())
 
     def wait_rank(self) -> None:
         """Wait until the agent says which rank this process is, and put that into ``os.environ``.

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpointless.launcher.agent.ranks.output import FILES, LineCopy, LogFile, write_all
+from checkpointless.launcher.agent.ranks.output import FILES, _LineCopy, _LogFile, _write_all
 
 MOST = 4000
 
@@ -37,14 +37,14 @@ def texts(folder: Path) -> dict[str, str]:
 
 
 def test_a_log_is_there_before_anything_is_printed(tmp_path: Path, complaints: list[str]) -> None:
-    log = LogFile(tmp_path / "rank-3.log", MOST, complaints.append, is_new=True)
+    log = _LogFile(tmp_path / "rank-3.log", MOST, complaints.append, is_new=True)
     log.write(b"", 0)
     assert texts(tmp_path) == {"rank-3.log": ""}
     log.close()
 
 
 def test_a_full_file_becomes_an_older_one_and_the_oldest_is_deleted(tmp_path: Path, complaints: list[str]) -> None:
-    log = LogFile(tmp_path / "rank-3.log", MOST, complaints.append, is_new=True)
+    log = _LogFile(tmp_path / "rank-3.log", MOST, complaints.append, is_new=True)
     lines = [f"line {number:4}\n" for number in range(1000)]
     for at in range(0, 1000, 7):
         log.write("".join(lines[at : at + 7]).encode(), 0)
@@ -61,7 +61,7 @@ def test_a_full_file_becomes_an_older_one_and_the_oldest_is_deleted(tmp_path: Pa
 
 
 def test_one_portion_and_one_line_may_be_larger_than_all_files(tmp_path: Path, complaints: list[str]) -> None:
-    log = LogFile(tmp_path / "rank-3.log", MOST, complaints.append, is_new=True)
+    log = _LogFile(tmp_path / "rank-3.log", MOST, complaints.append, is_new=True)
     log.write(b"x" * (3 * MOST), 0)
     log.write(b"\nlast\n", 0)
     log.close()
@@ -72,7 +72,7 @@ def test_one_portion_and_one_line_may_be_larger_than_all_files(tmp_path: Path, c
 
 def test_what_a_predecessor_printed_is_kept_or_continued(tmp_path: Path, complaints: list[str]) -> None:
     for text, is_new in ((b"first\n", True), (b"second\n", True), (b"third\n", False)):
-        log = LogFile(tmp_path / "rank-3.log", MOST, complaints.append, is_new=is_new)
+        log = _LogFile(tmp_path / "rank-3.log", MOST, complaints.append, is_new=is_new)
         log.write(text, 0)
         log.close()
     assert texts(tmp_path) == {"rank-3.1.log": "first\n", "rank-3.log": "second\nthird\n"}
@@ -81,7 +81,7 @@ def test_what_a_predecessor_printed_is_kept_or_continued(tmp_path: Path, complai
 def test_what_a_full_disk_refuses_is_counted_and_named_when_there_is_room(
     tmp_path: Path, complaints: list[str], limited: Callable[[int], None]
 ) -> None:
-    log = LogFile(tmp_path / "rank-3.log", MOST, complaints.append, is_new=True)
+    log = _LogFile(tmp_path / "rank-3.log", MOST, complaints.append, is_new=True)
     limited(10)
     log.write(b"before\n" + b"z" * 93, 0)  # 10 of these 100 bytes
     log.write(b"lost\n", 7)
@@ -95,7 +95,7 @@ def test_what_a_full_disk_refuses_is_counted_and_named_when_there_is_room(
 
 
 def test_a_log_whose_folder_is_gone_is_written_when_it_is_back(tmp_path: Path, complaints: list[str]) -> None:
-    log = LogFile(tmp_path / "logs" / "rank-3.log", MOST, complaints.append, is_new=True)
+    log = _LogFile(tmp_path / "logs" / "rank-3.log", MOST, complaints.append, is_new=True)
     log.write(b"lost", 0)
     assert complaints == ["No such file or directory"]
     (tmp_path / "logs").mkdir()
@@ -113,7 +113,7 @@ class Shown:
 
     def __init__(self) -> None:
         self.portions: list[bytes] = []
-        self.copy = LineCopy("rank 0", self.portions.append, Path("logs/rank-0.log"))
+        self.copy = _LineCopy("rank 0", self.portions.append, Path("logs/rank-0.log"))
 
     def __call__(self, data: bytes, lost: int = 0) -> bytes:
         before = len(self.portions)
@@ -184,7 +184,7 @@ def test_a_non_blocking_terminal_is_waited_for() -> None:
     reads, writes = os.pipe()
     os.set_blocking(writes, False)
     data = os.urandom(1 << 20)
-    writer = threading.Thread(target=write_all, args=(writes, data), daemon=True)
+    writer = threading.Thread(target=_write_all, args=(writes, data), daemon=True)
     writer.start()
     got = b""
     while len(got) < len(data):

@@ -11,7 +11,7 @@ from checkpointless.launcher.client.agent_client import AgentLostError
 from checkpointless.launcher.client.factory import HPAgentK8sAPIFactory, wait_rank
 from checkpointless.launcher.client.hyperpod import HyperPodClient
 from checkpointless.launcher.client.hyperpod import client as hyperpod_client
-from checkpointless.launcher.client.hyperpod.client import VendorPackage
+from checkpointless.launcher.client.hyperpod.client import _VendorPackage
 from checkpointless.launcher.protocol.messages import FaultNotice, Finish
 from tests.unit.client.hyperpod.turns import MakeAgent, begin, enter, until
 
@@ -37,7 +37,7 @@ def test_a_spare_without_a_rank_is_not_refused(make_agent: MakeAgent) -> None:
 
 def test_wait_rank_waits_until_it_is_told(make_agent: MakeAgent, caplog: pytest.LogCaptureFixture) -> None:
     agent = make_agent(automatic=False)
-    client = HyperPodClient(VendorPackage.load(), start_timeout_s=0.1)
+    client = HyperPodClient(_VendorPackage.load(), start_timeout_s=0.1)
     threading.Timer(0.5, agent.tell_ranks).start()
     client.wait_rank()
     assert os.environ["RANK"] == "0"
@@ -171,7 +171,7 @@ def test_a_rank_0_that_died_before_all_have_met_leads_back_to_the_barrier(make_a
 
 def test_a_rank_that_does_not_come_has_a_limit(make_agent: MakeAgent) -> None:
     agent = make_agent(automatic=False)
-    client = HyperPodClient(VendorPackage.load(), meeting_timeout_s=0.3)
+    client = HyperPodClient(_VendorPackage.load(), meeting_timeout_s=0.3)
     begin(client, agent)
     with pytest.raises(AgentLostError, match="1 of 2 ranks reached the start of generation 0"):
         client.wait_go(-1, 60)
@@ -179,7 +179,7 @@ def test_a_rank_that_does_not_come_has_a_limit(make_agent: MakeAgent) -> None:
 
 def test_a_start_that_does_not_come_has_a_limit_except_for_a_spare(make_agent: MakeAgent) -> None:
     agent = make_agent(automatic=False)
-    client = HyperPodClient(VendorPackage.load(), start_timeout_s=0.2)
+    client = HyperPodClient(_VendorPackage.load(), start_timeout_s=0.2)
     os.environ["SPARE"] = "True"
     client.hello(0)
     agent.wait_for("at_rcb_barrier", 3)

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from checkpointless.launcher.client.hyperpod.client import MeetingPlace, Start
+from checkpointless.launcher.client.hyperpod.client import Start, _MeetingPlace
 from checkpointless.launcher.protocol.messages import Go
 from tests.ports import free_port
 
@@ -25,7 +25,7 @@ def at_once(calls: list[Callable[[], object]]) -> list[object]:
 def test_ranks_meet_and_part() -> None:
     """They agree on the highest step that any of them knows of."""
     port, stopped = free_port(), threading.Event()
-    places = [MeetingPlace(20, stopped) for _ in range(2)]
+    places = [_MeetingPlace(20, stopped) for _ in range(2)]
     met = at_once(
         [
             lambda: places[0].meet(start(0, 2, port), high_water=3),
@@ -37,17 +37,17 @@ def test_ranks_meet_and_part() -> None:
     at_once([partial(done, place, rank) for rank, place in enumerate(places)])
 
 
-def done(place: MeetingPlace, rank: int) -> None:
+def done(place: _MeetingPlace, rank: int) -> None:
     place.wait_until_all_are_done(rank, 2, lambda: False)
 
 
 def test_a_rank_that_was_not_met_is_not_waited_for() -> None:
     with pytest.raises(RuntimeError, match="has met no other rank"):
-        MeetingPlace(1, threading.Event()).wait_until_all_are_done(0, 1, lambda: False)
+        _MeetingPlace(1, threading.Event()).wait_until_all_are_done(0, 1, lambda: False)
 
 
 def test_a_meeting_that_is_called_off_is_over_for_good_and_the_next_is_not() -> None:
-    port, place = free_port(), MeetingPlace(60, threading.Event())
+    port, place = free_port(), _MeetingPlace(60, threading.Event())
     threading.Timer(0.3, place.call_off).start()
     assert place.meet(start(0, 2, port), high_water=-1) is None
     assert place.is_called_off
@@ -59,7 +59,7 @@ def test_a_meeting_that_is_called_off_is_over_for_good_and_the_next_is_not() -> 
 
 def test_the_end_frees_a_rank_that_waits_for_the_others() -> None:
     stopped = threading.Event()
-    place = MeetingPlace(60, stopped)
+    place = _MeetingPlace(60, stopped)
     threading.Timer(0.3, stopped.set).start()
     assert place.meet(start(0, 2, free_port()), high_water=-1) is None
     place.wait_until_free()

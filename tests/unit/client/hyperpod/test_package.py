@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from checkpointless.launcher.client.factory import HPAgentK8sAPIFactory
-from checkpointless.launcher.client.hyperpod.client import VendorPackage
+from checkpointless.launcher.client.hyperpod.client import _VendorPackage
 from tests import hyperpod_stand_in as stand_in
 
 
@@ -26,7 +26,7 @@ def test_a_package_that_misses_one_of_its_own_is_told_apart(environment: pytest.
 
     environment.setattr(importlib, "import_module", fail)
     with pytest.raises(RuntimeError, match=r"cannot be imported \(No module named 'fastapi'\)"):
-        VendorPackage.load()
+        _VendorPackage.load()
 
 
 class OldClient:
@@ -54,7 +54,7 @@ def test_a_package_without_a_name_that_is_used(
     for module in stand_in.modules(**{name: value}).items():
         environment.setitem(sys.modules, *module)
     with pytest.raises(RuntimeError) as raised:
-        VendorPackage.load()
+        _VendorPackage.load()
     assert said in str(raised.value)
     assert "\n" not in str(raised.value)
 

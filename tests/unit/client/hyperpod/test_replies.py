@@ -2,7 +2,7 @@
 
 import pytest
 
-from checkpointless.launcher.client.hyperpod.client import Start, worker_envs
+from checkpointless.launcher.client.hyperpod.client import Start, _worker_envs
 
 ENV = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1", "JOB_RESTART_COUNT": "0"}
 
@@ -22,9 +22,9 @@ ENV = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1", "
     ],
 )
 def test_a_start_that_makes_no_sense_is_refused(reply: object) -> None:
-    assert worker_envs(("job_start", {"worker_envs": ENV}), "job_start") == ENV
+    assert _worker_envs(("job_start", {"worker_envs": ENV}), "job_start") == ENV
     with pytest.raises(ValueError):
-        worker_envs(reply, "job_start")
+        _worker_envs(reply, "job_start")
 
 
 def test_a_start_names_the_generation_and_the_place() -> None:

@@ -10,7 +10,7 @@ from checkpointless.launcher.coordinator.hang_policy import (
     Heartbeat,
     Whereabouts,
 )
-from checkpointless.launcher.coordinator.hang_watch import Hang, HangWatch, Stall
+from checkpointless.launcher.coordinator.hang_watch import HangWatch, Stall, _Hang
 from checkpointless.launcher.protocol.node_messages import SilentRank
 
 CEILING_S = 600.0
@@ -41,7 +41,7 @@ class Watched:
         for rank in (*ranks, *elsewhere):
             self.watch.answered(len(self.asked), rank, Whereabouts(rank not in elsewhere, "a stack"))
 
-    def look(self) -> list[Hang]:
+    def look(self) -> list[_Hang]:
         return self.watch.look(RANKS, self.now_s)
 
 
@@ -53,7 +53,7 @@ def test_a_rank_that_is_silent_in_a_step_is_found_at_the_limit_of_steps() -> Non
     assert (watched.look(), watched.asked) == ([], [[0, 1, 2]])
     watched.answer(1, 2, elsewhere=(0,))
     (hang,) = watched.look()
-    assert hang == Hang(0, 30.0, hang.since_s, 12, "a stack", 7, MOST_GRACE_S)
+    assert hang == _Hang(0, 30.0, hang.since_s, 12, "a stack", 7, MOST_GRACE_S)
     assert time.monotonic() - 90 < hang.since_s <= time.monotonic() - 30.1  # since the culprit's last progress
 
 
@@ -75,20 +75,20 @@ def test_until_every_node_knows_how_long_a_step_takes_the_ceiling_holds() -> Non
 
 def test_who_does_not_answer_is_asked_again_until_its_grace_is_over() -> None:
     watched = Watched()
-    found: list[Hang] = []
+    found: list[_Hang] = []
     while not found and watched.now_s < 1030.0:
         watched.silent((0, 30.1 + watched.now_s - 1000.0, 1))
         found = watched.look()
         watched.now_s += 0.1
     assert MOST_GRACE_S <= watched.now_s - 1000.0 <= MOST_GRACE_S + 0.5
     assert len(watched.asked) >= 10
-    assert found == [Hang(0, 30.0, found[0].since_s, 12, "no answer; idle", 7, 0.0)]
+    assert found == [_Hang(0, 30.0, found[0].since_s, 12, "no answer; idle", 7, 0.0)]
 
 
 def test_a_rank_that_is_found_alone_and_idle_again_and_again_hangs_also_before_anybody_showed_progress() -> None:
     watched = Watched(limit_s=10.0)
     watched.watch.shows_progress = False
-    found: list[Hang] = []
+    found: list[_Hang] = []
     while not found and watched.now_s < 1030.0:
         watched.silent(*((rank, 10.1 + watched.now_s - 1000.0, 0) for rank in RANKS))
         found = watched.look()

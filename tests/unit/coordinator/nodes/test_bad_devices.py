@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from checkpointless.launcher.coordinator.membership import Remedy, remedy
+from checkpointless.launcher.coordinator.membership import _Remedy, remedy
 from checkpointless.launcher.protocol.node_messages import (
     Begin,
     DeviceBad,
@@ -39,7 +39,7 @@ def spawns(job: Job) -> list[tuple[int, int, int, bool]]:
 def test_every_case_of_the_decision() -> None:
     for spare, host, last, tried in itertools.product((False, True), repeat=4):
         found = remedy(has_spare=spare, hosts_coordinator=host, is_last_holder=last, was_tried=tried)
-        assert (found is Remedy.GIVE_UP) == (spare and not host and (tried or not last))
+        assert (found is _Remedy.GIVE_UP) == (spare and not host and (tried or not last))
 
 
 def test_with_a_spare_the_node_is_given_up() -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpointless.launcher.coordinator.job import Phase
-from checkpointless.launcher.coordinator.takeover import Reunion, assumed, reunite
+from checkpointless.launcher.coordinator.takeover import _Reunion, _reunite, assumed
 from checkpointless.launcher.protocol.node_messages import (
     AllDone,
     Begin,
@@ -339,11 +339,11 @@ def test_whatever_its_ranks_did_meanwhile_a_node_that_comes_back_keeps_those_tha
 
 @given(st.sampled_from(RankState), st.sampled_from(RankState))
 def test_two_views_of_a_rank_meet(known: RankState, said: RankState) -> None:
-    found = reunite(known, said)
-    assert (found in (Reunion.ENDED, Reunion.START)) == (said is RankState.GONE is not known)
+    found = _reunite(known, said)
+    assert (found in (_Reunion.ENDED, _Reunion.START)) == (said is RankState.GONE is not known)
     must_leave = known in (RankState.LEAVING, RankState.STARTING) and said in (RUNNING, DONE)
-    assert (found is Reunion.INTERRUPT) == must_leave
-    assert reunite(assumed(said), said) in (Reunion.AGREED, Reunion.INTERRUPT, Reunion.READY)
+    assert (found is _Reunion.INTERRUPT) == must_leave
+    assert _reunite(assumed(said), said) in (_Reunion.AGREED, _Reunion.INTERRUPT, _Reunion.READY)
 
 
 def test_a_rank_that_failed_after_its_block_while_its_node_was_away_fails_the_job() -> None:

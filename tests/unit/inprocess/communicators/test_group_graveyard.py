@@ -3,7 +3,7 @@
 import sys
 import threading
 
-from checkpointless.inprocess.communicators.process_groups import bury, reap
+from checkpointless.inprocess.communicators.process_groups import _bury, reap
 from tests.waiting import wait_until
 
 
@@ -18,7 +18,7 @@ def test_the_last_reference_is_never_dropped_by_the_thread_that_reaps() -> None:
     sys.setswitchinterval(1e-6)  # the new thread runs at once
     try:
         groups = [Group() for _ in range(300)]
-        bury(groups)
+        _bury(groups)
         groups.clear()
         reap()
         wait_until(lambda: len(ended_in) == 300)
@@ -32,7 +32,7 @@ def test_a_group_that_somebody_still_refers_to_stays() -> None:
         pass
 
     kept = Group()
-    bury([kept])
+    _bury([kept])
     reap()
     references = sys.getrefcount(kept)
     reap()

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from checkpointless.inprocess.communicators import launch_bound
-from checkpointless.inprocess.communicators.launch_bound import LaunchBound, layers_of
+from checkpointless.inprocess.communicators.launch_bound import LaunchBound, _layers_of
 from checkpointless.system.environment import LAUNCH_AHEAD_ENV
 
 ROOT = Path(__file__).parents[4]
@@ -63,7 +63,7 @@ class Model(nn.Module):
 
 def test_layers_are_the_elements_of_the_outermost_lists() -> None:
     model = Model(5)
-    assert layers_of(nn.ModuleList([model])) == list(model.decoder.layers)  # type: ignore[union-attr, arg-type]
+    assert _layers_of(nn.ModuleList([model])) == list(model.decoder.layers)  # type: ignore[union-attr, arg-type]
 
 
 @pytest.mark.parametrize(("layers", "ahead"), [(12, 4), (3, 8), (5, 1)])

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from checkpointless.inprocess.communicators import process_groups
-from checkpointless.inprocess.communicators.process_groups import ProcessGroups
+from checkpointless.inprocess.communicators.process_groups import _ProcessGroups
 from checkpointless.system import nccl
 from checkpointless.system.nccl import SETTINGS, apply, problem_of_version
 
@@ -51,7 +51,7 @@ def test_groups_are_made_with_these_settings_where_there_is_nccl(
     for name in SETTINGS:
         monkeypatch.setenv(name, "to be restored")
         monkeypatch.delenv(name)
-    groups = ProcessGroups()
+    groups = _ProcessGroups()
     groups.install()
     groups.uninstall()
     assert [os.environ.get(name) for name in SETTINGS] == (

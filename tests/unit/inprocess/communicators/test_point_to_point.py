@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from checkpointless.inprocess.communicators.process_groups import ProcessGroups
+from checkpointless.inprocess.communicators.process_groups import _ProcessGroups
 
 
 class Group:
@@ -49,7 +49,7 @@ def torchs(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_both_ends_count_the_same(torchs: Any) -> None:
     ends = []
     for rank, peer, name in ((0, 2, "send"), (2, 0, "recv")):
-        groups, group = ProcessGroups(), Group(rank)
+        groups, group = _ProcessGroups(), Group(rank)
         counting = {"send": groups.counting_sends, "recv": groups.counting_receipts}[name]
         for _ in range(3):
             assert counting(getattr(torchs, name))(group, [], peer, 7) == f"the work of a {name}"
@@ -60,7 +60,7 @@ def test_both_ends_count_the_same(torchs: Any) -> None:
 
 def test_nothing_is_counted_after_the_end(torchs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(c10d, "_world", type("World", (), {"pg_names": {}, "pg_map": {}}))
-    groups, before = ProcessGroups(), torchs.send
+    groups, before = _ProcessGroups(), torchs.send
     groups.install()
     groups.install()
     assert torchs.send is not before

@@ -14,14 +14,14 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from checkpointless.inprocess.communicators import process_groups as group_owner
-from checkpointless.inprocess.communicators.process_groups import MOST_COUNTS, ProcessGroups
+from checkpointless.inprocess.communicators.process_groups import MOST_COUNTS, _ProcessGroups
 from checkpointless.launcher.protocol.messages import FROM_RANK, Answer, encode
 from tests.waiting import wait_until
 
 
 @pytest.fixture
-def groups() -> Iterator[ProcessGroups]:
-    made = ProcessGroups()
+def groups() -> Iterator[_ProcessGroups]:
+    made = _ProcessGroups()
     made.install()
     yield made
     made.destroy()
@@ -33,7 +33,7 @@ def make() -> None:
 
 
 def test_the_name_of_a_group_that_was_being_made_is_free_again(
-    groups: ProcessGroups, monkeypatch: pytest.MonkeyPatch
+    groups: _ProcessGroups, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The interruption comes in ``init_process_group``, after torch has registered the group's name."""
 
@@ -63,7 +63,7 @@ def run_loops() -> set[str]:
 
 
 @pytest.mark.parametrize("by_the_block", [True, False])
-def test_no_destructor_of_a_group_runs_before_it_is_reaped(groups: ProcessGroups, by_the_block: bool) -> None:
+def test_no_destructor_of_a_group_runs_before_it_is_reaped(groups: _ProcessGroups, by_the_block: bool) -> None:
     """C++ may refer to it, too, and would run it with the interpreter's lock, for which gloo's threads may wait."""
     before = run_loops()
     make()
@@ -127,7 +127,7 @@ def test_communicators_of_one_device_are_aborted_at_the_same_time(monkeypatch: p
     backends = [FakeNCCL(together) for _ in range(4)]
     # The same backend belongs to a group and to a part of it; another one is wrapped.
     world_of(monkeypatch, *backends[:3], backends[0], Wrapper(backends[3]))
-    ProcessGroups().abort()
+    _ProcessGroups().abort()
     assert [each.aborts for each in backends] == [1] * 4
 
 
@@ -137,13 +137,13 @@ def test_an_abort_that_fails_keeps_no_other_from_being_aborted(monkeypatch: pyte
     backends = [FakeNCCL(broken), FakeNCCL(whole)]
     world_of(monkeypatch, *backends)
     with pytest.raises(threading.BrokenBarrierError):
-        ProcessGroups().abort()
+        _ProcessGroups().abort()
     assert [each.aborts for each in backends] == [1, 1]
 
 
 def test_counts_that_fit_into_no_message_are_left_out_altogether() -> None:
     """A rank whose answer cannot be sent would seem to be mute, and half of the counts accuse the wrong rank."""
-    groups = ProcessGroups()
+    groups = _ProcessGroups()
     for peer in range(MOST_COUNTS):
         groups.messages[f"group 123/{1_000_000 + peer}>{2_000_000 + peer}"] = 10**9
     answer = Answer(1, False, "in step" * 200_000, True, groups.launched())
@@ -156,8 +156,8 @@ def test_counts_that_fit_into_no_message_are_left_out_altogether() -> None:
 def test_after_the_last_block_only_groups_that_it_has_destroyed_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that it leaves are torch's, and end as without us."""
     held: list[object] = []
-    monkeypatch.setattr(group_owner, "bury", held.extend)
-    groups = ProcessGroups()
+    monkeypatch.setattr(group_owner, "_bury", held.extend)
+    groups = _ProcessGroups()
     groups.install()
     make()
     destroyed: Any = dist.new_group([0])
@@ -170,7 +170,7 @@ def test_after_the_last_block_only_groups_that_it_has_destroyed_are_held(monkeyp
 
 
 def test_the_debug_level_detail_is_lowered_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    before, made = dist.get_debug_level(), ProcessGroups()
+    before, made = dist.get_debug_level(), _ProcessGroups()
     try:
         dist.set_debug_level(dist.DebugLevel.DETAIL)
         made.install()

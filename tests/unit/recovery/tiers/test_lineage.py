@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpointless.replication.parts import SaveId
-from checkpointless.replication.tiers.copies import Lineage
+from checkpointless.replication.tiers.copies import _Lineage
 
 JOB = "0123456789abcdef"
-FIRST = Lineage(JOB).begin(0, 0)
+FIRST = _Lineage(JOB).begin(0, 0)
 
 
 def named(step: int, generation: int) -> SaveId:
@@ -52,7 +52,7 @@ def test_another_fit_of_a_block_goes_on_with_the_steps_of_the_one_before() -> No
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=12))
 def test_it_names_what_a_list_of_all_steps_names(generations: list[tuple[int, int]]) -> None:
     """Each generation goes back by some steps, and makes some."""
-    lineage = Lineage(JOB)
+    lineage = _Lineage(JOB)
     made: list[int] = []  # the generation that made each step
     for generation, (back, forth) in enumerate(generations):
         del made[max(0, len(made) - back) :]
@@ -66,12 +66,12 @@ def test_it_names_what_a_list_of_all_steps_names(generations: list[tuple[int, in
 
 def test_it_travels_as_plain_data() -> None:
     lineage = FIRST.begin(1, 4)
-    assert Lineage.from_json(lineage.to_json()) == lineage
+    assert _Lineage.from_json(lineage.to_json()) == lineage
     assert lineage.newest == 1
-    assert Lineage(JOB).newest == -1
+    assert _Lineage(JOB).newest == -1
 
 
 @pytest.mark.parametrize("plain", [None, "job", [JOB], ["short", []], [JOB, [[1]]], [JOB, [["a", "b"]]]])
 def test_anything_else_is_refused(plain: object) -> None:
     with pytest.raises(ValueError, match="not a lineage"):
-        Lineage.from_json(plain)
+        _Lineage.from_json(plain)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from checkpointless.state.rank_local import state as own_replicas
-from checkpointless.state.rank_local.state import OwnReplicas
+from checkpointless.state.rank_local.state import _OwnReplicas
 
 
 @pytest.mark.parametrize(
@@ -25,14 +25,14 @@ def test_where_streams_are_kept(
     monkeypatch.setattr(own_replicas.dist, "get_world_size", lambda: 8)
     monkeypatch.setattr(own_replicas, "own_board", lambda: object() if under_our_agent else None)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local))
-    assert OwnReplicas(asked).jump == jump
+    assert _OwnReplicas(asked).jump == jump
 
 
 def test_a_negative_jump_is_refused() -> None:
     with pytest.raises(ValueError, match="must not be negative"):
-        OwnReplicas(-1)
+        _OwnReplicas(-1)
 
 
 def test_nothing_is_made_or_sent_where_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(own_replicas.dist, "get_world_size", lambda: 8)
-    OwnReplicas(0).exchange(3, lambda: pytest.fail("nobody wants them"))
+    _OwnReplicas(0).exchange(3, lambda: pytest.fail("nobody wants them"))

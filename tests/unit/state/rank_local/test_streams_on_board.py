@@ -9,7 +9,7 @@ import pytest
 
 from checkpointless.launcher.protocol.board import Board
 from checkpointless.state.port import SnapshotPoint
-from checkpointless.state.rank_local.streams import StreamsOnBoard
+from checkpointless.state.rank_local.streams import _StreamsOnBoard
 from checkpointless.state.rng import RngStates
 
 
@@ -24,18 +24,18 @@ def streams(value: int) -> dict[str, bytes]:
     return {"python": bytes([value]) * 100}
 
 
-def put(kept: StreamsOnBoard, step: int, value: int | dict[str, bytes], loss: float | None = None) -> RngStates:
+def put(kept: _StreamsOnBoard, step: int, value: int | dict[str, bytes], loss: float | None = None) -> RngStates:
     states = RngStates(value if isinstance(value, dict) else streams(value), loss)
     kept.put(step, states, None)
     return states
 
 
 def found(board: Board, step: int) -> dict[SnapshotPoint, RngStates]:
-    return StreamsOnBoard(board).at(step)
+    return _StreamsOnBoard(board).at(step)
 
 
 def test_streams_that_do_not_move_are_written_once_and_known_of_each_step(board: Board) -> None:
-    kept, same = StreamsOnBoard(board), streams(1)
+    kept, same = _StreamsOnBoard(board), streams(1)
     for step in range(1, 8):
         put(kept, step, same, 0.5 * step)
         kept.put(step, RngStates(same, 0.5 * step, SnapshotPoint.CHECKED), RngStates(same))
@@ -53,11 +53,11 @@ def test_a_step_that_is_made_again_leaves_the_streams_of_the_step_before(
     board: Board, moves: tuple[int, ...], new_process: bool
 ) -> None:
     """The second time another snapshot is written, which must not take the place of the one before."""
-    kept = StreamsOnBoard(board)
+    kept = _StreamsOnBoard(board)
     for step, value in enumerate(moves, start=1):
         put(kept, step, value)
     for again in range(3):
-        kept = StreamsOnBoard(board) if new_process else kept
+        kept = _StreamsOnBoard(board) if new_process else kept
         kept.put(4, RngStates(streams(9), 2.0, SnapshotPoint.CHECKED), RngStates(streams(9)))
         put(kept, 4, 50 + again)
         assert found(board, 3)[SnapshotPoint.COMMITTED].streams == streams(moves[2])
@@ -66,7 +66,7 @@ def test_a_step_that_is_made_again_leaves_the_streams_of_the_step_before(
 
 
 def test_a_moment_that_is_reached_again_as_after_the_step_is_not_what_it_was(board: Board) -> None:
-    kept = StreamsOnBoard(board)
+    kept = _StreamsOnBoard(board)
     after = put(kept, 3, 1)
     kept.put(3, RngStates(streams(2), None, SnapshotPoint.ACCUMULATED), after)
     kept.put(3, RngStates(after.streams, None, SnapshotPoint.ACCUMULATED), after)
@@ -74,14 +74,14 @@ def test_a_moment_that_is_reached_again_as_after_the_step_is_not_what_it_was(boa
 
 
 def test_what_is_kept_beside_the_streams_is_not_taken_for_that_of_another_step(board: Board) -> None:
-    kept, same = StreamsOnBoard(board), streams(1)
+    kept, same = _StreamsOnBoard(board), streams(1)
     for step, own in enumerate([{}, {"mine": 1}, {"mine": 2}, {}], start=1):
         kept.put(step, dataclasses.replace(RngStates(same), own=own), None)
         assert found(board, step)[SnapshotPoint.COMMITTED].own == own
 
 
 def test_a_board_that_was_cleared_gets_the_streams_again(board: Board) -> None:
-    kept, same = StreamsOnBoard(board), streams(1)
+    kept, same = _StreamsOnBoard(board), streams(1)
     put(kept, 1, same)
     board.clear_snapshots()
     assert found(board, 1) == {}
@@ -90,7 +90,7 @@ def test_a_board_that_was_cleared_gets_the_streams_again(board: Board) -> None:
 
 
 def test_a_snapshot_that_was_not_finished_is_not_there_and_the_one_before_is(board: Board) -> None:
-    kept = StreamsOnBoard(board)
+    kept = _StreamsOnBoard(board)
     put(kept, 1, 1)
     board.put_parts(2, *RngStates(streams(2)).to_parts(), 0)  # the process ended before it marked the step
     assert found(board, 2) == {}

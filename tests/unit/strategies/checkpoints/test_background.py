@@ -12,12 +12,12 @@ pytestmark = pytest.mark.nemo
 def test_an_answer_that_nobody_has_read_is_not_taken_for_the_next() -> None:
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-    from checkpointless.integrations.lightning.checkpoints.saves import reset_reports
+    from checkpointless.integrations.lightning.checkpoints.saves import _reset_reports
 
     before = filesystem_async._get_write_results_queue()
     before.put("of a save that was interrupted")
     before._tls.connection.send((before._id, "empty", (), {}))  # it is interrupted before the answer comes
-    reset_reports()
+    _reset_reports()
     after = filesystem_async._get_write_results_queue()
     assert after.empty() is True
     assert before.empty() is False, "whoever goes on with that save gets its report"
@@ -32,13 +32,13 @@ def test_an_answer_that_nobody_has_read_is_not_taken_for_the_next() -> None:
 def test_reports_whose_process_is_gone_are_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-    from checkpointless.integrations.lightning.checkpoints.saves import report_separately
+    from checkpointless.integrations.lightning.checkpoints.saves import _report_separately
 
     monkeypatch.setattr(filesystem_async, "_results_queue", None)
     reports = filesystem_async._get_write_results_queue()
     reports._manager._process.kill()
     reports._manager._process.join()
-    report_separately()
+    _report_separately()
     again = filesystem_async._get_write_results_queue()
     again.put("of the next save")
     assert again.get_nowait() == "of the next save"

@@ -49,14 +49,14 @@ RIGHT = {
 
 
 def test_books_are_put_back() -> None:
-    from checkpointless.integrations.lightning.checkpoints.callbacks import books_of, new_paths
+    from checkpointless.integrations.lightning.checkpoints.callbacks import _books_of, _new_paths
 
     callback = callback_with(good=0.5, bad=0.9)
     earlier = ["/ckpt/earlier"]
     callback.deferred_ckpts_to_remove.append(earlier)
-    before = books_of(callback)
+    before = _books_of(callback)
     save(callback)
-    assert new_paths(callback, before) == ["/ckpt/new.ckpt"]
+    assert _new_paths(callback, before) == ["/ckpt/new.ckpt"]
     vars(callback).update(before)
     (removal,) = callback.deferred_ckpts_to_remove
     assert removal is earlier
@@ -64,10 +64,10 @@ def test_books_are_put_back() -> None:
 
 
 def test_a_background_save_that_fails_later_is_struck_out() -> None:
-    from checkpointless.integrations.lightning.checkpoints.callbacks import books_of, replaced, undo
+    from checkpointless.integrations.lightning.checkpoints.callbacks import _books_of, replaced, undo
 
     callback = callback_with(good=0.5, bad=0.9)
-    before = books_of(callback)
+    before = _books_of(callback)
     save(callback)
     was = json.loads(json.dumps(replaced(callback, before)))  # another process gets it so
     undo(callback, "/ckpt/new.ckpt", was)

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from checkpointless.integrations.lightning.recoverable_fit import StoredPosition
+from checkpointless.integrations.lightning.recoverable_fit import _StoredPosition
 from checkpointless.launcher.protocol.board import Facts
-from checkpointless.observability.telemetry.events import flush_events, read_events
+from checkpointless.observability.telemetry.events import _flush_events, read_events
 
 
 def sampler(**options: Any) -> Any:
@@ -31,7 +31,7 @@ def trainer_of(data_sampler: Any, epoch: int = 0, ready: int = 0, ended: bool = 
 @pytest.fixture
 def facts() -> Facts:
     facts = Facts(None)
-    StoredPosition(trainer_of(sampler()), facts).begin(100)  # the script had loaded a checkpoint of its own
+    _StoredPosition(trainer_of(sampler()), facts).begin(100)  # the script had loaded a checkpoint of its own
     return facts
 
 
@@ -42,13 +42,13 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def told(run_dir: Path) -> list[str]:
-    assert flush_events()
+    assert _flush_events()
     return [event.fields["reason"] for event in read_events(run_dir)] if (run_dir / "events.jsonl").exists() else []
 
 
 def test_nemos_sampler_goes_on_behind_the_steps_that_the_checkpoint_has(facts: Facts, run_dir: Path) -> None:
     trainer = trainer_of(sampler())
-    StoredPosition(trainer, facts).resume(104)
+    _StoredPosition(trainer, facts).resume(104)
     again = trainer.strategy.data_sampler
     assert (again.init_consumed_samples, again.prev_consumed_samples, again.init_global_step) == (32, 32, 104)
     assert again.if_first_step == 1
@@ -57,7 +57,7 @@ def test_nemos_sampler_goes_on_behind_the_steps_that_the_checkpoint_has(facts: F
 
 def test_a_data_module_that_keeps_its_position_is_let_be(facts: Facts, run_dir: Path) -> None:
     trainer = trainer_of(sampler(init_consumed_samples=832))
-    StoredPosition(trainer, facts).resume(104)
+    _StoredPosition(trainer, facts).resume(104)
     assert trainer.strategy.data_sampler.init_consumed_samples == 832
     assert told(run_dir) == []
 
@@ -69,7 +69,7 @@ def test_where_the_position_does_not_follow_from_the_step_that_is_said(
     epoch = odd.pop("epoch", 0)
     made = sampler()
     vars(made).update(odd)
-    StoredPosition(trainer_of(made, epoch=epoch), facts).resume(104)
+    _StoredPosition(trainer_of(made, epoch=epoch), facts).resume(104)
     assert made.init_consumed_samples == 0
     (reason,) = told(run_dir)
     assert reason.startswith("the data begin anew after step 104: the checkpoint does not hold their position")
@@ -81,7 +81,7 @@ def test_where_the_position_does_not_follow_from_the_step_that_is_said(
 def test_a_loader_without_a_state_begins_anew_within_an_epoch(
     facts: Facts, run_dir: Path, progress: dict[str, Any], is_said: bool
 ) -> None:
-    position = StoredPosition(trainer_of(None, **progress), facts)
+    position = _StoredPosition(trainer_of(None, **progress), facts)
     position.resume(104)
     position.made([1, 2])
     position.made([1, 2])  # of the next epoch

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from checkpointless.inprocess import UnrecoverableError
 from checkpointless.integrations.lightning.data.position import DataPosition
-from checkpointless.integrations.lightning.data.training import repeat_items
+from checkpointless.integrations.lightning.data.training import _repeat_items
 from checkpointless.state.rng import RngStates
 from tests.unit.strategies.data.starts import Starts
 
@@ -51,7 +51,7 @@ class Rows(IterableDataset[int]):
 
 def made(how: str, starts: Starts, position: DataPosition | None) -> DataLoader[int]:
     loader: DataLoader[int] = DataLoader(Rows(how), batch_size=None)
-    repeat_items(loader, starts, position)
+    _repeat_items(loader, starts, position)
     return loader
 
 
@@ -97,13 +97,13 @@ def test_a_loader_that_keeps_its_position_is_left_alone() -> None:
     stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
     loader = stateful(Rows("counts"), batch_size=None)
     before = dict(vars(loader))
-    repeat_items(loader, Starts(), None)
+    _repeat_items(loader, Starts(), None)
     assert vars(loader) == before
 
 
 def test_what_workers_go_through_is_left_alone() -> None:
     loader: DataLoader[int] = DataLoader(Rows("for each item"), batch_size=None, num_workers=1)
-    repeat_items(loader, Starts(), None)
+    _repeat_items(loader, Starts(), None)
     assert "_get_iterator" not in vars(loader)
 
 
