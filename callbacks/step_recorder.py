@@ -53,8 +53,6 @@ def _extras_of(trainer: pl.Trainer, step: int, batch: str | None = None) -> Step
     Every rank must call it at the same places, because a ``state_dict`` may be collective.
 
     Args:
-        trainer: the trainer.
-        step: the newest step of the job.
         batch: digest of the last batch of that step; None if it is not known.
     """
     manager = manager_of(active_call_wrapper())
@@ -230,7 +228,7 @@ class StepRecorder(Callback):
             return
         # Every rank does this, whether it lacks the step or not. The parameters are whole: recovery gathered them.
         params, extras = _digest_of_parameters(trainer), _extras_of(trainer, step)
-        states = manager.rng_of(step)
+        states = manager.own.streams.newest(step)
         if (self._log.last_step() or 0) < step and states is not None and states.loss is not None:
             _leave_if_over()
             repeated_steps.record(self._log, step, states.loss, params, extras, _fit(trainer))

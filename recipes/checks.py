@@ -30,7 +30,6 @@ def check_settings(config: DictConfig, layout: Layout) -> None:
     """Raise if the recipe cannot be trained in this way, as far as its values tell.
 
     Args:
-        config: the recipe.
         layout: the layout of its ranks, which :func:`~checkpointless.recipes.checks.check_layout` has checked.
 
     Raises:
@@ -151,7 +150,6 @@ def layout_of(config: DictConfig, nodes: int | None = None, ranks_per_node: int 
     """Return the layout that a recipe describes.
 
     Args:
-        config: the recipe.
         nodes: the number of nodes. Default: `trainer.num_nodes`.
         ranks_per_node: the number of ranks on each node. Default: `trainer.devices`.
     """
@@ -186,10 +184,6 @@ def layout_of(config: DictConfig, nodes: int | None = None, ranks_per_node: int 
 
 def check_layout(config: DictConfig, layout: Layout) -> None:
     """Raise if the recipe's ranks cannot be laid out in this way, as far as is known.
-
-    Args:
-        config: the recipe.
-        layout: the layout of its ranks.
 
     Raises:
         RecipeError: the layout cannot work; the message is one line that says why.
@@ -273,10 +267,6 @@ def tiers_of(config: DictConfig) -> list[Tier]:
 def check_tiers(config: DictConfig, layout: Layout) -> None:
     """Raise if the ranks cannot keep copies as the recipe's tiers want.
 
-    Args:
-        config: the recipe.
-        layout: the layout of its ranks.
-
     Raises:
         RecipeError: a tier cannot be made, or the ranks cannot be divided; the message is one line.
     """
@@ -289,10 +279,6 @@ def check_tiers(config: DictConfig, layout: Layout) -> None:
 
 def _tier_lines(config: DictConfig, layout: Layout) -> list[str]:
     """Describe the tiers of a recipe.
-
-    Args:
-        config: the recipe.
-        layout: the layout of its ranks.
 
     Raises:
         RecipeError: a tier cannot be made.
@@ -307,13 +293,7 @@ def _tier_lines(config: DictConfig, layout: Layout) -> list[str]:
 
 
 def show(config: DictConfig, layout: Layout, console: Console) -> None:
-    """Print what a recipe would start, as plain text if the console is not a terminal.
-
-    Args:
-        config: the recipe with its overrides.
-        layout: the layout of its ranks.
-        console: where it is printed.
-    """
+    """Print what a recipe would start, as plain text if the console is not a terminal."""
     whole, enabled = config.copy(), checkpointless_enabled(config)
     OmegaConf.update(whole, "trainer.num_nodes", layout.nodes, force_add=True)
     OmegaConf.update(whole, "trainer.devices", layout.ranks_per_node, force_add=True)
@@ -356,7 +336,6 @@ def _replica_lines(layout: Layout, enabled: bool, has_copies: bool = False) -> l
     """Describe which ranks hold the same shard, and which losses the job survives.
 
     Args:
-        layout: the layout of the ranks.
         enabled: whether the job recovers from faults.
         has_copies: whether copies are kept in tiers.
     """

@@ -214,9 +214,6 @@ def train(config: DictConfig) -> nl.Trainer:
 def before_ranks(arguments: Sequence[str]) -> None:
     """Do once what each rank would do first: the process that they are forked from calls this.
 
-    Args:
-        arguments: the recipe and the overrides, as for :func:`main`.
-
     Raises:
         RecipeError: the recipe cannot be read, which each rank will say.
     """
@@ -288,7 +285,6 @@ def make(config: DictConfig, key: str, **objects: object) -> object:
     """Make what a part of a recipe describes.
 
     Args:
-        config: the recipe.
         key: dotted key of the part. What has a `_target_` in it becomes what that returns.
         objects: further arguments of the part's own target; they take the place of those in the recipe.
 

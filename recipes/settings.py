@@ -54,9 +54,6 @@ def remember(recipe: str | Path) -> DictConfig:
     So a rank that takes a lost one's place trains what the others train, whatever has become of the file. Nothing
     is imported: what the user wrote belongs to the ranks.
 
-    Args:
-        recipe: as for :func:`load`.
-
     Returns:
         The recipe without overrides.
 
@@ -79,10 +76,6 @@ def missing(config: DictConfig) -> list[str]:
 
 def require_complete(config: DictConfig, recipe: str | Path) -> None:
     """Raise unless every key that the recipe leaves to its user has a value.
-
-    Args:
-        config: the recipe with its overrides.
-        recipe: the file or name that it was loaded from.
 
     Raises:
         RecipeError: keys have no value; the message names them in one line.

@@ -82,9 +82,7 @@ class Command:
     """A command: what ``--help`` says of it, its options and its action.
 
     Attributes:
-        name: word that calls it.
         what: what it does, in one line without a capital and a full stop.
-        add_options: function that adds its options to its parser.
         act: function that does it and returns the exit status; it raises :class:`UsageError` if the command cannot
             be done as asked.
         epilog: what its ``--help`` ends with.

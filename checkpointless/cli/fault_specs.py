@@ -31,10 +31,7 @@ def fault_specs(
 
     Args:
         texts: values of ``--fault``.
-        world_size: number of ranks.
         max_steps: number of optimizer steps of the job; None if not known.
-        nnodes: number of nodes.
-        cpu: whether the ranks use no GPU, even where there is one.
 
     Raises:
         UsageError: one of them cannot happen in this job.
@@ -78,7 +75,6 @@ def draw_into(options: argparse.Namespace, world_size: int, steps: int | None) -
 
     Args:
         options: options of ``run`` or ``train``; the drawn faults are added to ``options.faults``.
-        world_size: number of ranks.
         steps: number of optimizer steps of the job; None if not known.
 
     Returns:
@@ -106,13 +102,7 @@ def draw_into(options: argparse.Namespace, world_size: int, steps: int | None) -
 
 
 def judge_chaos(run_dir: Path, code: int, expected: Outcome) -> str:
-    """Return what is wrong with the outcome of a job with drawn faults ("" if nothing is).
-
-    Args:
-        run_dir: run directory of the job.
-        code: exit code of the job.
-        expected: outcome that :func:`draw_into` returned.
-    """
+    """Return what is wrong with the outcome of a job with drawn faults ("" if nothing is)."""
     from checkpointless.faults.chaos import outcome_of
     from checkpointless.observability.report.incidents import summarize
     from checkpointless.observability.telemetry.events import read_events

@@ -86,9 +86,7 @@ class Program:
     """What every rank of a job runs.
 
     Attributes:
-        name: name of the job, for its run directory.
         script: path of a script, or name of a module if ``module`` is set.
-        script_args: arguments of the script.
         module: whether ``script`` is a module.
         preload: dotted names to import once before the ranks are forked; None: what the script imports from
             installed packages.
@@ -105,7 +103,6 @@ def add_job_options(parser: argparse.ArgumentParser, default_ranks: str = "1") -
     """Add the options of a job.
 
     Args:
-        parser: parser of the command.
         default_ranks: default number of ranks, as ``--help`` shows it.
     """
     add = parser.add_argument
@@ -141,7 +138,6 @@ def launch_job(
 
     Args:
         options: options of ``run`` or ``train``; drawn faults are added to them.
-        program: what every rank runs.
         steps: number of optimizer steps of the job; None if not known.
         more: more keyword arguments of ``LaunchConfig``.
 

@@ -46,7 +46,6 @@ def new_run_dir(asked: Path | None, name: str, shared: bool = False) -> Path:
 
     Args:
         asked: directory that the user asked for; None: a new one under :data:`RUNS_DIR`.
-        name: name of the run, for the new directory's name.
         shared: whether other nodes of the same run, or this node's predecessor, may have written into it.
 
     Raises:

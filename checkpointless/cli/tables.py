@@ -87,7 +87,6 @@ def html_page(report: Report, tracebacks: Mapping[str, str]) -> str:
     """Return what the terminal shows as one web page that needs nothing else, with the tracebacks below.
 
     Args:
-        report: the report of the run.
         tracebacks: tracebacks of the ranks that failed, by the incident's id.
     """
     page = Console(file=io.StringIO(), record=True, width=_FILE_WIDTH, markup=False, highlight=False, emoji=False)

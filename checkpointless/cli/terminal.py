@@ -61,7 +61,6 @@ class _Errands:
 
         Args:
             errand: the function to run, which may take long.
-            otherwise: the result to use instead.
             late: called in the errand's thread with a result that came too late.
 
         Raises:
@@ -113,8 +112,6 @@ class Terminal:
     A separate thread writes, so that a blocked terminal holds up nothing else.
 
     Args:
-        write: function that shows one line.
-        run_dir: run directory of the job.
         node: index of this agent's node; -1 for a coordinator in a separate process.
         logs: directory of the logs; None: the usual one in ``run_dir``.
     """
@@ -228,10 +225,6 @@ def closing_line(run_dir: Path, status: int) -> str:
     """Return the line, with the figures of the report.
 
     There is none ("") for a job that had no incident and made no step that is known.
-
-    Args:
-        run_dir: the run directory.
-        status: the job's exit status.
     """
     try:
         facts = _Errands(_PATIENCE_S).run(lambda: _facts(run_dir), "its log was not read in time")

@@ -43,10 +43,6 @@ class Finding:
     """One thing that was looked at.
 
     Attributes:
-        family: what it is about.
-        severity: how much it matters.
-        seen: what was seen, in one line.
-        source: where that comes from: a file, a variable, a function.
         todo: what to do, in one line; "" if nothing has to be changed.
     """
 
@@ -92,8 +88,6 @@ def checked(family: Family, check: Callable[[], Sequence[Finding]], timeout_s: f
     """Return what a check finds; a check that fails or does not end in time is a finding itself.
 
     Args:
-        family: what the check is about.
-        check: reads the machine, and judges.
         timeout_s: how many seconds it may take. A thread that takes longer is left running.
     """
     result: Future[Sequence[Finding]] = Future()

@@ -76,13 +76,9 @@ class Trial:
     """What the imports did.
 
     Attributes:
-        names: the names that were imported.
-        failed: for each that could not be, one line that says why.
         cuda: how it shows that CUDA was initialised ("": it was not).
-        cuda_by: name whose import did it.
         can_fork: whether a forked child may use CUDA, as far as torch knows.
         threads: name of each thread that was left running, and the name whose import started it.
-        seconds: how many seconds all of it took.
         error: why the trial did not come to its end ("" if it did).
     """
 
@@ -129,9 +125,7 @@ def read(
     Args:
         preload: names to import; empty: what the script imports from installed packages.
         script: what the ranks run; None: modules in its folder are not found.
-        ranks: number of ranks on the node.
         cpu: whether the job trains on CPUs (``--cpu``).
-        timeout_s: how many seconds the imports may take.
     """
     with tempfile.TemporaryFile() as said, tempfile.TemporaryFile() as errors:
         command = [sys.executable, "-m", "checkpointless.doctor.forking", str(said.fileno()), str(os.getpid())]

@@ -57,11 +57,7 @@ _limit = partial(Finding, Family.LIMITS)
 
 
 def variables(environ: Mapping[str, str]) -> list[Finding]:
-    """Return what the variables of torch and NCCL mean for a recovery.
-
-    Args:
-        environ: environment that the ranks will have.
-    """
+    """Return what the variables of torch and NCCL mean for a recovery."""
     findings = []
     for name, setting in SETTINGS.items():
         value, source = environ.get(name, setting.value), _BY_USER if name in environ else _BY_DEFAULT
@@ -88,7 +84,6 @@ def folders(environ: Mapping[str, str], run_dir: Path | None) -> list[Finding]:
     """Look at the folders that a job needs.
 
     Args:
-        environ: environment that the ranks will have.
         run_dir: run directory, or where it would be made; None: not known.
     """
     asked = environ.get(TMPDIR_ENV)
@@ -120,11 +115,7 @@ def folder(path: Path, least: int, source: str, todo: str, severity: Severity = 
     """Look whether a folder can be written, and has room; a small file is written, and removed at once.
 
     Args:
-        path: the folder, which exists.
         least: how many free bytes are enough.
-        source: what says that it is this one.
-        todo: what to do otherwise.
-        severity: how much it matters that it cannot be written.
     """
     try:
         disk = os.statvfs(path)
@@ -143,7 +134,6 @@ def _open_files(files: int, hard: int, ranks: int) -> Finding:
     Args:
         files: how many a process may have (soft limit).
         hard: how far that may be raised.
-        ranks: number of ranks on the node.
     """
     source, needed = "ulimit -n", _AGENT_FILES + _FILES_PER_RANK * ranks
     if files == resource.RLIM_INFINITY:
@@ -176,9 +166,7 @@ def examine(
     """Examine this node.
 
     Args:
-        ranks: number of ranks on the node.
         run_dir: run directory; None: not known.
-        cpu: whether the job trains on CPUs although there may be GPUs.
         preload: names that the fork server imports.
         script: what the ranks run; None: not known. Without it and ``preload``, imports are not tried.
         progress: called with a line for people before whatever may take more than two seconds.
@@ -204,11 +192,6 @@ def quick(ranks: int, cpu: bool, environ: Mapping[str, str]) -> list[Finding]:
     """Return the warnings and errors of the checks that take no time: nothing is imported.
 
     Where there is no GPU, the variables of NCCL have no effect and are left out.
-
-    Args:
-        ranks: number of ranks on the node.
-        cpu: whether the job trains on CPUs although there may be GPUs.
-        environ: environment that the ranks will have.
     """
     found = [] if cpu or not versions.has_driver() else variables(environ)
     found += [*folders(environ, None), _descriptors(ranks)]

@@ -51,12 +51,7 @@ _OF_RUNG = {
 
 
 def outcome_of(code: int, incidents: Sequence[IncidentSummary]) -> Outcome | None:
-    """Return the outcome of a job, or None if it is not an outcome that a job may have.
-
-    Args:
-        code: exit code of the job.
-        incidents: all incidents of the job, in order.
-    """
+    """Return the outcome of a job, or None if it is not an outcome that a job may have."""
     if code == 0:
         if not incidents:
             return Outcome.NOTHING
@@ -73,7 +68,6 @@ class Scope:
     Attributes:
         name: what its draws are known by; the seed draws other cases for each name.
         layouts: layouts, each of which holds every shard at least twice, with their weights.
-        phases: phases that the trainer announces.
         storage: whether the trainer can fall back to checkpoints of its own.
     """
 
@@ -122,17 +116,7 @@ class Case:
     """One run with faults.
 
     Attributes:
-        seed: seed that the case was drawn from.
-        number: number of the case among those of the seed.
-        layout: layout of the job.
-        steps: number of optimizer steps of the job.
-        faults: specs of the faults.
         outcome: outcome that the case must have.
-        reason: text that a refusal has to contain.
-        nodes: number of nodes that the ranks are on.
-        spares: number of spare nodes that wait.
-        workers: number of workers of each data loader.
-        checksum: whether replicas are compared.
         checkpoint_every: optimizer steps between two of NeMo's own checkpoints (0: none).
         dropout: dropout probability in [0, 1).
     """
@@ -158,12 +142,10 @@ def draw(
     """Return the case with a given number.
 
     Args:
-        seed: seed of all draws.
         number: number of the case, from 0; the case does not depend on the other cases.
         steps: number of optimizer steps of the job; at least 6.
         overlap: let half of the cases have a second fault, either during the recovery from the first or at the same
             time on a rank of another replica group.
-        most_ranks: largest number of ranks that the layout may have.
         scope: what may be drawn.
 
     Raises:
@@ -194,10 +176,6 @@ def draw_faults(
     rank loses its state at a time.
 
     Args:
-        seed: seed of the draws.
-        count: number of incidents.
-        nproc: number of ranks.
-        steps: number of optimizer steps of the job.
         overlap: let half of the faults be followed by an exception during the recovery from them.
 
     Returns:

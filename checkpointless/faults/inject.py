@@ -83,8 +83,6 @@ class FaultInjector:
 
     Args:
         specs: all faults of the job, in the same order on all ranks.
-        rank: global rank of this process.
-        ledger: remembers which faults have been caused.
         of_job: whether these are the faults that the job was launched with, before which a script's own give way.
 
     Attributes:
@@ -109,7 +107,6 @@ class FaultInjector:
         """Cause the faults that are due; return if none is, or if this process survives them.
 
         Args:
-            phase: the phase that this rank is in.
             step: the optimizer step in progress, counted from 1; in a set-up phase, the last committed step.
             generation: the generation that this rank is in. In generation 0, set-up phases cause nothing.
             target: function that returns the tensor that this phase works on, which is contiguous and not empty.
@@ -248,9 +245,6 @@ _NEVER_RETURN = frozenset({FaultKind.SIGKILL, FaultKind.EXIT, FaultKind.SEGFAULT
 def from_environment(rank: int) -> FaultInjector | None:
     """Return the injector for ``CHECKPOINTLESS_FAULTS`` (a JSON list of specs), or None if it asks for nothing.
 
-    Args:
-        rank: global rank of this process.
-
     Raises:
         FaultSpecError: the variable is not a JSON list of fault specs.
     """
@@ -359,11 +353,7 @@ class WorkersIterator(Protocol):
 
 
 class _BadBatch:
-    """Stand-in for the indices of a batch that a sampler yields, which no dataset can read.
-
-    Args:
-        error: exception that is raised in the worker that tries to read the batch.
-    """
+    """Stand-in for the indices of a batch that a sampler yields, which no dataset can read."""
 
     def __init__(self, error: Exception) -> None:
         self._error = error

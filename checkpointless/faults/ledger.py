@@ -40,8 +40,6 @@ class FaultLedger:
         """Return whether the fault is to be caused once more; if so, count it as caused from now on.
 
         Args:
-            index: the fault's place among the job's faults.
-            spec: the fault.
             **about: other facts to record (rank, step, generation).
 
         Raises:
@@ -58,12 +56,7 @@ class FaultLedger:
         return any(_create(path, claim) for path in self._claims(index, spec))
 
     def withdraw(self, index: int, spec: FaultSpec) -> None:
-        """Take this process's newest claim back: the fault was interrupted before it happened.
-
-        Args:
-            index: the fault's place among the job's faults.
-            spec: the fault.
-        """
+        """Take this process's newest claim back: the fault was interrupted before it happened."""
         if self.directory is None:
             _in_memory[index, str(spec)] -= 1
             return
@@ -93,12 +86,7 @@ def fired(run_dir: Path) -> dict[str, int]:
 
 
 def not_fired(specs: Iterable[FaultSpec], run_dir: Path) -> tuple[str, ...]:
-    """Return the spec texts of the faults that were certain to happen but did not, or not often enough.
-
-    Args:
-        specs: the faults of a run that is over.
-        run_dir: the run directory of that run.
-    """
+    """Return the spec texts of the faults that were certain to happen but did not, or not often enough."""
     wanted: Counter[str] = Counter()
     for spec in specs:
         if spec.prob is None:

@@ -48,7 +48,6 @@ class FaultKind(enum.Enum):
 
     Attributes:
         expected: the expected outcome; in every case, the losses are those of a run without the fault.
-        phases: phases in which it can be caused.
         variants: its variants (``how=``), the default one first; empty without any.
         default_s: how many seconds it lasts, unless ``seconds=`` says so; None: it has no duration.
         is_of_node: whether it happens to a node, so the job must have several nodes.
@@ -108,8 +107,6 @@ class FaultSpec:
     """One fault to be caused.
 
     Attributes:
-        kind: what goes wrong.
-        phase: phase in which the fault happens.
         rank: rank on which the fault happens; None (only with ``prob``) means any rank.
         step: optimizer step in which the fault happens, counted from 1 (in a set-up phase: the committed step after
             which it happens); None (only with ``prob``) means any step.
@@ -118,7 +115,6 @@ class FaultSpec:
         seed: seed of the draws for ``prob``, which never touch the training's random numbers.
         how: variant of the kind; None means the kind's first.
         seconds: duration in seconds, for kinds that have one; None means the kind's own.
-        text: the spec as the user wrote it.
     """
 
     kind: FaultKind
@@ -215,7 +211,6 @@ def validate(
     """Check that each fault can happen in this job.
 
     Args:
-        specs: the faults.
         world_size: number of ranks; None if it is not known.
         max_steps: last optimizer step of the run; None if it is not known.
         cuda: whether the ranks train on GPUs with CUDA; None if that is not known.

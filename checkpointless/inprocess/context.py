@@ -36,11 +36,6 @@ def emit_event(name: EventName, **fields: Any) -> None:
 def not_exact(step: int, reason: str, **fields: Any) -> None:
     """Report that a step, which is repeated after a fault, is not the one that it was.
 
-    Args:
-        step: the step.
-        reason: what is another, in one line.
-        **fields: what the event says besides.
-
     Raises:
         UnrecoverableError: the job is to end then (``--strict``).
     """

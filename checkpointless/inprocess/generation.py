@@ -18,7 +18,6 @@ class Generation:
     """The generation that this rank is in. There is one of these per process, and it changes at every barrier.
 
     Attributes:
-        number: the generation's number, from 0.
         incident: id of the incident that led to this generation, or of the one that ends it, once that is known
             (None: none).
         high_water: the highest optimizer step that any rank of the job is known to have committed (-1: none).

@@ -22,7 +22,6 @@ def time_limit(name: str, given: float | timedelta) -> timedelta:
     """Return a time limit that a user gave.
 
     Args:
-        name: name of the setting, for the error message.
         given: the limit, as a number of seconds or as a ``timedelta``.
 
     Raises:
@@ -39,8 +38,6 @@ def bounded(what: str, limit_s: float, too_late: Callable[[str], object]) -> Ite
     """Bracket code that must end within ``limit_s`` seconds.
 
     Args:
-        what: description of the bracketed code, for the reason.
-        limit_s: time limit in seconds.
         too_late: called with the reason, in a separate thread, if the code has not ended within the limit. It has
             to end the process, because the thread that hangs cannot be freed.
     """

@@ -20,7 +20,6 @@ class StepTracker:
     """Reports how far training has come: on the rank's board for its agent, and in the event log.
 
     Args:
-        generation: the generation that this rank is in.
         board: this rank's board (None under another launcher).
 
     Attributes:

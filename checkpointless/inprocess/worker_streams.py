@@ -148,11 +148,7 @@ class WorkerStreams:
         self._home = os.getpid()
 
     def __call__(self, worker_id: int) -> None:
-        """Prepare this worker.
-
-        Args:
-            worker_id: the worker's number.
-        """
+        """Prepare this worker."""
         if os.getpid() == self._home:  # not in a separate process: these streams are the training's
             if self.init is not None:
                 self.init(worker_id)
@@ -189,7 +185,6 @@ class _SeededFetcher:
     """Torch's fetcher of one pass, with the streams set before each batch.
 
     Args:
-        inner: torch's fetcher.
         key: what the streams depend on in addition to the batch.
         numbers: the numbers of this worker's batches; None: batches are identified by their indices.
     """

@@ -134,10 +134,7 @@ class _Attributes:
     """Plain attributes of an object that training changes.
 
     Args:
-        name: its name, the same at every entry of the block.
-        target: returns the object.
         is_script: whether the script's own class made it, whose attributes are named if they cannot be kept.
-        leave: names that are left out.
     """
 
     def __init__(self, name: str, target: Callable[[], Any], *, is_script: bool = False, leave: str = "") -> None:
@@ -175,7 +172,6 @@ class _TrainerTensors(TorchTensors):
     """Model and optimizer of a Trainer, whose optimizer's ``step`` is replaced.
 
     Args:
-        trainer: the Trainer.
         is_known: see :class:`~checkpointless.integrations.torch.torch_tensors.TorchTensors`.
     """
 
@@ -194,16 +190,9 @@ class _TrainerTensors(TorchTensors):
 class _TrainerTraining(JournaledTraining):
     """The state of a Trainer's training, for :class:`~checkpointless.recovery.CheckpointManager`.
 
-    Args:
-        call: the running wrapper.
-        trainer: the Trainer, which has made model, optimizer and scheduler.
-        state: the declared state, by name.
-
     Attributes:
         position: the epoch and how many of its batches precede the step in the making.
         replayed: losses of the batches and norm of a committed step that is gone through again; None: none is.
-        losses: the losses of the batches of the step in the making.
-        norm: the norm of its gradients.
     """
 
     def __init__(self, call: HPCallWrapper, trainer: Trainer, state: Mapping[str, Any]) -> None:
@@ -282,7 +271,7 @@ class _TrainerTraining(JournaledTraining):
     @property
     def _own(self) -> Mapping[str, Any]:
         """What this rank alone had at the step boundary that the recovery resumed at."""
-        own = self._manager.own_of(*self._manager.resumed_at) if self._manager.resumed_at is not None else None
+        own = self._manager.own.kept_at(*self._manager.resumed_at) if self._manager.resumed_at is not None else None
         if not own:
             raise UnrecoverableError(f"the Trainer's counters of this rank after step {self.step} are lost")
         return own

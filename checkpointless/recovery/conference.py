@@ -35,12 +35,8 @@ def decide_together(
     """Decide with all other ranks how the job resumes. Collective.
 
     Args:
-        state: the freshly built state, which knows who else holds each of its parts.
         held: the state that this rank holds; None: it holds none.
-        own: what is this rank's own.
         compare_digests: report the digest of the held state, so that replicas are compared.
-        fit: the fit of the block that asks, counted from 1.
-        begun: the last fit of the block that this rank knows to have begun.
         saves: the background saves whose end this rank has not gone through, as
             :attr:`~checkpointless.recovery.decide.RankReport.saves` has them.
 
@@ -116,11 +112,7 @@ def find_loss(
     """Give every rank its random streams, and find out whether something is lost that it alone had. Collective.
 
     Args:
-        journal: that of the freshly built training.
         held: the state that this rank holds; None: it holds none.
-        own: what is this rank's own.
-        decision: how the job resumes.
-        target: the step after which it resumes.
 
     Returns:
         Why the state cannot be had from memory; "" if it can.
@@ -156,8 +148,6 @@ def _find_lost_parts(held: HeldState | None, journal: StepJournal, decision: Dec
 
     Args:
         held: the state that this rank holds; None: it holds none.
-        journal: that of the freshly built training, which knows the parts.
-        decision: how the job resumes.
 
     Returns:
         The names of the lost parts of the training data.

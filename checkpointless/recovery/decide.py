@@ -32,7 +32,6 @@ class RankReport:
     """What one rank knows about itself.
 
     Attributes:
-        rank: the global rank.
         committed: the optimizer step of the whole state that the rank holds, or None if it holds none.
         ready: whether the rank also holds the final gradients of step ``committed + 1`` and can apply them alone.
         torn: whether an update failed half-way; the rank's state then belongs to no step.
@@ -42,9 +41,6 @@ class RankReport:
         stages: the points after step ``committed`` at which the rank has its state
             (:class:`~checkpointless.state.port.SnapshotPoint`).
         streams: the steps and points for which the rank's random streams are known.
-        fit: the fit of the block that the held state belongs to, counted from 1.
-        offset: how many steps of the job precede that fit.
-        begun: the last fit of the block that the rank knows to have begun.
         saves: the background saves whose end the rank has not gone through: for each its number, the step and the
             stage after which it began, and whether its writer still works on it.
         examples: the name of a tensor of each part, in the order of ``parts``, if there are several.
@@ -84,7 +80,6 @@ class Decision:
     """How the job resumes.
 
     Attributes:
-        verdict: resume, start, skip or refuse.
         target: the step after which training resumes (None unless resuming).
         stage: how much of what follows that step is not done again: as much as every rank that keeps its state has
             behind it, and for which every other rank has its random streams. A background save of which a rank has
@@ -153,9 +148,7 @@ def decide(reports: Sequence[RankReport], high_water: int, fit: int = 1) -> Deci
     although it could be: a rank that did not come as far has neither the random streams nor the loss of that step.
 
     Args:
-        reports: one report per rank of the job.
         high_water: the highest step that any rank was ever seen to commit (-1: none).
-        fit: the fit of the block that asks, counted from 1.
 
     Raises:
         ValueError: the reports are not one per rank, or contradict each other about the replica groups.

@@ -52,10 +52,8 @@ class UpdateGuard:
     """Guards the optimizer updates of a training, so that no fault leaves ranks on both sides of one.
 
     Args:
-        call: the running wrapper.
         journal: the training's journal; None: recovery from memory is off, and nothing is captured.
         own_vote: returns once every rank has called it; None: :func:`vote`.
-        committed: called with a step when its update is committed.
     """
 
     def __init__(

@@ -65,12 +65,8 @@ def journal_of(trainer: LiveTrainer) -> StepJournal:
 class _FitKeeper(RankLocalKeeper):
     """Counts the fits of a block, and keeps how those ended that are over.
 
-    Args:
-        own: what is kept of a rank's own.
-
     Attributes:
         fit: the fit of the running block that is under way, counted from 1 (0: none has begun).
-        finished: by fit, the non-tensor state in which the fit ended.
     """
 
     def __init__(self, own: RankLocalState) -> None:

@@ -62,14 +62,11 @@ class Refill:
         """Put tensors in their place in ``state``. Every rank calls it that fills or is filled.
 
         Args:
-            state: the freshly built state.
             refills: maps each rank to fill to its parts with their sources, the same on every rank.
             tensors: what this rank holds, in the order that it has on every holder; None: it holds nothing. In a
                 rank that is filled it need not be right. In another one, each tensor is replaced by its
                 successor as soon as that is filled.
-            objects: the non-tensor state that goes with it.
             memory_budget_bytes: how many bytes the buffers of a transfer may take on each rank that takes part.
-            on_bucket: see :func:`~checkpointless.transfer.transfer.send_state`.
 
         Returns:
             The non-tensor state, which is the sources' in a rank that was filled; and what was moved.
@@ -177,11 +174,7 @@ def _peers_first(sources: Sequence[int], parts: Parts) -> tuple[int, ...]:
 
 
 def announce_transfer(target: int) -> OnBucket:
-    """Return what announces the phase ``transfer`` to fault specs when half of the buckets are sent.
-
-    Args:
-        target: the optimizer step whose state is moved.
-    """
+    """Return what announces the phase ``transfer`` to fault specs when half of the buckets are sent."""
 
     def on_bucket(position: int, count: int, payload: torch.Tensor) -> torch.Tensor:
         call = active_call_wrapper()

@@ -44,10 +44,6 @@ def gather(message: Json) -> list[Parsed]:
 def agree(problem: Exception | None, doing: str) -> None:
     """Raise on every rank what went wrong on any rank. Collective.
 
-    Args:
-        problem: what went wrong on this rank.
-        doing: describes in the message what the ranks were doing.
-
     Raises:
         NoReplicasAvailableError: on some rank, ``problem`` is one.
         LocalCheckpointError: something else went wrong on some rank.

@@ -32,11 +32,7 @@ _T = TypeVar("_T")
 
 
 class _Lane:
-    """Does tasks in a thread, in their order, until one fails or the lane is left.
-
-    Args:
-        name: what the tasks do, for messages.
-    """
+    """Does tasks in a thread, in their order, until one fails or the lane is left."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -92,10 +88,6 @@ class _Lane:
 
 def within(seconds: float, call: Callable[[], _T]) -> _T:
     """Call a function that may block in the kernel, for example on a storage that is gone, in a thread of its own.
-
-    Args:
-        seconds: how long to wait for it.
-        call: the function.
 
     Raises:
         TimeoutError: it has not returned in time. Its thread is left behind.
@@ -162,11 +154,9 @@ class Making:
     """Copies that are being made.
 
     Attributes:
-        save: their name.
         begun: whether the state is being copied to the host.
         void: whether training may have changed the state before it was copied.
         error: what an exchange was ended by; None: none was.
-        writing: in how many places they are still to be written.
         copied: set when training may change the state.
         arrived: set when the peers' parts are here, and this rank's part is there.
     """
@@ -188,13 +178,9 @@ class Copier:
     """Makes copies in one generation.
 
     Args:
-        doing: what it does, for messages.
-        places: where copies are kept.
-        keep: says what is of use.
         is_of_use: returns whether a save that lies in a place may be of use; None: nobody asks what lies there.
 
     Attributes:
-        pool: the memory of what is copied and of what arrives.
         making: the copies that were begun last; None: none were.
         error: what ended an exchange: what peers wait for is not known any more. None: nothing did.
     """
@@ -256,10 +242,8 @@ class Copier:
         """Begin to copy. A place in which the save before is still being written is left out, with a warning.
 
         Args:
-            save: the name of the copies.
             take: returns this rank's state in host memory, in a thread; None: there is none. Nothing holds the
                 function any longer than that takes.
-            due: the places that are to keep it.
             exchanges: whether all ranks can exchange parts.
         """
         making = self.making = Making(save)

@@ -39,13 +39,7 @@ _FILE_NAME = re.compile(
 
 @dataclass(frozen=True)
 class _FileName:
-    """What the name of a part file says.
-
-    Attributes:
-        id: the part.
-        world_size: the number of ranks of the job.
-        holder: the rank that wrote the file.
-    """
+    """What the name of a part file says."""
 
     id: PartId
     world_size: int
@@ -71,12 +65,7 @@ class _FileName:
 
 @dataclass(frozen=True)
 class _PartFile:
-    """A copy of a part as a file.
-
-    Attributes:
-        path: the file.
-        name: what its name says.
-    """
+    """A copy of a part as a file."""
 
     path: Path
     name: _FileName

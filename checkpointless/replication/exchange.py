@@ -40,14 +40,7 @@ class _Link:
 
 
 class CliqueExchange:
-    """Exchanges parts among the members of one clique. All members call :meth:`exchange` together.
-
-    Args:
-        group: the process group of the clique.
-
-    Attributes:
-        members: the global ranks of the clique.
-    """
+    """Exchanges parts among the members of one clique. All members call :meth:`exchange` together."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group: Any = group
@@ -62,7 +55,6 @@ class CliqueExchange:
 
         Args:
             part: this rank's part; None: it has none this time.
-            pool: gives the memory for what arrives.
 
         Raises:
             RuntimeError: a member is gone, or the group was aborted.
@@ -121,7 +113,6 @@ class CliqueExchange:
             wants: whether this rank wants the sender's part (again).
             is_asked: whether the sender waits for that answer.
             was_wanted: whether the receiver still has something to answer.
-            link: the two.
         """
         told = torch.zeros(1, dtype=torch.uint8)
         mine = [torch.tensor([wants], dtype=torch.uint8)] if is_asked else []
@@ -189,7 +180,6 @@ def clique_of(rank: int, world_size: int, jump: int, factor: int) -> tuple[int, 
     nvidia-resiliency-ext).
 
     Args:
-        rank: a rank of the world.
         world_size: W, the number of ranks of the job; a multiple of J * F.
         jump: J, at least 1: the distance between two members. If J is the size of a node, no two members are on the
             same node.
@@ -236,7 +226,6 @@ def agreed_jump(jump: int, factor: int) -> int:
 
     Args:
         jump: the distance that this rank asks for; 0: the number of ranks on its node.
-        factor: how many members a clique is to have.
 
     Raises:
         ValueError: the ranks ask for different cliques, or the size of the node is not known.
@@ -259,10 +248,6 @@ def clique_group(jump: int, factor: int) -> dist.ProcessGroup:
     All ranks make all groups. torch names a group that only its members make after the groups that each has made
     before, and these differ from rank to rank where Megatron has groups of single pipeline stages. Parts lie in
     host memory, so the groups are gloo's. They have the timeout of the job's group, which none inherits.
-
-    Args:
-        jump: the distance between the ranks of a clique.
-        factor: how many members a clique has.
 
     Raises:
         ValueError: the ranks of the job cannot be divided that way.

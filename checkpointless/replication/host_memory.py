@@ -45,9 +45,6 @@ class HostMemoryPool:
     def room_for(self, data: bytes) -> Part:
         """Return room for a part that another rank sends.
 
-        Args:
-            data: its header.
-
         Raises:
             PartError: it is none.
             MemoryError: there is no such memory.
@@ -109,8 +106,6 @@ def copy_into(content: Content, tensors: Sequence[torch.Tensor], ready: torch.cu
     """Copy ``tensors`` into those of ``content``, and wait until they are there.
 
     Args:
-        content: the room.
-        tensors: the tensors, on the host or on one GPU.
         ready: an event of CUDA, after which the tensors are what is to be copied; None: they are already. The
             copies are made on a stream of their own.
     """

@@ -63,12 +63,7 @@ class SaveId:
 
 @dataclass(frozen=True, order=True)
 class PartId:
-    """One rank's part of a save. Its ``str`` is its name everywhere.
-
-    Attributes:
-        save: the save.
-        part: the rank whose state it is.
-    """
+    """One rank's part of a save. Its ``str`` is its name everywhere."""
 
     save: SaveId
     part: int
@@ -98,11 +93,7 @@ class PartId:
 
 
 class _Memory(Protocol):
-    """One piece of host memory, which is used again when nobody holds this object any more.
-
-    Attributes:
-        flat: the memory, flat uint8.
-    """
+    """One piece of host memory, which is used again when nobody holds this object any more."""
 
     flat: torch.Tensor
 
@@ -112,8 +103,6 @@ class Content:
     """A state, separated into structure and tensors.
 
     Attributes:
-        structure: the encoding of everything but the tensors.
-        tensors: the tensors, in the order in which the structure refers to them.
         memory: the piece in which all tensors lie, which nobody else uses; None: they lie anywhere.
     """
 
@@ -207,14 +196,7 @@ def _storable(tensor: torch.Tensor, path: str) -> torch.Tensor:
 
 
 class Header(msgspec.Struct, forbid_unknown_fields=True):
-    """Everything of a part but its tensors.
-
-    Attributes:
-        id: the name of the part.
-        world_size: the number of ranks of the job.
-        structure: the structure of the content.
-        tensors: the dtype, the shape and the digest of each tensor.
-    """
+    """Everything of a part but its tensors."""
 
     id: str
     world_size: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
@@ -252,14 +234,7 @@ class Header(msgspec.Struct, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class Part:
-    """A part, which nobody changes any more.
-
-    Attributes:
-        id: which part it is.
-        world_size: the number of ranks of the job.
-        content: the content.
-        digests: the xxh3-64 of each tensor.
-    """
+    """A part, which nobody changes any more."""
 
     id: PartId
     world_size: int

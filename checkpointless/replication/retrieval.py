@@ -33,13 +33,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, order=True)
 class Copy:
-    """One copy of one rank's state.
-
-    Attributes:
-        place: the name of the place that keeps it.
-        holder: the rank that can read it.
-        part: which save, and whose state.
-    """
+    """One copy of one rank's state."""
 
     place: str
     holder: int
@@ -52,7 +46,6 @@ class Choice:
 
     Attributes:
         save: the save; None: there is none of which every rank's part exists.
-        copies: by rank, the copy that it is filled from.
         lacking: the ranks whose parts are missing in the saves that are newer, the newest first.
     """
 
@@ -75,9 +68,7 @@ def choose(
 
     Args:
         holdings: what each rank has, in the order of the ranks.
-        places: the names of the places, the cheapest first.
         is_of_use: returns whether a save may be used.
-        unusable: copies that turned out to be damaged or gone.
     """
     found: dict[SaveId, dict[int, list[Copy]]] = defaultdict(lambda: defaultdict(list))
     for copy in _usable_copies(holdings, places, unusable):
@@ -136,8 +127,6 @@ class Search(Generic[_T]):
     """Looks for parts in the places of all ranks. Making one, and each call, is a collective.
 
     Args:
-        stores: this rank's places, by name.
-        world_size: the number of ranks that saved.
         read: makes of a copy what is wanted of it, given whether this rank's own state comes from it; a
             ``PartError`` or an ``OSError`` says that it cannot be used.
         living: what else this rank has, by the name of the place: that need not be read.
@@ -224,7 +213,6 @@ def bring(choice: Choice, read: Mapping[Copy, Part]) -> tuple[Content | None, in
 
     Args:
         choice: the copy that each rank is filled from.
-        read: this rank's share of them.
 
     Returns:
         This rank's part, None if that need not be read; and how many bytes came from another rank.
@@ -274,11 +262,6 @@ def all_of(transfer: Callable[[_T], None], rounds: Sequence[_T]) -> None:
 def send_part(content: Content, id_: str, fills: Sequence[Fill]) -> None:
     """Send a content to other ranks, or this holder's share of it.
 
-    Args:
-        content: the content.
-        id_: its name.
-        fills: the ranks that want it.
-
     Raises:
         TransferError: a rank asks for what does not exist.
     """
@@ -288,10 +271,6 @@ def send_part(content: Content, id_: str, fills: Sequence[Fill]) -> None:
 
 def receive_part(holders: Sequence[int], device: torch.device) -> tuple[Content, str]:
     """Receive a content, of which each holder sends a share, and its name.
-
-    Args:
-        holders: the global ranks that have it.
-        device: where its tensors are put.
 
     Raises:
         TransferError: it arrived damaged and could not be mended.

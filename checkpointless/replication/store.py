@@ -165,11 +165,6 @@ def write_parts(store: PartStore, parts: Sequence[Part], holder: int) -> int:
 
     Nothing that goes wrong is raised: other ranks wait to hear which parts there are. It may run in a process of
     its own.
-
-    Args:
-        store: where to.
-        parts: this rank's own part and those of other ranks.
-        holder: this rank.
     """
     written = 0
     for part in parts:

@@ -99,8 +99,6 @@ class HeldState:
         moments: the rest of the state, at every point after the committed step that can be resumed at.
         digests: the digest of each part of the rank's shard, by its replica group, if replicas are to be compared.
         journal: the old training's journal, while its update can still be applied; else nothing holds the training.
-        fit: the fit of the block that the state belongs to.
-        offset: how many steps of the job precede that fit.
         buffers: the rank's own buffers, at every point after the committed step and after the step that follows
             it. They are whole even if an update failed half-way.
         samples: a few elements of each tensor but buffers, as they were at the newest fault.
@@ -146,11 +144,7 @@ class HeldState:
         self.journal = None
 
     def give_up(self, reason: str) -> None:
-        """Hold nothing that another rank could be given: replicas fill this one.
-
-        Args:
-            reason: why, for people.
-        """
+        """Hold nothing that another rank could be given: replicas fill this one."""
         logger.error("this rank's state is given up: %s", reason)
         self.given_up = reason
         self.let_trainer_go()
@@ -209,11 +203,7 @@ class HeldState:
         """Hold the state of a training, unless code outside the update has changed it.
 
         Args:
-            journal: the training's journal.
-            commit: the step that the state belongs to.
             checksums: computes the digests of the rank's shard, if it is enabled.
-            fit: the fit of the block that the state belongs to.
-            offset: how many steps of the job precede that fit.
         """
         changed = journal.changed() if not commit.torn else ""
         if changed:
@@ -267,9 +257,7 @@ class HeldState:
         """Return the digests, by name, of the parts that ranks keep for themselves.
 
         Args:
-            journal: that of the freshly built training, which knows the parts.
             target: the step whose gradients this rank is still to apply; None: the state is that of its step.
-            stage: the point after the step.
         """
         moments = self.moments
         if target is not None and self.journal is not None:
@@ -287,8 +275,6 @@ def stays_built(journal: StepJournal, commit: CommitState, is_offloaded: bool) -
     """Return what of a training stays built over the fault.
 
     Args:
-        journal: that of the training that was left.
-        commit: the step that the state belongs to.
         is_offloaded: whether the state is moved to host memory.
     """
     built = journal.built

@@ -58,7 +58,6 @@ class Captured:
     """What a front end has captured.
 
     Attributes:
-        objects: makes plain data of it.
         own: what only this rank has of it, which is kept with the random streams; None: it is too large.
         loss: the loss of the step; None: not known, or that which was kept before.
         is_skipped: whether the update of the step is left out, since its gradients overflow.
@@ -74,13 +73,7 @@ class _Taken(Later[Objects]):
     """The objects of a snapshot, which get their form when they are asked for.
 
     Args:
-        make: makes the objects.
-        buffers: copies of the buffers.
         seen: what was seen of the weights then; None: nothing.
-
-    Attributes:
-        buffers: as given.
-        seen: as given.
     """
 
     __slots__ = ("buffers", "seen")
@@ -111,8 +104,6 @@ class FrontEnd:
         """Capture what the commit of ``step`` leaves.
 
         Args:
-            step: the optimizer step.
-            ready: what :meth:`ready` returned.
             before: the newest snapshot of the step before.
 
         Returns:
@@ -140,12 +131,10 @@ class StepJournal:
     """Keeps what a rank needs to resume at its newest step boundaries.
 
     Args:
-        state: model and optimizer.
         keeper: keeps random streams and buffers of this rank, over faults, too.
         front: what else belongs to the training.
 
     Attributes:
-        state: as given.
         built: what can stay built over a fault; None: nothing.
     """
 
@@ -165,7 +154,7 @@ class StepJournal:
     def begin(self, step: int, point: SnapshotPoint) -> None:
         """Begin with a state that no recovery has given. Collective."""
         self.state.rederive(first=True)
-        self._keeper.begin_buffers(self.state)
+        self._keeper.own.begin_buffers(self.state)
         self.reached(step, point)
 
     def ready(self, step: int) -> None:
@@ -174,7 +163,7 @@ class StepJournal:
         captured, buffers = self._front.ready(step), state.buffers.take()
         self._pending = step, captured, _Taken(state.capture(), buffers)
         state.buffers.mark()
-        keeper.keep_buffers(step, SnapshotPoint.COMMITTED, buffers)
+        keeper.own.keep_buffers(step, SnapshotPoint.COMMITTED, buffers)
         keeper.store_rng_states(step, captured.loss, SnapshotPoint.COMMITTED, captured.own)
         keeper.replicate_rng_states(step)
         keeper.parameter_update_lock.mark_ready(step)
@@ -194,13 +183,12 @@ class StepJournal:
         self._taken = {(step, SnapshotPoint.COMMITTED): self._take(SnapshotPoint.COMMITTED, objects, buffers)}
         self._pending = None
         if written:  # what was kept before the update is not what is now
-            self._keeper.keep_buffers(step, SnapshotPoint.COMMITTED, buffers)
+            self._keeper.own.keep_buffers(step, SnapshotPoint.COMMITTED, buffers)
 
     def reached(self, step: int, point: SnapshotPoint, keeps_streams: bool = True) -> None:
         """Capture the state of the point that the training has reached.
 
         Args:
-            step: the newest optimizer step.
             point: the point after that step.
             keeps_streams: whether streams may have moved since they were kept for this point.
 
@@ -216,7 +204,7 @@ class StepJournal:
                 raise UnrecoverableError(f"{error}; no new process could be given this state") from error
             self._travel.add(point)
         if point is not SnapshotPoint.ACCUMULATED:  # nobody resumes there
-            self._keeper.keep_buffers(step, point, buffers)
+            self._keeper.own.keep_buffers(step, point, buffers)
         if keeps_streams:
             self._keeper.store_rng_states(step, captured.loss, point, captured.own)
         kept = {key: each for key, each in self._taken.items() if key[0] == step}

@@ -160,12 +160,7 @@ def _sizes_of(optimizers: Iterable[torch.optim.Optimizer | None]) -> list[int]:
 
 
 def grown(optimizers: Iterable[torch.optim.Optimizer | None], sizes: list[int]) -> str:
-    """Return why no rank that is rebuilt has what the optimizers have; "" if it has.
-
-    Args:
-        optimizers: the optimizers.
-        sizes: what :func:`_sizes_of` returned at the beginning.
-    """
+    """Return why no rank that is rebuilt has what the optimizers have; "" if it has."""
     return _MORE_PARAMETERS if _sizes_of(optimizers) != sizes else ""
 
 
@@ -214,12 +209,7 @@ class TrainingTensors:
     (which need not be the module's own) and its state.
 
     Args:
-        modules: the modules.
         optimizers: the optimizers; None stands for an optimizer that has nothing to update on this rank.
-
-    Attributes:
-        buffers: takes copies of the modules' buffers.
-        are_reduced: what is one part is updated alike by all its holders.
     """
 
     are_reduced = True

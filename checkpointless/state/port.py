@@ -37,7 +37,6 @@ class StepSnapshot:
     """A rank's state at one point, in addition to its parameters and what its optimizer owns.
 
     Attributes:
-        objects: the non-tensor state, as plain data that nobody changes.
         buffers: copies of the modules' buffers by key, in the order of the state's tensors.
     """
 
@@ -62,7 +61,6 @@ class TrainingState(Protocol):
     and optimizers; those follow from the framework's parallelism.
 
     Attributes:
-        buffers: takes copies of the modules' buffers.
         are_reduced: whether each part has the same bytes on its whole group because it is reduced over all of it.
             If not, that is only said of the group, and each of its ranks computes the same by itself. Then a rank
             is filled by those that hold all its parts, as long as one of them lives.
@@ -105,7 +103,6 @@ class TrainingState(Protocol):
         """Return storage for ``entries``: existing tensors, or new ones put in their place in the state.
 
         Args:
-            entries: of which tensors.
             held: tensors of them, with the right bytes; one that can be used itself is put in place and returned.
         """
 
@@ -192,7 +189,6 @@ def join_objects(state: TrainingState, objects: Mapping[Group, dict[str, Any]]) 
     """Make the objects of one snapshot of several, where no rank holds all parts of a rank that is filled.
 
     Args:
-        state: knows the parts.
         objects: for each part the objects of one of its holders. What belongs to a tensor is right in those.
     """
     first = objects[min(objects)]

@@ -16,7 +16,6 @@ class AwakeClock:
 
     Args:
         most_s: a longer time than this between two readings, in seconds, is a pause.
-        clock: the underlying clock.
     """
 
     def __init__(self, most_s: float = _MOST_S, clock: Callable[[], float] = time.monotonic) -> None:

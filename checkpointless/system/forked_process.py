@@ -22,10 +22,8 @@ class ForkedProcess:
     Args:
         function: what the child runs; the child exits with the code that it returns (None: 0), or 1 if it raises.
         output: the descriptor to which the child's standard output and error go.
-        close: the descriptors that the child closes first.
 
     Attributes:
-        pid: the child's process id.
         returncode: the child's exit code, or minus the number of the signal that ended it; None while it runs.
     """
 

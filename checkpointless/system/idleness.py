@@ -25,7 +25,6 @@ class Idleness:
     """Measures how long processes have been idle, from one look to the next.
 
     Args:
-        now_s: the time of the first look, in seconds.
         family: returns the processes to look at.
         own_cpu_s: returns the processor time that the looks themselves have cost these processes.
     """
@@ -39,11 +38,7 @@ class Idleness:
         self._cpu_s, self._bytes, _ = self._used()
 
     def seconds(self, now_s: float) -> float:
-        """Look at the processes, and return for how many seconds they have been idle.
-
-        Args:
-            now_s: the current time, by the clock of the first look.
-        """
+        """Look at the processes, and return for how many seconds they have been idle."""
         cpu_s, nbytes, waits = self._used()
         passed_s = now_s - self._since_s
         worked = abs(cpu_s - self._cpu_s) >= max(_LEAST_CPU_S, _SHARE * passed_s)  # less: one of them has ended

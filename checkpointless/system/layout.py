@@ -26,11 +26,8 @@ class Layout:
     """The parallel sizes of a job.
 
     Attributes:
-        world_size: the number of all ranks.
         ranks_per_node: the number of ranks on each node, one per GPU.
-        tensor, pipeline, context, expert, expert_tensor: the numbers of ranks that share one part of the model.
         virtual_pipeline: the number of parts of the model on each pipeline stage.
-        instances: the value of `num_distributed_optimizer_instances`.
         sharded: whether the optimizer is Megatron's distributed optimizer.
         micro_batch, global_batch: the numbers of samples on one rank (1 if the recipe does not say) and in a whole
             step (0 if the recipe does not say).
@@ -58,7 +55,6 @@ class Layout:
         """Return a layout of the ranks of one node; by default two ranks hold each shard of the optimizer.
 
         Args:
-            ranks: the number of ranks.
             tensor, pipeline, expert: the numbers of ranks that share one part of the model. As many ranks share an
                 expert as share a layer.
             instances: the number of ranks that hold each shard.

@@ -35,12 +35,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Setting:
-    """One variable.
-
-    Attributes:
-        value: the one with which a recovery works.
-        otherwise: what happens with another one.
-    """
+    """One variable."""
 
     value: str
     otherwise: str
@@ -86,11 +81,7 @@ def in_force() -> tuple[int, ...]:
 
 
 def problem_of_version(version: tuple[int, ...]) -> str | None:
-    """Return what is wrong with a version of NCCL, in one line, or None.
-
-    Args:
-        version: major, minor and patch.
-    """
+    """Return what is wrong with a version of NCCL, in one line, or None."""
     if version >= _OLDEST_NCCL:
         return None
     found, least = (".".join(map(str, each)) for each in (version, _OLDEST_NCCL))
@@ -99,9 +90,6 @@ def problem_of_version(version: tuple[int, ...]) -> str | None:
 
 def apply(environ: MutableMapping[str, str]) -> tuple[str, ...]:
     """Set every variable that the user has not set, and warn of those that the user has set to another value.
-
-    Args:
-        environ: the environment to change.
 
     Returns:
         The names of the variables that have another value.

@@ -14,10 +14,7 @@ class Patch:
     """One replacement: ``target.attribute`` becomes ``make(its current value, or None)``.
 
     Attributes:
-        target: module or class.
-        attribute: name of its attribute.
         make: function from what stands there to what replaces it.
-        why: reason for the replacement.
     """
 
     target: object
@@ -31,8 +28,6 @@ class _Undo:
     """How to undo one replacement.
 
     Attributes:
-        target: module or class.
-        attribute: name of its attribute.
         original: what stood in the target's own ``__dict__``; ``_ABSENT`` if the attribute was inherited or
             missing.
     """

@@ -103,9 +103,6 @@ class _ChildProcess(Protocol):
 def wait_for_killed(process: _ChildProcess, timeout_s: float) -> int | None:
     """Wait for a child that was killed. One that the kernel holds, for a disk or a driver, ends later.
 
-    Args:
-        timeout_s: how long to wait.
-
     Returns:
         The child's return code; None if it has not ended in time.
     """

@@ -25,9 +25,6 @@ def remove(pids: Iterable[int]) -> None:
     has it open. With torch's sharing strategy ``file_system``, no process has a file open while a message carries
     it. This does not protect what another container of the same user sends from a process that had one of ``pids``
     there.
-
-    Args:
-        pids: pids of the processes that have ended.
     """
     for pid in pids:
         for path in FOLDER.glob(f"torch_{pid}_*"):

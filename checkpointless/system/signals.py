@@ -22,7 +22,6 @@ def handling(numbers: Iterable[int], note: Callable[[int], None]) -> Iterator[No
     """Pass signals to ``note`` instead of dying of them; SIGHUP that is ignored stays ignored.
 
     Args:
-        numbers: the signals.
         note: called in the main thread with the number of each that comes.
     """
     before = {}

@@ -48,7 +48,6 @@ class _Parcel:
     """A bucket under way.
 
     Attributes:
-        index: the bucket's number.
         payload: its bytes, or the memory for them, flat uint8.
         messages: what is sent or received; several if several ranks want it.
         slot: the buffer that it is packed in; None if it lies where it belongs.
@@ -161,15 +160,7 @@ class TransferError(RuntimeError):
 
 @dataclass
 class Order:
-    """What one destination still wants from this holder.
-
-    Attributes:
-        destination: the global rank.
-        buckets: all buckets of the destination.
-        wanted: the numbers of the buckets to send in this round, ascending.
-        bucket_bytes: the largest size of a bucket in bytes, which the destination has chosen.
-        digests: the digests of the buckets that were sent in this round.
-    """
+    """What one destination still wants from this holder."""
 
     destination: int
     buckets: list[Bucket]
@@ -182,9 +173,7 @@ def send_buckets(tensors: Sequence[torch.Tensor], orders: Sequence[Order], on_bu
     """Send every order's buckets and their digests, and the damaged ones again until every destination has all.
 
     Args:
-        tensors: the tensors that the buckets are made of.
         orders: what each destination wants; the orders are used up.
-        on_bucket: see :func:`~checkpointless.transfer.transfer.send_state`.
 
     Raises:
         TransferError: a rank asks for what does not exist.
@@ -208,8 +197,6 @@ def receive_buckets(
 
     Args:
         sources: the global ranks of the holders, in the order of their places.
-        shares: the buckets, and which holder sends which.
-        tensors: the tensors to write into, which the buckets are made of.
 
     Returns:
         The digests of all buckets, and how many buckets were fetched again.
@@ -333,9 +320,6 @@ class _Staging:
 
     A buffer may be taken again as soon as the wait for its message is over. On a wire that runs ahead the message
     may not be done by then, but whatever is launched to fill or to read the buffer comes after it on the device.
-
-    Attributes:
-        pinned: copies between buffers on a device and tensors on the host.
     """
 
     def __init__(self) -> None:
@@ -454,7 +438,6 @@ class _PinnedCopies:
     """Copies bytes through two pinned buffers in turn: the host uses one while the device uses the other.
 
     Args:
-        nbytes: the size of each buffer.
         allocate: makes a buffer; default: pinned memory.
         make_event: makes an event; default: of CUDA's.
         copy: launches a copy from the second of two tensors to the first.

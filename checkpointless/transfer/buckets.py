@@ -50,7 +50,6 @@ def _shared_bytes_of(bucket_bytes: int, ahead: bool) -> int:
     """Return the size of a bucket that small tensors share: both ends find the same, as they use the same wire.
 
     Args:
-        bucket_bytes: the largest size of a bucket in bytes.
         ahead: whether the wire runs ahead; then so many are in flight as fit into the buffers.
     """
     return max(1, bucket_bytes // IN_FLIGHT) if ahead else min(PACKED_BYTES, bucket_bytes)
@@ -64,7 +63,6 @@ def plan_buckets(sizes: Sequence[int], bucket_bytes: int, ahead: bool = False) -
 
     Args:
         sizes: the tensors' sizes in bytes.
-        bucket_bytes: the largest size of a bucket in bytes, at least 1.
         ahead: whether the wire runs ahead.
 
     Raises:
@@ -108,10 +106,7 @@ class Shares:
 
     Attributes:
         buckets: the buckets of the shard, then those of the tensors inside the objects.
-        first: how many buckets belong to the shard.
-        places: how many holders there are.
         alike: the places of the holders whose objects contain the same tensors as the first holder's.
-        bucket_bytes: the largest size of a bucket in bytes.
     """
 
     buckets: list[Bucket]
@@ -135,8 +130,6 @@ class Shares:
         Args:
             shard: sizes of the shard's tensors in bytes.
             inside: sizes of the tensors inside the objects in bytes.
-            bucket_bytes: the largest size of a bucket in bytes, at least 1.
-            places: how many holders there are.
             alike: the places of the holders whose objects contain the same tensors as the first holder's.
             ahead: whether the wire runs ahead.
         """

@@ -34,7 +34,6 @@ class Message:
 
     Attributes:
         tensor: the bytes, or the memory to receive them into.
-        peer: the global rank at the other end.
         is_sent: whether this rank sends it.
     """
 

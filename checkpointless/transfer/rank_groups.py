@@ -73,11 +73,7 @@ def compact(group: Group) -> Json:
 
 
 class CompactGroups:
-    """Makes groups of what :func:`compact` made of them; equal ones become one object.
-
-    Args:
-        world_size: the number of ranks: no group has more.
-    """
+    """Makes groups of what :func:`compact` made of them; equal ones become one object."""
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size

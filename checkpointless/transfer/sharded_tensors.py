@@ -28,17 +28,11 @@ class HoldersByMesh:
     is held by all ranks of the meshes: what is not divided over them is the same on all of them, or the parts would
     not belong to one model.
 
-    Args:
-        tensors: all parameters and buffers.
-        rank: a global rank, which is in the mesh of each DTensor.
-        world_size: the number of all ranks, which hold everything if there is no DTensor.
-
     Raises:
         ValueError: a tensor is not fully reduced, or its mesh leaves ``rank`` out.
 
     Attributes:
         all: the ranks that hold the same as ``rank`` of all DTensors.
-        plain: the ranks that hold the same of all other tensors.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor], rank: int, world_size: int) -> None:
@@ -84,7 +78,6 @@ def spread_like(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
     Args:
         part: a tensor of this rank, for example of the shape of its part of the parameter.
-        parameter: the parameter.
 
     Returns:
         ``part`` itself if the parameter is no DTensor or ``part`` has another shape than its part, as numbers have.

@@ -21,9 +21,6 @@ class TensorEntry:
     """What another rank must know to make a tensor and check it.
 
     Attributes:
-        key: the tensor's place in the state.
-        dtype: the tensor's dtype.
-        shape: the tensor's shape.
         device: the kind of device that the tensor lives on, ``cpu`` or ``cuda``.
         digest: the digest of the tensor's bytes, or None if nobody asked for it.
     """

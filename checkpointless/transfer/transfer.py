@@ -49,9 +49,6 @@ class TransferReport:
     Attributes:
         bytes: how many bytes of tensors arrived, those inside the non-tensor state included.
         kept: how many bytes of tensors were there already, from an earlier attempt or because they never change.
-        sources: the global ranks that the state came from.
-        seconds: how long the fill took, in seconds.
-        fetched_again: how many buckets arrived damaged and were fetched again.
         digest: the digest of the digests of everything that arrived, hex ("" if nothing arrived).
         gb_per_s: ``bytes`` in 10^9 bytes per second of the whole fill.
     """
@@ -81,13 +78,7 @@ class TransferReport:
 
 @dataclass(frozen=True)
 class Fill:
-    """One rank to fill, as one of its holders sees it.
-
-    Attributes:
-        destination: the global rank to fill.
-        place: this holder's number among the holders that fill it.
-        places: how many holders fill it.
-    """
+    """One rank to fill, as one of its holders sees it."""
 
     destination: int
     place: int
@@ -106,10 +97,8 @@ def send_state(
     A bucket that several ranks want is packed and digested once.
 
     Args:
-        tensors: the shard, in the order that it has on every holder.
         objects: the non-tensor state. The first holder's is sent; the tensors inside it are sent by all holders
             that have the same ones.
-        fills: the ranks to fill.
         on_bucket: called just before a bucket is sent, with the bucket's number in the sequence, the number of
             buckets and the bucket's bytes, a flat uint8 tensor, which may be a part of the state. It returns what
             to send, so that a fault on the way can be caused on purpose.
@@ -204,10 +193,7 @@ def _hear_order(fill: Fill, tensors: Sequence[torch.Tensor], count: int, plans: 
     """Receive what a destination wants. Destinations that want the same share a plan, and thereby their buckets.
 
     Args:
-        fill: the destination.
         tensors: the shard's ``count`` tensors, and then the tensors inside the objects.
-        count: how many tensors belong to the shard.
-        plans: the plans made so far.
     """
     order = receive_json(fill.destination)
     share = order["objects"]
@@ -244,9 +230,6 @@ class _Metadata:
     """What the holders say before anything moves.
 
     Attributes:
-        entries: the tensors of the shard.
-        inside: the tensors inside the objects of the first holder.
-        skeleton: the rest of the objects.
         alike: the places of the holders whose objects contain the same tensors.
     """
 

@@ -170,7 +170,7 @@ class StaleStreams(Callback):
                     return
                 step, resumed = keeper.resumed_at
                 right = keeper.own.streams.at(step)[resumed if stage is None else stage]
-                stale = keeper.rng_of(step - steps) if steps else right
+                stale = keeper.own.streams.newest(step - steps) if steps else right
                 assert stale is not None
                 assert steps == 0 or not right.same_streams(stale)
                 streams = {name: stale.streams[name] for name in right.streams if only in (None, name)}

@@ -86,12 +86,6 @@ def _demo(options: argparse.Namespace) -> int:
 def _run_demo(trainer: Trainer, task: Task, faults: Sequence[str], run_dir: Path) -> int:
     """Train twice, compare the runs, and show everything.
 
-    Args:
-        trainer: what trains.
-        task: what it is to train.
-        faults: fault specs of the second run.
-        run_dir: directory of both runs.
-
     Returns:
         0 if losses and parameters are bit-identical and every fault happened, else 1.
     """

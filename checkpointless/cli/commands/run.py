@@ -280,7 +280,6 @@ def _check_importable(modules: Sequence[str], script_dir: Path) -> None:
     """Raise unless the packages of ``modules`` can be found, without importing any.
 
     Args:
-        modules: dotted names of the modules.
         script_dir: folder of the script, from which the script can import too.
     """
     import importlib

@@ -52,8 +52,6 @@ def begin_manager(
     """Begin a fit with the manager that keeps this rank's state over restarts, made if the block has none yet.
 
     Args:
-        call: the running wrapper.
-        callback: the settings of the recovery.
         peft: whether a manager that is made is one for parameter-efficient fine-tuning.
         make_saves: makes what a manager that is made knows of the strategy's checkpoints.
 
@@ -87,14 +85,10 @@ class RecoverableFit:
 
     Args:
         trainer: the trainer, whose strategy has been set up. Optimizers may be missing, in a PEFT run.
-        call: the running wrapper.
         manager: keeps this rank's state over restarts; None: recovery from memory is switched off.
-        data: the training data of the trainer.
-        worker_seed: the seed of all data-loader workers.
         announces_data: whether Lightning fetches the batches, so that the phase ``data`` is announced here.
 
     Attributes:
-        manager: the manager, as given.
         keeper: takes the state; None: a PEFT run has neither adapters nor an optimizer yet.
         is_from_storage: whether the state is that of a checkpoint on storage, older than that of the fault.
     """
@@ -129,11 +123,7 @@ class RecoverableFit:
     # --- what it holds ------------------------------------------------------------------------------------------
 
     def take_hold(self, steps: Steps) -> None:
-        """Take hold of model and optimizer, which are built, and guard the update.
-
-        Args:
-            steps: how the trainer's strategy makes steps.
-        """
+        """Take hold of model and optimizer, which are built, and guard the update."""
         self.keeper = StepKeeper(self._trainer, self._call, self.manager, self.position, steps)
 
     def position(self) -> DataPosition:
@@ -184,9 +174,6 @@ class RecoverableFit:
     def data_is_set_up(self, loaders: Sequence[Any]) -> None:
         """Refuse training loaders that could not be brought back to where they stood.
 
-        Args:
-            loaders: all training loaders that the trainer was given.
-
         Raises:
             UnrecoverableError: there are several loaders.
         """
@@ -225,7 +212,7 @@ class RecoverableFit:
         if manager.verdict is Verdict.SKIP:
             return
         step = resumed_at[0] if resumed_at is not None else self._job_step()
-        self._worker_seed.agree(manager.rng_of(step))
+        self._worker_seed.agree(manager.own.streams.newest(step))
         if self._restoration is not None and self._restoration.is_pending:
             self._restoration.resume()
         elif self.is_from_storage:
@@ -267,9 +254,6 @@ class RecoverableFit:
     def loader_is_made(self, loader: Iterable[object]) -> None:
         """Follow a loader that has just been made, and bring it to where the data stood before the fault.
 
-        Args:
-            loader: the loader as Lightning will iterate over it.
-
         Raises:
             UnrecoverableError: the loader's position could not be restored.
         """
@@ -287,19 +271,13 @@ class RecoverableFit:
             self._validation_data.made(loader)
 
     def update(self, make: Callable[[], object]) -> object:
-        """Make the update of a step, or replay one, in which nothing is updated.
-
-        Args:
-            make: makes the update, as the framework does.
-        """
+        """Make the update of a step, or replay one, in which nothing is updated."""
         return self.keeper.steps.update(make) if self.keeper is not None else make()
 
     def save(self, path: str, make: Callable[[], None], **background: Any) -> None:
         """Make a save, unless it was made before a fault that makes the ranks pass this point once more.
 
         Args:
-            path: the path to save to.
-            make: makes the save.
             **background: what goes on with it in the background, as the strategy's saves take it.
         """
         if self.manager is None or self.keeper is None or not self.is_under_way:
@@ -322,10 +300,6 @@ class _StoredPosition:
 
     NeMo keeps the position in the data module's ``state_dict``, and Lightning in that of a loader. Where there is
     none, the data would start over without a word.
-
-    Args:
-        trainer: the trainer.
-        facts: the facts of this rank.
     """
 
     def __init__(self, trainer: pl.Trainer, facts: Facts) -> None:

@@ -38,12 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 class RecoverableStrategy(ParallelStrategy):
-    """A strategy that finds the running wrapper and lets a :class:`RecoverableFit` keep what a fit changes.
-
-    Args:
-        *args: the positional arguments of the framework's strategy.
-        **options: the keyword arguments of the framework's strategy.
-    """
+    """A strategy that finds the running wrapper and lets a :class:`RecoverableFit` keep what a fit changes."""
 
     trainer: pl.Trainer  # since setup()
     warm = True
@@ -160,7 +155,6 @@ class RecoverableStrategy(ParallelStrategy):
         """Begin a fit of ``trainer``, whose model has been set up, inside of a block.
 
         Args:
-            trainer: the trainer.
             make_saves: makes what a manager that is made knows of the strategy's checkpoints.
             peft: whether a manager that is made is one for parameter-efficient fine-tuning.
             announces: whether Lightning fetches the batches, so that the phase ``data`` is announced here.
@@ -214,7 +208,6 @@ class RecoverableStrategy(ParallelStrategy):
         """Load the model, unless recovery has put it in place already.
 
         Args:
-            checkpoint: the checkpoint.
             strict: whether the checkpoint's keys must match the model's.
         """
         if not isinstance(checkpoint, InMemoryCheckpoint):
@@ -222,12 +215,7 @@ class RecoverableStrategy(ParallelStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any], **options: Any) -> None:
-        """Load the optimizer, unless recovery has put it in place already.
-
-        Args:
-            checkpoint: the checkpoint.
-            **options: what the framework's strategy takes besides.
-        """
+        """Load the optimizer, unless recovery has put it in place already."""
         if not isinstance(checkpoint, InMemoryCheckpoint):
             super().load_optimizer_state_dict(checkpoint, **options)
 
@@ -293,11 +281,7 @@ def _unbind(callbacks: Iterable[Any]) -> None:
 
 
 class _Rebuild:
-    """Times the build of one generation.
-
-    Args:
-        call: the running wrapper.
-    """
+    """Times the build of one generation."""
 
     def __init__(self, call: HPCallWrapper) -> None:
         self._call = call
@@ -356,11 +340,7 @@ _UNFIT = {
 
 
 def unfit(callbacks: Iterable[object]) -> str | None:
-    """Say in one line why a training with ``callbacks`` cannot be recovered exactly; None: nothing is known.
-
-    Args:
-        callbacks: the callbacks of a trainer.
-    """
+    """Say in one line why a training with ``callbacks`` cannot be recovered exactly; None: nothing is known."""
     return next(_reasons(callbacks), None)
 
 

@@ -134,7 +134,7 @@ class BridgeTraining(JournaledTraining):
             setattr(train_state, name, value)
         consumed: int = train_state.consumed_train_samples
         if self._is_to_be_replayed:
-            own = self._manager.own_of(self.step, SnapshotPoint.COMMITTED)
+            own = self._manager.own.kept_at(self.step, SnapshotPoint.COMMITTED)
             if not own:
                 raise UnrecoverableError(f"the outcome of step {self.step} of this rank is lost")
             self.replayed = StepOutcome.from_plain(own["outcome"])
@@ -266,7 +266,7 @@ class BridgeTraining(JournaledTraining):
 
     def _put_largest(self) -> None:
         step, stage = self._manager.resumed_at or (self.step, SnapshotPoint.CHECKED)
-        own = self._manager.own_of(step, stage) or {}
+        own = self._manager.own.kept_at(step, stage) or {}
         machine = get_rerun_state_machine()
         machine.max_values.update(own.get("largest", {}))
         machine.large_value_counts.update(own.get("large", {}))

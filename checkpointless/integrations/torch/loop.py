@@ -306,7 +306,7 @@ class LoopTraining(JournaledTraining, ABC):
 
         No interruption comes here: it would leave buffers of one call of :meth:`steps` with streams of another.
         """
-        known, has_drawn, has_changed = self._manager.rng_of(self.step), False, False
+        known, has_drawn, has_changed = self._manager.own.streams.newest(self.step), False, False
         if known is not None:
             has_drawn, has_changed = self._manager.own.streams.have_moved(known)
         has_moved = known is not None and (has_drawn or has_changed or known.own != self._exits.own())
@@ -328,7 +328,7 @@ class LoopTraining(JournaledTraining, ABC):
                     raise StateLostError(reason)
                 logger.error("%s: starting over at step %d, as allow_restart_from_scratch allows", reason, done)
             self.step, self._done = (objects["step"], objects["done"]) if objects is not None else (done, done)
-            states = manager.rng_of(self.step)
+            states = manager.own.streams.newest(self.step)
             recorded = max(self._done, self._log.last_step() or 0) if self._log is not None else self.step
             if recorded < self.step and states is not None:
                 self._record(states.loss)  # committed, but the fault came before it was recorded

@@ -84,14 +84,8 @@ class Value:
 class LoopState:
     """The declared state of one loop.
 
-    Args:
-        state: the declared objects by name.
-
     Raises:
         ValueError: an object has no state.
-
-    Attributes:
-        name: the prefix of the names under which the state is kept.
     """
 
     name = "state"
@@ -122,12 +116,7 @@ class LoopState:
 
 
 class Undeclared:
-    """A look at the variables of the function that iterates over the steps, for what changes and is not declared.
-
-    Args:
-        declared: the declared state.
-        known: the objects whose state the training restores anyway.
-    """
+    """Looks at the variables of the function that iterates over the steps, for what changes and is not declared."""
 
     def __init__(self, declared: LoopState, known: Iterable[object]) -> None:
         self._declared = declared
@@ -181,7 +170,6 @@ def warn_of_changes_between(step: int, has_drawn: bool, has_changed: bool) -> No
     """Warn, once each, of what a loop does between the update of ``step`` and the next step.
 
     Args:
-        step: the newest step.
         has_drawn: whether it has drawn random numbers.
         has_changed: whether it has changed declared state.
     """

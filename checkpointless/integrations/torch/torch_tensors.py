@@ -78,8 +78,6 @@ class TorchTensors(TrainingTensors):
     """Modules and torch optimizers of one rank: DDP's, FSDP2's, tensor-parallel ones by a plan, and plain ones.
 
     Args:
-        modules: the modules.
-        optimizers: their optimizers.
         is_known: whether the job's first update has shown what the optimizers do.
         group: the global ranks that hold the same. Default: what the meshes of the modules' DTensors say, else all
             ranks.
@@ -407,11 +405,7 @@ class _ExtraState:
 
 
 def _unfit_hooks(modules: Iterable[torch.nn.Module]) -> str | None:
-    """Return why a communication hook of DDP's cannot be protected; None: there is none that keeps something.
-
-    Args:
-        modules: the modules that are trained.
-    """
+    """Return why a communication hook of DDP's cannot be protected; None: there is none that keeps something."""
     for module in modules:
         for hook, state in getattr(module, "_comm_hooks", ()):
             if state is not None and not isinstance(state, torch.distributed.ProcessGroup):

@@ -22,11 +22,7 @@ class AgentProcess:
     terminal's processes, since Ctrl-C is for this process, and ends with this process.
 
     Args:
-        config: the agent's configuration.
         folder: the agent's working directory; None: that of this process.
-
-    Attributes:
-        pid: its process ID.
     """
 
     def __init__(self, config: LaunchConfig, folder: Path | None = None) -> None:

@@ -44,9 +44,6 @@ def launch_coordinator(config: CoordinatorConfig, say: Callable[[str], None]) ->
 
     It handles signals, so it must be called in the main thread.
 
-    Args:
-        say: called with each line for the terminal.
-
     Returns:
         0 if every rank ended successfully, else 1.
 
@@ -75,9 +72,6 @@ def launch(config: LaunchConfig, say: Callable[[str], None]) -> int:
     It handles signals, so it must be called in the main thread. The ranks' output goes to
     ``<run dir>/logs/rank-N.log`` and, except on a spare, also to stdout with the rank in front of each line. When
     this returns, no process, socket or file is left but the run directory.
-
-    Args:
-        say: called with each line for the terminal: incidents, and why a job failed.
 
     Returns:
         0 if every rank ended successfully, else 1. torchrun (2.13) also returns 1 for a rank that fails with any
@@ -216,13 +210,9 @@ def serve(
     """Run a node's part of a job until every rank's process has ended.
 
     Args:
-        agent: the agent of this node.
-        link: the agent's link to the coordinator.
         selector: selector with which both register their descriptors; the data of a descriptor's key is called when
             the descriptor is ready.
         signals: the signals that this process got; a handler appends to it.
-        watch: looks at the job in every turn of the loop.
-        clock: clock with which limits are measured.
 
     Returns:
         How the job ended.
@@ -255,12 +245,8 @@ def conclude(
     """Write and print how the job ended on this node.
 
     Args:
-        outcome: how the job ended.
         generation: the last generation that this node knew of (-1: none).
         newest: the highest step that a rank of this node was seen to commit (-1: none).
-        config: what this node ran.
-        events: the job's event log.
-        say: called with each line for the terminal.
 
     Returns:
         The exit code.

@@ -53,12 +53,9 @@ class LaunchConfig(JobConfig):
 
     Attributes:
         script: path of a script, or name of a module if ``module`` is set.
-        script_args: arguments of the script.
         run_dir: directory for events and logs; created if it does not exist.
         preload: dotted names to import once before the ranks are forked; None: what the script imports from
             installed distributions.
-        cpu: whether to install the CPU platform for Megatron-core.
-        faults: specs of the faults to inject.
         strict: whether the job ends if a step that is made again after a fault is not the one that it was.
         record_steps: whether the ranks record the loss and digest of every step.
         fork_here: whether to fork the ranks' zygote from this process, which has imported what they need, instead
@@ -67,9 +64,7 @@ class LaunchConfig(JobConfig):
         local_ranks_filter: the ranks of the node, from 0, whose output is copied (None: all).
         log_dir: directory of the logs; None: ``logs`` in ``run_dir``.
         log_bytes: size of the log of each rank, with the older files that it was divided into.
-        extra_env: additional environment variables of the ranks.
         node_rank: this node's number, from 0; the number of a spare is ``nnodes`` or more.
-        spares: how many nodes wait to take the place of a lost node.
         term_grace_s: how many seconds the ranks have to end once the job was told to end, or has failed.
         exit_grace_s: how many seconds a rank's process may be idle once its script, or else its block, has ended.
         device_check: command that is run before a rank's process is started again, and that exits with 0 if the
@@ -204,12 +199,7 @@ def rank_environment(config: LaunchConfig, handover: Path | None = None) -> dict
 
 
 def import_environment(nproc_per_node: int, cpu: bool) -> dict[str, str]:
-    """Return the environment variables of every rank that decide what imports do.
-
-    Args:
-        nproc_per_node: number of ranks on the node.
-        cpu: whether the job trains on CPUs.
-    """
+    """Return the environment variables of every rank that decide what imports do."""
     env = {}
     if nproc_per_node > 1 and OMP_NUM_THREADS_ENV not in os.environ:
         env[OMP_NUM_THREADS_ENV] = "1"

@@ -62,9 +62,7 @@ class Link(abc.ABC):
     """Connects the agent of this node with the coordinator; messages wait until they are delivered.
 
     Attributes:
-        commands: commands that wait for the agent.
         coordinator: the job's coordinator if it runs in this loop, else None.
-        address: numeric address at which the other nodes reach this one.
     """
 
     def __init__(self, address: str) -> None:
@@ -78,12 +76,7 @@ class Link(abc.ABC):
 
     @abc.abstractmethod
     def deliver(self, agent: NodeAgent, now_s: float) -> None:
-        """Deliver every message that waits, and let time pass for the other side.
-
-        Args:
-            agent: the agent of this node.
-            now_s: the current time on the monotonic clock.
-        """
+        """Deliver every message that waits, and let time pass for the other side."""
 
     @abc.abstractmethod
     def is_needed(self, now_s: float) -> bool:
@@ -102,7 +95,6 @@ class _LocalCoordinatorLink(Link):
     """A link to a coordinator in the same loop, which other nodes may reach through a port.
 
     Args:
-        coordinator: the job's coordinator.
         port: port for the other nodes; None if there is only this node.
     """
 
@@ -159,11 +151,7 @@ class _RemoteCoordinatorLink(Link):
         join: called with a node number and a function; connects to the coordinator as that node and proves itself.
             It may take long, and polls the function, which returns whether to give up.
         number: this node's number, or :data:`~checkpointless.launcher.protocol.handshake.SPARE`.
-        nproc: how many ranks this node runs.
-        selector: selector of the loop.
         silence_s: after how many seconds of silence the coordinator counts as lost.
-        say: called with each line for the terminal.
-        stopped: returns whether to give up the first attempt to join.
         clock: clock of the times given to :meth:`deliver`; it should stand still while this process does not run.
 
     Raises:
@@ -323,12 +311,7 @@ class _Joining:
     """A connection to the coordinator on which both sides have proved that they know the token.
 
     Args:
-        address: address of the coordinator.
-        port: port of the coordinator.
-        token: the job's token.
         node: this node's number, or :data:`~checkpointless.launcher.protocol.handshake.SPARE`.
-        nproc: how many ranks this node runs.
-        timeout_s: how many seconds to try to reach the coordinator.
         stopped: polled while this waits; the attempt ends when it returns True.
         refused_for_s: how many seconds to keep trying while the coordinator refuses this node: it may not have
             noticed yet that this node's predecessor was lost.
@@ -336,10 +319,6 @@ class _Joining:
     Raises:
         JoinError: the coordinator was not reached in time, does not know the token, or has no place for this node;
             or ``stopped`` returned True.
-
-    Attributes:
-        where: address and port of the coordinator, for messages.
-        own_address: the numeric address of this node, as the coordinator sees it.
     """
 
     def __init__(
@@ -450,12 +429,7 @@ def link_to_coordinator(
     """Return the link to the coordinator, which runs here on node 0 unless there is one elsewhere.
 
     Args:
-        config: what this node runs.
-        selector: selector of the loop.
-        events: the job's event log, for a coordinator that runs here.
         signals: the signals that this process got; one that ends a job ends an attempt to join it.
-        say: called with each line for the terminal.
-        clock: clock with which limits are measured.
 
     Raises:
         JoinError: the coordinator cannot be reached, or has no place for this node.

@@ -57,24 +57,14 @@ class NodeAgent:
     """Runs the ranks of one node until the job is over.
 
     Args:
-        config: what to run on the node.
-        address: returns the numeric address at which the other nodes reach this one.
         report: sends a message to the coordinator. The answer comes to :meth:`obey`, and not before ``report`` has
             returned.
-        selector: selector of the loop that this agent runs in.
-        fork_server: starts the ranks' processes.
         bare_fork_server: makes the one to use if what the first has imported must not be forked.
         make_rank: makes a rank, given its number, before its first process is started.
         rank_env: environment variables of every rank, besides those that the coordinator sends.
-        events: the job's event log.
-        say: called with each line for the terminal.
         clock: clock of the times given to :meth:`tick`; it should stand still while this process does not run, so
             that ranks are not blamed for what the agent did not see.
         hosts: whether the coordinator ends with this agent.
-
-    Attributes:
-        index: the node's number.
-        clock: clock of the times given to :meth:`tick`.
     """
 
     def __init__(
@@ -176,11 +166,7 @@ class NodeAgent:
     # ---- the loop
 
     def tick(self, now_s: float) -> None:
-        """Act on the time that has passed.
-
-        Args:
-            now_s: the current time on the monotonic clock.
-        """
+        """Act on the time that has passed."""
         self._processes.hear()
         self._processes.kill_overdue(now_s)
         if self._job.outcome is not None:
@@ -207,9 +193,7 @@ class NodeAgent:
         """Ask the remaining ranks to end because the job is over, and kill those that do not end in time.
 
         Args:
-            outcome: how the job ended.
             grace_s: how many seconds the ranks may take to end (None: as configured).
-            number: the signal that they get.
         """
         if self._job.outcome is not None:
             return
@@ -389,10 +373,6 @@ class _GenerationStore:
     """A c10d store for one generation, which runs in the agent: the ranks do not notice if the coordinator is lost.
 
     It is bound to one address, on a free port. Closing it frees every rank that waits for a key in it.
-
-    Args:
-        generation: the generation that meets at the store.
-        address: numeric address of this node, as the other nodes reach it.
 
     Raises:
         OSError, RuntimeError: the store cannot be opened.

@@ -36,8 +36,6 @@ class _Late:
     """A process that has only to end.
 
     Attributes:
-        pid: the process.
-        idleness: of it and of those that it started.
         is_told: whether it was said that it idles.
     """
 
@@ -55,8 +53,6 @@ class ExitWatch:
     Args:
         grace_s: how many seconds a process that has only to end may idle.
         silence_s: how many seconds a rank without a block may idle once another one has ended well.
-        send: sends a signal to a rank's process.
-        say: called with each line for the terminal.
 
     Attributes:
         elsewhere: the first rank of the whole job that has ended well, as the coordinator says (None: none has).
@@ -81,12 +77,7 @@ class ExitWatch:
         self._families: dict[int, list[int]] = {}
 
     def look(self, ranks: Collection[LocalRank], now_s: float) -> None:
-        """Act on what the processes have done since the last look.
-
-        Args:
-            ranks: all ranks of the node.
-            now_s: the current time on the agent's clock.
-        """
+        """Act on what the processes have done since the last look."""
         if now_s < self._look_at_s:
             return
         self._look_at_s = now_s + _LOOK_EVERY_S
@@ -163,7 +154,6 @@ class BeatWatch:
 
     Args:
         heartbeat: how long a rank in its block may show no progress.
-        report: sends a message to the coordinator.
 
     Attributes:
         newest: the highest optimizer step that any rank of the node was seen to commit (-1: none).
@@ -202,9 +192,7 @@ class BeatWatch:
         """Read the boards, and report what is due.
 
         Args:
-            ranks: all ranks of the node, at least one.
             generation: the generation that began last (-1: none).
-            now_s: the current time on the agent's clock.
         """
         readings = {rank.number: rank.board.read() for rank in ranks}
         self.newest = max(self.newest, *(reading.committed for reading in readings.values()))

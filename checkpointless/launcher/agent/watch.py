@@ -39,13 +39,8 @@ _BEATING = (RankState.RUNNING, RankState.LEAVING)
 class Watch:
     """Keeps the snapshot of a loop up to date.
 
-    Args:
-        node: number of this node, or :data:`OUTSIDE`.
-        names: what the job is called.
-
     Attributes:
         snapshot: the newest snapshot; it is replaced, never changed.
-        metrics: what is counted.
         run_log: reads what ranks measured and what the run's time was spent on; None before :meth:`log`.
     """
 
@@ -71,7 +66,6 @@ class Watch:
 
         Args:
             coordinator: the job's coordinator; None on nodes where it does not run.
-            now_s: the current time on the monotonic clock.
         """
         if not self._is_due(now_s):
             return

@@ -54,10 +54,7 @@ class StoreClient(RankClient):
     the process groups of each generation: keys of the previous generation would lead to addresses that are gone.
 
     Args:
-        rank: global rank of this process.
-        world_size: number of ranks.
         store: store that is shared by all ranks, and by no other job or restart of this one.
-        address: address at which the other ranks reach rank 0.
     """
 
     def __init__(self, rank: int, world_size: int, store: Store, address: str) -> None:

@@ -57,11 +57,7 @@ logger = logging.getLogger(__name__)
 
 
 class _HangReports:
-    """Carries the questions of the hang watch to the nodes, and its stalls to the event log and the terminal.
-
-    Args:
-        job: the job.
-    """
+    """Carries the questions of the hang watch to the nodes, and its stalls to the event log and the terminal."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -95,8 +91,6 @@ class _Grace:
 
     Attributes:
         until_s: when it is killed, on the coordinator's clock.
-        beat: the beat at which it hung.
-        generation: the generation that it has to leave.
     """
 
     until_s: float
@@ -108,10 +102,7 @@ class _HangResponse:
     """Opens an incident for each hang that the watch finds, and has ranks killed that do not leave their block.
 
     Args:
-        job: the job.
         hangs: the watch over ranks without progress.
-        regrouping: opens incidents.
-        processes: kills ranks.
     """
 
     def __init__(self, job: Job, hangs: HangWatch, regrouping: Regrouping, processes: Processes) -> None:
@@ -171,16 +162,10 @@ class Coordinator:
     """Regroups the ranks of a job until it is over.
 
     Args:
-        config: what is asked of the job.
-        events: the job's event log.
-        say: called with lines for the terminal.
         clock: the clock that the times of :meth:`tick` are read from. It should stand still while this process
             does, so that nobody is blamed for a message that this process could not hear.
 
     Attributes:
-        nodes: the job's nodes, by number.
-        spares: the nodes that wait to take the place of a lost node.
-        ranks: the job's ranks, by number.
         host: the node whose agent runs this coordinator; None if it runs in a separate process.
     """
 
@@ -240,7 +225,6 @@ class Coordinator:
 
         Args:
             index: the node's number; -1 for a spare, which gets a number when a node is lost.
-            nproc: how many ranks the node runs.
             send: sends the node a command; it must not call back.
 
         Returns:
@@ -305,11 +289,7 @@ class Coordinator:
                 self._on_rank(self._job.roster.rank_of(message.rank, node), message)
 
     def tick(self, now_s: float) -> None:
-        """Act on the time that has passed.
-
-        Args:
-            now_s: the time on the coordinator's clock.
-        """
+        """Act on the time that has passed."""
         if self.phase is Phase.OVER:
             return
         self._membership.lose_those_that_stay_away(now_s)

@@ -61,11 +61,7 @@ class Heartbeat:
 
 
 def grace_s(limit_s: float) -> float:
-    """Return how many seconds a rank that was asked has to answer or to leave its block.
-
-    Args:
-        limit_s: for how many seconds the rank may show no progress.
-    """
+    """Return how many seconds a rank that was asked has to answer or to leave its block."""
     return min(MOST_GRACE_S, max(_LEAST_GRACE_S, limit_s / 2))
 
 
@@ -88,8 +84,6 @@ class Evidence:
 
     Attributes:
         age_s: for how many seconds the rank has shown no progress.
-        limit_s: for how many seconds it may show no progress.
-        state: the state of its process.
         mute_s: for how many seconds it has been asked without an answer.
     """
 
@@ -113,11 +107,7 @@ class Finding(Enum):
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """A finding and the ranks that it concerns.
-
-    Attributes:
-        ranks: the culprits, or the ranks that are waited for.
-    """
+    """A finding and the ranks that it concerns."""
 
     finding: Finding
     ranks: tuple[int, ...] = ()
@@ -144,7 +134,6 @@ def is_shared(standing: Collection[int], world: int, nproc: int) -> bool:
     Args:
         standing: the ranks that stand still outside of a collective, or do not answer.
         world: how many ranks the job has, including those whose block has returned.
-        nproc: how many ranks a node has.
     """
     if len(standing) < 2:
         return bool(standing) and world == 1
@@ -188,9 +177,6 @@ def judge(
 
     Args:
         silent: the evidence about each rank that was asked and has not moved since.
-        running: how many ranks are in their block.
-        world: how many ranks the job has.
-        nproc: how many ranks a node has.
         ceiling_s: how many seconds a stall that ranks share is waited for.
         steady: None in a job that shows progress. In any other job silence means nothing, and only a rank that
             stands idle while others wait in a collective hangs; ``steady`` is then how many times in a row all
@@ -259,7 +245,6 @@ class Whereabouts:
 
     Attributes:
         in_collective: whether its main thread waits in a collective.
-        stack: the main thread's stack as text.
         is_async: whether collectives return when they have been launched, before the peers have come.
         launched: how many collectives it has launched in each of its process groups.
     """
@@ -301,7 +286,6 @@ def stances_of(answers: Mapping[int, Whereabouts], is_complete: bool) -> dict[in
     not all have answered, whoever is behind may be ahead of one that has not.
 
     Args:
-        answers: by rank.
         is_complete: whether every rank that is in its block has answered.
     """
     launched = {rank: answer.launched for rank, answer in answers.items()}

@@ -35,14 +35,9 @@ class Silence:
     """A rank that has shown no progress for a while.
 
     Attributes:
-        beat: the beat at which the rank is stuck.
         age_s: for how many seconds it has shown no progress, by its node's clock.
         heard_at_s: when its node reported that, by this process's clock.
         since_s: when it made its last progress, on this process's monotonic clock.
-        making: the optimizer step in progress.
-        limit_s: for how many seconds the rank may show no progress.
-        look: the newest look at the rank's process.
-        first: the first look at the process since the rank fell silent.
         first_at_s: when the first look came, by this process's clock.
     """
 
@@ -72,11 +67,7 @@ class _Inquiry:
 
     Attributes:
         first: the number of the first question; every answer to it or to a later question counts.
-        last: the number of the last question.
-        began_at_s: when the first question was asked.
-        asked_at_s: when the last question was asked.
         beats: for each rank that was asked, the beat at which it was stuck.
-        answers: what each rank has answered.
     """
 
     first: int
@@ -100,11 +91,8 @@ class _Hang:
         rank: the rank that hangs; None if all ranks wait for each other, or if a stall of many ranks has been
             waited for long enough.
         who: the names of the ranks, for people, where the hang is not of one rank.
-        limit_s: for how many seconds there was no progress.
         since_s: when the last progress was made, on this process's monotonic clock: the hang counts from there.
-        step: the optimizer step in progress.
         stack: the stack of the rank's main thread, if the rank sent it; else that it did not answer.
-        beat: the beat at which the rank is stuck.
         grace_s: how many seconds the rank has to come to the barrier before it is replaced; 0 if it does not even
             answer.
     """
@@ -131,12 +119,7 @@ class Stall:
     """A report on a stall that is waited for.
 
     Attributes:
-        ranks: the ranks that make no progress.
-        running: how many ranks are in their block.
-        seconds: for how many seconds the ranks have made no progress.
         up_to_s: for how many seconds the stall is waited for at most; 0 if it is over.
-        step: the optimizer step in progress.
-        places: where the ranks are, for people.
     """
 
     ranks: tuple[int, ...]
@@ -163,8 +146,6 @@ class HangWatch:
 
     Args:
         heartbeat: how long a rank may show no progress.
-        world: how many ranks the job has.
-        nproc: how many ranks a node has.
         ask: asks ranks where their main threads stand; called with the number of the question and the ranks.
         tell: called with a stall that is waited for: when it is noticed, then at growing intervals, and when it is
             over.
@@ -211,9 +192,7 @@ class HangWatch:
         """Record which ranks of a node are silent now.
 
         Args:
-            ranks: the silent ranks.
             longest_s: the longest time between two beats in a step on any node, in seconds.
-            now_s: the time by this process's clock.
         """
         before = self._silent.get(node, {})
         self._silent[node] = {}
@@ -235,12 +214,7 @@ class HangWatch:
             inquiry.answers[rank] = where
 
     def look(self, running: Iterable[int], now_s: float) -> list[_Hang]:
-        """Return the hangs that are found now.
-
-        Args:
-            running: the numbers of the ranks in their block.
-            now_s: the time by this process's clock.
-        """
+        """Return the hangs that are found now."""
         if self._inquiry is None and self._told is None and not any(self._silent.values()):
             return []
         known = {rank: found for node in self._silent.values() for rank, found in node.items()}

@@ -61,20 +61,12 @@ class CoordinatorPort:
     """Listens for the agents of other nodes.
 
     Args:
-        address: address to bind to.
         port: port to bind to (0: any free port).
-        token: the job's token.
-        coordinator: receives the messages of the agents that know the token.
-        selector: selector of the loop.
         silence_s: after how many seconds of silence a node counts as lost.
         clock: clock of the times given to :meth:`tick`; it should stand still while this process does not run.
 
     Raises:
         OSError: the address cannot be bound to.
-
-    Attributes:
-        address: the address that is listened on.
-        port: the port that is listened on.
     """
 
     def __init__(
@@ -231,9 +223,6 @@ def coordinate(
     """Coordinate a job from this process until it is over.
 
     Args:
-        config: what is asked of the job.
-        events: the job's event log.
-        say: called with lines for the terminal.
         signals: the signals that this process has received, appended by a handler. The first one ends the job.
         look: looks at the job in every turn of the loop; called with the monotonic time in seconds.
 

@@ -19,7 +19,6 @@ class GiveUpDecision:
     """The decision that the job cannot go on.
 
     Attributes:
-        reason: the reason, in one line.
         last_words: the user's traceback ("" if there is none).
         is_final: whether a restart of the whole job would be of no use, or would go over a limit.
     """
@@ -44,7 +43,6 @@ def certain_failure(causes: Mapping[int, Cause], world_size: int) -> GiveUpDecis
 
     Args:
         causes: what is known of the first generation's fault, by rank.
-        world_size: number of ranks.
     """
     if len(causes) < world_size or not may_be_certain(causes.values()):
         return None
@@ -60,7 +58,6 @@ class History:
 
     Attributes:
         max_incidents: how many incidents may be recovered from (None: any number).
-        incidents: how many incidents there were.
         high_water: the newest committed step at the last incident, or the step that storage brought back after it.
         without_progress: how many incidents came in a row with no newly committed step before them.
         best: the highest step that was ever committed before a fallback to storage.
@@ -82,7 +79,6 @@ class History:
         """Return the history with one more incident, and the decision to give up if that is one too many.
 
         Args:
-            cause: the cause that the incident is attributed to.
             high_water: the highest optimizer step that any rank was ever seen to commit (-1: none).
         """
         progress = self.high_water is None or high_water > self.high_water
@@ -108,7 +104,6 @@ class History:
 
         Args:
             lost: the newest step that was committed before the fallback.
-            resumed: the step that storage brought back.
         """
         further = self.best is None or lost > self.best
         return replace(

@@ -62,20 +62,11 @@ class _Incident:
     """An incident that is not over.
 
     Attributes:
-        opened_at_s: when the incident was opened, on the monotonic clock.
         since_s: when its fault happened, on the monotonic clock (None: it was noticed at once).
-        together_at_s: when all ranks were together again, on the monotonic clock.
-        target: the step that has to be made until it is over.
         cause: the cause that explains all causes that are known so far.
         by_rank: the last cause of each rank that has one.
-        said: the cause that the terminal was told.
         killed_the_late: whether the ranks that did not come in time have been replaced.
-        counted: whether the limits know it.
-        handed_over: whether processes were asked to hand their state to new ones.
         stillborn: how many successors ended before they entered the block.
-        rung: how far up its recovery goes.
-        steps_lost: how many committed steps storage did not bring back.
-        restarted: whether the whole job begins again because of it.
         inexact: what is not exact after it, by rank.
     """
 
@@ -122,8 +113,6 @@ class _IncidentTracker:
 
     Args:
         max_incidents: how many incidents the job may recover from (None: any number).
-        events: the job's event log.
-        say: called with lines for the terminal.
 
     Attributes:
         generation: the generation that began last (-1: none).
@@ -203,7 +192,6 @@ class _IncidentTracker:
 
         Args:
             cause: the cause of an incident, if none is open.
-            why: what the restart is for.
         """
         incident = self.open or self.recovering or self.begin(cause)
         self.open, self.recovering = incident, None
@@ -214,11 +202,7 @@ class _IncidentTracker:
         return incident
 
     def regrouped(self, generation: int, target: int) -> None:
-        """Record that a generation begins.
-
-        Args:
-            target: the step that has to be made until the incident is over.
-        """
+        """Record that a generation begins."""
         self.generation = generation
         self.open, self.recovering = None, self.open
         if self.recovering is not None:
@@ -243,13 +227,7 @@ class _IncidentTracker:
             self._say(f"incident {self.recovering.id}: {why}")
 
     def not_exact(self, rank: int, generation: int, reason: str) -> None:
-        """Record that a step that is made again is not the one that it was.
-
-        Args:
-            rank: the rank that says so.
-            generation: the generation in which the rank makes the step.
-            reason: what is another, in one line.
-        """
+        """Record that a step that is made again is not the one that it was."""
         if generation != self.generation:
             return
         incident = self.recovering or self._overtaken or self._resumed
@@ -352,21 +330,10 @@ class Phase(Enum):
 class Job:
     """The state of a job, which the parts of the coordinator share.
 
-    Args:
-        config: what is asked of the job.
-        events: the job's event log.
-        say: called with lines for the terminal.
-        clock: the coordinator's clock, in seconds.
-
     Attributes:
-        roster: the nodes and ranks.
-        rendezvous: where the ranks of the coming generation meet.
-        incidents: the incidents, and the generation.
-        progress: the nodes' reports of this generation.
         high_water: the highest optimizer step that any rank was seen to commit (-1: none).
         target: the step after which the recovery is over (-1: none).
         origin: the generation that begins from nothing: 0, or that of the last restart of the whole job.
-        restarts: how often the whole job was restarted.
         reenters_by_new_processes: why new processes take over at every fault ("": living ones enter their block
             again).
         replace_at_s: when missing nodes of a job that is taken over are replaced, on the coordinator's clock (None:
@@ -425,7 +392,6 @@ class Job:
         """End the job, unless it has ended already.
 
         Args:
-            code: the exit code.
             last_words: why, for the terminal; empty lines are left out.
         """
         if self.outcome is None:
@@ -447,9 +413,6 @@ class _ProgressReports:
     """The latest report of each node on how far its ranks have come.
 
     The nodes of a job are a step or two apart, so their reports name only a few different steps.
-
-    Args:
-        nnodes: how many nodes the job has.
     """
 
     def __init__(self, nnodes: int) -> None:
@@ -524,12 +487,7 @@ class _Rendezvous:
 
     They meet at a store in the agent of a node, so they do not notice if the coordinator is lost.
 
-    Args:
-        nnodes: how many nodes there are.
-        nproc: how many ranks each node runs.
-
     Attributes:
-        run_id: the job's run ID.
         generation: the generation whose store was asked for last (-1: none).
         host: number of the node that was asked for that store (-1: none).
     """

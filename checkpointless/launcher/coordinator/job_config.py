@@ -17,7 +17,6 @@ class JobConfig:
 
     Attributes:
         nproc_per_node: number of ranks on each node.
-        nnodes: how many nodes train.
         rdzv_endpoint: ``HOST[:PORT]`` of the coordinator, as all nodes reach it; required if there are several
             nodes. Node 0 coordinates, unless HOST is not its own address or ``checkpointless coordinator`` listens
             there.
@@ -35,7 +34,6 @@ class JobConfig:
             for all nodes.
         http_port: port on which health, status and metrics are served over HTTP (0: any free port; None: they are
             not served).
-        http_host: address to which the HTTP port is bound.
 
     Raises:
         ValueError: a value is out of range.

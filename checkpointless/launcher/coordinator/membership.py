@@ -137,9 +137,7 @@ class Membership:
     """Admits nodes to a job, and replaces those that are lost.
 
     Args:
-        job: the job.
         processes: has a node open the store, if the one that did is lost.
-        regrouping: opens incidents, and ends the job.
         on_complete: called whenever a node has joined and none is missing then.
 
     Attributes:
@@ -369,7 +367,6 @@ def _is_last_holder(node: Node, ranks: Sequence[Rank], fresh: Collection[int]) -
     count.
 
     Args:
-        ranks: all ranks of the job.
         fresh: numbers of the ranks whose processes may not have received any state yet.
     """
     living = [rank for rank in ranks if rank.state is not RankState.GONE and rank.number not in fresh]
@@ -378,13 +375,7 @@ def _is_last_holder(node: Node, ranks: Sequence[Rank], fresh: Collection[int]) -
 
 
 class BadDevices:
-    """Acts on reports of devices that must not be used.
-
-    Args:
-        job: the job.
-        membership: gives nodes up for spares.
-        processes: starts processes.
-    """
+    """Acts on reports of devices that must not be used."""
 
     def __init__(self, job: Job, membership: Membership, processes: Processes) -> None:
         self._job = job
@@ -401,7 +392,6 @@ class BadDevices:
         """Act on a report.
 
         Args:
-            rank: the rank whose process was to be started.
             host: the node whose agent runs this coordinator, if there is one.
         """
         job, node = self._job, rank.node

@@ -12,11 +12,7 @@ from checkpointless.observability.telemetry.event_names import Rung
 
 
 class Processes:
-    """Has nodes open the store of the coming generation, and start and kill the processes of ranks.
-
-    Args:
-        job: the job.
-    """
+    """Has nodes open the store of the coming generation, and start and kill the processes of ranks."""
 
     def __init__(self, job: Job) -> None:
         self._job = job

@@ -43,8 +43,6 @@ class Regrouping:
     """Takes a job from a fault to the next generation, and from its last block to its end.
 
     Args:
-        job: the job.
-        processes: starts and kills the processes of ranks.
         hangs: the watch over ranks without progress; it forgets what it saw when a generation ends or begins.
     """
 
@@ -191,8 +189,6 @@ class Regrouping:
 
         Args:
             cause: the cause of the incident that is opened if none is.
-            why: what the restart is for, in one line.
-            last_words: what the job says that ends.
         """
         job, limit = self._job, self._job.config.max_restarts
         if job.restarts >= limit or job.outcome is not None:
@@ -333,7 +329,6 @@ class Regrouping:
         """Note that the block of ``rank`` has returned.
 
         Args:
-            rank: the rank.
             unmade: the step that it has begun and not made (-1: none that is known).
         """
         if rank.state is RankState.RUNNING:

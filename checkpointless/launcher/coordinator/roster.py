@@ -17,9 +17,6 @@ class Node:
     """A node of the job.
 
     Attributes:
-        index: the node's number, from 0.
-        nproc: how many ranks the node runs.
-        send: sends a command to the node's agent.
         joined: whether the node's agent can start processes.
         lost: why the node's agent can no longer be reached ("" if it can).
         searching: whether the node said that it lost the coordinator, and has not come back yet.
@@ -50,9 +47,6 @@ class Rank:
     Attributes:
         state: the rank's state as its node's agent sees it, or will see it after the last command. Only
             ``Roster.move`` changes it.
-        incarnation: incarnation of the process that was asked for last.
-        committed: the last committed optimizer step that was read from the rank's board.
-        making: the step in the making that was read from the rank's board.
         shard: the first of the ranks that hold the same state as this one (None: not known).
         first: incarnation of the rank's first process since the job began, or began again.
         entered: whether the process that is at the barrier was in its block before.
@@ -74,13 +68,7 @@ class Rank:
 class Roster:
     """The nodes and ranks of a job, counted so that no message requires a look at all of them.
 
-    Args:
-        nnodes: how many nodes there are.
-        nproc: how many ranks each node runs.
-
     Attributes:
-        nodes: the job's nodes, by number.
-        spares: nodes that wait to take the place of a lost node.
         ranks: the job's ranks, by number; the ranks of a lost node are GONE.
         in_state: how many ranks are in each state.
         lost: numbers of the nodes that cannot be reached.

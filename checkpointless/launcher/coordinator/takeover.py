@@ -30,14 +30,7 @@ _AT_WORK = (*IN_BLOCK, RankState.LEAVING)
 
 
 class Takeover:
-    """Acts on what nodes report about ranks that run already.
-
-    Args:
-        job: the job.
-        membership: which nodes belong to the job.
-        processes: starts the processes that are missing.
-        regrouping: opens incidents, and ends the job.
-    """
+    """Acts on what nodes report about ranks that run already."""
 
     def __init__(
         self,
@@ -235,11 +228,7 @@ class _Reunion(Enum):
 
 
 def assumed(said: RankState) -> RankState:
-    """Return what is known of a rank whose node was declared lost, so that the whole job has to regroup.
-
-    Args:
-        said: the rank's state as its node reports it.
-    """
+    """Return what is known of a rank whose node was declared lost, so that the whole job has to regroup."""
     if said in _AT_WORK:
         return RankState.LEAVING
     return RankState.STARTING if said is RankState.READY else said
@@ -249,7 +238,6 @@ def _reunite(known: RankState, said: RankState) -> _Reunion:
     """Return what to do with one rank.
 
     Args:
-        known: the rank's state as the coordinator knows it.
         said: the rank's state as its node reports it, after everything else that the node had to report.
     """
     if known is said:

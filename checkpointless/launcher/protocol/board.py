@@ -47,7 +47,6 @@ class BoardReading:
         beat: how many times the rank's main thread has shown progress.
         making: the optimizer step in progress, counted from 1 (-1: none).
         committed: the last optimizer step that this rank has applied (-1: not known yet).
-        generation: the generation in which the rank last wrote to the board.
         shard: the first of the ranks that hold the same state as this one (-1: not known yet).
         began_after: the step whose state the rank's training began with in this generation (-1: it has not yet).
     """
@@ -65,9 +64,6 @@ class Board:
 
     Args:
         fd: an open memfd made by :meth:`create`; it must stay open while the board is in use.
-
-    Attributes:
-        clears: how many times this object has forgotten all snapshots.
     """
 
     SLOT_BYTES = 2 * 1024 * 1024
@@ -163,8 +159,6 @@ class Board:
         """Record which snapshot has the random streams after ``step``, and keep the mark of the step before.
 
         Args:
-            step: the optimizer step.
-            number: the number that the snapshot has in its series in the place of a step.
             loss: the loss of the step, if it is known.
         """
         place = _STREAMS_OFFSET + step % 2 * _STREAMS.size
@@ -189,7 +183,6 @@ class Board:
         """Record that a moment after ``step`` was reached, and keep the mark of the step before.
 
         Args:
-            step: the optimizer step.
             moment: the number of the moment, below 8.
         """
         _FIELD.pack_into(self._memory, _MOMENTS_OFFSET + (2 * moment + step % 2) * _FIELD.size, step)
@@ -219,7 +212,6 @@ class Board:
         A process that dies in the middle leaves a slot whose checksum does not match, which readers skip.
 
         Args:
-            step: the optimizer step.
             payload: at most 2 MiB, or 8 MiB in a large series, less the 20 bytes of the slot's header.
             series: the number of the series, below :attr:`SERIES`; from :attr:`SMALL_SERIES` on, the series are
                 large. Each series keeps its two newest snapshots.
@@ -233,10 +225,8 @@ class Board:
         """Store a snapshot as :meth:`put_snapshot` does; parts that are in the slot already are not copied again.
 
         Args:
-            step: the optimizer step.
             head: what has a checksum. It has to have those of the parts, for :meth:`snapshot` looks at it alone.
             parts: what follows; a part is known again if it is the same object.
-            series: the number of the series.
 
         Raises:
             ValueError: all together are larger than a slot.

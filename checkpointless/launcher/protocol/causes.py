@@ -39,9 +39,6 @@ class Cause(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         what: one line without the rank, for example "killed by SIGKILL".
         step: the optimizer step in progress (-1: none).
         detail: the rest of the line, after the step.
-        error: the name of the exception's type, where there was an exception.
-        message: the text of the exception.
-        traceback: the traceback of the exception.
         who: the name of what is at fault, where that is not a rank.
     """
 
@@ -88,11 +85,7 @@ def exit_code(leaving: SystemExit) -> int:
 
 
 def refusal_cause(rank: int, why: str) -> Cause:
-    """Return the cause for a process that could not be started.
-
-    Args:
-        why: why the kernel refused it.
-    """
+    """Return the cause for a process that could not be started."""
     return Cause(CauseKind.LOSS, rank, "exit", "could not be started", -1, why)
 
 

@@ -22,11 +22,7 @@ SPARE = -1  # the node number of an agent that waits until it is needed
 
 
 class Challenge(Message, frozen=True, tag="challenge"):
-    """The coordinator's first message on every connection.
-
-    Attributes:
-        version: the version of all messages between nodes and the coordinator.
-    """
+    """The coordinator's first message on every connection."""
 
     nonce: str
     version: Int = _PROTOCOL_VERSION
@@ -37,10 +33,6 @@ class Proof(Message, frozen=True, tag="proof"):
 
     Attributes:
         node: the number of the agent's node; :data:`SPARE` if it takes whichever number is free.
-        nproc: how many ranks the agent runs.
-        nonce: the agent's challenge to the coordinator.
-        mac: the proof that the agent knows the token.
-        version: as in :class:`Challenge`.
     """
 
     node: Int

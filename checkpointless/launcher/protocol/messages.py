@@ -35,11 +35,7 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class Hello(Message, frozen=True, tag="hello"):
-    """The rank is at the entry of its block and waits for ``go``.
-
-    Attributes:
-        generation: the generation in the rank's environment.
-    """
+    """The rank is at the entry of its block and waits for ``go``."""
 
     rank: Int
     pid: Int
@@ -111,7 +107,6 @@ class Answer(Message, frozen=True, tag="answer"):
 
     Attributes:
         in_collective: whether the main thread waits in a collective.
-        stack: the main thread's stack as text.
         is_async: whether collectives return when they have been launched, before the peers have come.
         launched: for each of the rank's process groups, by name, how many collectives the rank has launched in it.
     """
@@ -164,7 +159,6 @@ class HandOver(Message, frozen=True, tag="hand-over"):
 
     Attributes:
         high_water: the highest optimizer step that any rank was ever seen to commit (-1: none).
-        ranks: the ranks whose processes these are.
     """
 
     generation: Int
@@ -191,12 +185,7 @@ AgentMessage = Go | FaultNotice | HandOver | Inquire | Finish | Ending
 
 
 class Vocabulary:
-    """The messages that one side may send.
-
-    Args:
-        sender: name of the side that sends the messages, for error messages.
-        classes: the classes of the messages.
-    """
+    """The messages that one side may send."""
 
     def __init__(self, sender: str, *classes: type[Message]) -> None:
         self._sender = sender
@@ -222,9 +211,6 @@ FROM_AGENT = Vocabulary("agent", *get_args(AgentMessage))
 
 def encode(message: Message) -> bytes:
     """Return ``message`` as one line, newline included; texts that are too long lose their middle.
-
-    Args:
-        message: a message of any vocabulary.
 
     Raises:
         ProtocolError: the message is too large although its texts were shortened.

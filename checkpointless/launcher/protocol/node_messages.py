@@ -37,8 +37,6 @@ class RankStanding(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
     """Where a rank stands.
 
     Attributes:
-        number: the rank.
-        incarnation: incarnation of the rank's process.
         committed: the last committed optimizer step on the rank's board (-1: none).
         making: the step in the making on the rank's board (-1: none).
     """
@@ -54,8 +52,6 @@ class SilentRank(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     """A rank that shows no progress.
 
     Attributes:
-        number: the rank.
-        beat: the beat at which the rank is stuck.
         age_ms: the milliseconds since the beat changed, without those in which the agent did not run.
         quiet_ms: all milliseconds since the beat changed.
         making: the step in the making (-1: none).
@@ -86,9 +82,7 @@ class Standing(Message, frozen=True, tag="standing"):
         generation: the generation that began last on this node (-1: none).
         incident: number of the last incident that the node heard of (0: none).
         high_water: the highest optimizer step that any rank has committed, as the node was told (-1: none).
-        run_id: the job's run ID.
         finished: whether every rank's block has returned.
-        ranks: the ranks.
     """
 
     generation: Int
@@ -100,11 +94,7 @@ class Standing(Message, frozen=True, tag="standing"):
 
 
 class StoreOpened(Message, frozen=True, tag="store"):
-    """The node has opened the store of ``generation``.
-
-    Attributes:
-        address: numeric address of the node, as the other nodes reach it.
-    """
+    """The node has opened the store of ``generation``."""
 
     generation: Int
     address: str
@@ -115,8 +105,6 @@ class RankReady(Message, frozen=True, tag="ready"):
     """A rank is at the barrier.
 
     Attributes:
-        incarnation: incarnation of the rank's process.
-        pid: process ID of the rank.
         committed: the last committed optimizer step on the rank's board (-1: none).
         making: the step in the making on the rank's board (-1: none).
         entered: whether the rank's process was in its block before.
@@ -137,8 +125,6 @@ class Trouble(Message, frozen=True, tag="trouble"):
 
     Attributes:
         cause: what went wrong; the rank at fault is one that the node runs.
-        committed: the last committed optimizer step on the rank's board.
-        making: the step in the making on the rank's board.
     """
 
     generation: Int
@@ -163,14 +149,9 @@ class RankEnded(Message, frozen=True, tag="ended"):
     Attributes:
         code: exit code of the process, or minus the number of the signal that killed it.
         forgiven: whether the end of the process follows from what is known already.
-        committed: the last committed optimizer step on the rank's board.
-        making: the step in the making on the rank's board.
-        log_path: path of the rank's log.
-        last_lines: the last lines of the rank's log.
         was_started: whether there was a process, or was to be one at once; otherwise it was still held back because
             of its device.
         refusal: why the kernel gave the rank no process; "" if there was one.
-        handed_over: whether the process has handed its state to its successor.
     """
 
     rank: Int
@@ -187,12 +168,7 @@ class RankEnded(Message, frozen=True, tag="ended"):
 
 
 class DeviceBad(Message, frozen=True, tag="device"):
-    """The process of ``rank`` was not started, because its device must not be used.
-
-    Attributes:
-        incarnation: incarnation of the process that was asked for.
-        why: how its device check has failed, in one line.
-    """
+    """The process of ``rank`` was not started, because its device must not be used."""
 
     rank: Int
     incarnation: Int
@@ -246,16 +222,12 @@ class Progress(Message, frozen=True, tag="progress"):
     """Reports how far the ranks of the node have come.
 
     Attributes:
-        oldest: the smallest committed optimizer step on their boards.
-        newest: the largest committed optimizer step on their boards.
-        making: the largest step in the making on their boards.
         longest_ms: the longest time in milliseconds that a rank took from one beat to the next within a step of
             this generation (0: not known yet).
         pause_ms: the longest time in milliseconds that a rank took from one beat to the next outside of a step,
             since this agent began.
         shows: whether any rank has ever shown progress after it entered its block.
         began_after: the newest step whose state a rank's training began with in ``generation`` (-1: none has yet).
-        generation: the generation that began last on the node.
     """
 
     oldest: Int
@@ -310,8 +282,6 @@ class Spawn(Message, frozen=True, tag="spawn"):
     """Start a process for ``rank``.
 
     Attributes:
-        incarnation: 0 for the rank's first process, +1 at each respawn.
-        generation: the generation that the process will join.
         incident: the incident that the start belongs to ("" at the first start).
         env: environment variables of the process, besides those that all ranks of the node get.
         anyway: whether to start it although its device is bad.
@@ -342,7 +312,6 @@ class Begin(Message, frozen=True, tag="begin"):
 
     Attributes:
         incident: the incident that led here ("" at the first start).
-        env: variables to put into the ranks' environment.
         high_water: the highest optimizer step that any rank was ever seen to commit (-1: none).
         target: the step that was in the making; progress to it must be reported at once (-1: none).
         origin: the generation that began from nothing: 0, or that of the last restart of the whole job.
@@ -387,12 +356,7 @@ class OneEnded(Message, frozen=True, tag="one-ended"):
 
 
 class End(Message, frozen=True, tag="end"):
-    """The job is over.
-
-    Attributes:
-        code: exit code of the agent.
-        last_words: lines that the agent prints at the end.
-    """
+    """The job is over."""
 
     code: Int
     last_words: list[str]

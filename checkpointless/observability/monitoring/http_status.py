@@ -159,12 +159,6 @@ class _StatusHandler(BaseHTTPRequestHandler):
 class _StatusServer(ThreadingHTTPServer):
     """The standard library's server, with a limit on connections.
 
-    Args:
-        where: address and port to bind to.
-        family: the address's family.
-        watch: holds what is served.
-        name: the name that the address was given by.
-
     Raises:
         OSError: the address cannot be bound to.
     """
@@ -240,9 +234,7 @@ class HttpStatus:
     """Serves a watch's snapshots from :meth:`open` until :meth:`close`, or in a ``with`` block.
 
     Args:
-        host: the address to bind to.
         port: the port to bind to (0: any).
-        watch: holds the snapshots.
     """
 
     def __init__(self, host: str, port: int, watch: _Watched) -> None:
@@ -259,9 +251,6 @@ class HttpStatus:
 
     def open(self, say: Callable[[str], None]) -> None:
         """Start serving.
-
-        Args:
-            say: called with a line that says where.
 
         Raises:
             OSError: the address cannot be bound to.

@@ -55,9 +55,6 @@ class _EventMetric:
 
     Attributes:
         name: its name, without ``checkpointless_`` before it and ``_total`` after it.
-        source: whose events count.
-        help: what it is.
-        stages: the events that count.
         edge: the edge that counts; None: all.
         amount: returns what an event adds, or the duration that it tells of; None: nothing.
         label: a label ("" without one).
@@ -181,12 +178,9 @@ class Metrics:
 
     Args:
         node: number of the node; :data:`OUTSIDE` for a coordinator in a separate process.
-        names: what the job is called.
 
     Attributes:
         open: how the cause came about, for each incident whose ranks have not met again.
-        incidents: how many incidents there were, including those.
-        names: what the job is called.
     """
 
     def __init__(self, node: int, names: JobNames) -> None:
@@ -218,12 +212,7 @@ class Metrics:
         return made.labels(**labels) if labels else made
 
     def take(self, sources: Iterable[Source], record: _Fields) -> None:
-        """Count an event; of several ``detect`` events of an incident, the last knows best how it came about.
-
-        Args:
-            sources: what the event is one of.
-            record: the event as a line of the log has it, without times and origin.
-        """
+        """Count an event; of several ``detect`` events of an incident, the last knows best how it came about."""
         stage, incident, known = record["stage"], record["incident"], dict(record)
         if stage == EventName.DETECT and incident is not None and Source.COORDINATOR in sources:
             self.incidents += incident not in self.open
@@ -244,7 +233,6 @@ class Metrics:
         """Return the values of a metric that is counted, by the value of its label ("" without one).
 
         Args:
-            name: its name.
             suffix: ``_total`` of a counter; ``_count`` or ``_sum`` of a histogram.
         """
         label = next(metric.label for metric in EVENT_METRICS if metric.name == name)
@@ -259,7 +247,6 @@ class Metrics:
         """Return the metrics of a node, or of a coordinator in a separate process.
 
         Args:
-            now: its snapshot.
             account: what the run's time was spent on; None leaves it out.
             has_log: whether there is an event log.
         """

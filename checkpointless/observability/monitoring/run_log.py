@@ -64,8 +64,6 @@ class RunLog:
     """Reads an event log in a thread, once per second, for :data:`ASKED_FOR_S` after each question.
 
     Args:
-        path: path of the log.
-        node: number of the node's agent in the log.
         ranks: returns the ranks of the node; a spare has none until it takes a place.
         take: called with each event of the node that was written since this object was made.
 
@@ -103,11 +101,7 @@ class RunLog:
         return replace(self.account, last_step=self._newest)
 
     def look(self, now_s: float) -> None:
-        """Read the lines that were appended, and make the account if that is due.
-
-        Args:
-            now_s: the current time on the monotonic clock.
-        """
+        """Read the lines that were appended, and make the account if that is due."""
         began_s, ranks = time.perf_counter(), self._ranks()
         for line in self._tail.lines():
             is_own = self._is_own(line, ranks)
@@ -154,12 +148,7 @@ class RunLog:
 
 
 def _account_of(run_dir: str, events: list[Event]) -> Account:
-    """Return what the run's time was spent on, as its report says it.
-
-    Args:
-        run_dir: the run directory, as the report shows it.
-        events: all events of the run, in any order.
-    """
+    """Return what the run's time was spent on, as its report says it."""
     report = build_report(run_dir, events)
     run, spent = report.run, report.spent
     made: dict[int, int] = {}

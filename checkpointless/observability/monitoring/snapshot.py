@@ -59,7 +59,6 @@ class JobNode:
 
     Attributes:
         state: ``joined``, ``loading`` (its agent is connected but cannot start ranks yet) or ``absent``.
-        why: why the node is absent.
     """
 
     node: int
@@ -82,15 +81,11 @@ class JobStatus:
     """The whole job, which only the coordinator knows.
 
     Attributes:
-        spares: how many nodes wait to take the place of a lost node.
-        incidents: how many incidents there were, including the one in progress.
         cause: how the cause of the incident in progress came about: ``exception``, ``hang``, ``SIGKILL``...
         causes: how many incidents the ranks have met again after, by how the incident's cause came about.
         recoveries: time from the fault until the lost step was made, of the incidents after which it was made.
         rungs: the times in ``recoveries``, by how far up the recovery went (the labels of
             :class:`~checkpointless.observability.report.incidents.Rung`).
-        steps_lost: how many committed steps storage did not bring back.
-        given_up: how many nodes were given up for a spare because of a device.
         inexact: after how many incidents the job resumed, and was another one.
     """
 
@@ -119,7 +114,6 @@ class Snapshot:
         high_water: the highest committed step that this node knows of (None: none yet).
         incident: the incident that the ranks are being brought together for (None: none).
         respawns: how many processes were started in place of dead ones.
-        device_checks_failed: how many device checks have failed on this node.
         exit_code: the job's exit code (None: the job has not ended).
         job: the whole job; None where the coordinator does not run.
     """
@@ -137,11 +131,7 @@ class Snapshot:
     job: JobStatus | None = None
 
     def health(self, now_s: float) -> tuple[bool, str]:
-        """Return whether the loop turns and the job goes on, and a short text that says so.
-
-        Args:
-            now_s: the current time on the monotonic clock.
-        """
+        """Return whether the loop turns and the job goes on, and a short text that says so."""
         if self.looked_at_s is None:
             return False, "the agent has not joined the job yet"
         if self.exit_code is not None:

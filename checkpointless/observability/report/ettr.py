@@ -46,8 +46,6 @@ class _Period:
     """A part of a run's time that was spent on one activity.
 
     Attributes:
-        activity: what the time was spent on.
-        begin_ns: beginning of the period, in UTC nanoseconds.
         end_ns: end of the period, in UTC nanoseconds; later than ``begin_ns``.
     """
 
@@ -66,7 +64,6 @@ class _Milestones:
     """The moments that divide a run's time, in UTC nanoseconds.
 
     Attributes:
-        begin_ns: the first event of the job.
         end_ns: the end of the job; its last event while there is no end.
         trains_ns: when the last rank of the first generation began its first step, or if no event says so, when
             that generation began; None if no event says that either.
@@ -84,11 +81,6 @@ class TimeAccount:
     """How a run's time was spent, in seconds.
 
     Attributes:
-        periods: the periods that make up the whole time, in order.
-        wall_s: time from the first event to the end.
-        startup_s: time until training began.
-        recovery_s: time in incidents.
-        shutdown_s: time after the last step.
         repeated_s: time spent on repeating steps; None if their number or their duration is not known.
         training_s: effective training time; None if it is not known when training began or what was repeated.
     """
@@ -114,11 +106,7 @@ class TimeAccount:
 
 
 def milestones(events: Iterable[Event]) -> _Milestones | None:
-    """Return the moments at which the run began, trained and ended, or None without events.
-
-    Args:
-        events: all events of the run, in any order.
-    """
+    """Return the moments at which the run began, trained and ended, or None without events."""
     begin_ns: int | None = None
     last_ns = 0
     job_ns: int | None = None
@@ -147,7 +135,6 @@ def account(marks: _Milestones, incidents: Sequence[IncidentSummary], step_s: fl
     """Account for a run's time.
 
     Args:
-        marks: when the run began, trained and ended.
         incidents: the run's incidents, in order. An incident without an end lasts until the next incident or the
             end of the run.
         step_s: duration of an undisturbed step, in seconds; None if not known.
@@ -201,10 +188,6 @@ def step_time_s(events: Iterable[Event], incidents: Sequence[IncidentSummary]) -
     This is the time between the first step of each generation and the last moment at which its progress is known (a
     fault, the end of training, or an agent's note), divided by the number of steps in that time. It includes the
     other work of a training loop: validation, checkpoints, and the part of a step that a fault interrupted.
-
-    Args:
-        events: all events of the run, in any order.
-        incidents: the run's incidents.
     """
     began: dict[int, tuple[int, int]] = {}
     reached: dict[int, tuple[int, int]] = {}
@@ -267,10 +250,7 @@ class _Assumption:
     """One figure of the estimate.
 
     Attributes:
-        name: name of the figure.
         seconds: value of the figure; None if each fault has a different one.
-        source: where the value comes from.
-        why: more about the source of the value.
         option: option of ``checkpointless report`` that sets the figure.
     """
 
@@ -311,10 +291,7 @@ class _Restart:
 
     Attributes:
         incidents: ids of the incidents that the restart would have answered; the last of them was resumed.
-        redo_s: time to repeat steps.
         redo_steps: number of steps to repeat; None if the duration of a step is not known.
-        recovered_s: time that recovery took instead, including the steps that it repeated.
-        total_s: the cost of the restart.
     """
 
     incidents: tuple[str, ...]
@@ -333,10 +310,7 @@ class Comparison:
     """Comparison of recovery in memory with restarts from a checkpoint.
 
     Attributes:
-        assumptions: figures that the estimate rests on.
         restarts: the restarts that the recovered faults would have caused; overlapping faults share one.
-        restart_s: total cost of the restarts, in seconds.
-        recovered_s: total time that recovery took instead, in seconds.
         factor: the cost of the restarts divided by the cost of recovery; None without restarts.
         ettr: the run's ETTR if it had been restarted each time; None if the run's actual ETTR is not known.
         incidents_left_out: number of incidents that ended the job or have not ended yet, and are not compared.
@@ -362,8 +336,6 @@ def compare_with_restart(
 
     Args:
         given: figures that the user gives, in seconds, by their option.
-        spent: what the run's time was spent on.
-        incidents: incidents of the run, in order.
         step_s: duration of an undisturbed step, in seconds; None if not known.
         trained: whether ``spent.startup_s`` is a complete start-up, from the first event to the first step.
     """

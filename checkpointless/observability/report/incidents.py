@@ -33,8 +33,6 @@ class IncidentSummary:
     """Summary of one incident.
 
     Attributes:
-        incident: id of the incident.
-        generation: generation that the incident ended.
         cause: what went wrong, in one line ("" if no event says so).
         culprit: rank that failed; None if no event names one.
         how: how the fault was detected ("" if no event says so).
@@ -46,20 +44,15 @@ class IncidentSummary:
         stages_s: seconds that each stage took on its slowest rank, for the stages that happened, in order.
             ``detect`` lasts from the fault, if it is known when that happened, to the first notice of it.
         target: step after which training resumes; None if nothing was decided, or nothing had been committed.
-        nbytes: bytes received by the ranks that were filled.
-        sources: ranks that sent state to the ranks that were filled.
         tiers: ranks that were filled from copies, by the name of the tier that had them.
         peak_growth_bytes: largest growth of host memory, from the fault until the state was back, on any rank that
             survived the fault; None if no rank reported it.
-        respawned: ranks that got a new process.
-        rung: level to which the recovery escalated.
         steps_up: reason for each rung above ``in-process`` that the recovery needed, in the order of the rungs.
         tiles_s: seconds of the incident by stage, without overlap: a stage lasts from the end of the previous stage
             until the last rank has finished it. They add up to ``headline_s`` if a step was left to train.
         injected: spec of the injected fault ("" if none was injected).
         committed: newest optimizer step that a rank had committed (0: none); None if no event says so.
         resumed_after: step after which training actually resumed; None if no event says so.
-        outcome: how the incident ended.
         reason: why recovery was refused or broke off ("" if it was not).
         inexact: in what training is another one than before the fault ("" if it is not, as far as is known).
     """
@@ -118,11 +111,7 @@ class IncidentSummary:
 
 
 def summarize(events: Iterable[Event]) -> list[IncidentSummary]:
-    """Summarize each incident of a run, in the order in which the incidents began.
-
-    Args:
-        events: all events of the run, in any order.
-    """
+    """Summarize each incident of a run, in the order in which the incidents began."""
     log = _Log(events)
     ended = [_generation(group) for group in log.groups.values()]
     return [
@@ -132,11 +121,7 @@ def summarize(events: Iterable[Event]) -> list[IncidentSummary]:
 
 
 def gone_back(events: Iterable[Event]) -> frozenset[int]:
-    """Return the committed steps that a run had to make again, because no living rank held the state after them.
-
-    Args:
-        events: all events of the run, in any order.
-    """
+    """Return the committed steps that a run had to make again, because no living rank held the state after them."""
     steps: set[int] = set()
     for each in summarize(events):
         is_due = each.tiers or each.rung is Rung.JOB
@@ -149,9 +134,6 @@ class _Log:
     """The events of a run, sorted by what they say about incidents.
 
     Attributes:
-        groups: events of each incident, sorted by time.
-        injected: events of the injected faults.
-        first_steps: step with which training began, by generation.
         job_end: event that ended the job; None if the job has not ended.
     """
 

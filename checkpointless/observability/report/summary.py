@@ -54,19 +54,13 @@ class Run:
     """A run as a whole, without its incidents.
 
     Attributes:
-        path: run directory.
-        state: state of the run.
         reason: why the run failed ("" if it did not, or if no event says so).
-        script: script that the run executed.
         nnodes: number of nodes; None if no event says so.
         nproc: number of ranks; None if no event says so.
         begin_ns: UTC nanoseconds of the run's first event; None without events.
-        end_ns: UTC nanoseconds of the run's end, or of its last event.
         last_step: newest step that any event mentions; None if none does.
         step_s: duration of an undisturbed step, in seconds; None if not known.
         samples_per_step: number of samples that the whole job processes in a step; None if not known.
-        caused: how often each fault was injected, by its spec.
-        lines_left_out: number of lines of the log that were not events.
     """
 
     path: str
@@ -89,9 +83,6 @@ class _StageFigures:
     """Times of one stage over all incidents in which it happened, in seconds, on the slowest rank of each.
 
     Attributes:
-        stage: name of the stage.
-        count: number of incidents in which the stage happened.
-        median_s: median time of the stage.
         longest_s: longest time of the stage.
         tile_s: time that the stage accounts for in all incidents together, without overlap with other stages.
     """
@@ -108,9 +99,6 @@ class _BadDevice:
     """A device check that failed.
 
     Attributes:
-        node: number of the node in the job, as the coordinator wrote it.
-        rank: the rank that was to be started.
-        why: how the check failed.
         remedy: what was done: ``give_up`` (a spare took the node's place) or ``try`` (the rank was started).
     """
 
@@ -122,13 +110,7 @@ class _BadDevice:
 
 @dataclass(frozen=True)
 class _FailedSave:
-    """A checkpoint on storage that could not be saved.
-
-    Attributes:
-        path: folder of the checkpoint.
-        reason: what went wrong on the first of the ranks.
-        ranks: the ranks on which something went wrong.
-    """
+    """A checkpoint on storage that could not be saved."""
 
     path: str
     reason: str
@@ -140,12 +122,9 @@ class Report:
     """A run and its incidents.
 
     Attributes:
-        run: the run as a whole.
-        incidents: incidents of the run, in the order in which they began.
         stages: times of the stages over all incidents, in the order of the stages.
         spent: what the run's time was spent on; None without events.
         comparison: what restarts from a checkpoint would have cost; None without events.
-        devices: the device checks that failed.
         failed_saves: checkpoints on storage that could not be saved.
     """
 
@@ -200,10 +179,6 @@ def build_report(
     """Build the report of a run.
 
     Args:
-        path: run directory, as it is to be shown.
-        events: all events of the run, in any order.
-        caused: how often each fault was injected, by its spec.
-        lines_left_out: number of lines of the run's log that were not events.
         given: what a restart from a checkpoint would cost, in seconds, by the option of ``checkpointless report``.
     """
     marks = milestones(events)

@@ -33,7 +33,6 @@ class _Span:
     """A stage of one rank, or of an agent.
 
     Attributes:
-        begin: event that began the stage.
         end: event that ended the stage; None if it was never finished.
         end_ns: UTC nanoseconds of the end, or, without an end, of the next event of the same thread.
     """
@@ -48,10 +47,7 @@ class Thread:
     """What is known of one rank, or of the agent, of one node.
 
     Attributes:
-        node: index of the node.
         rank: the rank; None for the agent.
-        spans: stages of the thread, in order.
-        points: moments of the thread, in order.
     """
 
     node: int
@@ -64,9 +60,6 @@ def threads(events: Iterable[Event]) -> list[Thread]:
     """Match the begin and end events of each rank and agent.
 
     A stage that was never finished was interrupted: it lasts until the next event of its rank.
-
-    Args:
-        events: events of a run, in any order.
     """
     by_thread: dict[tuple[int, int | None], list[Event]] = defaultdict(list)
     for event in sorted(events, key=lambda event: event.ts):
@@ -91,12 +84,7 @@ def threads(events: Iterable[Event]) -> list[Thread]:
 
 
 def write_trace(report: Report, events: Sequence[Event]) -> str:
-    """Return the trace of a run as JSON.
-
-    Args:
-        report: report of the run.
-        events: all events of the run, in any order.
-    """
+    """Return the trace of a run as JSON."""
     begin_ns = report.run.begin_ns or 0
     found = threads(event for event in events if event.stage != EventName.JOB)
     meta = [

@@ -80,12 +80,7 @@ class Difference:
 
     Attributes:
         step: optimizer step; for a validation, the step that it came after; for checkpoints, the last step.
-        rank: rank on which the runs differ.
-        quantity: quantity that differs.
-        a: value in run A, as recorded.
-        b: value in run B, as recorded.
         by: distance of two losses or metrics; None for other quantities, or if a value is not finite.
-        name: name of the callback, metric, attribute or checkpoint.
     """
 
     step: int
@@ -127,8 +122,6 @@ class Verdict:
         equal: whether every step of every rank is in both runs once and every validation at least once, and what
             both runs recorded is identical, bit by bit.
         difference: first difference, ordered by step and then by rank; None if there is none.
-        steps: number of distinct steps that were compared.
-        ranks: ranks that were compared.
         repeated: steps that a run recorded more than once, although no rank had lost them.
         missing: steps that a run did not record although it or the other run should have them.
         repeated_validations: steps after which a run recorded validations with different results.

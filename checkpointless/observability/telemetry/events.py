@@ -47,10 +47,7 @@ class Event:
     Attributes:
         ts: UTC time, in nanoseconds since the epoch.
         mono: monotonic clock, in nanoseconds; comparable between the processes of one node.
-        node: index of the node.
         rank: rank that the event is about; None for an agent's own event.
-        pid: id of the process that wrote the event.
-        generation: generation in which the event happened.
         incident: id of the incident that the event belongs to; None if it belongs to none.
         stage: what the event tells; a plain word if a newer version's log names what this version does not know.
         edge: ``begin`` or ``end`` of a span, or a ``point`` in time.
@@ -81,7 +78,6 @@ class EventLog:
 
     Args:
         path: the file; None drops every event.
-        node: index of this node.
         rank: rank that writes; used for events that do not name another rank.
     """
 
@@ -103,9 +99,7 @@ class EventLog:
         """Queue one event, stamped with the current time and this process's id; never wait.
 
         Args:
-            stage: what the event tells.
             edge: ``begin``, ``end`` or ``point``.
-            generation: generation in which the event happens.
             incident: id of the incident that the event belongs to; None if it belongs to none.
             rank: rank that the event is about (default: the log's own rank).
             **fields: further fields; values that are not plain JSON (paths, enums, sets, ...) are converted.
@@ -179,9 +173,7 @@ class _Losses:
         """Append ``line``; if that fails, count it, and warn once until a line can be written again.
 
         Args:
-            path: the file.
             line: the line, without a newline.
-            origin: node, rank, pid and generation of the line.
         """
         left_out = next(self._left_out) - self._looked
         self._looked += 1
@@ -433,7 +425,6 @@ class _Host:
 
     Attributes:
         ahead: by how much the wall clock was ahead of it, by each event.
-        offset: what has to be added to it to get to the common timeline.
     """
 
     ahead: list[int] = field(default_factory=list)
@@ -446,9 +437,6 @@ def on_one_timeline(events: Sequence[Event]) -> list[Event]:
     Within a node they are those of the monotonic clock, so a wall clock that is set, or that differs from process
     to process, changes no duration. Across nodes they are those of the wall clocks, unless these differ by more
     than a second: all ranks enter a generation when the coordinator lets them, which shows by how much.
-
-    Args:
-        events: events of a run in the order in which they were written.
     """
     placed = _placed(events)
     for host in {id(host): host for _, host in placed}.values():
@@ -505,7 +493,6 @@ class LineTail:
     another one, is read from its beginning.
 
     Args:
-        path: the file, which need not exist yet.
         max_bytes: number of bytes that one call reads at most; a longer line is skipped.
         from_start: whether what the file already contains is read too.
     """

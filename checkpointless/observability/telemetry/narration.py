@@ -52,9 +52,6 @@ def recovered_line(
     """Return the line that says that an incident is over.
 
     Args:
-        incident: id of the incident.
-        seconds: time from the fault until the lost step was completed.
-        rung: level to which the recovery escalated.
         steps_lost: number of committed steps that have to be repeated; None if nobody said which were committed.
         made: whether a step was made; otherwise the block has returned without one.
         inexact: why training is no longer what it would be without the fault ("": it is, as far as is known).
@@ -89,17 +86,11 @@ class _Generation:
     """What the ranks said about a generation.
 
     Attributes:
-        seconds: seconds of each finished stage, by rank.
-        began: stages that any rank has begun.
         went: when the ranks were let go into it, in nanoseconds of the coordinator's monotonic clock.
         began_to_wait: when each rank reached the barrier, in nanoseconds of the coordinator's monotonic clock (-1
             for ranks of other nodes, which have another clock).
-        target: step after which training resumes.
         reason: why training does not resume from memory.
         nbytes: bytes that the ranks in ``filled`` received from the ranks in ``sources``.
-        tiers: ranks that were filled from copies, by tier.
-        steps_lost: finished steps of which there was no copy.
-        step: first step that the generation completed.
     """
 
     seconds: defaultdict[str, dict[int, float]] = field(default_factory=lambda: defaultdict(dict))
@@ -137,8 +128,6 @@ class Narrator:
     """Turns the events of a job into a block of a dozen lines per incident.
 
     Args:
-        run_dir: run directory with the tracebacks.
-        node: index of the coordinator's node.
         pid: id of the coordinator's process; only incidents that it detected are told.
         logs: directory of the logs; None: the usual one in ``run_dir``.
     """
@@ -163,10 +152,6 @@ class Narrator:
 
     def take(self, event: Event, now_s: float) -> Iterator[str]:
         """Process one event.
-
-        Args:
-            event: the event.
-            now_s: current time of the monotonic clock, in seconds.
 
         Yields:
             The lines that can be shown now.

@@ -27,16 +27,9 @@ class StepExtras:
     None means that the run does not have the item or did not record it.
 
     Attributes:
-        buffers: digest of this rank's buffers.
         lr: learning rate of every parameter group, as ``float.hex()`` gives it.
-        loss_scale: state of every loss scaler, as text.
-        callbacks: digest of each callback's state, by the callback's state key.
-        module: digest of what the LightningModule adds to a checkpoint.
-        data: digest of the data module's state.
-        optimizer: digest of this rank's part of the optimizers' state.
         own: digest of each value of the rank-local state (plain attributes or declared state) and of the random
             streams, by name; "" of what is left out, as it is no plain data or too large.
-        batch: digest of the last batch that the step got.
         epoch: a number that changes with the epoch; not compared.
         validated: whether a loop of one's own used another loader since the step before; not compared.
     """
@@ -62,10 +55,7 @@ class StepRecord:
     """Record of one optimizer step on one rank.
 
     Attributes:
-        step: optimizer step, counted from 1.
         loss: loss as ``float.hex()`` gives it, so that it is compared bit by bit; "-" if it is not known.
-        params: digest of this rank's parameters after the step.
-        extras: what else was recorded of the step.
         fit: the fit of the block that made the step, counted from 1. Between two fits, numbers are left out.
     """
 
@@ -81,7 +71,6 @@ class ValidationRecord:
     """Record of one validation on one rank.
 
     Attributes:
-        step: optimizer step that the validation came after.
         metrics: final metrics of the validation by name, each as ``float.hex()`` gives it.
         callbacks: digest of each callback's state after the validation, by the callback's state key.
     """
@@ -100,7 +89,6 @@ class Recording(dict[int, Sequence[StepRecord]]):
     """The steps of a run by rank, in the order in which they were written, and what else was recorded.
 
     Attributes:
-        validations: validations by rank, in the order in which they were written.
         checkpoints: sorted names of the checkpoints that each folder held at the end; None if none are kept.
     """
 
@@ -122,10 +110,6 @@ class StepLog:
     unless the disk stalls for longer than a second: that must not keep the rank from taking part in a recovery. A
     respawned rank continues the file. Every line is kept, even if a step is recorded twice, so that readers can see
     that a finished step was repeated.
-
-    Args:
-        run_dir: the run directory.
-        rank: the rank that records.
     """
 
     def __init__(self, run_dir: Path, rank: int) -> None:
@@ -155,11 +139,7 @@ class StepLog:
         """Append one step.
 
         Args:
-            step: optimizer step, counted from 1.
             loss: loss of the step on this rank; None if it is not known.
-            params: digest of this rank's parameters after the step.
-            extras: what else is recorded after the step.
-            fit: the fit of the block, counted from 1.
 
         Raises:
             OSError: this line or an earlier one could not be written; a record with holes would prove nothing.
@@ -172,8 +152,6 @@ class StepLog:
         """Append one validation.
 
         Args:
-            step: optimizer step that the validation came after.
-            metrics: final metrics of the validation on this rank, by name.
             callbacks: digest of each callback's state after the validation, by the callback's state key.
 
         Raises:
@@ -184,9 +162,6 @@ class StepLog:
 
     def record_checkpoints(self, names: Iterable[Iterable[str]]) -> None:
         """Append the names of the checkpoints that exist. The last record counts; only one rank of a job writes it.
-
-        Args:
-            names: names of the checkpoints in each folder that has any.
 
         Raises:
             OSError: this line or an earlier one could not be written.
@@ -226,9 +201,6 @@ class StepLog:
 
 def read_steps(run_dir: Path) -> Recording:
     """Read everything that was recorded of a run, repeated steps included.
-
-    Args:
-        run_dir: the run directory.
 
     Raises:
         FileNotFoundError: no steps were recorded in ``run_dir``.

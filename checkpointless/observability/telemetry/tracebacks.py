@@ -66,13 +66,7 @@ def traceback_path(run_dir: Path, generation: int, rank: int) -> Path:
 
 
 def keep_traceback(generation: int, rank: int, text: str) -> None:
-    """Queue a traceback to be written into this process's run directory, if it has one; never wait for the disk.
-
-    Args:
-        generation: generation that the exception ended.
-        rank: rank that raised the exception.
-        text: traceback, as Python prints it.
-    """
+    """Queue a traceback to be written into this process's run directory, if it has one; never wait for the disk."""
     run_dir = own_run_dir()
     if run_dir is None:
         return

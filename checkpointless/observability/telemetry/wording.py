@@ -17,7 +17,6 @@ def printable(text: str, limit: int | None = None) -> str:
     of writing, or that cannot be encoded (control and format characters, lone surrogates), is shown by its code.
 
     Args:
-        text: text from any source, for example an exception's message.
         limit: maximum length of the result, in characters; None: no limit.
     """
     if limit is not None:

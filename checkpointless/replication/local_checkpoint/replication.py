@@ -79,8 +79,6 @@ class _PartTransfer:
     """One part that is sent to one rank.
 
     Attributes:
-        id: the part.
-        receiver: the global rank that wants the part.
         holders: the global ranks that send the part, each of them a share.
     """
 
@@ -104,7 +102,6 @@ def _plan_retrieval(
     """Plan that every wanted part is sent by all members that have it.
 
     Args:
-        members: the global ranks of the clique.
         available: the parts that each rank has; ranks that are not members are ignored.
         wanted: the parts that each member asks for.
 

@@ -60,13 +60,7 @@ class TensorAwareStateDict(ABC):
 
 @dataclass(frozen=True)
 class _Place:
-    """Stands for a tensor that is out.
-
-    Attributes:
-        shape: the shape of the tensor.
-        dtype: its dtype.
-        device: the device on which it was.
-    """
+    """Stands for a tensor that is out."""
 
     shape: torch.Size
     dtype: torch.dtype

@@ -47,7 +47,6 @@ class _Lineage:
     """The generations that made the steps which the running training comes from.
 
     Attributes:
-        job: names the job, in 16 hexadecimal digits.
         begun: the generations, and the step after which each began, both in ascending order. Those whose steps were
             all made again are left out.
     """
@@ -394,10 +393,6 @@ def _neighborhoods(tiers: Sequence[Tier], group: Sequence[int]) -> Mapping[str, 
 
     Ranks that hold the same shard are bad neighbors: if all holders of a shard are lost, so are its copies. Unless
     a tier says itself how far apart its copies are, another distance is looked for then.
-
-    Args:
-        tiers: the tiers.
-        group: the ranks that hold the same shard as this one, this one included.
 
     Raises:
         UnrecoverableError: the ranks cannot be divided as a tier wants; the message says what is possible.

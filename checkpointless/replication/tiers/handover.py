@@ -41,7 +41,6 @@ def take_copies(copies: Copies, held: HeldState | None, refusal: str) -> tuple[S
     """Find the newest step of which living ranks and tiers have all states, and get this rank's. Collective.
 
     Args:
-        copies: the tiers.
         held: the state that this rank holds; None: it holds none.
         refusal: why the living ranks alone cannot give the state back.
 
@@ -133,11 +132,7 @@ def hand_over(leaves: Snapshot | None, own: RankLocalState, high_water: int) -> 
 
 
 def take_over(own: RankLocalState) -> Snapshot | None:
-    """Return what the process before this one has left; None, with a warning if it is damaged: it left nothing.
-
-    Args:
-        own: what is this rank's own, which is put back.
-    """
+    """Return what the process before this one has left; None, with a warning if it is damaged: it left nothing."""
     root, rank = _root(), own_rank()
     if root is None or not root.is_dir():
         return None

@@ -69,12 +69,9 @@ class Snapshot:
     """The whole state of one rank.
 
     Attributes:
-        held: the state as a rank holds it over a fault.
         base: what is kept besides, over all generations: the frozen weights in fine-tuning.
         begun: the last fit of the block that is known to have begun.
-        finished: by fit, the non-tensor state in which the fit ended.
         saves: the background saves whose end this rank has not gone through; their writers end with the process.
-        own: what only this rank has.
     """
 
     held: HeldState
@@ -186,10 +183,6 @@ def snapshot_of(journal: StepJournal, own: RankLocalState, step: int, fit: int, 
 
     Args:
         journal: that of the training, right after the update.
-        own: what is this rank's own.
-        step: the optimizer step.
-        fit: the fit of the block, counted from 1.
-        offset: how many steps of the job precede that fit.
     """
     moment, streams = journal.snapshots(step).get(COPIED_AT), own.streams.at(step).get(COPIED_AT)
     if moment is None or streams is None:

@@ -21,10 +21,6 @@ def require_agreement(state: TrainingState, own: Collection[Key]) -> None:
     Tensors are compared once, as they begin: one that is a rank's own, because ranks were seeded differently before
     they built their models, for example, would be filled from another rank's after a fault.
 
-    Args:
-        state: the state, before its first step.
-        own: the keys of buffers, which may differ.
-
     Raises:
         UnrecoverableError: the ranks contradict each other about who holds the same, or it is not the same.
     """
@@ -54,7 +50,6 @@ def require_equal_replicas(state: TrainingState, step: int) -> None:
 
     Args:
         state: the state after ``step``.
-        step: an early step.
 
     Raises:
         UnrecoverableError: ranks that are to hold the same do not.
@@ -103,9 +98,7 @@ def _require_the_same(
     """Raise if holders of a group have told different digests. Collective, if they have.
 
     Args:
-        parts: what this rank holds, by group.
         known: the groups of each rank.
-        digests: the digests of each rank, in the order of its groups.
         reason: what is said then, with places for ``rank`` and ``first``.
     """
     found: dict[Group, tuple[int, str | None]] = {}

@@ -79,12 +79,7 @@ class OwnBuffers:
         self._marked: tuple[Board, int] | None = None  # the board that says so
 
     def begin(self, buffers: Mapping[Key, torch.Tensor], group: Sequence[int]) -> None:
-        """Begin a training: the ranks compare the buffers that they begin with. Collective.
-
-        Args:
-            buffers: copies of this rank's buffers.
-            group: the ranks whose buffers are to be the same.
-        """
+        """Begin a training: the ranks compare the buffers that they begin with. Collective."""
         self.forget()
         keys, flat = self._small(buffers)
         self._first = keys, flat
@@ -94,11 +89,7 @@ class OwnBuffers:
         self._compared([answers[rank]["large"] for rank in group], group)
 
     def begun_with(self, buffers: Mapping[Key, torch.Tensor]) -> None:
-        """Note the first buffers of a rank that was filled, if its buffers had not changed since the beginning.
-
-        Args:
-            buffers: copies of this rank's buffers.
-        """
+        """Note the first buffers of a rank that was filled, if its buffers had not changed since the beginning."""
         if self._first is None:
             self._first = self._small(buffers)
 
@@ -108,9 +99,6 @@ class OwnBuffers:
         """Keep ``buffers`` as those of this rank at ``stage`` after ``step``.
 
         Args:
-            step: the optimizer step.
-            stage: the point after the step.
-            buffers: copies of the buffers, which nobody changes.
             board: this rank's board, if it has one.
         """
         if not buffers and self._first is not None and not self._first[0] and not self._is_own:
@@ -157,13 +145,7 @@ class OwnBuffers:
                 board.mark_buffers(step, stage)
 
     def record(self, step: int, stage: SnapshotPoint, board: Board | None) -> bytes | None:
-        """Return the record that was kept at ``stage`` after ``step``; None if there is none.
-
-        Args:
-            step: the optimizer step.
-            stage: the point after the step.
-            board: this rank's board, with what the process before this one kept.
-        """
+        """Return the record that was kept at ``stage`` after ``step``; None if there is none."""
         known = self._records.get((step, stage))
         if known is None and self._nothing_before is not None and (step, stage) < self._nothing_before:
             return NOTHING
@@ -178,12 +160,7 @@ class OwnBuffers:
         return known
 
     def compare(self, step: int, group: Sequence[int]) -> None:
-        """Compare the buffers that are too large to be kept with the peers', at ever fewer steps. Collective.
-
-        Args:
-            step: the optimizer step whose buffers were kept last.
-            group: the ranks whose buffers are to be the same.
-        """
+        """Compare the buffers that are too large to be kept with the peers', at ever fewer steps. Collective."""
         if step & (step - 1):
             return
         answers = all_gather_json(self._large_digests())

@@ -53,11 +53,7 @@ _NOT_KEPT = (
 
 
 class _Owner(Protocol):
-    """Something with plain data, such as a callback.
-
-    Attributes:
-        name: its name, the same at every entry of the block.
-    """
+    """Something with plain data, such as a callback."""
 
     name: str
 
@@ -72,7 +68,6 @@ class _Taken:
     """One value as it was captured last.
 
     Args:
-        value: the value.
         before: what was captured of it before, if anything.
         limit: how many bytes it may have. What is certainly larger is not encoded.
 
@@ -308,7 +303,6 @@ class _Found:
     Attributes:
         is_larger: whether it certainly has more bytes than the limit when it is encoded.
         has_parameters: whether parameters are in it.
-        kinds: the enums and classes of named tuples whose values are in it.
     """
 
     def __init__(self, value: Any, limit: int) -> None:

@@ -49,7 +49,6 @@ class _RankLocalRecord:
     """What is a rank's own at a point, as bytes for another node to keep.
 
     Attributes:
-        streams: the rank's random streams.
         data_start: the streams that the order of its data was drawn from; None if there are none.
         buffers: the record of its buffers; None if there is none.
     """
@@ -110,7 +109,6 @@ class _OwnReplicas:
         method before the vote on the step.
 
         Args:
-            step: the optimizer step.
             streams: makes the streams' bytes; not called if they are kept nowhere.
 
         Raises:
@@ -132,10 +130,6 @@ class _OwnReplicas:
 
     def find(self, step: int, own: bool) -> tuple[bytes | None, list[int]]:
         """Give every rank that lacks its streams after ``step`` the copy that another rank keeps. Collective.
-
-        Args:
-            step: the optimizer step.
-            own: whether this rank has its own streams.
 
         Returns:
             The streams that this rank was given, if it lacked its own; and the ranks whose streams are nowhere.
@@ -199,11 +193,6 @@ class RankLocalState:
 
     Raises:
         ValueError: ``replication_jump`` is negative.
-
-    Attributes:
-        streams: the rank's random streams.
-        buffers: the rank's buffers.
-        replicas: the copies on another node, of this rank's and another rank's.
     """
 
     def __init__(self, replication_jump: int | None) -> None:
@@ -220,7 +209,6 @@ class RankLocalState:
         """Have what is this rank's own after ``step`` kept on another node, too, if there is one. Collective.
 
         Args:
-            step: the optimizer step, whose streams and buffers have been kept.
             state: the state, which knows whose buffers are to be the same; None: nothing has been trained yet.
         """
         if state is not None and not step & (step - 1):  # at ever fewer steps
@@ -237,6 +225,32 @@ class RankLocalState:
             states.to_bytes(), start.to_bytes() if start is not None else None, record
         ).to_bytes()
 
+    def kept_at(self, step: int, stage: SnapshotPoint) -> Mapping[str, Any] | None:
+        """Return what was kept with the streams as ``own`` at ``stage`` after ``step``; None: it is lost."""
+        states = self.streams.at(step).get(stage)
+        return states.own if states is not None else None
+
+    def begin_buffers(self, state: TrainingState) -> None:
+        """Begin a training: find out which buffers are a rank's own. Collective.
+
+        Raises:
+            UnrecoverableError: the ranks contradict each other about who holds the same, or it is not the same.
+        """
+        board, buffers = own_board(), state.buffers.take()
+        require_agreement(state, buffers)
+        if board is not None:
+            board.set_shard(min(holders_of(state)))
+            board.mark_buffers(NO_STEP, 0)
+        self.buffers.begin(buffers, holders_of(state, buffers))
+
+    def keep_buffers(self, step: int, stage: SnapshotPoint, buffers: Mapping[Key, torch.Tensor]) -> None:
+        """Keep this rank's buffers as those after ``step``, here and on its board, if they may be its own.
+
+        Call this before the streams are kept, so that a rank that has the streams of a point has its buffers.
+        """
+        if buffers or not self.buffers.are_settled:
+            self.buffers.keep(step, stage, buffers, own_board())
+
     def kept_streams(self) -> list[list[int]]:
         """Return the newest steps and stages for which this rank keeps another rank's streams."""
         return [
@@ -248,10 +262,6 @@ class RankLocalState:
         """Give every rank its own random streams after ``target``, for when the loop resumes. Collective.
 
         What another node keeps comes with its buffers and with what the order of its data was drawn from.
-
-        Args:
-            target: the optimizer step that is resumed at.
-            stage: the point after it.
 
         Returns:
             The ranks whose streams are nowhere: they would train on with different streams. No rank at step 0,
@@ -285,7 +295,6 @@ class RankLocalState:
         """Return the ranks that cannot be given their own buffers, and why. Collective.
 
         Args:
-            moment: the step and the stage that is resumed at.
             held: this rank's buffers at that point, if it has them in memory.
             refills: maps each rank to fill to the sources of its buffers.
             objects: the non-tensor state at that point, if this rank has it in memory.
@@ -311,10 +320,7 @@ class RankLocalState:
         an update writes to stay as the peer gave them.
 
         Args:
-            state: the state that was filled.
-            moment: the step and the stage that is resumed at.
             held: this rank's buffers at that point, if it has them in memory.
-            objects: the non-tensor state of that point.
         """
         updated = objects.get(UPDATED_BUFFERS, ())
         if held is None:
@@ -332,11 +338,7 @@ class RankLocalState:
 class RankLocalKeeper(ABC):
     """Keeps this rank's random streams and buffers while it trains, and puts them back when training resumes.
 
-    Args:
-        own: what is kept, wherever it outlives the process.
-
     Attributes:
-        own: as given.
         offset: how many steps of the job precede the fit that is under way: steps are counted over all fits.
         resumed_at: the step and the stage that the last recovery resumed at; None if there was none.
     """
@@ -377,45 +379,11 @@ class RankLocalKeeper(ABC):
 
         Args:
             step: the optimizer step; default: the committed step.
-            loss: the loss of that step, which is kept with the streams.
-            stage: the point after the step.
             own: what else this rank alone has at that point, as plain data that nobody changes; it is kept with
                 the streams. None: it is too large to be kept.
         """
         step = self.parameter_update_lock.committed if step is None else step
         self.own.streams.capture(step, loss, stage, own)
-
-    def own_of(self, step: int, stage: SnapshotPoint) -> Mapping[str, Any] | None:
-        """Return what :meth:`store_rng_states` kept as ``own`` at ``stage`` after ``step``; None: it is lost."""
-        states = self.own.streams.at(step).get(stage)
-        return states.own if states is not None else None
-
-    def begin_buffers(self, state: TrainingState) -> None:
-        """Begin a training: find out which buffers are a rank's own. Collective.
-
-        Raises:
-            UnrecoverableError: the ranks contradict each other about who holds the same, or it is not the same.
-        """
-        board, buffers = own_board(), state.buffers.take()
-        require_agreement(state, buffers)
-        if board is not None:
-            board.set_shard(min(holders_of(state)))
-            board.mark_buffers(NO_STEP, 0)
-        self.own.buffers.begin(buffers, holders_of(state, buffers))
-
-    def keep_buffers(self, step: int, stage: SnapshotPoint, buffers: Mapping[Key, torch.Tensor]) -> None:
-        """Keep this rank's buffers as those after ``step``, here and on its board, if they may be its own.
-
-        Call this before :meth:`store_rng_states`, so that a rank that has the streams of a point has its buffers.
-
-        Args:
-            step: the optimizer step.
-            stage: the point after the step.
-            buffers: copies of the buffers, which nobody changes.
-        """
-        own = self.own.buffers
-        if buffers or not own.are_settled:
-            own.keep(step, stage, buffers, own_board())
 
     def load_rng_states(self, step: int | None = None) -> bool:
         """Put back the newest streams after ``step`` (default: the step that was resumed at).
@@ -424,14 +392,10 @@ class RankLocalKeeper(ABC):
             False if this rank has no streams for that step.
         """
         step = self.parameter_update_lock.committed if step is None else step
-        states = self.rng_of(step)
+        states = self.own.streams.newest(step)
         if states is not None:
             states.restore()
         return states is not None
-
-    def rng_of(self, step: int) -> RngStates | None:
-        """Return this rank's newest streams after ``step``, from memory or, in a new process, from the board."""
-        return self.own.streams.newest(step)
 
     # --- when training resumes ---------------------------------------------------------------------------------
 

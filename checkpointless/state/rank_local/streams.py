@@ -50,9 +50,7 @@ class OwnStreams:
         """Keep the streams as they are now as those at ``stage`` after ``step``.
 
         Args:
-            step: the optimizer step.
             loss: the loss of that step; None: the one that was kept with the step before, if any.
-            stage: the point after the step.
             own: what else this rank alone has at that point, as plain data that nobody changes. None: it is too
                 large to be kept.
         """
@@ -75,11 +73,7 @@ class OwnStreams:
         return dataclasses.replace(states, streams=merged)
 
     def have_moved(self, since: RngStates) -> tuple[bool, bool]:
-        """Return whether random streams have moved, and whether declared state has changed.
-
-        Args:
-            since: what :meth:`capture` kept.
-        """
+        """Return whether random streams have moved, and whether declared state has changed."""
         declared = {name: each for name, each in since.streams.items() if is_declared(name)}
         drawn = {name: each for name, each in since.streams.items() if name not in declared}
         return RngStates.capture().streams != drawn, take_declared() != declared
@@ -176,11 +170,7 @@ class OwnStreams:
 
 
 class _StreamsOnBoard:
-    """Writes and reads the streams of one rank.
-
-    Args:
-        board: the rank's board.
-    """
+    """Writes and reads the streams of one rank."""
 
     def __init__(self, board: Board) -> None:
         self.board = board
@@ -193,7 +183,6 @@ class _StreamsOnBoard:
         """Keep ``states`` as the streams after ``step``.
 
         Args:
-            step: the optimizer step.
             states: the streams after that step.
             after_the_step: the streams that are kept for that step at ``COMMITTED``, if any: often nothing is drawn
                 between ``COMMITTED`` and later points.

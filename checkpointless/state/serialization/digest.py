@@ -60,12 +60,7 @@ def _unsigned(value: int) -> int:
 
 
 def _torch_digest(flat: torch.Tensor, chunk_lanes: int) -> torch.Tensor:
-    """Return the digest of a flat uint8 tensor, computed with torch's operations alone, as :func:`_digest_tensor`.
-
-    Args:
-        flat: the bytes.
-        chunk_lanes: how many lanes a chunk has, of which digests depend.
-    """
+    """Return the digest of a flat uint8 tensor, computed with torch's operations alone."""
     whole = flat.numel() // _LANE_BYTES * _LANE_BYTES
     body, tail = flat[:whole], flat[whole:]
     total = torch.full((), flat.numel(), dtype=torch.int64, device=flat.device)
@@ -118,10 +113,6 @@ class _FusedDigest:
     def __call__(self, flat: torch.Tensor, chunk_lanes: int) -> torch.Tensor | None:
         """Return the digest of ``flat``, a flat uint8 tensor, without waiting for the device.
 
-        Args:
-            flat: the bytes.
-            chunk_lanes: how many lanes a chunk has.
-
         Returns:
             The digest, int64 of shape ``()`` on the device; None if ``flat`` is not on a GPU, or the kernel
             does not work here. Then the same digest has to be computed in another way.
@@ -155,9 +146,7 @@ def launch(kernel: _Kernel, flat: torch.Tensor, chunk_lanes: int, block_lanes: i
     """Return what ``kernel`` computes of ``flat``, without waiting for it.
 
     Args:
-        kernel: the kernel, compiled or interpreted.
         flat: the bytes, uint8 of shape ``(n,)``.
-        chunk_lanes: how many lanes a chunk has.
         block_lanes: how many lanes each program reads: a power of two that divides ``chunk_lanes``.
 
     Returns:

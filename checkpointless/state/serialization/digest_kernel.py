@@ -35,10 +35,8 @@ def add_digest(
     """Add the digest of the bytes of one block to ``total``. Sums modulo 2**64 do not depend on the order.
 
     Args:
-        raw: the bytes, uint8, wherever they begin.
         words: the same bytes as int64, if they are ``aligned``; else not used.
         total: where the digest is summed up, int64.
-        nbytes: how many bytes there are.
         block: how many lanes of 8 bytes each program reads; a power of two.
         chunk: how many lanes a chunk has; a multiple of ``block``.
         aligned: whether the bytes begin at a multiple of 8.

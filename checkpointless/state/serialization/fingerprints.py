@@ -46,11 +46,7 @@ class _TooLargeError(Exception):
 
 
 class _Same:
-    """A fingerprint of an object of which nothing but its identity is known.
-
-    Args:
-        value: the object, which is kept so that no other one gets its place in memory.
-    """
+    """A fingerprint of an object of which nothing but its identity is known."""
 
     def __init__(self, value: object) -> None:
         self._value = value

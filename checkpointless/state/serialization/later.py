@@ -68,9 +68,6 @@ def copy_of(value: object) -> Callable[[], Any]:
 def copies_of(tensors: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
     """Copy ``tensors`` as they are now: numbers on the host as Python's numbers, alike ones elsewhere in one call.
 
-    Args:
-        tensors: tensors of any shapes, dtypes and devices.
-
     Returns:
         What makes the copies, without gradients.
     """

@@ -45,10 +45,8 @@ class _PlainType(NamedTuple):
 
     Attributes:
         kind: the type; subclasses do not travel.
-        parts: the types of the values that a value is made of, for msgspec.
         take_apart: returns the parts of a value.
         make: makes a value from its parts.
-        name: the name of the type where it travels.
     """
 
     kind: type

@@ -209,7 +209,6 @@ class _Encoder:
 
     Attributes:
         nbytes: how many bytes were found that are neither plain values nor in ``tensors``.
-        tensors: the other tensors.
     """
 
     is_canonical = False
@@ -405,11 +404,7 @@ class _Digester(_Encoder):
 
 
 class _Decoder:
-    """Decodes one tree; trusts nothing that it reads.
-
-    Args:
-        tensors: the tensors that the tree refers to.
-    """
+    """Decodes one tree; trusts nothing that it reads."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = tensors

@@ -46,14 +46,8 @@ class ChaosConfig:
     """Configuration of the cases to be run.
 
     Attributes:
-        cases: number of cases.
-        seed: seed from which the cases are drawn.
         overlap: whether half of the cases have a second fault.
         only: number of the one case to be run; None: all cases.
-        steps: number of optimizer steps of each job.
-        most_ranks: largest number of ranks of a job.
-        run_dir: directory for the results and for the jobs of cases that went wrong.
-        trainer: what trains.
     """
 
     cases: int
@@ -99,7 +93,6 @@ class Result:
     """Result of a case.
 
     Attributes:
-        case: the case.
         outcome: outcome of the job; None if it is none of the known outcomes.
         problem: what is wrong with the result ("" if nothing is).
         seconds: time from the first fault to the end of the first step after the last incident; None if there was
@@ -116,10 +109,6 @@ class Result:
 
 def run_chaos(config: ChaosConfig, console: Console) -> int:
     """Run all cases and show their results.
-
-    Args:
-        config: configuration of the cases.
-        console: console that shows text as it is.
 
     Returns:
         0 if every case ended as it must, else 1.
@@ -158,10 +147,7 @@ def judge(case: Case, ended: Ended, run_dir: Path, calm: Steps) -> Result:
     """Compare a job with its expected outcome and with a run without faults.
 
     Args:
-        case: case that was run.
         ended: how the agent of node 0 ended.
-        run_dir: run directory of the job.
-        calm: steps of a run without faults.
     """
     incidents = summarize(read_events(run_dir))
     outcome = None if ended.code is None else outcome_of(ended.code, incidents)
@@ -339,7 +325,6 @@ class Ended:
 
     Attributes:
         code: exit code, or the negative number of the signal that killed the agent; None if it was still running.
-        said: lines of the agent for the terminal.
     """
 
     code: int | None
@@ -348,9 +333,6 @@ class Ended:
 
 class _Nursery:
     """Turns this process into one that forks agents, with a trainer's modules imported and with one thread.
-
-    Args:
-        trainer: the trainer of the jobs.
 
     Raises:
         ImportError: one of the trainer's modules is not installed.
@@ -372,12 +354,7 @@ class _Nursery:
         gc.freeze()
 
     def run(self, configs: Sequence[LaunchConfig], limit_s: float) -> list[Ended]:
-        """Run the agents of one job until all have ended.
-
-        Args:
-            configs: one configuration per agent.
-            limit_s: number of seconds after which the agents that are left are killed.
-        """
+        """Run the agents of one job until all have ended."""
         agents = [AgentProcess(config) for config in configs]
         try:
             _wait(agents, time.monotonic() + limit_s)

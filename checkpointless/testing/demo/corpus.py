@@ -24,10 +24,7 @@ class TextWindows(Dataset):
     Item `i` depends on `i`, `seed` and the text alone, never on the process, the rank or what was read before.
 
     Args:
-        text: bytes to cut into windows.
-        seq_length: tokens per window.
         num_samples: number of items; more than one pass over the text is fine.
-        seed: seed of the shuffled order.
 
     Raises:
         ValueError: the text is shorter than one window.

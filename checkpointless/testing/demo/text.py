@@ -62,12 +62,8 @@ class _TextDataModule(pl.LightningDataModule):
     `load_state_dict()` accepts it in any layout.
 
     Args:
-        seq_length: tokens per sample.
-        micro_batch_size: samples per microbatch and data-parallel rank.
-        global_batch_size: samples per optimizer step over all ranks.
         num_train_samples: samples before the data ends; None: as many as `trainer.max_steps` needs.
         num_val_samples: samples of the validation set, which is the last tenth of the text.
-        seed: seed of the shuffled order.
         num_workers: number of data-loader workers that read ahead; 0: the training process reads.
         persistent_workers: whether to keep the data-loader workers from one epoch to the next.
         pin_memory: whether to use page-locked batches; for CUDA only.

@@ -36,16 +36,11 @@ class Task:
     """What a trainer is asked to train.
 
     Attributes:
-        nproc: number of ranks.
-        steps: number of optimizer steps.
         layout: parallel sizes by key of the trainer's ``keys``; a missing key means 1.
         dropout: dropout probability, in [0, 1).
         holders: number of ranks that hold each shard, where a trainer shards.
-        workers: number of workers of each data loader.
-        checksum: whether replicas are compared before a recovery.
         bucket_bytes: how many bytes the buffers of a transfer may take; None: as many as by default.
         checkpoint_every: optimizer steps between two checkpoints of the trainer's own (0: none).
-        checkpoints: directory of these checkpoints.
     """
 
     nproc: int
@@ -65,12 +60,8 @@ class Trainer:
     """A way to train: the recipe of NeMo, or one of the trainers of :mod:`checkpointless.testing.demo.script`.
 
     Attributes:
-        name: name on the command line.
-        what: what is trained, and by whom, for people.
         scope: cases that chaos may draw.
         keys: parallel sizes that a layout may give.
-        needs: modules that have to be installed.
-        install: how to install them.
         imports: modules that are worth importing once, before the ranks are forked.
     """
 
@@ -212,7 +203,6 @@ def parse_layout(text: str, keys: tuple[str, ...]) -> dict[str, int]:
 
     Args:
         text: ``key=size`` pairs with commas between them; empty for none.
-        keys: the keys that there are.
 
     Raises:
         DemoError: a key is unknown or occurs twice, or a size is not a whole number of at least 1.

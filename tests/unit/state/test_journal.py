@@ -91,7 +91,7 @@ def test_a_rank_that_has_a_snapshot_also_has_its_streams(
     monkeypatch.setattr(manager, "store_rng_states", store)
     journal.reached(4, SnapshotPoint.CHECKED)
     assert set(journal.snapshots(4)) == {SnapshotPoint.CHECKED}
-    assert manager.rng_of(4) is not None
+    assert manager.own.streams.newest(4) is not None
 
 
 def test_a_commit_leaves_what_the_step_changed_and_the_rest_as_it_was_before(manager: CheckpointManager) -> None:
@@ -109,7 +109,7 @@ def test_a_commit_leaves_what_the_step_changed_and_the_rest_as_it_was_before(man
     journal.reached(1, SnapshotPoint.CHECKED)
     found = journal.snapshots(1)
     assert [each.objects["count"] for each in found.values()] == [0, 1]
-    assert manager.own_of(1, SnapshotPoint.COMMITTED) == {"mine": 1}
+    assert manager.own.kept_at(1, SnapshotPoint.COMMITTED) == {"mine": 1}
 
 
 def test_an_update_is_finished_later_with_the_rates_that_it_was_to_have(manager: CheckpointManager) -> None:

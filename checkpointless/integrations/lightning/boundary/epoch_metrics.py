@@ -82,15 +82,7 @@ class _ResumableResults(ResultCollection):
 
     @override
     def log(self, fx: str, name: str, value: Any, *args: Any, **options: Any) -> None:
-        """Log a value as Lightning does.
-
-        Args:
-            fx: the hook that logs.
-            name: the name of the metric.
-            value: a number or a metric.
-            *args: the further positional arguments of Lightning's method.
-            **options: the keyword arguments of Lightning's method.
-        """
+        """Log a value as Lightning does."""
         key = f"{fx}.{name}"
         if key in self.put_back:  # the process group that it is reduced over is new
             self.put_back.discard(key)
@@ -113,9 +105,6 @@ def make_results_resumable(trainer: pl.Trainer) -> None:
 
 class Accumulated(Later[dict[str, Any]]):
     """What was logged and accumulated in this epoch of ``trainer`` until now.
-
-    Args:
-        trainer: the trainer.
 
     Attributes:
         has_own: whether this rank alone has a part of it.
@@ -251,9 +240,6 @@ def _metrics_of(trainer: Any) -> list[tuple[str, Any]]:
 def own_part(kept: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the part of ``kept`` that this rank alone has.
 
-    Args:
-        kept: what :class:`Accumulated` makes.
-
     Returns:
         That part; None if it is too large to be kept outside of the process.
     """
@@ -291,7 +277,6 @@ def with_own(kept: Mapping[str, Any], own: Mapping[str, Any] | None) -> dict[str
     """Return ``kept`` with what this rank alone has in place of a peer's.
 
     Args:
-        kept: what was taken, by this rank or by a peer.
         own: the part that this rank alone has; None: it is lost.
 
     Returns:
@@ -309,7 +294,6 @@ def warn_if_lost(kept: Mapping[str, Any], own: Mapping[str, Any] | None) -> None
     """Warn if something was accumulated and this rank's part of it is lost.
 
     Args:
-        kept: what a peer had taken.
         own: the part that this rank alone has; None: it is lost.
     """
     if own is None and (kept["metrics"] or any(map(_accumulates, kept["results"].values()))):
@@ -326,7 +310,6 @@ def put_accumulated(trainer: pl.Trainer, kept: Mapping[str, Any]) -> None:
     """Put back what :class:`Accumulated` makes.
 
     Args:
-        trainer: the trainer, in which nothing else of its epoch is left afterwards.
         kept: what :class:`Accumulated` makes; it stays as it is.
     """
     connector: Any = trainer._logger_connector

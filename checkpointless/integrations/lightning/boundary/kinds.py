@@ -51,12 +51,7 @@ class InMemoryCheckpoint(dict[str, Any]):
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of state that Lightning's checkpoints do not have.
-
-    Attributes:
-        name: its key in the objects of a point.
-        put: puts that data back into a trainer.
-    """
+    """A kind of state that Lightning's checkpoints do not have."""
 
     name: str
     put: Callable[[Any, Any], None]
@@ -122,7 +117,6 @@ def of_save_hooks(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> dict[str, 
     """Find what ``on_save_checkpoint`` of module and callbacks has put into a checkpoint.
 
     Args:
-        trainer: the trainer.
         checkpoint: the ``checkpoint`` that :func:`take_state` makes.
 
     Returns:

@@ -27,7 +27,6 @@ class Resumption:
     """Where the loops resume.
 
     Attributes:
-        stage: how much has happened after the last committed step.
         go_on: puts back, once the loops have begun, what can only be put back then.
         done_again: runs what follows the update of a step; it is given a function that runs Lightning's part of it.
         begins_epoch: whether an epoch begins where the loops resume.
@@ -64,7 +63,6 @@ class _ResumableEpochLoop(TrainingEpochLoop):
     """Lightning's loop over the batches of an epoch, which reports its points and can resume at each of them.
 
     Attributes:
-        observer: what is notified of the points.
         resumption: where to resume when the loop is run next; None: where Lightning would.
         not_delivered: how many batches the fetcher counts that no iterator of this process delivered.
         has_asked: whether a batch was asked for since the epoch was resumed.
@@ -154,7 +152,6 @@ class ResumableFitLoop(FitLoop):
     Attributes:
         resumption: where to resume when the loop is run next; None: where Lightning would.
         was_finished: whether the whole fit was over before the fault.
-        made_at_step: the step in which the training loader was made.
         is_beginning: whether the loop does what precedes the first epoch.
     """
 
@@ -291,12 +288,7 @@ def _validation_loaders(fit_loop: Any, source: Any) -> Any:
 
 
 def make_resumable(trainer: pl.Trainer, observer: Observer) -> None:
-    """Make the loops of ``trainer`` resumable and report their points to ``observer``.
-
-    Args:
-        trainer: the trainer, whose loops become resumable ones in place.
-        observer: what is notified of the points.
-    """
+    """Make the loops of ``trainer`` resumable and report their points to ``observer``."""
     fit_loop: Any = trainer.fit_loop
     for loop, kind in ((fit_loop, ResumableFitLoop), (fit_loop.epoch_loop, _ResumableEpochLoop)):
         if not isinstance(loop, kind):

@@ -21,11 +21,9 @@ class MegatronSteps:
     """How NeMo's Megatron strategy makes steps.
 
     Args:
-        trainer: a trainer whose strategy has been set up.
         fetched: returns how many batches the loader's fetcher has counted.
 
     Attributes:
-        tensors: the tensors of model and optimizer.
         replayed: the outcome of the committed step that is replayed; None: a step is computed.
     """
 
@@ -91,7 +89,6 @@ class _StepOutcomes:
     """A Megatron callback that notes the outcome of each training step.
 
     Args:
-        norms: the norms that are noted of the optimizer.
         fetched: returns how many batches the loader's fetcher has counted.
 
     Attributes:
@@ -140,11 +137,7 @@ class _StepOutcomes:
 
 
 class KeptReduction:
-    """Stands in for the loss reduction of a step that is replayed.
-
-    Args:
-        outcome: the outcome of the step.
-    """
+    """Stands in for the loss reduction of a step that is replayed."""
 
     def __init__(self, outcome: StepOutcome) -> None:
         self._outcome = outcome

@@ -18,7 +18,6 @@ class StepOutcome:
     """The outcome of a training step.
 
     Attributes:
-        reduced: what the loss reduction returned.
         has_outputs: whether this pipeline stage had losses to reduce.
         fetched: how many batches the step took from the loader.
         succeeded: whether the update was made (with fp16, not if a gradient overflowed).

@@ -78,17 +78,7 @@ def kept_states(trainer: pl.Trainer) -> set[str]:
 
 
 class Part:
-    """One part with attributes.
-
-    Args:
-        name: its name.
-        part: the object.
-        inherited: names of attributes that every object of its base class has.
-        trainer: the trainer, whose model is no state of the part.
-
-    Attributes:
-        name: as given.
-    """
+    """One part with attributes."""
 
     def __init__(self, name: str, part: object, inherited: frozenset[str], trainer: pl.Trainer) -> None:
         self.name = name

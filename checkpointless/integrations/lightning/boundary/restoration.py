@@ -37,11 +37,7 @@ class Restoration:
     """What memory gave one trainer besides its tensors, which are in place.
 
     Args:
-        objects: the non-tensor state of the point at which training resumes.
         trainer: the trainer, in which Lightning loads its own part of ``objects``.
-        manager: the manager that recovered the state.
-        keeper: holds the trainer's state.
-        data: the training data.
     """
 
     def __init__(
@@ -93,7 +89,7 @@ class Restoration:
         replays = stage is SnapshotPoint.COMMITTED
         kept = objects["kinds"][ACCUMULATED]
         if manager.was_filled:
-            warn_if_lost(objects["outcome"]["accumulated"] if replays else kept, manager.own_of(step, stage))
+            warn_if_lost(objects["outcome"]["accumulated"] if replays else kept, manager.own.kept_at(step, stage))
         kept = self._own_of(kept, *((step - 1, SnapshotPoint(objects["base"])) if replays else (step, stage)))
         objects = {**objects, "kinds": {**objects["kinds"], ACCUMULATED: kept}}
         put_kinds(self._trainer, objects["kinds"])
@@ -118,7 +114,7 @@ class Restoration:
 
     def _own_of(self, kept: dict[str, Any], step: int, stage: SnapshotPoint) -> dict[str, Any]:
         """Return what this rank itself accumulated over the epoch, although ``kept`` may come from a peer."""
-        own = self._manager.own_of(step, stage)
+        own = self._manager.own.kept_at(step, stage)
         return with_own(kept, own) if own is not None or self._manager.was_filled else kept
 
     def _make_loader(self, step: int, stage: SnapshotPoint, make: Callable[[], None]) -> None:
@@ -163,7 +159,7 @@ class Restoration:
         """Let Lightning replay the last committed step without computing it."""
         outcome = StepOutcome(**objects["outcome"])
         step, _ = self._manager.resumed_at or (-1, SnapshotPoint.COMMITTED)
-        states = self._manager.rng_of(step)
+        states = self._manager.own.streams.newest(step)
         output = (outcome.state or {}).get("output", {})
         if self._manager.was_filled and set(output) - {"loss"}:
             logger.warning(
@@ -192,7 +188,6 @@ def skip_fit(trainer: pl.Trainer, objects: dict[str, Any] | None) -> dict[str, A
     """Skip a fit that was over before the fault, which came in a later fit of the same block.
 
     Args:
-        trainer: the trainer of the fit.
         objects: the non-tensor state that the fit ended in; None if no rank knows it.
 
     Returns:

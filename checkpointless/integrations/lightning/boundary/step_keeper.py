@@ -29,15 +29,8 @@ class StepKeeper(FrontEnd):
     """Takes hold of a trainer's model and optimizer, which are built, and guards the update.
 
     Args:
-        trainer: a trainer whose strategy has been set up.
-        call: the running wrapper.
         manager: keeps what is captured; None: recovery from memory is switched off, and nothing is captured.
         position: returns where the training stands in its data.
-        steps: how the trainer's strategy makes steps.
-
-    Attributes:
-        journal: the journal of the fit's steps.
-        steps: as given.
     """
 
     def __init__(

@@ -42,8 +42,6 @@ class Steps(Protocol):
         """Give training steps ``outcome`` while the context lasts; they compute nothing.
 
         Args:
-            outcome: the outcome of the step that is replayed.
-            put_back: puts back what the step had left when its gradients were final.
             done: puts back the random streams from after the update.
         """
 

@@ -50,15 +50,10 @@ _PLUGIN = "precision"
 class TorchSteps:
     """How Lightning makes steps with a torch optimizer, in automatic optimization.
 
-    Args:
-        trainer: a trainer whose strategy has been set up.
-        call: the running wrapper.
-
     Raises:
         UnrecoverableError: such steps cannot be guarded.
 
     Attributes:
-        tensors: the tensors of model and optimizer.
         replayed: the outcome of the committed step that is replayed; None: a step is computed.
     """
 
@@ -209,7 +204,6 @@ class _ObservedOptimization(_AutomaticOptimization):
     """Lightning's automatic optimization of a batch, which tells :class:`TorchSteps` what it does.
 
     Attributes:
-        steps: what is told.
         closure: what computes the batch; None: the batch is replayed, or there was none.
     """
 
@@ -257,11 +251,7 @@ class _ObservedOptimization(_AutomaticOptimization):
 
 
 class _KeptResult:
-    """Stands for the computation of a batch that is replayed.
-
-    Args:
-        output: what the batch's computation returned.
-    """
+    """Stands for the computation of a batch that is replayed."""
 
     def __init__(self, output: Any) -> None:
         self._output: dict[str, Any] = output

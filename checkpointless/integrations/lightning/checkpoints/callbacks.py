@@ -118,7 +118,6 @@ def undo(callback: object, path: str, was: Replaced) -> None:
 
     Args:
         callback: any callback; one that keeps no such books stays as it is.
-        path: the path that was saved to.
         was: what the save has replaced; empty: nothing is known of it.
     """
     if not isinstance(callback, LightningModelCheckpoint):

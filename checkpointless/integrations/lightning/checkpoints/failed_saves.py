@@ -42,12 +42,7 @@ _UNKNOWN = {0: "a part of it could not be written"}
 
 
 class SaveFailed(Exception):
-    """A checkpoint could not be saved, as all ranks know.
-
-    Args:
-        path: where it was to be saved.
-        reasons: what went wrong, by rank.
-    """
+    """A checkpoint could not be saved, as all ranks know."""
 
     def __init__(self, path: str, reasons: Mapping[int, str]) -> None:
         super().__init__(path, reasons)
@@ -167,8 +162,6 @@ class FailedSaves:
         """Note that this rank raises ``error`` in a save, unless it follows from the loss of another rank.
 
         Args:
-            error: the error.
-            path: what is saved to, or is next to it.
             step: the step after which the save was begun; None: the newest.
         """
         if not is_victim(error):

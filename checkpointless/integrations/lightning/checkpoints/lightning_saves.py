@@ -35,9 +35,7 @@ class LightningSaves:
         """Make a save.
 
         Args:
-            path: the path to save to.
             after: the newest point of this rank.
-            make: makes the save.
         """
         if after[0] != self._resumed_step:
             self._again = set()
@@ -51,7 +49,6 @@ class LightningSaves:
 
         Args:
             resumed_at: the point that all ranks were brought to; None: the state is not from memory.
-            strategy: the strategy of the new trainer.
         """
         mine = [path for path, after in self._made if resumed_at is not None and after >= resumed_at]
         self._again = {path for each in all_gather_json(mine) for path in each}

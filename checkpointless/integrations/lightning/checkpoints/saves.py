@@ -53,14 +53,12 @@ class _Save:
     """One save of this rank.
 
     Attributes:
-        path: the path that is saved to.
         after: the newest point of the rank when the save began.
         number: the number that Megatron's queue of background saves gives it; None: it is made at once.
         finish: the caller's function that ends a background save; None: there is none.
         is_made: whether this rank has done its part or, for a background save, begun it.
         is_finished: whether this rank has gone through all that ends a background save.
         replaced: what a background save has replaced in the books of its callback; empty: nothing.
-        spare: keeps what the end of a background save would remove.
     """
 
     path: str
@@ -89,15 +87,11 @@ class _Agreement:
     Background saves go by the numbers that Megatron's queues gave them, which are the same on every rank.
 
     Attributes:
-        again: the paths that will be saved to again.
         whole: those of them that miss nothing, each with the number of its background save; None: it was made at
             once.
-        in_vain: the background saves that are started over.
         failed: the background saves whose writer failed on some rank, and that are not started over.
-        lost: the background saves that nobody will finish.
         forgotten: those of ``lost`` that no rank passes again.
         lost_paths: the known paths of ``lost``, the newest first.
-        going_on: the paths of the background saves that continue.
         continues: whether the pending background saves of all ranks, if there are any, can continue.
         is_cut_off: whether there are some that cannot, because a rank has lost its writer.
         newest: the number that a queue assigned last; -1: none.
@@ -177,7 +171,6 @@ class Saves:
 
     Attributes:
         pending: the background saves that were not finished when the block was left; None: there are none.
-        failed: what is done about saves that fail.
     """
 
     def __init__(self) -> None:
@@ -200,9 +193,7 @@ class Saves:
         """Make a save, unless it was made before the fault. Every rank calls this.
 
         Args:
-            path: the path to save to.
             after: the newest point of this rank.
-            make: makes the save.
             calls: Megatron's queue of background saves; None: the save is made at once.
             finish: the present caller's function that ends the save; None: there is none.
 
@@ -243,8 +234,6 @@ class Saves:
         """Keep what the background save to ``path`` has replaced in a callback's books, in case that it fails.
 
         Args:
-            path: the path.
-            callback: NeMo's callback.
             books: the callback's books before the save.
         """
         for each in self._made:
@@ -319,9 +308,7 @@ class Saves:
         """Let the background saves continue that can, and remove what is left of those that are lost.
 
         Args:
-            agreed: what all ranks have agreed on.
             calls: Megatron's queue of background saves, which is new; None: there is none.
-            trainer: the trainer, which is new.
         """
         pending = self.pending
         if agreed.failed:
@@ -382,8 +369,6 @@ class Saves:
 
         Args:
             save: the save; None: this rank does not know it.
-            error: what was raised.
-            callbacks: the callbacks of the trainer, in whose books it is.
 
         Raises:
             CheckpointException: no rank knows the save.
@@ -457,7 +442,6 @@ def _is_there(save: _Save, first: bool) -> bool:
     removed.
 
     Args:
-        save: a save of this rank.
         first: whether this is the rank that writes the markers. Other ranks may not see its files.
     """
     if "://" in save.path or (save.number is not None and not (first and save.is_finished)):
@@ -485,9 +469,7 @@ def _finish_by(save: _Save, before: _Save | None, calls: AsyncCallsQueue) -> Non
     It is not ended at once, because NeMo's callback says only after the save what its end is to remove.
 
     Args:
-        save: the save that is asked for now.
         before: the same save before the fault, if it was this process that began it; None: it was another process.
-        calls: Megatron's queue of background saves.
     """
     for call in calls.async_calls:
         if call.idx == save.number:
@@ -509,12 +491,7 @@ _WRITER_ENDS_S = 5.0
 
 @dataclass(frozen=True)
 class PendingSaves:
-    """Saves that were not finished when the block was left.
-
-    Attributes:
-        calls: Megatron's active asynchronous requests, oldest first.
-        newest: the number that Megatron's queue assigned last.
-    """
+    """Saves that were not finished when the block was left."""
 
     calls: tuple[Any, ...]
     newest: int

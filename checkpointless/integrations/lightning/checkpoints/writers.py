@@ -47,8 +47,6 @@ def write_buckets(
     Args:
         transforms: what Megatron-core does to each item.
         use_msc: whether NVIDIA's Multi-Storage Client opens the files.
-        rank: the rank whose part it is.
-        buckets: what to write, by file.
         results: the queue that gets what each writer says, by its number, or the first error.
     """
     context = multiprocessing.get_context("fork")

@@ -27,13 +27,7 @@ _patches = Patches()
 
 @dataclass
 class _Built:
-    """Datasets that were built.
-
-    Attributes:
-        arguments: what they were built from.
-        datasets: the datasets, one per split.
-        generation: the newest generation that has used them.
-    """
+    """Datasets that were built."""
 
     arguments: object
     datasets: list[Any]

@@ -41,7 +41,6 @@ def one_pass(
 
     Args:
         items: the sampler, the dataset, or an iterator over it that has drawn nothing yet.
-        starts: keeps the random streams at the beginning of each pass.
         again: whether the pass was begun before a fault.
         skip: how many of its items were used already, and are left out.
         owner: the dataset that ``items`` come from; None: ``items``.

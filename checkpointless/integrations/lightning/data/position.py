@@ -48,8 +48,6 @@ class DataPosition(NamedTuple):
     """Where a training stands in an epoch's data.
 
     Attributes:
-        fetched: how many batches Lightning's fetcher has counted.
-        delivered: how many batches the loader's iterator has delivered.
         began_at: how many samples Megatron's sampler counted as consumed when its iterator began; None: there is no
             Megatron sampler, or its iterator has not begun.
         consumed: how many samples Megatron's sampler counts as consumed now; None: there is no Megatron sampler.
@@ -107,12 +105,7 @@ def _no_sampler() -> None:
 
 
 def begun_at(state: dict[str, Any] | None, now: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return ``state``, taken before the data was set up, with the step that the set-up counts from.
-
-    Args:
-        state: what :func:`take_sampler` had made before the data was set up.
-        now: what it makes now.
-    """
+    """Return ``state``, taken before the data was set up, with the step that the set-up counts from."""
     if state is None or now is None:
         return state
     step = {name: value for name, value in now["sampler"].items() if name == "init_global_step"}
@@ -161,12 +154,7 @@ def several_loaders(count: int) -> str:
 
 
 def go_on_counting(fetcher: DataFetcher, position: DataPosition) -> None:
-    """Make the numbering of an epoch's batches continue from where the training stands.
-
-    Args:
-        fetcher: Lightning's fetcher, over an iterator that was rebuilt.
-        position: where the training stands.
-    """
+    """Make the numbering of an epoch's batches continue from where the training stands."""
     combined: Any = fetcher.iterator
     combined._iterator._idx = position.delivered
     if hasattr(fetcher, "_batch_idx"):  # the number of the last batch
@@ -202,8 +190,6 @@ def track(loader: Iterable[object], starts: Starts, position: DataPosition | Non
     """Follow the sampler of ``loader``, and make its next iterator begin where the training stands.
 
     Args:
-        loader: a data loader of torch's kind.
-        starts: keeps the random streams at the beginning of each iterator.
         position: where the training stands; None: at the beginning.
 
     Returns:
@@ -225,8 +211,6 @@ class TrackedSampler:
     """A sampler that knows how its iterator began, and whose first iterator begins after what was delivered.
 
     Args:
-        inner: the sampler that is tracked.
-        starts: keeps the random streams at the beginning of each iterator.
         position: where the training stands; None: at the beginning.
 
     Attributes:
@@ -306,12 +290,7 @@ class TrackedSampler:
 
 
 class _CountingSampler(Protocol):
-    """A sampler of Megatron's or NeMo's, which counts samples and takes as many per microbatch and rank.
-
-    Attributes:
-        consumed_samples: how many samples were consumed.
-        micro_batch_times_data_parallel_size: how many samples all ranks take together per microbatch.
-    """
+    """A sampler of Megatron's or NeMo's, which counts samples and takes as many per microbatch and rank."""
 
     consumed_samples: int
     micro_batch_times_data_parallel_size: int

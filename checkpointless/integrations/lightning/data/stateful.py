@@ -28,7 +28,6 @@ def repeat_order(loader: Iterable[object], starts: Starts, position: DataPositio
 
     Args:
         loader: a loader with ``state_dict`` and a sampler.
-        starts: keeps the random streams at the beginning of each pass.
         position: where the training stands; None: at the beginning.
 
     Returns:
@@ -97,8 +96,6 @@ class DrawnOrder:
     """A sampler whose passes draw, until the training has resumed, what the interrupted pass had drawn.
 
     Args:
-        inner: the sampler.
-        starts: keeps the random streams at the beginning of each pass.
         position: where the training stands; None: at the beginning.
     """
 

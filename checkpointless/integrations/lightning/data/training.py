@@ -52,11 +52,7 @@ class TrainingData:
         self._order: DrawnOrder | None = None  # of such a loader, if it does not know that
 
     def position(self, fit_loop: FitLoop) -> DataPosition:
-        """Return where the training stands in its data.
-
-        Args:
-            fit_loop: Lightning's loop over epochs, made resumable.
-        """
+        """Return where the training stands in its data."""
         fetcher = fit_loop._data_fetcher
         fetched = fetcher.fetched if fetcher is not None else 0
         tracked = self._tracked
@@ -81,8 +77,6 @@ class TrainingData:
         """Follow a training loader that has just been made.
 
         Args:
-            loader: the loader as Lightning will iterate over it.
-            starts: keeps the random streams at the beginning of each iterator.
             position: where the training stands; None: at the beginning.
         """
         self._tracked = self._order = self._stateful = None
@@ -119,7 +113,6 @@ class TrainingData:
         """Let an epoch that has begun in an earlier generation continue at ``position``.
 
         Args:
-            position: where the training stands.
             fit_loop: Lightning's loop over epochs, whose loader and iterator were rebuilt.
         """
         fetcher: Any = fit_loop._data_fetcher
@@ -157,8 +150,6 @@ def _repeat_items(loader: Iterable[object], starts: Starts, position: DataPositi
     it or its loader keeps its position.
 
     Args:
-        loader: a training loader.
-        starts: keeps the random streams at the beginning of each pass.
         position: where the training stands; None: at the beginning.
     """
     if not isinstance(loader, DataLoader) or not isinstance(loader.dataset, IterableDataset):
@@ -192,11 +183,7 @@ def _begin(make: Callable[[], Any], loader: Any, begin: Callable[[Iterable[Any]]
 
 
 class _Late(IterableDataset[Any]):
-    """Stands in the place of a dataset while torch asks for its iterator, which may draw random numbers already.
-
-    Args:
-        items: the iterator that torch gets.
-    """
+    """Stands in the place of a dataset while torch asks for its iterator, which may draw random numbers already."""
 
     def __init__(self, items: Iterator[Any]) -> None:
         self._items = items

@@ -67,10 +67,7 @@ def repeat_worker_draws(loader: Iterable[object], seed: int, trainer: pl.Trainer
     If that is not possible, or not certain, a warning is emitted, once.
 
     Args:
-        loader: the loader as Lightning will iterate over it.
-        seed: the seed of the job.
         trainer: the trainer, in the stage that ``loader`` is for.
-        rank: the data-parallel rank: ranks that share it get the same batches.
     """
     training, is_persistent = trainer.training, bool(getattr(loader, "persistent_workers", False))
     from_the_beginning = is_iterable(loader) and not keeps_its_position(loader)  # it is gone through once more

@@ -72,13 +72,7 @@ def _is_ours(record: logging.LogRecord) -> bool:
 
 
 def keep_loggers(trainer: pl.Trainer, facts: Facts, fit: int) -> None:
-    """Keep where rank 0's loggers write, and the folder name that NeMo has made up, so that they outlive it.
-
-    Args:
-        trainer: the trainer.
-        facts: the facts of this rank.
-        fit: the number of the fit in the block, from 1.
-    """
+    """Keep where rank 0's loggers write, and the folder name that NeMo has made up, so that they outlive it."""
     if trainer.is_global_zero:
         facts.keep(f"loggers of fit {fit}", [getattr(each, "_version", None) for each in trainer.loggers])
         if _NEMO_VERSION in os.environ:
@@ -89,11 +83,6 @@ def resume_loggers(trainer: pl.Trainer, facts: Facts, fit: int) -> None:
     """Make new loggers of rank 0 write where those of the same fit did, before they have written anything.
 
     Rows of steps that are redone are written once more (docs/contract.md, 4).
-
-    Args:
-        trainer: the trainer.
-        facts: the facts of this rank.
-        fit: the number of the fit in the block, from 1.
     """
     if not trainer.is_global_zero:
         return

@@ -28,12 +28,7 @@ _END_S = 0.5  # for a killed check to end; one that the kernel holds does not
 
 @dataclass(frozen=True)
 class DeviceCheck:
-    """A command that exits with 0 if the device of a rank may be used.
-
-    Attributes:
-        command: the program and its arguments.
-        timeout_s: how many seconds it may take.
-    """
+    """A command that exits with 0 if the device of a rank may be used."""
 
     command: tuple[str, ...]
     timeout_s: float = DEFAULT_DEVICE_CHECK_TIMEOUT_S
@@ -58,7 +53,6 @@ class _Run:
     """A run of the check, in a process group of its own, that holds a process of a rank.
 
     Attributes:
-        spawn: the process.
         why: why the device must not be used, once the check has failed.
         report_at_s: when that is to be reported, on the agent's clock.
     """
@@ -109,11 +103,7 @@ class DeviceChecks:
     The first process of the job for a rank is not held: there is no reason yet to doubt its device.
 
     Args:
-        job: what this node knows of the job.
         check: the check; None: nothing is held.
-        report: sends a message to the coordinator.
-        say: called with each line for the terminal.
-        clock: clock of the limits.
     """
 
     def __init__(

@@ -119,8 +119,6 @@ class ForkServer:
     """Starts, signals and reaps the processes of ranks, which a zygote forks.
 
     Args:
-        script: what the ranks run.
-        preload: names that the zygote imports.
         platform: name of the platform that the zygote installs after the imports
             (:mod:`checkpointless.launcher.agent.ranks.preload`); None: none.
         env: environment variables of the zygote, on top of this process's environment.
@@ -130,9 +128,6 @@ class ForkServer:
             an interpreter; this process must have one thread and no CUDA context.
         clock: clock of the time in which the zygote must answer; it should stand still while this process does.
         close: descriptors that a zygote which is forked from this process closes.
-
-    Attributes:
-        readable: socket that becomes readable when there is news.
     """
 
     def __init__(

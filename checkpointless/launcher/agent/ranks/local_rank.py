@@ -25,14 +25,10 @@ logger = logging.getLogger(__name__)
 class NodeJobState:
     """The job as the coordinator has told it to this node.
 
-    Args:
-        events: the job's event log.
-
     Attributes:
         generation: the generation that began last (-1: none).
         began_after: the highest step that was known to be committed when the generation began.
         incident: the incident that the coordinator spoke of last; None if the generation began without one.
-        run_id: the job's name in the environment of ranks.
         finished: whether every rank's block has returned, on this node and all others.
         outcome: how the job ended; None until it has.
     """
@@ -67,12 +63,7 @@ class NodeJobState:
         self._events.emit(stage, edge, generation=generation, incident=self.incident, rank=rank, **fields)
 
     def emit_preload(self, seconds: float, failed: tuple[str, ...]) -> None:
-        """Write that this node has imported what its ranks need, before any generation.
-
-        Args:
-            seconds: how long that took.
-            failed: names that could not be imported.
-        """
+        """Write that this node has imported what its ranks need, before any generation."""
         self._events.emit(EventName.PRELOAD, "point", generation=0, seconds=seconds, failed=failed)
 
 
@@ -80,10 +71,7 @@ class RankLink:
     """The agent's end of a socket pair; nothing that is done with it blocks.
 
     Args:
-        rank: the rank's number, for the log.
         connection: the agent's end, which belongs to the link from here on.
-        selector: selector of the loop.
-        on_readable: called by the loop when there is something to :meth:`receive`.
     """
 
     def __init__(
@@ -145,8 +133,6 @@ class _Beats:
     """The beats of a rank's main thread, as they were seen on its board.
 
     Attributes:
-        last: the last beat seen.
-        at_begin: the beat when the generation began.
         at_s: when the beat last changed, on the agent's clock.
         seen_at_s: when the beat last changed, on the monotonic clock, which does not stand still with the agent.
         in_step: whether the rank is within an optimizer step, but not in the first ones of a generation.
@@ -164,16 +150,11 @@ class LocalRank:
     """One rank, over all its processes.
 
     Attributes:
-        number: the rank.
-        board: the rank's board, which outlives its processes.
         log: what its processes print; whoever made it closes it.
-        incarnation: 0 for the first process, +1 at each respawn.
         pid: process ID of the living process; None until it is known.
         link: the connection to the living process; None once either side has closed it.
         said_hello: whether the living process has said hello.
         forgiven: whether the end of the process is a consequence of what is known already, and no fault by itself.
-        handed_over: whether the process has handed its state to its successor.
-        beats: the beats of the generation.
         started_at_s: when the living process was started, on the monotonic clock.
         ended: how the last process ended, once it has.
         is_cut_off: whether the process is killed because it does not end.
@@ -207,11 +188,7 @@ class LocalRank:
         return self.link is not None and self.link.send(message)
 
     def begin(self, now_s: float) -> None:
-        """Note that the rank enters its block.
-
-        Args:
-            now_s: the current time on the agent's clock.
-        """
+        """Note that the rank enters its block."""
         self.state = RankState.RUNNING
         beat = self.board.read().beat
         self.beats = _Beats(beat, beat, now_s)

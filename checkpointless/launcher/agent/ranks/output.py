@@ -108,7 +108,6 @@ class _LineCopy:
     carriage return, is a line. So is a piece of a very long line, and of one that has no end after a second.
 
     Args:
-        name: what stands in front of each line.
         show: called with whole lines.
         where: where all output is found, for the line that says how much is left out here.
     """
@@ -208,7 +207,6 @@ class _Outlet:
     """A thread that hands output to sinks, which may block, and room of bounded size in which output waits.
 
     Args:
-        name: name of the thread.
         patience_s: how long whoever passes output on waits for room. It waits once until the thread has come to the
             sink again; what follows is lost until then.
         complain: called when output is lost because a sink takes none, or not fast enough.
@@ -281,7 +279,6 @@ class Printed:
     leave running.
 
     Args:
-        path: the log.
         outlets: are called with all output, in order; they wait for a moment at most.
     """
 
@@ -333,16 +330,10 @@ class Output:
     and counted.
 
     Args:
-        folder: folder of the logs.
         node: the node's number; None if it is the job's only node.
         most_bytes: size of each log, with the older files of the same rank.
         new_logs: the ranks whose logs begin with this agent; logs that are there already are continued for others.
         terminal: descriptor that output is copied to; None: it is not.
-        shown: the ranks whose output is copied.
-        say: called with each line for the terminal.
-
-    Attributes:
-        fork_server: what the fork server prints.
     """
 
     def __init__(

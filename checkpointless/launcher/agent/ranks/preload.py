@@ -55,7 +55,6 @@ def installed(names: Iterable[str], local: Path) -> tuple[str, ...]:
     With torch comes what a first optimizer and a first fault import.
 
     Args:
-        names: dotted names.
         local: the folder in which the user's own modules lie, which hide installed ones.
 
     Returns:
@@ -70,10 +69,6 @@ def installed(names: Iterable[str], local: Path) -> tuple[str, ...]:
 
 def preload(names: tuple[str, ...], script: Script | None = None) -> list[str]:
     """Import ``names``; a name that fails is logged and left to the script.
-
-    Args:
-        names: dotted names to import.
-        script: modules beside this script are found too, as they will be when it runs.
 
     Returns:
         The names that could not be imported.
@@ -97,9 +92,6 @@ def prepare(script: Script) -> None:
 
     It may define ``before_ranks``, a function of the script's arguments. If that fails, it is logged, and left to
     the ranks.
-
-    Args:
-        script: what every rank runs.
     """
     module = sys.modules.get(script.target) if script.module else None
     before_ranks = getattr(module, "before_ranks", None)

@@ -67,20 +67,13 @@ class ProcessKeeper:
     """Keeps the processes of a node's ranks.
 
     Args:
-        job: what this node knows of the job.
-        fork_server: starts the processes.
         bare_fork_server: makes the one to use if what the first has imported must not be forked.
         make_rank: makes a rank, given its number, before its first process is started.
         rank_env: environment variables of every rank, besides those that the coordinator sends.
-        selector: selector of the loop.
-        report: sends a message to the coordinator.
-        say: called with each line for the terminal.
-        clock: clock of the times after which a process is killed.
         on_lost: called with the reason when no process can be started any more.
         device_check: what is run before a rank is started again (None: nothing).
 
     Attributes:
-        ranks: every rank that this node has started a process of, by number.
         can_start: whether processes can be started.
         is_discarding: whether all processes are being ended before the node joins again.
         failures: how many processes exited with a nonzero code since the generation began.
@@ -280,11 +273,7 @@ class ProcessKeeper:
             self.signal(rank, signal.SIGKILL)
 
     def kill_overdue(self, now_s: float) -> None:
-        """Kill the processes that should have ended by now; once the job is over, do not wait for them any more.
-
-        Args:
-            now_s: the current time on the agent's clock.
-        """
+        """Kill the processes that should have ended by now; once the job is over, do not wait for them any more."""
         for rank in self.ranks.values():
             if rank.kill_at_s is not None and now_s >= rank.kill_at_s:
                 self.kill(rank)
@@ -396,13 +385,7 @@ class ProcessKeeper:
 
 
 class _RankReports:
-    """Reports what ranks say, as far as it is about the generation that this node knows of.
-
-    Args:
-        job: what this node knows of the job.
-        report: sends a message to the coordinator.
-        clock: clock of the times after which a process is killed.
-    """
+    """Reports what ranks say, as far as it is about the generation that this node knows of."""
 
     def __init__(
         self, job: NodeJobState, report: Callable[[NodeMessage], None], clock: Callable[[], float]

@@ -45,8 +45,6 @@ class Script:
     """What the ranks run, as it is given to ``python``.
 
     Attributes:
-        target: path of a script, or name of a module.
-        args: arguments of the script or module.
         module: whether ``target`` is a module (``python -m``).
     """
 
@@ -141,9 +139,6 @@ def _wait_for_threads(limit_s: float) -> None:
     """Wait for the threads that Python waits for, but not for those that are idle for too long.
 
     A thread that an earlier entry of the block has left behind is waited for only as long as another one is.
-
-    Args:
-        limit_s: for how many seconds the process may wait and be idle.
     """
     executors = threading.Thread(target=_end_executors, daemon=True)
     executors.start()

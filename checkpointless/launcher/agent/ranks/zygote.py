@@ -47,7 +47,6 @@ class _Zygote:
 
     Args:
         connection: connection to the agent; when it closes, the zygote and every rank end.
-        script: what the ranks run.
         folder: folder in which the ranks keep their sockets (:mod:`checkpointless.system.temp_folder`).
     """
 

@@ -71,10 +71,7 @@ class _VendorPackage:
     """The parts of ``hyperpod_elastic_agent.ipc`` that are used.
 
     Attributes:
-        client: the client's class, which makes a connected client.
         error: the exception that the client's methods raise, also when a time limit has passed.
-        in_place: the restart mode in which processes stay alive.
-        new_processes: the restart mode in which every process of the job is replaced.
     """
 
     client: Callable[[], Any]
@@ -126,9 +123,6 @@ class Start:
 
     Attributes:
         generation: the ``JOB_RESTART_COUNT``.
-        rank: this process's rank.
-        world_size: the number of ranks.
-        env: what the agent wants in this process's environment.
     """
 
     generation: int
@@ -157,7 +151,6 @@ def _worker_envs(reply: object, expected: str) -> dict[str, str]:
 
     Args:
         reply: what ``hyperpod_barrier`` or ``hyperpod_wait_rank_info`` returned.
-        expected: the kind of message that the reply has to be.
 
     Raises:
         ValueError: the reply is something else, or says too little.
@@ -191,7 +184,6 @@ class _VendorAgent:
     """A connection to the vendor's agent.
 
     Args:
-        package: the vendor's package.
         start_timeout_s: how many seconds the agent may take to start the job, or to start it again.
 
     Raises:
@@ -233,9 +225,6 @@ class _VendorAgent:
     def wait_start(self, stopped: threading.Event) -> Start:
         """Report at the barrier, and wait until the agent starts the job; a spare then waits again.
 
-        Args:
-            stopped: set when a spare need not wait again.
-
         Raises:
             RuntimeError: no start came in time.
             ValueError: the agent said something else.
@@ -261,8 +250,6 @@ class _VendorAgent:
         """Report a fault of this rank.
 
         Args:
-            rank: this process's rank.
-            reason: one word for what went wrong.
             message: one line, of which the first :data:`MAX_MESSAGE_CHARS` characters are sent.
             in_place: whether processes may stay alive; otherwise every process of the job is replaced.
 
@@ -278,11 +265,7 @@ class _VendorAgent:
             raise _ReportError(f"could not report a fault: {error}") from error
 
     def notices(self, stopped: threading.Event) -> Iterator[tuple[object, Any]]:
-        """Yield the kind and the body of everything that the agent says to a rank that waits for a fault.
-
-        Args:
-            stopped: set when no more is wanted.
-        """
+        """Yield the kind and the body of everything that the agent says to a rank that waits for a fault."""
         while not stopped.is_set():
             began_s = time.monotonic()
             try:
@@ -342,7 +325,6 @@ class _MeetingPlace:
         """Meet the other ranks.
 
         Args:
-            start: what the vendor's agent said.
             high_water: the highest optimizer step that must have been committed, as far as this rank knows.
 
         Returns:
@@ -365,8 +347,6 @@ class _MeetingPlace:
         """Wait until every rank that was met calls this, for :data:`FINISH_TIMEOUT_S` at most.
 
         Args:
-            rank: this process's rank.
-            world_size: the number of ranks.
             is_over: whether there is nothing to wait for any more, because the generation has failed.
 
         Raises:
