@@ -110,15 +110,11 @@ class GlooSockets:
         """Shut down every socket of NCCL's that listens, and to which nobody is connected (idempotent).
 
         There a communicator in the making awaits a peer that may be lost. torch holds the communicator's lock
-        meanwhile (``NCCLComm::waitReady``), for ``TORCH_NCCL_NONBLOCKING_TIMEOUT`` seconds or, if making it blocks,
-        forever, and an abort waits for that lock. If the wait fails, torch raises and gives the lock back. It ends
-        also NCCL's thread that brings the peers together, which no abort reaches.
+        meanwhile (``NCCLComm::waitReady``), which an abort waits for, until ``TORCH_NCCL_NONBLOCKING_TIMEOUT`` or,
+        if making it blocks, forever. If the wait fails, torch raises and gives the lock back.
 
         NCCL's sockets stay open on exec and, unlike gloo's and other servers', reuse no address. Those of its
         communicators that are made have connections; its RAS thread must not be there (``NCCL_RAS_ENABLE``).
-
-        Returns:
-            The number of sockets that were shut down.
         """
         met: set[int] = set()
         listening: list[socket.socket] = []
