@@ -245,6 +245,8 @@ class ResumableFitLoop(FitLoop):
     def on_advance_start(self) -> None:
         """Begin an epoch, or resume it."""
         super().on_advance_start()
+        if self.resumption is not None:
+            self._restarting = False  # else Lightning leaves out what a plateau's scheduler does at the epoch's end
         self.epoch_loop.resumption, self.resumption = self.resumption, None
 
     @override

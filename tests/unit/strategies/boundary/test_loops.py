@@ -46,6 +46,21 @@ def test_a_start_is_lightnings_own(loops: Loops) -> None:
     assert guessed == ["fit", "epoch"]
 
 
+@pytest.mark.parametrize("is_recovered", [True, False])
+def test_schedulers_step_at_the_end_of_an_epoch_that_was_resumed_as_at_any(
+    loops: Loops, monkeypatch: pytest.MonkeyPatch, is_recovered: bool
+) -> None:
+    """Restarted from a checkpoint, Lightning steps those again that need no metric, and no others."""
+    fit_loop, epoch_loop, _ = loops
+    monkeypatch.setattr(pl.loops._FitLoop, "on_advance_start", nothing)
+    if is_recovered:
+        fit_loop.resumption = Resumption(SnapshotPoint.CHECKED, nothing, nothing)
+    fit_loop._restarting = True
+    fit_loop.on_advance_start()
+    assert fit_loop.restarting is not is_recovered
+    assert (epoch_loop.resumption is not None) is is_recovered
+
+
 @pytest.mark.parametrize("begins_epoch", [False, True])
 def test_where_it_resumes_is_known(loops: Loops, begins_epoch: bool) -> None:
     """An iterator that was made before the streams were put back is not that of an epoch that begins."""
