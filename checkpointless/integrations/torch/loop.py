@@ -426,7 +426,7 @@ def put_back(weights: Callable[[], Iterable[torch.Tensor]], when_back: Callable[
         UnrecoverableError: the context is left in the usual way, and they are not.
     """
 
-    def digests() -> Mapping[Key, str]:
+    def digests() -> Mapping[Key, int]:
         parts = {("weight", index): local_part(each).detach() for index, each in enumerate(weights())}
         return MemoryChecksumManager().digest_each(parts)
 

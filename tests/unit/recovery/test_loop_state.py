@@ -181,7 +181,7 @@ class Lookahead(torch.optim.Optimizer):
         super().__init__(inner.param_groups, {})
         self.inner, self.count, self.every = inner, 0, 3
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         self.inner.step()
         self.count += 1
 
@@ -192,6 +192,7 @@ class Tempered(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear, self.temperature, self.still = torch.nn.Linear(2, 2), 1.0, 0.5
+        self.calls: torch.Tensor
         self.register_buffer("calls", torch.zeros(1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

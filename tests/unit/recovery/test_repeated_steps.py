@@ -240,7 +240,7 @@ def test_copies_of_a_module_and_saved_ones_note_nothing(net: torch.nn.Module) ->
 
 def test_a_compiled_module_and_functional_transforms_work(net: torch.nn.Module) -> None:
     torch.compile(net, backend="eager", fullgraph=True)(ONES)
-    parameters = dict(net.named_parameters())
+    parameters: dict[str, torch.Tensor] = dict(net.named_parameters())
 
     def of_one(parameters: dict[str, torch.Tensor], row: torch.Tensor) -> torch.Tensor:
         loss: torch.Tensor = torch.func.functional_call(net, parameters, (row,)).sum()

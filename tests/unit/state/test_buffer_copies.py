@@ -1,5 +1,7 @@
 """Test copies of buffers that code outside of the steps has replaced."""
 
+from typing import Any
+
 import torch
 
 from checkpointless.state.buffer_copies import BufferCopies
@@ -9,7 +11,7 @@ _LARGE = 1 << 19  # elements: more than is copied each time
 
 def test_buffers_that_a_validation_replaced_in_inference_mode_are_copied_and_put_back() -> None:
     """Lightning validates in that mode, in which ``self.seen = self.seen + 1`` makes a tensor without a version."""
-    module = torch.nn.Module()
+    module: Any = torch.nn.Module()
     module.register_buffer("seen", torch.zeros(()))
     module.register_buffer("cache", torch.zeros(_LARGE))
     copies = BufferCopies([module])
