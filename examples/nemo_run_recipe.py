@@ -15,7 +15,7 @@ from nemo.collections import llm
 from nemo.collections.llm.gpt.model.base import local_layer_spec
 
 from checkpointless.strategies import enable
-from checkpointless.testing.demo.text import _ByteTokenizer, _TextDataModule
+from checkpointless.testing.demo.text import ByteTokenizer, TextDataModule
 
 SEQ_LENGTH = 64
 
@@ -46,10 +46,10 @@ def shrink(recipe):
     for name, value in TINY.items():
         setattr(recipe.model.config, name, value)
     # Model and data share one tokenizer: an object that a recipe names twice is made once
-    tokenizer = run.Config(_ByteTokenizer)
+    tokenizer = run.Config(ByteTokenizer)
     recipe.model.tokenizer = tokenizer
     recipe.data = run.Config(
-        _TextDataModule, seq_length=SEQ_LENGTH, micro_batch_size=2, global_batch_size=16, tokenizer=tokenizer
+        TextDataModule, seq_length=SEQ_LENGTH, micro_batch_size=2, global_batch_size=16, tokenizer=tokenizer
     )
     recipe.optim.config.bf16 = False
     recipe.optim.config.lr = 1e-2

@@ -30,7 +30,7 @@ from checkpointless.inprocess import HPWrapper
 from checkpointless.inprocess.parameter_update_lock import ParameterUpdateLock
 from checkpointless.strategies import CheckpointlessMegatronStrategy
 from checkpointless.system.environment import own_generation, own_rank, own_run_dir
-from checkpointless.testing.demo.text import _ByteTokenizer, _TextDataModule
+from checkpointless.testing.demo.text import ByteTokenizer, TextDataModule
 from tests.ranks.warm_checks import HookedModel
 
 SEQ_LENGTH, GLOBAL_BATCH = 16, 8
@@ -172,8 +172,8 @@ def train(options: argparse.Namespace) -> None:
         enable_model_summary=False,
         enable_checkpointing=False,
     )
-    data = _TextDataModule(seq_length=SEQ_LENGTH, micro_batch_size=1, global_batch_size=GLOBAL_BATCH)
-    model = llm.GPTModel(config, optim=nl.MegatronOptimizerModule(optimizer), tokenizer=_ByteTokenizer())
+    data = TextDataModule(seq_length=SEQ_LENGTH, micro_batch_size=1, global_batch_size=GLOBAL_BATCH)
+    model = llm.GPTModel(config, optim=nl.MegatronOptimizerModule(optimizer), tokenizer=ByteTokenizer())
     trainer.fit(model, data)
 
 

@@ -13,7 +13,7 @@ from megatron.core.models.common.embeddings.language_model_embedding import Lang
 from nemo.lightning.data import WrappedDataLoader
 from torch.utils.data import Dataset, default_collate
 
-from checkpointless.testing.demo.text import _TextDataModule
+from checkpointless.testing.demo.text import TextDataModule
 
 Sample = dict[str, torch.Tensor]
 
@@ -43,8 +43,8 @@ def noisy_collate(samples: list[Sample]) -> Sample:
     return batch
 
 
-class NoisyTextDataModule(_TextDataModule):
-    """Adds noise from the data-loader workers to every training sample and batch of ``_TextDataModule``."""
+class NoisyTextDataModule(TextDataModule):
+    """Adds noise from the data-loader workers to every training sample and batch of ``TextDataModule``."""
 
     def train_dataloader(self) -> WrappedDataLoader:
         loader = self._dataloader(NoisyWindows(self._train), "train")  # type: ignore[arg-type]

@@ -139,4 +139,4 @@ def test_a_rank_that_never_comes_to_the_barrier_ends_the_job(tmp_path: Path) -> 
     job = Job(tmp_path, "leaving.py", "1:before:sleep", "+1:before:sleep", regroup_timeout_s=3.0)
     ended = job.end()
     assert ended.code == 1
-    assert ended.err.splitlines()[-1] == "rank 1 did not come back within 1 s, also not as a new process"
+    assert ended.err.splitlines()[-1] == "rank 1 did not come back within 3 s, also not as a new process"

@@ -28,7 +28,7 @@ FAULTS = ("exception@backward:rank=0,step=3", "sigkill@optimizer:rank=1,step=5")
 WAYS = "tests.ranks.users_ways"
 SMALL = ("model.config.num_layers=2", *DROPOUT)
 BATCH = "seq_length: 64, micro_batch_size: 2, global_batch_size: 16"
-BYTES = "tokenizer: {_target_: checkpointless.testing.demo.text._ByteTokenizer}"
+BYTES = "tokenizer: {_target_: checkpointless.testing.demo.text.ByteTokenizer}"
 HERE = "num_workers: 0, pin_memory: false"
 NEMO = "nemo.lightning.pytorch.callbacks"
 

@@ -15,7 +15,7 @@ from checkpointless.testing.demo.corpus import TextWindows, english
 _BYTES = 256
 
 
-class _ByteTokenizer(TokenizerSpec):
+class ByteTokenizer(TokenizerSpec):
     """Tokenizer with one token per UTF-8 byte and three special tokens after them: begin, end and padding."""
 
     bos_id = _BYTES
@@ -55,7 +55,7 @@ class _ByteTokenizer(TokenizerSpec):
         return bytes(i for i in ids if i < _BYTES).decode(errors="ignore")
 
 
-class _TextDataModule(pl.LightningDataModule):
+class TextDataModule(pl.LightningDataModule):
     """NeMo data module with Python's help topics, in the manner of `llm.PreTrainingDataModule`.
 
     The position in the data is the number of consumed samples and nothing else: `state_dict()` returns it and
@@ -93,7 +93,7 @@ class _TextDataModule(pl.LightningDataModule):
         self.num_workers = num_workers
         self.persistent_workers = persistent_workers
         self.pin_memory = pin_memory
-        self.tokenizer = tokenizer or _ByteTokenizer()
+        self.tokenizer = tokenizer or ByteTokenizer()
         self.init_global_step = 0
         self.data_sampler = MegatronDataSampler(
             seq_len=seq_length, micro_batch_size=micro_batch_size, global_batch_size=global_batch_size

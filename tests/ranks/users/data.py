@@ -10,7 +10,7 @@ from nemo.lightning.pytorch.plugins import MegatronDataSampler
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from checkpointless.testing.demo.corpus import TextWindows, english
-from checkpointless.testing.demo.text import _TextDataModule
+from checkpointless.testing.demo.text import TextDataModule
 
 SEQ_LENGTH, MICRO_BATCH, GLOBAL_BATCH = 32, 2, 16  # two micro-batches of four ranks
 
@@ -28,12 +28,12 @@ class Numbered(Dataset[dict[str, torch.Tensor]]):
         return {**self._windows[index], "sample": torch.tensor(index)}
 
 
-class NumberedTextData(_TextDataModule):
+class NumberedTextData(TextDataModule):
     """Numbers the samples of the demo's data module, which has a ``state_dict``.
 
     Args:
         loaders: how many for validation.
-        **kwargs: as for ``_TextDataModule``.
+        **kwargs: as for ``TextDataModule``.
     """
 
     def __init__(self, loaders: int = 1, **kwargs: Any) -> None:

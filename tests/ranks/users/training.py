@@ -26,7 +26,7 @@ from nemo.lightning.pytorch.callbacks import ModelCheckpoint
 from checkpointless.callbacks import CheckpointlessCallback, HPFaultInjectionCallback
 from checkpointless.inprocess import HPWrapper
 from checkpointless.strategies import CheckpointlessAutoResume, CheckpointlessMegatronStrategy
-from checkpointless.testing.demo.text import _ByteTokenizer
+from checkpointless.testing.demo.text import ByteTokenizer
 from tests.ranks.users import defects, end
 from tests.ranks.users.callbacks import Averaging, Breaks, EndsSaves, KeepsByHooks, Pace, Probe
 from tests.ranks.users.data import (
@@ -118,7 +118,7 @@ def train(options: argparse.Namespace, fit: int, steps: int) -> dict[str, Any]:
     model = CountingGPT(
         config_of(options, features),
         optim=optimizer_of(options, features),
-        tokenizer=_ByteTokenizer(),
+        tokenizer=ByteTokenizer(),
         fit=fit,
         keeps="module-state" in features,
         metrics="epoch-metrics" in features,

@@ -21,7 +21,7 @@ from nemo.lightning.pytorch.plugins import MegatronDataSampler
 from torch.utils.data import IterableDataset
 
 from checkpointless.testing.demo.corpus import english
-from checkpointless.testing.demo.text import _ByteTokenizer, _TextDataModule
+from checkpointless.testing.demo.text import ByteTokenizer, TextDataModule
 
 
 class Mock(MockDataModule):
@@ -39,7 +39,7 @@ class Mock(MockDataModule):
         )
 
 
-class CyclicText(_TextDataModule):
+class CyclicText(TextDataModule):
     """Deals out the demo's text by Megatron's cyclic sampler: in an order of its own for every pass.
 
     Args:
@@ -51,7 +51,7 @@ class CyclicText(_TextDataModule):
         self.data_sampler.dataloader_type = "cyclic"
 
 
-class TwoValidations(_TextDataModule):
+class TwoValidations(TextDataModule):
     """Provides the demo's text with two validation sets."""
 
     def val_dataloader(self) -> Any:
@@ -63,7 +63,7 @@ class Conversations(FineTuningDataModule):
     """Has NeMo's fine-tuning module read pairs of input and output that are cut from English."""
 
     def __init__(self, dataset_root: str, **kwargs: Any) -> None:
-        super().__init__(dataset_root, tokenizer=_ByteTokenizer(), **kwargs)
+        super().__init__(dataset_root, tokenizer=ByteTokenizer(), **kwargs)
 
 
 def write(folder: str) -> None:
@@ -97,7 +97,7 @@ def _write_indexed_dataset(prefix: Path, documents: int = 200) -> None:
     text, draw = english(), random.Random(11)
     for _ in range(documents):
         start = draw.randrange(len(text) - 600)
-        tokens = [*text[start : start + draw.randrange(50, 500)], _ByteTokenizer.eos_id]
+        tokens = [*text[start : start + draw.randrange(50, 500)], ByteTokenizer.eos_id]
         builder.add_document(torch.tensor(tokens, dtype=torch.int32), [len(tokens)])
     builder.finalize(f"{prefix}.idx")
 
@@ -160,7 +160,7 @@ class IterableText(pl.LightningDataModule):
     def __init__(self, seq_length: int = 64, micro_batch_size: int = 2, global_batch_size: int = 16) -> None:
         super().__init__()
         self.seq_length, self.micro_batch_size = seq_length, micro_batch_size
-        self.tokenizer = _ByteTokenizer()
+        self.tokenizer = ByteTokenizer()
         self.data_sampler = _AsItComes(seq_length, micro_batch_size, global_batch_size)
 
     def train_dataloader(self) -> ResumableLoader:
