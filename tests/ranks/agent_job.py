@@ -60,7 +60,7 @@ class Job:
         options["script"] = str(SCRIPTS / script)
         self.process = ForkedAgent(options, {**os.environ, **(env or {}), _MARKER: self.marker})
 
-    def end(self, timeout_s: float = 90) -> Ended:
+    def end(self, timeout_s: float = 280) -> Ended:
         """Wait for the end; nothing may be left then."""
         try:
             out, err = self.process.communicate(timeout_s)

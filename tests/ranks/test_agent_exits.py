@@ -11,14 +11,14 @@ from tests.ranks.agent_job import Ended, Job
 from tests.ranks.test_agent_nodes import NPROC, Nodes
 from tests.ranks.test_agent_signals import left
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
 
 GRACE_S = 2.0
 
 
 def run(folder: Path, *arguments: str, nproc: int = 2, **options: Any) -> tuple[Ended, Job]:
     job = Job(folder, "stays.py", *arguments, nproc=nproc, exit_grace_s=GRACE_S, **options)
-    return job.end(120), job
+    return job.end(), job
 
 
 def test_a_thread_of_an_earlier_entry_keeps_no_rank(tmp_path: Path) -> None:

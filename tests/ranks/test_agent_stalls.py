@@ -53,7 +53,7 @@ def test_a_stall_that_ranks_share_is_waited_for(tmp_path: Path, floor_s: float |
 
 def test_a_rank_that_stalls_alone_and_does_not_come_back_is_replaced(tmp_path: Path) -> None:
     job = Job(tmp_path, "stalls.py", "8", "1@5:600", nproc=3, heartbeat_timeout_s=4.0)
-    ended = job.end(90)
+    ended = job.end()
     assert ended.code == 0, ended.err
     assert counts(job) == {0: 1, 1: 2, 2: 1}
 
@@ -69,7 +69,7 @@ def test_a_rank_that_stalls_alone_and_does_not_come_back_is_replaced(tmp_path: P
 )
 def test_a_hang_in_the_first_generation_is_found(tmp_path: Path, where: str, said: str) -> None:
     job = Job(tmp_path, "stalls.py", "4", f"1@{where}:600", nproc=3, heartbeat_timeout_s=4.0)
-    ended = job.end(120)
+    ended = job.end()
     assert ended.code == 0, ended.err
     assert f"incident 1: {said}" in ended.err
     assert {rank: pids for rank, pids in counts(job).items() if rank != 1} == {0: 1, 2: 1}
@@ -78,7 +78,7 @@ def test_a_hang_in_the_first_generation_is_found(tmp_path: Path, where: str, sai
 
 def test_a_job_that_shows_no_progress_is_left_alone(tmp_path: Path) -> None:
     job = Job(tmp_path, "silent.py", "0.5", nproc=3, heartbeat_timeout_s=0.5)
-    ended = job.end(90)
+    ended = job.end()
     assert ended.code == 0, ended.err
     assert counts(job) == one_each(3)
     assert "; recovering" not in ended.err

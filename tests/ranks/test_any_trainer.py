@@ -19,7 +19,7 @@ def test_steps_are_recorded_and_a_fault_that_is_survived_changes_nothing(tmp_pat
     calm = Job(tmp_path / "calm", "plain_lightning.py", nproc=1, record_steps=True)
     slow = Job(tmp_path / "slow", "plain_lightning.py", nproc=1, record_steps=True, faults=[fault])
     for job in (calm, slow):
-        ended = job.end(80)
+        ended = job.end()
         assert ended.code == 0, ended.err + ended.out
     assert fired(slow.run_dir) == {fault: 1}
     steps = read_steps(slow.run_dir)[0]
@@ -31,7 +31,7 @@ def test_steps_are_recorded_and_a_fault_that_is_survived_changes_nothing(tmp_pat
 def test_a_fault_that_is_not_survived_ends_the_job_with_it(tmp_path: Path) -> None:
     fault = "exception@before_optimizer:rank=0,step=3"
     job = Job(tmp_path, "plain_lightning.py", nproc=1, faults=[fault])
-    ended = job.end(80)
+    ended = job.end()
     assert ended.code == 1
     assert fired(tmp_path) == {fault: 1}
     assert f"InjectedFault: injected fault {fault}" in ended.out + ended.err

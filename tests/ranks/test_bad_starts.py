@@ -9,7 +9,7 @@ import pytest
 
 from tests.ranks.agent_job import Ended, Job
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
 
 OURS = ("rank_process.py", "runpy", "wrap.py", "main_thread.py")
 
@@ -17,7 +17,7 @@ OURS = ("rank_process.py", "runpy", "wrap.py", "main_thread.py")
 def start(tmp_path: Path, what: str, max_restarts: int = 0) -> tuple[Ended, list[int]]:
     """Run a job, and return how it ended and how often each rank has started or entered its block."""
     job = Job(tmp_path / "run", "bad_start.py", what, str(tmp_path), max_restarts=max_restarts)
-    ended = job.end(200)
+    ended = job.end()
     return ended, [len(path.read_text()) for path in sorted(tmp_path.glob("started-*"))]
 
 
@@ -88,7 +88,7 @@ def test_what_an_earlier_installation_has_left_is_named_in_the_last_line(tmp_pat
     (left / "entry_points.txt").write_text("[checkpointless.platforms]\ncpu = checkpointless.gone:install\n")
     environment = {"PYTHONPATH": f"{left.parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     job = Job(tmp_path / "run", "orphan.py", "wait", nproc=1, env=environment, cpu=True, fork_here=False)
-    ended = job.end(200)
+    ended = job.end()
     assert ended.code == 1
     *_, last = ended.err.splitlines()
     wanted = "the entry point cpu = checkpointless.gone:install in checkpointless.platforms of checkpointless 0.0.1"

@@ -21,7 +21,7 @@ from tests.ranks.agent_job import Ended, Job
 from tests.ranks.test_agent_nodes import Nodes
 from tests.waiting import wait_until
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
 
 STEPS = 6
 EXCEPTION = "exception@forward:rank=1,step=3"
@@ -33,7 +33,7 @@ def train(run_dir: Path, *args: str, faults: tuple[str, ...] = ()) -> Ended:
         {"fork_here": False} if "spawn" in args else {}
     )  # the processes of tests have a start method
     job = Job(run_dir, "once.py", str(STEPS), *args, nproc=2, faults=faults, record_steps=True, **options)
-    ended = job.end(120)
+    ended = job.end()
     assert not handed_over_in(job).exists(), "something is left in shared memory"
     return ended
 
@@ -164,7 +164,7 @@ def test_lightning_gets_back_what_its_parts_have(tmp_path: Path) -> None:
     def fit(name: str, *faults: str) -> tuple[Recording, list[str], Ended]:
         run_dir = tmp_path / name
         args = "contract_lightning.py", "clip", "once"
-        job = Job(run_dir, *args, nproc=2, faults=faults, record_steps=True, fork_here=False).end(200)
+        job = Job(run_dir, *args, nproc=2, faults=faults, record_steps=True, fork_here=False).end()
         assert job.code == 0, job.err
         results = [line.partition("RESULT")[2] for line in job.out.splitlines() if "RESULT" in line]
         return read_steps(run_dir), sorted(set(results)), job

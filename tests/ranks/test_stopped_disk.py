@@ -124,7 +124,7 @@ class TwoNodes:
 
     def end(self) -> list[Ended]:
         (self._notes / "end").touch()
-        return [agent.end(60) for agent in self.agents]
+        return [agent.end() for agent in self.agents]
 
 
 def stop_and_fail(
