@@ -229,11 +229,15 @@ def _with_attributes(variables: Mapping[str, Any]) -> dict[str, Any]:
         for path, each in parts:
             inherited = next((names for kind, names in _INHERITED.items() if isinstance(each, kind)), None)
             is_seen = inherited is not None or not has_state(each)
-            is_seen = is_seen and own_state_of(each) is None
+            is_seen = is_seen and own_state_of(each) is None and not _has_extra_state(each)
             if is_seen and not isinstance(each, type) and _is_of_script(type(each).__module__):
                 kept = getattr(each, "__dict__", {}).items()
                 found.update((f"{path}.{key}", part) for key, part in kept if key not in (inherited or ()))
     return found
+
+
+def _has_extra_state(value: object) -> bool:
+    return isinstance(value, torch.nn.Module) and type(value).get_extra_state is not torch.nn.Module.get_extra_state
 
 
 @functools.cache

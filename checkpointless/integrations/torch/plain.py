@@ -144,6 +144,7 @@ class PlainTraining(LoopTraining):
     ) -> Callable[[], dict[str, Any]] | None:
         """Capture the loop's state after the update of ``step``."""
         self._by_update, self._updated = self._loops_part(), step
+        self._noted = {}  # a loop that is left by break goes on from here
         if self._is_young():
             self._note()
         return super().committed(step, ready, before)
