@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 from checkpointless import HPWrapper, PlainTraining
+from checkpointless.recovery import seed_data_workers
 
 STEPS, KIND = int(sys.argv[1]), sys.argv[2]
 
@@ -42,6 +43,7 @@ def main() -> None:
     training = PlainTraining(modules=[model], optimizers=[optimizer])
     sampler: Any = DistributedSampler(rows)
     loader = DataLoader(rows, 2, sampler=sampler, generator=torch.Generator())
+    seed_data_workers(loader, seed=7, rank=dist.get_rank())
     validation = DataLoader(rows, 4, generator=torch.Generator())
     source = None
     for step in training.steps(done + STEPS, done=done):

@@ -69,7 +69,9 @@ def test_so_is_one_of_a_loop_of_ones_own(call: Call, tmp_path: Path) -> None:
     state = SimpleNamespace(modules=[], rates=list, shard=dict)
     own = SimpleNamespace(streams=SimpleNamespace(digests=lambda step: None))
     manager = SimpleNamespace(own=own)
-    loop: Any = SimpleNamespace(_log=StepLog(tmp_path, 0), _call=call, step=4, state=state, _manager=manager)
+    loop: Any = SimpleNamespace(
+        _log=StepLog(tmp_path, 0), _call=call, step=4, state=state, _manager=manager, _epoch=lambda: 0
+    )
     try:
         JournaledTraining._record(loop, 0.5)
     except RankShouldRestart:

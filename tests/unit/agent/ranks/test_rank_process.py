@@ -34,6 +34,7 @@ INTERRUPTED = """
 import atexit, os, signal, threading
 
 atexit.register(print, "atexit has run")
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have had it ignored
 threading._register_atexit(os.kill, os.getpid(), signal.SIGINT)  # as of an executor: called when the script is over
 """
 
