@@ -96,8 +96,6 @@ def main(caller: HPCallWrapper) -> None:
         if KIND == "scaler":
             scaler.scale(loss).backward()
             scaler.unscale_(optimizer)
-            if not all(bool(each.grad.isfinite().all()) for each in model.parameters() if each.grad is not None):
-                optimizer.zero_grad()
             scaler.update()
         else:
             loss.backward()
@@ -110,6 +108,7 @@ def main(caller: HPCallWrapper) -> None:
             for each in model.parameters():
                 each.grad = each.grad * average.value if each.grad is not None else None
         training.update(loss.item())
+    assert all(bool(each.isfinite().all()) for each in model.parameters())  # updates that overflow are left out
     dist.barrier()
     if dist.get_rank() == 0:
         print(f"norms of {len(norms)} steps, {os.environ['WORLD_SIZE']} ranks", flush=True)
