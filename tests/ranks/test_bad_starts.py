@@ -11,6 +11,7 @@ from tests.ranks.agent_job import Ended, Job
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
 
+ROOT = Path(__file__).parents[2]
 OURS = ("rank_process.py", "runpy", "wrap.py", "main_thread.py")
 
 
@@ -86,10 +87,18 @@ def test_what_an_earlier_installation_has_left_is_named_in_the_last_line(tmp_pat
     left.mkdir(parents=True)
     (left / "PKG-INFO").write_text("Metadata-Version: 2.1\nName: checkpointless\nVersion: 0.0.1\n")
     (left / "entry_points.txt").write_text("[checkpointless.platforms]\ncpu = checkpointless.gone:install\n")
-    environment = {"PYTHONPATH": f"{left.parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-    job = Job(tmp_path / "run", "orphan.py", "wait", nproc=1, env=environment, cpu=True, fork_here=False)
-    ended = job.end()
-    assert ended.code == 1
-    *_, last = ended.err.splitlines()
+    (tmp_path / "script.py").write_text("print('trained')\n")
+    paths = [str(left.parent), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    ended = subprocess.run(  # elsewhere: what lies in the current directory comes before PYTHONPATH
+        [sys.executable, "-m", "checkpointless", "run", "--nproc-per-node", "1", "--cpu", "script.py"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+    assert ended.returncode == 1
+    *_, last = ended.stderr.splitlines()
     wanted = "the entry point cpu = checkpointless.gone:install in checkpointless.platforms of checkpointless 0.0.1"
     assert f"{wanted} in {left.parent} cannot be used: ModuleNotFoundError" in last
