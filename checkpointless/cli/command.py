@@ -1,6 +1,6 @@
-"""What the command line has to know of a command.
+"""Parts that all commands share: values of options, lines for the terminal, run directories.
 
-Lines that the command line itself prints.
+It imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -12,9 +12,126 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from pathlib import Path
 
-from checkpointless.cli.values import UsageError
+from checkpointless.observability.telemetry.events import EVENTS_FILE
+
+_FACTORS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+_LEAST_BYTES = 64 << 10
+
+
+class UsageError(Exception):
+    """Raised if what was asked for cannot be done; the message is one line that says what to do instead."""
+
+
+def both(flag: str) -> tuple[str, ...]:
+    """Return an option in torchrun's two spellings: with dashes, and with underscores."""
+    return tuple(dict.fromkeys((flag, f"--{flag.removeprefix('--').replace('-', '_')}")))
+
+
+def ranks(text: str) -> int:
+    """Return the number of ranks of a node, as torchrun reads it: ``gpu``, ``cpu``, ``auto`` or a number."""
+
+    cpus = len(os.sched_getaffinity(0))
+    if text == "gpu":
+        found = _count_cuda()
+        if not found:
+            raise argparse.ArgumentTypeError("this machine has no GPU that CUDA shows: give a number, or cpu")
+        return found
+    if text in ("cpu", "auto"):
+        return (_count_cuda() if text == "auto" else 0) or cpus
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a whole number of at least 1 nor gpu, cpu or auto")
+    return positive(text)
+
+
+def nodes(text: str) -> int:
+    """Return the number of nodes; torchrun's ``MIN:MAX`` is one, too, if both are the same."""
+    least, colon, most = text.partition(":")
+    if not colon:
+        return positive(text)
+    if positive(least) != positive(most):
+        raise argparse.ArgumentTypeError(
+            f"{text}: the number of nodes is fixed here: --nnodes {most}, or --nnodes {least} with --spares for "
+            "nodes that wait to replace a lost one"
+        )
+    return positive(most)
+
+
+def local_ranks(text: str) -> tuple[int, ...]:
+    return tuple(count(each.strip()) for each in text.split(","))
+
+
+def positive(text: str) -> int:
+    return _at_least(text, 1)
+
+
+def count(text: str) -> int:
+    return _at_least(text, 0)
+
+
+def port(text: str) -> int:
+    port = count(text)
+    if port > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port (0 to 65535)")
+    return port
+
+
+def _at_least(text: str, minimum: int) -> int:
+    if not text.isascii() or not text.isdecimal() or len(text) > 9 or int(text) < minimum:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {minimum}")
+    return int(text)
+
+
+def nbytes(text: str) -> int:
+    number, factor = (text[:-1], _FACTORS[text[-1]]) if text[-1:] in _FACTORS else (text, 1)
+    if not number.isascii() or not number.isdecimal() or len(number) > 12 or int(number) * factor < _LEAST_BYTES:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of bytes of at least 64K, such as 1G")
+    return int(number) * factor
+
+
+def seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0.0 < seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+    return seconds
+
+
+def modules(text: str) -> tuple[str, ...]:
+    modules = tuple(module.strip() for module in text.split(","))
+    if not all(part.isidentifier() for module in modules for part in module.split(".")):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of modules with commas between them")
+    return modules
+
+
+# --- How many GPUs this machine has -------------------------------------------------------------------------------
+
+_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # of NVIDIA, of WSL and of AMD
+
+
+def _count_cuda() -> int:
+    """Return the number of CUDA devices that a process sees; leaves CUDA as it is.
+
+    It imports torch, which takes seconds, only where there is a driver.
+    """
+    if not any(Path(driver).exists() for driver in _DRIVERS):
+        return 0
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's warnings about its own imports
+        import torch
+    return torch.cuda.device_count()  # asks NVML first, without initialising CUDA: ranks are forked from here
+
+
+def has_cuda() -> bool:
+    """Return whether there is a CUDA device."""
+    return _count_cuda() > 0
+
 
 PROG = "checkpointless"
 _STDOUT, _STDERR = 1, 2
@@ -93,3 +210,66 @@ class Command:
     add_options: Callable[[argparse.ArgumentParser], None]
     act: Callable[[argparse.Namespace], int]
     epilog: str = ""
+
+
+# --- The run directory that a command reads or makes -------------------------------------------------------------
+
+RUNS_DIR = Path("runs")
+
+
+def check_run_dir(run_dir: Path) -> None:
+    """Check that there is such a run directory.
+
+    Raises:
+        UsageError: it does not exist.
+    """
+    if not run_dir.is_dir():
+        raise UsageError(f"there is no run directory {run_dir}")
+
+
+def check_can_be_made(run_dir: Path | None) -> None:
+    """Check that nothing known already prevents a run directory from being created.
+
+    Args:
+        run_dir: directory that the user asked for; None: one under the working directory.
+
+    Raises:
+        UsageError: the run directory cannot be created.
+    """
+    places = [] if run_dir is None else [run_dir, *run_dir.parents]
+    there = next((place for place in places if place.exists()), Path.cwd())
+    if not there.is_dir():
+        raise UsageError(f"cannot make run directory {run_dir}: {there} is a file")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise UsageError(f"cannot make run directory {run_dir}: nothing may be written into {there}")
+
+
+def new_run_dir(asked: Path | None, name: str, shared: bool = False) -> Path:
+    """Make the directory of a new run; refuse one that already holds a run, because the two would mix.
+
+    Of several jobs that ask for one directory at the same time, one gets it.
+
+    Args:
+        asked: directory that the user asked for; None: a new one under :data:`RUNS_DIR`.
+        shared: whether other nodes of the same run, or this node's predecessor, may have written into it.
+
+    Raises:
+        UsageError: the directory that was asked for holds a run, or cannot be made.
+    """
+    started = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%SZ")
+    numbers = ("", *(f"-{number}" for number in range(2, 1000)))
+    places = [RUNS_DIR / f"{started}-{name}{number}" for number in numbers] if asked is None else [asked]
+    for run_dir in places:
+        try:
+            run_dir.mkdir(parents=True, exist_ok=asked is not None)
+            if asked is None or shared:
+                return run_dir
+            if not any(run_dir.iterdir()):
+                (run_dir / EVENTS_FILE).touch(exist_ok=False)  # one of those who have found it empty succeeds
+                return run_dir
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise UsageError(f"cannot make run directory {run_dir}: {error.strerror}") from error
+    what = "is not empty: name a new one" if run_dir.is_dir() else "is a file: name another"
+    raise UsageError(f"run directory {run_dir} {what}")

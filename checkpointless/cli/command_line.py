@@ -14,12 +14,19 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from checkpointless.cli.command import PROG, open_standard_streams, out, report_error, say
-from checkpointless.cli.commands import coordinator, demo, doctor, faults, rehearse, report, run, train, verify
-from checkpointless.cli.values import UsageError
+from checkpointless.cli.command import PROG, UsageError, open_standard_streams, out, report_error, say
+from checkpointless.cli.commands import demo, rehearse, report, run, train
 
-COMMANDS = tuple(
-    module.COMMAND for module in (run, train, rehearse, coordinator, demo, verify, report, faults, doctor)
+COMMANDS = (
+    run.RUN,
+    train.COMMAND,
+    rehearse.COMMAND,
+    run.COORDINATOR,
+    demo.COMMAND,
+    report.VERIFY,
+    report.REPORT,
+    report.FAULTS,
+    report.DOCTOR,
 )
 USAGE_EXIT_CODE = 2
 INTERRUPTED_EXIT_CODE = 128 + 2  # what a shell reports for a process that Ctrl-C ended

@@ -13,13 +13,12 @@ from rich.text import Text
 
 from checkpointless.doctor.findings import Finding, Severity, worst_first
 from checkpointless.faults.spec import FaultKind, FaultPhase
-from checkpointless.observability.report.ettr import Comparison
 from checkpointless.observability.report.incidents import IncidentSummary
-from checkpointless.observability.report.summary import PHASE_OF, PHASES, Report, RunState
+from checkpointless.observability.report.summary import PHASE_OF, PHASES, Comparison, Report, RunState
 from checkpointless.observability.report.verify import Quantity, Steps, Verdict
 from checkpointless.observability.telemetry import wording
+from checkpointless.observability.telemetry.scribe import TRACEBACKS_DIR
 from checkpointless.observability.telemetry.steps import NO_LOSS
-from checkpointless.observability.telemetry.tracebacks import TRACEBACKS_DIR
 
 #: Width, in columns, if the output is a pipe or a file, which has no width.
 _FILE_WIDTH = 160

@@ -51,7 +51,7 @@ from checkpointless.launcher.protocol.board import Board, Facts
 from checkpointless.launcher.protocol.causes import exit_code
 from checkpointless.launcher.protocol.messages import Finish
 from checkpointless.observability.telemetry.event_names import EventName
-from checkpointless.observability.telemetry.tracebacks import keep_traceback, without_own_frames
+from checkpointless.observability.telemetry.scribe import keep_traceback, without_own_frames
 from checkpointless.system.environment import RANK_ENV, own_generation, own_rank
 from checkpointless.system.threads import abandon, waited_for
 

@@ -14,7 +14,7 @@ import pytest
 
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.events import EVENTS_FILE, read_events
-from checkpointless.observability.telemetry.tracebacks import traceback_path
+from checkpointless.observability.telemetry.scribe import traceback_path
 from tests.ports import free_port
 from tests.ranks.agent_job import Ended, Job
 from tests.waiting import wait_until

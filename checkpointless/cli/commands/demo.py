@@ -10,10 +10,17 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from checkpointless.cli.command import Command, say
-from checkpointless.cli.fault_specs import SEED_HELP, add_fault_option, check_goes_with_chaos, fault_specs
-from checkpointless.cli.run_directory import RUNS_DIR, check_can_be_made, new_run_dir
-from checkpointless.cli.values import UsageError, count, positive
+from checkpointless.cli.command import (
+    RUNS_DIR,
+    Command,
+    UsageError,
+    check_can_be_made,
+    count,
+    new_run_dir,
+    positive,
+    say,
+)
+from checkpointless.cli.job import SEED_HELP, add_fault_option, check_goes_with_chaos, fault_specs
 
 if TYPE_CHECKING:
     from checkpointless.testing.demo.trainers import Task, Trainer

@@ -10,12 +10,22 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from checkpointless.cli.command import Command, out, say
+from checkpointless.cli.command import (
+    Command,
+    UsageError,
+    both,
+    count,
+    has_cuda,
+    new_run_dir,
+    out,
+    positive,
+    ranks,
+    say,
+    seconds,
+)
 from checkpointless.cli.commands.run import program_of
 from checkpointless.cli.commands.train import recipe_program
 from checkpointless.cli.job import Program
-from checkpointless.cli.run_directory import new_run_dir
-from checkpointless.cli.values import UsageError, both, count, has_cuda, positive, ranks, seconds
 from checkpointless.system.environment import LOG_LEVEL_ENV, REHEARSAL_ENV, YES
 
 if TYPE_CHECKING:

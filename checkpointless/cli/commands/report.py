@@ -1,4 +1,4 @@
-"""The command ``checkpointless report``: its options, and what it writes where."""
+"""The commands that show something: ``report``, ``verify``, ``faults`` and ``doctor``."""
 
 from __future__ import annotations
 
@@ -6,14 +6,23 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from checkpointless.cli.command import STDOUT, Command, write
-from checkpointless.cli.run_directory import check_run_dir
-from checkpointless.cli.values import UsageError, seconds
+from checkpointless.cli.command import (
+    STDOUT,
+    Command,
+    UsageError,
+    check_run_dir,
+    modules,
+    out,
+    positive,
+    say,
+    seconds,
+    write,
+)
 
 if TYPE_CHECKING:
     from checkpointless.observability.report.summary import Report
 
-_EPILOG = """\
+_REPORT_EPILOG = """\
 examples:
   checkpointless report runs/20260101T120000Z-train
   checkpointless report runs/1 --html report.html       the same as one page, with tracebacks
@@ -98,7 +107,7 @@ def _report_command(options: argparse.Namespace) -> int:
 
 def _tracebacks(run_dir: Path, report: Report) -> dict[str, str]:
     """Return the tracebacks of the ranks that failed, as far as they raised anything, by incident."""
-    from checkpointless.observability.telemetry.tracebacks import traceback_path
+    from checkpointless.observability.telemetry.scribe import traceback_path
 
     found = {}
     for incident in report.incidents:
@@ -117,10 +126,141 @@ def _at_least_zero(text: str) -> float:
     return 0.0 if text.strip() in ("0", "0.0") else seconds(text)
 
 
-COMMAND = Command(
+REPORT = Command(
     "report",
     "show a run's incidents and where its time went",
     _add_report_options,
     _report_command,
-    _EPILOG,
+    _REPORT_EPILOG,
 )
+
+
+# --- A comparison of two runs ------------------------------------------------------------------------------------
+
+
+def _add_verify_options(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``verify``."""
+    add = parser.add_argument
+    add("run_a", type=Path, metavar="RUN_A", help="run directory of a run with --record-steps")
+    add("run_b", type=Path, metavar="RUN_B", help="run directory of another one")
+
+
+def verify(options: argparse.Namespace) -> int:
+    """Compare two runs and show the first difference.
+
+    Returns:
+        0 if they are equal, 1 if not.
+
+    Raises:
+        UsageError: a run does not exist, or was not recorded.
+    """
+    from checkpointless.cli.tables import console, verdict_table
+    from checkpointless.observability.report.incidents import gone_back
+    from checkpointless.observability.report.verify import compare
+    from checkpointless.observability.telemetry.events import read_events
+    from checkpointless.observability.telemetry.steps import read_steps
+
+    steps, again = [], []
+    for run_dir in (options.run_a, options.run_b):
+        check_run_dir(run_dir)
+        try:
+            steps.append(read_steps(run_dir))
+            again.append(gone_back(read_events(run_dir)))
+        except (OSError, ValueError) as error:
+            raise UsageError(str(error)) from error
+    verdict = compare(steps[0], steps[1], gone_back=(again[0], again[1]))
+    console().print(verdict_table(verdict, steps[0], steps[1], (str(options.run_a), str(options.run_b))))
+    out(verdict.sentence)
+    return 0 if verdict.equal else 1
+
+
+VERIFY = Command("verify", "compare two recorded runs, bit by bit", _add_verify_options, verify)
+
+
+# --- The faults that can be injected -----------------------------------------------------------------------------
+
+
+def _add_faults_options(_parser: argparse.ArgumentParser) -> None:
+    """Add nothing: the command has no options."""
+
+
+def faults(_options: argparse.Namespace) -> int:
+    """Show the kinds of faults, their phases and their expected outcomes."""
+    from checkpointless.cli.tables import console, support_table
+    from checkpointless.faults.spec import FaultPhase
+
+    console().print(support_table())
+    out(f"phases: {', '.join(phase.value for phase in FaultPhase)}")
+    out("for example: --fault exception@forward:rank=2,step=7 --fault sigkill@optimizer:rank=1,step=5")
+    return 0
+
+
+FAULTS = Command("faults", "list the faults that can be injected", _add_faults_options, faults)
+
+
+# --- What a node lacks -------------------------------------------------------------------------------------------
+
+_DOCTOR_EPILOG = """\
+examples:
+  checkpointless doctor                                  this machine
+  checkpointless doctor --nproc-per-node 8 --script train.py    can a fork server import this and fork ranks?
+  checkpointless doctor --nproc-per-node 8 --preload nemo.collections.llm
+  checkpointless doctor --run-dir /shared/runs           can a run be recorded there?
+  checkpointless doctor --json - | jq .worst
+
+Exit status: 0 if all is ok or advice, 1 if there is a warning or an error, 2 if an option is wrong.
+"""
+
+
+def _add_doctor_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``doctor``."""
+    add = parser.add_argument
+    add("--nproc-per-node", "--nproc_per_node", type=positive, default=1, metavar="N", help="ranks (default: 1)")
+    add("--run-dir", type=Path, metavar="D", help="check that a run can be recorded there")
+    add("--cpu", action="store_true", help="check for a job on CPUs")
+    add(
+        "--preload",
+        type=modules,
+        default=(),
+        metavar="MODULE,...",
+        help="check these imports of the fork server, as for `run`",
+    )
+    add("--script", metavar="SCRIPT", help="check what the fork server imports for this script")
+    add("-m", "--module", action="store_true", help="SCRIPT is a module, as with `python -m`")
+    add("--json", type=Path, metavar="FILE", help="write JSON (-: to standard output, and nothing else)")
+
+
+def doctor(options: argparse.Namespace) -> int:
+    """Show what to change on this machine.
+
+    Raises:
+        UsageError: an option is wrong.
+    """
+    from checkpointless.doctor import findings
+    from checkpointless.doctor.node import examine
+    from checkpointless.launcher.agent.ranks.rank_process import Script
+
+    if options.module and options.script is None:
+        raise UsageError("-m requires --script")
+    if options.script is not None and not options.module and not Path(options.script).is_file():
+        raise UsageError(f"there is no script {options.script!r}")
+    if options.run_dir is not None and options.run_dir.exists() and not options.run_dir.is_dir():
+        raise UsageError(f"run directory {options.run_dir} is a file: name another")
+    found = examine(
+        ranks=options.nproc_per_node,
+        run_dir=options.run_dir,
+        cpu=options.cpu,
+        preload=options.preload,
+        script=None if options.script is None else Script(options.script, (), options.module),
+        progress=say,
+    )
+    if options.json is not None:
+        write(options.json, findings.as_json(found) + "\n")
+    if options.json != STDOUT:
+        from checkpointless.cli.tables import show_findings
+
+        show_findings(found)
+    return findings.exit_code(found)
+
+
+DOCTOR = Command("doctor", "check what a node lacks for recoveries", _add_doctor_options, doctor, _DOCTOR_EPILOG)

@@ -1,4 +1,4 @@
-"""The command ``run``: its options and its launch.
+"""The commands ``run`` and ``coordinator``: their options and their launch.
 
 torchrun's options on the command line of ``run``: each works, is accepted with one line, or is refused.
 
@@ -16,9 +16,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from checkpointless.cli.command import Command, out, say
-from checkpointless.cli.job import Program, add_job_options, launch_job
-from checkpointless.cli.values import UsageError, both, count, local_ranks, modules, nodes, port, ranks, seconds
+from checkpointless.cli.command import (
+    Command,
+    UsageError,
+    both,
+    count,
+    local_ranks,
+    modules,
+    nodes,
+    out,
+    port,
+    positive,
+    ranks,
+    say,
+    seconds,
+)
+from checkpointless.cli.job import (
+    Program,
+    add_coordination_options,
+    add_job_options,
+    coordination_settings,
+    launch_job,
+)
+from checkpointless.system.environment import TOKEN_ENV
 
 _VARIABLE = "PET_{}"  # torchrun's, one for each of its options
 _OUTPUT = "output goes to the terminal and to the rank's log"
@@ -193,7 +213,7 @@ def _dest(flag: str) -> str:
     return flag.removeprefix("--").replace("-", "_")
 
 
-_EPILOG = """\
+_RUN_EPILOG = """\
 examples:
   checkpointless run --nproc-per-node 8 train.py --lr 1e-3
   checkpointless run --nproc-per-node 8 --preload nemo.collections.llm train.py
@@ -299,4 +319,67 @@ def _check_importable(modules: Sequence[str], script_dir: Path) -> None:
             raise UsageError(f"there is no module {module}")
 
 
-COMMAND = Command("run", "run a script on every rank of this node, through faults", _add_run_options, run, _EPILOG)
+RUN = Command("run", "run a script on every rank of this node, through faults", _add_run_options, run, _RUN_EPILOG)
+
+
+# --- A coordinator in a process of its own -----------------------------------------------------------------------
+
+_COORDINATOR_EPILOG = f"""\
+examples:
+  checkpointless coordinator --nnodes 4 --nproc-per-node 8 --rdzv-endpoint control0:29400 --run-dir /shared/runs/1
+
+Then start `checkpointless run` with the same --rdzv-endpoint on every node. The job then survives the loss of any
+node, node 0 included. Set {TOKEN_ENV} and the limits as on the nodes.
+"""
+
+
+def _add_coordinator_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``coordinator``."""
+    add = parser.add_argument
+    add("--nnodes", type=positive, required=True, metavar="M", help="nodes of the job")
+    add("--nproc-per-node", "--nproc_per_node", type=positive, default=1, metavar="N", help="ranks (default: 1)")
+    add(
+        "--rdzv-endpoint",
+        "--rdzv_endpoint",
+        required=True,
+        metavar="H[:P]",
+        help="where to listen; the same for all nodes",
+    )
+    add("--run-dir", type=Path, metavar="D", help="run directory of the job (default: no events)")
+    add_coordination_options(parser)
+
+
+def coordinate(options: argparse.Namespace) -> int:
+    """Coordinate a job until it is over.
+
+    Raises:
+        UsageError: an option is wrong, or the endpoint cannot be used.
+    """
+    from checkpointless.launcher.agent.launch import launch_coordinator
+    from checkpointless.launcher.coordinator.job_config import CoordinatorConfig
+    from checkpointless.launcher.protocol.handshake import TOKEN_ENV
+
+    settings = coordination_settings(options)
+    try:
+        config = CoordinatorConfig(
+            nnodes=options.nnodes,
+            nproc_per_node=options.nproc_per_node,
+            rdzv_endpoint=options.rdzv_endpoint,
+            token=os.environ.pop(TOKEN_ENV, ""),
+            run_dir=options.run_dir,
+            **settings,
+        )
+        return launch_coordinator(config, say)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    except OSError as error:
+        raise UsageError(f"cannot listen at {options.rdzv_endpoint}: {error.strerror or error}") from error
+
+
+COORDINATOR = Command(
+    "coordinator",
+    "coordinate a job of several nodes from outside of them",
+    _add_coordinator_options,
+    coordinate,
+    _COORDINATOR_EPILOG,
+)

@@ -8,9 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeGuard
 
-from checkpointless.cli.command import Command
+from checkpointless.cli.command import Command, UsageError, has_cuda
 from checkpointless.cli.job import Program, add_job_options, launch_job
-from checkpointless.cli.values import UsageError, has_cuda
 from checkpointless.system.environment import CPU_ENV
 
 if TYPE_CHECKING:

@@ -51,7 +51,7 @@ def launch_coordinator(config: CoordinatorConfig, say: Callable[[str], None]) ->
         OSError: the endpoint cannot be listened on, or the run directory cannot be created.
         ValueError: HTTP cannot be served at the configured address.
     """
-    from checkpointless.observability.monitoring.snapshot import OUTSIDE
+    from checkpointless.observability.monitoring.metrics import OUTSIDE
 
     if config.run_dir is not None:
         config.run_dir.mkdir(parents=True, exist_ok=True)
@@ -106,7 +106,7 @@ def _observing(
         return EventLog(path, node=node), None, None
     from checkpointless.launcher.agent.watch import Watch
     from checkpointless.observability.monitoring.http_status import HttpStatus
-    from checkpointless.observability.monitoring.snapshot import JobNames
+    from checkpointless.observability.monitoring.metrics import JobNames
 
     watch = Watch(node, JobNames(job, "" if config.run_dir is None else str(config.run_dir), script))
     return watch.log(path), HttpStatus(config.http_host, config.http_port, watch), watch

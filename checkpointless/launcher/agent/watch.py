@@ -8,16 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 from checkpointless.launcher.protocol.board import NO_STEP
 from checkpointless.launcher.protocol.node_messages import RankState
-from checkpointless.observability.monitoring.metrics import Metrics, Source
-from checkpointless.observability.monitoring.run_log import RunLog
-from checkpointless.observability.monitoring.snapshot import (
+from checkpointless.observability.monitoring.metrics import (
     OUTSIDE,
     JobNames,
     JobNode,
     JobRank,
     JobStatus,
+    Metrics,
     RankStatus,
+    RunLog,
     Snapshot,
+    Source,
 )
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.events import Edge, Event, EventLog

@@ -26,9 +26,7 @@ from urllib.parse import urlsplit
 
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from checkpointless.observability.monitoring.metrics import Metrics
-from checkpointless.observability.monitoring.run_log import RunLog
-from checkpointless.observability.monitoring.snapshot import Snapshot
+from checkpointless.observability.monitoring.metrics import Metrics, RunLog, Snapshot
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from checkpointless.observability.telemetry.event_names import LIVING, EventName, Rung
 from checkpointless.observability.telemetry.events import Event
-from checkpointless.observability.telemetry.tracebacks import traceback_path
+from checkpointless.observability.telemetry.scribe import traceback_path
 from checkpointless.observability.telemetry.wording import plural
 
 #: Stages of the generation that begins; each is told as soon as all ranks have finished it. A loop of one's own has

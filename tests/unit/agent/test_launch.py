@@ -9,7 +9,7 @@ import pytest
 from checkpointless.launcher.agent.launch import launch
 from checkpointless.launcher.agent.launch_config import LaunchConfig
 from checkpointless.launcher.agent.ranks import preload
-from checkpointless.observability.monitoring.snapshot import JobNames
+from checkpointless.observability.monitoring.metrics import JobNames
 
 
 def test_a_platform_that_is_not_installed_ends_the_run_in_one_line(

@@ -4,8 +4,8 @@ import argparse
 
 import pytest
 
+from checkpointless.cli.command import UsageError
 from checkpointless.cli.job import add_coordination_options, coordination_settings
-from checkpointless.cli.values import UsageError
 
 
 def settings(*words: str) -> dict[str, object]:

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from checkpointless.cli import run_directory
-from checkpointless.cli.run_directory import check_can_be_made, check_run_dir, new_run_dir
-from checkpointless.cli.values import UsageError
+from checkpointless.cli import command
+from checkpointless.cli.command import UsageError, check_can_be_made, check_run_dir, new_run_dir
 
 
 @pytest.fixture(autouse=True)
@@ -18,12 +17,12 @@ def _in_an_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.fixture
 def _at_one_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Frozen(run_directory.datetime):  # type: ignore[misc, name-defined]
+    class Frozen(command.datetime):  # type: ignore[misc, name-defined]
         @classmethod
         def now(cls, tz: object = None) -> "Frozen":
             return cls(2026, 1, 1, 12, 0, 0)
 
-    monkeypatch.setattr(run_directory, "datetime", Frozen)
+    monkeypatch.setattr(command, "datetime", Frozen)
 
 
 def at_once(asked: Path | None, count: int = 8) -> list[Path | str]:

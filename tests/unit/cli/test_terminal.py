@@ -11,7 +11,7 @@ from checkpointless.cli.terminal import Terminal
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.events import EVENTS_FILE, EventLog, _flush_events, read_events
 from checkpointless.observability.telemetry.narration import Narrator, detected_line, recovered_line
-from checkpointless.observability.telemetry.tracebacks import keep_traceback, traceback_path
+from checkpointless.observability.telemetry.scribe import keep_traceback, traceback_path
 from checkpointless.system.environment import RUN_DIR_ENV
 from tests.waiting import wait_until
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from torch.distributed.run import get_args_parser
 
-from checkpointless.cli import main, values
+from checkpointless.cli import command, main
 from checkpointless.cli.commands import run
 from checkpointless.cli.commands.run import _ACCEPTED, _REFUSED
 from checkpointless.launcher.agent import launch as launch_module
@@ -129,7 +129,7 @@ def test_what_contradicts_is_refused_in_one_line(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(values, "_count_cuda", lambda: 0)
+    monkeypatch.setattr(command, "_count_cuda", lambda: 0)
     assert start(words) == 2
     *_, last = capsys.readouterr().err.splitlines()
     assert last.startswith("checkpointless: error: ")
@@ -141,16 +141,16 @@ def test_what_contradicts_is_refused_in_one_line(
 def test_ranks_are_as_many_as_there_are_devices(
     gpus: int, words: str, launched: list[LaunchConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(values, "_count_cuda", lambda: gpus)
+    monkeypatch.setattr(command, "_count_cuda", lambda: gpus)
     for word in words.split():
         assert start(f"--nproc-per-node {word}") == 0
     assert {config.nproc_per_node for config in launched} == {gpus or len(os.sched_getaffinity(0))}
 
 
 def test_no_driver_means_no_gpu_and_no_import_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(values, "_DRIVERS", ("/nowhere",))
+    monkeypatch.setattr(command, "_DRIVERS", ("/nowhere",))
     monkeypatch.setitem(sys.modules, "torch", None)  # an import would raise
-    assert values._count_cuda() == 0
+    assert command._count_cuda() == 0
 
 
 def test_only_the_chosen_local_ranks_are_shown(launched: list[LaunchConfig]) -> None:

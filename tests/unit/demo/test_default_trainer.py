@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
+from checkpointless.cli.command import UsageError
 from checkpointless.cli.commands.demo import _demo_trainer
-from checkpointless.cli.values import UsageError
 from checkpointless.testing.demo.trainers import TRAINERS
 
 

@@ -120,13 +120,13 @@ def test_descriptors(files: int, hard: int, severity: Severity, todo: str) -> No
 
 def test_before_a_job_only_what_is_to_change_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(node, "SHARED_MEMORY", tmp_path)
-    monkeypatch.setattr(node.versions, "has_driver", lambda: False)
+    monkeypatch.setattr(node, "has_driver", lambda: False)
     harmful = {"NCCL_NVLS_ENABLE": "1"}
     assert node.quick(1, False, {}) == []
     assert node.quick(1, False, harmful) == []  # there is no GPU
     (missing,) = node.quick(1, False, {"TMPDIR": "/nowhere"})
     assert (missing.severity, missing.source) == (Severity.WARNING, "TMPDIR")
-    monkeypatch.setattr(node.versions, "has_driver", lambda: True)
+    monkeypatch.setattr(node, "has_driver", lambda: True)
     (found,) = node.quick(1, False, harmful)
     assert (found.family, found.severity) == (Family.VARIABLES, Severity.WARNING)
     assert node.quick(1, True, harmful) == []
@@ -137,7 +137,7 @@ def test_a_check_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -
     def fails(cpu: bool) -> None:
         raise RuntimeError("no metadata")
 
-    monkeypatch.setattr(node.versions, "read", fails)
+    monkeypatch.setattr(node, "read_versions", fails)
     said: list[str] = []
     found = node.examine(ranks=1, run_dir=None, cpu=True, preload=(), script=None, progress=said.append)
     assert "the check failed: RuntimeError: no metadata" in {each.seen for each in found}

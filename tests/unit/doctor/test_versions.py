@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from checkpointless.doctor import versions
+from checkpointless.doctor import node
 from checkpointless.doctor.findings import Severity
-from checkpointless.doctor.versions import Torch, _Versions, judge, read
+from checkpointless.doctor.node import Torch, _Versions, judge_versions, read_versions
 
 WELL = _Versions(
     python="3.11.7",
@@ -29,7 +29,7 @@ WITHOUT_NEMO = {name: WELL.packages[name] for name in ("torch", "lightning", "ri
 
 
 def wrong(seen: _Versions) -> list[tuple[Severity, str]]:
-    return [(each.severity, each.seen) for each in judge(seen) if each.severity is not Severity.OK]
+    return [(each.severity, each.seen) for each in judge_versions(seen) if each.severity is not Severity.OK]
 
 
 def test_what_is_recent_enough_is_right() -> None:
@@ -85,7 +85,7 @@ def test_what_is_wrong_is_said(seen: _Versions, severity: Severity, words: str) 
 
 @pytest.mark.slow
 def test_the_versions_of_this_machine_are_read() -> None:
-    seen = read(cpu=True)
+    seen = read_versions(cpu=True)
     assert seen.python == platform.python_version()
     assert seen.packages["torch"]
     assert seen.needed["torch"] == ">=2.6"
@@ -99,7 +99,7 @@ def test_the_versions_of_this_machine_are_read() -> None:
 def test_a_torch_that_cannot_be_imported_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.12: cannot open shared object file')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert read().torch == Torch(
+    assert read_versions().torch == Torch(
         error="torch cannot be imported: ImportError: libcudart.so.12: cannot open shared object file"
     )
 
@@ -107,5 +107,5 @@ def test_a_torch_that_cannot_be_imported_is_an_error(monkeypatch: pytest.MonkeyP
 def test_torch_is_asked_for_a_bounded_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("import time; time.sleep(60)")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(versions, "TORCH_TIMEOUT_S", 0.2)
-    assert read().torch == Torch(error="torch was not imported within 0.2 s")
+    monkeypatch.setattr(node, "TORCH_TIMEOUT_S", 0.2)
+    assert read_versions().torch == Torch(error="torch was not imported within 0.2 s")

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from checkpointless.launcher.agent.watch import Watch
 from checkpointless.observability.monitoring.http_status import _StatusHandler
-from checkpointless.observability.monitoring.snapshot import JobNode, JobRank, JobStatus, RankStatus, Snapshot
+from checkpointless.observability.monitoring.metrics import JobNode, JobRank, JobStatus, RankStatus, Snapshot
 
 JOB = JobStatus(
     nodes=(JobNode(0, "joined", ""), JobNode(1, "absent", "it closed the connection")),

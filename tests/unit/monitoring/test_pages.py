@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from checkpointless.launcher.agent.watch import Watch
 from checkpointless.launcher.protocol.node_messages import End
-from checkpointless.observability.monitoring.snapshot import OUTSIDE, STALE_S, JobNames, Snapshot
+from checkpointless.observability.monitoring.metrics import OUTSIDE, STALE_S, JobNames, Snapshot
 from checkpointless.observability.telemetry.event_names import EventName
 from tests.unit.monitoring.http_exchange import SNAPSHOT, get, pages_of
 

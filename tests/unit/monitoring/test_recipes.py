@@ -13,9 +13,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from checkpointless.observability.monitoring.metrics import Metrics
-from checkpointless.observability.monitoring.run_log import Account
-from checkpointless.observability.monitoring.snapshot import JobNames
+from checkpointless.observability.monitoring.metrics import Account, JobNames, Metrics
 from tests.unit.monitoring.http_exchange import SNAPSHOT
 
 FOLDER = Path(__file__).parents[3] / "recipes" / "monitoring"

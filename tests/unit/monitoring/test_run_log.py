@@ -14,10 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpointless.launcher.agent.watch import Watch
-from checkpointless.observability.monitoring import run_log
-from checkpointless.observability.monitoring.metrics import MEASURED_STAGES
-from checkpointless.observability.monitoring.run_log import Account, RunLog
-from checkpointless.observability.monitoring.snapshot import RankStatus, Snapshot
+from checkpointless.observability.monitoring import metrics as metrics_module
+from checkpointless.observability.monitoring.metrics import MEASURED_STAGES, Account, RankStatus, RunLog, Snapshot
 from checkpointless.observability.report.summary import build_report
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.events import (
@@ -130,7 +128,7 @@ def test_what_is_no_event_is_left_out(tmp_path_factory: pytest.TempPathFactory, 
 
 @pytest.fixture
 def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunLog]:
-    monkeypatch.setattr(run_log, "_EVERY_S", 0.01)
+    monkeypatch.setattr(metrics_module, "_EVERY_S", 0.01)
     reader = RunLog(tmp_path / EVENTS_FILE, 0, frozenset, lambda _: None)
     yield reader
     reader.close()
@@ -218,7 +216,7 @@ def test_an_account_is_made_only_if_something_was_written_and_not_too_often(
         made.append(len(events))
         return Account()
 
-    monkeypatch.setattr(run_log, "_account_of", made_of)
+    monkeypatch.setattr(metrics_module, "_account_of", made_of)
     run, reader = disturbed_run(), reader_of(tmp_path)
     write(tmp_path, run.events[:5], monkeypatch)
     for now_s in (0.0, 1e6, 2e6):
@@ -234,7 +232,7 @@ def test_an_account_is_made_only_if_something_was_written_and_not_too_often(
 def test_a_log_that_is_too_long_has_no_account(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(run_log, "MAX_EVENTS", 10)
+    monkeypatch.setattr(metrics_module, "MAX_EVENTS", 10)
     reader = reader_of(tmp_path)
     append_line(tmp_path / EVENTS_FILE, "no event")
     write(tmp_path, disturbed_run().events[:11], monkeypatch)

@@ -19,7 +19,7 @@ LEFT = {
     "callbacks/step_recorder.py": 2,
     "callbacks/trainer_parts.py": 2,
     "checkpointless/cli/command_line.py": 1,
-    "checkpointless/cli/fault_specs.py": 1,
+    "checkpointless/cli/job.py": 1,
     "checkpointless/inprocess/abort.py": 4,
     "checkpointless/inprocess/communicators/process_groups.py": 4,
     "checkpointless/inprocess/communicators/waits.py": 2,

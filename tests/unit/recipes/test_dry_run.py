@@ -13,8 +13,8 @@ pytest.importorskip("hydra", reason="recipes need hydra-core")
 from rich.console import Console
 
 from checkpointless.cli import command_line
+from checkpointless.cli.command import UsageError
 from checkpointless.cli.commands import train
-from checkpointless.cli.values import UsageError
 from checkpointless.recipes.checks import _replica_lines, layout_of, show
 from checkpointless.recipes.settings import load
 from checkpointless.system.layout import Layout

@@ -11,9 +11,10 @@ from checkpointless.observability.report.verify import Difference, Quantity
 from checkpointless.observability.telemetry.steps import Recording, StepExtras, StepLog, StepRecord, read_steps
 from checkpointless.testing.rehearsal import rehearse as pages
 from checkpointless.testing.rehearsal.jobs import Ended
-from checkpointless.testing.rehearsal.judge import (
+from checkpointless.testing.rehearsal.rehearse import (
     Course,
     Outcome,
+    Page,
     Result,
     Trial,
     blamed,
@@ -22,7 +23,6 @@ from checkpointless.testing.rehearsal.judge import (
     messages_of,
     unsteady,
 )
-from checkpointless.testing.rehearsal.rehearse import Page
 
 FAULT = "exception@optimizer:rank=1,step=3"
 COURSE = Course(1, 4, 1)

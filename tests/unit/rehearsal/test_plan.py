@@ -6,7 +6,7 @@ import pytest
 
 from checkpointless.faults.spec import FaultKind, FaultPhase, parse
 from checkpointless.observability.telemetry.steps import Recording, StepExtras, StepRecord, ValidationRecord
-from checkpointless.testing.rehearsal.judge import Course, course_of, draw
+from checkpointless.testing.rehearsal.rehearse import Course, course_of, draw
 
 OF_UPDATE = {
     FaultPhase.BEFORE_OPTIMIZER,

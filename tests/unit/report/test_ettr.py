@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointless.observability.report.ettr import _Activity, _Milestones, account
 from checkpointless.observability.report.incidents import IncidentSummary
+from checkpointless.observability.report.summary import _Activity, _Milestones, account
 from tests.unit.made_up_run import UTC, MadeUpRun, S
 from tests.unit.report.reports import report_of, simple_run
 

@@ -2,9 +2,8 @@
 
 import pytest
 
-from checkpointless.observability.report.ettr import Source
 from checkpointless.observability.report.incidents import Outcome
-from checkpointless.observability.report.summary import RunState
+from checkpointless.observability.report.summary import RunState, Source
 from tests.unit.made_up_run import MadeUpRun
 from tests.unit.report.reports import report_of, simple_run
 

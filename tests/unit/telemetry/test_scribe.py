@@ -15,12 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from checkpointless.observability.telemetry import events, scribe, steps, tracebacks
+from checkpointless.observability.telemetry import events, scribe, steps
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.events import EVENTS_FILE, EventLog, read_events
-from checkpointless.observability.telemetry.scribe import LogRelay, _Scribe
+from checkpointless.observability.telemetry.scribe import LogRelay, _Scribe, keep_traceback, traceback_path
 from checkpointless.observability.telemetry.steps import StepLog
-from checkpointless.observability.telemetry.tracebacks import keep_traceback, traceback_path
 from checkpointless.system.environment import RUN_DIR_ENV
 from tests.interrupting import interrupt
 from tests.waiting import wait_until
@@ -32,7 +31,7 @@ OWN = {module.__file__ for module in (events, scribe)}
 def mine(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Scribe]:
     """Yield a scribe of this test alone, which may be left waiting for a disk."""
     own = _Scribe()
-    for module in (events, steps, tracebacks):
+    for module in (events, steps, scribe):
         monkeypatch.setattr(module, "scribe", own)
     monkeypatch.setattr(scribe, "herald", own)
     yield own

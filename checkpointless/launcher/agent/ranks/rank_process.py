@@ -24,8 +24,14 @@ from typing import NoReturn
 from checkpointless.launcher.client.agent_client import AgentClient
 from checkpointless.launcher.protocol.board import Board
 from checkpointless.launcher.protocol.causes import exit_code
-from checkpointless.observability.telemetry.scribe import LogRelay, apply_log_level, flush_all, uninstall_relays
-from checkpointless.observability.telemetry.tracebacks import is_first_with, without_own_frames
+from checkpointless.observability.telemetry.scribe import (
+    LogRelay,
+    apply_log_level,
+    flush_all,
+    is_first_with,
+    uninstall_relays,
+    without_own_frames,
+)
 from checkpointless.system.environment import EXIT_GRACE_ENV, RANK_ENV, own_generation, own_rank
 from checkpointless.system.idleness import Idleness, families
 from checkpointless.system.signals import STACKS_SIGNAL

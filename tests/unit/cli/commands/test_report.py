@@ -14,7 +14,7 @@ from checkpointless.observability.telemetry.events import (
     EventLog,
     _flush_events,
 )
-from checkpointless.observability.telemetry.tracebacks import traceback_path
+from checkpointless.observability.telemetry.scribe import traceback_path
 from tests.unit.made_up_run import MadeUpRun
 from tests.unit.report.reports import HOSTILE, simple_run
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpointless.cli.commands import coordinator as coordinator_command
+from checkpointless.cli.commands.run import COORDINATOR
 from checkpointless.launcher.coordinator.job_config import DEFAULT_PORT
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.events import EVENTS_FILE, EventLog
@@ -37,7 +37,7 @@ def test_a_new_pod_runs_the_node_of_its_index(tmp_path: Path, bin_dir: Path) -> 
 def test_the_coordinator_listens_on_its_own_address_for_the_same_job(tmp_path: Path, bin_dir: Path) -> None:
     assert run_coordinator(tmp_path) == 0
     options = options_of(tmp_path / "coordinated")
-    assert options.command is coordinator_command.COMMAND.act
+    assert options.command is COORDINATOR.act
     assert (options.nnodes, options.nproc_per_node) == (4, 8)
     assert options.rdzv_endpoint == f"10.0.0.7:{DEFAULT_PORT}"
     assert options.run_dir == tmp_path / "run"

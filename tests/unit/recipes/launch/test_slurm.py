@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpointless.cli.commands import coordinator as coordinator_command
+from checkpointless.cli.commands.run import COORDINATOR
 from checkpointless.launcher.coordinator.job_config import DEFAULT_PORT
 from tests.unit.recipes.launch.batch import coordinated, run_changed_sbatch, run_sbatch, sbatch_environment
 from tests.unit.recipes.launch.manifests import SBATCH
@@ -25,7 +25,7 @@ def test_the_batch_script_runs_every_node_and_ends_as_the_coordinator(
     (tmp_path / "argv").write_text(coordinated(tmp_path)[0])
     assert len(coordinated(tmp_path)) == 1
     coordinator = options_of(tmp_path / "argv")
-    assert coordinator.command is coordinator_command.COMMAND.act
+    assert coordinator.command is COORDINATOR.act
     for node in range(3):
         options = options_of(tmp_path / f"argv-{node}")
         assert (options.node_rank, options.nnodes, options.spares, options.nproc_per_node) == (node, 2, 1, 8)
