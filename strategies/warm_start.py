@@ -19,7 +19,7 @@ from nemo.lightning.pytorch.callbacks import PEFT
 from nemo.lightning.pytorch.strategies import MegatronStrategy
 
 from checkpointless.inprocess.communicators.launch_bound import LaunchBound
-from checkpointless.inprocess.context import emit_event
+from checkpointless.inprocess.wrap import emit_event
 from checkpointless.integrations.megatron.warm.kept_model import KeptModel
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.recovery import CheckpointManager

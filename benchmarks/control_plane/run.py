@@ -23,8 +23,8 @@ from benchmarks.control_plane.measurement import Case, Measurement, report
 from checkpointless.launcher.coordinator import coordinator as measured
 from checkpointless.launcher.coordinator.coordinator import Coordinator
 from checkpointless.launcher.coordinator.hosting import TICK_S
+from checkpointless.launcher.coordinator.job import Node
 from checkpointless.launcher.coordinator.job_config import JobConfig
-from checkpointless.launcher.coordinator.roster import Node
 from checkpointless.launcher.protocol.causes import Cause, CauseKind
 from checkpointless.launcher.protocol.channel import Channel
 from checkpointless.launcher.protocol.messages import LineBuffer, encode

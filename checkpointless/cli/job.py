@@ -297,7 +297,7 @@ def _why_not(text: str, is_script: bool) -> str:
 
 def _configured(options: argparse.Namespace, program: Program, more: Mapping[str, Any]) -> LaunchConfig:
     from checkpointless.launcher.agent.launch import LaunchConfig
-    from checkpointless.launcher.protocol.handshake import TOKEN_ENV
+    from checkpointless.launcher.protocol.channel import TOKEN_ENV
 
     settings = coordination_settings(options)
     limits = {"term_grace_s": options.term_grace, "exit_grace_s": options.exit_grace}

@@ -1,12 +1,17 @@
-"""The generation that a rank is in, as its agent announced it at the barrier."""
+"""The generation that a rank is in, as its agent announced it at the barrier, and where training stands in it."""
 
 from __future__ import annotations
 
+import gc
 import os
+import time
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
+from checkpointless.inprocess.communicators.process_groups import process_groups
+from checkpointless.inprocess.memory import memory_status
+from checkpointless.launcher.protocol.board import Board
 from checkpointless.launcher.protocol.messages import Go
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.events import Edge, event_log
@@ -74,3 +79,108 @@ class HPState:
             generation=generation,
             incident=incident,
         )
+
+
+_SETTLED_STEPS = 2  # after this many steps, everything that the previous generation held has been released
+
+
+class StepTracker:
+    """Reports how far training has come: on the rank's board for its agent, and in the event log.
+
+    Args:
+        board: this rank's board (None under another launcher).
+
+    Attributes:
+        making: the optimizer step in progress (-1: none).
+        loss: loss of the optimizer step in progress, once it is known and if it is recorded (else None).
+        since_entry: number of optimizer steps committed since the block was last entered.
+        has_begun: whether a step was begun since then.
+        recovers: whether the recovery of the state was begun since then.
+        loops: how many trainings of loops of one's own have begun since then.
+    """
+
+    def __init__(self, generation: Generation, board: Board | None) -> None:
+        self.making = -1
+        self.loss: float | None = None
+        self.since_entry = 0
+        self.loops = 0
+        self.has_begun = self.recovers = False
+        self._generation = generation
+        self._board = board
+        self._open_stage: tuple[EventName, float] | None = None  # its name, and when it began
+
+    def enter(self) -> None:
+        """Count from zero, because the block is about to be entered."""
+        self.since_entry = self.loops = 0
+        self.has_begun = self.recovers = False
+        self._begin_stage(EventName.ENTER)
+
+    def entered(self) -> None:
+        """Report that the block is entered and has come to what has a stage of its own: groups, or data."""
+        if self._open_stage is not None and self._open_stage[0] is EventName.ENTER:
+            self._end_stage()
+
+    def leave(self) -> None:
+        """Forget the stage that is open, because the block was left."""
+        self._open_stage = None
+
+    def begin_data(self, samples_per_step: int | None = None) -> None:
+        """Report that the state is in place and that the first batch is requested.
+
+        Args:
+            samples_per_step: number of samples that a step of the whole job takes, for the report; None if unknown.
+        """
+        self.entered()
+        fields = {} if samples_per_step is None else {"samples_per_step": samples_per_step}
+        self._begin_stage(EventName.DATA, **fields)
+
+    def begin(self, step: int) -> None:
+        """Report that optimizer step ``step`` begins."""
+        self.making = step
+        self.loss = None
+        self.has_begun = True
+        if self._board is not None:
+            self._board.begin_step(step)
+        if self._open_stage is not None:
+            self.entered()
+        if self._open_stage is not None:
+            self._end_stage()
+            self._begin_stage(EventName.FIRST_STEP)
+
+    def end(self) -> None:
+        """Report that the optimizer step in progress is complete and committed."""
+        self.since_entry += 1
+        if self.since_entry == _SETTLED_STEPS and self._generation.incident is not None:
+            self._generation.emit(EventName.SETTLED, "point", **memory_status())
+        if self._open_stage is not None:
+            self._end_stage(step=self.making)
+            gc.collect()  # the previous generation's trainer is part of reference cycles
+            process_groups.reap()
+        if self._board is not None:
+            self._board.beat()
+
+    def committed(self, step: int) -> None:
+        """Report that the rank's state is the state after ``step``."""
+        if self._board is not None:
+            self._board.set_committed(step)
+
+    def begin_after(self, step: int) -> None:
+        """Report that training begins with the state after ``step``, or goes on with it."""
+        if self._board is not None:
+            self._board.begin_after(step)
+
+    def end_training(self, step: int) -> None:
+        """Report that ``step`` was the last step; what remains to be done is not training."""
+        if self._board is not None:
+            self._board.begin_step(step)  # a step that has begun, and is not made, was given up
+        event_log().emit(EventName.TRAINED, "point", generation=self._generation.number, step=step)
+
+    def _begin_stage(self, stage: EventName, **fields: Any) -> None:
+        self._open_stage = (stage, time.monotonic())
+        self._generation.emit(stage, "begin", **fields)
+
+    def _end_stage(self, **fields: Any) -> None:
+        if self._open_stage is not None:
+            stage, began_s = self._open_stage
+            self._open_stage = None
+            self._generation.emit(stage, "end", seconds=time.monotonic() - began_s, **fields)

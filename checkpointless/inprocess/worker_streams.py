@@ -86,7 +86,7 @@ def seed_data_workers(
     if not isinstance(loader, DataLoader) or not _starts_workers_as_torch_does(loader):
         raise TypeError(f"{type(loader).__name__} is not torch's DataLoader, or starts its workers itself")
     init: Any = loader.worker_init_fn
-    if isinstance(init, WorkerStreams):
+    if isinstance(init, _WorkerStreams):
         init = init.init
     elif loader._iterator is not None:
         raise ValueError(
@@ -96,7 +96,7 @@ def seed_data_workers(
         if sampler is None:
             logger.warning(_NO_EPOCH, type(loader.sampler).__name__)
         place = functools.partial(_epoch_of, sampler)
-    loader.worker_init_fn = WorkerStreams((seed, rank, stream), place, init)
+    loader.worker_init_fn = _WorkerStreams((seed, rank, stream), place, init)
 
 
 def _sampler_with_epoch(loader: Any) -> Any:
@@ -130,7 +130,7 @@ def is_iterable(loader: object) -> bool:
     return isinstance(getattr(loader, "dataset", None), IterableDataset)
 
 
-class WorkerStreams:
+class _WorkerStreams:
     """The ``worker_init_fn`` that :func:`seed_data_workers` gives a loader. It acts in the worker that calls it.
 
     Args:

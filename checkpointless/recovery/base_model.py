@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from checkpointless.inprocess.context import span
+from checkpointless.inprocess.wrap import span
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.recovery.decide import Decision
 from checkpointless.recovery.refill import Refill

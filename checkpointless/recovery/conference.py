@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch.distributed as dist
 
 from checkpointless.inprocess import active_call_wrapper
-from checkpointless.inprocess.context import span
+from checkpointless.inprocess.wrap import span
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.recovery.decide import Decision, RankReport, decide, reports_of
 from checkpointless.replication.tiers.snapshot import Saves

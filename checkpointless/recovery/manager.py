@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from checkpointless.inprocess import ParameterUpdateLock, active_call_wrapper
-from checkpointless.inprocess.context import span
 from checkpointless.inprocess.exceptions import make_room
 from checkpointless.inprocess.memory import peak_growth
+from checkpointless.inprocess.wrap import span
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.recovery.base_model import BaseModel
 from checkpointless.recovery.conference import decide_together, find_loss

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from checkpointless.inprocess.context import emit_event
 from checkpointless.inprocess.parameter_update_lock import CommitState
+from checkpointless.inprocess.wrap import emit_event
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.replication.host_memory import lock_pages
 from checkpointless.state.journal import Built, StepJournal

@@ -2,7 +2,8 @@
 
 A process may leave its group, but not its ancestors: whoever has adopted orphans finds all that it has led to.
 
-What the kernel says of a process that does not answer: whether it is stopped, blocked, computing or idle.
+What the kernel says of a process: whether it is stopped, blocked, computing or idle, and for how long a family of
+processes has used no processor time and written nothing.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import select
 import signal
 import subprocess
 import time
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -47,11 +49,13 @@ class ProcessLook:
         letter: character code of the main thread's state, as in ``/proc/PID/stat`` (0: not known).
         cpu_ms: processor time of all its threads so far, in milliseconds.
         parent: its parent's pid (0: none, or not known).
+        family_ms: that time, and the time of the children that it has waited for.
     """
 
     letter: int = 0
     cpu_ms: int = 0
     parent: int = 0
+    family_ms: int = 0
 
     @classmethod
     def at(cls, pid: int | None) -> ProcessLook:
@@ -63,8 +67,8 @@ class ProcessLook:
         except OSError:
             return cls()
         after = text.rpartition(")")[2].split()  # the name before it may contain anything
-        ticks = int(after[11]) + int(after[12])
-        return cls(ord(after[0]), ticks * 1000 // _TICKS_PER_S, int(after[1]))
+        own, family = (sum(map(int, after[11:end])) * 1000 // _TICKS_PER_S for end in (13, 15))
+        return cls(ord(after[0]), own, int(after[1]), family)
 
 
 def state_of(first: ProcessLook, last: ProcessLook, seconds: float) -> ProcessState:
@@ -213,3 +217,65 @@ def _wait(pid: int, timeout_s: float) -> None:
             poll.poll(timeout_s * 1000)
         finally:
             os.close(descriptor)
+
+
+_SHARE = 0.003  # of one core; threads that only look whether something has come use less
+_LEAST_CPU_S = 0.05  # the kernel counts in hundredths
+_BYTES_PER_S = 32 * 1024
+_WAITS = "Dt"  # for storage or a driver, and for a debugger: that is no idleness
+
+
+class Idleness:
+    """Measures how long processes have been idle, from one look to the next.
+
+    Args:
+        family: returns the processes to look at.
+        own_cpu_s: returns the processor time that the looks themselves have cost these processes.
+    """
+
+    def __init__(
+        self, now_s: float, family: Callable[[], Iterable[int]], own_cpu_s: Callable[[], float] = lambda: 0.0
+    ) -> None:
+        self._family = family
+        self._own_cpu_s = own_cpu_s
+        self._since_s = now_s
+        self._cpu_s, self._bytes, _ = self._used()
+
+    def seconds(self, now_s: float) -> float:
+        """Look at the processes, and return for how many seconds they have been idle."""
+        cpu_s, nbytes, waits = self._used()
+        passed_s = now_s - self._since_s
+        worked = abs(cpu_s - self._cpu_s) >= max(_LEAST_CPU_S, _SHARE * passed_s)  # less: one of them has ended
+        moved = abs(nbytes - self._bytes) >= _BYTES_PER_S * max(1.0, passed_s)
+        if worked or moved or waits:
+            self._since_s, self._cpu_s, self._bytes = now_s, cpu_s, nbytes
+        return now_s - self._since_s
+
+    def _used(self) -> tuple[float, int, bool]:
+        """Return the processor time and bytes that the processes have used so far, and whether one waits."""
+        pids = list(self._family())
+        looks = [ProcessLook.at(pid) for pid in pids]
+        cpu_s = sum(look.family_ms for look in looks) / 1000 - self._own_cpu_s()
+        return cpu_s, sum(map(_bytes, pids)), any(chr(look.letter) in _WAITS for look in looks)
+
+
+def families(roots: Collection[int]) -> dict[int, list[int]]:
+    """Return, for each of some processes, itself and all that descend from it."""
+    children: dict[int, list[int]] = {}
+    for pid in _pids():
+        children.setdefault(ProcessLook.at(pid).parent, []).append(pid)
+    found = {}
+    for root in roots:
+        found[root] = [root]
+        for pid in found[root]:  # it grows meanwhile
+            found[root] += children.get(pid, [])
+    return found
+
+
+def _bytes(pid: int) -> int:
+    """Return how many bytes a process has written to files, pipes and sockets with ``write``."""
+    try:
+        lines = Path(f"/proc/{pid}/io").read_text().splitlines()
+    except OSError:  # of another user
+        return 0
+    return sum(int(line.split()[1]) for line in lines if line.startswith("wchar:"))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from checkpointless.inprocess.reentry import REPLACED_EXIT_CODE
+from checkpointless.inprocess.wrap import REPLACED_EXIT_CODE
 from tests.gpu.isolated import end, run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]

@@ -22,7 +22,7 @@ import torch.distributed  # noqa: F401 - this takes so long
 
 from checkpointless.launcher.agent.launch import launch
 from checkpointless.launcher.agent.launch_config import LaunchConfig
-from checkpointless.launcher.coordinator import hang_policy
+from checkpointless.launcher.coordinator import hang_watch
 
 _nursery = multiprocessing.get_context("forkserver")
 _nursery.set_forkserver_preload([__name__])
@@ -104,7 +104,7 @@ def _be_agent(options: dict[str, Any], env: dict[str, str], *outputs: Connection
         output.close()
     floor_s = options.pop("floor_s", None)
     if floor_s is not None:
-        hang_policy.FLOOR_S = floor_s
+        hang_watch.FLOOR_S = floor_s
     options["run_dir"] = Path(options["run_dir"])
     options["script_args"] = tuple(options["script_args"])
     sys.exit(launch(LaunchConfig(**options), lambda line: print(line, file=sys.stderr, flush=True)))

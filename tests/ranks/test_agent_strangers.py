@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpointless.launcher.protocol.handshake import Challenge, prove
+from checkpointless.launcher.protocol.channel import Challenge, prove
 from checkpointless.launcher.protocol.messages import encode
 from tests.ranks.test_agent_nodes import Nodes, goes
 from tests.waiting import wait_until

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from checkpointless.launcher.coordinator.coordinator import Coordinator
+from checkpointless.launcher.coordinator.job import Node
 from checkpointless.launcher.coordinator.job_config import JobConfig
-from checkpointless.launcher.coordinator.roster import Node
 from checkpointless.launcher.protocol.causes import Cause, CauseKind
 from checkpointless.launcher.protocol.node_messages import (
     Command,

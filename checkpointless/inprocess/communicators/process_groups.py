@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import logging
@@ -9,6 +10,7 @@ import os
 import sys
 import threading
 import time
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable
 from importlib import import_module
@@ -18,7 +20,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from checkpointless.inprocess.communicators.captured_graphs import CapturedGraphs
 from checkpointless.inprocess.communicators.gloo_sockets import GlooSockets
 from checkpointless.inprocess.communicators.waits import (
     InterruptibleGloo,
@@ -26,11 +27,109 @@ from checkpointless.inprocess.communicators.waits import (
     interruptible_wait,
     rendezvous,
 )
+from checkpointless.inprocess.exceptions import RankShouldRestart
 from checkpointless.system import nccl
 from checkpointless.system.environment import TORCH_DIST_USE_NCCL2_ENV, TORCH_DISTRIBUTED_DEBUG_ENV, own_rank
 from checkpointless.system.patches import Patch, Patches
 
 logger = logging.getLogger(__name__)
+
+
+class _GraphGivenUpError(RankShouldRestart):
+    """A graph was replayed that was given up because of a fault."""
+
+
+class _Guard:
+    """Keeps a graph from being reset while it is replayed.
+
+    Attributes:
+        lock: held during a replay and during the reset.
+        device: the number of the GPU that the graph was captured on; None: there is none.
+        is_over: whether the graph was reset.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.device = torch.cuda.current_device() if torch.cuda.is_available() else None
+        self.is_over = False
+
+    def reset(self, graph: Any) -> None:
+        """Reset the graph, once, when it is not replayed."""
+        on_device = contextlib.nullcontext() if self.device is None else torch.cuda.device(self.device)
+        with self.lock, on_device:
+            if not self.is_over:
+                self.is_over = True
+                graph.reset()
+
+
+class _CapturedGraphs:
+    """Knows every CUDA graph that was captured while a block ran, and gives them up in an abort.
+
+    A graph with captured collectives refers to their communicator, and ``ncclCommAbort`` does not end before the
+    last such graph is gone (``commFree`` in NCCL's ``init.cc`` polls ``persistentRefs``). A model keeps its graphs
+    until it is dropped, which the main thread does only when the abort has ended. So they are reset in the abort.
+    """
+
+    def __init__(self) -> None:
+        self._mutex = threading.Lock()
+        self._are_over = False
+        self._guards: weakref.WeakKeyDictionary[Any, _Guard] = weakref.WeakKeyDictionary()
+
+    def give_up(self) -> None:
+        """Reset every graph, each as soon as no thread replays it; a later replay of it raises.
+
+        A replay that waits for room in the GPU's queue ends when the kernels before it are aborted.
+
+        Raises:
+            RuntimeError: CUDA could not reset a graph.
+        """
+        with self._mutex:
+            self._are_over = True
+            guards = list(self._guards.items())
+        for graph, guard in guards:
+            guard.reset(graph)
+
+    def begin_generation(self) -> None:
+        """Keep the graphs that are captured from now on: a generation is over, and all its graphs are known."""
+        with self._mutex:
+            self._are_over = False
+
+    def noting(self, original: Callable[[Any], None]) -> Callable[[Any], None]:
+        """Return torch's ``capture_end``, after which the graph is known, or given up if that is too late."""
+
+        @functools.wraps(original)
+        def capture_end(graph: Any) -> None:
+            try:
+                original(graph)
+            finally:  # it may hold communicators also if it cannot be replayed
+                guard = _Guard()
+                with self._mutex:
+                    self._guards[graph] = guard
+                    is_late = self._are_over
+                if is_late:
+                    guard.reset(graph)
+
+        return capture_end
+
+    def replaying(self, original: Callable[[Any], None]) -> Callable[[Any], None]:
+        """Return torch's ``replay``, during which the graph is not reset.
+
+        A graph that is not known was captured before the block, and is replayed as it is.
+        """
+
+        @functools.wraps(original)
+        def replay(graph: Any) -> None:
+            guard = self._guards.get(graph)
+            if guard is None:
+                original(graph)
+                return
+            with guard.lock:
+                if guard.is_over:
+                    raise _GraphGivenUpError("this CUDA graph belongs to a generation that is over")
+                original(graph)
+
+        return replay
+
 
 MOST_COUNTS = 2_000  # of which each takes about 20 bytes of a message
 _MOST_MADE = 64  # a block that makes and destroys more in turn needs their descriptors
@@ -55,7 +154,7 @@ class _ProcessGroups:
     def __init__(self) -> None:
         self.messages: Counter[str] = Counter()
         self._sockets = GlooSockets()
-        self._graphs = CapturedGraphs()
+        self._graphs = _CapturedGraphs()
         self._patches = Patches()
         # The newest groups that were made. C++ may have the last reference to a group that the block has destroyed,
         # as DistributedDataParallel's reducer does. The destructor is run with the interpreter's lock then, and
@@ -219,7 +318,7 @@ class _ProcessGroups:
 
     def reap(self) -> None:
         """Release every group that nothing else refers to. Call this after the garbage collector has run."""
-        reap()
+        _reap()
 
 
 def _prepare_nccl() -> None:
@@ -306,7 +405,7 @@ def _bury(groups: list[Any]) -> None:
             _buried.append(group)
 
 
-def reap() -> None:
+def _reap() -> None:
     """Release every group that nothing else refers to any more. Call this after the garbage collector has run."""
     index = 0
     while index < len(_buried):

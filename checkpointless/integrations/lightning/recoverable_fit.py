@@ -12,8 +12,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from checkpointless.callbacks import CheckpointlessCallback
 from checkpointless.callbacks.trainer_parts import steps_made
 from checkpointless.inprocess import HPCallWrapper, UnrecoverableError
-from checkpointless.inprocess.context import not_exact
 from checkpointless.inprocess.finalize import register_cleanup
+from checkpointless.inprocess.wrap import not_exact
 from checkpointless.integrations.compat.lightning import set_sampler_epoch
 from checkpointless.integrations.lightning.boundary.loops import ResumableFitLoop
 from checkpointless.integrations.lightning.boundary.outcome import StepOutcome

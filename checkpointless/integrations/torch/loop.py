@@ -14,8 +14,8 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from checkpointless.inprocess import HPCallWrapper, StateLostError, UnrecoverableError
-from checkpointless.inprocess.context import putting_back
 from checkpointless.inprocess.worker_streams import epochs_begun
+from checkpointless.inprocess.wrap import putting_back
 from checkpointless.integrations.torch.loop_state import LoopState, Undeclared, warn_of_changes_between
 from checkpointless.integrations.torch.repeated_steps import repeated_steps
 from checkpointless.observability.telemetry.steps import StepExtras, StepLog

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from checkpointless.inprocess import active_call_wrapper
-from checkpointless.inprocess.context import not_exact
+from checkpointless.inprocess.wrap import not_exact
 from checkpointless.observability.telemetry.steps import StepLog, exact_loss
 from checkpointless.state.serialization.tensor_memory import tensor_bytes
 

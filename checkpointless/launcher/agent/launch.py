@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import selectors
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -18,7 +20,7 @@ from checkpointless.launcher.agent.ranks.fork_server import ForkServer
 from checkpointless.launcher.agent.ranks.local_rank import LocalRank
 from checkpointless.launcher.agent.ranks.output import Output
 from checkpointless.launcher.agent.ranks.preload import CPU, PlatformMissingError, find_platform, preloads_of
-from checkpointless.launcher.agent.ranks.rank_process import Script
+from checkpointless.launcher.agent.ranks.rank_process import Script, die_with_parent
 from checkpointless.launcher.coordinator.hosting import TICK_S, coordinate
 from checkpointless.launcher.coordinator.job import FAILED
 from checkpointless.launcher.coordinator.job_config import CoordinatorConfig, JobConfig
@@ -28,6 +30,7 @@ from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.events import EVENTS_FILE, EventLog
 from checkpointless.observability.telemetry.scribe import LogRelay, scribe
 from checkpointless.system.awake_clock import AwakeClock
+from checkpointless.system.forked_process import ForkedProcess
 from checkpointless.system.shared_memory import FOLDER as SHARED_MEMORY
 from checkpointless.system.signals import CUT_SIGNAL, ENDING, PASSED_ON, handling
 from checkpointless.system.temp_folder import private_folder, private_temp_folder
@@ -166,10 +169,10 @@ def _run(
         nproc, nnodes = config.nproc_per_node * config.nnodes, config.nnodes
         events.emit(EventName.JOB, "begin", generation=0, nproc=nproc, nnodes=nnodes, script=config.script)
         try:
-            outcome = serve(agent, link, selector, signals, watch, clock)
+            outcome = _serve(agent, link, selector, signals, watch, clock)
         finally:
             output.close()
-        return conclude(outcome, agent.generation, agent.newest, config, events, say)
+        return _conclude(outcome, agent.generation, agent.newest, config, events, say)
 
 
 def _fork_servers(
@@ -199,7 +202,7 @@ def _make_rank(config: LaunchConfig, output: Output, number: int) -> LocalRank:
     return LocalRank(number, Board.create(number), output.of_rank(number), is_shown=is_shown)
 
 
-def serve(
+def _serve(
     agent: NodeAgent,
     link: Link,
     selector: selectors.BaseSelector,
@@ -239,7 +242,7 @@ def serve(
         selector.close()
 
 
-def conclude(
+def _conclude(
     outcome: End, generation: int, newest: int, config: LaunchConfig, events: EventLog, say: Callable[[str], None]
 ) -> int:
     """Write and print how the job ended on this node.
@@ -268,3 +271,59 @@ def _standard_output() -> int | None:
         return None if sys.stdout is None else sys.stdout.fileno()
     except OSError:
         return None
+
+
+_END_S = 30.0  # for the kernel to end a process that was killed
+
+
+class AgentProcess:
+    """Forks an agent, which runs its node's part of a job.
+
+    Its lines, and what it and its ranks print, go to files in the run directory. The agent is not one of the
+    terminal's processes, since Ctrl-C is for this process, and ends with this process.
+
+    Args:
+        folder: the agent's working directory; None: that of this process.
+    """
+
+    def __init__(self, config: LaunchConfig, folder: Path | None = None) -> None:
+        config.run_dir.mkdir(parents=True, exist_ok=True)
+        self._said = config.run_dir / f"agent-{config.node_rank}.said"
+        self._said.write_text("")
+        parent = os.getpid()
+        with self._said.with_suffix(".log").open("ab") as log:
+            self._process = ForkedProcess(lambda: self._run(config, folder, parent), output=log.fileno(), close=[])
+        self.pid = self._process.pid
+
+    @property
+    def code(self) -> int | None:
+        """The exit code, or the negative number of the signal that killed it; None as long as it runs."""
+        return self._process.returncode
+
+    def poll(self) -> int | None:
+        """Return :attr:`code`, as it is now."""
+        return self._process.poll()
+
+    def send(self, number: int) -> None:
+        """Send the agent a signal, if it runs."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """Kill the agent, with which its ranks end, and wait for its end."""
+        self.send(signal.SIGKILL)
+        self._process.wait(_END_S)
+
+    def lines(self) -> tuple[str, ...]:
+        """Return what the agent has said."""
+        return tuple(self._said.read_text().splitlines())
+
+    def _run(self, config: LaunchConfig, folder: Path | None, parent: int) -> int:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        die_with_parent(parent, signal.SIGTERM)
+        for name, number in (("stdout", 1), ("stderr", 2)):  # whatever has replaced those of this process
+            setattr(sys, name, open(number, "w", buffering=1, errors="backslashreplace", closefd=False))  # noqa: SIM115
+        if folder is not None:
+            os.chdir(folder)
+        with self._said.open("a", buffering=1) as said:
+            return launch(config, lambda line: print(line, file=said))

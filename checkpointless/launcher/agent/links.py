@@ -20,11 +20,12 @@ from checkpointless.launcher.agent.node import NodeAgent
 from checkpointless.launcher.coordinator.coordinator import Coordinator
 from checkpointless.launcher.coordinator.hosting import FAREWELL_S, CoordinatorPort, host
 from checkpointless.launcher.coordinator.job import FAILED
-from checkpointless.launcher.protocol.channel import LOOPBACK, Channel
-from checkpointless.launcher.protocol.handshake import (
+from checkpointless.launcher.protocol.channel import (
     BEFORE_WELCOME,
+    LOOPBACK,
     SPARE,
     Challenge,
+    Channel,
     Refused,
     Welcome,
     check_version,
@@ -150,7 +151,7 @@ class _RemoteCoordinatorLink(Link):
     Args:
         join: called with a node number and a function; connects to the coordinator as that node and proves itself.
             It may take long, and polls the function, which returns whether to give up.
-        number: this node's number, or :data:`~checkpointless.launcher.protocol.handshake.SPARE`.
+        number: this node's number, or :data:`~checkpointless.launcher.protocol.channel.SPARE`.
         silence_s: after how many seconds of silence the coordinator counts as lost.
         clock: clock of the times given to :meth:`deliver`; it should stand still while this process does not run.
 
@@ -243,7 +244,7 @@ class _RemoteCoordinatorLink(Link):
             agent.end(End(0, []))
         elif isinstance(found, JoinError):
             words = [f"the coordinator at {self._where} was lost: {self._lost}", str(found)]
-            if isinstance(found, RefusedError):  # at once: others may have taken their place
+            if isinstance(found, _RefusedError):  # at once: others may have taken their place
                 agent.end(End(FAILED, words), grace_s=0.0)
             else:
                 agent.end(End(FAILED, words))
@@ -303,7 +304,7 @@ class JoinError(RuntimeError):
     """This agent cannot take part in the job; the message says why."""
 
 
-class RefusedError(JoinError):
+class _RefusedError(JoinError):
     """The coordinator has no place for this node."""
 
 
@@ -311,7 +312,7 @@ class _Joining:
     """A connection to the coordinator on which both sides have proved that they know the token.
 
     Args:
-        node: this node's number, or :data:`~checkpointless.launcher.protocol.handshake.SPARE`.
+        node: this node's number, or :data:`~checkpointless.launcher.protocol.channel.SPARE`.
         stopped: polled while this waits; the attempt ends when it returns True.
         refused_for_s: how many seconds to keep trying while the coordinator refuses this node: it may not have
             noticed yet that this node's predecessor was lost.
@@ -385,7 +386,7 @@ class _Joining:
             except ConnectionError as error:
                 raise JoinError(f"the coordinator at {self.where} does not accept this job's token") from error
             if isinstance(answer, Refused):
-                raise RefusedError(f"the coordinator at {self.where} has no place for this node: {answer.reason}")
+                raise _RefusedError(f"the coordinator at {self.where} has no place for this node: {answer.reason}")
             if not isinstance(answer, Welcome) or not is_welcome(token, challenge, proof, answer):
                 raise JoinError(f"what listens at {self.where} does not know this job's token")
         except BaseException:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # a node's agent loads torch, and a coordinator in a process 
 
     from checkpointless.launcher.agent.node import NodeAgent
     from checkpointless.launcher.coordinator.coordinator import Coordinator
-    from checkpointless.launcher.coordinator.roster import Node
+    from checkpointless.launcher.coordinator.job import Node
 
 _EVERY_S = 0.25
 

@@ -1,28 +1,310 @@
-"""The coordinator's watch over ranks without progress: it asks where they stand and reports what it waits for."""
+"""The coordinator's watch over ranks without progress: it asks where they stand and reports what it waits for.
+
+The policy that tells hangs from waits and from shared stalls comes first, as pure functions of plain values.
+"""
 
 from __future__ import annotations
 
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 
-from checkpointless.launcher.coordinator.hang_policy import (
-    PAUSE_TIMES,
-    Diagnosis,
-    Evidence,
-    Finding,
-    Heartbeat,
-    Stance,
-    Whereabouts,
-    grace_s,
-    judge,
-    numbers,
-    stalled,
-    stances_of,
-)
 from checkpointless.launcher.protocol.node_messages import SilentRank
 from checkpointless.system.process_tree import ProcessLook, ProcessState, state_of
+
+_NEARLY = 0.9  # ranks that wait for a stalled rank stopped at about the same time
+SHARING = 0.5  # the share of its limit after which a rank counts as part of another rank's stall
+_DEFAULT_CEILING_S = 600.0
+FLOOR_S = 30.0
+_LONGEST_TIMES = 10.0
+PAUSE_TIMES = 3.0  # a job that has paused for so long by itself may pause again, and longer
+BUSY_TIMES = 3.0  # for a rank that cannot answer because it computes
+_LEAST_GRACE_S, MOST_GRACE_S = 1.0, 10.0
+STEADY_LOOKS = 5  # at ranks that have never shown progress
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """The limits on how long a rank in its block may show no progress.
+
+    Attributes:
+        limit_s: the limit in seconds, wherever the rank is: also between two steps, where checkpoints are written,
+            and in the first steps of a generation. If ``adapts`` is set, the limit outside of a step can be longer.
+        adapts: whether the limits follow the job. If so, a rank within a step has :data:`_LONGEST_TIMES` times the
+            longest time that any rank has needed from one beat to the next so far, but at least :data:`FLOOR_S`. A
+            rank outside of a step has :data:`PAUSE_TIMES` times the longest pause so far, but at least ``limit_s``.
+    """
+
+    limit_s: float = _DEFAULT_CEILING_S
+    adapts: bool = True
+
+    @classmethod
+    def of(cls, limit_s: float | None) -> Heartbeat:
+        """Return limits that stay at ``limit_s``, or limits that adapt if ``limit_s`` is None."""
+        return cls() if limit_s is None else cls(limit_s, adapts=False)
+
+    def within_step_s(self, longest_s: float) -> float:
+        """Return the limit for a rank within a step, in seconds.
+
+        Args:
+            longest_s: the longest time that any rank took from one beat to the next within a step (0: not known
+                yet).
+        """
+        if not self.adapts or longest_s <= 0:
+            return self.limit_s
+        return min(self.limit_s, max(FLOOR_S, _LONGEST_TIMES * longest_s))
+
+    def ceiling_s(self, pause_s: float) -> float:
+        """Return the limit for a rank outside of a step, and for a stall that ranks share, in seconds.
+
+        Args:
+            pause_s: the longest time that any rank took from one beat to the next outside of a step so far.
+        """
+        return max(self.limit_s, PAUSE_TIMES * pause_s) if self.adapts else self.limit_s
+
+
+def grace_s(limit_s: float) -> float:
+    """Return how many seconds a rank that was asked has to answer or to leave its block."""
+    return min(MOST_GRACE_S, max(_LEAST_GRACE_S, limit_s / 2))
+
+
+#: States in which a process may be held up by the same thing as the others, and cannot answer.
+_EXCUSED = (ProcessState.BUSY, ProcessState.BLOCKED, ProcessState.TRACED)
+
+
+class _Stance(Enum):
+    """A silent rank's answer to the question where its main thread stands."""
+
+    WAITS = "in a collective"
+    ELSEWHERE = "outside of a collective"
+    UNCLEAR = "perhaps waiting for its device, and so for a collective"
+    MUTE = "nothing"
+
+
+@dataclass(frozen=True)
+class _Evidence:
+    """What is known about a rank that shows no progress.
+
+    Attributes:
+        age_s: for how many seconds the rank has shown no progress.
+        mute_s: for how many seconds it has been asked without an answer.
+    """
+
+    stance: _Stance
+    age_s: float
+    limit_s: float
+    state: ProcessState = ProcessState.UNKNOWN
+    mute_s: float = 0.0
+
+
+class _Finding(Enum):
+    """The outcome of an inquiry."""
+
+    NOTHING = "nothing to do"
+    ASK_AGAIN = "who has not answered may still do so"
+    WAIT = "a stall that must be waited for"
+    CULPRITS = "ranks that hang while the others wait"
+    ALL_WAIT = "all wait for each other"
+    TOO_LONG = "a stall that has been waited for long enough"
+
+
+@dataclass(frozen=True)
+class _Diagnosis:
+    """A finding and the ranks that it concerns."""
+
+    finding: _Finding
+    ranks: tuple[int, ...] = ()
+
+
+def _stalled(ages_s: Mapping[int, float], limits_s: Mapping[int, float]) -> tuple[int, ...]:
+    """Return the ranks to ask, which are none while every rank shows progress within its limit.
+
+    Args:
+        ages_s: for each running rank, the seconds since it last showed progress.
+        limits_s: for each running rank, how many seconds it may show no progress.
+    """
+    if not any(age_s >= limits_s[rank] for rank, age_s in ages_s.items()):
+        return ()
+    return tuple(sorted(rank for rank, age_s in ages_s.items() if age_s >= SHARING * limits_s[rank]))
+
+
+def _is_shared(standing: Collection[int], world: int, nproc: int) -> bool:
+    """Return whether what holds these ranks up is not their fault: it holds up half of the job, or a whole node.
+
+    One rank of several is never enough; otherwise a hang of one rank of two, or of a node's only rank, would never
+    be found.
+
+    Args:
+        standing: the ranks that stand still outside of a collective, or do not answer.
+        world: how many ranks the job has, including those whose block has returned.
+    """
+    if len(standing) < 2:
+        return bool(standing) and world == 1
+    here = Counter(rank // nproc for rank in standing)
+    return 2 * len(standing) >= world or (nproc > 1 and nproc in here.values())
+
+
+def _is_given_up(evidence: _Evidence, ceiling_s: float) -> bool:
+    """Return whether a rank that does not answer must be replaced; what the kernel says outweighs its silence.
+
+    A process that computes holds the interpreter, as a long call into a C library does. One that is blocked in the
+    kernel could neither answer nor be killed. One that a debugger holds is being looked at.
+
+    Args:
+        ceiling_s: how many seconds a stall that is no rank's fault may take.
+    """
+    if evidence.mute_s < grace_s(evidence.limit_s):
+        return False
+    if evidence.state is ProcessState.BUSY:
+        return evidence.age_s >= BUSY_TIMES * evidence.limit_s
+    if evidence.state in (ProcessState.BLOCKED, ProcessState.TRACED):
+        return evidence.age_s >= max(ceiling_s, BUSY_TIMES * evidence.limit_s)
+    return True
+
+
+def _judge(
+    silent: Mapping[int, _Evidence],
+    running: int,
+    world: int,
+    nproc: int,
+    ceiling_s: float,
+    steady: int | None = None,
+) -> _Diagnosis:
+    """Find the ranks that hang: those outside of a collective, or mute, whose stall is not shared by many.
+
+    A stall that ranks share is waited for up to the ceiling. Beyond it those that answer can leave their blocks;
+    the few that do not even answer are given up.
+
+    Victims alone are no reason to act while a rank that they may be waiting for still shows progress, unless
+    that goes on for twice the ceiling.
+
+    Args:
+        silent: the evidence about each rank that was asked and has not moved since.
+        ceiling_s: how many seconds a stall that ranks share is waited for.
+        steady: None in a job that shows progress. In any other job silence means nothing, and only a rank that
+            stands idle while others wait in a collective hangs; ``steady`` is then how many times in a row all
+            ranks were found where they are.
+    """
+    standing = sorted(rank for rank, each in silent.items() if each.stance is not _Stance.WAITS)
+    if not standing:
+        everybody = len(silent) == running and all(e.age_s >= _NEARLY * e.limit_s for e in silent.values())
+        too_long = any(each.age_s >= 2 * ceiling_s for each in silent.values())
+        if silent and steady is None and (everybody or too_long):
+            return _Diagnosis(_Finding.ALL_WAIT)
+        return _Diagnosis(_Finding.NOTHING)
+    mute = [silent[rank] for rank in standing if silent[rank].stance is _Stance.MUTE]
+    if any(each.mute_s < grace_s(each.limit_s) for each in mute):
+        return _Diagnosis(_Finding.ASK_AGAIN)
+    if _is_shared(standing, world, nproc):
+        if steady is not None:
+            return _Diagnosis(_Finding.NOTHING)
+        if all(silent[rank].age_s < ceiling_s for rank in standing):
+            return _Diagnosis(_Finding.WAIT, tuple(standing))
+        gone = [rank for rank in standing if _is_gone(silent[rank], ceiling_s)]
+        if gone and not _is_shared(gone, world, nproc):
+            return _Diagnosis(_Finding.CULPRITS, tuple(gone))
+        return _Diagnosis(_Finding.TOO_LONG, tuple(standing))
+    if steady is not None:
+        idle = all(silent[rank].state is not ProcessState.BUSY for rank in standing)
+        if not idle or len(standing) == len(silent) or steady < STEADY_LOOKS:
+            return _Diagnosis(_Finding.NOTHING)
+    culprits = tuple(rank for rank in standing if _is_culprit(silent[rank], ceiling_s))
+    if culprits:
+        return _Diagnosis(_Finding.CULPRITS, culprits)
+    unclear = [rank for rank in standing if silent[rank].stance is _Stance.UNCLEAR]
+    if steady is None and any(silent[rank].age_s >= ceiling_s for rank in unclear):
+        return _Diagnosis(_Finding.TOO_LONG, tuple(standing))
+    return _Diagnosis(
+        _Finding.WAIT if mute or unclear else _Finding.NOTHING, tuple(standing) if mute or unclear else ()
+    )
+
+
+def _is_gone(evidence: _Evidence, ceiling_s: float) -> bool:
+    """Return whether a rank of a shared stall does not answer, and nothing says that it shares the cause."""
+    is_excused = evidence.stance is not _Stance.MUTE or evidence.state in _EXCUSED
+    return not is_excused and _is_culprit(evidence, ceiling_s)
+
+
+def _is_culprit(evidence: _Evidence, ceiling_s: float) -> bool:
+    if evidence.age_s < evidence.limit_s:
+        return False
+    return evidence.stance is _Stance.ELSEWHERE or _is_given_up(evidence, ceiling_s)
+
+
+def _numbers(ranks: Iterable[int]) -> str:
+    """Return ``rank 3`` or ``ranks 0, 1, 2``, with the numbers of at most eight ranks."""
+    listed = sorted(ranks)
+    shown = ", ".join(str(rank) for rank in listed[:8])
+    more = f" and {len(listed) - 8} more" if len(listed) > 8 else ""
+    return ("rank " if len(listed) == 1 else "ranks ") + shown + more
+
+
+_Launched = Mapping[int, Mapping[str, int]]  # for each rank, the number of collectives in each of its groups
+
+
+@dataclass(frozen=True)
+class Whereabouts:
+    """A rank's answer to an inquiry.
+
+    Attributes:
+        in_collective: whether its main thread waits in a collective.
+        is_async: whether collectives return when they have been launched, before the peers have come.
+        launched: how many collectives it has launched in each of its process groups.
+    """
+
+    in_collective: bool
+    stack: str
+    is_async: bool = False
+    launched: Mapping[str, int] = field(default_factory=dict)
+
+
+def _ahead(launched: _Launched) -> frozenset[int]:
+    """Return the ranks that have launched a collective to which another rank of its group has not come."""
+    least: dict[str, int] = {}
+    for groups in launched.values():
+        for group, count in groups.items():
+            least[group] = min(count, least.get(group, count))
+    return frozenset(
+        rank for rank, groups in launched.items() if any(count > least[group] for group, count in groups.items())
+    )
+
+
+def _behind(launched: _Launched) -> frozenset[int]:
+    """Return the ranks that others wait for and that wait for nobody."""
+    most: dict[str, int] = {}
+    for groups in launched.values():
+        for group, count in groups.items():
+            most[group] = max(count, most.get(group, count))
+    late = {
+        rank for rank, groups in launched.items() if any(count < most[group] for group, count in groups.items())
+    }
+    return frozenset(late - _ahead(launched))
+
+
+def _stances_of(answers: Mapping[int, Whereabouts], is_complete: bool) -> dict[int, _Stance]:
+    """Return where each rank stands that has answered.
+
+    The stack of a rank whose launches return at once tells nothing. It waits if it is ahead of a peer; it holds the
+    others up if it alone is behind. If several are, they may wait for each other in a way that nobody counts. If
+    not all have answered, whoever is behind may be ahead of one that has not.
+
+    Args:
+        is_complete: whether every rank that is in its block has answered.
+    """
+    launched = {rank: answer.launched for rank, answer in answers.items()}
+    waiting, late = _ahead(launched), _behind(launched)
+    found = {}
+    for rank, answer in answers.items():
+        if answer.in_collective or (answer.is_async and rank in waiting):
+            found[rank] = _Stance.WAITS
+        elif answer.is_async and not (is_complete and late == {rank}):
+            found[rank] = _Stance.UNCLEAR
+        else:
+            found[rank] = _Stance.ELSEWHERE
+    return found
+
 
 _ASK_EVERY_S = 0.8  # so that a rank that hangs and answers is found within the limit and one second
 _FRESH_S, _FRESH_SHARE = 2.0, 1 / 40  # how long a report of a silence holds; long silences are reported less often
@@ -31,7 +313,7 @@ _MOVED_ON = -1  # the beat of a rank that its node does not report as silent
 
 
 @dataclass(frozen=True)
-class Silence:
+class _Silence:
     """A rank that has shown no progress for a while.
 
     Attributes:
@@ -130,7 +412,7 @@ class Stall:
     places: str = ""
 
     def __str__(self) -> str:
-        who = numbers(self.ranks)
+        who = _numbers(self.ranks)
         if not self.up_to_s:
             return f"the stall of {who} is over after {self.seconds:.0f} s"
         at = f" at step {self.step}" if self.step >= 0 else ""
@@ -171,7 +453,7 @@ class HangWatch:
         self._nproc = nproc
         self._ask = ask
         self._tell = tell
-        self._silent: dict[int, dict[int, Silence]] = {}  # by node
+        self._silent: dict[int, dict[int, _Silence]] = {}  # by node
         self._inquiry: _Inquiry | None = None
         self._questions = 0
         self._next_inquiry_s = 0.0
@@ -203,7 +485,7 @@ class HangWatch:
             if known is not None and known.beat == rank.beat:
                 first, first_at_s = known.first, known.first_at_s
             limit_s = self._heartbeat.within_step_s(longest_s) if rank.in_step else self._ceiling_s
-            self._silent[node][rank.number] = Silence(
+            self._silent[node][rank.number] = _Silence(
                 rank.beat, rank.age_ms / 1000, now_s, since_s, rank.making, limit_s, look, first, first_at_s
             )
 
@@ -226,12 +508,12 @@ class HangWatch:
             return []
         inquiry = self._inquiry
         evidence = self._evidence(inquiry, silent, now_s, everybody)
-        mute = [rank for rank, each in evidence.items() if each.stance is Stance.MUTE]
+        mute = [rank for rank, each in evidence.items() if each.stance is _Stance.MUTE]
         if mute and now_s - inquiry.began_at_s < _ASK_EVERY_S:
             return []
         steady = None if self.shows_progress else self._steadiness(evidence)
-        diagnosis = judge(evidence, len(everybody), self._world, self._nproc, self._ceiling_s, steady)
-        if diagnosis.finding is Finding.ASK_AGAIN:
+        diagnosis = _judge(evidence, len(everybody), self._world, self._nproc, self._ceiling_s, steady)
+        if diagnosis.finding is _Finding.ASK_AGAIN:
             if now_s - inquiry.asked_at_s >= _ASK_EVERY_S:
                 self._questions += 1
                 inquiry.last, inquiry.asked_at_s = self._questions, now_s
@@ -240,7 +522,7 @@ class HangWatch:
         self._inquiry = None
         shortest_s = min((each.limit_s for each in silent.values()), default=self._ceiling_s)
         self._next_inquiry_s = now_s + max(1.0, shortest_s / 10)
-        if diagnosis.finding is Finding.WAIT:
+        if diagnosis.finding is _Finding.WAIT:
             self._wait(diagnosis, evidence, silent, inquiry, len(everybody))
         return self._hangs(diagnosis, evidence, silent, inquiry)
 
@@ -248,9 +530,9 @@ class HangWatch:
     def _ceiling_s(self) -> float:
         return self._heartbeat.ceiling_s(self.pause_s)
 
-    def _begin_inquiry(self, silent: Mapping[int, Silence], running: Iterable[int], now_s: float) -> None:
+    def _begin_inquiry(self, silent: Mapping[int, _Silence], running: Iterable[int], now_s: float) -> None:
         ages_s = {rank: each.age_s for rank, each in silent.items()}
-        suspects = stalled(ages_s, {rank: each.limit_s for rank, each in silent.items()})
+        suspects = _stalled(ages_s, {rank: each.limit_s for rank, each in silent.items()})
         self._mute_since_s = {rank: at_s for rank, at_s in self._mute_since_s.items() if rank in suspects}
         if suspects and now_s >= self._next_inquiry_s:
             self._questions += 1
@@ -259,50 +541,50 @@ class HangWatch:
             self._ask(self._questions, list(suspects))
 
     def _evidence(
-        self, inquiry: _Inquiry, silent: Mapping[int, Silence], now_s: float, running: Iterable[int]
-    ) -> dict[int, Evidence]:
+        self, inquiry: _Inquiry, silent: Mapping[int, _Silence], now_s: float, running: Iterable[int]
+    ) -> dict[int, _Evidence]:
         """Return the evidence about the ranks that were asked and have not moved since."""
         found = {}
-        stances = stances_of(inquiry.answers, inquiry.answers.keys() >= set(running))
+        stances = _stances_of(inquiry.answers, inquiry.answers.keys() >= set(running))
         for rank, beat in inquiry.beats.items():
             each = silent.get(rank)
             if each is None or each.beat != beat:
                 self._mute_since_s.pop(rank, None)
                 continue
             mute_s = 0.0
-            stance = stances.get(rank, Stance.MUTE)
-            if stance is not Stance.MUTE:
+            stance = stances.get(rank, _Stance.MUTE)
+            if stance is not _Stance.MUTE:
                 self._mute_since_s.pop(rank, None)
             else:
                 mute_s = now_s - self._mute_since_s.setdefault(rank, inquiry.began_at_s)
-            found[rank] = Evidence(stance, each.age_s, each.limit_s, each.state, mute_s)
+            found[rank] = _Evidence(stance, each.age_s, each.limit_s, each.state, mute_s)
         return found
 
-    def _steadiness(self, evidence: Mapping[int, Evidence]) -> int:
+    def _steadiness(self, evidence: Mapping[int, _Evidence]) -> int:
         """Return how many times in a row all ranks were found where they are now."""
         seen = {rank: each.stance for rank, each in evidence.items()}
-        busy = any(e.state is ProcessState.BUSY for e in evidence.values() if e.stance is not Stance.WAITS)
+        busy = any(e.state is ProcessState.BUSY for e in evidence.values() if e.stance is not _Stance.WAITS)
         self._steady = self._steady + 1 if seen == self._last_seen and not busy else 0
         self._last_seen = seen
         return self._steady
 
     def _hangs(
         self,
-        diagnosis: Diagnosis,
-        evidence: Mapping[int, Evidence],
-        silent: Mapping[int, Silence],
+        diagnosis: _Diagnosis,
+        evidence: Mapping[int, _Evidence],
+        silent: Mapping[int, _Silence],
         inquiry: _Inquiry,
     ) -> list[_Hang]:
         step = max((each.making for each in silent.values()), default=-1)
-        if diagnosis.finding is Finding.ALL_WAIT:
+        if diagnosis.finding is _Finding.ALL_WAIT:
             since_s = min(each.since_s for each in silent.values())
             return [_Hang(None, min(each.limit_s for each in silent.values()), since_s, step)]
-        if diagnosis.finding is Finding.TOO_LONG:
+        if diagnosis.finding is _Finding.TOO_LONG:
             ceiling_s = self._ceiling_s
             self.pause_s = max(self.pause_s, 2 * ceiling_s / PAUSE_TIMES)  # if it was no hang, it will come again
             since_s = min(silent[rank].since_s for rank in diagnosis.ranks)
-            return [_Hang(None, ceiling_s, since_s, step, who=numbers(diagnosis.ranks))]
-        if diagnosis.finding is not Finding.CULPRITS:
+            return [_Hang(None, ceiling_s, since_s, step, who=_numbers(diagnosis.ranks))]
+        if diagnosis.finding is not _Finding.CULPRITS:
             return []
         return [
             _Hang(
@@ -312,7 +594,7 @@ class HangWatch:
                 silent[rank].making,
                 inquiry.stack(rank, f"no answer; {silent[rank].state.value}"),
                 silent[rank].beat,
-                0.0 if evidence[rank].stance is Stance.MUTE else grace_s(silent[rank].limit_s),
+                0.0 if evidence[rank].stance is _Stance.MUTE else grace_s(silent[rank].limit_s),
             )
             for rank in diagnosis.ranks
         ]
@@ -321,9 +603,9 @@ class HangWatch:
 
     def _wait(
         self,
-        diagnosis: Diagnosis,
-        evidence: Mapping[int, Evidence],
-        silent: Mapping[int, Silence],
+        diagnosis: _Diagnosis,
+        evidence: Mapping[int, _Evidence],
+        silent: Mapping[int, _Silence],
         inquiry: _Inquiry,
         running: int,
     ) -> None:
@@ -333,11 +615,11 @@ class HangWatch:
             return
         places: defaultdict[str, list[int]] = defaultdict(list)
         for rank in diagnosis.ranks:
-            if evidence[rank].stance is Stance.MUTE:
+            if evidence[rank].stance is _Stance.MUTE:
                 places[f"no answer, {evidence[rank].state.value}"].append(rank)
             else:
                 places[_place(inquiry.stack(rank))].append(rank)
-        named = [f"{numbers(ranks)}: {place}" for place, ranks in list(places.items())[:_PLACES]]
+        named = [f"{_numbers(ranks)}: {place}" for place, ranks in list(places.items())[:_PLACES]]
         if len(places) > _PLACES:
             named.append(f"{len(places) - _PLACES} more places")
         step = max(silent[rank].making for rank in diagnosis.ranks)
@@ -345,7 +627,7 @@ class HangWatch:
         self._told_beats = {rank: silent[rank].beat for rank in diagnosis.ranks}
         self._tell(self._told)
 
-    def _see_whether_it_is_over(self, known: Mapping[int, Silence]) -> None:
+    def _see_whether_it_is_over(self, known: Mapping[int, _Silence]) -> None:
         told = self._told
         if told is None:
             return

@@ -12,19 +12,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from checkpointless.launcher.coordinator.coordinator import Coordinator
-from checkpointless.launcher.coordinator.job import FAILED
+from checkpointless.launcher.coordinator.job import FAILED, Node
 from checkpointless.launcher.coordinator.job_config import JobConfig
-from checkpointless.launcher.coordinator.roster import Node
 from checkpointless.launcher.protocol.causes import signal_name
-from checkpointless.launcher.protocol.channel import Channel, resolve
-from checkpointless.launcher.protocol.handshake import (
+from checkpointless.launcher.protocol.channel import (
     BEFORE_PROOF,
     Challenge,
+    Channel,
     Proof,
     Refused,
     check_version,
     is_proved,
     new_nonce,
+    resolve,
     welcome,
 )
 from checkpointless.launcher.protocol.node_messages import FROM_NODE, Alive

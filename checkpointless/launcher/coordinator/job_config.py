@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from checkpointless.launcher.coordinator.hang_policy import Heartbeat
-from checkpointless.launcher.protocol.handshake import check_token
+from checkpointless.launcher.coordinator.hang_watch import Heartbeat
+from checkpointless.launcher.protocol.channel import check_token
 
 DEFAULT_PORT = 29400  # torchrun's default
 

@@ -6,10 +6,8 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 from enum import Enum
 
-from checkpointless.launcher.coordinator.job import FAILED, Job, Phase
-from checkpointless.launcher.coordinator.processes import Processes
-from checkpointless.launcher.coordinator.regrouping import Regrouping
-from checkpointless.launcher.coordinator.roster import NOT_YET, Node, Rank, Roster
+from checkpointless.launcher.coordinator.job import FAILED, NOT_YET, Job, Node, Phase, Rank, Roster
+from checkpointless.launcher.coordinator.regrouping import Processes, Regrouping
 from checkpointless.launcher.protocol.board import NO_STEP
 from checkpointless.launcher.protocol.causes import Cause, CauseKind, attribute, exit_cause
 from checkpointless.launcher.protocol.node_messages import (
@@ -338,7 +336,7 @@ class _Remedy(Enum):
     TRY = "try"  # the rank is started on the device although it is bad
 
 
-def remedy(*, has_spare: bool, hosts_coordinator: bool, is_last_holder: bool, was_tried: bool) -> _Remedy:
+def _remedy(*, has_spare: bool, hosts_coordinator: bool, is_last_holder: bool, was_tried: bool) -> _Remedy:
     """Return what to do.
 
     A node is given up whole, since ranks belong to nodes, so its other ranks lose what they hold. That costs only
@@ -402,7 +400,7 @@ class BadDevices:
         if tried == message.incarnation:
             self._processes.start_anyway(rank)  # the answer may be lost, and one that comes twice is ignored
             return
-        chosen = remedy(
+        chosen = _remedy(
             has_spare=any(spare.joined for spare in job.roster.spares),
             hosts_coordinator=node is host,
             is_last_holder=_is_last_holder(node, job.roster.ranks, job.roster.fresh),

@@ -2,7 +2,7 @@
 
 msgspec checks what comes in against the types of the message's fields. A rank and its agent are of one
 installation; nodes and the coordinator compare their versions when they meet
-(:mod:`~checkpointless.launcher.protocol.handshake`).
+(:mod:`~checkpointless.launcher.protocol.channel`).
 """
 
 from __future__ import annotations

@@ -20,9 +20,9 @@ from pathlib import Path
 import torch.distributed as dist
 
 from checkpointless.inprocess import active_call_wrapper
-from checkpointless.inprocess.context import span
 from checkpointless.inprocess.exceptions import line_of
 from checkpointless.inprocess.memory import free_host_memory
+from checkpointless.inprocess.wrap import span
 from checkpointless.observability.telemetry.event_names import LIVING, EventName
 from checkpointless.observability.telemetry.wording import size
 from checkpointless.replication.directory import DirectoryStore

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from checkpointless.inprocess.context import own_board
 from checkpointless.inprocess.parameter_update_lock import CommitState
+from checkpointless.inprocess.wrap import own_board
 from checkpointless.replication.parts import Content
 from checkpointless.state.held_state import HeldState
 from checkpointless.state.journal import StepJournal

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from checkpointless.inprocess import ParameterUpdateLock
-from checkpointless.inprocess.context import own_board
+from checkpointless.inprocess.wrap import own_board
 from checkpointless.launcher.protocol.board import NO_STEP, Board
 from checkpointless.state.port import UPDATED_BUFFERS, SnapshotPoint, TrainingState, holders_of
 from checkpointless.state.rank_local.agreement import require_agreement

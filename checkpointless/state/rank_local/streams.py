@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from checkpointless.inprocess.context import own_board
+from checkpointless.inprocess.wrap import own_board
 from checkpointless.launcher.protocol.board import Board
 from checkpointless.state.port import SnapshotPoint
 from checkpointless.state.rank_local.declared import digest_declared, is_declared, put_declared, take_declared

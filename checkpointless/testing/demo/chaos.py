@@ -24,7 +24,7 @@ from rich.table import Table
 from checkpointless.faults.chaos import HANGING, Case, Outcome, draw, outcome_of
 from checkpointless.faults.ledger import not_fired
 from checkpointless.faults.spec import parse, parse_all
-from checkpointless.launcher.agent.agent_process import AgentProcess
+from checkpointless.launcher.agent.launch import AgentProcess
 from checkpointless.launcher.agent.launch_config import LaunchConfig
 from checkpointless.observability.report.incidents import IncidentSummary, summarize
 from checkpointless.observability.report.verify import Steps, compare

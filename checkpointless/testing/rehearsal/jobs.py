@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from checkpointless.launcher.agent.agent_process import AgentProcess
+from checkpointless.launcher.agent.launch import AgentProcess
 from checkpointless.launcher.agent.launch_config import LaunchConfig, import_environment
 from checkpointless.launcher.agent.ranks.preload import preload, preloads_of
 from checkpointless.launcher.agent.ranks.rank_process import Script

@@ -64,9 +64,9 @@ def validations_are_repeated() -> None:
 
 def entry_streams_are_stale() -> None:
     """Enter the block again with random streams that it has drawn from before."""
-    from checkpointless.inprocess.reentry import EntryStreams
+    from checkpointless.inprocess.wrap import _EntryStreams
 
-    EntryStreams.restore = lambda streams: None  # type: ignore[method-assign, assignment]
+    _EntryStreams.restore = lambda streams: None  # type: ignore[method-assign, assignment]
 
 
 def accumulated_metrics_begin_anew() -> None:

@@ -15,7 +15,7 @@ def conclude(outcome: End, run_dir: Path, generation: int = 3) -> tuple[int, lis
     said: list[str] = []
     config = LaunchConfig(nproc_per_node=1, script=__file__, run_dir=run_dir)
     events = EventLog(run_dir / EVENTS_FILE, node=0)
-    code = launch.conclude(outcome, generation, -1, config, events, said.append)
+    code = launch._conclude(outcome, generation, -1, config, events, said.append)
     return code, said
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from checkpointless.launcher.agent.links import JoinError, RefusedError, _RemoteCoordinatorLink
+from checkpointless.launcher.agent.links import JoinError, _RefusedError, _RemoteCoordinatorLink
 from checkpointless.launcher.protocol.causes import CauseKind
 from checkpointless.launcher.protocol.node_messages import Alive, End, Joined, Progress, RankEnded, Standing
 from tests.unit.messaged_job import trouble
@@ -110,7 +110,7 @@ def test_a_node_without_ranks_joins_again_as_what_it_was() -> None:
 
 @pytest.mark.parametrize(
     ("refusal", "grace_s"),
-    [(JoinError("it was not reached within 2 s"), 5.0), (RefusedError("node 1 is here already"), 0.0)],
+    [(JoinError("it was not reached within 2 s"), 5.0), (_RefusedError("node 1 is here already"), 0.0)],
 )
 def test_a_search_in_vain_ends_the_ranks_and_at_once_if_others_have_their_place(
     refusal: JoinError, grace_s: float
@@ -152,7 +152,7 @@ def test_ranks_that_ended_well_are_told_of_if_the_coordinator_is_found_in_time()
     assert (scene.coordinators.heard, scene.agent.outcome) == ([ENDED, STANDING], None)
 
 
-@pytest.mark.parametrize("refusal", [RefusedError("the job is over"), JoinError("it was not reached within 2 s")])
+@pytest.mark.parametrize("refusal", [_RefusedError("the job is over"), JoinError("it was not reached within 2 s")])
 def test_ranks_that_ended_well_need_no_coordinator_to_say_so(refusal: JoinError) -> None:
     scene = Scene(2, 3)
     scene.coordinators.refusal = refusal

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from checkpointless.launcher.coordinator.roster import Node
+from checkpointless.launcher.coordinator.job import Node
 from checkpointless.launcher.protocol.causes import CauseKind
 from checkpointless.launcher.protocol.node_messages import (
     AllDone,

@@ -20,8 +20,8 @@ def main():
     return "entered"
 
 def inner(queue):
-    from checkpointless.inprocess.reentry import is_imported_by_child
-    queue.put(is_imported_by_child(inner))
+    from checkpointless.inprocess.wrap import _is_imported_by_child
+    queue.put(_is_imported_by_child(inner))
 
 if mp.current_process().name == "MainProcess":
     context = mp.get_context("{method}")

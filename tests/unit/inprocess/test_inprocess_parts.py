@@ -35,7 +35,7 @@ from checkpointless.inprocess.exceptions import is_victim
 from checkpointless.inprocess.fault_responder import MainThread
 from checkpointless.inprocess.finalize import register_cleanup
 from checkpointless.inprocess.memory import peak_growth, reset_peak
-from checkpointless.inprocess.reentry import SignalHandlers, with_caller
+from checkpointless.inprocess.wrap import _SignalHandlers, _with_caller
 
 STATE = HPState(rank=0, world_size=1, local_rank=0, generation=0)
 
@@ -217,13 +217,13 @@ ANOTHER = object()
 def test_the_caller_goes_where_it_is_wanted_and_nothing_else_was_given(
     block: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: object
 ) -> None:
-    args, kwargs = with_caller(block, args, kwargs, THE_CALLER)
+    args, kwargs = _with_caller(block, args, kwargs, THE_CALLER)
     assert block(*args, **kwargs) == ("c", given)
 
 
 @pytest.mark.parametrize("args", [(), ("c", None, "more")])
 def test_arguments_that_do_not_fit_are_the_blocks_own_error(args: tuple[Any, ...]) -> None:
-    args, kwargs = with_caller(documented, args, {}, THE_CALLER)
+    args, kwargs = _with_caller(documented, args, {}, THE_CALLER)
     with pytest.raises(TypeError, match="documented"):
         documented(*args, **kwargs)
 
@@ -387,7 +387,7 @@ def test_another_thread_than_the_main_one_is_refused() -> None:
 
 def test_handlers_that_a_block_leaves_are_taken_back() -> None:
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR1)
-    handlers = SignalHandlers()
+    handlers = _SignalHandlers()
     try:
         signal.signal(signal.SIGTERM, lambda *_: None)
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
@@ -403,7 +403,7 @@ def test_torch_hears_of_dead_workers_also_after_its_handler_was_taken_back() -> 
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         torch_workers._SIGCHLD_handler_set = False
-        handlers = SignalHandlers()
+        handlers = _SignalHandlers()
         torch_workers._set_SIGCHLD_handler()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # Lightning does so when `fit` is over
         handlers.restore()

@@ -8,10 +8,9 @@ from typing import Any, cast
 
 import pytest
 
-from checkpointless.inprocess import HPWrapper, reentry
-from checkpointless.inprocess.generation import Generation
-from checkpointless.inprocess.reentry import Blocks, Succession
-from checkpointless.inprocess.step_tracker import StepTracker
+from checkpointless.inprocess import HPWrapper, wrap
+from checkpointless.inprocess.generation import Generation, StepTracker
+from checkpointless.inprocess.wrap import _Blocks, _Succession
 from checkpointless.launcher.client import RankClient
 from checkpointless.launcher.protocol.board import Facts
 from checkpointless.launcher.protocol.messages import Barrier as BarrierMessage
@@ -21,7 +20,7 @@ from checkpointless.launcher.protocol.messages import Go, HandOver, RankMessage,
 @pytest.fixture(autouse=True)
 def no_block_was_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forget the blocks of other tests in this process."""
-    monkeypatch.setattr(reentry, "_left", 0)
+    monkeypatch.setattr(wrap, "_left", 0)
 
 
 def block() -> None:
@@ -45,7 +44,7 @@ class Judged:
 
     def __init__(self) -> None:
         self.steps = StepTracker(Generation(0), None)
-        self.it = Succession(Generation(0), cast(Any, None), self.steps, Blocks(Facts(None)), "in-process")
+        self.it = _Succession(Generation(0), cast(Any, None), self.steps, _Blocks(Facts(None)), "in-process")
 
     def entry(self, error: BaseException | None, made: int = 0, recovers: bool = False) -> str:
         self.steps.enter()
@@ -112,8 +111,8 @@ class Barrier(RankClient):
 def test_a_process_whose_state_finds_no_room_stays_if_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
     client, ended = Barrier(), []
     keeper = SimpleNamespace(hand_over=lambda high_water: (0, f"no room at {high_water}"))
-    monkeypatch.setattr(reentry, "AgentClient", Barrier)
-    it = Succession(Generation(0), client, StepTracker(Generation(0), None), Blocks(Facts(None)), "process")
+    monkeypatch.setattr(wrap, "AgentClient", Barrier)
+    it = _Succession(Generation(0), client, StepTracker(Generation(0), None), _Blocks(Facts(None)), "process")
     assert it.unfit
     assert it.wait_go(0, cast(Any, keeper)).generation == 1
     assert client.sent == [BarrierMessage(0)]
@@ -124,7 +123,7 @@ def test_a_process_whose_state_finds_no_room_stays_if_it_can(monkeypatch: pytest
 
     monkeypatch.setattr(os, "_exit", end)
     client = Barrier()
-    it = Succession(Generation(0), client, StepTracker(Generation(0), None), Blocks(Facts(None)), "in-process")
+    it = _Succession(Generation(0), client, StepTracker(Generation(0), None), _Blocks(Facts(None)), "in-process")
     with pytest.raises(SystemExit):
         it.wait_go(0, cast(Any, keeper))
     assert client.sent == [Replace(0, "its state could not be handed over: no room at 5")]
@@ -134,12 +133,12 @@ def test_a_process_whose_state_finds_no_room_stays_if_it_can(monkeypatch: pytest
 @pytest.mark.parametrize("has_launcher", [True, False], ids=["torchrun", "none"])
 def test_another_launcher_starts_no_successors(has_launcher: bool) -> None:
     client = cast(Any, SimpleNamespace(has_launcher=has_launcher))
-    steps, blocks = StepTracker(Generation(0), None), Blocks(Facts(None))
+    steps, blocks = StepTracker(Generation(0), None), _Blocks(Facts(None))
     if not has_launcher:  # nothing is recovered from
-        assert not Succession(Generation(0), client, steps, blocks, "process").unfit
+        assert not _Succession(Generation(0), client, steps, blocks, "process").unfit
         return
     with pytest.raises(ValueError, match="needs `checkpointless run`"):
-        Succession(Generation(0), client, steps, blocks, "process")
+        _Succession(Generation(0), client, steps, blocks, "process")
 
 
 def test_there_are_two_ways_to_restart() -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from checkpointless.system import idleness
-from checkpointless.system.idleness import Idleness, families
+from checkpointless.system import process_tree
+from checkpointless.system.process_tree import Idleness, families
 
 WORKS = "import time\nwhile True: pass"
 WRITES = "import time\nwhile True: open('/dev/null', 'wb').write(bytes(1 << 20)); time.sleep(0.2)"
@@ -38,8 +38,11 @@ class Used:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.cpu_s, self.bytes, self.letter = 0.0, 0, "S"
-        monkeypatch.setattr(idleness, "_look", lambda _: idleness._Process(1, self.letter, self.cpu_s))
-        monkeypatch.setattr(idleness, "_bytes", lambda _: self.bytes)
+        monkeypatch.setattr(process_tree.ProcessLook, "at", lambda _: self.look())
+        monkeypatch.setattr(process_tree, "_bytes", lambda _: self.bytes)
+
+    def look(self) -> process_tree.ProcessLook:
+        return process_tree.ProcessLook(ord(self.letter), family_ms=round(1000 * self.cpu_s))
 
 
 def test_a_thread_that_looks_now_and_then_is_idle_and_an_upload_is_not(monkeypatch: pytest.MonkeyPatch) -> None:

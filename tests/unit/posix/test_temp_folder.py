@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpointless.inprocess.loader_workers import _remove_unused_sockets, share_socket_folder
+from checkpointless.inprocess.abort import _remove_unused_sockets, share_socket_folder
 from checkpointless.system import temp_folder
 from checkpointless.system.temp_folder import private_temp_folder
 

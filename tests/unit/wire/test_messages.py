@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from checkpointless.launcher.protocol import messages
 from checkpointless.launcher.protocol.causes import Cause, exception_cause
-from checkpointless.launcher.protocol.handshake import Challenge, check_version
+from checkpointless.launcher.protocol.channel import Challenge, check_version
 from checkpointless.launcher.protocol.messages import (
     MAX_MESSAGE_BYTES,
     Answer,

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from checkpointless.inprocess import HPCallWrapper, active_call_wrapper
-from checkpointless.inprocess.context import emit_event
+from checkpointless.inprocess.wrap import emit_event
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.system.patches import Patch, Patches
 from checkpointless.transfer.exchange import true_on_all

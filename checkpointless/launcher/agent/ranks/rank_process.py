@@ -33,7 +33,7 @@ from checkpointless.observability.telemetry.scribe import (
     without_own_frames,
 )
 from checkpointless.system.environment import EXIT_GRACE_ENV, RANK_ENV, own_generation, own_rank
-from checkpointless.system.idleness import Idleness, families
+from checkpointless.system.process_tree import Idleness, families
 from checkpointless.system.signals import STACKS_SIGNAL
 from checkpointless.system.threads import abandoned, waited_for
 

@@ -6,18 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointless.launcher.coordinator.hang_policy import (
+from checkpointless.launcher.coordinator.hang_watch import (
     BUSY_TIMES,
     MOST_GRACE_S,
     STEADY_LOOKS,
-    Evidence,
-    Finding,
     Heartbeat,
-    Stance,
+    _Evidence,
+    _Finding,
+    _is_shared,
+    _judge,
+    _stalled,
+    _Stance,
     grace_s,
-    is_shared,
-    judge,
-    stalled,
 )
 from checkpointless.system.process_tree import ProcessState
 from tests.drawn import examples
@@ -27,9 +27,9 @@ RANKS = range(8)
 
 
 def test_nobody_is_asked_while_all_make_progress() -> None:
-    assert stalled({}, {}) == ()
-    assert stalled({0: 9.9, 1: 0.0}, dict.fromkeys(range(2), 10.0)) == ()
-    assert stalled({0: 6.0, 1: 10.1, 2: 3.0}, dict.fromkeys(range(3), 10.0)) == (0, 1)
+    assert _stalled({}, {}) == ()
+    assert _stalled({0: 9.9, 1: 0.0}, dict.fromkeys(range(2), 10.0)) == ()
+    assert _stalled({0: 6.0, 1: 10.1, 2: 3.0}, dict.fromkeys(range(3), 10.0)) == (0, 1)
 
 
 @pytest.mark.parametrize(
@@ -50,23 +50,23 @@ def test_the_ceiling_follows_the_pauses_unless_it_is_given() -> None:
     [((), False), ((3,), False), ((0, 2), False), ((0, 1), True), ((0, 2, 4), False), ((0, 2, 4, 6), True)],
 )
 def test_half_of_the_job_or_a_whole_node_is_a_shared_stall(standing: tuple[int, ...], shared: bool) -> None:
-    assert is_shared(standing, 8, 2) is shared
+    assert _is_shared(standing, 8, 2) is shared
 
 
 def test_one_of_two_ranks_hangs_by_itself_and_one_of_one_does_not() -> None:
-    assert not is_shared((0,), 2, 2)
-    assert not is_shared((0,), 2, 1)
-    assert is_shared((0,), 1, 1)
+    assert not _is_shared((0,), 2, 2)
+    assert not _is_shared((0,), 2, 1)
+    assert _is_shared((0,), 1, 1)
 
 
 def test_the_last_rank_in_its_block_hangs_by_itself() -> None:
-    silent = {0: Evidence(Stance.ELSEWHERE, 31.0, 30.0)}
-    assert judge(silent, 1, 8, 2, CEILING_S).ranks == (0,)
+    silent = {0: _Evidence(_Stance.ELSEWHERE, 31.0, 30.0)}
+    assert _judge(silent, 1, 8, 2, CEILING_S).ranks == (0,)
 
 
 EVIDENCE = st.builds(
-    Evidence,
-    st.sampled_from(Stance),
+    _Evidence,
+    st.sampled_from(_Stance),
     st.sampled_from([15.0, 29.0, 31.0, 91.0, 599.0, 601.0, 1900.0]),
     st.sampled_from([30.0, CEILING_S]),
     st.sampled_from(ProcessState),
@@ -83,23 +83,23 @@ STEADY = st.none() | st.integers(0, STEADY_LOOKS)
 @examples(150)
 @given(SILENT, st.sampled_from([1, 2, 4, 8]), STEADY)
 def test_nobody_is_accused_who_is_one_of_many_or_waits_or_could_not_answer(
-    silent: dict[int, Evidence], nproc: int, steady: int | None
+    silent: dict[int, _Evidence], nproc: int, steady: int | None
 ) -> None:
-    verdict = judge(silent, 8, 8, nproc, CEILING_S, steady)
-    standing = {rank for rank, each in silent.items() if each.stance is not Stance.WAITS}
+    verdict = _judge(silent, 8, 8, nproc, CEILING_S, steady)
+    standing = {rank for rank, each in silent.items() if each.stance is not _Stance.WAITS}
     assert set(verdict.ranks) <= standing
-    if verdict.finding is not Finding.CULPRITS:
+    if verdict.finding is not _Finding.CULPRITS:
         return
-    assert not is_shared(verdict.ranks, 8, nproc)
-    if is_shared(standing, 8, nproc):
+    assert not _is_shared(verdict.ranks, 8, nproc)
+    if _is_shared(standing, 8, nproc):
         assert any(silent[rank].age_s >= CEILING_S for rank in standing)
-        assert all(silent[rank].stance is Stance.MUTE for rank in verdict.ranks)
+        assert all(silent[rank].stance is _Stance.MUTE for rank in verdict.ranks)
         held = (ProcessState.BUSY, ProcessState.BLOCKED, ProcessState.TRACED)
         assert not any(silent[rank].state in held for rank in verdict.ranks)
     for rank in verdict.ranks:
         each = silent[rank]
         assert each.age_s >= each.limit_s
-        if each.stance is Stance.MUTE:
+        if each.stance is _Stance.MUTE:
             assert each.mute_s >= grace_s(each.limit_s)
             assert each.state is not ProcessState.BUSY or each.age_s >= BUSY_TIMES * each.limit_s
             blocked = each.state in (ProcessState.BLOCKED, ProcessState.TRACED)
@@ -110,19 +110,19 @@ def test_nobody_is_accused_who_is_one_of_many_or_waits_or_could_not_answer(
 
 
 @given(SILENT, st.sampled_from([1, 2, 4, 8]))
-def test_no_silence_is_waited_for_for_ever(silent: dict[int, Evidence], nproc: int) -> None:
+def test_no_silence_is_waited_for_for_ever(silent: dict[int, _Evidence], nproc: int) -> None:
     """Who stays where it is leads to an incident in the end, whatever it is."""
-    old = {rank: Evidence(e.stance, 1e5, e.limit_s, e.state, 1e5) for rank, e in silent.items()}
-    verdict = judge(old, 8, 8, nproc, CEILING_S)
-    assert verdict.finding in (Finding.CULPRITS, Finding.TOO_LONG, Finding.ALL_WAIT)
+    old = {rank: _Evidence(e.stance, 1e5, e.limit_s, e.state, 1e5) for rank, e in silent.items()}
+    verdict = _judge(old, 8, 8, nproc, CEILING_S)
+    assert verdict.finding in (_Finding.CULPRITS, _Finding.TOO_LONG, _Finding.ALL_WAIT)
 
 
 @given(SILENT, st.sampled_from([1, 2, 4, 8]), st.integers(0, STEADY_LOOKS - 1))
 def test_where_nobody_shows_progress_one_look_is_no_evidence(
-    silent: dict[int, Evidence], nproc: int, steady: int
+    silent: dict[int, _Evidence], nproc: int, steady: int
 ) -> None:
-    verdict = judge(silent, 8, 8, nproc, CEILING_S, steady)
-    assert verdict.finding in (Finding.NOTHING, Finding.ASK_AGAIN)
+    verdict = _judge(silent, 8, 8, nproc, CEILING_S, steady)
+    assert verdict.finding in (_Finding.NOTHING, _Finding.ASK_AGAIN)
 
 
 def test_a_grace_is_short_and_in_proportion() -> None:
@@ -133,20 +133,20 @@ def test_a_grace_is_short_and_in_proportion() -> None:
 @pytest.mark.parametrize("age_s", [31.0, 599.0, 601.0])
 def test_ranks_that_may_wait_for_their_devices_are_given_time_until_the_ceiling(unclear: int, age_s: float) -> None:
     silent = {
-        rank: Evidence(Stance.UNCLEAR if rank < unclear else Stance.WAITS, age_s, 30.0, ProcessState.BUSY)
+        rank: _Evidence(_Stance.UNCLEAR if rank < unclear else _Stance.WAITS, age_s, 30.0, ProcessState.BUSY)
         for rank in RANKS
     }
-    found = judge(silent, 8, 8, 2, CEILING_S)
-    assert found.finding is (Finding.WAIT if age_s < CEILING_S else Finding.TOO_LONG)
+    found = _judge(silent, 8, 8, 2, CEILING_S)
+    assert found.finding is (_Finding.WAIT if age_s < CEILING_S else _Finding.TOO_LONG)
     assert found.ranks == tuple(range(unclear))
 
 
 def test_the_one_that_is_known_to_be_behind_is_accused_beside_those_that_may_wait() -> None:
-    silent = {rank: Evidence(Stance.WAITS, 31.0, 30.0) for rank in RANKS}
-    silent[3] = Evidence(Stance.UNCLEAR, 31.0, 30.0)
-    silent[5] = Evidence(Stance.ELSEWHERE, 31.0, 30.0)
-    found = judge(silent, 8, 8, 2, CEILING_S)
-    assert (found.finding, found.ranks) == (Finding.CULPRITS, (5,))
+    silent = {rank: _Evidence(_Stance.WAITS, 31.0, 30.0) for rank in RANKS}
+    silent[3] = _Evidence(_Stance.UNCLEAR, 31.0, 30.0)
+    silent[5] = _Evidence(_Stance.ELSEWHERE, 31.0, 30.0)
+    found = _judge(silent, 8, 8, 2, CEILING_S)
+    assert (found.finding, found.ranks) == (_Finding.CULPRITS, (5,))
 
 
 @pytest.mark.parametrize("age_s", [599.0, 601.0])
@@ -165,12 +165,12 @@ def test_of_a_stall_that_took_too_long_the_few_that_do_not_answer_are_given_up(
     age_s: float, mute: tuple[int, ...], state: ProcessState, gone: tuple[int, ...]
 ) -> None:
     """On GPUs a rank that does not answer leaves unclear what its peers wait for; half of a job may be paused."""
-    silent = {rank: Evidence(Stance.UNCLEAR, age_s, 30.0) for rank in RANKS}
-    silent |= {rank: Evidence(Stance.MUTE, age_s, 30.0, state, mute_s=20.0) for rank in mute}
-    found = judge(silent, 8, 8, 2, CEILING_S)
+    silent = {rank: _Evidence(_Stance.UNCLEAR, age_s, 30.0) for rank in RANKS}
+    silent |= {rank: _Evidence(_Stance.MUTE, age_s, 30.0, state, mute_s=20.0) for rank in mute}
+    found = _judge(silent, 8, 8, 2, CEILING_S)
     if age_s < CEILING_S:
-        assert found.finding is Finding.WAIT
+        assert found.finding is _Finding.WAIT
     elif gone:
-        assert (found.finding, found.ranks) == (Finding.CULPRITS, gone)
+        assert (found.finding, found.ranks) == (_Finding.CULPRITS, gone)
     else:
-        assert (found.finding, found.ranks) == (Finding.TOO_LONG, tuple(RANKS))
+        assert (found.finding, found.ranks) == (_Finding.TOO_LONG, tuple(RANKS))

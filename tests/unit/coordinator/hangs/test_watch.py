@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 
-from checkpointless.launcher.coordinator.hang_policy import (
+from checkpointless.launcher.coordinator.hang_watch import (
     MOST_GRACE_S,
     STEADY_LOOKS,
+    HangWatch,
     Heartbeat,
+    Stall,
     Whereabouts,
+    _Hang,
 )
-from checkpointless.launcher.coordinator.hang_watch import HangWatch, Stall, _Hang
 from checkpointless.launcher.protocol.node_messages import SilentRank
 
 CEILING_S = 600.0

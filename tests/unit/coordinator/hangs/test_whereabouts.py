@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointless.launcher.coordinator.hang_policy import Stance, Whereabouts, ahead, behind, stances_of
+from checkpointless.launcher.coordinator.hang_watch import Whereabouts, _ahead, _behind, _Stance, _stances_of
 
-WAITS, ELSEWHERE, UNCLEAR = Stance.WAITS, Stance.ELSEWHERE, Stance.UNCLEAR
+WAITS, ELSEWHERE, UNCLEAR = _Stance.WAITS, _Stance.ELSEWHERE, _Stance.UNCLEAR
 
 
-def on_gpus(launched: Mapping[int, Mapping[str, int]], *in_collective: int) -> dict[int, Stance]:
+def on_gpus(launched: Mapping[int, Mapping[str, int]], *in_collective: int) -> dict[int, _Stance]:
     """Return the stances of ranks on GPUs."""
     answers = {rank: Whereabouts(rank in in_collective, "", True, each) for rank, each in launched.items()}
-    return stances_of(answers, is_complete=True)
+    return _stances_of(answers, is_complete=True)
 
 
 def test_the_one_that_has_not_come_is_told_from_those_who_wait_wherever_they_stand() -> None:
@@ -63,7 +63,7 @@ def test_who_is_behind_may_wait_for_one_that_has_not_answered() -> None:
     """Rank 1 waits for rank 2, which still beats and was not asked, and rank 0 waits for rank 1."""
     launched = {0: {"a": 5}, 1: {"a": 4, "b": 3}}
     answers = {rank: Whereabouts(False, "", True, each) for rank, each in launched.items()}
-    assert stances_of(answers, is_complete=False) == {0: WAITS, 1: UNCLEAR}
+    assert _stances_of(answers, is_complete=False) == {0: WAITS, 1: UNCLEAR}
 
 
 def test_a_stack_in_a_collective_counts_on_gpus_too() -> None:
@@ -72,7 +72,7 @@ def test_a_stack_in_a_collective_counts_on_gpus_too() -> None:
 
 def test_where_calls_return_when_they_are_done_the_stack_is_the_evidence() -> None:
     answers = {0: Whereabouts(True, "", False, {"0": 5}), 1: Whereabouts(False, "", False, {"0": 5})}
-    assert stances_of(answers, is_complete=False) == {0: WAITS, 1: ELSEWHERE}
+    assert _stances_of(answers, is_complete=False) == {0: WAITS, 1: ELSEWHERE}
 
 
 def pairs(launched: Mapping[int, Mapping[str, int]], rank: int) -> list[tuple[int, int]]:
@@ -93,7 +93,7 @@ def pairs(launched: Mapping[int, Mapping[str, int]], rank: int) -> list[tuple[in
     )
 )
 def test_who_is_behind_is_waited_for_and_waits_for_nobody(launched: Mapping[int, Mapping[str, int]]) -> None:
-    waiting, late = ahead(launched), behind(launched)
+    waiting, late = _ahead(launched), _behind(launched)
     assert not waiting & late
     assert late <= set(launched)
     for rank in late:

@@ -6,9 +6,8 @@ import random
 from collections import deque
 
 from checkpointless.launcher.coordinator.coordinator import Coordinator
-from checkpointless.launcher.coordinator.job import Phase
+from checkpointless.launcher.coordinator.job import Node, Phase
 from checkpointless.launcher.coordinator.job_config import JobConfig
-from checkpointless.launcher.coordinator.roster import Node
 from checkpointless.launcher.protocol.messages import FaultNotice
 from checkpointless.launcher.protocol.node_messages import (
     IN_BLOCK,

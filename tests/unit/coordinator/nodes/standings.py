@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from checkpointless.launcher.coordinator.roster import Node
+from checkpointless.launcher.coordinator.job import Node
 from checkpointless.launcher.protocol.node_messages import (
     NodeMessage,
     RankStanding,

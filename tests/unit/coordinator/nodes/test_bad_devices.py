@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from checkpointless.launcher.coordinator.membership import _Remedy, remedy
+from checkpointless.launcher.coordinator.membership import _Remedy, _remedy
 from checkpointless.launcher.protocol.node_messages import (
     Begin,
     DeviceBad,
@@ -38,7 +38,7 @@ def spawns(job: Job) -> list[tuple[int, int, int, bool]]:
 
 def test_every_case_of_the_decision() -> None:
     for spare, host, last, tried in itertools.product((False, True), repeat=4):
-        found = remedy(has_spare=spare, hosts_coordinator=host, is_last_holder=last, was_tried=tried)
+        found = _remedy(has_spare=spare, hosts_coordinator=host, is_last_holder=last, was_tried=tried)
         assert (found is _Remedy.GIVE_UP) == (spare and not host and (tried or not last))
 
 

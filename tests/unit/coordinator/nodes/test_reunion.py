@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from checkpointless.launcher.coordinator.coordinator import _assumed, _Reunion, _reunite
 from checkpointless.launcher.coordinator.job import Phase
-from checkpointless.launcher.coordinator.takeover import _Reunion, _reunite, assumed
 from checkpointless.launcher.protocol.node_messages import (
     AllDone,
     Begin,
@@ -343,7 +343,7 @@ def test_two_views_of_a_rank_meet(known: RankState, said: RankState) -> None:
     assert (found in (_Reunion.ENDED, _Reunion.START)) == (said is RankState.GONE is not known)
     must_leave = known in (RankState.LEAVING, RankState.STARTING) and said in (RUNNING, DONE)
     assert (found is _Reunion.INTERRUPT) == must_leave
-    assert _reunite(assumed(said), said) in (_Reunion.AGREED, _Reunion.INTERRUPT, _Reunion.READY)
+    assert _reunite(_assumed(said), said) in (_Reunion.AGREED, _Reunion.INTERRUPT, _Reunion.READY)
 
 
 def test_a_rank_that_failed_after_its_block_while_its_node_was_away_fails_the_job() -> None:

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from checkpointless.inprocess.communicators.captured_graphs import CapturedGraphs, GraphGivenUpError
+from checkpointless.inprocess.communicators.process_groups import _CapturedGraphs, _GraphGivenUpError
 
 
 class Graph:
@@ -42,32 +42,32 @@ class Graph:
 
 
 @pytest.fixture
-def graphs(monkeypatch: pytest.MonkeyPatch) -> CapturedGraphs:
-    made = CapturedGraphs()
+def graphs(monkeypatch: pytest.MonkeyPatch) -> _CapturedGraphs:
+    made = _CapturedGraphs()
     monkeypatch.setattr(Graph, "capture_end", made.noting(Graph.capture_end))
     monkeypatch.setattr(Graph, "replay", made.replaying(Graph.replay))
     return made
 
 
-def test_a_graph_is_reset_once_and_not_replayed_again(graphs: CapturedGraphs) -> None:
+def test_a_graph_is_reset_once_and_not_replayed_again(graphs: _CapturedGraphs) -> None:
     graph = Graph()
     graph.capture_end()
     graph.replay()
     graphs.give_up()
     graphs.give_up()
-    with pytest.raises(GraphGivenUpError):
+    with pytest.raises(_GraphGivenUpError):
         graph.replay()
     assert (graph.replays, graph.resets) == (1, 1)
 
 
-def test_a_graph_that_was_captured_before_the_block_is_left_alone(graphs: CapturedGraphs) -> None:
+def test_a_graph_that_was_captured_before_the_block_is_left_alone(graphs: _CapturedGraphs) -> None:
     graph = Graph()
     graphs.give_up()
     graph.replay()
     assert (graph.replays, graph.resets) == (1, 0)
 
 
-def test_a_graph_is_not_reset_while_it_is_replayed(graphs: CapturedGraphs) -> None:
+def test_a_graph_is_not_reset_while_it_is_replayed(graphs: _CapturedGraphs) -> None:
     aborted = threading.Event()  # the kernels before it, whose end makes room in the queue
     graph = Graph(aborted)
     graph.capture_end()
@@ -84,12 +84,12 @@ def test_a_graph_is_not_reset_while_it_is_replayed(graphs: CapturedGraphs) -> No
     assert (graph.replays, graph.resets) == (1, 1)
 
 
-def test_a_graph_whose_capture_ends_after_the_abort_began_is_given_up(graphs: CapturedGraphs) -> None:
+def test_a_graph_whose_capture_ends_after_the_abort_began_is_given_up(graphs: _CapturedGraphs) -> None:
     late, next_generations = Graph(), Graph()
     graphs.give_up()
     late.capture_end()
     assert late.resets == 1
-    with pytest.raises(GraphGivenUpError):
+    with pytest.raises(_GraphGivenUpError):
         late.replay()
     graphs.begin_generation()
     next_generations.capture_end()
@@ -97,7 +97,7 @@ def test_a_graph_whose_capture_ends_after_the_abort_began_is_given_up(graphs: Ca
     assert (next_generations.replays, next_generations.resets) == (1, 0)
 
 
-def test_a_graph_is_not_kept_alive(graphs: CapturedGraphs) -> None:
+def test_a_graph_is_not_kept_alive(graphs: _CapturedGraphs) -> None:
     graph = Graph()
     graph.capture_end()
     del graph

@@ -21,7 +21,7 @@ from torch.utils.data._utils import signal_handling
 
 from checkpointless.callbacks import trainer_parts
 from checkpointless.inprocess import HPDataLoaderAbort, HPState
-from checkpointless.inprocess.loader_workers import share_socket_folder
+from checkpointless.inprocess.abort import share_socket_folder
 from checkpointless.system import shared_memory
 
 STATE = HPState(rank=0, world_size=1, local_rank=0, generation=0)

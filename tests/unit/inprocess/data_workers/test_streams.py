@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from checkpointless.inprocess.worker_streams import WorkerStreams, epochs_begun, is_iterable
+from checkpointless.inprocess.worker_streams import _WorkerStreams, epochs_begun, is_iterable
 from checkpointless.recovery import Place, seed_data_workers
 
 
@@ -50,7 +50,7 @@ def test_the_loaders_own_init_is_kept_and_nothing_is_stacked() -> None:
     loader: DataLoader[int] = DataLoader(range(4), num_workers=1, worker_init_fn=ignore)  # type: ignore[arg-type]
     for seed in (1, 2):
         seed_data_workers(loader, seed)
-    assert isinstance(loader.worker_init_fn, WorkerStreams)
+    assert isinstance(loader.worker_init_fn, _WorkerStreams)
     assert loader.worker_init_fn.key[0] == 2
     assert loader.worker_init_fn.init is ignore
 
@@ -77,7 +77,7 @@ def test_epochs_are_those_of_the_samplers(workers: int) -> None:
 def test_only_a_worker_has_its_streams_set() -> None:
     called: list[int] = []
     torch_state, numpy_state, python_state = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    WorkerStreams((1, 0, ""), Place, called.append)(5)
+    _WorkerStreams((1, 0, ""), Place, called.append)(5)
     assert called == [5]
     assert torch.equal(torch.get_rng_state(), torch_state)
     assert np.random.get_state()[1].tolist() == numpy_state[1].tolist()  # type: ignore[index, union-attr]
@@ -85,7 +85,7 @@ def test_only_a_worker_has_its_streams_set() -> None:
 
 
 def test_what_is_sent_to_a_spawned_worker_knows_the_place_and_nothing_else() -> None:
-    streams = WorkerStreams((1, 2, "training"), lambda: later(), ignore)  # a lambda cannot be pickled
+    streams = _WorkerStreams((1, 2, "training"), lambda: later(), ignore)  # a lambda cannot be pickled
     copied = pickle.loads(pickle.dumps(streams))
     assert copied.place() == Place(3, 7)
     assert (copied.key, copied.init) == (streams.key, ignore)

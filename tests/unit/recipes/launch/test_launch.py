@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from checkpointless.cli import command_line
-from checkpointless.launcher.protocol.handshake import MIN_TOKEN_CHARACTERS
+from checkpointless.launcher.protocol.channel import MIN_TOKEN_CHARACTERS
 from checkpointless.system.environment import TOKEN_ENV
 from tests.unit.recipes.launch.batch import run_sbatch
 from tests.unit.recipes.launch.manifests import LAUNCH, POD_FILES, SBATCH, container_of, script_of
