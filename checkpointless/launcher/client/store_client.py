@@ -62,6 +62,7 @@ class StoreClient(RankClient):
         self._world_size = world_size
         self._store = store
         self._address = address
+        self._env: dict[str, str] = {}  # more variables for each generation
         self._limits = FaultLimits()
         self._incidents = 0
         self._entered: int | None = None  # the generation that this rank is in, or was in last
@@ -121,6 +122,8 @@ class StoreClient(RankClient):
     def _arrive(self, generation: int) -> None:
         limit_s = FIRST_GATHER_TIMEOUT_S if self._entered is None else REGROUP_TIMEOUT_S
         self._gather_by_s = time.monotonic() + limit_s
+        if self._limits.high_water >= 0:
+            self._store.append(f"committed/{generation}", f"{self._limits.high_water} ")  # type: ignore[attr-defined]
         self._store.add(f"arrived/{generation}", 1)
         self._coming = generation
 
@@ -130,14 +133,17 @@ class StoreClient(RankClient):
     def _watch(self) -> None:
         try:
             while not self._stopped.wait(POLL_S):
-                self._look_for_faults()
-                if self._lost is None and self._coming is not None:
-                    self._look_for_go(self._coming)
-                if self._lost is None and self._done is not None:
-                    self._look_for_finish(self._done)
+                self._look()
         except Exception as error:
             logger.exception("rank %d can no longer hear of the others", self.rank)
             self._lose(f"{type(error).__name__}: {error}")
+
+    def _look(self) -> None:
+        self._look_for_faults()
+        if self._lost is None and (generation := self._coming) is not None:
+            self._look_for_go(generation)
+        if self._lost is None and (generation := self._done) is not None:
+            self._look_for_finish(generation)
 
     def _look_for_faults(self) -> None:
         generation = self._entered
@@ -172,19 +178,26 @@ class StoreClient(RankClient):
             return
         if self.rank == 0:
             self._groups_store = TCPStore(self._address, 0, is_master=True, wait_for_workers=False)
-            self._store.set(f"port/{generation}", str(self._groups_store.port))
-        elif not self._store.check([f"port/{generation}"]):
+            told = f"committed/{generation}"
+            known = self._store.get(told).decode().split() if self._store.check([told]) else []
+            self._store.set(f"go/{generation}", f"{self._groups_store.port} {max(map(int, known), default=-1)}")
+        elif not self._store.check([f"go/{generation}"]):
             return
+        port, high_water = self._store.get(f"go/{generation}").decode().split()
         env = {
+            **self._env,
             MASTER_ADDR_ENV: self._address,
-            MASTER_PORT_ENV: self._store.get(f"port/{generation}").decode(),
+            MASTER_PORT_ENV: port,
             TORCHELASTIC_USE_AGENT_STORE_ENV: "True",  # no rank of the process group hosts the store
             TORCHELASTIC_RESTART_COUNT_ENV: str(generation),
             JOB_RESTART_COUNT_ENV: str(generation),
         }
-        incident = str(self._incidents) if self._entered is not None and self._incidents else None
-        self._entered, self._coming = generation, None
-        self._hear(Go(generation, incident, env, self._limits.high_water))
+        incident = str(self._incidents) if self._incidents else None
+        with self._news:
+            if self._coming == generation:  # else the meeting was called off
+                self._entered, self._coming = generation, None
+                self._limits.high_water = int(high_water)
+                self._hear(Go(generation, incident, env, int(high_water)))
 
     def _look_for_finish(self, generation: int) -> None:
         if self._store.add(f"done/{generation}", 0) < self._world_size:

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from checkpointless.launcher.client import agent_client
+from checkpointless.launcher.client import HPAgentK8sAPIFactory, RankUnknownError, agent_client, wait_rank
 from checkpointless.launcher.client.agent_client import AgentClient, AgentLostError, StandaloneClient
-from checkpointless.launcher.client.factory import HPAgentK8sAPIFactory, RankUnknownError, wait_rank
 from checkpointless.launcher.protocol import messages
 from checkpointless.launcher.protocol.causes import exception_cause
 from checkpointless.launcher.protocol.messages import (

@@ -1,0 +1,385 @@
+"""The client of a rank that Amazon SageMaker HyperPod's own agent (``hyperpodrun``) started.
+
+It talks to that agent through the vendor's package ``hyperpod-elastic-agent``. Once the agent has started a
+generation, its ranks meet as under torchrun (:class:`~checkpointless.launcher.client.store_client.StoreClient`),
+in a store that rank 0 hosts.
+
+Of ``hyperpod_elastic_agent.ipc`` only these public names are used:
+
+* ``InProcessRestartSocketClient()``, ``HyperPodIPCException``, ``RestartMode`` with ``IN_PROCESS_RESTART`` and
+  ``PROCESS_LEVEL_RESTART``; the client's methods ``hyperpod_wait_rank_info``, ``hyperpod_barrier``,
+  ``hyperpod_past_rcb_barrier``, ``hyperpod_wait_fault`` and ``hyperpod_send_fault``. AWS's published training
+  library (aws/sagemaker-hyperpod-checkpointless-training, ``inprocess/train_utils.py`` and
+  ``inprocess/elastic/hp_agent_api.py``) calls all of them.
+* The replies ``("job_rank_info" | "job_start", {"worker_envs": {...}})`` and ``("job_fault", {...})``, and
+  ``JOB_RESTART_COUNT`` among the ``worker_envs``: from the same library.
+* ``restart_count`` in a ``job_fault``, the variable ``SPARE``, the arguments ``timeout``, ``reason`` and
+  ``message``, and the variable ``HYPERPOD_ELASTICAGENT_SOCKET_SERVER_PATH``: from the package itself (1.1.0 to
+  1.1.3).
+
+Where these sources say nothing, a wrong guess ends the process, which the vendor's agent replaces, and never lets a
+rank go on training with a state that is not its own:
+
+* A start ends the process if its ``JOB_RESTART_COUNT`` is not above the last one, or if it gives another rank or
+  world size to a process that holds state.
+* It is not documented whether ``MASTER_PORT`` is fresh at each start, so process groups get a store of their own.
+* A notice that comes between ``job_start`` and the meeting sends the rank back to the vendor's barrier. At that
+  barrier there is nothing to leave, and a rank must not report there twice: the agent counts the reports.
+* A rank cannot end the job. It asks for ``PROCESS_LEVEL_RESTART`` if it cannot be recovered in place; the operator
+  has to limit how often that may happen.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, NoReturn
+
+from torch.distributed import DistError, HashStore, PrefixStore, TCPStore
+
+from checkpointless.launcher.client.agent_client import AgentLostError, RankUnknownError, tell
+from checkpointless.launcher.client.store_client import CONNECT_TIMEOUT_S, StoreClient
+from checkpointless.launcher.protocol.messages import (
+    Barrier,
+    Done,
+    FaultNotice,
+    FaultReport,
+    Finish,
+    GiveUp,
+    Hello,
+    RankMessage,
+    Replace,
+)
+from checkpointless.system.environment import (
+    JOB_RESTART_COUNT_ENV,
+    MASTER_ADDR_ENV,
+    MASTER_PORT_ENV,
+    RANK_ENV,
+    WORLD_SIZE_ENV,
+)
+
+logger = logging.getLogger(__name__)
+
+_MODULE = "hyperpod_elastic_agent.ipc"
+_INSTALL = "pip install -e '.[hyperpod]' in a clone (1.1.0 to 1.1.3 are known)"
+_HOW = "was the job started with `hyperpodrun --inprocess-restart`?"
+_LISTEN_S = 60.0  # long, because the vendor's client drops what arrives between two calls
+_START_TIMEOUT_S = 3600.0  # a node may have to be replaced first
+_MEETING_TIMEOUT_S = 120.0
+_CONNECT_ATTEMPT_S = 2.0
+_FINISH_TIMEOUT_S = 3600.0  # for the others to be done: one may be writing a last checkpoint
+_STORE_LOST_TIMEOUT_S = 60.0  # for the agent to say that rank 0 is gone
+_MOST_CHARACTERS = 1000  # of a message: several threads may send, so it must fit into one write
+
+
+@dataclass(frozen=True)
+class _Start:
+    """The vendor's agent has started the job, or started it again: ``generation`` is its ``JOB_RESTART_COUNT``."""
+
+    generation: int
+    rank: int
+    world_size: int
+    env: dict[str, str]
+
+    @classmethod
+    def of(cls, reply: object) -> _Start:
+        """Return the start that ``hyperpod_barrier`` returned.
+
+        Raises:
+            ValueError: the reply is something else, or says too little.
+        """
+        env = _worker_envs(reply, "job_start")
+        return cls(int(env[JOB_RESTART_COUNT_ENV]), int(env[RANK_ENV]), int(env[WORLD_SIZE_ENV]), env)
+
+
+def _worker_envs(reply: object, expected: str) -> dict[str, str]:
+    """Return this rank's environment from a reply of the vendor's client.
+
+    Args:
+        reply: what ``hyperpod_barrier`` or ``hyperpod_wait_rank_info`` returned.
+
+    Raises:
+        ValueError: the reply is something else, or says too little.
+    """
+    if not isinstance(reply, tuple) or len(reply) != 2 or reply[0] != expected:
+        raise ValueError(f"expected a {expected!r} message and got {str(reply)[:200]}")
+    env = reply[1].get("worker_envs") if isinstance(reply[1], dict) else None
+    if not isinstance(env, dict) or not all(isinstance(item, str) for pair in env.items() for item in pair):
+        raise ValueError(f"{expected!r} has no worker_envs of texts")
+    start = (MASTER_PORT_ENV, JOB_RESTART_COUNT_ENV) if expected == "job_start" else ()
+    for name in (RANK_ENV, WORLD_SIZE_ENV, *start):
+        if not env.get(name, "").lstrip("-").isdecimal():
+            raise ValueError(f"{expected!r}: {name}={env.get(name)!r} is not a whole number")
+    if expected == "job_start" and not 0 <= int(env[RANK_ENV]) < int(env[WORLD_SIZE_ENV]):
+        raise ValueError(f"{expected!r}: RANK={env[RANK_ENV]} is not below WORLD_SIZE={env[WORLD_SIZE_ENV]}")
+    return env
+
+
+class HyperPodClient(StoreClient):
+    """Regroups this rank through the vendor's agent, whose messages separate threads wait for.
+
+    Args:
+        start_timeout_s: how many seconds the agent may take to start the job, or to start it again.
+        meeting_timeout_s: how many seconds the other ranks may take to come once the agent has started the job.
+
+    Raises:
+        RuntimeError: the vendor's package is missing or too old, or its agent cannot be reached.
+    """
+
+    def __init__(
+        self, start_timeout_s: float = _START_TIMEOUT_S, meeting_timeout_s: float = _MEETING_TIMEOUT_S
+    ) -> None:
+        try:
+            self._package: Any = importlib.import_module(_MODULE)
+            self._error: type[Exception] = self._package.HyperPodIPCException
+            self._modes = self._package.RestartMode
+            connect = self._package.InProcessRestartSocketClient
+        except (ImportError, AttributeError) as error:
+            raise RuntimeError(
+                f"SageMaker HyperPod's agent started this process, but {_MODULE} cannot be used for this Python "
+                f"({error}): {_INSTALL}"
+            ) from error
+        try:
+            self._vendor: Any = connect()
+        except (OSError, ValueError, self._error) as error:
+            raise RuntimeError(f"SageMaker HyperPod's agent cannot be reached ({error}): {_HOW}") from error
+        self._start_timeout_s = start_timeout_s
+        self._meeting_timeout_s = meeting_timeout_s
+        self._is_told = False  # which rank this is
+        self._at_barrier = True  # of the vendor's agent, or on the way there
+        self._finish_by_s = 0.0
+        self._starting = -1  # the generation that the agent started last
+        self._called_off = threading.Event()  # its meeting, because a fault came first
+        self._host: TCPStore | None = None  # rank 0's store, which outlives the generations
+        self._listener: threading.Thread | None = None
+        self._way: threading.Thread | None = None  # from one generation into the next
+        super().__init__(int(os.environ.get(RANK_ENV) or "-1"), 0, HashStore(), "")
+
+    def wait_rank(self) -> None:
+        """Wait until the agent says which rank this process is, and put that into ``os.environ``.
+
+        Once the rank is known, later calls return at once. The wait has no time limit, because a spare waits for as
+        long as it is a spare; a connection that closes ends it.
+
+        Raises:
+            RankUnknownError: the agent is gone, or said something else.
+        """
+        while not self._is_told:
+            began_s = time.monotonic()
+            try:
+                env = _worker_envs(
+                    self._vendor.hyperpod_wait_rank_info(timeout=self._start_timeout_s), "job_rank_info"
+                )
+            except (self._error, ValueError) as error:
+                if isinstance(error, ValueError) or not self._was_timeout(began_s):
+                    raise RankUnknownError(
+                        f"SageMaker HyperPod's agent did not say which rank this is ({error}): {_HOW}"
+                    ) from error
+                logger.warning("still waiting to be told which rank this is: %s", error)
+                continue
+            self._is_told = True
+            os.environ.update(env)
+            self.rank = int(env[RANK_ENV])
+
+    def close(self) -> None:
+        """Stop the client, and wait until none of its threads is inside c10d, a minute at most.
+
+        The vendor's package has no public way to close its connection, which ends with the process.
+        """
+        self._stopped.set()
+        if self._way is not None and not self._at_barrier:
+            self._way.join(CONNECT_TIMEOUT_S)
+        super().close()
+
+    # --- what the rank says -------------------------------------------------------------------------------------
+
+    def _send(self, message: RankMessage) -> None:
+        if isinstance(message, Hello):
+            if self._listener is not None:
+                self._fail("it starts one block per process: wrap everything in one HPWrapper")
+            self._listener = self._in_thread(self._listen, "faults")
+            self._leave(message.generation - 1)
+        elif isinstance(message, Barrier) and self._lost is None:
+            self._leave(message.generation)
+        elif isinstance(message, FaultReport):
+            self._report(message)
+        elif isinstance(message, Done):
+            with suppress(DistError):  # rank 0 is gone, and the store with it: the agent will say so
+                super()._send(message)
+            self._done, self._finish_by_s = message.generation, time.monotonic() + _FINISH_TIMEOUT_S
+        elif isinstance(message, Replace):
+            self._send_fault("ProcessMustBeReplaced", message.reason)
+        elif isinstance(message, GiveUp):
+            self._send_fault("RecoveryImpossible", message.reason, in_place=False)
+
+    def _leave(self, generation: int) -> None:
+        with self._news:
+            self._at_barrier, self._starting = True, generation
+        self._way = self._in_thread(self._regroup, "barrier")
+
+    def _report(self, report: FaultReport) -> None:
+        cause, last_word = report.cause, self._limits.after(report.cause)
+        self._send_fault(cause.error, str(cause), in_place=last_word is None)
+        if self.pending_fault(report.generation) is None:
+            incident = str(report.generation + 1)
+            tell(report.generation, incident, cause)
+            self._hear(FaultNotice(report.generation, incident, str(cause), self.rank))
+        if last_word is not None:
+            self._lose(last_word)
+
+    def _send_fault(self, reason: str, message: str, *, in_place: bool = True) -> None:
+        """Report a fault of this rank.
+
+        Args:
+            in_place: whether processes may stay alive; otherwise every process of the job is replaced.
+        """
+        mode = self._modes.IN_PROCESS_RESTART if in_place else self._modes.PROCESS_LEVEL_RESTART
+        try:
+            self._vendor.hyperpod_send_fault(self.rank, mode, reason=reason, message=message[:_MOST_CHARACTERS])
+        except self._error as error:
+            self._fail(f"could not report a fault: {error}")
+
+    def _fail(self, reason: str) -> NoReturn:
+        self._lose(reason)
+        raise AgentLostError(f"SageMaker HyperPod's agent: {reason}")
+
+    # --- what the agent says ------------------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        while not self._stopped.is_set():
+            began_s = time.monotonic()
+            try:
+                kind, body = self._vendor.hyperpod_wait_fault(timeout=_LISTEN_S)
+            except self._error:
+                if time.monotonic() - began_s < _LISTEN_S / 2:  # not a timeout: something is wrong; do not spin
+                    self._stopped.wait(1.0)
+                continue
+            if kind == "job_fault":
+                self._heard_fault(body.get("restart_count") if isinstance(body, dict) else None)
+
+    def _heard_fault(self, restart_count: object) -> None:
+        """Handle a notice; it is about the generation started last unless ``restart_count`` names an older one."""
+        with self._news:
+            generation = self._starting
+            if self._at_barrier or (isinstance(restart_count, int) and restart_count < generation):
+                logger.info("rank %d ignores the fault notice %s", self.rank, restart_count)
+                return
+            if self._entered != generation:
+                self._coming = None
+                self._called_off.set()
+                return
+        if self.pending_fault(generation) is None:
+            self._done = None
+            self._hear(FaultNotice(generation, str(generation + 1), "SageMaker HyperPod reported a fault", None))
+
+    def _was_timeout(self, began_s: float) -> bool:
+        """Return whether an error of the vendor's client is a time limit that has passed; it has no other sign."""
+        return time.monotonic() - began_s > self._start_timeout_s / 2
+
+    # --- from one generation into the next ----------------------------------------------------------------------
+
+    def _regroup(self) -> None:
+        while not self._stopped.is_set():
+            start, left = self._wait_start(), self._starting
+            if start.generation <= left:
+                raise RuntimeError(
+                    f"a start with JOB_RESTART_COUNT={start.generation} came after generation {left}"
+                )
+            if self._entered is not None and (start.rank, start.world_size) != (self.rank, self._world_size):
+                raise RuntimeError(
+                    f"rank {self.rank} of {self._world_size} would become rank {start.rank} of {start.world_size}, "
+                    "whose state it does not hold"
+                )
+            self._called_off.clear()
+            with self._news:
+                self._starting, self._at_barrier = start.generation, False
+            self._vendor.hyperpod_past_rcb_barrier()
+            self.rank, self._world_size = start.rank, start.world_size
+            self._address, self._env, self._incidents = start.env[MASTER_ADDR_ENV], start.env, start.generation
+            if self._meet(start):
+                return
+            with self._news:
+                self._at_barrier = True
+            logger.warning("rank %d goes back to the barrier: a fault came before all had met", self.rank)
+
+    def _wait_start(self) -> _Start:
+        """Report at the barrier, and wait until the agent starts the job; a spare then waits again."""
+        while True:
+            began_s = time.monotonic()
+            try:
+                return _Start.of(self._vendor.hyperpod_barrier(timeout=self._start_timeout_s))
+            except self._error as error:
+                if os.environ.get("SPARE") != "True" or not self._was_timeout(began_s) or self._stopped.is_set():
+                    raise RuntimeError(f"no start message arrived ({error}): {_HOW}") from error
+
+    def _meet(self, start: _Start) -> bool:
+        """Meet the other ranks; return whether that, and no fault, came first."""
+        by_s = time.monotonic() + self._meeting_timeout_s
+        try:
+            store = self._connect(start, by_s)
+            if store is not None:
+                self._store = PrefixStore(f"checkpointless/{start.generation}", store)
+                self._arrive(start.generation)
+                self._gather_by_s = by_s
+        except RuntimeError:
+            if not self._called_off.wait(max(0.0, by_s - time.monotonic())):
+                raise
+        with self._news:
+            while self._entered != start.generation and self._lost is None and not self._called_off.is_set():
+                self._news.wait(0.1)
+            return self._entered == start.generation or self._lost is not None
+
+    def _connect(self, start: _Start, by_s: float) -> TCPStore | None:
+        """Return rank 0's store, or None if the meeting is called off first."""
+        address, port = start.env[MASTER_ADDR_ENV], int(start.env[MASTER_PORT_ENV])
+        limit = timedelta(seconds=CONNECT_TIMEOUT_S)
+        if start.rank == 0:
+            if self._host is None or self._host.port != port:
+                self._host = TCPStore(address, port, is_master=True, wait_for_workers=False, timeout=limit)
+            return self._host
+        attempt = timedelta(seconds=_CONNECT_ATTEMPT_S)  # short, because nothing can stop an attempt
+        while not (self._called_off.is_set() or self._stopped.is_set()):
+            try:
+                store = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=attempt)
+            except RuntimeError:
+                if time.monotonic() > by_s:
+                    raise
+            else:
+                store.set_timeout(limit)
+                return store
+        return None
+
+    def _look(self) -> None:
+        """Look for the meeting and for the end; faults come from the agent."""
+        try:
+            super()._look()
+        except DistError:  # rank 0 is gone, and the store with it: either this is the end, or the agent will say so
+            now_s = time.monotonic()
+            if self._coming is not None and now_s > self._gather_by_s:
+                raise
+            self._finish_by_s = min(self._finish_by_s, now_s + _STORE_LOST_TIMEOUT_S)
+        if self._done is not None and time.monotonic() > self._finish_by_s:
+            logger.warning("rank %d is done, and waits no longer for the others", self.rank)
+            self._done = None
+            self._hear(Finish())
+
+    def _look_for_faults(self) -> None:
+        """Do nothing."""
+
+    def _in_thread(self, work: Any, what: str) -> threading.Thread:
+        def run() -> None:
+            try:
+                work()
+            except Exception as error:
+                logger.exception("rank %d cannot go on with SageMaker HyperPod's agent", self.rank)
+                self._lose(str(error) or type(error).__name__)
+
+        thread = threading.Thread(target=run, name=f"checkpointless-hyperpod-{what}", daemon=True)
+        thread.start()
+        return thread

@@ -1,0 +1,387 @@
+"""Test the client under SageMaker HyperPod's agent, against a stand-in for its package and its agent."""
+
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed import TCPStore
+
+from checkpointless.launcher import client as clients
+from checkpointless.launcher.client import HPAgentK8sAPIFactory, hyperpod, wait_rank
+from checkpointless.launcher.client.agent_client import AgentLostError, StandaloneClient
+from checkpointless.launcher.client.hyperpod import HyperPodClient, _Start, _worker_envs
+from checkpointless.launcher.protocol.messages import FaultNotice, Finish
+from checkpointless.system.environment import HYPERPOD_SOCKET_ENV
+from tests import hyperpod_stand_in as stand_in
+from tests.waiting import wait_until
+
+MakeAgent = Callable[..., stand_in.Agent]
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """Install the stand-in; the environment, the factory's client and all clients end with the test."""
+    made: list[HyperPodClient] = []
+    original = HyperPodClient.__init__
+
+    def remember(client: HyperPodClient, *args: Any, **settings: Any) -> None:
+        original(client, *args, **settings)
+        made.append(client)
+
+    before = dict(os.environ)
+    with monkeypatch.context() as patch:
+        patch.setattr(HyperPodClient, "__init__", remember)
+        patch.setattr(clients, "_of_other_launcher", None)
+        patch.setattr(hyperpod, "_LISTEN_S", 1.0)
+        for name, module in stand_in.modules().items():
+            patch.setitem(sys.modules, name, module)
+        yield patch
+        for client in made:
+            client.close()
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.fixture
+def make_agent(environment: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[MakeAgent]:
+    agents: list[stand_in.Agent] = []
+
+    def make(**settings: Any) -> stand_in.Agent:
+        agent = stand_in.Agent(tmp_path / f"agent{len(agents)}", 1, **settings)
+        agents.append(agent)
+        os.environ.update(agent.environment(0))
+        return agent
+
+    yield make
+    for agent in agents:
+        agent.close()
+
+
+def start(agent: stand_in.Agent, count: int = 1) -> None:
+    """Start the ranks, once they have been at the barrier so often; a moment later they wait for the start."""
+    agent.wait_for("at_rcb_barrier", count)
+    time.sleep(0.05)  # the vendor's client drops what has come before it waits
+    agent.start()
+
+
+def enter(client: HyperPodClient, agent: stand_in.Agent, others: int = 0) -> TCPStore | None:
+    """Bring ``client`` into the generation that ``agent`` starts next; return the store, if there are others."""
+    generation, store = agent.restart_count, None
+    if others:
+        agent.envs = {"WORLD_SIZE": str(1 + others)}
+    client.hello(int(os.environ["JOB_RESTART_COUNT"]))
+    start(agent)
+    if others:
+        agent.wait_for("past_rcb_barrier")
+        store = TCPStore("127.0.0.1", agent.port, is_master=False)
+        store.append(f"checkpointless/{generation}/committed/{generation}", "7 ")  # type: ignore[attr-defined]
+        store.add(f"checkpointless/{generation}/arrived/{generation}", others)
+    assert client.wait_go(generation - 1, 60).generation == generation
+    return store
+
+
+# --- the package, and who uses it -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["", "InProcessRestartSocketClient", "HyperPodIPCException", "RestartMode"])
+def test_hyperpods_package_that_is_missing_or_lacks_a_name_is_said_in_one_line(
+    environment: pytest.MonkeyPatch, name: str
+) -> None:
+    environment.setenv(stand_in.SOCKET_ENV, "/nowhere")
+    for module, value in stand_in.modules(**{name: None} if name else {}).items():
+        environment.setitem(sys.modules, module, value if name else None)
+    with pytest.raises(RuntimeError, match=rf"{name}.*pip install -e '\.\[hyperpod\]' in a clone") as raised:
+        HPAgentK8sAPIFactory()()
+    assert "\n" not in str(raised.value)
+
+
+def test_hyperpods_agent_that_is_not_there(environment: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    environment.setenv(stand_in.SOCKET_ENV, str(tmp_path / "nobody"))
+    with pytest.raises(RuntimeError, match=r"cannot be reached .* --inprocess-restart"):
+        HPAgentK8sAPIFactory()()
+
+
+def test_the_factory_takes_hyperpods_client_under_its_agent_only(
+    make_agent: MakeAgent, environment: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert HYPERPOD_SOCKET_ENV == stand_in.SOCKET_ENV
+    agent = make_agent()
+    os.environ["RANK"] = "0"
+    with caplog.at_level(logging.WARNING):
+        client = HPAgentK8sAPIFactory()()
+    assert isinstance(client, HyperPodClient)
+    assert HPAgentK8sAPIFactory()() is client
+    assert "does not respawn" not in caplog.text
+    heard = len(agent.wait_for("init"))
+    ours = StandaloneClient()
+    with environment.context() as patch:
+        patch.setattr(clients.AgentClient, "from_environment", lambda: ours)
+        wait_rank()
+        assert HPAgentK8sAPIFactory()() is ours
+    assert len(agent.heard) == heard
+    environment.setattr(clients, "_of_other_launcher", None)
+    environment.delenv(stand_in.SOCKET_ENV)
+    environment.setenv("WORLD_SIZE", "1")
+    assert isinstance(HPAgentK8sAPIFactory()(), StandaloneClient)
+
+
+ENV = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1", "JOB_RESTART_COUNT": "0"}
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        None,
+        ("job_fault", {"worker_envs": ENV}),
+        ("job_start", None),
+        ("job_start", {}),
+        ("job_start", {"worker_envs": ENV | {"RANK": 0}}),
+        ("job_start", {"worker_envs": ENV | {"RANK": "1"}}),
+        ("job_start", {"worker_envs": ENV | {"RANK": "-1"}}),
+        ("job_start", {"worker_envs": ENV | {"MASTER_PORT": "__import__('os')"}}),
+        ("job_start", {"worker_envs": {name: value for name, value in ENV.items() if name != "JOB_RESTART_COUNT"}}),
+    ],
+)
+def test_a_start_that_makes_no_sense_is_refused(reply: object) -> None:
+    assert _worker_envs(("job_start", {"worker_envs": ENV}), "job_start") == ENV
+    with pytest.raises(ValueError):
+        _Start.of(reply)
+
+
+# --- its rank ---------------------------------------------------------------------------------------------------
+
+
+def test_wait_rank_asks_the_agent_once_and_updates_the_environment(make_agent: MakeAgent) -> None:
+    agent = make_agent()
+    assert int(os.environ["RANK"]) < 0
+    wait_rank()
+    assert os.environ["RANK"] == "0"
+    assert os.environ["MASTER_PORT"] == str(agent.port)
+    assert HPAgentK8sAPIFactory()().rank == 0
+    agent.automatic = False  # nobody would answer a second question
+    wait_rank()
+
+
+def test_wait_rank_waits_until_it_is_told_also_as_a_spare_without_a_rank(
+    make_agent: MakeAgent, caplog: pytest.LogCaptureFixture
+) -> None:
+    agent = make_agent(automatic=False)
+    agent.envs = {"RANK": "-1", "SPARE": "True"}
+    client = HyperPodClient(start_timeout_s=0.1)
+    threading.Timer(0.5, agent.tell_ranks).start()
+    client.wait_rank()
+    assert (os.environ["RANK"], os.environ["SPARE"]) == ("-1", "True")
+    assert "still waiting to be told which rank this is" in caplog.text
+
+
+def test_wait_rank_says_what_it_was_told_instead(make_agent: MakeAgent) -> None:
+    agent = make_agent(automatic=False)
+    agent.envs = {"WORLD_SIZE": ""}
+    client = HyperPodClient()
+    threading.Timer(0.1, agent.tell_ranks).start()
+    with pytest.raises(AssertionError, match=r"did not say which rank this is .*WORLD_SIZE.* --inprocess-restart"):
+        client.wait_rank()
+
+
+# --- a generation, and the next ---------------------------------------------------------------------------------
+
+
+def test_go_comes_with_a_store_for_process_groups(make_agent: MakeAgent) -> None:
+    agent = make_agent(automatic=False)
+    client = HyperPodClient()
+    client.hello(0)
+    agent.wait_for("at_rcb_barrier")
+    with pytest.raises(TimeoutError):
+        client.wait_go(-1, 0.2)
+    agent.say(0, "job_fault", restart_count=0)  # at the barrier there is nothing to leave
+    agent.start()
+    go = client.wait_go(-1, 60)
+    assert (go.generation, go.incident, go.high_water) == (0, None, -1)
+    assert (go.env["RANK"], go.env["JOB_RESTART_COUNT"]) == ("0", "0")
+    assert go.env["TORCHELASTIC_USE_AGENT_STORE"] == "True"
+    assert int(go.env["MASTER_PORT"]) != agent.port
+    TCPStore(go.env["MASTER_ADDR"], int(go.env["MASTER_PORT"]), is_master=False).set("there", "1")
+    assert (agent.count("at_rcb_barrier"), agent.count("past_rcb_barrier")) == (1, 1)
+    assert (client.rank, client.pending_fault(0)) == (0, None)
+
+
+def test_a_fault_is_reported_with_its_cause_and_heard_at_once(make_agent: MakeAgent) -> None:
+    agent = make_agent(automatic=False)
+    client = HyperPodClient()
+    enter(client, agent)
+    called: list[FaultNotice] = []
+    client.on_fault = called.append
+    client.report_fault(0, error="ValueError", message="no\n" + "x" * 9999, traceback="", step=3, victim=False)
+    notice = FaultNotice(0, "1", "rank 0 raised ValueError at step 3: no", 0)
+    assert called == [notice]
+    (said,) = agent.wait_for("job_fault")
+    assert (said["rank"], said["restart_mode"], said["reason"]) == (0, "in_process_restart", "ValueError")
+    assert said["message"] == notice.cause
+    agent.fault()
+    client.barrier(0)
+    start(agent, 2)
+    go = client.wait_go(0, 60)
+    assert (go.generation, go.incident, go.high_water) == (1, "1", 2)
+    assert called == [notice]
+
+
+def test_a_notice_ends_its_generation_once_and_no_later_one(make_agent: MakeAgent) -> None:
+    agent = make_agent(automatic=False)
+    agent.restart_count = 3
+    os.environ.update(agent.environment(0))
+    client = HyperPodClient()
+    called: list[FaultNotice] = []
+    client.on_fault = called.append
+    enter(client, agent)
+    agent.say(0, "job_fault", restart_count=2)
+    time.sleep(0.2)
+    assert client.pending_fault(3) is None
+    agent.fault()
+    wait_until(lambda: called)
+    agent.say(0, "job_fault", restart_count=3)
+    agent.say(0, "job_fault")
+    time.sleep(0.2)
+    assert called == [FaultNotice(3, "4", "SageMaker HyperPod reported a fault", None)]
+    assert client.pending_fault(3) == called[0]
+
+
+@pytest.mark.parametrize("rank", ["0", pytest.param("1", marks=pytest.mark.slow)])
+def test_a_fault_before_all_have_met_leads_back_to_the_barrier(make_agent: MakeAgent, rank: str) -> None:
+    """Rank 1 is back well before it would give up the store of rank 0, which died."""
+    agent = make_agent(automatic=False)
+    agent.envs = {"RANK": rank, "WORLD_SIZE": "2"}
+    client = HyperPodClient()
+    client.hello(0)
+    start(agent)
+    agent.wait_for("past_rcb_barrier")
+    agent.fault()
+    agent.envs = {}
+    start(agent, 2)
+    assert client.wait_go(-1, 60).generation == 1
+    assert client.pending_fault(1) is None
+
+
+def test_a_rank_that_does_not_come_has_a_limit(make_agent: MakeAgent) -> None:
+    agent = make_agent(automatic=False)
+    agent.envs = {"WORLD_SIZE": "2"}
+    client = HyperPodClient(meeting_timeout_s=0.3)
+    client.hello(0)
+    start(agent)
+    with pytest.raises(AgentLostError, match="1 of 2 ranks came to the barrier of generation 0"):
+        client.wait_go(-1, 60)
+
+
+def test_a_start_that_does_not_come_has_a_limit_except_for_a_spare(make_agent: MakeAgent) -> None:
+    agent = make_agent(automatic=False)
+    client = HyperPodClient(start_timeout_s=0.2)
+    os.environ["SPARE"] = "True"
+    client.hello(0)
+    agent.wait_for("at_rcb_barrier", 3)
+    os.environ["SPARE"] = "False"
+    with pytest.raises(AgentLostError, match=r"no start message arrived .* --inprocess-restart"):
+        client.wait_go(-1, 60)
+
+
+@pytest.mark.parametrize(
+    ("envs", "said"),
+    [
+        ({"JOB_RESTART_COUNT": "0"}, "JOB_RESTART_COUNT=0 came after generation 0"),
+        ({"WORLD_SIZE": "2"}, "rank 0 of 1 would become rank 0 of 2"),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, "rank 0 of 1 would become rank 1 of 2"),
+        ({"RANK": "1"}, "not below WORLD_SIZE"),
+    ],
+)
+def test_a_start_that_would_mix_states_ends_the_process(
+    make_agent: MakeAgent, envs: dict[str, str], said: str
+) -> None:
+    agent = make_agent(automatic=False)
+    client = HyperPodClient()
+    enter(client, agent)
+    agent.fault()
+    wait_until(lambda: client.pending_fault(0))
+    client.barrier(0)
+    agent.envs = envs
+    start(agent, 2)
+    with pytest.raises(AgentLostError, match=said):
+        client.wait_go(0, 60)
+
+
+def test_the_same_bug_for_ever_asks_for_new_processes(make_agent: MakeAgent) -> None:
+    agent = make_agent()
+    client = HyperPodClient()
+    client.hello(0)
+    for generation in range(3):
+        assert client.wait_go(generation - 1, 60).generation == generation
+        client.report_fault(generation, error="ValueError", message="no", traceback="T", step=4, victim=False)
+        client.barrier(generation)
+    with pytest.raises(AgentLostError, match="3 times in a row"):
+        client.wait_go(2, 60)
+    modes = [message["restart_mode"] for message in agent.wait_for("job_fault", 3)]
+    assert modes == ["in_process_restart", "in_process_restart", "process_level_restart"]
+
+
+def test_what_a_rank_cannot_do_alone(make_agent: MakeAgent) -> None:
+    agent = make_agent(automatic=False)
+    client = HyperPodClient()
+    enter(client, agent)
+    client.request_replacement(0, "the CUDA context is broken")
+    client.give_up(0, "y" * 5000)
+    replace, give_up = agent.wait_for("job_fault", 2)
+    assert (replace["restart_mode"], replace["message"]) == ("in_process_restart", "the CUDA context is broken")
+    assert (give_up["restart_mode"], give_up["message"]) == ("process_level_restart", "y" * 1000)
+    with pytest.raises(AgentLostError, match="one block per process"):
+        client.hello(0)
+
+
+def test_an_agent_that_is_gone_is_told(make_agent: MakeAgent) -> None:
+    agent = make_agent(automatic=False)
+    client = HyperPodClient()
+    enter(client, agent)
+    agent.close()
+    with pytest.raises(AgentLostError, match="could not report a fault"):
+        client.give_up(0, "over")
+    with pytest.raises(AgentLostError):
+        client.wait_go(0, 5)
+
+
+# --- the end ----------------------------------------------------------------------------------------------------
+
+
+def test_done_waits_for_the_others(make_agent: MakeAgent) -> None:
+    """The other rank is played by this test, in the store that the two meet in; it knows of a later step."""
+    agent = make_agent(automatic=False)
+    client = HyperPodClient()
+    other = enter(client, agent, others=1)
+    assert other is not None
+    assert client._go is not None
+    assert client._go.high_water == 7
+    client.done(0)
+    with pytest.raises(TimeoutError):
+        client.wait_finish_or_fault(0, 0.3)
+    other.add("checkpointless/0/done/0", 1)
+    other.add("checkpointless/0/left/0", 1)
+    assert client.wait_finish_or_fault(0, 60) == Finish()
+
+
+def test_a_fault_while_done_is_heard_instead_of_the_finish(make_agent: MakeAgent) -> None:
+    agent = make_agent(automatic=False)
+    client = HyperPodClient()
+    enter(client, agent, others=1)
+    client.done(0)
+    agent.fault()
+    assert isinstance(client.wait_finish_or_fault(0, 60), FaultNotice)
+
+
+def test_done_has_a_limit(make_agent: MakeAgent, environment: pytest.MonkeyPatch) -> None:
+    environment.setattr(hyperpod, "_FINISH_TIMEOUT_S", 0.2)
+    agent = make_agent(automatic=False)
+    client = HyperPodClient()
+    enter(client, agent, others=1)
+    client.done(0)
+    assert client.wait_finish_or_fault(0, 60) == Finish()
