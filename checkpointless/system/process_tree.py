@@ -230,14 +230,10 @@ class Idleness:
 
     Args:
         family: returns the processes to look at.
-        own_cpu_s: returns the processor time that the looks themselves have cost these processes.
     """
 
-    def __init__(
-        self, now_s: float, family: Callable[[], Iterable[int]], own_cpu_s: Callable[[], float] = lambda: 0.0
-    ) -> None:
+    def __init__(self, now_s: float, family: Callable[[], Iterable[int]]) -> None:
         self._family = family
-        self._own_cpu_s = own_cpu_s
         self._since_s = now_s
         self._cpu_s, self._bytes, _ = self._used()
 
@@ -255,7 +251,7 @@ class Idleness:
         """Return the processor time and bytes that the processes have used so far, and whether one waits."""
         pids = list(self._family())
         looks = [ProcessLook.at(pid) for pid in pids]
-        cpu_s = sum(look.family_ms for look in looks) / 1000 - self._own_cpu_s()
+        cpu_s = sum(look.family_ms for look in looks) / 1000
         return cpu_s, sum(map(_bytes, pids)), any(chr(look.letter) in _WAITS for look in looks)
 
 

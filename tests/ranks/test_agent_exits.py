@@ -21,40 +21,26 @@ def run(folder: Path, *arguments: str, nproc: int = 2, **options: Any) -> tuple[
     return job.end(), job
 
 
-def test_a_thread_of_an_earlier_entry_keeps_no_rank(tmp_path: Path) -> None:
-    ended, job = run(tmp_path, "1:abandons")
-    assert ended.code == 0
-    assert "rank 1 ends without thread 'writer'" in job.log(1)
-    assert "which an earlier entry of its block left behind" in job.log(1)
-    assert left(tmp_path, "atexit") == [0, 1]
-
-
-def test_a_thread_that_idles_after_the_script_is_named_and_left_and_one_that_works_is_waited_for(
+def test_a_thread_that_idles_after_the_script_is_ended_by_the_agent_and_one_that_works_is_waited_for(
     tmp_path: Path,
 ) -> None:
-    ended, job = run(tmp_path, "1:thread", "2:works", nproc=3)
+    """So is code that holds Python's lock; the script's own exit code counts. What an earlier entry of the block
+    has left behind keeps nobody.
+    """
+    ended, job = run(tmp_path, "0:abandons", "1:thread", "2:works", "3:lock", nproc=4)
     assert ended.code == 0
-    assert left(tmp_path, "worked") == [2]
-    assert "idle" not in job.log(2)
-    assert "rank 1 has been idle for 2 s since its script ended (--exit-grace)" in job.log(1)
-    assert "it ends without thread 'uploader'" in job.log(1)
-    assert "in wait_for_ever" in job.log(1)
-    assert left(tmp_path, "atexit") == [0, 1, 2]
+    assert (left(tmp_path, "worked"), left(tmp_path, "atexit")) == ([2], [0, 2])
+    for rank, where in ((1, "in wait_for_ever"), (3, "in hold_the_lock")):
+        assert f"rank {rank} has had nothing to do but end for" in ended.err
+        assert where in job.log(rank)
+    assert "rank 0 has had nothing" not in ended.err
+    assert "and is killed; its stacks are in " in ended.err
 
 
 def test_a_process_that_idles_after_the_script_is_killed(tmp_path: Path) -> None:
     ended, _ = run(tmp_path, "plain", "0:child", nproc=1, fork_here=False, preload=())
     assert ended.code == 0
     assert "rank 0 has had nothing to do but end for" in ended.err
-
-
-def test_code_that_holds_pythons_lock_after_the_script_is_ended_by_the_agent(tmp_path: Path) -> None:
-    """Nothing of the script is cut off, so its own exit code counts."""
-    ended, job = run(tmp_path, "1:lock")
-    assert ended.code == 0
-    assert "rank 1 has had nothing to do but end for" in ended.err
-    assert "and is killed; its stacks are in " in ended.err
-    assert "in hold_the_lock" in job.log(1)
 
 
 def test_a_rank_that_sleeps_after_its_block_is_ended_and_fails_the_job(tmp_path: Path) -> None:
@@ -71,13 +57,10 @@ def test_a_rank_that_works_after_its_block_is_waited_for(tmp_path: Path) -> None
     assert "killed" not in ended.err
 
 
-def test_a_script_without_a_block_is_told_of_first_and_ended_late(tmp_path: Path) -> None:
+def test_a_script_without_a_block_is_ended_late(tmp_path: Path) -> None:
     ended, job = run(tmp_path, "plain", "1:sleeps", heartbeat_timeout_s=2 * GRACE_S)
     assert ended.code == 1
-    first, second, *_ = (line for line in ended.err.splitlines() if "while others ended" in line)
-    assert first.startswith("rank 1 has done nothing while others ended for ")
-    assert "killed" not in first
-    assert " and is killed; its stacks are in " in second
+    assert "rank 1 has done nothing while others ended for " in ended.err
     assert "stays.py" in job.log(1)
 
 

@@ -10,17 +10,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from checkpointless.launcher.agent.ranks.fork_server import (
-    ANSWER_LIMIT_S,
-    Descriptors,
-    Exited,
-    ForkServer,
-    ForkServerLostError,
-    Order,
-    Ready,
-    Started,
-)
+from checkpointless.launcher.agent.ranks.fork_server import ANSWER_LIMIT_S, ForkServer, ForkServerLostError
 from checkpointless.launcher.agent.ranks.rank_process import Script
+from checkpointless.launcher.agent.ranks.zygote import Exited, Ready, Start, Started
 from checkpointless.launcher.protocol.board import Board
 from tests.ranks.agent_job import SCRIPTS, is_alive
 from tests.waiting import wait_until
@@ -72,7 +64,7 @@ class Node:
         board, (ours, theirs) = Board.create(0), socket.socketpair()
         log = os.open(self._log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         env = {"RANK": "0", "WORLD_SIZE": "1"}
-        self.starter.start(Order(0, 0, env), Descriptors(log, theirs.fileno(), board.fd))
+        self.starter.start(Start(0, 0, env), log, theirs.fileno(), board.fd)
         os.close(log)
         board.close()
         for end in (ours, theirs):

@@ -14,12 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from checkpointless.launcher.agent.ranks.device_check import DEFAULT_DEVICE_CHECK_TIMEOUT_S, DeviceCheck
-from checkpointless.launcher.agent.ranks.rank_process import DEFAULT_EXIT_GRACE_S
 from checkpointless.launcher.coordinator.job_config import JobConfig
 from checkpointless.system.environment import (
     AGENT_PID_ENV,
     CPU_ENV,
-    EXIT_GRACE_ENV,
     FAULTS_ENV,
     HANDOVER_ENV,
     OMP_NUM_THREADS_ENV,
@@ -94,7 +92,7 @@ class LaunchConfig(JobConfig):
     node_rank: int = 0
     spares: int = 0
     term_grace_s: float = DEFAULT_TERM_GRACE_S
-    exit_grace_s: float = DEFAULT_EXIT_GRACE_S
+    exit_grace_s: float = 30.0
     device_check: str = ""
     device_check_timeout_s: float = DEFAULT_DEVICE_CHECK_TIMEOUT_S
     job: str = ""
@@ -173,7 +171,6 @@ def rank_environment(config: LaunchConfig, handover: Path | None = None) -> dict
         handover: folder in shared memory for the state that a process hands to its successor.
     """
     env = {RUN_DIR_ENV: str(config.run_dir.resolve()), PYTHONUNBUFFERED_ENV: YES}
-    env[EXIT_GRACE_ENV] = f"{config.exit_grace_s:g}"
     if handover is not None:
         env[HANDOVER_ENV] = str(handover)
     env |= import_environment(config.nproc_per_node, config.cpu)

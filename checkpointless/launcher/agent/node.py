@@ -12,7 +12,6 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from checkpointless.launcher.agent.launch_config import LaunchConfig
@@ -62,22 +61,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _NAMED_AFTER_S = 10.0
-_OWN_LIMIT_S = 5.0  # for a process to find out by itself, and to name its threads, before the agent ends it
 _LOOK_EVERY_S = 1.0
 _STACKS_S = 1.0  # for a process to write them
-
-
-@dataclass
-class _Late:
-    """A process that has only to end.
-
-    Attributes:
-        is_told: whether it was said that it idles.
-    """
-
-    pid: int
-    idleness: Idleness
-    is_told: bool = False
 
 
 class _ExitWatch:
@@ -106,7 +91,7 @@ class _ExitWatch:
         self._silence_s = max(grace_s, silence_s)
         self._send = send
         self._say = say
-        self._late: dict[int, _Late] = {}
+        self._late: dict[int, tuple[int, Idleness]] = {}  # by rank: its process, and for how long it has been idle
         self._named: set[int] = set()
         self._first_end_s: float | None = None
         self._look_at_s = 0.0
@@ -138,7 +123,7 @@ class _ExitWatch:
         if rank.state is RankState.GONE or rank.pid is None or rank.is_cut_off:
             return None
         if rank.board.exit_code() is not None:
-            return self._grace_s + _OWN_LIMIT_S
+            return self._grace_s
         if not others_have_ended or rank.state not in (RankState.FINISHED, RankState.STARTING):
             return None
         return self._grace_s if rank.state is RankState.FINISHED else self._silence_s
@@ -156,22 +141,22 @@ class _ExitWatch:
         self._say(f"{what}: waited for as long as it works, and {self._grace_s:g} s if it does not (--exit-grace)")
 
     def _watch(self, rank: LocalRank, pid: int, limit_s: float, now_s: float) -> None:
-        """Say that a process idles, with its stacks, and end it once it has for too long."""
-        late = self._late.get(rank.number)
-        if late is None or late.pid != pid:
-            late = self._late[rank.number] = _Late(pid, Idleness(now_s, lambda: self._families.get(pid, [])))
-        idle_s = late.idleness.seconds(now_s)
-        is_over = _has_only_to_end(rank)
-        if idle_s < (limit_s if is_over or late.is_told else self._grace_s):
+        """Have a process that idles for too long write its stacks, and end it."""
+        known, idleness = self._late.get(rank.number, (0, None))
+        if idleness is None or known != pid:
+            idleness = Idleness(now_s, lambda: self._families.get(pid, []))
+            self._late[rank.number] = pid, idleness
+        idle_s = idleness.seconds(now_s)
+        if idle_s < limit_s:
             return
-        if idle_s >= limit_s:
-            rank.is_cut_off, rank.kill_at_s = True, now_s + _STACKS_S
-        if not late.is_told and not is_default(pid, STACKS_SIGNAL):
+        rank.is_cut_off, rank.kill_at_s = True, now_s + _STACKS_S
+        if not is_default(pid, STACKS_SIGNAL):
             self._send(rank, STACKS_SIGNAL)
-        late.is_told = True
-        what = "has had nothing to do but end" if is_over else "has done nothing while others ended"
-        then = " and is killed" if rank.is_cut_off else ""
-        self._say(f"rank {rank.number} {what} for {idle_s:.0f} s{then}; its stacks are in {rank.log.path}")
+        what = "has had nothing to do but end" if _has_only_to_end(rank) else "has done nothing while others ended"
+        self._say(
+            f"rank {rank.number} {what} for {idle_s:.0f} s (--exit-grace) and is killed; its stacks are in "
+            f"{rank.log.path}"
+        )
 
 
 def _has_only_to_end(rank: LocalRank) -> bool:

@@ -18,7 +18,7 @@ from checkpointless.launcher.coordinator.incident_policy import (
 )
 from checkpointless.launcher.coordinator.job import FAILED, Job, Phase, Rank
 from checkpointless.launcher.protocol.board import NO_STEP
-from checkpointless.launcher.protocol.causes import Cause, CauseKind, culprit, exit_cause, refusal_cause
+from checkpointless.launcher.protocol.causes import Cause, CauseKind, culprit, exit_cause
 from checkpointless.launcher.protocol.messages import HandOver
 from checkpointless.launcher.protocol.node_messages import (
     COUNTED,
@@ -260,9 +260,7 @@ class Regrouping:
         self._roster.move(rank, RankState.GONE)
         entered = was in COUNTED
         if not entered and (was is RankState.FINISHED or (rank.incarnation == rank.first and not ended.forgiven)):
-            if ended.refusal:
-                job.end(FAILED, str(refusal_cause(rank.number, ended.refusal)))
-            elif ended.code != 0:
+            if ended.code != 0:
                 cause = exit_cause(rank.number, ended.code, NO_STEP)
                 words = f"{cause}; its log: {ended.log_path}"
                 if was is RankState.FINISHED:
@@ -275,9 +273,7 @@ class Regrouping:
             self.check_end()
             return
         cause = exit_cause(rank.number, ended.code, ended.making)
-        if ended.refusal:
-            cause = refusal_cause(rank.number, ended.refusal)
-        elif not entered:
+        if not entered:
             cause = exit_cause(rank.number, ended.code, NO_STEP, "before it entered the block")
         if not ended.forgiven or job.phase is Phase.RUNNING:
             self.fault(cause)

@@ -84,11 +84,6 @@ def exit_code(leaving: SystemExit) -> int:
     return code & 0xFF or int(code != 0)
 
 
-def refusal_cause(rank: int, why: str) -> Cause:
-    """Return the cause for a process that could not be started."""
-    return Cause(CauseKind.LOSS, rank, "exit", "could not be started", -1, why)
-
-
 def exception_cause(rank: int, error: str, message: str, traceback: str, step: int, victim: bool) -> Cause:
     """Return the cause for an exception in a rank."""
     line = message.strip().partition("\n")[0][:200]

@@ -151,7 +151,6 @@ class RankEnded(Message, frozen=True, tag="ended"):
         forgiven: whether the end of the process follows from what is known already.
         was_started: whether there was a process, or was to be one at once; otherwise it was still held back because
             of its device.
-        refusal: why the kernel gave the rank no process; "" if there was one.
     """
 
     rank: Int
@@ -163,7 +162,6 @@ class RankEnded(Message, frozen=True, tag="ended"):
     log_path: str
     last_lines: list[str]
     was_started: bool = True
-    refusal: str = ""
     handed_over: bool = False
 
 

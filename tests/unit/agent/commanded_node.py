@@ -13,17 +13,10 @@ from typing import Any
 
 from checkpointless.launcher.agent.launch_config import LaunchConfig
 from checkpointless.launcher.agent.node import NodeAgent
-from checkpointless.launcher.agent.ranks.fork_server import (
-    Descriptors,
-    Exited,
-    ForkServer,
-    News,
-    Order,
-    Ready,
-    Started,
-)
+from checkpointless.launcher.agent.ranks.fork_server import ForkServer
 from checkpointless.launcher.agent.ranks.local_rank import LocalRank
 from checkpointless.launcher.agent.ranks.output import Printed
+from checkpointless.launcher.agent.ranks.zygote import Exited, News, Ready, Start, Started
 from checkpointless.launcher.protocol.board import Board
 from checkpointless.launcher.protocol.channel import LOOPBACK
 from checkpointless.launcher.protocol.node_messages import NodeMessage
@@ -38,8 +31,8 @@ class NoProcesses(ForkServer):
         self.coming: list[News] = [Ready(True, (), 0.0)]
         self.signals: list[tuple[int, int]] = []
 
-    def start(self, order: Order, descriptors: Descriptors) -> None:
-        os.close(os.dup(descriptors.agent))  # this raises unless it is open
+    def start(self, order: Start, log: int, agent: int, board: int) -> None:
+        os.close(os.dup(agent))  # this raises unless it is open
         self.coming.append(Started(order.rank, order.incarnation, 1000 + order.rank))
 
     def signal(self, pid: int, number: int) -> None:

@@ -17,7 +17,6 @@ from checkpointless.launcher.protocol.node_messages import (
     Kill,
     Progress,
     RankDone,
-    RankEnded,
     RankReady,
     RankState,
     Spawn,
@@ -142,27 +141,6 @@ def test_successors_that_never_enter_end_the_job() -> None:
         assert job.outcome is None
         job.ends(1, 7)
     assert job.last_word.startswith("5 successors ended before they entered the block; the last: rank 1 exited")
-
-
-def test_a_process_that_the_kernel_refuses_counts_as_one_that_died_at_its_start() -> None:
-    job = Job().begin()
-    job.ends(1)
-    for _ in range(STILLBORN_LIMIT):
-        assert job.outcome is None
-        incarnation = job.coordinator.ranks[1].incarnation
-        assert job.take(Spawn)[-1][1].incarnation == incarnation
-        job.tell(1, RankEnded(1, incarnation, 1, False, -1, -1, "rank-1.log", [], refusal="no memory; do this"))
-    last = "the last: rank 1 could not be started: no memory; do this"
-    assert job.last_word == f"5 successors ended before they entered the block; {last}"
-
-
-def test_a_first_process_that_the_kernel_refuses_ends_the_job_in_one_line() -> None:
-    job = Job()
-    for index in range(2):
-        job.join(index)
-    job.open_stores()
-    job.tell(1, RankEnded(1, 0, 1, False, -1, -1, "rank-1.log", [], refusal="no memory; do this"))
-    assert job.outcome == End(1, ["rank 1 could not be started: no memory; do this"])
 
 
 def test_incidents_over_the_limit_end_the_job() -> None:

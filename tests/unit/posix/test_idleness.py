@@ -66,13 +66,6 @@ def test_who_waits_for_a_disk_or_a_debugger_is_not_idle(monkeypatch: pytest.Monk
     assert looks.seconds(50) == 0
 
 
-def test_the_looks_themselves_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    used = Used(monkeypatch)
-    looks = Idleness(0.0, lambda: [1], lambda: used.cpu_s)
-    used.cpu_s += 5.0
-    assert looks.seconds(10) == 10
-
-
 def test_a_family_is_a_process_and_what_descends_from_it() -> None:
     child = subprocess.Popen([sys.executable, "-c", PARENT, SLEEPS])
     deadline_s = time.monotonic() + 60

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from checkpointless.system import shared_memory
-from checkpointless.system.process_tree import ProcessLook, ProcessTree, kill_descendants
+from checkpointless.system.process_tree import ProcessLook, ProcessTree, kill_descendants, wait_for_killed
 
 NOBODY = 4194305 + os.getpid()  # no pid is as large, and no other test uses it
 
@@ -138,3 +138,11 @@ def test_whoever_adopts_orphans_has_all_that_it_led_to_below() -> None:
             assert root.poll() is None
         finally:
             root.kill()
+
+
+def test_a_child_that_does_not_end_in_time_is_left(caplog: pytest.LogCaptureFixture) -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        assert wait_for_killed(process, 0.1) is None
+        assert f"process {process.pid} did not exit within 0.1 s after SIGKILL" in caplog.text
+        process.kill()
+        assert wait_for_killed(process, 60) == -9

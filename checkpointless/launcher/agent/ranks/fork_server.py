@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import json
 import logging
 import os
 import signal
@@ -12,11 +10,24 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
 
+import msgspec
+
+from checkpointless.launcher.agent.ranks import zygote
 from checkpointless.launcher.agent.ranks.rank_process import Script
+from checkpointless.launcher.agent.ranks.zygote import (
+    Answered,
+    Event,
+    Failed,
+    News,
+    Ping,
+    Ready,
+    Request,
+    Signal,
+    Start,
+    Started,
+)
 from checkpointless.system.awake_clock import AwakeClock
 from checkpointless.system.environment import RANK_ENV
 from checkpointless.system.forked_process import ForkedProcess
@@ -29,86 +40,7 @@ _CLOSE_TIMEOUT_S = 5.0
 ANSWER_LIMIT_S = 20.0  # a zygote answers in milliseconds, or in a second on a machine that is starved
 _ASK_EVERY_S = 1.0
 _CLOSE_SILENT_S = 1.0
-_LIMITS = "raise the limits on processes (ulimit -u, pids.max of the cgroup)"
-_DESCRIPTORS = "raise the limit on open files (ulimit -n)"
-_REMEDIES = {
-    errno.EAGAIN: _LIMITS,
-    errno.ENOMEM: "give the job more memory (memory.max of the cgroup, vm.overcommit_memory)",
-    errno.EMFILE: _DESCRIPTORS,
-    errno.ENFILE: _DESCRIPTORS,
-}
-
-
-@dataclass(frozen=True)
-class Order:
-    """The order to start one process.
-
-    Attributes:
-        env: environment variables of the process, on top of the agent's environment.
-    """
-
-    rank: int
-    incarnation: int
-    env: dict[str, str]
-
-
-@dataclass(frozen=True)
-class Descriptors:
-    """The descriptors that a rank inherits; the starter only borrows them."""
-
-    log: int
-    agent: int
-    board: int
-
-
-@dataclass(frozen=True)
-class Started:
-    """A process was started."""
-
-    rank: int
-    incarnation: int
-    pid: int
-
-
-@dataclass(frozen=True)
-class Refused:
-    """The kernel has refused a rank's process; ``why`` is one line, with what to do."""
-
-    rank: int
-    incarnation: int
-    why: str
-
-    @classmethod
-    def by(cls, number: int, rank: int, incarnation: int) -> Refused:
-        """Make it of the kernel's error number."""
-        remedy = _REMEDIES.get(number)
-        return cls(rank, incarnation, f"{os.strerror(number)}{f'; {remedy}' if remedy else ''}")
-
-
-@dataclass(frozen=True)
-class Exited:
-    """A process has ended; ``code`` is its exit code, or minus the number of the signal that killed it."""
-
-    rank: int
-    incarnation: int
-    pid: int
-    code: int
-
-
-@dataclass(frozen=True)
-class Ready:
-    """The zygote has imported what it was told to.
-
-    Attributes:
-        can_fork: whether ranks may be forked from it (no CUDA context exists).
-    """
-
-    can_fork: bool
-    failed: tuple[str, ...]
-    seconds: float
-
-
-News: TypeAlias = Started | Refused | Exited | Ready
+_NEWS = msgspec.json.Decoder(Event)
 
 
 class ForkServerLostError(RuntimeError):
@@ -177,24 +109,18 @@ class ForkServer:
         self._unanswered = 0
         self._heard_s = self._clock()  # or when the first request was made that is not answered
 
-    def start(self, order: Order, descriptors: Descriptors) -> None:
-        """Start one process; :class:`Started` follows, or :class:`Refused`."""
-        request = {
-            "type": "start",
-            "rank": order.rank,
-            "incarnation": order.incarnation,
-            "env": order.env,
-        }
-        self._request(request, [descriptors.log, descriptors.agent, descriptors.board])
+    def start(self, order: Start, log: int, agent: int, board: int) -> None:
+        """Start one process; :class:`.Started` follows. The descriptors that it inherits are only borrowed."""
+        self._request(order, [log, agent, board])
 
     def signal(self, pid: int, number: int) -> None:
         """Send a signal to a rank; SIGKILL also goes to its children. A rank that has ended is left alone."""
-        self._request({"type": "signal", "pid": pid, "signal": int(number)}, [])
+        self._request(Signal(pid, int(number)), [])
 
     def ask(self) -> None:
         """Find out whether ranks are still watched; :meth:`news` raises if they are not."""
         if not self._unanswered and self._clock() - self._heard_s > _ASK_EVERY_S:
-            self._request({"type": "ping"}, [])
+            self._request(Ping(), [])
 
     def news(self) -> list[News]:
         """Return what happened since the last call, without blocking.
@@ -215,9 +141,7 @@ class ForkServer:
                     return found  # the next call sees the end again
                 raise self._lost()
             self._heard_s = self._clock()
-            event = self._event(json.loads(data))
-            if event is not None:
-                found.append(event)
+            found += self._heard(_NEWS.decode(data))
         self._send()
         if not found and self._unanswered and self._clock() - self._heard_s > ANSWER_LIMIT_S:
             look = ProcessLook.at(self.process.pid)
@@ -255,11 +179,11 @@ class ForkServer:
         self.process.kill()
         wait_for_killed(self.process, _CLOSE_TIMEOUT_S)
 
-    def _request(self, request: dict[str, Any], descriptors: list[int]) -> None:
+    def _request(self, request: Request, descriptors: list[int]) -> None:
         if not self._unanswered:
             self._heard_s = self._clock()
         self._unanswered += 1
-        self._queue.append((json.dumps(request).encode(), [os.dup(each) for each in descriptors]))
+        self._queue.append((msgspec.json.encode(request), [os.dup(each) for each in descriptors]))
         self._send()
 
     def _send(self) -> None:
@@ -276,22 +200,19 @@ class ForkServer:
             for descriptor in descriptors:
                 os.close(descriptor)
 
-    def _event(self, body: dict[str, Any]) -> News | None:
-        if body["type"] == "done":
+    def _heard(self, event: Event) -> list[News]:
+        if isinstance(event, Answered):
             self._unanswered -= 1
-            return None
-        if body["type"] == "failed":
-            raise ForkServerLostError(body["why"])
-        if body["type"] == "ready":
+            return []
+        if isinstance(event, Failed):
+            raise ForkServerLostError(event.why)
+        if isinstance(event, Ready):
             self._is_ready = True
-            return Ready(body["can_fork"], tuple(body["failed"]), body["seconds"])
-        if body["type"] == "started":
-            self._pids.add(body["pid"])
-            return Started(body["rank"], body["incarnation"], body["pid"])
-        if body["type"] == "refused":
-            return Refused.by(body["number"], body["rank"], body["incarnation"])
-        self._pids.discard(body["pid"])
-        return Exited(body["rank"], body["incarnation"], body["pid"], body["code"])
+        elif isinstance(event, Started):
+            self._pids.add(event.pid)
+        else:
+            self._pids.discard(event.pid)
+        return [event]
 
     def _lost(self) -> ForkServerLostError:
         try:
@@ -304,8 +225,6 @@ class ForkServer:
 
 def _zygote_in_this_process(arguments: Sequence[str], env: Mapping[str, str]) -> None:
     """Run the zygote in this process, which was forked for it."""
-    from checkpointless.launcher.agent.ranks import zygote
-
     wanted = zygote_env(env)
     os.environ.clear()
     os.environ.update(wanted)

@@ -12,17 +12,9 @@ from collections.abc import Callable
 import msgspec
 
 from checkpointless.launcher.agent.ranks.device_check import DeviceCheck, DeviceChecks
-from checkpointless.launcher.agent.ranks.fork_server import (
-    Descriptors,
-    Exited,
-    ForkServer,
-    ForkServerLostError,
-    Order,
-    Ready,
-    Refused,
-    Started,
-)
+from checkpointless.launcher.agent.ranks.fork_server import ForkServer, ForkServerLostError
 from checkpointless.launcher.agent.ranks.local_rank import EXIT_GRACE_S, LocalRank, NodeJobState, RankLink
+from checkpointless.launcher.agent.ranks.zygote import Ready, Start, Started
 from checkpointless.launcher.protocol.causes import Cause, CauseKind, signal_name
 from checkpointless.launcher.protocol.messages import (
     Answer,
@@ -158,12 +150,7 @@ class ProcessKeeper:
                 rank.pid = item.pid
                 if self._job.outcome is not None or rank.number in self._killed_at_s:
                     self._server.signal(item.pid, signal.SIGKILL)
-            elif isinstance(item, Refused):
-                rank.disconnect()
-                rank.kill_at_s = None
-                self._ended(rank, 1, refusal=item.why)
-                self._spawn_next(rank)
-            elif isinstance(item, Exited):
+            else:
                 self._on_exit(rank, item.code)
 
     def spawn(self, spawn: Spawn) -> None:
@@ -202,8 +189,8 @@ class ProcessKeeper:
             env[FAULT_AT_ENV] = str(job.fault_at(spawn.incident))
         if rank.incarnation > 0:
             job.emit(EventName.RESPAWN, "begin", rank=rank.number, incarnation=rank.incarnation)
-        order = Order(rank.number, rank.incarnation, env)
-        self._server.start(order, Descriptors(rank.log.begin(), theirs.fileno(), rank.board.fd))
+        order = Start(rank.number, rank.incarnation, env)
+        self._server.start(order, rank.log.begin(), theirs.fileno(), rank.board.fd)
         theirs.close()
         rank.link = RankLink(rank.number, ours, self._selector, lambda: self._hear_rank(rank))
         rank.started_at_s = time.monotonic()
@@ -344,7 +331,6 @@ class ProcessKeeper:
         lines: list[str] | None = None,
         *,
         was_started: bool = True,
-        refusal: str = "",
     ) -> None:
         """Report that a rank has no process any more."""
         rank.state = RankState.GONE
@@ -363,7 +349,6 @@ class ProcessKeeper:
             str(rank.log.path),
             [] if rank.is_shown else lines or [],
             was_started,
-            refusal,
             rank.handed_over,
         )
         self._report(rank.ended)

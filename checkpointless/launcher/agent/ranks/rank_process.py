@@ -14,7 +14,6 @@ import runpy
 import signal
 import sys
 import threading
-import time
 import traceback
 import warnings
 from dataclasses import asdict, dataclass
@@ -32,8 +31,7 @@ from checkpointless.observability.telemetry.scribe import (
     uninstall_relays,
     without_own_frames,
 )
-from checkpointless.system.environment import EXIT_GRACE_ENV, RANK_ENV, own_generation, own_rank
-from checkpointless.system.process_tree import Idleness, families
+from checkpointless.system.environment import RANK_ENV, own_generation
 from checkpointless.system.signals import STACKS_SIGNAL
 from checkpointless.system.threads import abandoned, waited_for
 
@@ -41,9 +39,6 @@ logger = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1
 _ORPHAN_EXIT_CODE = 1
-DEFAULT_EXIT_GRACE_S = 30.0
-_SOON_S, _LATER_S = 0.5, 2.0  # from one look at idle threads to the next, in the first seconds and afterwards
-_ABANDONED_S = 2.0  # for threads that nobody needs any more
 
 
 @dataclass(frozen=True)
@@ -106,7 +101,7 @@ def run_script(script: Script) -> NoReturn:
     try:
         code = _run(script, board)
         try:
-            _wait_for_threads(float(os.environ.get(EXIT_GRACE_ENV, DEFAULT_EXIT_GRACE_S)))
+            _wait_for_threads()
         finally:  # also after Ctrl-C
             atexit._run_exitfuncs()
     except BaseException:  # noqa: BLE001 - the edge of the process
@@ -141,41 +136,15 @@ def _run(script: Script, board: Board | None) -> int:
     return code
 
 
-def _wait_for_threads(limit_s: float) -> None:
-    """Wait for the threads that Python waits for, but not for those that are idle for too long.
+def _wait_for_threads() -> None:
+    """Wait for the threads that Python waits for, but not for those that an earlier entry of the block has left.
 
-    A thread that an earlier entry of the block has left behind is waited for only as long as another one is.
+    The agent ends a process that idles meanwhile.
     """
-    executors = threading.Thread(target=_end_executors, daemon=True)
-    executors.start()
-    pid, began_s = os.getpid(), time.monotonic()
-    idleness = Idleness(began_s, lambda: families([pid])[pid], time.thread_time)
-    while executors.is_alive() or waited_for():
-        waited_s = time.monotonic() - began_s
-        needed = next(iter(waited_for() - abandoned()), executors)
-        pause_s = _SOON_S if waited_s < 2 * _ABANDONED_S else _LATER_S
-        if needed.is_alive():
-            needed.join(pause_s)
-        else:
-            time.sleep(pause_s)
-        idle_s, threads, useless = idleness.seconds(time.monotonic()), waited_for(), abandoned()
-        named = ", ".join(sorted(f"thread {each.name!r} (0x{each.ident or 0:016x})" for each in threads))
-        if threads and threads == useless and max(idle_s, waited_s - limit_s) >= min(_ABANDONED_S, limit_s):
-            why = f"ends without {named}, which an earlier entry of its block left behind"
-        elif threads and idle_s >= limit_s:
-            why = f"has been idle for {limit_s:g} s since its script ended (--exit-grace): it ends without {named}"
-            faulthandler.dump_traceback(2)
-        else:
-            continue
-        with contextlib.suppress(OSError):  # the script closed it
-            os.write(2, f"rank {own_rank()} {why}\n".encode())
-        return
-
-
-def _end_executors() -> None:
-    """Do what Python does first at its end: let the threads of executors finish what they were given."""
-    for call in reversed(threading._threading_atexits):  # type: ignore[attr-defined]
+    for call in reversed(threading._threading_atexits):  # type: ignore[attr-defined]  # executors end their work
         call()
+    while threads := waited_for() - abandoned():
+        threads.pop().join()
 
 
 def _code_of(error: BaseException) -> int:

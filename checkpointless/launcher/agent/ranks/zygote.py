@@ -4,7 +4,7 @@ The agent starts it by ``python -m checkpointless.launcher.agent.ranks.zygote``.
 
 It talks to the agent over a socket that keeps message boundaries. Each request to start a rank carries three
 descriptors: the rank's log, its connection to the agent, and its board. Each request is answered at the end by
-``done``, so that the agent notices a process that does nothing any more.
+:class:`Answered`, so that the agent notices a process that does nothing any more.
 
 It adopts the orphans of ranks. When the agent ends, however it ends, all that ranks have started is ended, too.
 """
@@ -12,9 +12,7 @@ It adopts the orphans of ranks. When the agent ends, however it ends, all that r
 from __future__ import annotations
 
 import argparse
-import errno
 import gc
-import json
 import logging
 import os
 import selectors
@@ -25,7 +23,9 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn, TypeAlias
+
+import msgspec
 
 from checkpointless.launcher.agent.ranks.preload import PlatformMissingError, install_platform, preload, prepare
 from checkpointless.launcher.agent.ranks.rank_process import Script, die_with_parent, run_script
@@ -40,6 +40,79 @@ _MAX_REQUEST_BYTES = 128 * 1024
 _KILL_GRACE_S = 5.0
 #: A child has ended; or the agent has, which is sent as a signal that a stopped process gets, too.
 _AWAKES = (signal.SIGCHLD, signal.SIGCONT)
+_NO_PROCESS_CODE = 71  # EX_OSERR
+_NO_PROCESS = "the kernel gives this rank no process (%s): raise the limits on processes, memory and open files\n"
+
+
+class Start(msgspec.Struct, tag=True, frozen=True):
+    """Start one process.
+
+    Attributes:
+        env: environment variables of the process, on top of the agent's environment.
+    """
+
+    rank: int
+    incarnation: int
+    env: dict[str, str]
+
+
+class Signal(msgspec.Struct, tag=True, frozen=True):
+    """Send a signal to a rank; SIGKILL also goes to its children."""
+
+    pid: int
+    number: int
+
+
+class Ping(msgspec.Struct, tag=True, frozen=True):
+    """Answer."""
+
+
+class Answered(msgspec.Struct, tag=True, frozen=True):
+    """A request has been dealt with."""
+
+
+class Failed(msgspec.Struct, tag=True, frozen=True):
+    """The zygote cannot start ranks, and ends."""
+
+    why: str
+
+
+class Ready(msgspec.Struct, tag=True, frozen=True):
+    """The zygote has imported what it was told to.
+
+    Attributes:
+        can_fork: whether ranks may be forked from it (no CUDA context exists).
+    """
+
+    can_fork: bool
+    failed: tuple[str, ...]
+    seconds: float
+
+
+class Started(msgspec.Struct, tag=True, frozen=True):
+    """A process was started."""
+
+    rank: int
+    incarnation: int
+    pid: int
+
+
+class Exited(msgspec.Struct, tag=True, frozen=True):
+    """A process has ended; ``code`` is its exit code, or minus the number of the signal that killed it.
+
+    A process that the kernel has refused counts as one that ends at once (its ``pid`` is 0); its log says why.
+    """
+
+    rank: int
+    incarnation: int
+    pid: int
+    code: int
+
+
+Request: TypeAlias = Start | Signal | Ping
+News: TypeAlias = Ready | Started | Exited
+Event: TypeAlias = News | Answered | Failed
+_REQUESTS = msgspec.json.Decoder(Request)
 
 
 class _Zygote:
@@ -78,10 +151,10 @@ class _Zygote:
                 key.data()
         self._end_all()
 
-    def say(self, **event: Any) -> None:
+    def say(self, event: Event) -> None:
         """Send an event to the agent."""
         try:
-            self._connection.send(json.dumps(event).encode())
+            self._connection.send(msgspec.json.encode(event))
         except OSError as error:
             logger.warning("the agent is gone: %s", error)
             self._open = False
@@ -91,26 +164,27 @@ class _Zygote:
         if not data:
             self._open = False
             return
-        request = json.loads(data)
-        if request["type"] == "start":
+        request = _REQUESTS.decode(data)
+        if isinstance(request, Start):
             self._start(request, descriptors)
             for descriptor in descriptors:
                 os.close(descriptor)
-        elif request["type"] == "signal":
-            self._signal(request["pid"], request["signal"])
-        self.say(type="done")
+        elif isinstance(request, Signal):
+            self._signal(request.pid, request.number)
+        self.say(Answered())
 
-    def _start(self, request: dict[str, Any], descriptors: list[int]) -> None:
-        zygote_pid, rank, incarnation = os.getpid(), request["rank"], request["incarnation"]
+    def _start(self, start: Start, descriptors: list[int]) -> None:
+        zygote_pid = os.getpid()
         try:
             pid = os.fork()
         except OSError as error:
-            self.say(type="refused", rank=rank, incarnation=incarnation, number=error.errno or errno.EIO)
+            os.write(descriptors[0], (_NO_PROCESS % error.strerror).encode())
+            self.say(Exited(start.rank, start.incarnation, 0, _NO_PROCESS_CODE))
             return
         if pid == 0:
-            self._become_rank(zygote_pid, request["env"], *descriptors)
-        self._ranks[pid] = (rank, incarnation, ProcessTree(pid, self._folder))
-        self.say(type="started", rank=rank, incarnation=incarnation, pid=pid)
+            self._become_rank(zygote_pid, start.env, *descriptors)
+        self._ranks[pid] = (start.rank, start.incarnation, ProcessTree(pid, self._folder))
+        self.say(Started(start.rank, start.incarnation, pid))
 
     def _become_rank(self, zygote_pid: int, env: dict[str, str], log: int, agent: int, board: int) -> NoReturn:
         """Run the script in the forked child."""
@@ -163,7 +237,7 @@ class _Zygote:
         tree.kill()
         _, status = os.waitpid(ended.si_pid, 0)
         code = os.waitstatus_to_exitcode(status)
-        self.say(type="exited", rank=rank, incarnation=incarnation, pid=ended.si_pid, code=code)
+        self.say(Exited(rank, incarnation, ended.si_pid, code))
         tree.clean()
         return True
 
@@ -232,13 +306,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.platform is not None:
             install_platform(options.platform)
     except PlatformMissingError as error:
-        connection.send(json.dumps({"type": "failed", "why": str(error)}).encode())
+        connection.send(msgspec.json.encode(Failed(str(error))))
         sys.exit(1)
     prepare(options.script)
     gc.collect()
     gc.freeze()  # what is loaded now is never garbage: collections in the ranks need not scan it
     zygote = _Zygote(connection, options.script, options.temp_folder)
-    zygote.say(type="ready", can_fork=can_fork(), failed=failed, seconds=time.monotonic() - started_s)
+    zygote.say(Ready(can_fork(), tuple(failed), time.monotonic() - started_s))
     zygote.serve()
     shutil.rmtree(os.environ.get(HANDOVER_ENV, ""), ignore_errors=True)  # an agent that was killed leaves it
 
