@@ -36,10 +36,11 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any
 
 from torch.distributed import DistError, HashStore, PrefixStore, TCPStore
 
@@ -73,6 +74,7 @@ _LISTEN_S = 60.0  # long, because the vendor's client drops what arrives between
 _START_TIMEOUT_S = 3600.0  # a node may have to be replaced first
 _MEETING_TIMEOUT_S = 120.0
 _CONNECT_ATTEMPT_S = 2.0
+_CONNECT_LIMIT = timedelta(seconds=CONNECT_TIMEOUT_S)
 _FINISH_TIMEOUT_S = 3600.0  # for the others to be done: one may be writing a last checkpoint
 _STORE_LOST_TIMEOUT_S = 60.0  # for the agent to say that rank 0 is gone
 _MOST_CHARACTERS = 1000  # of a message: several threads may send, so it must fit into one write
@@ -121,6 +123,96 @@ def _worker_envs(reply: object, expected: str) -> dict[str, str]:
     return env
 
 
+class _VendorAgent:
+    """Talks to the vendor's agent through the vendor's package, each call with its limit.
+
+    Args:
+        start_timeout_s: how many seconds the agent may take to start the job, or to start it again.
+
+    Attributes:
+        error: the exception of the vendor's client, also when a time limit has passed.
+
+    Raises:
+        RuntimeError: the package is missing or too old, or the agent cannot be reached.
+    """
+
+    def __init__(self, start_timeout_s: float) -> None:
+        self._start_timeout_s = start_timeout_s
+        try:
+            package: Any = importlib.import_module(_MODULE)
+            self.error: type[Exception] = package.HyperPodIPCException
+            self._modes = package.RestartMode
+            connect = package.InProcessRestartSocketClient
+        except (ImportError, AttributeError) as error:
+            raise RuntimeError(
+                f"SageMaker HyperPod's agent started this process, but {_MODULE} cannot be used for this Python "
+                f"({error}): {_INSTALL}"
+            ) from error
+        try:
+            self._client: Any = connect()
+        except (OSError, ValueError, self.error) as error:
+            raise RuntimeError(f"SageMaker HyperPod's agent cannot be reached ({error}): {_HOW}") from error
+
+    def wait_rank_info(self) -> dict[str, str]:
+        """Wait until the agent says which rank this process is, without a limit, and return the environment for it.
+
+        Raises:
+            RankUnknownError: the agent is gone, or said something else.
+        """
+        while True:
+            began_s = time.monotonic()
+            try:
+                reply = self._client.hyperpod_wait_rank_info(timeout=self._start_timeout_s)
+                return _worker_envs(reply, "job_rank_info")
+            except (self.error, ValueError) as error:
+                if isinstance(error, ValueError) or not self._was_timeout(began_s):
+                    raise RankUnknownError(
+                        f"SageMaker HyperPod's agent did not say which rank this is ({error}): {_HOW}"
+                    ) from error
+                logger.warning("still waiting to be told which rank this is: %s", error)
+
+    def wait_start(self, stopped: threading.Event) -> _Start:
+        """Report at the barrier, and wait until the agent starts the job; a spare then waits again.
+
+        Raises:
+            RuntimeError: no start came in time.
+            ValueError: the agent said something else.
+        """
+        while True:
+            began_s = time.monotonic()
+            try:
+                return _Start.of(self._client.hyperpod_barrier(timeout=self._start_timeout_s))
+            except self.error as error:
+                if os.environ.get("SPARE") != "True" or not self._was_timeout(began_s) or stopped.is_set():
+                    raise RuntimeError(f"no start message arrived ({error}): {_HOW}") from error
+
+    def pass_barrier(self) -> None:
+        """Tell the agent that this rank has heard of the start."""
+        self._client.hyperpod_past_rcb_barrier()
+
+    def report_fault(self, rank: int, reason: str, message: str, in_place: bool) -> None:
+        """Report a fault of this rank; not ``in_place``, every process of the job is replaced."""
+        mode = self._modes.IN_PROCESS_RESTART if in_place else self._modes.PROCESS_LEVEL_RESTART
+        self._client.hyperpod_send_fault(rank, mode, reason=reason, message=message[:_MOST_CHARACTERS])
+
+    def listen(self, stopped: threading.Event, heard: Callable[[object], None]) -> None:
+        """Call ``heard`` with the ``restart_count`` of each fault notice, until the client stops."""
+        while not stopped.is_set():
+            began_s = time.monotonic()
+            try:
+                kind, body = self._client.hyperpod_wait_fault(timeout=_LISTEN_S)
+            except self.error:
+                if time.monotonic() - began_s < _LISTEN_S / 2:  # not a timeout: something is wrong; do not spin
+                    stopped.wait(1.0)
+                continue
+            if kind == "job_fault":
+                heard(body.get("restart_count") if isinstance(body, dict) else None)
+
+    def _was_timeout(self, began_s: float) -> bool:
+        """Return whether an error of the vendor's client is a time limit that has passed; it has no other sign."""
+        return time.monotonic() - began_s > self._start_timeout_s / 2
+
+
 class HyperPodClient(StoreClient):
     """Regroups this rank through the vendor's agent, whose messages separate threads wait for.
 
@@ -135,21 +227,7 @@ class HyperPodClient(StoreClient):
     def __init__(
         self, start_timeout_s: float = _START_TIMEOUT_S, meeting_timeout_s: float = _MEETING_TIMEOUT_S
     ) -> None:
-        try:
-            self._package: Any = importlib.import_module(_MODULE)
-            self._error: type[Exception] = self._package.HyperPodIPCException
-            self._modes = self._package.RestartMode
-            connect = self._package.InProcessRestartSocketClient
-        except (ImportError, AttributeError) as error:
-            raise RuntimeError(
-                f"SageMaker HyperPod's agent started this process, but {_MODULE} cannot be used for this Python "
-                f"({error}): {_INSTALL}"
-            ) from error
-        try:
-            self._vendor: Any = connect()
-        except (OSError, ValueError, self._error) as error:
-            raise RuntimeError(f"SageMaker HyperPod's agent cannot be reached ({error}): {_HOW}") from error
-        self._start_timeout_s = start_timeout_s
+        self._agent = _VendorAgent(start_timeout_s)
         self._meeting_timeout_s = meeting_timeout_s
         self._is_told = False  # which rank this is
         self._at_barrier = True  # of the vendor's agent, or on the way there
@@ -170,22 +248,9 @@ class HyperPodClient(StoreClient):
         Raises:
             RankUnknownError: the agent is gone, or said something else.
         """
-        while not self._is_told:
-            began_s = time.monotonic()
-            try:
-                env = _worker_envs(
-                    self._vendor.hyperpod_wait_rank_info(timeout=self._start_timeout_s), "job_rank_info"
-                )
-            except (self._error, ValueError) as error:
-                if isinstance(error, ValueError) or not self._was_timeout(began_s):
-                    raise RankUnknownError(
-                        f"SageMaker HyperPod's agent did not say which rank this is ({error}): {_HOW}"
-                    ) from error
-                logger.warning("still waiting to be told which rank this is: %s", error)
-                continue
-            self._is_told = True
-            os.environ.update(env)
-            self.rank = int(env[RANK_ENV])
+        if not self._is_told:
+            os.environ.update(self._agent.wait_rank_info())
+            self.rank, self._is_told = int(os.environ[RANK_ENV]), True
 
     def close(self) -> None:
         """Stop the client, and wait until none of its threads is inside c10d, a minute at most.
@@ -197,16 +262,21 @@ class HyperPodClient(StoreClient):
             self._way.join(CONNECT_TIMEOUT_S)
         super().close()
 
-    # --- what the rank says -------------------------------------------------------------------------------------
+    # --- what the rank says, and what the agent does ------------------------------------------------------------
 
     def _send(self, message: RankMessage) -> None:
+        if isinstance(message, Hello) and self._listener is not None:
+            self._lose("one block per process")
+            raise AgentLostError("under HyperPod a process has one block: wrap everything in one HPWrapper")
         if isinstance(message, Hello):
-            if self._listener is not None:
-                self._fail("it starts one block per process: wrap everything in one HPWrapper")
-            self._listener = self._in_thread(self._listen, "faults")
-            self._leave(message.generation - 1)
-        elif isinstance(message, Barrier) and self._lost is None:
-            self._leave(message.generation)
+            self._listener = _in_thread(
+                self, lambda: self._agent.listen(self._stopped, self._heard_fault), "faults"
+            )
+        if isinstance(message, Hello | Barrier):
+            with self._news:
+                self._at_barrier, self._starting = True, message.generation - isinstance(message, Hello)
+            if self._lost is None:
+                self._way = _in_thread(self, self._regroup, "barrier")
         elif isinstance(message, FaultReport):
             self._report(message)
         elif isinstance(message, Done):
@@ -217,11 +287,6 @@ class HyperPodClient(StoreClient):
             self._send_fault("ProcessMustBeReplaced", message.reason)
         elif isinstance(message, GiveUp):
             self._send_fault("RecoveryImpossible", message.reason, in_place=False)
-
-    def _leave(self, generation: int) -> None:
-        with self._news:
-            self._at_barrier, self._starting = True, generation
-        self._way = self._in_thread(self._regroup, "barrier")
 
     def _report(self, report: FaultReport) -> None:
         cause, last_word = report.cause, self._limits.after(report.cause)
@@ -234,34 +299,11 @@ class HyperPodClient(StoreClient):
             self._lose(last_word)
 
     def _send_fault(self, reason: str, message: str, *, in_place: bool = True) -> None:
-        """Report a fault of this rank.
-
-        Args:
-            in_place: whether processes may stay alive; otherwise every process of the job is replaced.
-        """
-        mode = self._modes.IN_PROCESS_RESTART if in_place else self._modes.PROCESS_LEVEL_RESTART
         try:
-            self._vendor.hyperpod_send_fault(self.rank, mode, reason=reason, message=message[:_MOST_CHARACTERS])
-        except self._error as error:
-            self._fail(f"could not report a fault: {error}")
-
-    def _fail(self, reason: str) -> NoReturn:
-        self._lose(reason)
-        raise AgentLostError(f"SageMaker HyperPod's agent: {reason}")
-
-    # --- what the agent says ------------------------------------------------------------------------------------
-
-    def _listen(self) -> None:
-        while not self._stopped.is_set():
-            began_s = time.monotonic()
-            try:
-                kind, body = self._vendor.hyperpod_wait_fault(timeout=_LISTEN_S)
-            except self._error:
-                if time.monotonic() - began_s < _LISTEN_S / 2:  # not a timeout: something is wrong; do not spin
-                    self._stopped.wait(1.0)
-                continue
-            if kind == "job_fault":
-                self._heard_fault(body.get("restart_count") if isinstance(body, dict) else None)
+            self._agent.report_fault(self.rank, reason, message, in_place)
+        except self._agent.error as error:
+            self._lose(f"could not report a fault: {error}")
+            raise AgentLostError(f"SageMaker HyperPod's agent: could not report a fault: {error}") from error
 
     def _heard_fault(self, restart_count: object) -> None:
         """Handle a notice; it is about the generation started last unless ``restart_count`` names an older one."""
@@ -278,19 +320,14 @@ class HyperPodClient(StoreClient):
             self._done = None
             self._hear(FaultNotice(generation, str(generation + 1), "SageMaker HyperPod reported a fault", None))
 
-    def _was_timeout(self, began_s: float) -> bool:
-        """Return whether an error of the vendor's client is a time limit that has passed; it has no other sign."""
-        return time.monotonic() - began_s > self._start_timeout_s / 2
-
-    # --- from one generation into the next ----------------------------------------------------------------------
+    # --- from one generation into the next, and to the end ------------------------------------------------------
 
     def _regroup(self) -> None:
         while not self._stopped.is_set():
-            start, left = self._wait_start(), self._starting
-            if start.generation <= left:
-                raise RuntimeError(
-                    f"a start with JOB_RESTART_COUNT={start.generation} came after generation {left}"
-                )
+            start, left = self._agent.wait_start(self._stopped), self._starting
+            generation = start.generation
+            if generation <= left:
+                raise RuntimeError(f"a start with JOB_RESTART_COUNT={generation} came after generation {left}")
             if self._entered is not None and (start.rank, start.world_size) != (self.rank, self._world_size):
                 raise RuntimeError(
                     f"rank {self.rank} of {self._world_size} would become rank {start.rank} of {start.world_size}, "
@@ -298,31 +335,30 @@ class HyperPodClient(StoreClient):
                 )
             self._called_off.clear()
             with self._news:
-                self._starting, self._at_barrier = start.generation, False
-            self._vendor.hyperpod_past_rcb_barrier()
+                self._starting, self._at_barrier = generation, False
+            self._agent.pass_barrier()
             self.rank, self._world_size = start.rank, start.world_size
-            self._address, self._env, self._incidents = start.env[MASTER_ADDR_ENV], start.env, start.generation
+            self._address, self._env, self._incidents = start.env[MASTER_ADDR_ENV], start.env, generation
             if self._meet(start):
                 return
             with self._news:
                 self._at_barrier = True
             logger.warning("rank %d goes back to the barrier: a fault came before all had met", self.rank)
 
-    def _wait_start(self) -> _Start:
-        """Report at the barrier, and wait until the agent starts the job; a spare then waits again."""
-        while True:
-            began_s = time.monotonic()
-            try:
-                return _Start.of(self._vendor.hyperpod_barrier(timeout=self._start_timeout_s))
-            except self._error as error:
-                if os.environ.get("SPARE") != "True" or not self._was_timeout(began_s) or self._stopped.is_set():
-                    raise RuntimeError(f"no start message arrived ({error}): {_HOW}") from error
-
     def _meet(self, start: _Start) -> bool:
         """Meet the other ranks; return whether that, and no fault, came first."""
-        by_s = time.monotonic() + self._meeting_timeout_s
+        by_s, port = time.monotonic() + self._meeting_timeout_s, int(start.env[MASTER_PORT_ENV])
         try:
-            store = self._connect(start, by_s)
+            if start.rank > 0:
+                store = _join(
+                    self._address, port, by_s, lambda: self._called_off.is_set() or self._stopped.is_set()
+                )
+            elif self._host is None or self._host.port != port:
+                store = self._host = TCPStore(
+                    self._address, port, is_master=True, wait_for_workers=False, timeout=_CONNECT_LIMIT
+                )
+            else:
+                store = self._host
             if store is not None:
                 self._store = PrefixStore(f"checkpointless/{start.generation}", store)
                 self._arrive(start.generation)
@@ -334,26 +370,6 @@ class HyperPodClient(StoreClient):
             while self._entered != start.generation and self._lost is None and not self._called_off.is_set():
                 self._news.wait(0.1)
             return self._entered == start.generation or self._lost is not None
-
-    def _connect(self, start: _Start, by_s: float) -> TCPStore | None:
-        """Return rank 0's store, or None if the meeting is called off first."""
-        address, port = start.env[MASTER_ADDR_ENV], int(start.env[MASTER_PORT_ENV])
-        limit = timedelta(seconds=CONNECT_TIMEOUT_S)
-        if start.rank == 0:
-            if self._host is None or self._host.port != port:
-                self._host = TCPStore(address, port, is_master=True, wait_for_workers=False, timeout=limit)
-            return self._host
-        attempt = timedelta(seconds=_CONNECT_ATTEMPT_S)  # short, because nothing can stop an attempt
-        while not (self._called_off.is_set() or self._stopped.is_set()):
-            try:
-                store = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=attempt)
-            except RuntimeError:
-                if time.monotonic() > by_s:
-                    raise
-            else:
-                store.set_timeout(limit)
-                return store
-        return None
 
     def _look(self) -> None:
         """Look for the meeting and for the end; faults come from the agent."""
@@ -372,14 +388,32 @@ class HyperPodClient(StoreClient):
     def _look_for_faults(self) -> None:
         """Do nothing."""
 
-    def _in_thread(self, work: Any, what: str) -> threading.Thread:
-        def run() -> None:
-            try:
-                work()
-            except Exception as error:
-                logger.exception("rank %d cannot go on with SageMaker HyperPod's agent", self.rank)
-                self._lose(str(error) or type(error).__name__)
 
-        thread = threading.Thread(target=run, name=f"checkpointless-hyperpod-{what}", daemon=True)
-        thread.start()
-        return thread
+def _join(address: str, port: int, by_s: float, is_given_up: Callable[[], bool]) -> TCPStore | None:
+    """Return rank 0's store, or None if the meeting is given up first."""
+    attempt = timedelta(seconds=_CONNECT_ATTEMPT_S)  # short, because nothing can stop an attempt
+    while not is_given_up():
+        try:
+            store = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=attempt)
+        except RuntimeError:
+            if time.monotonic() > by_s:
+                raise
+        else:
+            store.set_timeout(_CONNECT_LIMIT)
+            return store
+    return None
+
+
+def _in_thread(client: HyperPodClient, work: Callable[[], None], what: str) -> threading.Thread:
+    """Start a thread; if the work fails, the client's connection counts as lost."""
+
+    def run() -> None:
+        try:
+            work()
+        except Exception as error:
+            logger.exception("rank %d cannot go on with SageMaker HyperPod's agent", client.rank)
+            client._lose(str(error) or type(error).__name__)
+
+    thread = threading.Thread(target=run, name=f"checkpointless-hyperpod-{what}", daemon=True)
+    thread.start()
+    return thread

@@ -115,9 +115,9 @@ class StoreClient(RankClient):
             self._done = message.generation
         elif isinstance(message, Replace):
             reason = f"rank {self.rank} needs a new process, which only `checkpointless run` can give it"
-            self._end(f"{reason}: {message.reason}")
+            self._store.compare_set("end", "", f"{reason}: {message.reason}")
         elif isinstance(message, GiveUp):
-            self._end(message.reason)
+            self._store.compare_set("end", "", message.reason)
 
     def _arrive(self, generation: int) -> None:
         limit_s = FIRST_GATHER_TIMEOUT_S if self._entered is None else REGROUP_TIMEOUT_S
@@ -126,9 +126,6 @@ class StoreClient(RankClient):
             self._store.append(f"committed/{generation}", f"{self._limits.high_water} ")  # type: ignore[attr-defined]
         self._store.add(f"arrived/{generation}", 1)
         self._coming = generation
-
-    def _end(self, reason: str) -> None:
-        self._store.compare_set("end", "", reason)
 
     def _watch(self) -> None:
         try:
@@ -173,7 +170,7 @@ class StoreClient(RankClient):
         if present < self._world_size:
             if time.monotonic() > self._gather_by_s:
                 reason = f"{present} of {self._world_size} ranks came to the barrier of generation {generation}"
-                self._end(reason)
+                self._store.compare_set("end", "", reason)
                 self._lose(reason)
             return
         if self.rank == 0:

@@ -23,7 +23,7 @@ LEFT = {
     "checkpointless/inprocess/communicators/process_groups.py": 4,
     "checkpointless/inprocess/communicators/waits.py": 2,
     "checkpointless/inprocess/finalize.py": 1,
-    "checkpointless/inprocess/abort.py": 12,
+    "checkpointless/inprocess/abort.py": 11,
     "checkpointless/inprocess/fault_responder.py": 1,
     "checkpointless/inprocess/wrap.py": 1,
     "checkpointless/inprocess/worker_streams.py": 3,
