@@ -29,7 +29,7 @@ if mp.current_process().name == "MainProcess":
         queue = context.Queue()
         process = context.Process(target=target, args=(queue,))
         process.start()
-        assert queue.get(timeout=60) == wanted
+        assert queue.get(timeout=240) == wanted
         process.join()
 else:
     assert main() is None
@@ -41,6 +41,6 @@ else:
 def test_no_block_is_entered_where_a_child_imports_the_script(tmp_path: Path, method: str) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.format(settings="", method=method))
-    ended = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120, check=False)
+    ended = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=280, check=False)
     assert ended.returncode == 0, ended.stderr
     assert "under `if __name__" in ended.stderr
