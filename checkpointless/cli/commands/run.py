@@ -357,7 +357,7 @@ def coordinate(options: argparse.Namespace) -> int:
     """
     from checkpointless.launcher.agent.launch import launch_coordinator
     from checkpointless.launcher.coordinator.job_config import CoordinatorConfig
-    from checkpointless.launcher.protocol.handshake import TOKEN_ENV
+    from checkpointless.system.environment import TOKEN_ENV
 
     settings = coordination_settings(options)
     try:
