@@ -221,12 +221,15 @@ def _with_attributes(variables: Mapping[str, Any]) -> dict[str, Any]:
     An object with a state has what it keeps there, but for modules and optimizers: a forward pass counts, and an
     optimizer wraps another, without a word in their states.
     """
-    found = dict(variables)
+    found, seen = dict(variables), set()
     for name, value in variables.items():
         parts = [(name, value)]
         if isinstance(value, torch.nn.Module):
             parts = list(torch.nn.Module.named_modules(value, prefix=name))
         for path, each in parts:
+            if id(each) in seen:  # two variables refer to it
+                continue
+            seen.add(id(each))
             inherited = next((names for kind, names in _INHERITED.items() if isinstance(each, kind)), None)
             is_seen = inherited is not None or not has_state(each)
             is_seen = is_seen and own_state_of(each) is None and not _has_extra_state(each)

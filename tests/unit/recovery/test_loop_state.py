@@ -102,6 +102,26 @@ def test_variables_that_change_are_named(caplog: pytest.LogCaptureFixture) -> No
     assert (best, still, scaler.get_scale()) == (None, [1], 65536.0)
 
 
+class Counts(torch.nn.Module):
+    """Counts its calls in an attribute."""
+
+    calls = 0
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        self.calls = self.calls + 1
+        return rows
+
+
+def test_a_module_that_two_variables_refer_to_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    counts = Counts()
+    counts.calls = 1
+    model = torch.nn.Sequential(counts)
+    for _ in _train(Undeclared(LoopState({}), []), 5):
+        model(torch.ones(1))
+    (said,) = _named(caplog)
+    assert ": counts.calls. " in said
+
+
 def test_what_is_declared_or_restored_anyway_is_not_named(caplog: pytest.LogCaptureFixture) -> None:
     norms: list[float] = []
     model = torch.nn.Linear(2, 2)
