@@ -24,7 +24,6 @@ from typing_extensions import Self
 
 from checkpointless.observability.report.incidents import Outcome
 from checkpointless.observability.report.summary import build_report
-from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.events import EVENTS_FILE, Event, LineTail, parse_event, read_events
 from checkpointless.observability.telemetry.narration import INCIDENT, Narrator
 from checkpointless.observability.telemetry.scribe import scribe
@@ -235,17 +234,11 @@ def closing_line(run_dir: Path, status: int) -> str:
 
 
 def _facts(run_dir: Path) -> str:
-    events = read_events(run_dir)
-    report = build_report(str(run_dir), events)
-    begun = [
-        event.fields["step"]
-        for event in events
-        if event.stage == EventName.FIRST_STEP and event.edge == "end" and isinstance(event.fields.get("step"), int)
-    ]
+    report = build_report(str(run_dir), read_events(run_dir))
+    first, last = report.run.first_step, report.run.last_step
     said = []
-    if report.run.last_step is not None and report.run.last_step > 0:
-        first = min(begun, default=1)
-        said.append(plural(report.run.last_step - first + 1, "step"))
+    if last is not None and last > 0:
+        said.append(plural(last - (first or 1) + 1, "step"))
     if report.incidents and report.spent is not None:
         lost_s = report.spent.recovery_s + (report.spent.repeated_s or 0.0)
         inexact = report.outcomes[Outcome.INEXACT]

@@ -145,7 +145,7 @@ class StepTracker:
             self.entered()
         if self._open_stage is not None:
             self._end_stage()
-            self._begin_stage(EventName.FIRST_STEP)
+            self._begin_stage(EventName.FIRST_STEP, step=step)
 
     def end(self) -> None:
         """Report that the optimizer step in progress is complete and committed."""

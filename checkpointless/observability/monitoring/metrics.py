@@ -298,16 +298,11 @@ def _account_of(run_dir: str, events: list[Event]) -> Account:
     """Return what the run's time was spent on, as its report says it."""
     report = build_report(run_dir, events)
     run, spent = report.run, report.spent
-    made: dict[int, int] = {}
-    for event in events:
-        step = event.fields.get("step")
-        if event.stage == EventName.FIRST_STEP and event.edge == "end" and isinstance(step, int):
-            made[event.generation] = min(step, made.get(event.generation, step))
     if spent is None:
         return Account()
     activities = ("startup", "training", "recovery", "repeated", "shutdown")
     return Account(
-        first_step=made[min(made)] if made else None,
+        first_step=run.first_step,
         last_step=run.last_step,
         step_s=run.step_s,
         ettr=spent.ettr,

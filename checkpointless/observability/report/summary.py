@@ -428,6 +428,7 @@ class Run:
         nnodes: number of nodes; None if no event says so.
         nproc: number of ranks; None if no event says so.
         begin_ns: UTC nanoseconds of the run's first event; None without events.
+        first_step: step that the run began with; None if no event says so.
         last_step: newest step that any event mentions; None if none does.
         step_s: duration of an undisturbed step, in seconds; None if not known.
         samples_per_step: number of samples that the whole job processes in a step; None if not known.
@@ -441,6 +442,7 @@ class Run:
     nproc: int | None = None
     begin_ns: int | None = None
     end_ns: int | None = None
+    first_step: int | None = None
     last_step: int | None = None
     step_s: float | None = None
     samples_per_step: int | None = None
@@ -571,6 +573,7 @@ def build_report(
         nproc=_newest(begins, "nproc"),
         begin_ns=marks.begin_ns,
         end_ns=marks.end_ns,
+        first_step=_first_step(events),
         last_step=_last_step(events),
         step_s=step_s,
         samples_per_step=_newest(
@@ -693,8 +696,17 @@ def _newest(fields: Sequence[Mapping[str, Any]], name: str) -> int | None:
     return values[-1] if values else None
 
 
+def _first_step(events: Sequence[Event]) -> int | None:
+    """Return the first step of the first generation that came to one, whether it was made or not."""
+    begun = [
+        each for each in events if each.stage == EventName.FIRST_STEP and isinstance(each.fields.get("step"), int)
+    ]
+    return min(((each.generation, each.fields["step"]) for each in begun), default=(0, None))[1]
+
+
 def _last_step(events: Sequence[Event]) -> int | None:
     committed = [event for event in events if event.stage not in _OF_STEPS_IN_PROGRESS]
+    committed = [event for event in committed if (event.stage, event.edge) != (EventName.FIRST_STEP, "begin")]
     known = [event.fields.get(name) for event in committed for name in ("step", "high_water", "target")]
     return max((step for step in known if isinstance(step, int) and step >= 0), default=None)
 

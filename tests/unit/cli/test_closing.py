@@ -53,6 +53,23 @@ def test_only_the_steps_of_this_run_count(tmp_path: Path) -> None:
     )
 
 
+def test_a_first_step_that_a_fault_interrupted_counts(tmp_path: Path) -> None:
+    """Its update was made on one rank, so that the job goes on with the second step."""
+    run = MadeUpRun(ranks=1)
+    run.add(10.0, "first_step", "begin", 0, step=1)
+    run.add(15.0, "first_step", "begin", 0, step=2, generation=1)
+    run.add(16.0, "first_step", "end", 0, step=2, generation=1)
+    run.end(20.0, step=12)
+    assert closing_line(written(tmp_path / "run", run), 0).startswith("done: 12 steps, ")
+
+
+def test_a_step_that_was_only_begun_is_not_made(tmp_path: Path) -> None:
+    run = MadeUpRun(ranks=1)
+    run.add(10.0, "first_step", "begin", 0, step=1)
+    run.end(20.0, code=1, reason="no")
+    assert closing_line(written(tmp_path / "run", run), 1) == ""
+
+
 def test_a_job_without_steps_and_incidents_says_nothing_and_one_with_incidents_counts_these(tmp_path: Path) -> None:
     run = MadeUpRun()
     run.add(0.0, "job", "begin", nproc=2)
