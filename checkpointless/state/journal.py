@@ -227,12 +227,6 @@ class StepJournal:
 
     # --- whether something other than updates changes weights -----------------------------------------------------
 
-    def amend(self, more: Mapping[str, Any]) -> None:
-        """Let the objects of the newest snapshot be those of ``more``, too."""
-        if self.newest is not None:
-            taken = self._taken[self.newest]
-            self._taken = {self.newest: _Taken(lambda: {**taken(), **more}, taken.buffers, taken.seen)}
-
     def note_weights(self) -> None:
         """Note that the weights are those of the newest snapshot, although they were written to."""
         if self.newest is not None and self._taken[self.newest].seen is not None:

@@ -154,21 +154,10 @@ def test_how_a_loop_goes_through_its_steps(
     _equal(nemo_zygote, calm, tmp_path, habit, faults, STEPS - 2 if habit == "stops" else STEPS)
 
 
-@pytest.mark.parametrize("kind", [pytest.param("exception", marks=pytest.mark.long), "sigkill"])
-def test_a_loop_that_is_left_by_break_is_not_gone_on_with_once_the_next_call_has_begun(
-    nemo_zygote: Zygote, calm: Calm, tmp_path: Path, kind: str
-) -> None:
-    """Each call of ``steps()`` is left at its fifth step, and numbers are drawn before the next."""
-    places = ("forward:rank=1,step=7", "forward:rank=0,step=13", "data:rank=1,step=15")
-    faults = [f"{kind}@{place}" for place in places]
-    undisturbed = calm("breaks")
-    job = _train(nemo_zygote, tmp_path / "rough", "breaks", *faults)
-    assert job.code == 0, job.story()
-    assert fired(job.run_dir) == dict.fromkeys(faults, 1), job.story()
-    verdict = compare(undisturbed.steps, job.steps)
-    assert verdict.equal, f"{verdict.sentence}\n{job.story()}"
-    assert verdict.steps == STEPS
-    assert "steps() was left by break or return" in undisturbed.log(0), undisturbed.story()
+def test_a_loop_that_is_left_by_break_is_warned_of_once(calm: Calm) -> None:
+    job = calm("breaks")
+    assert job.log(0).count("steps() was left by break or return") == 1, job.story()
+    assert "steps() was left" not in job.log(1), job.story()
 
 
 @pytest.mark.parametrize("phase", ["backward", "before_optimizer"])

@@ -7,7 +7,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,17 +36,14 @@ from checkpointless.state.serialization.digest import (
 )
 from checkpointless.state.serialization.tensor_memory import local_part
 from checkpointless.system.environment import own_rank
-from checkpointless.transfer.exchange import all_gather_json, true_on_all
+from checkpointless.transfer.exchange import true_on_all
 from checkpointless.transfer.tensor_entry import Key
 
-if TYPE_CHECKING:
-    from checkpointless.launcher.protocol.causes import Parsed
-
 _LEFT = (
-    "steps() was left by break or return: after a fault that comes before the next call of steps(), or before the "
-    "function returns, more steps are made there. Let steps(last) end the loop, or call stop() in its last step, "
-    "before update()"
+    "steps() was left by break or return: after a fault, more steps are made there. Let steps(last) end the loop, "
+    "or call stop() in its last step, before update() (docs/contract.md, 3)"
 )
+_NOT_BACK = "other weights stay behind other_weights(): what exchanges them puts them back"
 _TWO_LOOPS = (
     "a second training begins in the block, whose state could not be kept beside that of the first: give all "
     "modules and optimizers to one {name}, or train in two jobs"
@@ -188,7 +185,11 @@ class LoopTraining(JournaledTraining, ABC):
         declared: Mapping[str, Any],
         known: Iterable[object],
     ) -> None:
-        loop_state, self._exits = LoopState(declared), _LoopExits()
+        loop_state = LoopState(declared)
+        self._ends = False  # whether the newest step is the last one, as stop() said
+        self._own = {"call": -1}  # kept with a rank's streams and buffers: the newest call of steps() in this entry
+        self._is_in_call = False
+        self._resumed_in = 0  # the call in which this rank's streams and buffers were kept that it resumed with
         super().__init__(state, call, schedulers, loop_state)
         self._guard = UpdateGuard(call, self._journal, self._vote)
         self._done = 0  # before the job; a block that is entered again may load another checkpoint
@@ -215,28 +216,28 @@ class LoopTraining(JournaledTraining, ABC):
                 all ranks, or data comes from an iterator that was made before the first step.
             RuntimeError: a step ended without :meth:`update`.
         """
-        number = self._exits.begin_call(self.step)
+        self._ended()
+        number, self._is_in_call = self._own["call"] + 1, True
+        self._own = {"call": number}
         if number == 0:
             self._restore(done)
         else:
             self._refuse_changes("between two calls of steps()")
-            self._journal.amend({"exits": self._exits.take()})
             self._manager.attach(self._journal, self.step)  # the copies of the call before are finished
-            if number == self._exits.resumed_in:  # what stands behind the calls before was done again
+            if number == self._resumed_in:  # what stands behind the calls before was done again
                 self._manager.restore_streams()
                 self._journal.put_back()
         self._noted = {}
-        if not self._exits.was_left(number, self.step):
-            with repeated_steps.listening(self.state.modules):
-                yield from self._remaining(last, number)
-        self._exits.end_call()
+        with repeated_steps.listening(self.state.modules):
+            yield from self._remaining(last, number)
+        self._is_in_call = False
         self._manager.finish_copies()
         self._note()
 
     def _remaining(self, last: int, number: int) -> Iterable[int]:
         """Yield the steps to make in a call of :meth:`steps`, of which ``number`` precede it."""
         begun_at = self.step
-        while self.step < last and not self._exits.ends:
+        while self.step < last and not self._ends:
             self._keep_again()
             if self.step > 0:
                 self._manager.replicate_rng_states(self.step)
@@ -258,14 +259,14 @@ class LoopTraining(JournaledTraining, ABC):
         """Make the step in progress the last one of the training: :meth:`steps` yields none behind it.
 
         It is called before the :meth:`update` of that step. If one rank calls it, the training stops on all. A loop
-        that is left by ``break`` would go on after a fault that comes before the next call of :meth:`steps`.
+        that is left by ``break`` would go on after a fault.
 
         Raises:
             RuntimeError: the update of the step was made, or no step is in progress.
         """
         if self.step >= self._call.steps.making:
             raise RuntimeError("stop() is called in a step, before its update()")
-        self._exits.ends = True
+        self._ends = True
 
     @contextmanager
     def other_weights(self) -> Iterator[None]:
@@ -278,15 +279,22 @@ class LoopTraining(JournaledTraining, ABC):
             UnrecoverableError: the context is left with other weights than it was entered with.
         """
         # What was written before the context says nothing of that, and stays noted.
-        when_back = (lambda: None) if self._journal.are_written() else self._journal.note_weights
-        with putting_back(), put_back(self.state.weights, when_back):
-            yield
+        were_written, before, is_back = self._journal.are_written(), _digests_of(self.state.weights()), False
+        with putting_back():
+            try:
+                yield
+            finally:
+                is_back = _digests_of(self.state.weights()) == before
+                if is_back and not were_written:
+                    self._journal.note_weights()
+            if not is_back:
+                raise UnrecoverableError(_NOT_BACK)
 
     # --- one step -------------------------------------------------------------------------------------------------
 
     def _vote(self) -> None:
         """Wait until every rank holds its final gradients; whether the step is the last is agreed on, too."""
-        self._exits.ends = vote(self._exits.ends)
+        self._ends = vote(self._ends)
 
     def _compute(self, loss: float | None) -> None:
         """Keep the loss of the step, whose gradients are final, and compare it if the step is repeated."""
@@ -295,11 +303,14 @@ class LoopTraining(JournaledTraining, ABC):
 
     @override
     def _epoch(self) -> int:
-        return self._exits.own()["call"] + epochs_begun()
+        return self._own["call"] + epochs_begun()
 
     @override
     def _ended(self) -> None:
-        self._exits.warn_if_left()
+        """Warn, once, if the newest call of steps() was left before it was over."""
+        if self._is_in_call and _LEFT not in _warned and own_rank() == 0:
+            _warned.add(_LEFT)
+            logger.warning(_LEFT)
 
     def _keep_again(self) -> None:
         """Keep state, buffers and streams as the loop leaves them to the next step: it may have drawn some.
@@ -309,7 +320,7 @@ class LoopTraining(JournaledTraining, ABC):
         known, has_drawn, has_changed = self._manager.own.streams.newest(self.step), False, False
         if known is not None:
             has_drawn, has_changed = self._manager.own.streams.have_moved(known)
-        has_moved = known is not None and (has_drawn or has_changed or known.own != self._exits.own())
+        has_moved = known is not None and (has_drawn or has_changed or known.own != self._own)
         self._journal.reached(self.step, SnapshotPoint.COMMITTED, has_moved)
         warn_of_changes_between(self.step, has_drawn, has_changed)
 
@@ -333,10 +344,8 @@ class LoopTraining(JournaledTraining, ABC):
             if recorded < self.step and states is not None:
                 self._record(states.loss)  # committed, but the fault came before it was recorded
             if objects is not None:
-                self._exits.put(objects.get("exits", {}))
-                self._exits.agree(self.step)
-                self._exits.resume(states.own if states is not None else None)
-                objects["exits"] = self._exits.take()
+                self._ends = objects["ends"]
+                self._resumed_in = int((states.own if states is not None and states.own else {}).get("call", 0))
         if objects is None:
             require_same_step(done)
             self._journal.begin(done, SnapshotPoint.COMMITTED)
@@ -385,7 +394,7 @@ class LoopTraining(JournaledTraining, ABC):
             _warned.add(_EXCHANGED)
             if dist.get_rank() == 0:
                 logger.warning(_EXCHANGED, step)
-        return Captured(own=self._exits.own(), loss=self._call.steps.loss)
+        return Captured(own=self._own, loss=self._call.steps.loss)
 
     @override
     def updated(self, changes: bool) -> None:
@@ -395,13 +404,13 @@ class LoopTraining(JournaledTraining, ABC):
 
     @override
     def _capture(self, step: int) -> Callable[[], dict[str, Any]]:
-        capture, exits, done = super()._capture(step), self._exits.take(), self._done
-        return lambda: {**capture(), "done": done, "exits": exits}
+        capture, ends, done = super()._capture(step), self._ends, self._done
+        return lambda: {**capture(), "done": done, "ends": ends}
 
     @override
     def reached(self, step: int, point: SnapshotPoint) -> Captured:
         """Capture the loop's state at the beginning of the step after ``step``."""
-        return Captured(self._capture(step), self._exits.own())
+        return Captured(self._capture(step), self._own)
 
     # --- what a subclass knows ------------------------------------------------------------------------------------
 
@@ -414,104 +423,6 @@ class LoopTraining(JournaledTraining, ABC):
         """Arrange what would be arranged in the first step, and kept, in every generation alike. Collective."""
 
 
-@contextmanager
-def put_back(weights: Callable[[], Iterable[torch.Tensor]], when_back: Callable[[], None]) -> Iterator[None]:
-    """Require that parameters are at the end, also on the way of an exception, what they were at the beginning.
-
-    Args:
-        weights: returns the parameters, each time in the same order.
-        when_back: is called when they are.
-
-    Raises:
-        UnrecoverableError: the context is left in the usual way, and they are not.
-    """
-
-    def digests() -> Mapping[Key, int]:
-        parts = {("weight", index): local_part(each).detach() for index, each in enumerate(weights())}
-        return MemoryChecksumManager().digest_each(parts)
-
-    before, is_back = digests(), False
-    try:
-        yield
-    finally:
-        is_back = digests() == before
-        if is_back:
-            when_back()
-    if not is_back:
-        raise UnrecoverableError("other weights stay behind other_weights(): what exchanges them puts them back")
-
-
-# --- How loops leave steps() --------------------------------------------------------------------------------------
-
-
-class _LoopExits:
-    """Where the calls of ``steps()`` of one entry of the block were left, and whether a step is to be the last.
-
-    Calls are counted from 0 in each entry. A loop that is entered again makes the same calls. One that was left is
-    known as soon as the next call begins: until then, the loop may be on its way out because of an error.
-
-    Attributes:
-        ends: whether the newest step is the last one, as ``stop()`` said.
-        resumed_in: the call in which this rank's streams and buffers were kept that it resumed with; None: none.
-    """
-
-    def __init__(self) -> None:
-        self.ends = False
-        self.resumed_in: int | None = None
-        self._left: dict[int, int] = {}  # by call: the step after which it was left
-        self._calls = 0
-        self._under_way: int | None = None
-
-    def begin_call(self, step: int) -> int:
-        """Count a call of ``steps()`` after ``step``; return its number. The call before, if not over, was left."""
-        if self._under_way is not None:
-            self._left[self._under_way] = step
-            self.warn_if_left()
-        self._under_way = self._calls
-        self._calls += 1
-        return self._under_way
-
-    def end_call(self) -> None:
-        """Note that all steps of the newest call are made."""
-        self._under_way = None
-
-    def warn_if_left(self) -> None:
-        """Warn, once, if the newest call was left before it was over."""
-        if self._under_way is not None and _LEFT not in _warned and own_rank() == 0:
-            _warned.add(_LEFT)
-            logger.warning(_LEFT)
-
-    def own(self) -> dict[str, int]:
-        """Return what is kept with the streams and buffers of a rank: the number of the newest call."""
-        return {"call": self._calls - 1}
-
-    def resume(self, own: Mapping[str, Any] | None) -> None:
-        """Note in which call that was kept which this rank resumes with.
-
-        Args:
-            own: what :meth:`own` returned then; None: it is lost.
-        """
-        self.resumed_in = int((own or {}).get("call", 0))
-
-    def was_left(self, call: int, step: int) -> bool:
-        """Return whether a call was left before, at ``step`` or earlier."""
-        return self._left.get(call, step + 1) <= step
-
-    def take(self) -> dict[str, Any]:
-        """Return what is noted, as plain data that nobody changes."""
-        return {"ends": self.ends, "left": sorted(self._left.items())}
-
-    def put(self, plain: Mapping[str, Any]) -> None:
-        """Note what :meth:`take` returned."""
-        self.ends = bool(plain.get("ends"))
-        self._left = {int(call): int(step) for call, step in plain.get("left", ())}
-
-    def agree(self, step: int) -> None:
-        """Note what any rank has noted, since some were interrupted before they did. Collective.
-
-        Args:
-            step: the step that all have resumed after.
-        """
-        told: list[Parsed] = all_gather_json([self.ends, [[call, at] for call, at in self._left.items()]])
-        self.ends = any(ends for ends, _ in told)
-        self._left = {int(call): int(at) for _, left in told for call, at in left if at <= step}
+def _digests_of(weights: Iterable[torch.Tensor]) -> Mapping[tuple, int]:
+    parts = {(index,): local_part(each).detach() for index, each in enumerate(weights)}
+    return MemoryChecksumManager().digest_each(parts)

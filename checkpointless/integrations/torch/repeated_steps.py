@@ -37,16 +37,24 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass
-class _Made:
-    """What is known of a step from before a fault.
+class _Step:
+    """What is known of a step.
 
     Attributes:
-        taken: a digest of each batch that it took before a fault came, if it ever came to a batch.
-        loss: its loss (None: not known).
+        batches: the batches that it took before it was computed.
+        loss: its loss; None: it is not known.
     """
 
-    taken: list[str] = field(default_factory=list)
+    batches: list[_Parts] = field(default_factory=list)
+    digests: list[str] = field(default_factory=list)
     loss: float | None = None
+    is_computed: bool = False
+
+    def taken(self) -> list[str]:
+        """Return the digests of its batches."""
+        self.digests += map(_digest, self.batches)
+        self.batches = []
+        return self.digests
 
 
 class RepeatedSteps:
@@ -60,11 +68,8 @@ class RepeatedSteps:
     """
 
     def __init__(self) -> None:
-        self._step = 0
-        self._taken: list[_Parts] = []  # of each batch
-        self._loss: float | None = None
-        self._is_computed = False  # what is taken from then on is none of the step's
-        self._before: dict[int, _Made] = {}  # by step; those of this entry are among them once they are over
+        self._steps: dict[int, _Step] = {}  # of this entry
+        self._before: dict[int, _Step] = {}  # of those before a fault
         self._is_first = True
         self._is_told = False
         self._hooks: list[RemovableHandle] = []
@@ -76,13 +81,13 @@ class RepeatedSteps:
         Args:
             is_first: whether nothing comes before this entry: there was another block, or the job begins again.
         """
-        self._is_first = is_first
-        if is_first:
-            self._before = {}
-        else:
-            self._end_step()
-        self._step, self._is_told = 0, False
-        self.was_validated = False
+        for number, step in self._steps.items():
+            known = self._before.get(number)
+            if known is None or (not known.is_computed and len(step.taken()) >= len(known.taken())):
+                self._before[number] = step
+        self._before = {} if is_first else dict(sorted(self._before.items())[-_STEPS:])
+        self._steps, self._is_first = {}, is_first
+        self._is_told = self.was_validated = False
 
     @contextmanager
     def listening(self, modules: Iterable[torch.nn.Module]) -> Iterator[None]:
@@ -93,29 +98,26 @@ class RepeatedSteps:
         Args:
             modules: the trained modules.
         """
-        self._end_hooks()
+        for hook in self._hooks:
+            hook.remove()
         inner = [each.module if isinstance(each, DistributedDataParallel) else each for each in modules]
         hooks = self._hooks = [each.register_forward_pre_hook(_NotesInputs(), with_kwargs=True) for each in inner]
         try:
             yield
         finally:
-            if self._hooks is hooks:
-                self._end_hooks()
-
-    def _end_hooks(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+            for hook in hooks:
+                hook.remove()
 
     def take(self, step: int, batch: object) -> None:
-        """Note a batch that ``step`` takes."""
-        self._begin(step)
-        if not self._is_computed and len(self._taken) < _BATCHES:
-            self._taken.append(_parts_of(batch))
+        """Note a batch that ``step`` takes; what is taken once it is computed is none of its batches."""
+        noted = self._steps.setdefault(step, _Step())
+        if not noted.is_computed and len(noted.batches) < _BATCHES:
+            noted.batches.append(_parts_of(batch))
 
     def batch_of(self, step: int) -> str | None:
         """Return the digest of the last batch that ``step`` took; None if it took none."""
-        return (_digest(self._taken[-1]) or None) if self._step == step and self._taken else None
+        taken = self._steps.get(step, _Step()).taken()
+        return (taken[-1] or None) if taken else None
 
     def compute(self, step: int, loss: float | None) -> None:
         """Note the loss of ``step``, whose gradients are final; compare it, and what the step has taken.
@@ -129,23 +131,24 @@ class RepeatedSteps:
         call = active_call_wrapper()
         if call is not None:
             call.leave_if_over()  # a loss that aborted collectives have left says nothing
-        self._begin(step)
-        self._loss, self._is_computed = loss, True
-        before, taken = self._before.get(step), list(map(_digest, self._taken))
+        noted = self._steps.setdefault(step, _Step())
+        noted.loss, noted.is_computed, taken = loss, True, noted.taken()
+        self._steps.pop(step - _STEPS, None)
+        before = self._before.get(step)
         if before is None:
             return
         others: list[str] = []
         facts: dict[str, float] = {}
-        if taken[: len(before.taken)] != before.taken:
+        if taken[: len(before.taken())] != before.taken():
             others.append("takes another batch than before the fault")
-        if loss is not None and before.loss is not None and float(loss).hex() != float(before.loss).hex():
+        if loss is not None and before.loss is not None and exact_loss(loss) != exact_loss(before.loss):
             others.append(f"has the loss {loss!r}, where it had {before.loss!r} before")
             facts = {"loss": loss, "before": before.loss}
         if others:
             self._tell(step, " and ".join(others), **facts)
 
     def record(self, log: StepLog, step: int, loss: float | None, params: str, *more: Any) -> None:
-        """Record a step with ``log``, and compare it with what was recorded of it before a fault.
+        """Record a step with ``log``, and compare its parameters with those recorded of it before a fault.
 
         Args:
             log: the log of recorded steps.
@@ -159,28 +162,8 @@ class RepeatedSteps:
         """
         before = None if self._is_first else log.earlier(step)
         log.record(step, loss, params, *more)
-        if before is None:
-            return
-        is_other = before.loss != exact_loss(loss) and exact_loss(None) not in (before.loss, exact_loss(loss))
-        if is_other or before.params != params:
-            what = "another loss" if is_other else "other parameters"
-            self._tell(step, f"ends with {what} than before the fault")
-
-    def _begin(self, step: int) -> None:
-        if step != self._step:
-            self._end_step()
-            self._step, self._taken, self._loss, self._is_computed = step, [], None, False
-
-    def _end_step(self) -> None:
-        if self._step <= 0:
-            return
-        made = self._before.setdefault(self._step, _Made())
-        if len(self._taken) > len(made.taken):
-            made.taken = list(map(_digest, self._taken))
-        if made.loss is None:
-            made.loss = self._loss
-        while len(self._before) > _STEPS:
-            del self._before[min(self._before)]
+        if before is not None and before.params != params:
+            self._tell(step, "ends with other parameters than before the fault")
 
     def _tell(self, step: int, what: str, **facts: float) -> None:
         if not self._is_told:

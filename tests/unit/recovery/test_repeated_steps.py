@@ -166,7 +166,7 @@ def test_another_block_makes_other_steps(caplog: pytest.LogCaptureFixture) -> No
     [
         (1.0, "a", ""),
         (None, "a", ""),
-        (2.0, "b", "ends with another loss than"),
+        (2.0, "b", "ends with other parameters than"),
         (1.0, "b", "ends with other parameters than"),
     ],
 )

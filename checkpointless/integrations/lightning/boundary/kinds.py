@@ -274,7 +274,6 @@ def _put_savers(trainer: Any, states: list[dict[str, Any]]) -> None:
 #: The trainer's plain settings that hooks may change in the middle; they are put back where hooks at the start have
 #: run already, since a script that is entered again makes the trainer that it had made at first.
 SETTINGS = "settings"
-_CLIPPING = "gradient_clip_algorithm"
 _VALIDATES = "val_check_batch"  # missing before the training loader is made
 #: What the training loader is made with, what is set when it is made, and what is read while the loops run.
 OF_LOADERS = (
@@ -286,7 +285,7 @@ OF_LOADERS = (
 _MADE = ("fit_loop.max_batches", "fit_loop._last_train_dl_reload_epoch", "fit_loop.made_at_step")
 _READ = (
     *OF_LOADERS,
-    _CLIPPING,
+    "gradient_clip_algorithm",
     "limit_train_batches",
     "limit_val_batches",
     "accumulate_grad_batches",
@@ -298,14 +297,12 @@ _READ = (
     "fit_loop.epoch_loop.min_steps",
 )
 _read: Callable[[Any], tuple[Any, ...]] = operator.attrgetter(*_READ, *_MADE)
+state_tree.register_plain_type(GradClipAlgorithmType)
 
 
 def take_settings(trainer: pl.Trainer) -> dict[str, Any]:
     """Return the settings as they are now, as plain data."""
-    taken = dict(zip((*_READ, *_MADE), _read(trainer)))
-    if taken[_CLIPPING] is not None:
-        taken[_CLIPPING] = GradClipAlgorithmType(taken[_CLIPPING]).value
-    return {**taken, _VALIDATES: vars(trainer).get(_VALIDATES)}
+    return {**dict(zip((*_READ, *_MADE), _read(trainer))), _VALIDATES: vars(trainer).get(_VALIDATES)}
 
 
 def put_settings(trainer: pl.Trainer, state: Mapping[str, Any], names: Iterable[str] | None = None) -> None:
@@ -313,11 +310,8 @@ def put_settings(trainer: pl.Trainer, state: Mapping[str, Any], names: Iterable[
     for name in _READ if names is None else names:
         path, _, last = name.rpartition(".")
         owner = operator.attrgetter(path)(trainer) if path else trainer
-        value = state[name]
-        if name == _CLIPPING and value is not None:
-            value = GradClipAlgorithmType(value)
-        if getattr(owner, last, None) != value:
-            setattr(owner, last, value)
+        if getattr(owner, last, None) != state[name]:
+            setattr(owner, last, state[name])
 
 
 def put_of_epoch(trainer: pl.Trainer, state: Mapping[str, Any], begins_epoch: bool = False) -> None:

@@ -74,17 +74,12 @@ def _begun(items: Iterable[Any], owner: object) -> Iterator[Any]:
     taken = list(itertools.islice(iterator, 1))
     before = RngStates.capture()
     taken += itertools.islice(iterator, 1)
-    if len(taken) > 1 and moved(before, RngStates.capture()):
+    if len(taken) > 1 and _without_own(before).streams != _without_own(RngStates.capture()).streams:
         length = None if isinstance(owner, IterableDataset) else sized_len(owner)  # type: ignore[arg-type]
         if length is None:
             raise UnrecoverableError(_DRAWS.format(type(owner).__name__))
         taken += itertools.islice(iterator, max(0, length - len(taken)))  # some have a length and never end
     yield from itertools.chain(taken, iterator)
-
-
-def moved(before: RngStates, after: RngStates) -> bool:
-    """Return whether a stream of the rank has moved; what samplers have for themselves does not count."""
-    return not before.same_streams(after) and _without_own(before).streams != _without_own(after).streams
 
 
 def _without_own(states: RngStates) -> RngStates:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
@@ -157,36 +156,23 @@ def _repeat_items(loader: Iterable[object], starts: Starts, position: DataPositi
     if loader.num_workers > 0 or isinstance(loader, Stateful) or isinstance(loader.dataset, Stateful):
         return
     keep_own_state(loader)
-    dataset, is_again = loader.dataset, position is not None and position.within and position.delivered > 0
-    repeats = iter([is_again])  # the first pass alone
+    dataset, make = loader.dataset, loader._get_iterator
+    repeats = iter([position is not None and position.within and position.delivered > 0])  # the first pass alone
 
-    def begin(items: Iterable[Any]) -> Iterator[Any]:
-        yield from one_pass(items, starts, next(repeats, False), owner=dataset)
-
-    loader._get_iterator = functools.partial(_begin, loader._get_iterator, loader, begin)  # type: ignore[method-assign]
-
-
-def _begin(make: Callable[[], Any], loader: Any, begin: Callable[[Iterable[Any]], Iterator[Any]]) -> Any:
-    """Make a loader's iterator that begins a pass when its first item is asked for."""
-    dataset = loader.dataset
-    if isinstance(dataset, IterDataPipe):  # torch does more with these
-        iterator = make()
-        iterator._dataset_fetcher.dataset_iter = begin(iterator._dataset_fetcher.dataset_iter)
+    def begin() -> Any:
+        again = next(repeats, False)
+        if isinstance(dataset, IterDataPipe):  # torch does more with these
+            iterator: Any = make()
+            fetcher = iterator._dataset_fetcher
+            fetcher.dataset_iter = one_pass(fetcher.dataset_iter, starts, again, owner=dataset)
+            return iterator
+        # What torch takes for the dataset draws nothing before its first item is asked for.
+        object.__setattr__(loader, "dataset", one_pass(dataset, starts, again))  # torch forbids a plain assignment
+        try:
+            iterator = make()
+        finally:
+            object.__setattr__(loader, "dataset", dataset)
+        iterator._dataset = iterator._dataset_fetcher.dataset = dataset
         return iterator
-    object.__setattr__(loader, "dataset", _Late(begin(dataset)))  # torch forbids a plain assignment
-    try:
-        iterator = make()
-    finally:
-        object.__setattr__(loader, "dataset", dataset)
-    iterator._dataset = iterator._dataset_fetcher.dataset = dataset
-    return iterator
 
-
-class _Late(IterableDataset[Any]):
-    """Stands in the place of a dataset while torch asks for its iterator, which may draw random numbers already."""
-
-    def __init__(self, items: Iterator[Any]) -> None:
-        self._items = items
-
-    def __iter__(self) -> Iterator[Any]:
-        return self._items
+    loader._get_iterator = begin  # type: ignore[method-assign]
