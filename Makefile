@@ -39,6 +39,7 @@ PIP312 := $(BRIDGE)/bin/python -m pip install --quiet --disable-pip-version-chec
 # NeMo wants transformers 4: version 5 lies beside .venv, and in front of it on the path.
 HF := .transformers
 HF_STAMP := $(HF)/.installed
+TITAN := .torchtitan
 
 # In one call: callbacks/, strategies/ and recipes/ are installed as subpackages of checkpointless, and mypy, which
 # knows only paths, must not be asked about the same file under two names.
@@ -46,7 +47,7 @@ TYPED := checkpointless callbacks strategies recipes tests benchmarks
 FAST := tests/unit -m "not nemo and not ranks and not gpu and not long and not slow"
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-long test-bridge test-bridge312 test-transformers compat dist dist-check gpu-kit gpu lint docs format clean
+.PHONY: help demo test test-fast test-long test-bridge test-bridge312 test-transformers test-titan compat dist dist-check gpu-kit gpu lint docs format clean
 
 help: ## what there is
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /  make \1\t/' | expand -t 18
@@ -75,6 +76,9 @@ test-bridge312: $(BRIDGE)/.installed ## those with 0.6 and Python 3.12, in .venv
 
 test-transformers: $(STAMP) $(HF_STAMP) ## run the tests with Hugging Face's Trainer of transformers 5 (4 minutes; 12 MB, made once)
 	PYTHONPATH=$(HF) $(BIN)/python -m pytest -n 2 --dist loadfile tests/hf
+
+test-titan: $(BRIDGE)/.installed $(TITAN)/.installed ## run those with torchtitan, on top of test-bridge312's Python (8 minutes; 8 MB)
+	PYTHONPATH=$(TITAN) $(BRIDGE)/bin/python -m pytest tests/titan
 
 compat: $(STAMP) ## run the fast tests with other Pythons, Lightning, torch 2.14 and 2.15 (2.7 GB each; one: ONLY="newest torch")
 	$(BIN)/python tests/compat.py $(if $(ONLY),--only "$(ONLY)") $(FAST)
@@ -107,7 +111,7 @@ format: $(STAMP) ## put the code into shape
 	$(BIN)/ruff format .
 
 clean: ## remove .venv and what tools have left
-	rm -rf .venv $(BRIDGE) $(OLDER_BRIDGE) .transformers .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info
+	rm -rf .venv $(BRIDGE) $(OLDER_BRIDGE) $(HF) $(TITAN) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info
 
 $(STAMP): pyproject.toml setup.py $(CONSTRAINTS)
 	@[ -n "$(PYTHON)" ] || { echo "make: Python 3.11 is needed: install it, or say make PYTHON=/path/to/python" >&2; exit 2; }
@@ -118,6 +122,10 @@ $(STAMP): pyproject.toml setup.py $(CONSTRAINTS)
 
 $(HF_STAMP): constraints/transformers.txt | $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(HF) --upgrade -r $<
+	@touch $@
+
+$(TITAN)/.installed: constraints/torchtitan.txt | $(BRIDGE)/.installed
+	$(PIP312) --target $(TITAN) --upgrade -r $<
 	@touch $@
 
 $(BRIDGE)/.installed: pyproject.toml setup.py constraints/bridge312-cpu.txt

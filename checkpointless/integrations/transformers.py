@@ -8,11 +8,8 @@
         trainer = Trainer(model=..., args=..., train_dataset=...)
         train(trainer)
 
-The Trainer has the loop. A step of the engine is an optimizer step of it, counted from 1. Its state is kept at two
-step boundaries: ``COMMITTED``, when the optimizer has stepped and nothing that follows has happened, and
-``CHECKED``, when the next step begins (``on_step_begin``). What lies between (scheduler, counters, logs, evaluation
-and save) is repeated if training resumes at the first: the Trainer goes through the step once more, and losses,
-norm and update are those that it had.
+The Trainer has the loop (:mod:`checkpointless.integrations.torch.stepped`), and a step begins at ``on_step_begin``.
+If the Trainer goes through a step once more, losses, norm and update are those that it had.
 """
 
 from __future__ import annotations
@@ -31,17 +28,12 @@ from transformers import trainer as trainer_module
 from transformers.trainer_callback import ExportableState, TrainerCallback
 from typing_extensions import override
 
-from checkpointless.inprocess import HPCallWrapper, StateLostError, UnrecoverableError, active_call_wrapper
+from checkpointless.inprocess import HPCallWrapper, UnrecoverableError, active_call_wrapper
 from checkpointless.inprocess.abort import register_trainer_parts
 from checkpointless.inprocess.worker_streams import Place, seed_data_workers
-from checkpointless.integrations.torch.loop import JournaledTraining
-from checkpointless.integrations.torch.loop_state import LoopState
 from checkpointless.integrations.torch.repeated_steps import repeated_steps
-from checkpointless.integrations.torch.torch_tensors import TorchTensors
-from checkpointless.recovery.guard import UpdateGuard
-from checkpointless.state.journal import Captured
+from checkpointless.integrations.torch.stepped import SteppedTraining, led
 from checkpointless.state.port import SnapshotPoint
-from checkpointless.state.rank_local.agreement import require_equal_replicas, require_same_step
 from checkpointless.state.rank_local.declared import DeclaredState, put_value
 from checkpointless.state.rng import RngStates
 from checkpointless.system.patches import Patch, Patches
@@ -59,7 +51,6 @@ _DRAWS = (
     "so that a batch would be another one after a fault: let a worker draw them (dataloader_num_workers=1)"
 )
 _IN_MEMORY = "checkpointless"  # stands for a checkpoint's path where training resumes from memory
-_COMPARED = (1, 2)  # the steps after which replicas are compared
 _LOOKS = 3  # batches of the first steps are looked at
 _PLAIN = (type(None), bool, int, float, str, torch.Tensor)
 _patches = Patches()
@@ -168,42 +159,19 @@ def _is_script(value: object) -> bool:
     return type(value).__module__.partition(".")[0] != "transformers"
 
 
-class _TrainerTensors(TorchTensors):
-    """Model and optimizer of a Trainer, whose optimizer's ``step`` is replaced.
-
-    Args:
-        is_known: see :class:`~checkpointless.integrations.torch.torch_tensors.TorchTensors`.
-    """
-
-    def __init__(self, trainer: Trainer, is_known: bool) -> None:
-        inner: torch.optim.Optimizer = trainer.optimizer.optimizer
-        super().__init__([trainer.model_wrapped], [inner], is_known=is_known)
-        self._step = inner.step
-
-    @override
-    def finish_update(self) -> None:
-        """Make one step of the optimizer."""
-        with self.watched():
-            self._step()
-
-
-class _TrainerTraining(JournaledTraining):
+class _TrainerTraining(SteppedTraining):
     """The state of a Trainer's training, for :class:`~checkpointless.recovery.CheckpointManager`.
 
     Attributes:
         position: the epoch and how many of its batches precede the step in the making.
-        replayed: losses of the batches and norm of a committed step that is gone through again; None: none is.
+        norm: of the gradients of the step in the making.
     """
 
     def __init__(self, call: HPCallWrapper, trainer: Trainer, state: Mapping[str, Any]) -> None:
         self._trainer = trainer
         self.position = (0, 0)
-        self.replayed: tuple[list[torch.Tensor], float | None] | None = None
-        self.losses: list[torch.Tensor] = []
         self.norm: float | None = None
-        self._done = 0  # steps before the job
         self._objects: Mapping[str, Any] = {}
-        self._is_resuming = True  # until the first step begins
         callbacks = [
             _Attributes(f"{number}.{type(each).__name__}", _always(each), is_script=_is_script(each))
             for number, each in enumerate(trainer.callback_handler.callbacks)
@@ -216,12 +184,9 @@ class _TrainerTraining(JournaledTraining):
         ]
         self._attributes = DeclaredState(lambda: [*own, *callbacks])
         self._early = DeclaredState(lambda: own[1:2])
-        self._tensors = _TrainerTensors(trainer, call.high_water > 0)
-        super().__init__(self._tensors, call, [trainer.lr_scheduler], LoopState(state))
-        self._guard = UpdateGuard(call, self._journal)
-        trainer.optimizer.optimizer.step = self._update
-
-    # --- when the block is entered ----------------------------------------------------------------------------
+        super().__init__(
+            call, [trainer.model_wrapped], [trainer.optimizer.optimizer], [trainer.lr_scheduler], state
+        )
 
     def recover(self, position: tuple[int, int]) -> tuple[int, int]:
         """Recover model, optimizer and scheduler from memory, if there is something to recover. Collective.
@@ -235,122 +200,44 @@ class _TrainerTraining(JournaledTraining):
         Raises:
             StateLostError: steps were committed and no rank holds them any more.
         """
-        call, manager = self._call, self._manager
-        self.position, self.step = position, self._trainer.state.global_step
-        self._tensors.arrange()
-        for optimizer in self._tensors.optimizers:
-            optimizer.zero_grad(set_to_none=True)
-        objects = None
-        if not call.is_first:
-            call.enter_phase("recovery", call.high_water)
-            objects = manager.recover(self._journal)
-            if objects is None and call.high_water > 0:
-                raise StateLostError(manager.refusal or "no rank holds the state in memory")
-        if objects is None:
-            self._done = self.step
-            require_same_step(self.step)
-            self._journal.begin(self.step, SnapshotPoint.LOADED)
-        else:
-            self._objects, self.step, self._done = objects, objects["step"], objects["done"]
-            self.position = tuple(self._own["position"])
-            self._early.put(self._own["attributes"])
+        self.position = position
+        objects = self.resume(self._trainer.state.global_step)
+        if objects is not None:
+            self._objects = objects
+            self.position = tuple(self.own["position"])
+            self._early.put(self.own["attributes"])
             self._trainer.state.log_history[:] = objects["history"]
-            if self.point is SnapshotPoint.LOADED:
-                manager.restore_streams()
-            else:
+            if self.point is not SnapshotPoint.LOADED:
                 self._trainer.args.eval_on_start = False
-        manager.attach(self._journal, self.step)
-        call.steps.begin_data()
         return self.position
 
-    @property
-    def point(self) -> SnapshotPoint | None:
-        """The point that the recovery resumed at; None: nothing was recovered."""
-        return self._manager.resumed_at[1] if self._manager.resumed_at is not None else None
-
-    @property
-    def _own(self) -> Mapping[str, Any]:
-        """What this rank alone had at the step boundary that the recovery resumed at."""
-        own = self._manager.own.kept_at(*self._manager.resumed_at) if self._manager.resumed_at is not None else None
-        if not own:
-            raise UnrecoverableError(f"the Trainer's counters of this rank after step {self.step} are lost")
-        return own
-
-    # --- while training ---------------------------------------------------------------------------------------
-
-    @property
-    def is_replaying(self) -> bool:
-        """Whether the step in the making is committed already."""
-        return self.replayed is not None or (self._is_resuming and self.point is SnapshotPoint.COMMITTED)
-
+    @override
     def begin_step(self) -> None:
         """Put back or take the state at a step boundary, the step's first batches being there already."""
-        self.losses, self.norm = [], None
-        if self._is_resuming and self.point not in (None, SnapshotPoint.LOADED):
-            self._put_back()
-            if self.point is SnapshotPoint.COMMITTED:
-                self.replayed = list(self._own["losses"]), self._own["norm"]
-        self._is_resuming = False
-        if self.replayed is not None:
-            return
-        if self.step - self._done in _COMPARED and self._call.high_water < self.step:
-            require_equal_replicas(self.state, self.step)
-        self._journal.reached(self.step, SnapshotPoint.CHECKED)
-        self._manager.make_copies(self.step)
+        self.norm = None
+        super().begin_step()
 
+    @override
     def _put_back(self) -> None:
         """Put back streams, declared state, and what the Trainer and its callbacks have apart from tensors."""
-        self._manager.restore_streams()
-        self._attributes.put(self._own["attributes"])
+        super()._put_back()
+        self._attributes.put(self.own["attributes"])
         self._trainer.state.log_history[:] = self._objects["history"]
-
-    def _update(self, closure: None = None) -> None:
-        """Apply the gradients, on all ranks or on none; the optimizer's ``step``."""
-        if self.replayed is not None:
-            losses, self.replayed = self.replayed[0], None
-            self._put_back()  # whatever callbacks have done meanwhile
-            if self._log is not None and (self._log.last_step() or 0) < self.step:
-                self._record(_sum(losses))
-            return
-        call, loss = self._call, _sum(self.losses)
-        call.steps.loss = loss
-        repeated_steps.compute(call.steps.making, loss)
-        self._guard(self.state.finish_update)
-        self.step = call.steps.making
-        self._record(loss)
-        call.end_step()
-        call.enter_phase("between", self.step)
 
     @override
     def _epoch(self) -> int:
         return int(self.position[0])
 
-    def end(self) -> None:
-        """Make no more copies of this training, whose loop is over."""
-        self._manager.finish_copies()
-
+    @override
     def _noted(self) -> dict[str, Any]:
         """Return what this rank alone has: attributes, and where the step in the making begins in the data."""
-        return {"attributes": self._attributes.take(), "position": list(self.position)}
-
-    # --- what the journal asks for --------------------------------------------------------------------------------
-
-    @override
-    def ready(self, step: int) -> Captured:
-        """Capture what this rank alone has, and the losses and the norm of ``step``."""
-        losses = [each.cpu() for each in self.losses]
-        return Captured(own={**self._noted(), "losses": losses, "norm": self.norm}, loss=self._call.steps.loss)
-
-    @override
-    def reached(self, step: int, point: SnapshotPoint) -> Captured:
-        """Capture the state before the next step."""
-        return Captured(self._capture(step), self._noted())
+        return {"attributes": self._attributes.take(), "position": list(self.position), "norm": self.norm}
 
     @override
     def _capture(self, step: int) -> Callable[[], dict[str, Any]]:
         """Capture the Trainer's log, in addition."""
-        capture, done, history = super()._capture(step), self._done, list(self._trainer.state.log_history)
-        return lambda: {**capture(), "done": done, "history": history}
+        capture, history = super()._capture(step), list(self._trainer.state.log_history)
+        return lambda: {**capture(), "history": history}
 
 
 class _Entry(TrainerCallback):  # type: ignore[misc]
@@ -376,8 +263,6 @@ class _Entry(TrainerCallback):  # type: ignore[misc]
         """Have the Trainer's seams lead here while the context lasts."""
         trainer, seams = self._trainer, self._seams()
         self._prepare = trainer._prepare_for_training
-        for name, seam in seams.items():
-            setattr(trainer, name, functools.partial(seam, getattr(trainer, name)))
         trainer.callback_handler.callbacks.insert(0, self)
         for part in (self._call.wrapper.abort, self._call.wrapper.finalize):
             register = getattr(part, "register_attributes", None)
@@ -388,11 +273,10 @@ class _Entry(TrainerCallback):  # type: ignore[misc]
         self._call.enter_phase("init", self._call.high_water)
         _patches.make([Patch(trainer_module, "skip_first_batches", self._skip, "ends workers of this loader, too")])
         try:
-            yield
+            with led(trainer, seams):
+                yield
             self._training.end()
         finally:
-            for name in seams:
-                delattr(trainer, name)
             trainer.callback_handler.callbacks.remove(self)
             _patches.undo()
 
@@ -511,7 +395,7 @@ class _Entry(TrainerCallback):  # type: ignore[misc]
     def _compute_batch(self, original: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
         training = self._training
         if training.replayed is not None:
-            losses = training.replayed[0]
+            losses = training.replayed["losses"]
             loss = losses[len(training.losses)].to(self._trainer.args.device)
         else:
             self._call.enter_phase("forward", self._call.steps.making)
@@ -529,12 +413,12 @@ class _Entry(TrainerCallback):  # type: ignore[misc]
 
     def _clip(self, original: Callable[..., Any], model: torch.nn.Module) -> Any:
         training = self._training
-        return original(model) if training.replayed is None else training.replayed[1]
+        return original(model) if training.replayed is None else training.replayed["norm"]
 
     def _note_norm(self, original: Callable[..., Any], model: torch.nn.Module, grad_norm: Any = None) -> Any:
         training = self._training
         if training.replayed is not None:
-            return training.replayed[1]
+            return training.replayed["norm"]
         norm = original(model, grad_norm)
         training.norm = float(norm.item() if isinstance(norm, torch.Tensor) else norm)
         return training.norm
@@ -553,7 +437,3 @@ class _Parts:
 
 
 register_trainer_parts("transformers", _Parts())
-
-
-def _sum(losses: list[torch.Tensor]) -> float:
-    return float(sum(each.item() for each in losses))

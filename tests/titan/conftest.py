@@ -1,0 +1,20 @@
+"""Tests that need torchtitan: ``make test-titan`` runs them, on top of the environment with Python 3.12."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+import pytest
+
+from tests.ranks.nemo_zygote import Zygote
+
+collect_ignore_glob = [] if find_spec("torchtitan") else ["test_*.py"]
+
+
+@pytest.fixture(scope="session")
+def titan_zygote() -> Iterator[Zygote]:
+    """Yield a process that has imported torchtitan, and forks ranks in milliseconds."""
+    zygote = Zygote(("tests.titan.small", "torchtitan.config", "tests.ranks.jobs"))
+    yield zygote
+    zygote.close()

@@ -1,0 +1,100 @@
+"""torchtitan's Trainer comes through faults in every phase, with the bits of a calm run: two replicas of shards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from checkpointless.faults.ledger import fired
+from checkpointless.integrations import torchtitan as adapter
+from checkpointless.observability.report.verify import compare
+from tests.ranks.example_diffs import EXAMPLES
+from tests.ranks.jobs import Job, run_job
+from tests.ranks.nemo_zygote import Zygote
+
+ranks = pytest.mark.ranks
+STEPS = 9
+
+
+def _train(zygote: Zygote, run_dir: Path, config: str = "small", faults: tuple[str, ...] = ()) -> Job:
+    """Train with accumulation, clipping and a schedule; four steps are a pass over the data."""
+    args = ("--module", "tests.titan.small", "--config", config, "--dump_folder", f"{run_dir}-out")
+    script = str(EXAMPLES / "train_torchtitan.py")
+    job = run_job(zygote, run_dir, 4, script=script, args=args, faults=faults, limit_s=280.0)
+    assert job.code == 0, job.story()
+    assert fired(job.run_dir) == dict.fromkeys(faults, 1)
+    return job
+
+
+def _require_equal(calm: Job, rough: Job) -> None:
+    verdict = compare(calm.steps, rough.steps)
+    assert verdict.equal, f"{verdict.sentence}\n{rough.story()}"
+    assert verdict.steps == STEPS
+    saves = [sorted(each.name for each in Path(f"{job.run_dir}-out/checkpoint").iterdir()) for job in (calm, rough)]
+    assert saves[0] == saves[1]
+    assert "step-8" in saves[0]
+
+
+@pytest.fixture(scope="module")
+def calm(titan_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """Return a job without faults."""
+    return _train(titan_zygote, tmp_path_factory.mktemp("calm") / "run")
+
+
+@ranks
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kind", ["exception", "sigkill"])
+def test_every_phase(titan_zygote: Zygote, calm: Job, tmp_path: Path, kind: str) -> None:
+    """In two passes over the data; step 4 is followed by a save, and step 6 by a validation."""
+    phases = {"forward": 1, "backward": 2, "optimizer": 4, "after_optimizer": 5, "between": 6, "data": 8}
+    phases["before_optimizer"] = 9
+    faults = tuple(f"{kind}@{phase}:rank={step % 4},step={step}" for phase, step in phases.items())
+    _require_equal(calm, _train(titan_zygote, tmp_path / "run", faults=faults))
+
+
+@ranks
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("what", ["validation", "save"])
+def test_what_follows_an_update_is_made_again(titan_zygote: Zygote, calm: Job, tmp_path: Path, what: str) -> None:
+    job = _train(titan_zygote, tmp_path / "run", f"fails_in_a_{what}")
+    (incident,) = job.incidents
+    assert incident.resumed_after == {"validation": 6, "save": 4}[what]
+    assert f"asked for, in a {what}" in job.story()
+    _require_equal(calm, job)
+
+
+# --- what cannot be carried through a fault -----------------------------------------------------------------------
+
+
+def _trainer(**changed: Any) -> Any:
+    training = SimpleNamespace(disable_cuda_graphs=changed.pop("disable_cuda_graphs", True))
+    checkpoint = SimpleNamespace(**{"enable": True, "async_mode": "disabled"} | changed)
+    parts = dict.fromkeys(adapter._SEAMS)
+    return SimpleNamespace(config=SimpleNamespace(training=training, checkpoint=checkpoint), **parts)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"disable_cuda_graphs": False}, "set --training.disable_cuda_graphs"),
+        ({"async_mode": "async"}, "set --checkpoint.async_mode disabled"),
+    ],
+)
+def test_a_setting_is_refused(changed: dict[str, Any], said: str) -> None:
+    assert adapter.refusal(_trainer()) is None
+    assert said in (adapter.refusal(_trainer(**changed)) or "")
+
+
+def test_an_unknown_trainer_is_refused() -> None:
+    trainer = _trainer()
+    del trainer.train_step
+    assert "has no Trainer.train_step" in (adapter.refusal(trainer) or "")
+
+
+def test_outside_of_a_block_it_is_the_trainers_own() -> None:
+    called: list[str] = []
+    adapter.train(SimpleNamespace(train=lambda: called.append("train")))  # type: ignore[arg-type]
+    assert called == ["train"]
