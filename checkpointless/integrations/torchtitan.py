@@ -56,7 +56,7 @@ def train(trainer: Trainer, *, state: Mapping[str, Any] = MappingProxyType({})) 
     if call is None:
         trainer.train()
         return
-    reason = refusal(trainer)
+    reason = _refusal(trainer)
     if reason is not None:
         raise UnrecoverableError(reason)
     call.enter_phase("init", call.high_water)
@@ -78,7 +78,7 @@ def _nothing(*args: Any, **kwargs: Any) -> bool:
     return False
 
 
-def refusal(trainer: Trainer) -> str | None:
+def _refusal(trainer: Trainer) -> str | None:
     """Return why a training cannot be recovered exactly, in one line that says what to change; None: it can be."""
     missing = next((name for name in _SEAMS if not hasattr(trainer, name)), None)
     if missing is not None:

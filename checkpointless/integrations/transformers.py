@@ -86,7 +86,7 @@ def train(
     call = active_call_wrapper()
     if call is None:
         return trainer.train(resume_from_checkpoint, **more)
-    reason = refusal(trainer)
+    reason = _refusal(trainer)
     if reason is not None:
         raise UnrecoverableError(reason)
     _trained.add(trainer)
@@ -97,7 +97,7 @@ def train(
         return trainer.train(resume_from_checkpoint, **more)
 
 
-def refusal(trainer: Trainer) -> str | None:
+def _refusal(trainer: Trainer) -> str | None:
     """Return why a training cannot be recovered exactly, in one line that says what to change; None: it can be."""
     missing = next((name for name in _SEAMS if not hasattr(trainer, name)), None)
     if missing is not None:

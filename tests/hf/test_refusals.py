@@ -31,8 +31,8 @@ def _typed(value: Any) -> Any:
 
 
 def test_what_is_known_is_not_refused() -> None:
-    assert adapter.refusal(_typed(Stand())) is None
-    assert adapter.refusal(_typed(Stand(version=2))) is None
+    assert adapter._refusal(_typed(Stand())) is None
+    assert adapter._refusal(_typed(Stand(version=2))) is None
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_what_is_known_is_not_refused() -> None:
     ],
 )
 def test_a_setting_is_refused(changed: dict[str, Any], said: str) -> None:
-    reason = adapter.refusal(_typed(Stand(**changed)))
+    reason = adapter._refusal(_typed(Stand(**changed)))
     assert reason is not None
     assert said in reason
     assert "\n" not in reason
@@ -56,7 +56,7 @@ def test_a_setting_is_refused(changed: dict[str, Any], said: str) -> None:
 def test_an_unknown_trainer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(Stand, "_run_epoch")
     said = f"transformers {transformers.__version__} has no Trainer._run_epoch"
-    assert (adapter.refusal(_typed(Stand())) or "").startswith(said)
+    assert (adapter._refusal(_typed(Stand())) or "").startswith(said)
 
 
 def test_outside_of_a_block_it_is_the_trainers_own() -> None:

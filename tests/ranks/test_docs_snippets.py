@@ -41,6 +41,7 @@ NOT_RUN = {
     r" --nproc-per-node 4 examples/train_gpt\.py --steps 20$": "is run with --record-steps",
     r"train_bridge\.py": "Bridge, which another environment has; tests/bridge/test_saves.py runs it",
     r"train_hf\.py": "transformers 5, which NeMo does not want; tests/hf/test_example.py runs it",
+    r"train_torchtitan\.py": "torchtitan, which another environment has; tests/titan runs it",
     r" llama3\w+ --dry-run$": "half a minute; tests/ranks/test_recipes.py compares its output",
     r" rehearse ": "six jobs; tests/ranks/test_rehearse.py has such",
 }

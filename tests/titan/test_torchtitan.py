@@ -84,14 +84,14 @@ def _trainer(**changed: Any) -> Any:
     ],
 )
 def test_a_setting_is_refused(changed: dict[str, Any], said: str) -> None:
-    assert adapter.refusal(_trainer()) is None
-    assert said in (adapter.refusal(_trainer(**changed)) or "")
+    assert adapter._refusal(_trainer()) is None
+    assert said in (adapter._refusal(_trainer(**changed)) or "")
 
 
 def test_an_unknown_trainer_is_refused() -> None:
     trainer = _trainer()
     del trainer.train_step
-    assert "has no Trainer.train_step" in (adapter.refusal(trainer) or "")
+    assert "has no Trainer.train_step" in (adapter._refusal(trainer) or "")
 
 
 def test_outside_of_a_block_it_is_the_trainers_own() -> None:

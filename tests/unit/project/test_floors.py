@@ -46,6 +46,7 @@ FLOORS = {
     "integrations.torch": 8,
     "__init__": 8,
     "integrations.transformers": 9,
+    "integrations.torchtitan": 9,
     "integrations.megatron": 9,
     "callbacks": 9,
     "integrations.megatron_bridge": 10,
