@@ -61,6 +61,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _NAMED_AFTER_S = 10.0
+_ONE_PRESS_S = 1.0  # a terminal sends SIGINT to its whole group, and what runs the agent (timeout) passes it on
 _LOOK_EVERY_S = 1.0
 _STACKS_S = 1.0  # for a process to write them
 
@@ -329,7 +330,7 @@ class NodeAgent:
         self._term_grace_s = config.term_grace_s
         self._hosts = hosts
         self._farewell: Leaving | None = None  # what the coordinator is told when the first rank has ended
-        self._kill_all_at_s = float("inf")
+        self._ends_since_s = self._kill_all_at_s = float("inf")
         self._too_late = ""  # for what the ranks that are killed then were too late
         self._processes = ProcessKeeper(
             self._job,
@@ -415,12 +416,13 @@ class NodeAgent:
     def interrupted(self, number: int) -> None:
         """Pass a signal that this process got on to the ranks.
 
-        One that ends a job gives them the time to end in; SIGINT while a job ends has them killed at once.
+        One that ends a job gives them the time to end in; a later SIGINT while a job ends has them killed at once.
         """
         if self._job.outcome is None and number in ENDING:
             self._leave(f"stopped by {signal_name(number)}", number)
         elif number == signal.SIGINT:
-            self._kill_all_at_s, self._too_late = self.clock(), "before a second SIGINT came"
+            if self.clock() - self._ends_since_s > _ONE_PRESS_S:
+                self._kill_all_at_s, self._too_late = self.clock(), "before a second SIGINT came"
         else:
             self._processes.pass_on(number)
 
@@ -434,7 +436,8 @@ class NodeAgent:
             return
         self._job.outcome = outcome
         grace_s = self._term_grace_s if grace_s is None else grace_s
-        self._kill_all_at_s = self.clock() + grace_s
+        self._ends_since_s = self.clock()
+        self._kill_all_at_s = self._ends_since_s + grace_s
         self._too_late = f"within {grace_s:g} s of {signal_name(number)}" if grace_s else ""
         self._processes.terminate(number)
 

@@ -107,6 +107,21 @@ def test_the_end_kills_who_does_not_go_in_time(node: CommandedNode, grace_s: flo
     assert node.starter.signals == [(1000, signal.SIGKILL), (1001, signal.SIGKILL)]
 
 
+def test_a_later_sigint_kills_but_not_one_that_is_of_the_same_ctrl_c(node: CommandedNode) -> None:
+    """A terminal sends it to its whole group, and ``timeout``, which runs the agent, passes it on, too."""
+    began_s = time.monotonic()
+    node.agent.clock = lambda: began_s
+    for _ in range(3):
+        node.agent.interrupted(signal.SIGINT)
+    node.tick(0.1)
+    assert node.starter.signals == [(1000, signal.SIGINT), (1001, signal.SIGINT)]
+    node.agent.clock = lambda: began_s + 1.5
+    node.agent.interrupted(signal.SIGINT)
+    node.tick(1.6)
+    assert node.starter.signals[2:] == [(1000, signal.SIGKILL), (1001, signal.SIGKILL)]
+    assert node.printed == ["ranks 0-1 did not end before a second SIGINT came and were killed"]
+
+
 @pytest.mark.parametrize("grace_s", [0.0, 2.0])
 def test_the_end_does_not_wait_for_what_the_kernel_does_not_end(node: CommandedNode, grace_s: float) -> None:
     node.agent.end(End(1, ["the coordinator was lost"]), grace_s=grace_s)
