@@ -21,16 +21,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import logging
 import os
 import socket
 import stat
 import threading
-from collections.abc import Iterator, Set
+from collections.abc import Iterator
 
-from checkpointless.system.environment import MASTER_ADDR_ENV, MASTER_PORT_ENV
-
-logger = logging.getLogger(__name__)
+from checkpointless.system.environment import MASTER_PORT_ENV
 
 _BACKEND = 3  # the place of this argument of torch's factory of groups
 
@@ -47,8 +44,6 @@ class GlooSockets:
         self._before: tuple[set[int], bool] | None = None
         self._kept: dict[int, socket.socket] = {}  # duplicates that keep connections open for the peer, by inode
         self._mutex = threading.Lock()
-        self._is_out_of_descriptors = False  # and it was said
-        self._hosts: dict[str, Set[str]] = {}  # the addresses of hosts that stores were looked for at
 
     @contextlib.contextmanager
     def noting(self, *args: object, **kwargs: object) -> Iterator[None]:
@@ -88,7 +83,7 @@ class GlooSockets:
         Returns:
             The number of sockets that were shut down.
         """
-        present = self._present()
+        present = _sockets()
         with self._mutex:
             wanted = set(self._inodes)
             if self._before is not None:
@@ -96,7 +91,7 @@ class GlooSockets:
         count = 0
         for _, inode, candidate in self._duplicates(present):
             noted = inode in wanted
-            if _is_connected_tcp(candidate) and (noted or self._is_stores(candidate)):
+            if _is_connected_tcp(candidate) and (noted or _is_stores(candidate)):
                 with contextlib.suppress(OSError):  # it is closed already
                     candidate.shutdown(socket.SHUT_RD)
                     count += 1
@@ -118,7 +113,7 @@ class GlooSockets:
         """
         met: set[int] = set()
         listening: list[socket.socket] = []
-        for descriptor, _, candidate in self._duplicates(self._present()):
+        for descriptor, _, candidate in self._duplicates(_sockets()):
             if _is_connected_tcp(candidate):
                 with contextlib.suppress(OSError):
                     met.add(candidate.getsockname()[1])
@@ -134,16 +129,6 @@ class GlooSockets:
                     count += 1
         return count
 
-    def _present(self) -> dict[int, int]:
-        """Return the inodes of the sockets, by descriptor; none if no descriptor is free to list them."""
-        try:
-            return _sockets()
-        except OSError as error:
-            if error.errno != errno.EMFILE:
-                raise
-            self._warn_of_descriptors()
-            return {}
-
     def _duplicates(self, present: dict[int, int]) -> Iterator[tuple[int, int, socket.socket]]:
         """Yield the descriptor, the inode and a duplicate of each socket that is not kept open already."""
         for descriptor, inode in present.items():
@@ -152,38 +137,16 @@ class GlooSockets:
             try:
                 duplicate = os.dup(descriptor)
             except OSError as error:
-                if error.errno == errno.EMFILE:
-                    self._warn_of_descriptors()
-                    break
+                if error.errno != errno.EBADF:
+                    raise
                 continue  # it was closed after it was listed
             if _socket_inode(duplicate) == inode:
                 yield descriptor, inode, socket.socket(fileno=duplicate)
             else:  # its number has been reused, perhaps by a file
                 os.close(duplicate)
 
-    def _is_stores(self, candidate: socket.socket) -> bool:
-        """Return whether a socket is connected to the store of this generation."""
-        host, port = os.environ.get(MASTER_ADDR_ENV), os.environ.get(MASTER_PORT_ENV)
-        try:
-            peer = candidate.getpeername()
-        except OSError:
-            return False
-        if not host or not port or str(peer[1]) != port:
-            return False
-        if host not in self._hosts:  # only now: a name may take seconds
-            self._hosts[host] = _addresses(host)
-        return not self._hosts[host] or _plain(peer[0]) in self._hosts[host]
-
-    def _warn_of_descriptors(self) -> None:
-        """Warn once that connections cannot be cut now."""
-        if not self._is_out_of_descriptors:
-            logger.warning("no descriptor is free: this rank's connections cannot be cut (raise `ulimit -n`)")
-        self._is_out_of_descriptors = True
-
     def release(self) -> None:
         """Close what :meth:`shutdown` kept open, once every rank has left its block and no rank writes any more."""
-        self._is_out_of_descriptors = False
-        self._hosts.clear()
         with self._mutex:
             self._inodes.clear()  # of groups that are destroyed
         kept, self._kept = self._kept, {}
@@ -265,6 +228,14 @@ def _socket_inode(descriptor: int) -> int | None:
     return status.st_ino if stat.S_ISSOCK(status.st_mode) else None
 
 
+def _is_stores(candidate: socket.socket) -> bool:
+    """Return whether a socket is connected to the store of this generation, which its port tells."""
+    try:
+        return str(candidate.getpeername()[1]) == os.environ.get(MASTER_PORT_ENV)
+    except OSError:
+        return False
+
+
 def _is_connected_tcp(candidate: socket.socket) -> bool:
     try:
         return (
@@ -286,17 +257,3 @@ def _is_nccls_server(candidate: socket.socket) -> bool:
         )
     except OSError:
         return False
-
-
-def _addresses(host: str) -> Set[str]:
-    """Return the numeric addresses of a host; none if they are not found."""
-    try:
-        return frozenset(_plain(str(found[4][0])) for found in socket.getaddrinfo(host, None))
-    except (OSError, UnicodeError) as error:
-        logger.warning("the address of %s is not found: its store is known by the port alone: %s", host, error)
-        return frozenset()
-
-
-def _plain(address: str) -> str:
-    """Return a numeric address without its zone, and without what marks one of IPv4 in a socket of IPv6."""
-    return address.partition("%")[0].removeprefix("::ffff:")

@@ -17,9 +17,9 @@ from checkpointless.launcher.agent.launch_config import LaunchConfig, rank_envir
 from checkpointless.launcher.agent.links import JoinError, Link, link_to_coordinator
 from checkpointless.launcher.agent.node import NodeAgent
 from checkpointless.launcher.agent.ranks.fork_server import ForkServer
-from checkpointless.launcher.agent.ranks.local_rank import LocalRank
 from checkpointless.launcher.agent.ranks.output import Output
 from checkpointless.launcher.agent.ranks.preload import CPU, PlatformMissingError, find_platform, preloads_of
+from checkpointless.launcher.agent.ranks.process_keeper import LocalRank
 from checkpointless.launcher.agent.ranks.rank_process import Script, die_with_parent
 from checkpointless.launcher.coordinator.hosting import TICK_S, coordinate
 from checkpointless.launcher.coordinator.job import FAILED
@@ -30,7 +30,7 @@ from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.events import EVENTS_FILE, EventLog
 from checkpointless.observability.telemetry.scribe import LogRelay, scribe
 from checkpointless.system.awake_clock import AwakeClock
-from checkpointless.system.forked_process import ForkedProcess
+from checkpointless.system.process_tree import ForkedProcess
 from checkpointless.system.shared_memory import FOLDER as SHARED_MEMORY
 from checkpointless.system.signals import CUT_SIGNAL, ENDING, PASSED_ON, handling
 from checkpointless.system.temp_folder import private_folder, private_temp_folder

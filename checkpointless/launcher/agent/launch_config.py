@@ -8,12 +8,13 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shlex
+import shutil
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from checkpointless.launcher.agent.ranks.device_check import DEFAULT_DEVICE_CHECK_TIMEOUT_S, DeviceCheck
 from checkpointless.launcher.coordinator.job_config import JobConfig
 from checkpointless.system.environment import (
     AGENT_PID_ENV,
@@ -43,6 +44,32 @@ _LIMITS = (
     "exit_grace_s",
     "device_check_timeout_s",
 )
+
+
+DEFAULT_DEVICE_CHECK_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True)
+class DeviceCheck:
+    """A command that exits with 0 if the device of a rank may be used."""
+
+    command: tuple[str, ...]
+    timeout_s: float = DEFAULT_DEVICE_CHECK_TIMEOUT_S
+
+    @classmethod
+    def of(cls, text: str, timeout_s: float) -> DeviceCheck:
+        """Return the check that a command line stands for; it is divided as a shell does, and run without one.
+
+        Raises:
+            ValueError: there is no such program, or a quotation does not end.
+        """
+        try:
+            command = tuple(shlex.split(text))
+            if not command or shutil.which(command[0]) is None:
+                raise ValueError("there is no such program")
+        except ValueError as error:
+            raise ValueError(f"the device check {text!r} cannot be run: {error}") from error
+        return cls(command, timeout_s)
 
 
 @dataclass(frozen=True, kw_only=True)

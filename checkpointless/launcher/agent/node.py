@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 
 from checkpointless.launcher.agent.launch_config import LaunchConfig
 from checkpointless.launcher.agent.ranks.fork_server import ForkServer
-from checkpointless.launcher.agent.ranks.local_rank import EXIT_GRACE_S, LocalRank, NodeJobState
-from checkpointless.launcher.agent.ranks.process_keeper import ProcessKeeper
+from checkpointless.launcher.agent.ranks.process_keeper import EXIT_GRACE_S, LocalRank, NodeJobState, ProcessKeeper
 from checkpointless.launcher.coordinator.coordinator import FAILED
 from checkpointless.launcher.coordinator.hang_watch import SHARING, Heartbeat
 from checkpointless.launcher.protocol.board import NO_STEP, BoardReading

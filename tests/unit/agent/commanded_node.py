@@ -14,8 +14,8 @@ from typing import Any
 from checkpointless.launcher.agent.launch_config import LaunchConfig
 from checkpointless.launcher.agent.node import NodeAgent
 from checkpointless.launcher.agent.ranks.fork_server import ForkServer
-from checkpointless.launcher.agent.ranks.local_rank import LocalRank
 from checkpointless.launcher.agent.ranks.output import Printed
+from checkpointless.launcher.agent.ranks.process_keeper import LocalRank
 from checkpointless.launcher.agent.ranks.zygote import Exited, News, Ready, Start, Started
 from checkpointless.launcher.protocol.board import Board
 from checkpointless.launcher.protocol.channel import LOOPBACK

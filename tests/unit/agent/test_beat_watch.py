@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from checkpointless.launcher.agent.node import _BeatWatch
-from checkpointless.launcher.agent.ranks.local_rank import LocalRank, _Beats
+from checkpointless.launcher.agent.ranks.process_keeper import LocalRank, _Beats
 from checkpointless.launcher.coordinator.hang_watch import Heartbeat
 from checkpointless.launcher.protocol.board import BoardReading
 from checkpointless.launcher.protocol.node_messages import NodeMessage, Progress, RankState, Silent

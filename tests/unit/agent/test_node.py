@@ -12,8 +12,7 @@ from typing import TypeVar
 import pytest
 
 from checkpointless.launcher.agent.launch_config import DEFAULT_TERM_GRACE_S
-from checkpointless.launcher.agent.ranks.local_rank import RankLink
-from checkpointless.launcher.agent.ranks.process_keeper import LEAVE_S
+from checkpointless.launcher.agent.ranks.process_keeper import LEAVE_S, RankLink
 from checkpointless.launcher.protocol.channel import LOOPBACK
 from checkpointless.launcher.protocol.messages import Inexact, encode
 from checkpointless.launcher.protocol.node_messages import (

@@ -9,7 +9,7 @@ import pytest
 from checkpointless.cli import main
 from checkpointless.launcher.agent import launch as launch_module
 from checkpointless.launcher.agent.launch_config import LaunchConfig
-from checkpointless.launcher.agent.ranks.device_check import DeviceCheck
+from checkpointless.launcher.agent.ranks.process_keeper import DeviceCheck
 
 COMMAND, LIMIT = "CHECKPOINTLESS_DEVICE_CHECK", "CHECKPOINTLESS_DEVICE_CHECK_TIMEOUT"
 

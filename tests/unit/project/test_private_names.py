@@ -60,7 +60,7 @@ LEFT = {
     "checkpointless/state/serialization/digest.py": 1,
     "checkpointless/state/serialization/plain_values.py": 1,
     "checkpointless/doctor/forking.py": 1,
-    "checkpointless/system/forked_process.py": 1,
+    "checkpointless/system/process_tree.py": 1,
     "checkpointless/testing/demo/text.py": 1,
     "recipes/runner.py": 1,
     "strategies/megatron_strategy.py": 2,

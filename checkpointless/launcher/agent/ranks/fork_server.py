@@ -30,8 +30,14 @@ from checkpointless.launcher.agent.ranks.zygote import (
 )
 from checkpointless.system.awake_clock import AwakeClock
 from checkpointless.system.environment import RANK_ENV
-from checkpointless.system.forked_process import ForkedProcess
-from checkpointless.system.process_tree import ProcessLook, ProcessTree, kill_descendants, state_of, wait_for_killed
+from checkpointless.system.process_tree import (
+    ForkedProcess,
+    ProcessLook,
+    ProcessTree,
+    kill_descendants,
+    state_of,
+    wait_for_killed,
+)
 from checkpointless.system.signals import forget_handlers
 
 logger = logging.getLogger(__name__)

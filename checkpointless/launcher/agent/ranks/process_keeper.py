@@ -1,22 +1,32 @@
-"""Starts and ends the processes of a node's ranks, and listens to them."""
+"""Starts and ends the processes of a node's ranks, and listens to them.
+
+The user's ``--device-check`` is run before a rank is started again.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import selectors
 import signal
 import socket
+import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import msgspec
 
-from checkpointless.launcher.agent.ranks.device_check import DeviceCheck, DeviceChecks
+from checkpointless.launcher.agent.launch_config import DeviceCheck
 from checkpointless.launcher.agent.ranks.fork_server import ForkServer, ForkServerLostError
-from checkpointless.launcher.agent.ranks.local_rank import EXIT_GRACE_S, LocalRank, NodeJobState, RankLink
+from checkpointless.launcher.agent.ranks.output import Printed
 from checkpointless.launcher.agent.ranks.zygote import Ready, Start, Started
+from checkpointless.launcher.protocol.board import NO_STEP, Board
 from checkpointless.launcher.protocol.causes import Cause, CauseKind, signal_name
 from checkpointless.launcher.protocol.messages import (
+    FROM_RANK,
+    AgentMessage,
     Answer,
     Barrier,
     Done,
@@ -26,14 +36,18 @@ from checkpointless.launcher.protocol.messages import (
     HandOver,
     Hello,
     Inexact,
+    LineBuffer,
     ProtocolError,
     RankMessage,
     Replace,
+    encode,
 )
 from checkpointless.launcher.protocol.node_messages import (
     COUNTED,
     IN_BLOCK,
     Answered,
+    DeviceBad,
+    End,
     JobOver,
     Joined,
     NodeMessage,
@@ -46,11 +60,336 @@ from checkpointless.launcher.protocol.node_messages import (
     Trouble,
 )
 from checkpointless.observability.telemetry.event_names import EventName
-from checkpointless.observability.telemetry.wording import numbered
+from checkpointless.observability.telemetry.events import Edge, EventLog
+from checkpointless.observability.telemetry.wording import numbered, printable
 from checkpointless.system.environment import FAULT_AT_ENV, INCARNATION_ENV, TORCHELASTIC_RUN_ID_ENV
+from checkpointless.system.process_tree import kill_descendants, wait_for_killed
 from checkpointless.system.signals import ENDING, is_default
 
 logger = logging.getLogger(__name__)
+
+
+class NodeJobState:
+    """The job as the coordinator has told it to this node.
+
+    Attributes:
+        generation: the generation that began last (-1: none).
+        began_after: the highest step that was known to be committed when the generation began.
+        incident: the incident that the coordinator spoke of last; None if the generation began without one.
+        finished: whether every rank's block has returned, on this node and all others.
+        outcome: how the job ended; None until it has.
+    """
+
+    def __init__(self, events: EventLog) -> None:
+        self._events = events
+        self.generation = -1
+        self.began_after = NO_STEP
+        self.incident: str | None = None
+        self.run_id = ""
+        self.finished = False
+        self.outcome: End | None = None
+        self._told: tuple[str, float] = ("", 0.0)  # an incident, and when its fault happened
+
+    def interrupt(self, incident: str, fault_at_s: float) -> None:
+        """Note the incident that ends the generation.
+
+        Args:
+            fault_at_s: when the fault happened, as far as that is known, on the monotonic clock.
+        """
+        self.incident = incident
+        self._told = incident, fault_at_s
+
+    def fault_at(self, incident: str) -> float:
+        """Return when the fault of an incident happened, on the monotonic clock: now if this node knows of none."""
+        told_of, at_s = self._told
+        return at_s if told_of == incident else time.monotonic()
+
+    def emit(self, stage: EventName, edge: Edge, *, rank: int | None = None, **fields: object) -> None:
+        """Write an event of the generation and incident that this node knows of."""
+        generation = max(self.generation, 0)
+        self._events.emit(stage, edge, generation=generation, incident=self.incident, rank=rank, **fields)
+
+    def emit_preload(self, seconds: float, failed: tuple[str, ...]) -> None:
+        """Write that this node has imported what its ranks need, before any generation."""
+        self._events.emit(EventName.PRELOAD, "point", generation=0, seconds=seconds, failed=failed)
+
+
+class RankLink:
+    """The agent's end of a socket pair; nothing that is done with it blocks.
+
+    Args:
+        connection: the agent's end, which belongs to the link from here on.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        connection: socket.socket,
+        selector: selectors.BaseSelector,
+        on_readable: Callable[[], None],
+    ) -> None:
+        connection.setblocking(False)
+        self._rank = rank
+        self._connection = connection
+        self._selector = selector
+        self._lines = LineBuffer()
+        selector.register(connection, selectors.EVENT_READ, on_readable)
+
+    def send(self, message: AgentMessage) -> bool:
+        """Send ``message`` to the rank.
+
+        Returns:
+            False if the rank cannot be reached: it has ended, or has read nothing for a long time.
+        """
+        try:
+            data = encode(message)
+            return self._connection.send(data) == len(data)
+        except OSError as error:
+            logger.info("rank %d cannot be told %r: %s", self._rank, message.type, error)
+            return False
+
+    def receive(self) -> list[RankMessage] | None:
+        """Return the messages that are complete after one read; None if there was nothing to read.
+
+        Raises:
+            EOFError: the rank has hung up.
+            ProtocolError: the rank does not keep to the protocol.
+        """
+        try:
+            data = self._connection.recv(64 * 1024)
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            logger.info("rank %d hung up: %s", self._rank, error)
+            data = b""
+        if not data:
+            raise EOFError
+        return [FROM_RANK.decode(line) for line in self._lines.feed(data)]
+
+    def close(self) -> None:
+        """Close the connection, and take it from the loop."""
+        self._selector.unregister(self._connection)
+        self._connection.close()
+
+
+EXIT_GRACE_S = 1.0  # for a process to end after it hung up or said that it would exit
+
+
+@dataclass
+class _Beats:
+    """The beats of a rank's main thread, as they were seen on its board.
+
+    Attributes:
+        at_s: when the beat last changed, on the agent's clock.
+        seen_at_s: when the beat last changed, on the monotonic clock, which does not stand still with the agent.
+        in_step: whether the rank is within an optimizer step, but not in the first ones of a generation.
+    """
+
+    last: int = 0
+    at_begin: int = 0
+    at_s: float = 0.0
+    seen_at_s: float = field(default_factory=time.monotonic)
+    in_step: bool = False
+
+
+@dataclass
+class LocalRank:
+    """One rank, over all its processes.
+
+    Attributes:
+        log: what its processes print; whoever made it closes it.
+        pid: process ID of the living process; None until it is known.
+        link: the connection to the living process; None once either side has closed it.
+        said_hello: whether the living process has said hello.
+        forgiven: whether the end of the process is a consequence of what is known already, and no fault by itself.
+        started_at_s: when the living process was started, on the monotonic clock.
+        ended: how the last process ended, once it has.
+        is_cut_off: whether the process is killed because it does not end.
+        is_shown: whether all that it prints is on the terminal of the job, which has no other node.
+        kill_at_s: when the agent kills the process if it still runs, on the agent's clock (None: never).
+    """
+
+    number: int
+    board: Board
+    log: Printed
+    incarnation: int = -1
+    state: RankState = RankState.GONE
+    pid: int | None = None
+    link: RankLink | None = None
+    said_hello: bool = False
+    forgiven: bool = False
+    handed_over: bool = False
+    beats: _Beats = field(default_factory=_Beats)
+    started_at_s: float = 0.0
+    ended: RankEnded | None = None
+    is_cut_off: bool = False
+    is_shown: bool = False
+    kill_at_s: float | None = None
+
+    def send(self, message: AgentMessage) -> bool:
+        """Send ``message`` to the rank.
+
+        Returns:
+            False if the rank cannot be reached: it has ended, or has read nothing for a long time.
+        """
+        return self.link is not None and self.link.send(message)
+
+    def begin(self, now_s: float) -> None:
+        """Note that the rank enters its block."""
+        self.state = RankState.RUNNING
+        beat = self.board.read().beat
+        self.beats = _Beats(beat, beat, now_s)
+
+    def disconnect(self) -> None:
+        """Close the connection, if there is one."""
+        if self.link is not None:
+            self.link.close()
+            self.link = None
+
+    def close(self) -> None:
+        """Release all resources."""
+        self.disconnect()
+        self.board.close()
+
+
+REPORT_AGAIN_S = 10.0  # a report may be lost with the connection
+_KEPT_BYTES = 4096  # of what a check prints
+_PIPE_BYTES = 64 * 1024
+_LONGEST_LINE = 200
+_END_S = 0.5  # for a killed check to end; one that the kernel holds does not
+
+
+class _Run:
+    """A run of the check, in a process group of its own, that holds a process of a rank.
+
+    Attributes:
+        why: why the device must not be used, once the check has failed.
+        report_at_s: when that is to be reported, on the agent's clock.
+    """
+
+    def __init__(self, check: DeviceCheck, spawn: Spawn, env: Mapping[str, str], now_s: float) -> None:
+        self.spawn, self.why, self.report_at_s = spawn, "", 0.0
+        self.process = subprocess.Popen(
+            check.command,
+            env={**os.environ, **env},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        assert self.process.stdout is not None
+        self._output = self.process.stdout
+        os.set_blocking(self._output.fileno(), False)
+        self._said, self._timeout_s, self.began_s = b"", check.timeout_s, now_s
+
+    def result(self, now_s: float) -> str | None:
+        """Return why the device must not be used ("": it may be); None as long as that is not known."""
+        is_over = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        with contextlib.suppress(BlockingIOError):
+            self._said = (self._said + os.read(self._output.fileno(), _PIPE_BYTES))[-_KEPT_BYTES:]
+        if not is_over and now_s < self.began_s + self._timeout_s:
+            return None
+        self.kill()
+        how = f"was not over within {self._timeout_s:g} s"
+        if is_over:
+            code = self.process.wait()
+            if code == 0:
+                return ""
+            how = f"exited with {code}" if code > 0 else f"was killed by {signal_name(-code)}"
+        lines = [printable(line, _LONGEST_LINE) for line in self._said.decode(errors="replace").split("\n")]
+        return ": ".join([f"the device check {how}", *[line for line in lines if line][-1:]])
+
+    def kill(self) -> None:
+        """Kill what is left of it; its first process must not have been waited for."""
+        kill_descendants(self.process.pid)
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # it may have become another user's
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self._output.close()
+
+
+class _DeviceChecks:
+    """Holds the starts of processes while checks run, and reports devices that must not be used.
+
+    The first process of the job for a rank is not held: there is no reason yet to doubt its device.
+
+    Args:
+        check: the check; None: nothing is held.
+    """
+
+    def __init__(
+        self,
+        job: NodeJobState,
+        check: DeviceCheck | None,
+        report: Callable[[NodeMessage], None],
+        say: Callable[[str], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._job, self._check, self._clock = job, check, clock
+        self._report, self._say = report, say
+        self._held: dict[int, _Run] = {}
+        self._ending: list[subprocess.Popen[bytes]] = []  # killed, and not reaped yet
+
+    def held(self, rank: int) -> int | None:
+        """Return the incarnation of the rank's process that is held; None: none is."""
+        return self._held[rank].spawn.incarnation if rank in self._held else None
+
+    def hold(self, spawn: Spawn, env: Mapping[str, str]) -> bool:
+        """Begin to check the device of a rank; return whether its process is held until that is over.
+
+        Args:
+            env: environment variables of the rank, on top of those of this process.
+        """
+        self.drop(spawn.rank)
+        if self._check is None or spawn.incarnation == 0 or spawn.anyway:
+            return False
+        try:
+            self._held[spawn.rank] = _Run(self._check, spawn, env, self._clock())
+        except OSError as error:  # which says nothing of the device
+            self._say(f"rank {spawn.rank} is started without a device check, which cannot be run: {error}")
+        return spawn.rank in self._held
+
+    def passed(self) -> list[Spawn]:
+        """Return the processes that may be started by now, and report those that must not be."""
+        self._ending = [process for process in self._ending if process.poll() is None]
+        return [held.spawn for held in list(self._held.values()) if self._has_passed(held, self._clock())]
+
+    def drop(self, rank: int) -> bool:
+        """Start no process for the rank; return whether one was held."""
+        held = self._held.pop(rank, None)
+        if held is not None and not held.why:
+            held.kill()
+            self._ending.append(held.process)
+        return held is not None
+
+    def report_again(self) -> None:
+        """Report devices that must not be used anew: the coordinator does not know them."""
+        for held in self._held.values():
+            held.report_at_s = 0.0
+
+    def close(self) -> None:
+        """Kill and reap all checks."""
+        for rank in list(self._held):
+            self.drop(rank)
+        for process in self._ending:
+            wait_for_killed(process, _END_S)
+
+    def _has_passed(self, held: _Run, now_s: float) -> bool:
+        spawn = held.spawn
+        why = held.why or held.result(now_s)
+        if why is not None and not held.why:
+            self._ending.append(held.process)
+            seconds, told = now_s - held.began_s, {"incarnation": spawn.incarnation, "why": why}
+            self._job.emit(EventName.DEVICE_CHECK, "point", rank=spawn.rank, seconds=seconds, **told)
+            if why:
+                held.why = why
+                self._say(f"rank {spawn.rank}: {why}")
+            else:
+                del self._held[spawn.rank]
+        if why and now_s >= held.report_at_s:
+            held.report_at_s = now_s + REPORT_AGAIN_S
+            self._report(DeviceBad(spawn.rank, spawn.incarnation, why))
+        return why == ""
+
 
 LEAVE_S = 5.0  # a process that was killed ends in a moment, or gives much memory back, or is held by the kernel
 
@@ -101,7 +440,7 @@ class ProcessKeeper:
         self._say = say
         self._clock = clock
         self._on_lost = on_lost
-        self._checks = DeviceChecks(job, device_check, report, say, clock)
+        self._checks = _DeviceChecks(job, device_check, report, say, clock)
         self._next: dict[int, Spawn] = {}  # to be started when the living process of the rank has ended
         self._killed_at_s: dict[int, float] = {}  # by rank, while its process has not ended
         self._told_of: set[int] = set()  # signals that ranks have no handlers for

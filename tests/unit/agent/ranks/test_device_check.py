@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from checkpointless.launcher.agent.ranks.device_check import REPORT_AGAIN_S, DeviceCheck
+from checkpointless.launcher.agent.ranks.process_keeper import REPORT_AGAIN_S, DeviceCheck
 from checkpointless.launcher.protocol.node_messages import (
     DeviceBad,
     End,

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from checkpointless.launcher.agent.ranks import local_rank
-from checkpointless.launcher.agent.ranks.local_rank import NodeJobState
+from checkpointless.launcher.agent.ranks import process_keeper
+from checkpointless.launcher.agent.ranks.process_keeper import NodeJobState
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.events import EVENTS_FILE, EventLog, _flush_events, read_events
 
@@ -22,7 +22,7 @@ def test_events_are_of_the_generation_and_the_incident_that_are_known(tmp_path: 
 
 
 def test_an_incident_that_this_node_was_not_told_of_begins_at_this_moment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_rank.time, "monotonic", lambda: 50.0)
+    monkeypatch.setattr(process_keeper.time, "monotonic", lambda: 50.0)
     job = NodeJobState(EventLog(None))
     assert job.fault_at("i1") == 50.0
     job.interrupt("i1", 7.5)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from checkpointless.launcher.agent.ranks.local_rank import RankLink
+from checkpointless.launcher.agent.ranks.process_keeper import RankLink
 from checkpointless.launcher.protocol.messages import Barrier, Finish, Hello, ProtocolError, encode
 
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import os
 import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -49,21 +48,6 @@ def test_a_number_that_a_file_has_taken_meanwhile_is_left_alone(
         assert GlooSockets().shutdown() == 0
         assert descriptors() <= before
         assert file.write(b"still open") == 10
-
-
-@pytest.mark.parametrize("number", [errno.EMFILE, errno.EACCES])
-def test_a_process_without_free_descriptors_is_told_so_once(
-    number: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fail() -> dict[int, int]:
-        raise OSError(number, os.strerror(number), "/proc/self/fd")
-
-    monkeypatch.setattr(gloo_sockets, "_sockets", fail)
-    sockets = GlooSockets()
-    for _ in range(3):
-        with contextlib.nullcontext() if number == errno.EMFILE else pytest.raises(PermissionError):
-            assert sockets.shutdown() == 0
-    assert len(caplog.messages) == (1 if number == errno.EMFILE else 0)
 
 
 def test_where_descriptors_are_used_up_later_sockets_are_not_the_groups(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,34 +178,6 @@ def test_a_group_that_is_still_made_is_cut_again_and_again_without_a_new_descrip
             connection.close()
 
 
-def test_what_could_not_be_cut_for_want_of_a_descriptor_is_cut_later(
-    listings: Listings, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    noted, duplicate = Installed(), os.dup
-    left = [1]  # descriptors
-
-    def dup_while_there_are_any(descriptor: int) -> int:
-        left[0] -= 1
-        if left[0] < 0:
-            raise OSError(errno.EMFILE, "no descriptors")
-        return duplicate(descriptor)
-
-    noted.install()
-    try:
-        for _ in range(2):
-            getattr(c10d, FACTORY)(4, 2, [0, 1, 2, 3], "gloo")
-        monkeypatch.setattr(os, "dup", dup_while_there_are_any)
-        assert noted.shutdown() <= 1
-        assert len(caplog.messages) == 1
-        monkeypatch.setattr(os, "dup", duplicate)
-        noted.shutdown()
-        assert [each.recv(1) for each in listings.open] == [b""] * 4
-        assert noted.shutdown() == 0
-        noted.release()
-    finally:
-        noted.uninstall()
-
-
 @pytest.mark.parametrize("backend", ["gloo", "cpu:gloo", "cpu:gloo,cuda:nccl", None])
 def test_what_other_threads_open_while_a_group_is_made_is_left_alone(
     backend: str | None, monkeypatch: pytest.MonkeyPatch
@@ -326,24 +282,11 @@ def test_only_a_server_of_nccls_that_nobody_has_met_is_shut_down() -> None:
                 each.accept()
 
 
-@pytest.mark.parametrize(("host", "is_cut"), [("127.0.0.1", 1), ("localhost", 1), ("10.1.2.3", 0), ("no.such", 1)])
-def test_the_store_is_known_by_its_address(host: str, is_cut: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another host's service may have the store's port; a name that is not found is no reason to hang."""
-
-    def find(name: str, *_: object, **__: object) -> list[tuple[int, int, int, str, tuple[str, int]]]:
-        found = {"127.0.0.1": "127.0.0.1", "localhost": "::ffff:127.0.0.1", "10.1.2.3": "10.1.2.3"}
-        if name not in found:
-            raise socket.gaierror("no such name")
-        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (found[name], 0))]
-
+def test_the_store_is_known_by_its_port(monkeypatch: pytest.MonkeyPatch) -> None:
     mine, other = connected()
-    monkeypatch.setenv("MASTER_ADDR", host)
+    monkeypatch.setenv("MASTER_PORT", "1")
+    assert GlooSockets().shutdown() == 0
     monkeypatch.setenv("MASTER_PORT", str(mine.getpeername()[1]))
-    with monkeypatch.context() as patched:
-        patched.setattr(gloo_sockets.socket, "getaddrinfo", find)
-        assert GlooSockets().shutdown() == is_cut
-    if is_cut:
-        with mine, other:
-            assert mine.recv(1) == b""
-    else:
-        assert still_talk(mine, other)
+    assert GlooSockets().shutdown() == 1
+    with mine, other:
+        assert mine.recv(1) == b""
