@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Sequence
-from enum import Enum
 
 from checkpointless.launcher.coordinator.job import FAILED, NOT_YET, Job, Node, Phase, Rank, Roster
 from checkpointless.launcher.coordinator.regrouping import Processes, Regrouping
@@ -329,35 +328,6 @@ def _drop(command: Command) -> None:
     logger.info("%r is for a node that is lost", command.type)
 
 
-class _Remedy(Enum):
-    """What to do about a rank whose device must not be used."""
-
-    GIVE_UP = "give_up"  # a spare takes the node's place, with all of its ranks
-    TRY = "try"  # the rank is started on the device although it is bad
-
-
-def _remedy(*, has_spare: bool, hosts_coordinator: bool, is_last_holder: bool, was_tried: bool) -> _Remedy:
-    """Return what to do.
-
-    A node is given up whole, since ranks belong to nodes, so its other ranks lose what they hold. That costs only
-    time if every shard of the node has another holder elsewhere. If one has not, the device is tried once first:
-    should that work, no step is lost. If it fails again, the node is given up even so, because going back to
-    storage is better than the end. Without a spare the device is tried each time, since the error may be over; the
-    limits on incidents without progress end a job in which it is not. A node whose agent hosts the coordinator is
-    never given up: that would end the job.
-
-    Args:
-        has_spare: whether a spare is ready.
-        hosts_coordinator: whether the agent of the node hosts the coordinator.
-        is_last_holder: whether the node is known to hold a shard that no living rank of another node holds.
-        was_tried: whether a process of the rank was started on the device although it was bad, and no step was
-            committed since.
-    """
-    if has_spare and not hosts_coordinator and (was_tried or not is_last_holder):
-        return _Remedy.GIVE_UP
-    return _Remedy.TRY
-
-
 def _is_last_holder(node: Node, ranks: Sequence[Rank], fresh: Collection[int]) -> bool:
     """Return whether a living rank of ``node`` holds a shard that no living rank of another node is known to hold.
 
@@ -373,7 +343,13 @@ def _is_last_holder(node: Node, ranks: Sequence[Rank], fresh: Collection[int]) -
 
 
 class BadDevices:
-    """Acts on reports of devices that must not be used."""
+    """Acts on reports of devices that must not be used.
+
+    A node is given up whole, for a spare, since ranks belong to nodes; so its other ranks lose what they hold. That
+    costs only time if every shard of the node has another holder elsewhere. If one has not, the device is tried
+    once first: the rank is started on it all the same. That is also done as long as there is no spare, and on the
+    node whose agent hosts the coordinator.
+    """
 
     def __init__(self, job: Job, membership: Membership, processes: Processes) -> None:
         self._job = job
@@ -400,12 +376,9 @@ class BadDevices:
         if tried == message.incarnation:
             self._processes.start_anyway(rank)  # the answer may be lost, and one that comes twice is ignored
             return
-        chosen = _remedy(
-            has_spare=any(spare.joined for spare in job.roster.spares),
-            hosts_coordinator=node is host,
-            is_last_holder=_is_last_holder(node, job.roster.ranks, job.roster.fresh),
-            was_tried=tried >= 0 and job.high_water <= tried_after,
-        )
+        was_tried = tried >= 0 and job.high_water <= tried_after  # no step was committed since
+        can_go = was_tried or not _is_last_holder(node, job.roster.ranks, job.roster.fresh)
+        gives_up = can_go and node is not host and any(spare.joined for spare in job.roster.spares)
         why = f"the device of rank {rank.number} must not be used: {message.why}"
         job.incidents.emit(
             EventName.BAD_DEVICE,
@@ -413,9 +386,9 @@ class BadDevices:
             rank=rank.number,
             node_number=node.index,
             why=message.why,
-            remedy=chosen.value,
+            remedy="give_up" if gives_up else "try",
         )
-        if chosen is _Remedy.GIVE_UP:
+        if gives_up:
             job.say(f"node {node.index} is given up for a spare: {why}")
             self._membership.give_up(node, why)
         else:

@@ -24,7 +24,7 @@ from checkpointless.system.environment import TOKEN_ENV
 
 logger = logging.getLogger(__name__)
 
-_PROTOCOL_VERSION = 7
+_PROTOCOL_VERSION = 8
 MIN_TOKEN_CHARACTERS = 16
 SPARE = -1  # the node number of an agent that waits until it is needed
 

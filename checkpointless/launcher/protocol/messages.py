@@ -15,10 +15,10 @@ import msgspec
 
 from checkpointless.launcher.protocol.causes import Cause, Int
 
-MAX_MESSAGE_BYTES = 256 * 1024
+MAX_MESSAGE_BYTES = 1 << 20
 _SHORTENED = "[... shortened ...]"
 _MOST_OF_AN_ERROR = 160
-_LEAST_CHARACTERS = 1024  # a shorter text is not shortened
+_MOST_CHARACTERS = 48 * 1024  # of a text: a message has two long ones, and a character takes seven bytes at most
 
 
 class ProtocolError(ValueError):
@@ -213,21 +213,11 @@ def encode(message: Message) -> bytes:
     """Return ``message`` as one line, newline included; texts that are too long lose their middle.
 
     Raises:
-        ProtocolError: the message is too large although its texts were shortened.
+        ProtocolError: the message is too large all the same.
     """
-    try:
-        line = msgspec.json.encode(message, enc_hook=_exact)
-        body: Any = None
-    except UnicodeEncodeError:  # half of a surrogate pair, as in the name of a file that is no UTF-8
-        body = _escaped(msgspec.to_builtins(message, enc_hook=_exact))
-        line = msgspec.json.encode(body)
-    while len(line) >= MAX_MESSAGE_BYTES:
-        body = body or msgspec.to_builtins(message, enc_hook=_exact)
-        holder, name = max(_texts(body), key=lambda place: len(place[0][place[1]]), default=({"": ""}, ""))
-        if len(holder[name]) < _LEAST_CHARACTERS:
-            raise ProtocolError(f"a {message.type!r} message of {len(line)} bytes is over {MAX_MESSAGE_BYTES}")
-        holder[name] = _shorten(holder[name], len(holder[name]) // 2)
-        line = msgspec.json.encode(body)
+    line = msgspec.json.encode(_sendable(msgspec.to_builtins(message, enc_hook=_sendable)))
+    if len(line) >= MAX_MESSAGE_BYTES:
+        raise ProtocolError(f"a {message.type!r} message of {len(line)} bytes is over {MAX_MESSAGE_BYTES}")
     return line + b"\n"
 
 
@@ -249,27 +239,17 @@ class LineBuffer:
         return lines
 
 
-def _texts(body: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
-    """Return the objects and names under which a message's texts stand, those of its cause included."""
-    found = [(body, name) for name, value in body.items() if isinstance(value, str)]
-    cause = body.get("cause")
-    return found + [place for place in (_texts(cause) if isinstance(cause, dict) else ())]
-
-
-def _exact(value: object) -> str:
-    """Return a text of a subclass as a plain one; ``str()`` of an exception is whatever its ``__str__`` returns."""
-    if isinstance(value, str):
-        return str.__str__(value)
-    raise NotImplementedError(f"a message holds a {type(value).__name__}")
-
-
-def _escaped(value: Any) -> Any:
-    """Return plain data with what cannot be UTF-8 in its texts as escape sequences."""
-    if isinstance(value, str):
-        return value.encode("utf-8", "backslashreplace").decode()
+def _sendable(value: Any) -> Any:
+    """Return plain data with texts that are plain, of a bounded length, and UTF-8; other characters are escaped."""
+    if isinstance(value, str):  # str() of an exception is whatever its ``__str__`` returns
+        text = str.__str__(value)
+        text = text if len(text) <= _MOST_CHARACTERS else _shorten(text, _MOST_CHARACTERS)
+        return text.encode("utf-8", "backslashreplace").decode()
     if isinstance(value, dict):
-        return {_escaped(name): _escaped(each) for name, each in value.items()}
-    return [_escaped(each) for each in value] if isinstance(value, list) else value
+        return {_sendable(name): _sendable(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_sendable(each) for each in value]
+    return value
 
 
 def _shorten(text: str, length: int) -> str:

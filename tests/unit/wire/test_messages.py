@@ -210,7 +210,7 @@ def test_a_long_traceback_keeps_its_two_ends(character: str) -> None:
 
 def test_what_cannot_be_shortened_is_refused() -> None:
     with pytest.raises(ProtocolError):
-        encode(Go(1, None, {str(number): "x" * 100 for number in range(5000)}, 0))
+        encode(Go(1, None, {str(number): "x" * 100 for number in range(20_000)}, 0))
 
 
 @given(st.lists(FROM_RANK, max_size=4), st.integers(1, 50))

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 
-from checkpointless.launcher.coordinator.membership import _Remedy, _remedy
 from checkpointless.launcher.protocol.node_messages import (
     Begin,
     DeviceBad,
@@ -34,12 +31,6 @@ def commits(job: Job, step: int) -> None:
 
 def spawns(job: Job) -> list[tuple[int, int, int, bool]]:
     return [(node, each.rank, each.incarnation, each.anyway) for node, each in job.take(Spawn)]
-
-
-def test_every_case_of_the_decision() -> None:
-    for spare, host, last, tried in itertools.product((False, True), repeat=4):
-        found = _remedy(has_spare=spare, hosts_coordinator=host, is_last_holder=last, was_tried=tried)
-        assert (found is _Remedy.GIVE_UP) == (spare and not host and (tried or not last))
 
 
 def test_with_a_spare_the_node_is_given_up() -> None:
