@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpointless.launcher.protocol.channel import Challenge, prove
+from checkpointless.launcher.protocol.channel import Challenge
 from checkpointless.launcher.protocol.messages import encode
 from tests.ranks.test_agent_nodes import Nodes, goes
 from tests.waiting import wait_until
@@ -53,7 +53,7 @@ def commands(connection: socket.socket, draws: random.Random) -> None:
 
 def wrong_token(connection: socket.socket, draws: random.Random) -> None:
     answers = connection.makefile()
-    proof = prove("a token that somebody has guessed", Challenge(json.loads(answers.readline())["nonce"]), 1, 2)
+    proof = Challenge(json.loads(answers.readline())["nonce"]).prove("a token that somebody has guessed", 1, 2)
     connection.sendall(encode(proof))
     assert answers.read() == "", "the coordinator closes the connection and says no more"
 

@@ -1,25 +1,5 @@
 """One agent per node starts the ranks, watches them, tells every rank about every fault and regroups them.
 
 The agent holds no training state, so it outlives every rank. Its ranks talk to it through
-:mod:`checkpointless.launcher.client`, whose public names can be imported from here, too.
+:mod:`checkpointless.launcher.client`.
 """
-
-from checkpointless.launcher.client import (
-    AgentClient,
-    AgentLostError,
-    FaultNotice,
-    HPAgentK8sAPIFactory,
-    RankClient,
-    StandaloneClient,
-    wait_rank,
-)
-
-__all__ = [
-    "AgentClient",
-    "AgentLostError",
-    "FaultNotice",
-    "HPAgentK8sAPIFactory",
-    "RankClient",
-    "StandaloneClient",
-    "wait_rank",
-]

@@ -29,8 +29,6 @@ from checkpointless.launcher.protocol.channel import (
     Refused,
     Welcome,
     check_version,
-    is_welcome,
-    prove,
 )
 from checkpointless.launcher.protocol.messages import LineBuffer, ProtocolError, encode
 from checkpointless.launcher.protocol.node_messages import (
@@ -379,7 +377,7 @@ class _Joining:
                 check_version(challenge.version)
             except ValueError as error:
                 raise JoinError(f"the coordinator at {self.where} cannot be joined: {error}") from error
-            proof = prove(token, challenge, node, nproc)
+            proof = challenge.prove(token, node, nproc)
             self._connection.sendall(encode(proof))
             try:
                 answer = self._hear()
@@ -387,7 +385,7 @@ class _Joining:
                 raise JoinError(f"the coordinator at {self.where} does not accept this job's token") from error
             if isinstance(answer, Refused):
                 raise _RefusedError(f"the coordinator at {self.where} has no place for this node: {answer.reason}")
-            if not isinstance(answer, Welcome) or not is_welcome(token, challenge, proof, answer):
+            if not isinstance(answer, Welcome) or not challenge.is_welcome(token, proof, answer):
                 raise JoinError(f"what listens at {self.where} does not know this job's token")
         except BaseException:
             self._connection.close()

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import TypeVar, cast
 
 from checkpointless.launcher.coordinator.incident_policy import History
-from checkpointless.launcher.protocol.causes import Cause, culprit, exception_cause
+from checkpointless.launcher.protocol.causes import Cause, exception_cause
 from checkpointless.launcher.protocol.messages import (
     FROM_AGENT,
     AgentMessage,
@@ -386,7 +386,7 @@ def tell(generation: int, incident: str, cause: Cause) -> None:
         generation=generation,
         incident=incident,
         cause=str(cause),
-        culprit=culprit(cause),
+        culprit=cause.culprit,
         how=cause.how,
     )
 

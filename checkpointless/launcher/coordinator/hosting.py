@@ -22,10 +22,7 @@ from checkpointless.launcher.protocol.channel import (
     Proof,
     Refused,
     check_version,
-    is_proved,
-    new_nonce,
     resolve,
-    welcome,
 )
 from checkpointless.launcher.protocol.node_messages import FROM_NODE, Alive
 from checkpointless.observability.telemetry.events import EventLog
@@ -134,7 +131,7 @@ class CoordinatorPort:
             unproved = [guest for guest in self._guests if guest.node is None]
             if len(unproved) >= _MAX_UNPROVED:
                 self._show_out(unproved[0])
-            guest = _Guest(Challenge(new_nonce()), self._clock())
+            guest = _Guest(Challenge(), self._clock())
             guest.channel = Channel(
                 connection,
                 self._selector,
@@ -152,7 +149,7 @@ class CoordinatorPort:
             self._on_proof(guest, guest.channel, message)
 
     def _on_proof(self, guest: _Guest, channel: Channel, proof: Proof) -> None:
-        if not is_proved(self._token, guest.challenge, proof):
+        if not guest.challenge.is_proved(self._token, proof):
             logger.warning("refused an agent that does not know the job's token")
             self._show_out(guest)
             return
@@ -165,7 +162,7 @@ class CoordinatorPort:
             return
         guest.heard_at_s = self._clock()
         channel.hears = FROM_NODE
-        channel.send(welcome(self._token, guest.challenge, proof))
+        channel.send(guest.challenge.welcome(self._token, proof))
 
     def _lost(self, guest: _Guest, reason: str) -> None:
         if guest in self._guests:

@@ -24,7 +24,7 @@ from typing import Any
 from checkpointless.launcher.coordinator.incident_policy import GiveUpDecision, History
 from checkpointless.launcher.coordinator.job_config import JobConfig
 from checkpointless.launcher.protocol.board import NO_STEP
-from checkpointless.launcher.protocol.causes import Cause, CauseKind, attribute, culprit
+from checkpointless.launcher.protocol.causes import Cause, CauseKind, attribute
 from checkpointless.launcher.protocol.node_messages import Command, End, Progress, RankState
 from checkpointless.observability.telemetry.event_names import EventName, Rung
 from checkpointless.observability.telemetry.events import Edge, EventLog
@@ -428,7 +428,7 @@ class _IncidentTracker:
         incident.said = cause
         undetected_s = incident.undetected_s
         late: dict[str, Any] = {} if undetected_s is None else {"undetected_s": undetected_s}
-        self.emit(EventName.DETECT, "point", cause=str(cause), culprit=culprit(cause), how=cause.how, **late)
+        self.emit(EventName.DETECT, "point", cause=str(cause), culprit=cause.culprit, how=cause.how, **late)
         self._say(detected_line(incident.id, str(cause)))
 
 

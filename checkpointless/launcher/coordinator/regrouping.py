@@ -18,7 +18,7 @@ from checkpointless.launcher.coordinator.incident_policy import (
 )
 from checkpointless.launcher.coordinator.job import FAILED, Job, Phase, Rank
 from checkpointless.launcher.protocol.board import NO_STEP
-from checkpointless.launcher.protocol.causes import Cause, CauseKind, culprit, exit_cause
+from checkpointless.launcher.protocol.causes import Cause, CauseKind, exit_cause
 from checkpointless.launcher.protocol.messages import HandOver
 from checkpointless.launcher.protocol.node_messages import (
     COUNTED,
@@ -242,7 +242,7 @@ class Regrouping:
         incident = self._incidents.open
         assert incident is not None
         cause, undetected_ms = incident.cause, int(1000 * (incident.undetected_s or 0))
-        return FaultNotice(self._job.generation, incident.id, str(cause), culprit(cause), undetected_ms)
+        return FaultNotice(self._job.generation, incident.id, str(cause), cause.culprit, undetected_ms)
 
     def ended(self, rank: Rank, ended: RankEnded) -> None:
         """Act on the end of a rank's process: have it replaced, or end the job."""

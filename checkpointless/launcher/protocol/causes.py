@@ -53,6 +53,11 @@ class Cause(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     traceback: str = ""
     who: str = ""
 
+    @property
+    def culprit(self) -> int | None:
+        """The rank to blame; None if only a victim is known."""
+        return None if self.kind is CauseKind.VICTIM else self.rank
+
     def __str__(self) -> str:
         who = self.who or ("ranks" if self.rank is None else f"rank {self.rank}")
         at = f" at step {self.step}" if self.step >= 0 else ""
@@ -108,8 +113,3 @@ def attribute(causes: Sequence[Cause]) -> Cause:
     if not causes:
         raise ValueError("an incident has a cause")
     return max(causes, key=lambda cause: _WEIGHTS[cause.kind])  # of equals, max() takes the first
-
-
-def culprit(cause: Cause) -> int | None:
-    """Return the rank to blame, or None if only a victim is known."""
-    return None if cause.kind is CauseKind.VICTIM else cause.rank

@@ -18,6 +18,8 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from checkpointless.launcher.protocol.causes import Int
 from checkpointless.launcher.protocol.messages import LineBuffer, Message, Vocabulary, encode
 from checkpointless.system.environment import TOKEN_ENV
@@ -29,11 +31,34 @@ MIN_TOKEN_CHARACTERS = 16
 SPARE = -1  # the node number of an agent that waits until it is needed
 
 
+def _new_nonce() -> str:
+    """Return 32 random bytes in hexadecimal."""
+    return secrets.token_hex(32)
+
+
 class Challenge(Message, frozen=True, tag="challenge"):
     """The coordinator's first message on every connection."""
 
-    nonce: str
+    nonce: str = msgspec.field(default_factory=_new_nonce)
     version: Int = _PROTOCOL_VERSION
+
+    def prove(self, token: str, node: int, nproc: int) -> Proof:
+        """Return an agent's answer."""
+        nonce = _new_nonce()
+        return Proof(node, nproc, nonce, _mac(token, "agent", self.nonce, nonce, str(node), str(nproc)))
+
+    def is_proved(self, token: str, proof: Proof) -> bool:
+        """Return whether ``proof`` answers this, and its sender knows the token."""
+        mac = _mac(token, "agent", self.nonce, proof.nonce, str(proof.node), str(proof.nproc))
+        return hmac.compare_digest(mac.encode(), proof.mac.encode())
+
+    def welcome(self, token: str, proof: Proof) -> Welcome:
+        """Return the coordinator's proof that it knows the token."""
+        return Welcome(_mac(token, "coordinator", self.nonce, proof.nonce))
+
+    def is_welcome(self, token: str, proof: Proof, answer: Welcome) -> bool:
+        """Return whether the sender of ``answer`` knows the token."""
+        return hmac.compare_digest(self.welcome(token, proof).mac.encode(), answer.mac.encode())
 
 
 class Proof(Message, frozen=True, tag="proof"):
@@ -90,33 +115,6 @@ def check_version(version: int) -> None:
             f"it has version {version} of the protocol, and this side {_PROTOCOL_VERSION}: install the same "
             "checkpointless on all nodes"
         )
-
-
-def new_nonce() -> str:
-    """Return 32 random bytes in hexadecimal."""
-    return secrets.token_hex(32)
-
-
-def prove(token: str, challenge: Challenge, node: int, nproc: int) -> Proof:
-    """Return an agent's answer to ``challenge``."""
-    nonce = new_nonce()
-    return Proof(node, nproc, nonce, _mac(token, "agent", challenge.nonce, nonce, str(node), str(nproc)))
-
-
-def is_proved(token: str, challenge: Challenge, proof: Proof) -> bool:
-    """Return whether ``proof`` answers ``challenge`` and its sender knows the token."""
-    mac = _mac(token, "agent", challenge.nonce, proof.nonce, str(proof.node), str(proof.nproc))
-    return hmac.compare_digest(mac.encode(), proof.mac.encode())
-
-
-def welcome(token: str, challenge: Challenge, proof: Proof) -> Welcome:
-    """Return the coordinator's proof that it knows the token."""
-    return Welcome(_mac(token, "coordinator", challenge.nonce, proof.nonce))
-
-
-def is_welcome(token: str, challenge: Challenge, proof: Proof, answer: Welcome) -> bool:
-    """Return whether the sender of ``answer`` knows the token."""
-    return hmac.compare_digest(welcome(token, challenge, proof).mac.encode(), answer.mac.encode())
 
 
 def _mac(token: str, *parts: str) -> str:

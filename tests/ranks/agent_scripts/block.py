@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from checkpointless.launcher.agent import AgentClient, FaultNotice
+from checkpointless.launcher.client import AgentClient, FaultNotice
 from checkpointless.launcher.protocol.board import Board
 from checkpointless.launcher.protocol.messages import Answer
 

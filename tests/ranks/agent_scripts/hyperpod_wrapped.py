@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from checkpointless.inprocess import HPCallWrapper, HPWrapper
-from checkpointless.launcher.agent import wait_rank
+from checkpointless.launcher.client import wait_rank
 from tests import hyperpod_stand_in
 
 hyperpod_stand_in.install()

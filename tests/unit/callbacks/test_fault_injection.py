@@ -16,7 +16,7 @@ from checkpointless.faults.inject import InjectedFault, from_environment
 from checkpointless.faults.ledger import fired
 from checkpointless.inprocess import HPWrapper
 from checkpointless.inprocess.wrap import HPCallWrapper
-from checkpointless.launcher.agent import RankClient
+from checkpointless.launcher.client import RankClient
 from checkpointless.launcher.protocol.messages import RankMessage
 from checkpointless.system.environment import FAULTS_ENV, RANK_ENV, RUN_DIR_ENV
 

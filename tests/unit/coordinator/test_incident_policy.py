@@ -15,7 +15,6 @@ from checkpointless.launcher.protocol.causes import (
     Cause,
     CauseKind,
     attribute,
-    culprit,
     exception_cause,
     exit_cause,
 )
@@ -44,13 +43,13 @@ def test_the_first_of_the_strongest_causes_explains(causes: list[Cause]) -> None
     kinds = list(CauseKind)
     assert all(kinds.index(cause.kind) <= kinds.index(found.kind) for cause in causes)
     assert next(cause for cause in causes if cause.kind == found.kind) == found
-    assert culprit(found) == (None if found.kind is CauseKind.VICTIM else found.rank)
+    assert found.culprit == (None if found.kind is CauseKind.VICTIM else found.rank)
 
 
 def test_a_death_beats_a_bug_beats_a_victim() -> None:
     assert attribute([VICTIM, bug(), DEATH]) is DEATH
     assert attribute([VICTIM, bug()]) == bug()
-    assert culprit(attribute([VICTIM])) is None
+    assert attribute([VICTIM]).culprit is None
     with pytest.raises(ValueError, match="cause"):
         attribute([])
 

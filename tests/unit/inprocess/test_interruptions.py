@@ -22,7 +22,7 @@ import torch
 import checkpointless
 from checkpointless.inprocess import HPWrapper, RankShouldRestart, active_call_wrapper, fault_responder
 from checkpointless.inprocess.wrap import HPCallWrapper
-from checkpointless.launcher.agent import FaultNotice, RankClient
+from checkpointless.launcher.client import FaultNotice, RankClient
 from checkpointless.launcher.protocol.messages import Barrier, Done, FaultReport, Finish, Go, Hello, RankMessage
 
 OURS = Path(checkpointless.__file__)

@@ -13,7 +13,7 @@ from checkpointless.faults.inject import FaultInjector
 from checkpointless.faults.ledger import FaultLedger, fired
 from checkpointless.inprocess import HPWrapper, RankShouldRestart
 from checkpointless.inprocess.wrap import active_call_wrapper
-from checkpointless.launcher.agent import FaultNotice, RankClient
+from checkpointless.launcher.client import FaultNotice, RankClient
 from checkpointless.launcher.protocol.messages import Barrier, Done, FaultReport, Finish, Go, Hello, RankMessage
 from checkpointless.system.environment import FAULTS_ENV, RANK_ENV, RUN_DIR_ENV
 
