@@ -31,7 +31,7 @@ from checkpointless.system.environment import (
     TORCH_YES,
 )
 from checkpointless.system.nccl import SETTINGS, is_torchruns, problem_of_version
-from checkpointless.system.shared_memory import FOLDER as SHARED_MEMORY
+from checkpointless.system.temp_folder import SHARED_MEMORY
 
 TORCH_TIMEOUT_S = 120.0
 #: The packages that a job depends on, by the names of their distributions; those after the first three are only

@@ -27,7 +27,7 @@ from torch.utils.data._utils import signal_handling
 from checkpointless.inprocess.communicators.process_groups import process_groups
 from checkpointless.inprocess.exceptions import line_of
 from checkpointless.inprocess.generation import HPState
-from checkpointless.system import shared_memory
+from checkpointless.system import temp_folder
 
 if TYPE_CHECKING:
     from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
@@ -65,7 +65,7 @@ def _end_workers(iterator: _MultiProcessingDataLoaderIter) -> None:
             return
     _free_lock(iterator)
     _end_messages(iterator)
-    shared_memory.remove(cast(int, worker.pid) for worker in workers)
+    temp_folder.remove_shared(cast(int, worker.pid) for worker in workers)
     try:
         _remove_unused_sockets()
     except OSError as error:

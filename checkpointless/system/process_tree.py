@@ -27,7 +27,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Protocol
 
-from checkpointless.system import shared_memory, temp_folder
+from checkpointless.system import temp_folder
 
 logger = logging.getLogger(__name__)
 
@@ -171,7 +171,7 @@ class ProcessTree:
         deadline_s = time.monotonic() + _END_S
         for pid in self._killed:
             _wait(pid, max(0.0, deadline_s - time.monotonic()))
-        shared_memory.remove(self._killed)
+        temp_folder.remove_shared(self._killed)
 
 
 def _members(group: int) -> list[int]:

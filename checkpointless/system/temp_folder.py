@@ -9,6 +9,10 @@ An agent that is killed leaves its folder. It held a lock on the folder, which e
 ranks, if they inherited it through a fork). The next agent removes folders that nobody has locked. Because nodes
 may share a file system and yet not see each other's locks, the name of a folder tells which kernel knows its lock.
 Folders from before a machine was rebooted are left to whatever cleans up its temporary files.
+
+Killed workers leave files in shared memory, too: torch makes a file in ``/dev/shm`` for each tensor that a worker
+hands over, opens it and removes it at once; a worker that is killed in between leaves the file. Its name contains
+the worker's pid (``torch_<pid>_<random>_<counter>``: ``NewProcessWideShmHandle`` in torch's ``MapAllocator.cpp``).
 """
 
 from __future__ import annotations
@@ -21,8 +25,10 @@ import logging
 import multiprocessing
 import os
 import shutil
+import signal
+import stat
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from multiprocessing import util
 from pathlib import Path
 
@@ -159,3 +165,37 @@ def _lock(folder: Path) -> int | None:
         os.close(descriptor)
         raise
     return descriptor
+
+
+SHARED_MEMORY = Path("/dev/shm")  # shm_open(3)
+
+
+def remove_shared(pids: Iterable[int]) -> None:
+    """Remove the files that processes that have ended left, unless another process uses them.
+
+    Containers may share the folder (``--ipc=host``) but not their pids, so a file is left alone while any process
+    has it open. With torch's sharing strategy ``file_system``, no process has a file open while a message carries
+    it. This does not protect what another container of the same user sends from a process that had one of ``pids``
+    there.
+    """
+    for pid in pids:
+        for path in SHARED_MEMORY.glob(f"torch_{pid}_*"):
+            with contextlib.suppress(OSError):  # gone, or not ours
+                if _is_unused(path):
+                    path.unlink()
+
+
+def _is_unused(path: Path) -> bool:
+    """Return whether no process on this machine has the file open or mapped; a write lease needs that."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid():
+            return False
+        fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)  # an open from now on raises a harmless signal
+        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+    except OSError:  # it is in use, or the file system has no leases
+        return False
+    finally:
+        os.close(descriptor)
+    return True

@@ -16,7 +16,7 @@ from checkpointless.observability.report.verify import compare
 from checkpointless.observability.telemetry.event_names import Rung
 from checkpointless.observability.telemetry.events import read_events
 from checkpointless.observability.telemetry.steps import Recording, read_steps
-from checkpointless.system.shared_memory import FOLDER
+from checkpointless.system.temp_folder import SHARED_MEMORY
 from tests.ranks.agent_job import Ended, Job
 from tests.ranks.test_agent_nodes import Nodes
 from tests.waiting import wait_until
@@ -151,7 +151,7 @@ def test_nothing_stays_behind_an_agent_that_is_killed(tmp_path: Path) -> None:
     job = Job(tmp_path / "run", "once.py", *args, nproc=2, faults=(EXCEPTION,))
     wait_until(lambda: "found 600" in job.log(0) + job.log(1))
     folder = handed_over_in(job)
-    assert folder.is_relative_to(FOLDER)
+    assert folder.is_relative_to(SHARED_MEMORY)
     assert folder.exists()
     job.process.send_signal(signal.SIGKILL)
     wait_until(lambda: not folder.exists())

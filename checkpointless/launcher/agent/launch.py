@@ -31,9 +31,8 @@ from checkpointless.observability.telemetry.events import EVENTS_FILE, EventLog
 from checkpointless.observability.telemetry.scribe import LogRelay, scribe
 from checkpointless.system.awake_clock import AwakeClock
 from checkpointless.system.process_tree import ForkedProcess
-from checkpointless.system.shared_memory import FOLDER as SHARED_MEMORY
 from checkpointless.system.signals import CUT_SIGNAL, ENDING, PASSED_ON, handling
-from checkpointless.system.temp_folder import private_folder, private_temp_folder
+from checkpointless.system.temp_folder import SHARED_MEMORY, private_folder, private_temp_folder
 
 if TYPE_CHECKING:  # only if HTTP is asked for
     from checkpointless.launcher.agent.watch import Watch

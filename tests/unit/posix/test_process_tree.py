@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpointless.system import shared_memory
+from checkpointless.system import temp_folder
 from checkpointless.system.process_tree import ProcessLook, ProcessTree, kill_descendants, wait_for_killed
 
 NOBODY = 4194305 + os.getpid()  # no pid is as large, and no other test uses it
@@ -33,7 +33,7 @@ def file_of() -> Iterator[Callable[[int], Path]]:
     made: list[Path] = []
 
     def make(pid: int) -> Path:
-        path = shared_memory.FOLDER / f"torch_{pid}_{os.getpid()}_{len(made)}"
+        path = temp_folder.SHARED_MEMORY / f"torch_{pid}_{os.getpid()}_{len(made)}"
         path.touch(0o600)
         made.append(path)
         return path
@@ -45,7 +45,7 @@ def file_of() -> Iterator[Callable[[int], Path]]:
 
 def test_files_of_the_named_processes_go(file_of: Callable[[int], Path]) -> None:
     first, second, another = file_of(NOBODY), file_of(NOBODY), file_of(NOBODY * 10)
-    shared_memory.remove([NOBODY, NOBODY + 1])
+    temp_folder.remove_shared([NOBODY, NOBODY + 1])
     assert not first.exists()
     assert not second.exists()
     assert another.exists()
@@ -56,13 +56,13 @@ def test_a_file_that_somebody_uses_stays(file_of: Callable[[int], Path]) -> None
     path = file_of(NOBODY)
     with path.open("r+b") as file:
         file.truncate(mmap.PAGESIZE)
-        shared_memory.remove([NOBODY])
+        temp_folder.remove_shared([NOBODY])
         assert path.exists()
         mapped = mmap.mmap(file.fileno(), mmap.PAGESIZE)
-    shared_memory.remove([NOBODY])
+    temp_folder.remove_shared([NOBODY])
     assert path.exists()
     mapped.close()
-    shared_memory.remove([NOBODY])
+    temp_folder.remove_shared([NOBODY])
     assert not path.exists()
 
 
@@ -71,11 +71,11 @@ def test_what_is_no_file_of_ours_stays(file_of: Callable[[int], Path], tmp_path:
     (tmp_path / "victim").touch()
     path.unlink()
     path.symlink_to(tmp_path / "victim")
-    shared_memory.remove([NOBODY])
+    temp_folder.remove_shared([NOBODY])
     assert path.is_symlink()
     path.unlink()
     os.mkfifo(path)
-    shared_memory.remove([NOBODY])
+    temp_folder.remove_shared([NOBODY])
     assert path.exists()
 
 
@@ -87,7 +87,7 @@ def test_a_group_is_killed_and_what_it_had_in_shared_memory_goes(twice: bool) ->
     )
     assert leader.stdout is not None
     assert leader.stdout.readline() == leader.stdout.readline() == "ready\n"
-    assert len(list(shared_memory.FOLDER.glob(f"torch_*_{mark}_0"))) == 2
+    assert len(list(temp_folder.SHARED_MEMORY.glob(f"torch_*_{mark}_0"))) == 2
     group = ProcessTree(leader.pid, None)
     group.kill()
     if twice:  # a hung rank is killed, and is seen to have ended later, when the child is not there any more
@@ -97,7 +97,7 @@ def test_a_group_is_killed_and_what_it_had_in_shared_memory_goes(twice: bool) ->
     leader.wait()
     group.clean()
     assert leader.stdout.read() == "", "the child has ended"
-    assert list(shared_memory.FOLDER.glob(f"torch_*_{mark}_0")) == []
+    assert list(temp_folder.SHARED_MEMORY.glob(f"torch_*_{mark}_0")) == []
 
 
 def test_a_process_that_has_not_made_its_group_yet() -> None:

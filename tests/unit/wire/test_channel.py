@@ -102,7 +102,7 @@ def test_a_peer_that_takes_nothing_is_given_up(
     assert "it has not taken" in end.closed[0]
 
 
-@pytest.mark.parametrize("noise", [b"\xff\xfe\n", b"{}\n", b"x" * (512 * 1024)])
+@pytest.mark.parametrize("noise", [b"\xff\xfe\n", b"{}\n", b"x" * (2 << 20)])
 def test_who_does_not_keep_to_the_protocol_is_cut_off(selector: selectors.BaseSelector, noise: bytes) -> None:
     end = End(selector)
     end.peer.setblocking(False)

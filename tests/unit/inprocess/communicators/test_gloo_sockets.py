@@ -13,14 +13,14 @@ import pytest
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from checkpointless.inprocess.communicators import gloo_sockets
-from checkpointless.inprocess.communicators.gloo_sockets import GlooSockets
+from checkpointless.inprocess.communicators import process_groups
+from checkpointless.inprocess.communicators.process_groups import _GlooSockets
 from tests.descriptors import descriptors
 
 FACTORY = "_new_process_group_helper"
 
 
-class Installed(GlooSockets):
+class Installed(_GlooSockets):
     """Records the sockets that torch's factory of groups opens, as ``ProcessGroups`` has it do."""
 
     def install(self) -> None:
@@ -43,15 +43,15 @@ def test_a_number_that_a_file_has_taken_meanwhile_is_left_alone(
 ) -> None:
     with (tmp_path / "file").open("wb") as file:
         # The socket of that number was closed after the listing.
-        monkeypatch.setattr(gloo_sockets, "_sockets", lambda: {file.fileno(): 1})
+        monkeypatch.setattr(process_groups, "_sockets", lambda: {file.fileno(): 1})
         before = descriptors()
-        assert GlooSockets().shutdown() == 0
+        assert _GlooSockets().shutdown() == 0
         assert descriptors() <= before
         assert file.write(b"still open") == 10
 
 
 def test_where_descriptors_are_used_up_later_sockets_are_not_the_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    listed, fails = gloo_sockets._sockets, [False]
+    listed, fails = process_groups._sockets, [False]
 
     def list_or_fail() -> dict[int, int]:
         if fails[0]:
@@ -62,7 +62,7 @@ def test_where_descriptors_are_used_up_later_sockets_are_not_the_groups(monkeypa
         fails[0] = True
 
     monkeypatch.setattr(c10d, FACTORY, make_group)
-    monkeypatch.setattr(gloo_sockets, "_sockets", list_or_fail)
+    monkeypatch.setattr(process_groups, "_sockets", list_or_fail)
     noted = Installed()
     noted.install()
     try:
@@ -107,7 +107,7 @@ class Listings:
     def __init__(self) -> None:
         self.count = 0
         self.open: list[socket.socket] = []
-        self._listed = gloo_sockets._sockets
+        self._listed = process_groups._sockets
 
     def __call__(self) -> dict[int, int]:
         self.count += 1
@@ -122,7 +122,7 @@ class Listings:
 def listings(monkeypatch: pytest.MonkeyPatch) -> Iterator[Listings]:
     made = Listings()
     monkeypatch.setattr(c10d, FACTORY, made.make_group)
-    monkeypatch.setattr(gloo_sockets, "_sockets", made)
+    monkeypatch.setattr(process_groups, "_sockets", made)
     yield made
     for each in made.open:
         each.close()
@@ -235,17 +235,17 @@ def test_a_client_of_a_library_in_c_is_not_gloos(monkeypatch: pytest.MonkeyPatch
 
 def test_marks_of_gloos_sockets() -> None:
     """A version of torch whose sockets are others would not be freed in an abort."""
-    before, store = set(gloo_sockets._sockets().values()), dist.HashStore()
+    before, store = set(process_groups._sockets().values()), dist.HashStore()
     with ThreadPoolExecutor(2) as pool:
         made = [
             pool.submit(dist.ProcessGroupGloo, store, rank, 2, timedelta(seconds=60))  # type: ignore[arg-type]
             for rank in range(2)
         ]
         groups = [each.result() for each in made]
-    present = gloo_sockets._sockets()
+    present = process_groups._sockets()
     opened = {inode for inode in present.values() if inode not in before}
     assert len(opened) == 4, "two that listen, and both ends of a connection"
-    assert gloo_sockets._opened(present, before, gloo=True) == opened
+    assert process_groups._opened(present, before, gloo=True) == opened
     del groups
 
 
@@ -271,7 +271,7 @@ def test_only_a_server_of_nccls_that_nobody_has_met_is_shut_down() -> None:
         met.setblocking(True)
         stack.enter_context(met.accept()[0])
         met.setblocking(False)
-        noted = GlooSockets()
+        noted = _GlooSockets()
         assert noted.shutdown() == 0
         assert noted.shutdown(unmet=True) == 1
         assert noted.shutdown(unmet=True) == 0
@@ -285,8 +285,8 @@ def test_only_a_server_of_nccls_that_nobody_has_met_is_shut_down() -> None:
 def test_the_store_is_known_by_its_port(monkeypatch: pytest.MonkeyPatch) -> None:
     mine, other = connected()
     monkeypatch.setenv("MASTER_PORT", "1")
-    assert GlooSockets().shutdown() == 0
+    assert _GlooSockets().shutdown() == 0
     monkeypatch.setenv("MASTER_PORT", str(mine.getpeername()[1]))
-    assert GlooSockets().shutdown() == 1
+    assert _GlooSockets().shutdown() == 1
     with mine, other:
         assert mine.recv(1) == b""

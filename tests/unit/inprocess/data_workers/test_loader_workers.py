@@ -22,7 +22,7 @@ from torch.utils.data._utils import signal_handling
 from checkpointless.callbacks import trainer_parts
 from checkpointless.inprocess import HPDataLoaderAbort, HPState
 from checkpointless.inprocess.abort import share_socket_folder
-from checkpointless.system import shared_memory
+from checkpointless.system import temp_folder
 
 STATE = HPState(rank=0, world_size=1, local_rank=0, generation=0)
 LONG = 1 << 20  # bytes: a pipe takes less
@@ -84,7 +84,7 @@ class DiesBetweenOpenAndUnlink(Dataset[int]):
 
     def __getitem__(self, index: int) -> int:
         if index == 1:
-            (shared_memory.FOLDER / f"torch_{os.getpid()}_1_2").touch()
+            (temp_folder.SHARED_MEMORY / f"torch_{os.getpid()}_1_2").touch()
             os.kill(os.getpid(), signal.SIGKILL)
         return index
 
@@ -202,14 +202,14 @@ def test_a_worker_whose_end_was_lost(iterator_of: Callable[[Dataset[Any]], Any])
 def test_what_a_killed_worker_had_in_shared_memory_goes(iterator_of: Callable[[Dataset[Any]], Any]) -> None:
     iterator = iterator_of(DiesBetweenOpenAndUnlink())
     wait_until_dead(iterator)
-    (left,) = shared_memory.FOLDER.glob(f"torch_{iterator._workers[0].pid}_*")
+    (left,) = temp_folder.SHARED_MEMORY.glob(f"torch_{iterator._workers[0].pid}_*")
     abort(iterator)
     assert not left.exists()
 
 
 def test_torch_names_what_is_in_shared_memory_by_the_pid() -> None:
     tensor = torch.zeros(4).share_memory_()
-    assert f" {shared_memory.FOLDER}/torch_{os.getpid()}_" in Path("/proc/self/maps").read_text()
+    assert f" {temp_folder.SHARED_MEMORY}/torch_{os.getpid()}_" in Path("/proc/self/maps").read_text()
     del tensor
 
 
