@@ -27,81 +27,48 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def environment(run_dir: Path, nproc: int = 1, **more: Any) -> dict[str, str]:
-    """Return what is set besides what every rank gets."""
-    found = rank_environment(LaunchConfig(nproc_per_node=nproc, script=__file__, run_dir=run_dir, **more))
-    assert found.pop("CHECKPOINTLESS_RUN_DIR") == str(run_dir)
-    assert found.pop("PYTHONUNBUFFERED") == "1"
-    if not more.get("cpu"):
-        assert found.pop("PYTORCH_NVML_BASED_CUDA_CHECK") == "1"
-    return found
-
-
-def test_an_import_that_asks_for_a_gpu_does_not_initialise_cuda_unless_the_user_wants_that(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "0")
-    assert "PYTORCH_NVML_BASED_CUDA_CHECK" not in rank_environment(
-        LaunchConfig(nproc_per_node=1, script=__file__, run_dir=run_dir)
-    )
-
-
-def test_one_rank_that_is_asked_for_nothing_gets_nothing_more(run_dir: Path) -> None:
-    assert environment(run_dir) == {}
-
-
-def test_what_was_asked_for_reaches_the_ranks(run_dir: Path) -> None:
-    found = environment(
-        run_dir, cpu=True, faults=("sigkill@forward:rank=0,step=1",), record_steps=True, strict=True
-    )
-    assert json.loads(found.pop("CHECKPOINTLESS_FAULTS")) == ["sigkill@forward:rank=0,step=1"]
-    assert found == {
-        "CHECKPOINTLESS_CPU": "1",
-        "CHECKPOINTLESS_RECORD_STEPS": "1",
-        "CHECKPOINTLESS_STRICT": "1",
-        "TORCH_FR_BUFFER_SIZE": "0",
-    }
+CPU = {"CHECKPOINTLESS_CPU": "1"}
+NVML, OMP, RECORDS = "PYTORCH_NVML_BASED_CUDA_CHECK", "OMP_NUM_THREADS", "TORCH_FR_BUFFER_SIZE"
+SEVERAL: dict[str, Any] = {"nnodes": 2, "rdzv_endpoint": "here", "token": "t" * 32}
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "is_set"),
+    ("asked", "user_set", "found"),
     [
-        ("TORCH_FR_BUFFER_SIZE", "500", False),
-        (OLDER, "500", False),
+        ({}, {}, {NVML: "1"}),
+        ({}, {NVML: "0"}, {}),  # else an import that asks for a GPU would initialise CUDA
+        ({"cpu": True}, {}, {**CPU, RECORDS: "0"}),
+        ({"cpu": True}, {RECORDS: "500"}, CPU),
+        ({"cpu": True}, {OLDER: "500"}, CPU),
+        ({"cpu": True, "extra_env": {OLDER: "500"}}, {}, {**CPU, OLDER: "500"}),
+        # A fork of the zygote has the pipes of the zygote's addr2line.
+        ({}, {TRACES: "1"}, {NVML: "1", NO_LINES: "1"}),
+        ({}, {TRACES: "1", NO_LINES: "0"}, {NVML: "1"}),
+        ({"nproc_per_node": 2}, {}, {NVML: "1", OMP: "1"}),
+        ({"nproc_per_node": 2}, {OMP: "3"}, {NVML: "1"}),
+        ({"nproc_per_node": 2, "extra_env": {OMP: "2", "X": ""}}, {}, {NVML: "1", OMP: "2", "X": ""}),
+        (SEVERAL, {}, {NVML: "1", "CHECKPOINTLESS_AGENT_PID": str(os.getpid())}),
+        (
+            {"faults": ("raise@loss:rank=0,step=1",), "record_steps": True, "strict": True},
+            {},
+            {
+                NVML: "1",
+                "CHECKPOINTLESS_FAULTS": json.dumps(["raise@loss:rank=0,step=1"]),
+                "CHECKPOINTLESS_RECORD_STEPS": "1",
+                "CHECKPOINTLESS_STRICT": "1",
+            },
+        ),
     ],
 )
-def test_collectives_on_cpus_are_recorded_by_torch_if_somebody_wants_them(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str, is_set: bool
+def test_what_the_ranks_of_a_node_find_in_their_environment(
+    run_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    asked: dict[str, Any],
+    user_set: dict[str, str],
+    found: dict[str, str],
 ) -> None:
-    monkeypatch.setenv(name, value)
-    assert ("TORCH_FR_BUFFER_SIZE" in environment(run_dir, cpu=True)) == is_set
-    monkeypatch.delenv(name)
-    expected = {"CHECKPOINTLESS_CPU": "1", name: value, **({"TORCH_FR_BUFFER_SIZE": "0"} if is_set else {})}
-    assert environment(run_dir, cpu=True, extra_env={name: value}) == expected
-
-
-def test_no_rank_looks_up_source_lines_in_processes_that_others_use_too(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A fork of the zygote has the pipes of the zygote's addr2line."""
-    monkeypatch.setenv(TRACES, "1")
-    assert environment(run_dir) == {NO_LINES: "1"}
-    monkeypatch.setenv(NO_LINES, "0")
-    assert environment(run_dir) == {}
-
-
-def test_several_ranks_share_the_cores_unless_the_user_said_how(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert environment(run_dir, 2) == {"OMP_NUM_THREADS": "1"}
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert environment(run_dir, 2) == {}
-
-
-def test_ranks_of_several_nodes_know_their_agent(run_dir: Path) -> None:
-    found = environment(run_dir, nnodes=2, rdzv_endpoint="here", token="t" * 32)
-    assert found == {"CHECKPOINTLESS_AGENT_PID": str(os.getpid())}
-
-
-def test_what_the_caller_adds_wins(run_dir: Path) -> None:
-    assert environment(run_dir, 2, extra_env={"OMP_NUM_THREADS": "2", "X": ""}) == {"OMP_NUM_THREADS": "2", "X": ""}
+    for name, value in user_set.items():
+        monkeypatch.setenv(name, value)
+    config = LaunchConfig(**{"nproc_per_node": 1, "script": __file__, "run_dir": run_dir, **asked})
+    always = {"CHECKPOINTLESS_RUN_DIR": str(run_dir), "PYTHONUNBUFFERED": "1"}
+    assert rank_environment(config) == always | found

@@ -64,11 +64,6 @@ def test_compose_gives_each_what_it_takes() -> None:
     assert got == [("state", "error"), ("state", "error"), ("state",)]
 
 
-def test_default_abort_is_the_documented_one() -> None:
-    kinds = [type(each) for each in CheckpointlessAbortManager.get_default_checkpointless_abort().instances]
-    assert kinds == [AbortTransformerEngine, HPCheckpointingAbort, HPAbortTorchDistributed, HPDataLoaderAbort]
-
-
 def test_override_replaces_one_kind() -> None:
     default = CheckpointlessAbortManager.get_default_checkpointless_abort()
     mine = HPCheckpointingAbort()
@@ -79,10 +74,7 @@ def test_override_replaces_one_kind() -> None:
         CheckpointlessAbortManager.override_abort(Compose(mine), HPDataLoaderAbort, HPDataLoaderAbort())
     with pytest.raises(ValueError, match="instances"):
         CheckpointlessAbortManager.override_abort(object(), HPDataLoaderAbort, mine)  # type: ignore[arg-type]
-
-
-def test_custom_abort_needs_one() -> None:
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="at least one"):
         CheckpointlessAbortManager.create_custom_abort()
 
 
@@ -102,13 +94,10 @@ def order_of(wrapper: HPWrapper) -> list[type]:
     return ran
 
 
-def test_aborts_run_from_the_data_loaders_to_the_framework() -> None:
+def test_aborts_run_from_the_data_loaders_to_the_framework_or_communicators_first() -> None:
     kinds = [HPDataLoaderAbort, HPAbortTorchDistributed, HPCheckpointingAbort, AbortTransformerEngine]
     assert order_of(HPWrapper()) == kinds
-
-
-def test_early_abort_communicator_has_it_run_before_the_data_loaders() -> None:
-    kinds = [HPAbortTorchDistributed, HPDataLoaderAbort, HPCheckpointingAbort, AbortTransformerEngine]
+    kinds[:2] = HPAbortTorchDistributed, HPDataLoaderAbort
     assert order_of(HPWrapper(early_abort_communicator=True)) == kinds
 
 
@@ -226,18 +215,6 @@ def test_arguments_that_do_not_fit_are_the_blocks_own_error(args: tuple[Any, ...
     args, kwargs = _with_caller(documented, args, {}, THE_CALLER)
     with pytest.raises(TypeError, match="documented"):
         documented(*args, **kwargs)
-
-
-def test_disabled_wrapper_is_the_function_itself() -> None:
-    def block() -> int:
-        return 1
-
-    assert HPWrapper(enabled=False)(block) is block
-
-
-def test_wrong_settings_are_refused() -> None:
-    with pytest.raises(ValueError, match="abort_timeout"):
-        HPWrapper(abort_timeout=0)
 
 
 @pytest.mark.parametrize("limit", [30, 30.0, timedelta(seconds=30)])

@@ -92,22 +92,6 @@ def test_a_node_that_looked_for_the_coordinator_and_comes_back_empty_gets_new_pr
     assert [begin.generation for _, begin in job.take(Begin)] == [1, 1]
 
 
-def test_a_process_that_ended_while_its_node_was_away_gets_one_successor() -> None:
-    job = Job().begin()
-    goes_searching(job)
-    job.ends(0)
-    job.sent.clear()
-    node = job.admit(1)
-    job.ends(2)  # it was kept, and comes first
-    standing = Standing(
-        0, 0, -1, job.run_id, False, [RankStanding(2, 0, RankState.GONE, 3, 4), RankStanding(3, 0, RUNNING, 3, 4)]
-    )
-    job.hear(node, standing)
-    assert [spawn.rank for index, spawn in job.take(Spawn) if index == 1] == [2]
-    job.ready(*job.ranks)
-    assert [begin.generation for _, begin in job.take(Begin)] == [1, 1]
-
-
 @pytest.mark.parametrize("searching", [True, False])
 def test_a_rank_that_a_node_was_never_told_to_start_is_started(searching: bool) -> None:
     job = Job().begin()
@@ -142,29 +126,6 @@ def test_a_node_that_is_back_and_says_nothing_is_not_waited_for_without_end() ->
     assert [(spawn.rank, spawn.incarnation) for _, spawn in job.take(Spawn)] == [(2, 1), (3, 1)]
     job.ready(*job.ranks)
     assert [begin.generation for _, begin in job.take(Begin)] == [1, 1]
-
-
-def test_a_node_that_goes_away_before_it_has_spoken_is_lost_and_keeps_its_processes() -> None:
-    job = Job().begin()
-    job.lose(job.coordinator.nodes[1], "no word from it")
-    job.admit(1)
-    job.ends(2)  # it was kept; the standing did not arrive
-    goes_searching(job)
-    job.sent.clear()
-    back(job, 1, RankState.GONE, RUNNING)
-    assert [(spawn.rank, spawn.incarnation) for index, spawn in job.take(Spawn) if index == 1] == [(2, 1)]
-    job.ready(*job.ranks)
-    assert [begin.generation for _, begin in job.take(Begin)] == [1, 1]
-
-
-def test_a_node_of_which_one_rank_was_not_heard_at_the_barrier_begins_with_the_others() -> None:
-    job = Job().begin()
-    job.raises(0)
-    job.ready(0, 1, 3)
-    goes_searching(job)
-    back(job, 1, RankState.READY, RankState.READY)
-    assert [begin.generation for _, begin in job.take(Begin)] == [1, 1]
-    assert job.coordinator.phase is Phase.RUNNING
 
 
 @pytest.mark.parametrize("searching", [True, False])
