@@ -647,7 +647,8 @@ class ProcessKeeper:
         self._report(Joined())
 
     def _on_exit(self, rank: LocalRank, code: int) -> None:
-        self._hear_rank(rank)  # take what it said before it ended
+        if rank.pid is not None:  # else the kernel has given it no process
+            self._hear_rank(rank)  # take what it said before it ended
         rank.disconnect()
         rank.state, rank.kill_at_s = RankState.GONE, None
         if rank.is_cut_off and (scripts := rank.board.exit_code()) is not None:
