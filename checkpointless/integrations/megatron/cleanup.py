@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +21,7 @@ from checkpointless.integrations.compat.megatron import CudagraphGlobalRecord
 from checkpointless.integrations.megatron import cpu_platform
 from checkpointless.state.rng import RngSource, register_rng_source
 
+_LM_GLOBALS = "megatron.training.global_vars"  # of Megatron-LM, whose arguments are set once
 _HOOK_MAKER = "_make_backward_post_hook"
 
 
@@ -48,6 +50,8 @@ def drop_globals() -> None:
         clear = getattr(embedding.forward, "cache_clear", None)
         if clear is not None:
             clear()
+    if _LM_GLOBALS in sys.modules:
+        sys.modules[_LM_GLOBALS].destroy_global_vars()
     if cpu_platform.installed():
         cpu_platform.install()  # this forgets an interrupted fork of the tracker
 

@@ -92,3 +92,11 @@ def test_no_process_group_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parallel_state, name, torch.distributed.ProcessGroup(torch.distributed.HashStore(), 0, 1))
     cleanup.drop_globals()
     assert getattr(parallel_state, name) is None
+
+
+def test_arguments_of_megatron_lm_are_dropped_so_that_they_can_be_set_again() -> None:
+    global_vars = pytest.importorskip("megatron.training.global_vars", reason="Megatron-core 0.19's wheel has it")
+    global_vars.set_args("those of the generation before")
+    cleanup.drop_globals()
+    with pytest.raises(AssertionError, match="not initialized"):
+        global_vars.get_args()
