@@ -23,7 +23,7 @@ def _train(zygote: Zygote, run_dir: Path, config: str = "small", faults: tuple[s
     """Train with accumulation, clipping and a schedule; four steps are a pass over the data."""
     args = ("--module", "tests.titan.small", "--config", config, "--dump_folder", f"{run_dir}-out")
     script = str(EXAMPLES / "train_torchtitan.py")
-    job = run_job(zygote, run_dir, 4, script=script, args=args, faults=faults, limit_s=280.0)
+    job = run_job(zygote, run_dir, 4, script=script, args=args, faults=faults, limit_s=600.0)
     assert job.code == 0, job.story()
     assert fired(job.run_dir) == dict.fromkeys(faults, 1)
     return job
@@ -45,7 +45,7 @@ def calm(titan_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Job:
 
 
 @ranks
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1300)
 @pytest.mark.parametrize("kind", ["exception", "sigkill"])
 def test_every_phase(titan_zygote: Zygote, calm: Job, tmp_path: Path, kind: str) -> None:
     """In two passes over the data; step 4 is followed by a save, and step 6 by a validation."""
@@ -56,7 +56,7 @@ def test_every_phase(titan_zygote: Zygote, calm: Job, tmp_path: Path, kind: str)
 
 
 @ranks
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1300)
 @pytest.mark.parametrize("what", ["validation", "save"])
 def test_what_follows_an_update_is_made_again(titan_zygote: Zygote, calm: Job, tmp_path: Path, what: str) -> None:
     job = _train(titan_zygote, tmp_path / "run", f"fails_in_a_{what}")
