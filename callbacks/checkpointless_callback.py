@@ -14,7 +14,7 @@ from typing_extensions import override
 from checkpointless.callbacks.trainer_parts import steps_made
 from checkpointless.inprocess import HPCallWrapper, active_call_wrapper
 from checkpointless.inprocess.finalize import register_cleanup
-from checkpointless.recovery.running import manager_of
+from checkpointless.recovery.manager import manager_of
 
 PREFIX = "checkpointless/"
 logger = logging.getLogger(__name__)

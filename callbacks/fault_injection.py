@@ -17,7 +17,7 @@ from checkpointless.faults.inject import FaultInjector, from_environment
 from checkpointless.faults.ledger import FaultLedger
 from checkpointless.faults.spec import FaultPhase, parse_all
 from checkpointless.inprocess import active_call_wrapper
-from checkpointless.recovery.running import manager_of
+from checkpointless.recovery.manager import manager_of
 from checkpointless.system.environment import WORLD_SIZE_ENV, own_rank, own_run_dir
 
 

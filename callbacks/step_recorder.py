@@ -21,7 +21,7 @@ from typing_extensions import override
 from checkpointless.inprocess import active_call_wrapper
 from checkpointless.integrations.torch.repeated_steps import digest_batch, repeated_steps
 from checkpointless.observability.telemetry.steps import StepExtras, StepLog
-from checkpointless.recovery.running import manager_of
+from checkpointless.recovery.manager import manager_of
 from checkpointless.state.serialization.digest import (
     MemoryChecksumManager,
     digest_buffers,

@@ -10,8 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from checkpointless.integrations.lightning.checkpoints.connector import CheckpointlessCompatibleConnector
-    from checkpointless.integrations.lightning.checkpoints.copies import KeepCopies, keep_copies
-    from checkpointless.integrations.lightning.checkpoints.resume import CheckpointlessAutoResume
+    from checkpointless.integrations.lightning.checkpoints.copies import (
+        CheckpointlessAutoResume,
+        KeepCopies,
+        keep_copies,
+    )
     from checkpointless.strategies.megatron_strategy import CheckpointlessMegatronStrategy
     from checkpointless.strategies.nemo_run.enable import enable
     from checkpointless.strategies.torch_strategies import (
@@ -31,7 +34,7 @@ __all__ = [
 ]
 
 _MODULES = {
-    "CheckpointlessAutoResume": "integrations.lightning.checkpoints.resume",
+    "CheckpointlessAutoResume": "integrations.lightning.checkpoints.copies",
     "CheckpointlessCompatibleConnector": "integrations.lightning.checkpoints.connector",
     "CheckpointlessDDPStrategy": "strategies.torch_strategies",
     "CheckpointlessMegatronStrategy": "strategies.megatron_strategy",

@@ -28,23 +28,25 @@ from checkpointless.inprocess import HPCallWrapper
 from checkpointless.inprocess.communicators import launch_bound
 from checkpointless.inprocess.finalize import register_cleanup
 from checkpointless.integrations.lightning.boundary.megatron_steps import KeptReduction, MegatronSteps
-from checkpointless.integrations.lightning.checkpoints import callbacks as checkpoint_callbacks
+from checkpointless.integrations.lightning.checkpoints import saves as checkpoint_callbacks
 from checkpointless.integrations.lightning.checkpoints.copies import loading_from_copies
-from checkpointless.integrations.lightning.checkpoints.failed_saves import FailedSaves, OnSaveError
-from checkpointless.integrations.lightning.checkpoints.saves import PendingSaves, Saves
-from checkpointless.integrations.lightning.checkpoints.unfinished import (
+from checkpointless.integrations.lightning.checkpoints.saves import (
+    FailedSaves,
+    OnSaveError,
+    PendingSaves,
+    Saves,
     leave_unfinished,
     remove_whole,
     wait_for_removals,
 )
-from checkpointless.integrations.lightning.data.dataset_cache import cache_megatron_datasets
 from checkpointless.integrations.lightning.frameworks import loggers, nemo
+from checkpointless.integrations.lightning.frameworks.nemo import cache_megatron_datasets
 from checkpointless.integrations.lightning.recoverable_strategy import RecoverableStrategy
 from checkpointless.integrations.megatron import cleanup as megatron_cleanup
 from checkpointless.integrations.megatron import cpu_platform
 from checkpointless.integrations.megatron.state import MegatronTensors, replicas
 from checkpointless.integrations.torch.repeated_steps import repeated_steps
-from checkpointless.recovery.running import BuildAnewError, manager_of
+from checkpointless.recovery.manager import BuildAnewError, manager_of
 from checkpointless.state.journal import FrontEnd, StepJournal
 from checkpointless.strategies.warm_start import WarmStart
 from checkpointless.transfer.rank_groups import Group

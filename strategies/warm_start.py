@@ -20,11 +20,10 @@ from nemo.lightning.pytorch.strategies import MegatronStrategy
 
 from checkpointless.inprocess.communicators.launch_bound import LaunchBound
 from checkpointless.inprocess.wrap import emit_event
-from checkpointless.integrations.megatron.warm.kept_model import KeptModel
+from checkpointless.integrations.megatron.warm.kept_model import KeptModel, fingerprints
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.recovery import CheckpointManager
 from checkpointless.state.rng import RngStates
-from checkpointless.state.serialization.fingerprints import fingerprints
 from checkpointless.transfer.exchange import true_on_all
 
 

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from checkpointless.state.serialization import digest
-from checkpointless.transfer import bucket_rounds as staging
 from checkpointless.transfer import exchange, transfer
 
 #: How often each was called: ``digests`` (fetches of digests), ``control`` (all other waits of the host for a
@@ -24,9 +23,9 @@ _is_fetching = False
 def install() -> None:
     """Play it in this process from now on, and count."""
     modules: Any
-    for modules in (exchange, staging, transfer):
+    for modules in (exchange, transfer):
         modules.runs_ahead = lambda: True
-    for modules in (digest, staging):
+    for modules in (digest, transfer):
         modules.is_on_host = lambda tensor: False
     tensor: Any = torch.Tensor
     for name in _WAITS:

@@ -252,7 +252,7 @@ def _install_inside(watch: Stopwatch, call: Any, strategy: Any) -> None:
     """Time the calls in what :func:`install` times."""
     from checkpointless.integrations.lightning.boundary import step_keeper
     from checkpointless.state import rng
-    from checkpointless.state.rank_local.streams import _StreamsOnBoard
+    from checkpointless.state.rank_local.state import _StreamsOnBoard
 
     journal = strategy._fit.journal
     watch.replace(journal.state.buffers, "take", "buffers.take")

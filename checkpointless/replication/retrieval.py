@@ -16,9 +16,8 @@ from checkpointless.replication.agreement import gather, own_rank
 from checkpointless.replication.copier import within
 from checkpointless.replication.parts import Content, Part, PartId, SaveId
 from checkpointless.replication.store import PartStore, StoredPart, usable
-from checkpointless.transfer.bucket_rounds import TransferError
 from checkpointless.transfer.tensor_entry import Key, TensorEntry
-from checkpointless.transfer.transfer import Fill, receive_state, send_state
+from checkpointless.transfer.transfer import Fill, TransferError, receive_state, send_state
 
 logger = logging.getLogger(__name__)
 

@@ -18,8 +18,7 @@ from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.replication.host_memory import lock_pages
 from checkpointless.state.journal import Built, StepJournal
 from checkpointless.state.port import SnapshotPoint, StepSnapshot, TrainingState, holders_of, shard_of, split
-from checkpointless.state.serialization import state_tree
-from checkpointless.state.serialization.digest import MemoryChecksumManager, samples
+from checkpointless.state.serialization.digest import MemoryChecksumManager, digest_value, samples
 from checkpointless.transfer.rank_groups import Group
 from checkpointless.transfer.tensor_entry import Key
 
@@ -264,7 +263,7 @@ class HeldState:
             moments = self.journal.snapshots(target)
         moment = moments.get(stage)
         parts = journal.own_parts(moment.objects) if moment is not None else {}
-        return {name: state_tree.digest(part) for name, part in parts.items()}
+        return {name: digest_value(part) for name, part in parts.items()}
 
     def offload(self, memory: HostMemory) -> None:
         """Move the tensors to ``memory``, in which nothing else lies."""

@@ -26,7 +26,7 @@ from checkpointless.state.port import (
 )
 from checkpointless.state.rank_local.state import RankLocalKeeper
 from checkpointless.state.serialization import state_tree
-from checkpointless.state.serialization.later import Later
+from checkpointless.state.serialization.state_tree import Later
 from checkpointless.state.serialization.tensor_memory import flat_bytes, local_part
 from checkpointless.transfer.tensor_entry import Key
 

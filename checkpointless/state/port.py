@@ -9,13 +9,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from types import MappingProxyType
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 
-from checkpointless.state.buffer_copies import BufferCopies
 from checkpointless.transfer.rank_groups import Group
 from checkpointless.transfer.tensor_entry import Key, TensorEntry
+
+if TYPE_CHECKING:
+    from checkpointless.state.module_tensors import BufferCopies
 
 #: In the objects of a point: the keys of the buffers that the update of a step writes to (in an optimizer's hook).
 UPDATED_BUFFERS = "updated_buffers"

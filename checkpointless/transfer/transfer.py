@@ -3,41 +3,554 @@
 All messages are point to point, in this order, between one rank to fill (D) and each of its holders (S0, S1, ...):
 
 1. D to each S: whether it wants a digest of every tensor, because it holds some of them already.
-2. Each S to D: the metadata (dtype, shape, device, digest) of the large tensors inside its non-tensor state. S0
-   also sends the metadata of the shard (with keys, and with digests if D asked for them) and the skeleton of the
-   non-tensor state.
-3. D to each S: the tensors that it wants, the size of a bucket, and S's share of the objects' tensors.
-4. The buckets of these tensors, in rounds (:mod:`checkpointless.transfer.bucket_rounds`).
+2. S0 to D: the metadata of the shard (keys, dtype, shape, device, and digests if D asked for them), the metadata of
+   the large tensors inside its non-tensor state, and the skeleton of that state.
+3. D to each S: the tensors that it wants, and the size of a bucket.
+4. The buckets, in rounds. In each, S sends D its stripe of them, several in flight, and then their digests; D
+   answers with the damaged ones that S is to send in the next round, or that everything has arrived.
 
-The non-tensor state comes from S0. Large tensors inside it come in buckets like the others, from those holders that
-have the same ones, because a callback's state may differ between ranks.
+The non-tensor state, with the large tensors inside it, comes from S0: a callback's state may differ between ranks.
+
+A large tensor is sent from where it lies to where it belongs; small ones share a bucket. Every bucket is digested
+at the sender, while others are under way, and at the receiver where its bytes ended up. Digests on a device are
+fetched once per round.
+
+Messages under way are launched in groups, in ascending order of their buckets, with a bounded number of groups.
+Groups do not wait for each other in a circle, although the ranks cut them differently: on NCCL a group is done
+when all its messages are, and the next one of the same rank begins then. Both ends go through the buckets in
+ascending order, and a rank to fill wants each bucket from one holder per round. Take the smallest bucket of which
+any message is not done. Each rank to fill that still waits for it has it in its present group, because all smaller
+ones are done. So has each holder its first message of that bucket. This message is in the present group at both its
+ends, and is done, because NCCL does the messages of a group side by side. Thus there is always a message that can
+be done. Between two ranks, messages match in the order of their launch, which is that of the buckets at both ends,
+whatever the groups. The messages before and after the buckets are in the order of the protocol at all ranks, each
+waiting for the last one.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 import xxhash
 
 from checkpointless.state.serialization import state_tree
-from checkpointless.state.serialization.digest import PendingDigests
-from checkpointless.state.serialization.plain_values import Tree
-from checkpointless.state.serialization.tensor_memory import dtype_name, own_device, tensor_bytes
-from checkpointless.transfer.bucket_rounds import (
-    OnBucket,
-    Order,
-    TransferError,
-    checked,
-    receive_buckets,
-    send_buckets,
+from checkpointless.state.serialization.digest import PendingDigests, digest_parts
+from checkpointless.state.serialization.state_tree import Tree
+from checkpointless.state.serialization.tensor_memory import (
+    dtype_name,
+    flat_bytes,
+    is_on_host,
+    own_device,
+    tensor_bytes,
 )
-from checkpointless.transfer.buckets import Bucket, Shares, Slice, bucket_bytes_of, plan_buckets, stripe
-from checkpointless.transfer.exchange import receive_bytes, receive_json, runs_ahead, send_bytes, send_json
+from checkpointless.transfer.exchange import (
+    Message,
+    launch,
+    receive_bytes,
+    receive_json,
+    runs_ahead,
+    send_bytes,
+    send_json,
+    wire_device,
+)
 from checkpointless.transfer.tensor_entry import Key, TensorEntry
+
+# --- Buckets ------------------------------------------------------------------------------------------------------
+
+# --- The plan: how bytes are cut into buckets; pure functions of the tensors' sizes, equal at both ends -----------
+
+# Size of a bucket that small tensors share: a smaller one means more messages, a larger one leaves the caches.
+PACKED_BYTES = 4 * 1024 * 1024
+#: How many buckets are under way at once.
+IN_FLIGHT = 8
+#: Largest bucket on a wire that runs ahead, where a message costs more than the bytes of a small one.
+AHEAD_BYTES = 128 * 1024 * 1024
+_WHOLE = 2  # a tensor of at least 1 / _WHOLE of a shared bucket is sent from where it lies, and not packed
+
+
+@dataclass(frozen=True)
+class _Slice:
+    """Bytes ``start`` to ``stop`` (exclusive) of the tensor with number ``index``."""
+
+    index: int
+    start: int
+    stop: int
+
+    @property
+    def nbytes(self) -> int:
+        """The slice's length in bytes."""
+        return self.stop - self.start
+
+
+Bucket = tuple[_Slice, ...]
+
+
+def _bucket_bytes_of(memory_budget_bytes: int, ahead: bool) -> int:
+    """Return the size of a bucket with which the buffers of the buckets in flight stay within the budget.
+
+    On the CPU this is an eighth of the budget, because eight buckets are in flight. On a wire that runs ahead (see
+    :mod:`checkpointless.transfer.exchange`) a bucket may take the whole budget, up to 128 MiB: most need no buffer,
+    and the buffers of all others in flight take no more than one bucket
+    (:class:`_Window`).
+
+    Args:
+        memory_budget_bytes: how many bytes the buffers may take, at least 1.
+        ahead: whether the wire runs ahead.
+    """
+    return min(AHEAD_BYTES, memory_budget_bytes) if ahead else max(1, memory_budget_bytes // IN_FLIGHT)
+
+
+def _shared_bytes_of(bucket_bytes: int, ahead: bool) -> int:
+    """Return the size of a bucket that small tensors share: both ends find the same, as they use the same wire.
+
+    Args:
+        ahead: whether the wire runs ahead; then so many are in flight as fit into the buffers.
+    """
+    return max(1, bucket_bytes // IN_FLIGHT) if ahead else min(PACKED_BYTES, bucket_bytes)
+
+
+def _plan_buckets(sizes: Sequence[int], bucket_bytes: int, ahead: bool = False) -> list[Bucket]:
+    """Cut tensors into buckets of at most ``bucket_bytes``. Empty tensors need no bucket.
+
+    A large tensor gets separate buckets, so that it can be sent and received without a copy; small tensors share
+    buckets.
+
+    Args:
+        sizes: the tensors' sizes in bytes.
+        ahead: whether the wire runs ahead.
+
+    Raises:
+        ValueError: ``bucket_bytes`` is not positive.
+    """
+    if bucket_bytes < 1:
+        raise ValueError(f"a bucket of {bucket_bytes} bytes holds nothing")
+    room = _shared_bytes_of(bucket_bytes, ahead)
+    buckets: list[Bucket] = []
+    shared: list[_Slice] = []
+    filled = 0
+    for index, size in enumerate(sizes):
+        if size * _WHOLE >= room:
+            buckets += [
+                (_Slice(index, start, min(start + bucket_bytes, size)),) for start in range(0, size, bucket_bytes)
+            ]
+        elif size:
+            if filled + size > room:
+                buckets.append(tuple(shared))
+                shared, filled = [], 0
+            shared.append(_Slice(index, 0, size))
+            filled += size
+    if shared:
+        buckets.append(tuple(shared))
+    return buckets
+
+
+def _size_of(bucket: Bucket) -> int:
+    """Return the bucket's length in bytes."""
+    return sum(part.nbytes for part in bucket)
+
+
+def _stripe(count: int, place: int, places: int) -> list[int]:
+    """Return the numbers of the buckets that the holder at ``place`` of ``places`` sends in the first round."""
+    return list(range(place, count, places))
+
+
+@dataclass(frozen=True)
+class _Shares:
+    """All buckets of a transfer, and which holder sends which bucket.
+
+    Attributes:
+        buckets: the buckets of the shard, then those of the tensors inside the objects.
+        first: how many of them are of the shard.
+    """
+
+    buckets: list[Bucket]
+    first: int
+    places: int
+    bucket_bytes: int
+
+    @classmethod
+    def of(
+        cls, shard: Sequence[int], inside: Sequence[int], bucket_bytes: int, places: int, ahead: bool = False
+    ) -> _Shares:
+        """Plan the buckets of a shard and of the tensors inside the objects.
+
+        Args:
+            shard: sizes of the shard's tensors in bytes.
+            inside: sizes of the tensors inside the objects in bytes.
+            ahead: whether the wire runs ahead.
+        """
+        of_shard = _plan_buckets(shard, bucket_bytes, ahead)
+        of_objects = [
+            tuple(_Slice(len(shard) + part.index, part.start, part.stop) for part in bucket)
+            for bucket in _plan_buckets(inside, bucket_bytes, ahead)
+        ]
+        return cls(of_shard + of_objects, len(of_shard), places, bucket_bytes)
+
+    def sender(self, index: int, attempt: int) -> int:
+        """Return the place of the holder that sends a bucket.
+
+        Each attempt takes the next holder of the shard, if there is one. Objects are the first holder's.
+        """
+        return (index + attempt) % self.places if index < self.first else 0
+
+    def split(self, indices: Iterable[int], attempt: int) -> list[list[int]]:
+        """Return ``indices`` by the place of their sender, each list in ascending order."""
+        wanted: list[list[int]] = [[] for _ in range(self.places)]
+        for index in sorted(indices):
+            wanted[self.sender(index, attempt)].append(index)
+        return wanted
+
+
+_GROUPS = 2  # on a wire that runs ahead: one under way, one that is packed or digested meanwhile
+
+
+@dataclass
+class _Parcel:
+    """A bucket under way.
+
+    Attributes:
+        payload: its bytes, or the memory for them, flat uint8.
+        messages: what is sent or received; several if several ranks want it.
+        slot: the buffer that it is packed in; None if it lies where it belongs.
+    """
+
+    index: int
+    payload: torch.Tensor
+    messages: list[Message]
+    slot: torch.Tensor | None
+
+    @property
+    def staged_bytes(self) -> int:
+        """How many bytes of buffers it takes."""
+        return 0 if self.slot is None else self.payload.numel()
+
+
+@dataclass
+class _Group:
+    """Parcels that are launched together."""
+
+    parcels: list[_Parcel] = field(default_factory=list)
+    works: list[dist.Work] = field(default_factory=list)
+
+    @property
+    def staged_bytes(self) -> int:
+        return sum(parcel.staged_bytes for parcel in self.parcels)
+
+
+class _Window:
+    """Launches parcels and finishes the oldest ones when too much is under way.
+
+    On the CPU each parcel is launched at once, with eight under way. On a wire that runs ahead they are
+    launched in groups of as many, so that messages with several ranks are done side by side, with two groups under
+    way.
+
+    Args:
+        buffer_bytes: how many bytes the buffers under way may take on a wire that runs ahead; a single larger one
+        goes
+            alone.
+        finish: called with each parcel, in the order in which they were added, when the wait for it is over; it
+        gives
+            back the parcel's slot. On a wire that runs ahead the bytes need not be there yet: whatever is launched
+            from now on finds them.
+    """
+
+    def __init__(self, buffer_bytes: int, finish: Callable[[_Parcel], None]) -> None:
+        ahead = runs_ahead()
+        self._per_group = IN_FLIGHT if ahead else 1
+        self._groups = _GROUPS if ahead else IN_FLIGHT
+        self._buffer_bytes = buffer_bytes if ahead else None
+        self._finish = finish
+        self._open = _Group()
+        self._launched: deque[_Group] = deque()
+
+    def make_room(self, staged_bytes: int) -> None:
+        """Finish parcels until one more may be under way. Call this before a buffer is taken for it.
+
+        Args:
+            staged_bytes: how many bytes of buffers it will take.
+        """
+        if self._buffer_bytes is not None and staged_bytes:
+            if self._open.staged_bytes and self._open.staged_bytes + staged_bytes > self._buffer_bytes // _GROUPS:
+                self._launch()
+            while self._launched and self._staged_bytes() + staged_bytes > self._buffer_bytes:
+                self._finish_oldest()
+        if not self._open.parcels:
+            while len(self._launched) >= self._groups:
+                self._finish_oldest()
+
+    def add(self, parcel: _Parcel) -> None:
+        """Launch a parcel, or keep it until its group is full."""
+        self._open.parcels.append(parcel)
+        if len(self._open.parcels) >= self._per_group:
+            self._launch()
+
+    def close(self) -> None:
+        """Launch what is left, and finish everything."""
+        if self._open.parcels:
+            self._launch()
+        while self._launched:
+            self._finish_oldest()
+
+    def _staged_bytes(self) -> int:
+        return self._open.staged_bytes + sum(group.staged_bytes for group in self._launched)
+
+    def _launch(self) -> None:
+        group, self._open = self._open, _Group()
+        group.works = launch([message for parcel in group.parcels for message in parcel.messages])
+        self._launched.append(group)
+
+    def _finish_oldest(self) -> None:
+        group = self._launched.popleft()
+        for work in group.works:
+            work.wait()
+        for parcel in group.parcels:
+            self._finish(parcel)
+
+
+logger = logging.getLogger(__name__)
+MAX_ROUNDS = 4
+#: Called with a bucket's number in the sequence, the number of buckets and its bytes; returns what to send.
+OnBucket = Callable[[int, int, torch.Tensor], torch.Tensor]
+
+
+class TransferError(RuntimeError):
+    """What arrived is not what was sent, and no holder could mend it."""
+
+
+@dataclass
+class _Order:
+    """What one destination still wants from this holder."""
+
+    destination: int
+    buckets: list[Bucket]
+    wanted: list[int]
+    bucket_bytes: int
+    digests: list[int] = field(default_factory=list)
+
+
+def _send_buckets(tensors: Sequence[torch.Tensor], orders: Sequence[_Order], on_bucket: OnBucket | None) -> None:
+    """Send every order's buckets and their digests, and the damaged ones again until every destination has all.
+
+    Args:
+        orders: what each destination wants; the orders are used up.
+
+    Raises:
+        TransferError: a rank asks for what does not exist.
+    """
+    while orders:
+        _send_round(tensors, orders, on_bucket)
+        for order in orders:
+            send_json(order.digests, order.destination)
+        waiting, orders = orders, []
+        for order in waiting:
+            again = receive_json(order.destination)
+            if again is not None:
+                order.wanted, order.digests = _checked(again, len(order.buckets)), []
+                orders.append(order)
+
+
+def _receive_buckets(
+    sources: Sequence[int], shares: _Shares, tensors: Sequence[torch.Tensor]
+) -> tuple[list[int], int]:
+    """Receive every bucket; fetch a damaged one again from the next holder.
+
+    Args:
+        sources: the global ranks of the holders, in the order of their places.
+
+    Returns:
+        The digests of all buckets, and how many buckets were fetched again.
+
+    Raises:
+        TransferError: a bucket stayed damaged, or a holder sent another number of digests than of buckets.
+    """
+    buckets = shares.buckets
+    wanted = shares.split(range(len(buckets)), 0)
+    digests = [0] * len(buckets)
+    fetched_again = 0
+    for attempt in range(MAX_ROUNDS):
+        for index, digest in _receive_round(sources, wanted, shares, tensors):
+            digests[index] = digest
+        bad: list[int] = []
+        for place, source in enumerate(sources):
+            theirs = receive_json(source)
+            if len(theirs) != len(wanted[place]):
+                raise TransferError(f"rank {source} sent {len(theirs)} digests for {len(wanted[place])} buckets")
+            bad += [index for index, digest in zip(wanted[place], theirs) if digests[index] != digest]
+        wanted = shares.split(bad, attempt + 1)
+        for place, source in enumerate(sources):
+            send_json(wanted[place] if bad and attempt < MAX_ROUNDS - 1 else None, source)
+        if not bad:
+            return digests, fetched_again
+        fetched_again += len(bad)
+        logger.warning("%d of %d buckets arrived damaged and are fetched again", len(bad), len(buckets))
+    raise TransferError(f"{len(bad)} buckets stayed damaged after {MAX_ROUNDS} tries")
+
+
+def _checked(indices: object, count: int) -> list[int]:
+    """Return ``indices`` of a message after checking that they are ascending numbers below ``count``.
+
+    Raises:
+        TransferError: they are something else.
+    """
+    if (
+        not isinstance(indices, list)
+        or any(type(index) is not int or not 0 <= index < count for index in indices)
+        or indices != sorted(set(indices))
+    ):
+        raise TransferError(f"a rank asked for buckets that do not exist: {str(indices)[:100]}")
+    return indices
+
+
+def _send_round(
+    tensors: Sequence[torch.Tensor],
+    orders: Sequence[_Order],
+    on_bucket: OnBucket | None,
+) -> None:
+    """Send every order's buckets, in ascending order to each destination, with several in flight."""
+    parcels: dict[tuple[int, int], list[_Order]] = {}
+    for order in orders:
+        for index in order.wanted:
+            parcels.setdefault((index, id(order.buckets)), []).append(order)
+    staging, digests = _Staging(), PendingDigests()
+
+    def finish(parcel: _Parcel) -> None:
+        if parcel.slot is not None:
+            staging.give_back(parcel.slot)
+
+    window = _Window(max(order.bucket_bytes for order in orders), finish)
+    in_turn = sorted(parcels.items(), key=lambda item: item[0])
+    for position, ((index, _), takers) in enumerate(in_turn):
+        bucket = takers[0].buckets[index]
+        payload = _in_place(tensors, bucket)
+        window.make_room(0 if payload is not None else _size_of(bucket))
+        slot = None
+        if payload is None:
+            slot = staging.take(_size_of(bucket))
+            payload = _pack(tensors, bucket, slot)
+        digests.add(payload)  # before sending, which then finds the bytes in the cache
+        if on_bucket is not None:
+            payload = on_bucket(position, len(parcels), payload)
+        messages = [Message(payload, order.destination, is_sent=True) for order in takers]
+        window.add(_Parcel(index, payload, messages, slot))
+    window.close()
+    for (_, takers), digest in zip(in_turn, digests.fetch(), strict=True):
+        for order in takers:
+            order.digests.append(digest)
+
+
+def _receive_round(
+    sources: Sequence[int],
+    wanted: Sequence[Sequence[int]],
+    shares: _Shares,
+    tensors: Sequence[torch.Tensor],
+) -> list[tuple[int, int]]:
+    """Receive the wanted buckets of every source, and digest each where its bytes ended up."""
+    incoming = sorted((index, place) for place, indices in enumerate(wanted) for index in indices)
+    staging, digests = _Staging(), PendingDigests()
+
+    def finish(parcel: _Parcel) -> None:
+        if parcel.slot is None:
+            digests.add(parcel.payload)
+        else:
+            _unpack(tensors, shares.buckets[parcel.index], parcel.payload, digests)
+            staging.give_back(parcel.slot)
+
+    window = _Window(shares.bucket_bytes, finish)
+    for index, place in incoming:
+        bucket = shares.buckets[index]
+        size = _size_of(bucket)
+        landing = _in_place(tensors, bucket)
+        window.make_room(0 if landing is not None else size)
+        slot = None
+        if landing is None:
+            slot = staging.take(size)
+            landing = slot[:size]
+        window.add(_Parcel(index, landing, [Message(landing, sources[place], is_sent=False)], slot))
+    window.close()
+    return [(index, digest) for (index, _), digest in zip(incoming, digests.fetch(), strict=True)]
+
+
+# The bytes of a bucket in memory: where they lie, or in a buffer that they are packed into and unpacked from.
+
+
+class _Staging:
+    """Reusable buffers for buckets that cannot be sent from, or received into, the place where they belong.
+
+    A buffer may be taken again as soon as the wait for its message is over. On a wire that runs ahead the message
+    may not be done by then, but whatever is launched to fill or to read the buffer comes after it on the device.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[torch.Tensor] = []
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """Return a flat uint8 tensor of at least ``nbytes`` bytes, on the device that the wire uses."""
+        for index, buffer in enumerate(self._free):
+            if buffer.numel() >= nbytes:
+                return self._free.pop(index)
+        self._free.clear()  # too small: only the buffers in flight remain, within the budget
+        return torch.empty(max(nbytes, PACKED_BYTES), dtype=torch.uint8, device=wire_device())
+
+    def give_back(self, buffer: torch.Tensor) -> None:
+        """Take back a buffer that :meth:`take` returned and that nobody uses any more."""
+        self._free.append(buffer)
+
+
+def _in_place(tensors: Sequence[torch.Tensor], bucket: Bucket) -> torch.Tensor | None:
+    """Return the bucket's bytes where they lie, if they are one piece on the device that the wire uses."""
+    if len(bucket) != 1:
+        return None
+    (part,) = bucket
+    tensor = tensors[part.index].detach()
+    if not tensor.is_contiguous() or tensor.device.type != wire_device().type:
+        return None
+    return flat_bytes(tensor)[part.start : part.stop]
+
+
+def _pack(tensors: Sequence[torch.Tensor], bucket: Bucket, slot: torch.Tensor) -> torch.Tensor:
+    """Copy the bucket's bytes into ``slot``, one part after the other, and return the filled part of it."""
+    offset = 0
+    for part in bucket:
+        source = tensor_bytes(tensors[part.index])[part.start : part.stop]
+        slot[offset : offset + part.nbytes].copy_(source)
+        offset += part.nbytes
+    return slot[:offset]
+
+
+def _unpack(
+    tensors: Sequence[torch.Tensor],
+    bucket: Bucket,
+    landed: torch.Tensor,
+    digests: PendingDigests,
+) -> None:
+    """Put the bucket's bytes where they belong, and digest them (on the CPU, where they then are)."""
+    offset = 0
+    for part in bucket:
+        target = tensors[part.index].detach()
+        body = landed[offset : offset + part.nbytes]
+        if not target.is_contiguous():  # its storage has gaps: go through a contiguous copy
+            whole = target.contiguous()
+            flat_bytes(whole)[part.start : part.stop].copy_(body)
+            target.copy_(whole)
+        else:
+            flat_bytes(target)[part.start : part.stop].copy_(body)
+        offset += part.nbytes
+    if is_on_host(landed):
+        digests.add_known(
+            digest_parts(tensor_bytes(tensors[part.index])[part.start : part.stop] for part in bucket)
+        )
+    else:
+        digests.add(landed)
+
+
+# --- Both sides ---------------------------------------------------------------------------------------------------
 
 MEMORY_BUDGET_BYTES = 128 * 1024 * 1024
 
@@ -97,8 +610,7 @@ def send_state(
     A bucket that several ranks want is packed and digested once.
 
     Args:
-        objects: the non-tensor state. The first holder's is sent; the tensors inside it are sent by all holders
-            that have the same ones.
+        objects: the non-tensor state. The first holder's is sent.
         on_bucket: called just before a bucket is sent, with the bucket's number in the sequence, the number of
             buckets and the bucket's bytes, a flat uint8 tensor, which may be a part of the state. It returns what
             to send, so that a fault on the way can be caused on purpose.
@@ -109,19 +621,16 @@ def send_state(
     """
     asked = {fill: receive_json(fill.destination)["digests"] for fill in fills}
     skeleton, inside = state_tree.split(objects)
-    striped = any(fill.places > 1 for fill in fills)
-    inside_entries = [
-        entry.to_json() for entry in _entries({(index,): tensor for index, tensor in enumerate(inside)}, striped)
-    ]
+    of_objects = [TensorEntry.of((index,), tensor).to_json() for index, tensor in enumerate(inside)]
     for fill in fills:
-        send_json(inside_entries, fill.destination)
         if fill.place == 0:
-            send_json([entry.to_json() for entry in _entries(tensors, asked[fill])], fill.destination)
+            of_shard = [entry.to_json() for entry in _entries(tensors, asked[fill])]
+            send_json({"shard": of_shard, "objects": of_objects}, fill.destination)
             send_bytes(skeleton, fill.destination)
     ordered = [*tensors.values(), *inside]
     plans: dict[str, list[Bucket]] = {}
     orders = [_hear_order(fill, ordered, len(tensors), plans) for fill in fills]
-    send_buckets(ordered, orders, on_bucket)
+    _send_buckets(ordered, orders, on_bucket)
 
 
 def receive_state(
@@ -152,16 +661,15 @@ def receive_state(
     kept = _keep(told.entries, known or {}, room)
     missing = [index for index, entry in enumerate(told.entries) if entry.key not in kept]
     ahead = runs_ahead()
-    bucket_bytes = bucket_bytes_of(memory_budget_bytes, ahead)
-    for place, source in enumerate(sources):
-        share = [told.alike.index(place), len(told.alike)] if place in told.alike else None
-        send_json({"wanted": missing, "bucket_bytes": bucket_bytes, "objects": share}, source)
+    bucket_bytes = _bucket_bytes_of(memory_budget_bytes, ahead)
+    for source in sources:
+        send_json({"wanted": missing, "bucket_bytes": bucket_bytes}, source)
     inside = [torch.empty(entry.shape, dtype=entry.dtype, device=own_device(entry.device)) for entry in told.inside]
     arriving = [*(room[told.entries[index].key] for index in missing), *inside]
     wanted_bytes = [told.entries[index].nbytes for index in missing]
     inside_bytes = list(map(_nbytes, inside))
-    shares = Shares.of(wanted_bytes, inside_bytes, bucket_bytes, len(sources), told.alike, ahead)
-    digests, again = receive_buckets(sources, shares, arriving)
+    shares = _Shares.of(wanted_bytes, inside_bytes, bucket_bytes, len(sources), ahead)
+    digests, again = _receive_buckets(sources, shares, arriving)
     seconds, nbytes = time.monotonic() - began_s, sum(map(_nbytes, arriving))
     return state_tree.join(told.skeleton, inside), TransferReport(
         bytes=nbytes,
@@ -189,36 +697,31 @@ def _entries(tensors: Mapping[Key, torch.Tensor], digested: bool) -> list[Tensor
     ]
 
 
-def _hear_order(fill: Fill, tensors: Sequence[torch.Tensor], count: int, plans: dict[str, list[Bucket]]) -> Order:
+def _hear_order(fill: Fill, tensors: Sequence[torch.Tensor], count: int, plans: dict[str, list[Bucket]]) -> _Order:
     """Receive what a destination wants. Destinations that want the same share a plan, and thereby their buckets.
 
     Args:
         tensors: the shard's ``count`` tensors, and then the tensors inside the objects.
     """
     order = receive_json(fill.destination)
-    share = order["objects"]
-    name = json.dumps([order["wanted"], order["bucket_bytes"], share is not None])
+    gives_objects = fill.place == 0
+    name = json.dumps([order["wanted"], order["bucket_bytes"], gives_objects])
     if name not in plans:
-        chosen = checked(order["wanted"], count)
+        chosen = _checked(order["wanted"], count)
         of_shard = _numbered(tensors, chosen, order["bucket_bytes"])
-        inside = list(range(count, len(tensors))) if share is not None else []
+        inside = list(range(count, len(tensors))) if gives_objects else []
         plans[name] = of_shard + _numbered(tensors, inside, order["bucket_bytes"])
     buckets = plans[name]
     first = sum(bucket[0].index < count for bucket in buckets)
-    wanted = stripe(first, fill.place, fill.places)
-    if share is not None:
-        place, places = share
-        if not 0 <= place < places <= fill.places:
-            raise TransferError(f"a rank asks for part {place} of {places}")
-        wanted += [first + index for index in stripe(len(buckets) - first, place, places)]
-    return Order(fill.destination, buckets, wanted, order["bucket_bytes"])
+    wanted = [*_stripe(first, fill.place, fill.places), *range(first, len(buckets))]
+    return _Order(fill.destination, buckets, wanted, order["bucket_bytes"])
 
 
 def _numbered(tensors: Sequence[torch.Tensor], chosen: Sequence[int], bucket_bytes: int) -> list[Bucket]:
     """Return the buckets of the tensors with the numbers ``chosen``, in terms of these numbers."""
     return [
-        tuple(Slice(chosen[part.index], part.start, part.stop) for part in bucket)
-        for bucket in plan_buckets([_nbytes(tensors[index]) for index in chosen], bucket_bytes, runs_ahead())
+        tuple(_Slice(chosen[part.index], part.start, part.stop) for part in bucket)
+        for bucket in _plan_buckets([_nbytes(tensors[index]) for index in chosen], bucket_bytes, runs_ahead())
     ]
 
 
@@ -227,32 +730,20 @@ def _numbered(tensors: Sequence[torch.Tensor], chosen: Sequence[int], bucket_byt
 
 @dataclass(frozen=True)
 class _Metadata:
-    """What the holders say before anything moves.
-
-    Attributes:
-        alike: the places of the holders whose objects contain the same tensors.
-    """
+    """What the first holder says before anything moves."""
 
     entries: Sequence[TensorEntry]
     inside: Sequence[TensorEntry]
     skeleton: bytes
-    alike: Sequence[int]
 
 
 def _hear_metadata(sources: Sequence[int], wants_digests: bool) -> _Metadata:
     """Ask the holders for the metadata."""
     for source in sources:
         send_json({"digests": wants_digests}, source)
-    insides = [receive_json(sources[0])]
-    entries = [TensorEntry.from_json(each) for each in receive_json(sources[0])]
-    skeleton = receive_bytes(sources[0])
-    insides += [receive_json(source) for source in sources[1:]]
-    return _Metadata(
-        entries,
-        [TensorEntry.from_json(each) for each in insides[0]],
-        skeleton,
-        [place for place, theirs in enumerate(insides) if theirs == insides[0]],
-    )
+    told = receive_json(sources[0])
+    entries, inside = (list(map(TensorEntry.from_json, told[name])) for name in ("shard", "objects"))
+    return _Metadata(entries, inside, receive_bytes(sources[0]))
 
 
 def _check_room(entries: Sequence[TensorEntry], room: Mapping[Key, torch.Tensor]) -> None:

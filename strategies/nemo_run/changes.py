@@ -13,7 +13,7 @@ from nemo.lightning import AutoResume, MegatronOptimizerModule, MegatronStrategy
 from checkpointless.callbacks import CheckpointlessCallback
 from checkpointless.integrations.compat.kernels import unabortable
 from checkpointless.integrations.compat.precision import unsupported
-from checkpointless.integrations.lightning.checkpoints.resume import CheckpointlessAutoResume
+from checkpointless.integrations.lightning.checkpoints.copies import CheckpointlessAutoResume
 from checkpointless.strategies.megatron_strategy import CheckpointlessMegatronStrategy
 from checkpointless.system.environment import WORLD_SIZE_ENV
 from checkpointless.system.layout import Layout

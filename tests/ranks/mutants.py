@@ -28,9 +28,9 @@ from checkpointless.state.journal import StepJournal
 from checkpointless.state.module_tensors import TrainingTensors
 from checkpointless.state.port import SnapshotPoint, StepSnapshot
 from checkpointless.state.serialization.state_tree import tensor_bytes
-from checkpointless.transfer import bucket_rounds, transfer
-from checkpointless.transfer.buckets import Bucket
+from checkpointless.transfer import transfer
 from checkpointless.transfer.tensor_entry import Key, TensorEntry
+from checkpointless.transfer.transfer import Bucket
 
 UPDATE_HELD_UP = "update_held_up"
 _NOTICE_LIMIT_S = 10.0
@@ -235,8 +235,8 @@ class TensorLeftOut(Callback):
             return
         elif where in ("wire", "nowhere"):
             _replace(TrainingTensors, "allocate", self._found)
-            _replace(bucket_rounds, "in_place", self._never_in_place)
-            _replace(bucket_rounds, "unpack", lambda original: self._lost(original, lose=where == "wire"))
+            _replace(transfer, "_in_place", self._never_in_place)
+            _replace(transfer, "_unpack", lambda original: self._lost(original, lose=where == "wire"))
         elif where == "order":
             _replace(transfer, "_keep", self._not_asked_for)
         elif where == "room":
@@ -269,7 +269,7 @@ class TensorLeftOut(Callback):
         return place
 
     def _lost(self, original: Any, lose: bool) -> Any:
-        def unpack(tensors: Sequence[torch.Tensor], bucket: Bucket, landed: torch.Tensor, *args: Any) -> None:
+        def _unpack(tensors: Sequence[torch.Tensor], bucket: Bucket, landed: torch.Tensor, *args: Any) -> None:
             offset = 0
             for part in bucket:
                 target = tensors[part.index]
@@ -278,7 +278,7 @@ class TensorLeftOut(Callback):
                 offset += part.nbytes
             original(tensors, bucket, landed, *args)
 
-        return unpack
+        return _unpack
 
     def _not_asked_for(self, original: Any) -> Any:
         def keep(

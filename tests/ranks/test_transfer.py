@@ -113,16 +113,9 @@ def test_large_objects_arrive_in_buckets_within_the_budget(nemo_zygote: Zygote) 
     destination_mb = 16 * TENSOR_MB + 3
     assert filled["report"]["bytes"] == destination_mb * MB + 40 * 999 * 4
     assert filled["grown_mb"] < destination_mb + SLACK_MB
-    for holder in holders:  # each sends about half
-        assert abs(holder["sent"] - destination_mb * MB / 2) < 2 * MB
-        assert holder["grown_mb"] < SLACK_MB
-
-
-def test_objects_that_differ_come_from_one_holder_alone(nemo_zygote: Zygote) -> None:
-    filled, first, alike, other = nemo_zygote.run(4, FILL_OBJECTS, {"count": 2, "apart": True})
-    assert filled["equal"]
-    assert first["sent"] > 8 * MB < alike["sent"]
-    assert other["sent"] < MB, "of the shard alone"
+    assert all(holder["grown_mb"] < SLACK_MB for holder in holders)
+    first, other = (holder["sent"] for holder in holders)
+    assert first > destination_mb * MB > MB > other, "the first holder sends its objects"
 
 
 def test_a_holder_killed_in_the_middle_of_large_objects(nemo_zygote: Zygote, tmp_path: Path) -> None:

@@ -15,12 +15,10 @@ import torch
 import torch.distributed as dist
 
 from checkpointless.faults.inject import _flip_a_bit
-from checkpointless.state.serialization import state_tree
-from checkpointless.state.serialization.digest import MemoryChecksumManager
-from checkpointless.transfer.bucket_rounds import TransferError
+from checkpointless.state.serialization.digest import MemoryChecksumManager, digest_value
 from checkpointless.transfer.exchange import all_gather_json, receive_bytes
 from checkpointless.transfer.tensor_entry import Key, TensorEntry
-from checkpointless.transfer.transfer import Fill, receive_state, send_state
+from checkpointless.transfer.transfer import Fill, TransferError, receive_state, send_state
 from tests import ahead_wire
 
 BUDGET = 64 * 1024  # this makes buckets of 16 KiB
@@ -154,9 +152,9 @@ _MB = 1024 * 1024
 _OBJECTS_BUDGET = 4 * _MB
 
 
-def averages(count: int, seed: int = 3) -> dict[str, Any]:
+def averages(count: int) -> dict[str, Any]:
     """Return the state of a callback that averages weights: ``count`` large tensors, one of them twice, etc."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(3)
     weights = [torch.randn(TENSOR_MB * _MB // 4, generator=generator) for _ in range(count)]
     weights[0] = weights[0].reshape(2, -1).t()
     return {
@@ -170,18 +168,17 @@ def averages(count: int, seed: int = 3) -> dict[str, Any]:
     }
 
 
-def fill_objects(count: int, apart: bool = False, killed: bool = False, meeting: str = "") -> dict[str, Any]:
+def fill_objects(count: int, killed: bool = False, meeting: str = "") -> dict[str, Any]:
     """Fill rank 0 with objects of ``count`` large tensors, from all others.
 
     Args:
-        apart: the last rank holds other tensors in its objects.
-        killed: the last rank is killed in the middle; then rank 0 is filled by rank 1 alone.
+        killed: the last rank, which is the first holder then, is killed in the middle; then rank 0 is filled by
+            rank 1 alone.
         meeting: a file that does not exist, where the two meet then.
     """
     dist.init_process_group("gloo", timeout=timedelta(seconds=30))
     rank, world = dist.get_rank(), dist.get_world_size()
-    other = rank == world - 1 and apart
-    objects = averages(count, seed=4 if other else 3)
+    objects = averages(count)
     shard: dict[Key, torch.Tensor] = {("shard", index): torch.full((999,), float(index)) for index in range(40)}
     sent = 0
 
@@ -206,7 +203,7 @@ def fill_objects(count: int, apart: bool = False, killed: bool = False, meeting:
 
     outcome: dict[str, Any] = {}
     try:
-        outcome = attempt(range(1, world))
+        outcome = attempt(range(1, world)[:: -1 if killed else 1])
     except RuntimeError as error:
         outcome["error"] = str(error)
     if killed:
@@ -222,7 +219,7 @@ def fill_objects(count: int, apart: bool = False, killed: bool = False, meeting:
 def _compared_objects(arrived: Any, objects: Any, report: dict[str, Any], grown_mb: int) -> dict[str, Any]:
     """Return what rank 0 found of the objects."""
     return {
-        "equal": state_tree.digest(arrived) == state_tree.digest(objects),
+        "equal": digest_value(arrived) == digest_value(objects),
         "types": [type(arrived[name]).__name__ for name in ("history", "decay", "milestones")],
         "shared": arrived["best"] is arrived["weights"]["layer.0"],
         "strides": arrived["best"].stride() == objects["best"].stride(),

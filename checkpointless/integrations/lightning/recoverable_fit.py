@@ -16,11 +16,9 @@ from checkpointless.inprocess.finalize import register_cleanup
 from checkpointless.inprocess.wrap import not_exact
 from checkpointless.integrations.compat.lightning import set_sampler_epoch
 from checkpointless.integrations.lightning.boundary.loops import ResumableFitLoop
-from checkpointless.integrations.lightning.boundary.outcome import StepOutcome
 from checkpointless.integrations.lightning.boundary.plain_attributes import parts_of
-from checkpointless.integrations.lightning.boundary.restoration import Restoration
-from checkpointless.integrations.lightning.boundary.step_keeper import StepKeeper
-from checkpointless.integrations.lightning.boundary.steps import Steps
+from checkpointless.integrations.lightning.boundary.step_keeper import Restoration, StepKeeper
+from checkpointless.integrations.lightning.boundary.steps import StepOutcome, Steps
 from checkpointless.integrations.lightning.data.position import (
     DataPosition,
     ahead_of_steps,
@@ -38,7 +36,7 @@ from checkpointless.launcher.protocol.board import Facts
 from checkpointless.recovery import CheckpointManager, PEFTCheckpointManager
 from checkpointless.recovery.decide import Verdict
 from checkpointless.recovery.guard import vote
-from checkpointless.recovery.running import manager_of
+from checkpointless.recovery.manager import manager_of
 from checkpointless.state.journal import StepJournal
 from checkpointless.state.port import SnapshotPoint
 from checkpointless.state.rank_local.declared import DeclaredState, begin_declared
@@ -81,7 +79,7 @@ def begin_manager(
 class RecoverableFit:
     """One fit of a trainer, which is kept from step to step and resumes after a fault.
 
-    The loops report their points to it (:class:`checkpointless.integrations.lightning.boundary.loops.Observer`).
+    The loops report their points to it (:class:`checkpointless.integrations.lightning.boundary.loops._Observer`).
 
     Args:
         trainer: the trainer, whose strategy has been set up. Optimizers may be missing, in a PEFT run.

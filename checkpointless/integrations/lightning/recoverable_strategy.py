@@ -19,9 +19,8 @@ from checkpointless.callbacks import CheckpointlessCallback, HPFaultInjectionCal
 from checkpointless.callbacks.external import asked_for, parted
 from checkpointless.inprocess import HPCallWrapper, UnrecoverableError, active_call_wrapper
 from checkpointless.inprocess.finalize import register_cleanup
-from checkpointless.integrations.lightning.boundary.kinds import InMemoryCheckpoint
 from checkpointless.integrations.lightning.boundary.loops import make_resumable
-from checkpointless.integrations.lightning.boundary.restoration import skip_fit
+from checkpointless.integrations.lightning.boundary.step_keeper import InMemoryCheckpoint, skip_fit
 from checkpointless.integrations.lightning.checkpoints.connector import CheckpointlessCompatibleConnector
 from checkpointless.integrations.lightning.data.training import TrainingData
 from checkpointless.integrations.lightning.data.worker_streams import WorkerSeed, repeat_worker_draws
@@ -31,7 +30,7 @@ from checkpointless.integrations.lightning.recoverable_fit import RecoverableFit
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.events import event_log
 from checkpointless.recovery import CheckpointManager
-from checkpointless.recovery.running import manager_of
+from checkpointless.recovery.manager import manager_of
 from checkpointless.state.journal import StepJournal
 
 logger = logging.getLogger(__name__)
@@ -174,7 +173,7 @@ class RecoverableStrategy(ParallelStrategy):
         reason = unfit(callbacks)
         if reason is not None:
             raise UnrecoverableError(reason)
-        callback = complete(callbacks)
+        callback = _complete(callbacks)
         for part in (call.wrapper.abort, call.wrapper.finalize):
             register = getattr(part, "register_attributes", None)
             if register is not None:
@@ -243,7 +242,7 @@ class RecoverableStrategy(ParallelStrategy):
 # --- Callbacks that a fit in the block needs ----------------------------------------------------------------------
 
 
-def complete(present: list[Any]) -> CheckpointlessCallback:
+def _complete(present: list[Any]) -> CheckpointlessCallback:
     """Put the callbacks that the environment asks for after all others, and add what is missing.
 
     Args:

@@ -19,9 +19,8 @@ from checkpointless.inprocess import UnrecoverableError
 from checkpointless.integrations.compat.precision import DELAYED, fp8_recipe
 from checkpointless.integrations.megatron.fp8_parameters import fp8_parameters, left_as_they_are
 from checkpointless.integrations.megatron.update import gather_parameters, sub_optimizers, update_locally
-from checkpointless.state.buffer_copies import BufferCopies
-from checkpointless.state.module_tensors import TrainingTensors
-from checkpointless.state.rank_local.buffers import OWN_BUFFER_BYTES
+from checkpointless.state.module_tensors import BufferCopies, TrainingTensors
+from checkpointless.state.rank_local.state import OWN_BUFFER_BYTES
 from checkpointless.transfer.rank_groups import Group
 from checkpointless.transfer.tensor_entry import Key
 

@@ -17,7 +17,7 @@ from checkpointless.integrations.megatron import cleanup, cpu_platform
 from checkpointless.integrations.megatron.state import MegatronTensors
 from checkpointless.integrations.megatron.update import GuardedUpdate
 from checkpointless.integrations.torch.loop import LoopTraining
-from checkpointless.recovery.running import running_block
+from checkpointless.recovery.manager import running_block
 from checkpointless.state.journal import Captured
 
 

@@ -20,8 +20,7 @@ from checkpointless.integrations.torch.loop_state import LoopState, Undeclared, 
 from checkpointless.integrations.torch.repeated_steps import repeated_steps
 from checkpointless.observability.telemetry.steps import StepExtras, StepLog
 from checkpointless.recovery.guard import UpdateGuard, vote
-from checkpointless.recovery.manager import CheckpointManager
-from checkpointless.recovery.running import manager_of
+from checkpointless.recovery.manager import CheckpointManager, manager_of
 from checkpointless.state.journal import Captured, FrontEnd, StepBefore, StepJournal
 from checkpointless.state.module_tensors import TrainingTensors
 from checkpointless.state.port import SnapshotPoint, groups_of

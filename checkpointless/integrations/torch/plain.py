@@ -12,7 +12,7 @@ from typing_extensions import override
 from checkpointless.inprocess import HPCallWrapper, UnrecoverableError
 from checkpointless.integrations.torch.loop import LoopTraining
 from checkpointless.integrations.torch.torch_tensors import TorchTensors
-from checkpointless.recovery.running import running_block
+from checkpointless.recovery.manager import running_block
 from checkpointless.state.journal import Captured, StepBefore
 from checkpointless.state.module_tensors import (
     changed_value,

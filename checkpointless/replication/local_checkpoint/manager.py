@@ -40,7 +40,7 @@ from checkpointless.replication.parts import Content, Part, PartId, SaveId
 from checkpointless.replication.retrieval import Choice, Copy, Search, bring, choose
 from checkpointless.replication.store import PartStore, open_store, write_parts
 from checkpointless.state.serialization.state_tree import Tree
-from checkpointless.transfer.bucket_rounds import TransferError
+from checkpointless.transfer.transfer import TransferError
 
 logger = logging.getLogger(__name__)
 

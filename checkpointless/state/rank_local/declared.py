@@ -26,7 +26,7 @@ import torch
 from checkpointless.launcher.protocol.board import Board
 from checkpointless.state.serialization import state_tree
 from checkpointless.state.serialization.digest import digest_value
-from checkpointless.state.serialization.plain_values import is_named_tuple
+from checkpointless.state.serialization.state_tree import is_named_tuple
 from checkpointless.system.environment import RANK_STATE_BYTES_ENV, own_rank
 
 logger = logging.getLogger(__name__)

@@ -10,12 +10,17 @@ keeps those of the two newest steps in its memory and on its board: 10 to 50 kB 
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import logging
 import os
+import struct
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -25,10 +30,11 @@ from checkpointless.inprocess.wrap import own_board
 from checkpointless.launcher.protocol.board import NO_STEP, Board
 from checkpointless.state.port import UPDATED_BUFFERS, SnapshotPoint, TrainingState, holders_of
 from checkpointless.state.rank_local.agreement import require_agreement
-from checkpointless.state.rank_local.buffers import NOTHING, OwnBuffers, decode
-from checkpointless.state.rank_local.streams import OwnStreams
+from checkpointless.state.rank_local.declared import digest_declared, is_declared, put_declared, take_declared
 from checkpointless.state.rng import RngStates
 from checkpointless.state.serialization import state_tree
+from checkpointless.state.serialization.digest import digest_bytes, digest_value
+from checkpointless.state.serialization.tensor_memory import tensor_bytes
 from checkpointless.system.environment import LOCAL_WORLD_SIZE_ENV
 from checkpointless.transfer.exchange import (
     MAX_BYTES,
@@ -40,6 +46,518 @@ from checkpointless.transfer.exchange import (
     wire_device,
 )
 from checkpointless.transfer.tensor_entry import Key, TensorEntry
+
+if TYPE_CHECKING:
+    from checkpointless.launcher.protocol.causes import Json
+
+
+logger = logging.getLogger(__name__)
+
+#: How many bytes of buffers are kept at each point, the smallest buffers first.
+OWN_BUFFER_BYTES = 4 * 1024 * 1024
+_HEADER_BYTES = 256 * 1024  # the limit of the header that describes them in a record
+#: The board's series for each point after a step.
+_BUFFER_SERIES = {
+    stage: Board.SMALL_SERIES + number
+    for number, stage in enumerate(
+        (
+            SnapshotPoint.COMMITTED,
+            SnapshotPoint.ENDED,
+            SnapshotPoint.CHECKED,
+            SnapshotPoint.TURNED,
+            SnapshotPoint.LOADED,
+        )
+    )
+}
+_LENGTH = struct.Struct("<I")  # the length of the header, which precedes the bytes
+_NEVER = 1 << 62, 0  # a point that is never reached
+NOTHING = b""  # the record that no buffer has changed, and none differs from a peer's
+_AS_AFTER_THE_STEP = b"="  # stands for the record of the point right after the update
+
+_HELP = "torch.nn.SyncBatchNorm, or a broadcast before each update, makes them the same on all ranks"
+
+
+class _OwnBuffers:
+    """Keeps this rank's buffers at the points after its two newest steps, if they may be its own.
+
+    Attributes:
+        are_settled: whether it is kept that there are no buffers, so that :meth:`keep` need not be told it again.
+    """
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget everything, because the training begins or storage gave the state."""
+        self._is_own = False
+        self._first: tuple[tuple[Key, ...], torch.Tensor] | None = None  # keys, and their bytes at the beginning
+        self._records: dict[tuple[int, SnapshotPoint], bytes] = {}
+        self._large: dict[Key, torch.Tensor] = {}  # copies of the buffers that are too large, at the newest point
+        self._differ: set[str] = set()  # names of large buffers that were seen to differ
+        self.are_settled = False
+        self._nothing_before: tuple[int, int] | None = None  # before this point no buffer had changed
+        self._marked: tuple[Board, int] | None = None  # the board that says so
+
+    def begin(self, buffers: Mapping[Key, torch.Tensor], group: Sequence[int]) -> None:
+        """Begin a training: the ranks compare the buffers that they begin with. Collective."""
+        self.forget()
+        keys, flat = self._small(buffers)
+        self._first = keys, flat
+        mine: dict[str, Json] = {"small": digest_bytes(flat) if keys else None, "large": self._large_digests()}
+        answers = all_gather_json(mine)
+        self._is_own = len({answers[rank]["small"] for rank in group}) > 1
+        self._compared([answers[rank]["large"] for rank in group], group)
+
+    def begun_with(self, buffers: Mapping[Key, torch.Tensor]) -> None:
+        """Note the first buffers of a rank that was filled, if its buffers had not changed since the beginning."""
+        if self._first is None:
+            self._first = self._small(buffers)
+
+    def keep(
+        self, step: int, stage: SnapshotPoint, buffers: Mapping[Key, torch.Tensor], board: Board | None
+    ) -> None:
+        """Keep ``buffers`` as those of this rank at ``stage`` after ``step``.
+
+        Args:
+            board: this rank's board, if it has one.
+        """
+        if not buffers and self._first is not None and not self._first[0] and not self._is_own:
+            self._large = {}
+            self._keep_nothing(board)
+            self.are_settled = True
+            return
+        keys, flat = self._small(buffers)
+        if self._first is None:
+            self._first = keys, flat
+        elif not self._is_own:
+            self._is_own = self._first[0] != keys or not torch.equal(self._first[1], flat)
+        if self._is_own:
+            record = _encode([TensorEntry.of(key, buffers[key]) for key in keys], flat)
+            self.keep_record(step, stage, record, board)
+        else:
+            self._keep_nothing(board)
+
+    def _keep_nothing(self, board: Board | None) -> None:
+        """Keep that no buffer has changed until now; it holds for every point until one has."""
+        self._nothing_before = _NEVER
+        if board is not None and self._marked != (board, board.clears):
+            board.mark_buffers(*_NEVER)
+            self._marked = board, board.clears
+
+    def keep_record(self, step: int, stage: SnapshotPoint, record: bytes, board: Board | None) -> None:
+        """Keep ``record``, as :meth:`record` returns it, for this rank at ``stage`` after ``step``."""
+        if self._records.get((step, stage)) == record:
+            return
+        self._is_own = self._is_own or record != NOTHING
+        self.are_settled = False
+        known = {key: each for key, each in self._records.items() if key[0] >= step - 1}
+        self._records = {**known, (step, stage): record}
+        if board is not None:
+            alike = (
+                stage is not SnapshotPoint.COMMITTED
+                and known.get((step, SnapshotPoint.COMMITTED)) == record != NOTHING
+            )
+            board.put_snapshot(step, _AS_AFTER_THE_STEP if alike else record, series=_BUFFER_SERIES[stage])
+        if record != NOTHING:
+            if self._nothing_before is not None:
+                self._nothing_before = min(self._nothing_before, (step, stage))
+            if board is not None and board.buffers_mark() > (step, stage):
+                board.mark_buffers(step, stage)
+
+    def record(self, step: int, stage: SnapshotPoint, board: Board | None) -> bytes | None:
+        """Return the record that was kept at ``stage`` after ``step``; None if there is none."""
+        known = self._records.get((step, stage))
+        if known is None and self._nothing_before is not None and (step, stage) < self._nothing_before:
+            return NOTHING
+        if known is None and board is not None:
+            known = board.snapshot(step, series=_BUFFER_SERIES[stage])
+            if known == _AS_AFTER_THE_STEP:
+                known = board.snapshot(step, series=_BUFFER_SERIES[SnapshotPoint.COMMITTED])
+            if known is None and (step, stage) < board.buffers_mark():
+                return NOTHING
+            if known is not None:
+                self.keep_record(step, stage, known, None)
+        return known
+
+    def compare(self, step: int, group: Sequence[int]) -> None:
+        """Compare the buffers that are too large to be kept with the peers', at ever fewer steps. Collective."""
+        if step & (step - 1):
+            return
+        answers = all_gather_json(self._large_digests())
+        self._compared([answers[rank] for rank in group], group)
+
+    def lost(
+        self,
+        held: Mapping[Key, torch.Tensor] | None,
+        record: bytes | None,
+        refills: Mapping[int, Sequence[int]],
+        alive: bool,
+        updated: Collection[Key] = (),
+    ) -> dict[int, str]:
+        """Return the ranks that cannot be given their own buffers, and why. Collective.
+
+        Args:
+            held: this rank's buffers at the point that is resumed at, if it has them in memory.
+            record: the record of these buffers that was kept for this rank; None: there is none.
+            refills: maps each rank to fill to its sources.
+            alive: whether this rank is to be filled, but has its own buffers in memory.
+            updated: the keys of the buffers that an update writes to, which a peer gives.
+        """
+        kind = "lost" if record is None else "nothing" if record == NOTHING else "own"
+        mine: dict[str, Json] = {"alive": alive, "record": kind, "differ": sorted(self._differ)}
+        if held is not None:
+            keys, flat = self._small(held)
+            mine |= {"small": digest_bytes(flat) if keys else None, "large": self._large_digests()}
+            mine["updated"] = {
+                str(key[-1]): digest_bytes(tensor_bytes(held[key])) for key in updated if key in held
+            }
+        answers = all_gather_json(mine)
+        found: dict[int, str] = {}
+        for rank, sources in refills.items():
+            theirs = [answers[source] for source in sources]
+            told = _different([each["updated"] for each in theirs if each.get("updated")])
+            if told:
+                found[rank] = f"the update writes to {_names(told)}, which differ between ranks; {_HELP}"
+            if told or answers[rank]["alive"]:
+                continue
+            differ = {name for each in theirs for name in each["differ"]}
+            differ |= _different([each["large"] for each in theirs])
+            own = any(each["record"] == "own" for each in theirs)
+            if differ:
+                found[rank] = f"{_names(differ)} of its modules' buffers are too large to be kept; {_HELP}"
+            elif answers[rank]["record"] != "own" and own and _may_differ(theirs):
+                found[rank] = f"what was kept of its modules' buffers is lost; {_HELP}"
+        return found
+
+    def _small(self, buffers: Mapping[Key, torch.Tensor]) -> tuple[tuple[Key, ...], torch.Tensor]:
+        """Return keys and host bytes of the buffers that are small enough to be kept; note the others as large."""
+        room, header = OWN_BUFFER_BYTES, _HEADER_BYTES
+        small: set[Key] = set()
+        for key in sorted(buffers, key=lambda key: buffers[key].nbytes):
+            room -= buffers[key].nbytes
+            header -= len(str(key)) + 100
+            if room < 0 or header < 0:
+                break
+            small.add(key)
+        self._large = {key: buffer for key, buffer in buffers.items() if key not in small}
+        keys = tuple(key for key in buffers if key in small)
+        return keys, _flat(buffers[key] for key in keys)
+
+    def _large_digests(self) -> dict[str, int]:
+        return {str(key[-1]): digest_bytes(tensor_bytes(copy)) for key, copy in self._large.items()}
+
+    def _compared(self, digests: Sequence[Mapping[str, int]], group: Sequence[int]) -> None:
+        known = bool(self._differ)
+        self._differ |= _different(digests)
+        if self._differ and not known and dist.get_rank() == min(group):
+            logger.warning(
+                "%s of the modules' buffers differ from rank to rank, and no more than %d MiB of buffers are kept: "
+                "if the process of a rank is lost, its state cannot be recovered from memory; %s",
+                _names(self._differ),
+                OWN_BUFFER_BYTES >> 20,
+                _HELP,
+            )
+
+
+def decode(record: bytes) -> dict[Key, torch.Tensor]:
+    """Return the buffers of a record, on the host.
+
+    Raises:
+        ValueError: the record names an unknown dtype.
+    """
+    if record == NOTHING:
+        return {}
+    (length,) = _LENGTH.unpack_from(record)
+    entries = json.loads(record[_LENGTH.size : _LENGTH.size + length])
+    flat = torch.frombuffer(bytearray(record[_LENGTH.size + length :]) or bytearray(1), dtype=torch.uint8)
+    found: dict[Key, torch.Tensor] = {}
+    start = 0
+    for entry in map(TensorEntry.from_json, entries):
+        body = flat[start : start + entry.nbytes].clone()  # the copy is aligned for its dtype
+        found[entry.key] = body.view(entry.dtype).reshape(entry.shape)
+        start += entry.nbytes
+    return found
+
+
+def _encode(entries: Iterable[TensorEntry], flat: torch.Tensor) -> bytes:
+    header = json.dumps([entry.to_json() for entry in entries], separators=(",", ":")).encode()
+    return _LENGTH.pack(len(header)) + header + flat.numpy().tobytes()
+
+
+def _flat(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Return the bytes of all ``tensors`` on the host; those of one device are fetched together."""
+    fetched = [
+        torch.cat([tensor_bytes(each) for each in alike]).cpu()
+        for _, alike in groupby(tensors, lambda each: each.device)
+    ]
+    return torch.cat(fetched) if fetched else torch.empty(0, dtype=torch.uint8)
+
+
+def _different(digests: Sequence[Mapping[str, int]]) -> set[str]:
+    names = {name for each in digests for name in each}
+    return {name for name in names if len({each.get(name) for each in digests}) > 1}
+
+
+def _may_differ(holders: Sequence[Mapping[str, object]]) -> bool:
+    """Return whether small buffers may differ between ranks: one holder alone says nothing about another."""
+    return len(holders) < 2 or len({each["small"] for each in holders}) > 1
+
+
+def _names(names: Iterable[str]) -> str:
+    shown = sorted(names)
+    return ", ".join(shown[:4]) + (f" and {len(shown) - 4} more" if len(shown) > 4 else "")
+
+
+DATA_SERIES = 5  # the board's series for the streams at the start of an iterator over the training data
+#: The board's series for each point after a step. At ``COMMITTED`` snapshots have numbers, elsewhere steps.
+_STREAM_SERIES = {
+    SnapshotPoint.COMMITTED: 0,
+    SnapshotPoint.ENDED: 1,
+    SnapshotPoint.CHECKED: 2,
+    SnapshotPoint.TURNED: 3,
+    SnapshotPoint.LOADED: 4,
+    SnapshotPoint.ACCUMULATED: 7,
+}
+_LATER = (SnapshotPoint.ENDED, SnapshotPoint.CHECKED, SnapshotPoint.TURNED, SnapshotPoint.ACCUMULATED)
+_LIBRARIES = ("python", "numpy", "torch", "cuda")  # other sources keep what is no state of a step, too
+RANDOM_STREAM = "random stream"  # how the names of their digests begin
+
+
+class _OwnStreams:
+    """Keeps this rank's random streams, also where its process does not take them along when it ends.
+
+    Attributes:
+        states: the streams by step and stage; None stands for none.
+    """
+
+    def __init__(self) -> None:
+        self.states: dict[tuple[int, SnapshotPoint], RngStates] | None = {}
+        self._data_start: RngStates | None = None
+        self._on_board: _StreamsOnBoard | None = None
+        self._merged: tuple[dict[str, bytes], dict[str, bytes], dict[str, bytes]] = ({}, {}, {})
+
+    def forget(self) -> None:
+        """Forget the streams in memory, because storage gives the state."""
+        self.states = {}
+        self._data_start = None
+
+    def capture(self, step: int, loss: float | None, stage: SnapshotPoint, own: Mapping[str, Any] | None) -> None:
+        """Keep the streams as they are now as those at ``stage`` after ``step``.
+
+        Args:
+            loss: the loss of that step; None: the one that was kept with the step before, if any.
+            own: what else this rank alone has at that point, as plain data that nobody changes. None: it is too
+                large to be kept.
+        """
+        if loss is None:
+            committed = (self.states or {}).get((step, SnapshotPoint.COMMITTED))
+            known = {SnapshotPoint.COMMITTED: committed} if committed is not None else self.at(step)
+            if known:
+                loss = next(iter(known.values())).loss
+        self.keep(step, self._with_declared(RngStates.capture(loss, stage, own)))
+
+    def _with_declared(self, states: RngStates) -> RngStates:
+        """Add declared state to random streams; the same dictionary comes of the same two."""
+        declared = take_declared()
+        if not declared:
+            return states
+        streams, known, merged = self._merged
+        if streams is not states.streams or known is not declared:
+            merged = {**states.streams, **declared}
+            self._merged = states.streams, declared, merged
+        return dataclasses.replace(states, streams=merged)
+
+    def have_moved(self, since: RngStates) -> tuple[bool, bool]:
+        """Return whether random streams have moved, and whether declared state has changed."""
+        declared = {name: each for name, each in since.streams.items() if is_declared(name)}
+        drawn = {name: each for name, each in since.streams.items() if name not in declared}
+        return RngStates.capture().streams != drawn, take_declared() != declared
+
+    def keep(self, step: int, states: RngStates) -> None:
+        """Keep ``states`` as the streams at their stage after ``step``, and drop those of steps before the last."""
+        known, stage = self.states or {}, states.stage
+        if stage is SnapshotPoint.COMMITTED:  # what followed when this step was made before is void
+            kept = {key: each for key, each in known.items() if key[0] >= step - 1 and key[0] != step}
+        else:
+            kept = {key: each for key, each in known.items() if key[0] >= step - 1}
+        on_board = self._board()
+        if stage is not SnapshotPoint.COMMITTED and on_board is not None and all(key[0] != step for key in kept):
+            kept.update({(step, before): each for before, each in on_board.at(step).items()})  # a new process
+        after_the_step = kept.get((step, SnapshotPoint.COMMITTED))
+        kept[step, stage] = states
+        self.states = kept  # one assignment: an interruption leaves the old or the new
+        if on_board is not None:
+            on_board.put(step, states, after_the_step)
+
+    def _board(self) -> _StreamsOnBoard | None:
+        """Return what this rank's board has of its streams; None: there is no board."""
+        board: Board | None = own_board()
+        if board is None:
+            return None
+        if self._on_board is None or self._on_board.board is not board:
+            self._on_board = _StreamsOnBoard(board)
+        return self._on_board
+
+    def at(self, step: int) -> dict[SnapshotPoint, RngStates]:
+        """Return the streams after ``step`` by stage, from memory or, in a new process, from the board."""
+        known = {key[1]: states for key, states in (self.states or {}).items() if key[0] == step}
+        if known:
+            return known
+        on_board = self._board()
+        return on_board.at(step) if on_board is not None else {}
+
+    def digests(self, step: int) -> dict[str, str] | None:
+        """Return digests of declared state, and of Python's, NumPy's and torch's streams, after ``step``."""
+        states = self.at(step).get(SnapshotPoint.COMMITTED)
+        if states is None:
+            return None
+        drawn = {name: each for name, each in states.streams.items() if name in _LIBRARIES}
+        digests = {f"{RANDOM_STREAM} {name}": digest_value(each) for name, each in drawn.items()}
+        return {**digests, **digest_declared(states.streams)}
+
+    def newest(self, step: int) -> RngStates | None:
+        """Return the streams at the last stage after ``step`` that is known; None if none is."""
+        known = self.at(step)
+        return known[max(known)] if known else None
+
+    def restore(self, step: int, stage: SnapshotPoint) -> bool:
+        """Put back the streams at ``stage`` after ``step``.
+
+        Returns:
+            False if they are not known.
+        """
+        states = self.at(step).get(stage)
+        if states is not None:
+            put_declared(states.streams)
+            states.restore()
+        return states is not None
+
+    def known(self) -> tuple[tuple[int, int], ...]:
+        """Return the newest steps and stages whose streams are known."""
+        board = own_board()
+        steps = {step for step, _ in self.states or {}}
+        if not steps and board is not None:
+            committed = board.read().committed
+            steps = {committed - 1, committed, committed + 1}
+        known = {step: self.at(step) for step in sorted(steps) if step >= 0}
+        return tuple((step, int(stage)) for step, streams in known.items() for stage in sorted(streams))
+
+    def keep_data_start(self, streams: RngStates) -> None:
+        """Keep ``streams``, from which a new iterator over the training data draws its order, also on the board."""
+        self._data_start = streams
+        board = own_board()
+        if board is not None:
+            board.put_snapshot(0, streams.to_bytes(), series=DATA_SERIES)
+
+    def data_start(self) -> RngStates | None:
+        """Return the streams as they were when the newest iterator over the training data began."""
+        board = own_board()
+        if self._data_start is None and board is not None:
+            kept = board.snapshot(0, series=DATA_SERIES)
+            self._data_start = RngStates.from_bytes(kept) if kept else None
+        return self._data_start
+
+
+# --- On the board, from which a process that takes the rank's place gets them -------------------------------------
+#
+# Streams rarely move in a step, and what was written once is not written again: the streams after a step are the
+# number of a snapshot which has them. Two such snapshots are kept, those of the two newest steps.
+
+
+class _StreamsOnBoard:
+    """Writes and reads the streams of one rank."""
+
+    def __init__(self, board: Board) -> None:
+        self.board = board
+        self._written: tuple[dict[str, bytes] | None, int] = (None, max(0, *board.numbers(0)))
+        self._newest = max(board.marked_steps())
+        self._snapshots = {
+            stage: board.numbers(_STREAM_SERIES[stage]) for stage in _STREAM_SERIES
+        }  # the steps that have one
+        self._clears = board.clears
+
+    def put(self, step: int, states: RngStates, after_the_step: RngStates | None) -> None:
+        """Keep ``states`` as the streams after ``step``.
+
+        Args:
+            states: the streams after that step.
+            after_the_step: the streams that are kept for that step at ``COMMITTED``, if any: often nothing is drawn
+                between ``COMMITTED`` and later points.
+        """
+        board, stage = self.board, states.stage
+        if stage is SnapshotPoint.COMMITTED:
+            if step <= self._newest:  # it is repeated, and what followed it is void
+                for later in _LATER:
+                    board.drop_snapshot(step, _STREAM_SERIES[later])
+                    board.drop_moment(step, _STREAM_SERIES[later])
+            self._newest = step
+            streams, number = self._written
+            if states.streams is not streams or states.own != {} or board.clears != self._clears:
+                number = self._write(step, states)
+            board.mark_streams(step, number, states.loss)
+        elif after_the_step is None or not states.same_streams(after_the_step):
+            self._snapshots[stage] = step, step - 1
+            board.put_parts(step, *states.to_parts(), _STREAM_SERIES[stage])
+        elif states.own == {}:
+            if step in self._snapshots[stage]:  # of this point, when it was reached before
+                board.drop_snapshot(step, _STREAM_SERIES[stage])
+            board.mark_moment(step, _STREAM_SERIES[stage])
+        else:
+            self._snapshots[stage] = step, step - 1
+            board.put_snapshot(step, dataclasses.replace(states, streams={}).to_bytes(), _STREAM_SERIES[stage])
+
+    def _write(self, step: int, states: RngStates) -> int:
+        """Write a numbered snapshot, but not over that of the step before ``step``; return its number."""
+        before = self.board.streams_mark(step - 1)
+        number = self._written[1] + 1
+        if before is not None and before[0] % 2 == number % 2:
+            number += 1
+        self._written = None, number  # until it is whole
+        self._clears = self.board.clears
+        self.board.put_parts(number, *states.to_parts(), _STREAM_SERIES[SnapshotPoint.COMMITTED])
+        self._written = states.streams if states.own == {} else None, number
+        return number
+
+    def at(self, step: int) -> dict[SnapshotPoint, RngStates]:
+        """Return the streams after ``step`` by stage, as far as the board has them."""
+        found: dict[SnapshotPoint, RngStates] = {}
+        committed = self._of(step)
+        if committed is not None:
+            found[SnapshotPoint.COMMITTED] = committed
+        for stage in (
+            SnapshotPoint.ENDED,
+            SnapshotPoint.CHECKED,
+            SnapshotPoint.TURNED,
+            SnapshotPoint.LOADED,
+            SnapshotPoint.ACCUMULATED,
+        ):
+            later = _decoded(self.board.snapshot(step, _STREAM_SERIES[stage]))
+            if later is not None and later.streams:
+                found[stage] = later
+            elif committed is not None and later is not None:
+                found[stage] = dataclasses.replace(later, streams=committed.streams, loss=committed.loss)
+            elif committed is not None and self.board.has_moment(step, _STREAM_SERIES[stage]):
+                found[stage] = dataclasses.replace(committed, stage=stage, own={})
+        return found
+
+    def _of(self, step: int) -> RngStates | None:
+        """Return the streams right after ``step``."""
+        mark = self.board.streams_mark(step)
+        states = (
+            _decoded(self.board.snapshot(mark[0], _STREAM_SERIES[SnapshotPoint.COMMITTED]))
+            if mark is not None
+            else None
+        )
+        return dataclasses.replace(states, loss=mark[1]) if states is not None and mark is not None else None
+
+
+def _decoded(snapshot: bytes | None) -> RngStates | None:
+    """Return what a snapshot has; None if there is none, or the process ended while it was written."""
+    try:
+        return RngStates.from_bytes(snapshot) if snapshot is not None else None
+    except ValueError:
+        return None
+
 
 _SERIES = Board.SERIES - 1  # the board's series for another rank's snapshots; a large one
 
@@ -196,8 +714,8 @@ class RankLocalState:
     """
 
     def __init__(self, replication_jump: int | None) -> None:
-        self.streams = OwnStreams()
-        self.buffers = OwnBuffers()
+        self.streams = _OwnStreams()
+        self.buffers = _OwnBuffers()
         self.replicas = _OwnReplicas(replication_jump)
 
     def forget(self) -> None:

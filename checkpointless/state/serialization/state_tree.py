@@ -11,32 +11,391 @@ so that they can be moved in buckets.
 
 from __future__ import annotations
 
+import collections
+import copy as copy_module
+import dataclasses
+import datetime
+import enum
+import fractions
+import logging
+import pathlib
 import re
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import ChainMap, Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Annotated, Any, TypeAlias
+from decimal import Decimal
+from typing import Annotated, Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 import numpy
 import torch
-import xxhash
 
-from checkpointless.state.serialization.digest import digest_bytes
-from checkpointless.state.serialization.later import copy
-from checkpointless.state.serialization.plain_values import (
-    FACTORIES,
-    LARGE_INT,
-    MAX_DEPTH,
-    ODD_TEXT,
-    PLAIN_TYPES,
-    Refused,
-    Tree,
-    made_of,
-    parts_of,
-    register_plain_type,
-    registered_name,
-)
 from checkpointless.state.serialization.tensor_memory import dtype_name, dtype_of, own_device, tensor_bytes
+
+# --- The types that may travel ------------------------------------------------------------------------------------
+#
+# They are a fixed table, and the classes that both sides have registered. A name that arrives is looked up in these
+# and nowhere else, so no name can make a rank import or call anything.
+
+#: A nested state: containers of tensors, arrays, plain values and values of registered classes. Which classes are
+#: registered is known only when the program runs, so a state is checked when it is encoded.
+Tree: TypeAlias = Any
+
+MAX_DEPTH = 100  # of containers in containers
+_Class = TypeVar("_Class", bound=type)
+
+
+class _Refused(Exception):
+    """A value cannot travel; on its way up the exception collects the path to the value."""
+
+    def __init__(self, why: str) -> None:
+        self.why = why
+        self.path: list[str] = []
+
+    def __str__(self) -> str:
+        return f"state{''.join(reversed(self.path))} {self.why}"
+
+
+class _PlainType(NamedTuple):
+    """How values of one type travel.
+
+    Attributes:
+        kind: the type; subclasses do not travel.
+        take_apart: returns the parts of a value.
+        make: makes a value from its parts.
+    """
+
+    kind: type
+    parts: Any  # Any: a type that msgspec knows, such as a union
+    take_apart: Callable[[Any], tuple[Any, ...]]
+    make: Callable[..., Any]
+    name: str
+
+
+def _plain(
+    kind: type, parts: Any, take_apart: Callable[[Any], tuple[Any, ...]], make: Any = None, name: str = ""
+) -> _PlainType:
+    return _PlainType(kind, parts, take_apart, make or kind, name or kind.__name__)
+
+
+def _slice_parts(value: slice) -> tuple[Any, ...]:
+    parts = (value.start, value.stop, value.step)
+    if any(part is not None and type(part) is not int for part in parts):
+        raise _Refused("is a slice with other bounds than numbers: keep its bounds in a tuple")
+    return parts
+
+
+def _clock_parts(value: datetime.datetime | datetime.time) -> tuple[str, int]:
+    zone = value.tzinfo
+    offset = value.utcoffset()
+    if zone is not None and (offset is None or repr(zone) != repr(_zone(offset))):
+        raise _Refused("is in a time zone with rules or a name: keep it in UTC")
+    return value.isoformat(), value.fold
+
+
+def _zone(offset: datetime.timedelta) -> datetime.timezone:
+    return datetime.timezone(offset) if offset else datetime.timezone.utc
+
+
+def _device(kind: str, index: int | None) -> torch.device:
+    if kind == "cuda" and index is not None:
+        return own_device(kind)
+    return torch.device(kind) if index is None else torch.device(kind, index)
+
+
+#: Types whose values nobody can change, except None, bool, int, float, str and bytes.
+PLAIN_TYPES = [
+    _plain(complex, tuple[float, float], lambda value: (value.real, value.imag)),
+    _plain(range, tuple[int, int, int], lambda value: (value.start, value.stop, value.step)),
+    _plain(slice, tuple[int | None, int | None, int | None], _slice_parts),
+    _plain(datetime.timedelta, tuple[int, int, int], lambda value: (value.days, value.seconds, value.microseconds)),
+    _plain(
+        datetime.datetime,
+        tuple[str, int],
+        _clock_parts,
+        lambda text, fold: datetime.datetime.fromisoformat(text).replace(fold=fold),
+    ),
+    _plain(datetime.date, tuple[str], lambda value: (value.isoformat(),), datetime.date.fromisoformat),
+    _plain(
+        datetime.time,
+        tuple[str, int],
+        _clock_parts,
+        lambda text, fold: datetime.time.fromisoformat(text).replace(fold=fold),
+    ),
+    _plain(Decimal, tuple[str], lambda value: (str(value),)),
+    _plain(fractions.Fraction, tuple[int, int], lambda value: (value.numerator, value.denominator)),
+    _plain(pathlib.PurePosixPath, tuple[str], lambda value: (str(value),)),
+    _plain(pathlib.PureWindowsPath, tuple[str], lambda value: (str(value),)),
+    _plain(type(pathlib.Path()), tuple[str], lambda value: (str(value),), pathlib.Path, "Path"),
+    _plain(torch.Size, tuple[int, ...], tuple, lambda *lengths: torch.Size(lengths)),
+    _plain(torch.dtype, tuple[str], lambda value: (dtype_name(value),), dtype_of),
+    _plain(torch.device, tuple[str, int | None], lambda value: (value.type, value.index), _device),
+    _plain(numpy.str_, tuple[str], lambda value: (str(value),)),
+    _plain(numpy.bytes_, tuple[bytes], lambda value: (bytes(value),)),
+]
+
+#: Numbers and texts that MessagePack cannot hold: integers of over 64 bits, and text with lone surrogates.
+LARGE_INT = _plain(int, tuple[str], lambda value: (hex(value),), lambda text: int(text, 16))
+ODD_TEXT = _plain(
+    str,
+    tuple[bytes],
+    lambda value: (value.encode("utf-8", "surrogatepass"),),
+    lambda data: data.decode("utf-8", "surrogatepass"),
+)
+
+# The factories with which a defaultdict may make its values.
+FACTORIES: dict[str, Any] = {
+    "none": None,
+    **{made.__name__: made for made in (list, dict, set, int, float, str, bool, tuple, bytes, complex)},
+    **{made.__name__: made for made in (collections.OrderedDict, collections.Counter, collections.deque)},
+}
+
+
+# --- the user's classes ------------------------------------------------------------------------------------------
+
+_registered: dict[str, type] = {}
+
+
+def register_plain_type(kind: _Class) -> _Class:
+    """Let members or instances of ``kind`` travel between ranks and keep their class. Usable as a decorator.
+
+    Every rank has to register the class, in a module that it imports before training starts. What arrives is looked
+    up among the registered classes; no class is ever imported by a name from another rank.
+
+    Args:
+        kind: an enum, a dataclass whose fields are all given to ``__init__``, or a named tuple.
+
+    Returns:
+        ``kind``.
+
+    Raises:
+        TypeError: ``kind`` is any other class.
+    """
+    if not isinstance(kind, type) or not (
+        issubclass(kind, enum.Enum)
+        or (dataclasses.is_dataclass(kind) and all(field.init for field in dataclasses.fields(kind)))
+        or is_named_tuple(kind)
+    ):
+        raise TypeError(
+            f"{kind!r} is no enum, no dataclass with all its fields in __init__ and no named tuple: "
+            "it cannot be registered"
+        )
+    _registered[_name(kind)] = kind
+    return kind
+
+
+def is_named_tuple(kind: type) -> bool:
+    """Return whether ``kind`` was made by ``namedtuple`` or ``NamedTuple``."""
+    return issubclass(kind, tuple) and hasattr(kind, "_make") and isinstance(getattr(kind, "_fields", None), tuple)
+
+
+def _registered_name(kind: type) -> str | None:
+    """Return the name under which a registered class travels; None if the class is not registered."""
+    name = _name(kind)
+    return name if _registered.get(name) is kind else None
+
+
+def _parts_of(value: Tree) -> Tree:
+    """Return what a value of a registered class is made of: plain data, if the parts themselves are plain."""
+    if isinstance(value, enum.Flag):
+        return value.value
+    if isinstance(value, enum.Enum):
+        return value.name
+    if isinstance(value, tuple):
+        return list(value)
+    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+
+
+def _made_of(name: str, parts: Tree) -> Tree:
+    """Make the value that :func:`parts_of` took apart.
+
+    Raises:
+        ValueError: no class of that name is registered on this rank.
+    """
+    kind: Any = _registered.get(name)
+    if kind is None:
+        raise ValueError(f"{name} is not registered on this rank: call register_plain_type in a module it imports")
+    if issubclass(kind, enum.Flag):
+        return kind(parts)
+    if issubclass(kind, enum.Enum):
+        return kind[parts]
+    return kind._make(parts) if issubclass(kind, tuple) else kind(**parts)
+
+
+def _name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+# --- Copies of state, taken at every step boundary, which get their form when asked for ---------------------------
+
+logger = logging.getLogger(__name__)
+
+_State = TypeVar("_State")
+
+#: Types whose values nobody can change.
+IMMUTABLE = frozenset({type(None), bool, int, float, str, bytes})
+_UNCHANGING = {*IMMUTABLE, frozenset, type, *(each.kind for each in PLAIN_TYPES)}  # nor what is in them
+
+
+def is_fixed(value: object) -> bool:
+    """Return whether nobody can change a plain value in place."""
+    return type(value) in IMMUTABLE or (type(value) is tuple and all(map(is_fixed, value)))
+
+
+class Later(Generic[_State]):
+    """State of a point that is over, and what makes plain data of it.
+
+    Args:
+        make: makes the plain data, of nothing that changes after the point.
+    """
+
+    __slots__ = ("_made", "_make")
+
+    def __init__(self, make: Callable[[], _State]) -> None:
+        self._make: Callable[[], _State] | None = make
+        self._made: _State
+
+    def __call__(self) -> _State:
+        """Return the plain data, the same object each time."""
+        make = self._make
+        if make is not None:
+            self._made = make()
+            self._make = None  # what it was made of is released
+        return self._made
+
+
+def copy_of(value: object) -> Callable[[], Any]:
+    """Copy ``value`` as it is now; return what makes the copy."""
+    if type(value) in IMMUTABLE:
+        return lambda: value
+    if type(value) is dict and len(value) == 1:  # NeMo's data modules have a tensor with one number
+        ((name, only),) = value.items()
+        if isinstance(only, torch.Tensor) and type(name) is str:
+            made = copy_of(only)
+            return lambda: {name: made()}
+    number = _number_in(value) if isinstance(value, torch.Tensor) and not value.requires_grad else None
+    if number is not None:
+        return lambda: _tensor_of(*number)
+    copied = copy(value)
+    return lambda: copied
+
+
+def copies_of(tensors: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
+    """Copy ``tensors`` as they are now: numbers on the host as Python's numbers, alike ones elsewhere in one call.
+
+    Returns:
+        What makes the copies, without gradients.
+    """
+    taken = [_number_in(each) for each in tensors]
+    others = [each for each, number in zip(tensors, taken) if number is None]
+    if not others:
+        return lambda: [_tensor_of(*number) for number in taken if number is not None]
+    copies = _clones(others)
+
+    def make() -> list[torch.Tensor]:
+        rest = iter(copies)
+        return [next(rest) if number is None else _tensor_of(*number) for number in taken]
+
+    return make
+
+
+def _number_in(tensor: torch.Tensor) -> tuple[float, torch.dtype] | None:
+    """Return the number of a tensor on the host that has one, and its dtype; None: it has to be copied."""
+    if type(tensor) is not torch.Tensor or tensor.dim() or not tensor.is_cpu or tensor.dtype not in _NUMBERS:
+        return None
+    number: float = tensor.item()
+    return (number, tensor.dtype) if number == number else None  # a NaN may have bits of its own
+
+
+def _tensor_of(number: float, dtype: torch.dtype) -> torch.Tensor:
+    return torch.tensor(number, dtype=dtype, device="cpu")
+
+
+#: Dtypes of which each value is one of Python's numbers.
+_NUMBERS = frozenset({torch.float32, torch.float64, torch.int64, torch.int32, torch.bool})
+
+
+def _clones(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    first = tensors[0]
+    if len(tensors) > 1 and all(
+        type(each) is torch.Tensor
+        and not each.dim()
+        and each.dtype is first.dtype
+        and each.device == first.device
+        and not each.requires_grad
+        for each in tensors
+    ):
+        return list(torch.stack(tuple(tensors)).unbind())
+    return [each.detach().clone() for each in tensors]
+
+
+def copy(tree: _State) -> _State:
+    """Return a deep copy of ``tree``: new containers, cloned tensors and arrays, shared immutable values.
+
+    An object that is in two places is one object in the copy, too. An object of any other type is copied by
+    ``copy.deepcopy``, or kept as it is if it refuses that. Nothing is refused.
+
+    Args:
+        tree: any state.
+    """
+    return _copy(tree, {}, 0)
+
+
+def _copy(value: Any, made: dict[int, Any], depth: int) -> Any:
+    kind = type(value)
+    if kind in _UNCHANGING:
+        return value
+    if id(value) in made:
+        return made[id(value)]
+    if depth > MAX_DEPTH:
+        return _copy_unknown(value, made)
+    if kind is list:
+        items: list[Any] = []
+        made[id(value)] = items
+        items.extend([item if type(item) in _UNCHANGING else _copy(item, made, depth + 1) for item in value])
+        return items
+    if kind in (dict, OrderedDict, defaultdict):
+        pairs: Any = defaultdict(value.default_factory) if kind is defaultdict else kind()
+        made[id(value)] = pairs
+        for key, item in value.items():
+            known = key if type(key) in _UNCHANGING else _copy(key, made, depth + 1)
+            pairs[known] = item if type(item) in _UNCHANGING else _copy(item, made, depth + 1)
+        if kind is OrderedDict:
+            vars(pairs).update({name: _copy(item, made, depth + 1) for name, item in vars(value).items()})
+        return pairs
+    if kind is tuple:
+        copies = [_copy(item, made, depth + 1) for item in value]
+        unchanged = all(mine is theirs for mine, theirs in zip(copies, value))
+        copied: Any = value if unchanged else tuple(copies)
+    elif kind is deque:
+        copied = deque((_copy(item, made, depth + 1) for item in value), value.maxlen)
+    elif kind in (set, bytearray):  # the items of a set do not change
+        copied = kind(value)
+    elif kind in (torch.Tensor, torch.nn.Parameter):
+        clone = value.detach().clone()
+        copied = torch.nn.Parameter(clone, value.requires_grad) if kind is torch.nn.Parameter else clone
+        copied.requires_grad_(value.requires_grad)
+    elif kind is numpy.ndarray and not value.dtype.hasobject:
+        copied = value.copy(order="K")
+    else:
+        return _copy_unknown(value, made)
+    made[id(value)] = copied
+    return copied
+
+
+def _copy_unknown(value: Any, made: dict[int, Any]) -> Any:
+    attempt: ChainMap[int, Any] = ChainMap({}, made)  # keeps what a failed attempt leaves half made out of made
+    try:
+        copied = copy_module.deepcopy(value, attempt)  # type: ignore[arg-type]
+    except Exception:
+        logger.debug("a %s cannot be copied and is kept as it is", type(value).__qualname__, exc_info=True)
+        copied = value
+    else:
+        originals = attempt.maps[0].pop(id(attempt), None)  # short-lived; kept alive, because made has their ids
+        made.update(attempt.maps[0])
+        made.setdefault(id(made), []).append(originals)
+    made[id(value)] = copied
+    return copied
+
 
 __all__ = [
     "INLINE_BYTES",
@@ -45,7 +404,6 @@ __all__ = [
     "Tree",
     "check",
     "copy",
-    "digest",
     "dtype_name",
     "dtype_of",
     "dumps",
@@ -143,22 +501,10 @@ def check(tree: object) -> None:
     _bounded(checker.nbytes)
 
 
-def digest(tree: Tree) -> str:
-    """Return a digest of ``tree``, 32 hexadecimal digits, that is equal in every process where the state is equal.
-
-    The order of dictionaries (except OrderedDict) and sets does not matter, nor does the memory layout of a tensor
-    or what is shared. Types, dtypes and kinds of devices do.
-
-    Raises:
-        StateTreeError: something in ``tree`` cannot travel.
-    """
-    return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(_encoded(tree, _Digester(None))))
-
-
 def _encoded(tree: Tree, encoder: _Encoder) -> _Node:
     try:
         return encoder.encode(tree)
-    except Refused as refused:
+    except _Refused as refused:
         raise StateTreeError(str(refused)) from None
     except RecursionError:
         raise StateTreeError("state is nested too deep for the stack: keep a flatter state") from None
@@ -211,8 +557,6 @@ class _Encoder:
         nbytes: how many bytes were found that are neither plain values nor in ``tensors``.
     """
 
-    is_canonical = False
-
     def __init__(self, inline_bytes: int | None) -> None:
         self.nbytes = 0
         self.tensors: list[torch.Tensor] = []
@@ -225,7 +569,7 @@ class _Encoder:
         """Return the node of ``value``.
 
         Raises:
-            Refused: ``value`` cannot travel.
+            _Refused: ``value`` cannot travel.
         """
         kind = type(value)
         if kind is str:
@@ -243,19 +587,14 @@ class _Encoder:
         if done is not None:
             return done[0]
         if id(value) in self._open:
-            raise Refused(f"is the {kind.__name__} that it is in: keep a state without cycles")
+            raise _Refused(f"is the {kind.__name__} that it is in: keep a state without cycles")
         if len(self._open) >= MAX_DEPTH:
-            raise Refused(f"is nested more than {MAX_DEPTH} deep: keep a flatter state")
+            raise _Refused(f"is nested more than {MAX_DEPTH} deep: keep a flatter state")
         self._open.add(id(value))
         name, parts = self._parts(value, kind)
         self._open.discard(id(value))  # a refusal ends the walk, and with it the use of it
-        node, again = self._nodes(name, parts)
-        self._done[id(value)] = again, value
-        return node
-
-    def _nodes(self, name: str, parts: _Node) -> tuple[_Node, _Node]:
-        """Return the node of a value of a type with these parts, and that of the same value met again."""
-        return parts if name == "list" else {name: parts}, {"same": len(self._done)}
+        self._done[id(value)] = {"same": len(self._done)}, value
+        return parts if name == "list" else {name: parts}
 
     def _memory(self, nbytes: int, read: Callable[[], torch.Tensor]) -> bytes | int:
         """Return what stands for the memory of a tensor."""
@@ -275,7 +614,7 @@ class _Encoder:
         if kind is deque:
             return name, [value.maxlen, *self._items(value)]
         if kind is set or kind is frozenset:
-            return name, list(map(self._key, sorted(value, key=self._sorting)))
+            return name, list(map(self._key, sorted(value, key=repr)))
         if kind is bytearray:
             self.nbytes += len(value)
             return name, [value]
@@ -288,38 +627,31 @@ class _Encoder:
             return plain.name, [self.encode(part) for part in plain.take_apart(value)]
         if isinstance(value, numpy.generic):
             return "scalar", [_dtype_str(value.dtype), value.tobytes()]
-        registered = registered_name(kind)
+        registered = _registered_name(kind)
         if registered is not None:
-            return "registered", [registered, self.encode(parts_of(value))]
-        raise Refused(f"is {_a(kind)}, which cannot be given to another rank: {_advice(value, kind)}")
+            return "registered", [registered, self.encode(_parts_of(value))]
+        raise _Refused(f"is {_a(kind)}, which cannot be given to another rank: {_advice(value, kind)}")
 
     def _items(self, items: Iterable[Tree]) -> list[_Node]:
         encoded = []
         for index, item in enumerate(items):
             try:
                 encoded.append(self.encode(item))
-            except Refused as refused:
+            except _Refused as refused:
                 refused.path.append(f"[{index}]")
                 raise
         return encoded
 
     def _pairs(self, mapping: dict[Tree, Tree]) -> list[_Node]:
-        pairs: Iterable[tuple[Tree, Tree]] = mapping.items()
-        if self.is_canonical and type(mapping) is not OrderedDict:
-            pairs = sorted(pairs, key=lambda pair: self._sorting(pair[0]))
         encoded: list[_Node] = []
-        for key, item in pairs:
+        for key, item in mapping.items():
             encoded.append(self._key(key))
             try:
                 encoded.append(self.encode(item))
-            except Refused as refused:
+            except _Refused as refused:
                 refused.path.append(f"[{_short(key)}]")
                 raise
         return encoded
-
-    def _sorting(self, key: Tree) -> Any:
-        """Return by what keys are sorted so that they are in the same order on every rank."""
-        return msgspec.msgpack.encode(self._key(key)) if self.is_canonical else repr(key)
 
     def _key(self, key: Tree) -> _Node:
         if type(key) is str or type(key) is int:
@@ -327,7 +659,7 @@ class _Encoder:
         outer, self._in_key = self._in_key, True
         try:
             return self.encode(key)
-        except Refused as refused:
+        except _Refused as refused:
             refused.path.append(f" key {_short(key)}")
             raise
         finally:
@@ -338,26 +670,26 @@ class _Encoder:
         if type(mapping) is defaultdict:
             names = [name for name, factory in FACTORIES.items() if factory is mapping.default_factory]
             if not names:
-                raise Refused(
+                raise _Refused(
                     f"is a defaultdict of {_short(mapping.default_factory)}, which another rank cannot be given: "
                     f"keep a dict, or a defaultdict of one of {', '.join(FACTORIES)}"
                 )
             return names[:1]
         extra = getattr(mapping, "__dict__", {})
         if extra and (type(mapping) is not OrderedDict or extra.keys() != {"_metadata"}):  # of state_dict()
-            raise Refused(f"has attributes ({', '.join(map(str, extra))}) besides its items: keep a plain dict")
+            raise _Refused(f"has attributes ({', '.join(map(str, extra))}) besides its items: keep a plain dict")
         return [self.encode(extra.get("_metadata"))] if type(mapping) is OrderedDict else []
 
     def _tensor(self, tensor: torch.Tensor) -> _Tensor:
         kind = type(tensor)
         if self._in_key:
-            raise Refused("is a tensor as a key: use a name or a number")
+            raise _Refused("is a tensor as a key: use a name or a number")
         if kind not in (torch.Tensor, torch.nn.Parameter):
-            raise Refused(f"is {_a(kind)}, a special tensor: keep its local, plain tensor")
+            raise _Refused(f"is {_a(kind)}, a special tensor: keep its local, plain tensor")
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type not in ("cpu", "cuda"):
             what = "quantized" if tensor.is_quantized else f"{tensor.layout}, on {tensor.device.type}"
-            raise Refused(f"is a tensor without plain memory ({what}): keep a dense tensor on a CPU or a GPU")
-        order = None if self.is_canonical else _dense_order(tensor)
+            raise _Refused(f"is a tensor without plain memory ({what}): keep a dense tensor on a CPU or a GPU")
+        order = _dense_order(tensor)
 
         def plain() -> torch.Tensor:
             found = tensor.detach().resolve_conj().resolve_neg()
@@ -375,8 +707,8 @@ class _Encoder:
 
     def _array(self, array: Any) -> _Array:
         if type(array) is not numpy.ndarray:
-            raise Refused(f"is {_a(type(array))}, a special array: keep a plain one, numpy.array(...)")
-        is_turned = not self.is_canonical and array.flags.f_contiguous and not array.flags.c_contiguous
+            raise _Refused(f"is {_a(type(array))}, a special array: keep a plain one, numpy.array(...)")
+        is_turned = array.flags.f_contiguous and not array.flags.c_contiguous
         plain = array.T if is_turned else array
         dtype = _dtype_str(array.dtype)  # refuses before memory is read
         return _Array(dtype, array.shape, is_turned, self._memory(array.nbytes, lambda: _array_memory(plain)))
@@ -388,19 +720,6 @@ class _Checker(_Encoder):
     def _memory(self, nbytes: int, read: Callable[[], torch.Tensor]) -> int:
         self.nbytes += nbytes if self._inline_bytes is None or nbytes <= self._inline_bytes else 0
         return 0
-
-
-class _Digester(_Encoder):
-    """Turns values into digests: equal ones if values are equal, however they are shared, ordered and laid out."""
-
-    is_canonical = True
-
-    def _memory(self, nbytes: int, read: Callable[[], torch.Tensor]) -> int:
-        return digest_bytes(tensor_bytes(read()))
-
-    def _nodes(self, name: str, parts: _Node) -> tuple[_Node, _Node]:
-        found = xxhash.xxh3_128_digest(msgspec.msgpack.encode([name, parts]))
-        return found, found
 
 
 class _Decoder:
@@ -505,7 +824,7 @@ _MAKERS: dict[str, Callable[..., Tree]] = {
     "defaultdict": lambda factory, *row: defaultdict(FACTORIES[factory], _pairs_of(row)),
     "bytearray": _bytearray_of,
     "scalar": _scalar_of,
-    "registered": made_of,
+    "registered": _made_of,
 }
 
 
@@ -535,10 +854,10 @@ def _array_memory(array: Any) -> torch.Tensor:
 def _dtype_str(dtype: Any) -> str:
     """Return the ``str`` of a NumPy dtype, if that describes the dtype completely."""
     if dtype.hasobject:
-        raise Refused("is a NumPy array of objects: keep a list, or an array of numbers")
+        raise _Refused("is a NumPy array of objects: keep a list, or an array of numbers")
     text = str(dtype.str)
     if not _ARRAY_DTYPE.fullmatch(text) or numpy.dtype(text) != dtype or not dtype.itemsize:
-        raise Refused(f"has the NumPy dtype {dtype}, which is not plain memory: keep plain numbers")
+        raise _Refused(f"has the NumPy dtype {dtype}, which is not plain memory: keep plain numbers")
     return text
 
 

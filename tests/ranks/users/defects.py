@@ -71,26 +71,23 @@ def entry_streams_are_stale() -> None:
 
 def accumulated_metrics_begin_anew() -> None:
     """Drop what was accumulated over an epoch."""
-    from checkpointless.integrations.lightning.boundary import kinds, restoration
+    from checkpointless.integrations.lightning.boundary import step_keeper
 
-    others = tuple(kind for kind in kinds.KINDS if kind.name != kinds.ACCUMULATED)
-    none_put = kinds.Kind(kinds.ACCUMULATED, lambda trainer, state: None)
-    kinds.KINDS = (*others, none_put)  # type: ignore[misc, assignment]
-    restoration.put_accumulated = lambda trainer, kept: None
+    step_keeper.put_accumulated = lambda trainer, kept: None
 
 
 def accumulated_metrics_are_a_peers() -> None:
     """Let a new process go on with what a peer has accumulated."""
-    from checkpointless.integrations.lightning.boundary import restoration
+    from checkpointless.integrations.lightning.boundary import step_keeper
 
-    restoration.with_own = lambda kept, own: kept  # type: ignore[assignment, return-value]
+    step_keeper.with_own = lambda kept, own: kept  # type: ignore[assignment, return-value]
 
 
 def what_a_step_has_logged_is_lost() -> None:
     """Let a step that is gone through again log only what follows its update."""
-    from checkpointless.integrations.lightning.boundary import restoration
+    from checkpointless.integrations.lightning.boundary.step_keeper import Restoration
 
-    restoration.put_accumulated = lambda trainer, kept: None
+    Restoration._put_back_what_was_before = lambda restoration: None  # type: ignore[method-assign, assignment]
 
 
 def batches_are_counted_anew() -> None:
@@ -102,9 +99,9 @@ def batches_are_counted_anew() -> None:
 
 def hooks_at_the_start_are_not_taken_back() -> None:
     """Keep what the hooks have done to the state of module and data module."""
-    from checkpointless.integrations.lightning.boundary import restoration
+    from checkpointless.integrations.lightning.boundary import step_keeper
 
-    restoration.load_again = lambda trainer, checkpoint: None
+    step_keeper._load_again = lambda trainer, checkpoint: None
 
 
 DEFECTS: Mapping[str, Callable[[], None]] = {

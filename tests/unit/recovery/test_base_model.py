@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from checkpointless.inprocess.parameter_update_lock import CommitState
-from checkpointless.recovery import base_model
-from checkpointless.recovery.base_model import BaseModel
+from checkpointless.recovery import refill as base_model
 from checkpointless.recovery.decide import Decision, Verdict
+from checkpointless.recovery.refill import BaseModel
 from checkpointless.state.held_state import HeldState
 from checkpointless.state.serialization.digest import MemoryChecksumManager
 from tests.unit.recovery.made_up_state import BUFFER, MOMENTUM, WEIGHT, MadeUpJournal, MadeUpState

@@ -73,6 +73,33 @@ def filled(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.T
     return made
 
 
+def by_definition(flat: torch.Tensor, chunk_lanes: int) -> int:
+    """Return the digest of a device as its definition has it, in whole numbers of Python."""
+    word = 2**64
+
+    def mixed(lane: int, position: int) -> int:
+        lane = (lane + position * 0x9E3779B97F4A7C15) % word
+        lane = (lane ^ lane >> 30) * 0xBF58476D1CE4E5B9 % word
+        lane = (lane ^ lane >> 27) * 0x94D049BB133111EB % word
+        return lane ^ lane >> 31
+
+    data = bytes(flat.tolist())
+    total = len(data)
+    for number in range(len(data) // 8):
+        lane = int.from_bytes(data[8 * number : 8 * number + 8], "little")
+        total += (2 * (number // chunk_lanes) + 5) * mixed(lane, number % chunk_lanes + 1)
+    tail = data[len(data) // 8 * 8 :]
+    if tail:
+        total += 3 * mixed(int.from_bytes(tail, "little"), 1)
+    return total % word
+
+
+@given(st.binary(max_size=300))
+@examples(200)
+def test_the_digest_of_a_device_is_as_defined(data: bytes) -> None:
+    assert _digest_on_device(flat(data)) == by_definition(flat(data), digests.CHUNK_LANES)
+
+
 @each_digest
 def test_every_single_bit_of_several_chunks_counts(digest: Digest) -> None:
     tensor = filled((77,), torch.uint8)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from checkpointless.state.serialization.later import Later, copies_of
+from checkpointless.state.serialization.state_tree import Later, copies_of
 
 NAN = torch.tensor([0x7FC12345], dtype=torch.int32).view(torch.float32)[0]
 

@@ -1,12 +1,10 @@
-"""What cannot travel is refused with its path, and equal states have equal digests."""
+"""What cannot travel is refused with its path."""
 
 from __future__ import annotations
 
 import collections
 import datetime
 import enum
-import subprocess
-import sys
 import typing
 from typing import Any
 
@@ -87,7 +85,7 @@ class Shape(torch.Tensor):
     ids=lambda intruder: type(intruder).__name__,
 )
 def test_what_cannot_travel_is_refused_with_its_path(intruder: Any) -> None:
-    for refuse in (state_tree.check, state_tree.dumps, state_tree.split, state_tree.digest):
+    for refuse in (state_tree.check, state_tree.dumps, state_tree.split):
         with pytest.raises(StateTreeError, match=r"^state\['callbacks'\]\['EMA'\]\[1\].* (is|has) .*") as caught:
             refuse({"callbacks": {"EMA": [0, intruder]}})
         assert "\n" not in str(caught.value)
@@ -112,40 +110,3 @@ def test_a_quantized_tensor_is_refused() -> None:
 def test_a_check_reads_no_tensor() -> None:
     state_tree.check([np.broadcast_to(np.zeros(1), (1 << 40,)), np.broadcast_to(np.zeros(1), (1 << 20, 1 << 20)).T])
     state_tree.check(torch.zeros(1).expand(1 << 40))
-
-
-@pytest.mark.slow
-def test_the_digest_is_that_of_the_state_alone() -> None:
-    one = {"a": 1, "b": {3, "x"}, "c": torch.arange(6).reshape(2, 3).t()}
-    other = {"c": torch.arange(6).reshape(2, 3).t().contiguous(), "b": {"x", 3}, "a": 1}
-    assert state_tree.digest(one) == state_tree.digest(other)
-    twice = [1.0]
-    assert state_tree.digest([twice, twice]) == state_tree.digest([[1.0], [1.0]])
-    imported = "from checkpointless.state.serialization import state_tree"
-    code = f"{imported}; print(state_tree.digest({{'a': {{'x', 'y', 'z'}}, 2: [1.5]}}))"
-    there = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
-    assert there.stdout.split()[-1] == state_tree.digest({2: [1.5], "a": {"z", "y", "x"}})
-
-
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        (1, True),
-        (1, 1.0),
-        ("1", 1),
-        ([1], (1,)),
-        ({1}, frozenset({1})),
-        ([[1], 2], [1, [2]]),
-        ({"a": 1, "b": 2}, {"a": 2, "b": 1}),
-        (collections.OrderedDict(a=1, b=2), collections.OrderedDict(b=2, a=1)),
-        (torch.zeros(2), torch.zeros(2, dtype=torch.int32)),
-        (torch.zeros(2, 1), torch.zeros(1, 2)),
-        (torch.zeros(2), np.zeros(2, "<f4")),
-        (np.float32(1), np.float64(1)),
-        (0.0, -0.0),
-        (b"a", bytearray(b"a")),
-        ([], None),
-    ],
-)
-def test_states_that_differ_have_other_digests(one: Any, other: Any) -> None:
-    assert state_tree.digest(one) != state_tree.digest(other)

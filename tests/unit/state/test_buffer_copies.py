@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from checkpointless.state.buffer_copies import BufferCopies
+from checkpointless.state.module_tensors import BufferCopies
 
 _LARGE = 1 << 19  # elements: more than is copied each time
 

@@ -24,9 +24,9 @@ from checkpointless.state.rank_local.declared import (
     put_declared,
     take_declared,
 )
-from checkpointless.state.rank_local.streams import OwnStreams
+from checkpointless.state.rank_local.state import _OwnStreams
 from checkpointless.state.rng import RngStates
-from checkpointless.state.serialization import plain_values
+from checkpointless.state.serialization import state_tree
 from checkpointless.system.environment import RANK_STATE_BYTES_ENV
 
 PLAIN = st.recursive(
@@ -151,7 +151,7 @@ def test_the_limit_is_a_setting(text: str, limit: int, monkeypatch: pytest.Monke
 
 
 def test_it_is_kept_and_restored_with_the_random_streams() -> None:
-    box, streams = Box(norms=[1.0]), OwnStreams()
+    box, streams = Box(norms=[1.0]), _OwnStreams()
     begin_declared(DeclaredState(lambda: [box]))
     streams.capture(3, None, SnapshotPoint.COMMITTED, {})
     drawn = torch.rand(1)
@@ -195,7 +195,7 @@ def test_enum_members_and_named_tuples_come_back_where_there_was_nothing(
     state.take()
     state.put({})  # all is encoded once more, when the classes are known
     taken = dict(state.take())
-    monkeypatch.setattr(plain_values, "_registered", {})  # as in a new process
+    monkeypatch.setattr(state_tree, "_registered", {})  # as in a new process
     fresh = Box(value=None)
     DeclaredState(lambda: [fresh]).put(taken)
     assert fresh.has == {"value": value}

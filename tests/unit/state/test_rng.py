@@ -15,7 +15,7 @@ import torch
 from checkpointless.launcher.protocol.board import Board
 from checkpointless.state import rng
 from checkpointless.state.port import SnapshotPoint
-from checkpointless.state.rank_local.streams import _StreamsOnBoard
+from checkpointless.state.rank_local.state import _StreamsOnBoard
 from checkpointless.state.rng import RngSource, RngStates, register_rng_source
 from tests.interrupting import interrupt
 

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import Callback
 
 from checkpointless.callbacks import CheckpointlessCallback, HPFaultInjectionCallback, StepRecorder
 from checkpointless.callbacks.external import asked_for
-from checkpointless.integrations.lightning.recoverable_strategy import complete
+from checkpointless.integrations.lightning.recoverable_strategy import _complete
 from checkpointless.system.environment import FAULTS_ENV, RECORD_STEPS_ENV, RUN_DIR_ENV, YES
 
 pytestmark = pytest.mark.nemo
@@ -23,15 +23,15 @@ pytestmark = pytest.mark.nemo
 def test_ours_is_added_behind_the_users() -> None:
     users: list[Any] = [Callback()]
     present = list(users)
-    added = complete(present)
+    added = _complete(present)
     assert present == [*users, added]
 
 
 def test_a_callback_with_settings_stays_the_only_one() -> None:
     given = CheckpointlessCallback(enable_checksum=True)
     present: list[Any] = [given]
-    assert complete(present) is given
-    assert complete(present) is given
+    assert _complete(present) is given
+    assert _complete(present) is given
     assert present == [given]
 
 
@@ -48,26 +48,26 @@ def test_what_the_command_line_asks_for_comes_last_and_once() -> None:
     external, users = asked_for(), Callback()
     assert [type(callback) for callback in external] == [StepRecorder, HPFaultInjectionCallback]
     present: list[Any] = [*external, users]
-    added = complete(present)
+    added = _complete(present)
     assert present == [users, added, *external]
-    assert complete(present) is added
+    assert _complete(present) is added
     assert present == [users, added, *external]
 
 
 @pytest.mark.usefixtures("asking")
 def test_a_list_that_was_given_to_a_trainer_before_has_what_is_asked_for_once() -> None:
     present: list[Any] = [*asked_for()]
-    added = complete(present)
+    added = _complete(present)
     newest = asked_for()
     present += newest
-    assert complete(present) is added
+    assert _complete(present) is added
     assert present == [added, *newest]
 
 
 @pytest.mark.usefixtures("asking")
 def test_what_the_command_line_asks_for_is_added_where_lightning_did_not() -> None:
     present: list[Any] = []
-    added = complete(present)
+    added = _complete(present)
     assert [type(callback) for callback in present] == [
         CheckpointlessCallback,
         StepRecorder,
@@ -81,5 +81,5 @@ def test_a_script_that_records_steps_itself_records_them_once() -> None:
     recorder, faults = asked_for()
     mine = StepRecorder.from_environment()
     present: list[Any] = [recorder, faults, mine]
-    added = complete(present)
+    added = _complete(present)
     assert present == [mine, added, faults]

@@ -10,10 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointless.transfer import bucket_rounds as window_module
-from checkpointless.transfer.bucket_rounds import Window, _Parcel
-from checkpointless.transfer.buckets import IN_FLIGHT
+from checkpointless.transfer import transfer as window_module
 from checkpointless.transfer.exchange import Message
+from checkpointless.transfer.transfer import IN_FLIGHT, _Parcel, _Window
 from tests.drawn import examples
 
 BUFFERS = 64
@@ -60,7 +59,7 @@ class Rank:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(window_module, "runs_ahead", lambda: ahead)
             patch.setattr(window_module, "launch", self.launch)
-            window = Window(BUFFERS, self.finish)
+            window = _Window(BUFFERS, self.finish)
             for index, peers, staged in planned:
                 window.make_room(staged)
                 payload = torch.full((max(staged, 1),), index)

@@ -21,7 +21,7 @@ from torchmetrics import Metric, MetricTracker
 from typing_extensions import override
 
 from checkpointless.integrations.compat.lightning import Metadata, ResultCollection, ResultMetric, Sync
-from checkpointless.state.serialization.later import Later
+from checkpointless.state.serialization.state_tree import Later
 
 logger = logging.getLogger(__name__)
 

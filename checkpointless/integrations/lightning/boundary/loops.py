@@ -43,7 +43,7 @@ class Resumption:
     make_loader: Callable[[Callable[[], None]], None] = lambda make: make()
 
 
-class Observer(Protocol):
+class _Observer(Protocol):
     """What is notified of the points after a step (a recoverable fit)."""
 
     def reached(self, stage: SnapshotPoint) -> None:
@@ -68,7 +68,7 @@ class _ResumableEpochLoop(TrainingEpochLoop):
         has_asked: whether a batch was asked for since the epoch was resumed.
     """
 
-    observer: Observer
+    observer: _Observer
     resumption: Resumption | None
     not_delivered: int
     has_asked: bool
@@ -289,7 +289,7 @@ def _validation_loaders(fit_loop: Any, source: Any) -> Any:
     return loaders
 
 
-def make_resumable(trainer: pl.Trainer, observer: Observer) -> None:
+def make_resumable(trainer: pl.Trainer, observer: _Observer) -> None:
     """Make the loops of ``trainer`` resumable and report their points to ``observer``."""
     fit_loop: Any = trainer.fit_loop
     for loop, kind in ((fit_loop, ResumableFitLoop), (fit_loop.epoch_loop, _ResumableEpochLoop)):

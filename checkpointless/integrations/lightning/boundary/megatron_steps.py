@@ -10,11 +10,11 @@ from typing import Any
 import lightning.pytorch as pl
 from nemo.lightning.megatron_parallel import MegatronStep
 
-from checkpointless.integrations.lightning.boundary.outcome import StepOutcome
+from checkpointless.integrations.lightning.boundary.steps import StepOutcome
 from checkpointless.integrations.megatron.state import MegatronTensors
 from checkpointless.integrations.megatron.update import GuardedUpdate, NotedNorms
 from checkpointless.recovery.guard import UpdateGuard
-from checkpointless.state.serialization.later import Later, copy_of
+from checkpointless.state.serialization.state_tree import Later, copy_of
 
 
 class MegatronSteps:

@@ -45,7 +45,7 @@ _slots_of: dict[type, list[str]] = {}
 logger = logging.getLogger(__name__)
 
 
-def parts_of(trainer: pl.Trainer | None) -> Iterator[Part]:
+def parts_of(trainer: pl.Trainer | None) -> Iterator[_Part]:
     """Yield the parts of a trainer that users write, each with a name that it has at every entry of the block.
 
     Args:
@@ -58,7 +58,7 @@ def parts_of(trainer: pl.Trainer | None) -> Iterator[Part]:
         ("data", getattr(trainer, "datamodule", None), _OF_DATA),
     ):
         if part is not None and not _is_of_framework(type(part)):
-            yield Part(name, part, inherited, trainer)
+            yield _Part(name, part, inherited, trainer)
     count: Counter[str] = Counter()
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     for callback in callbacks:
@@ -68,7 +68,7 @@ def parts_of(trainer: pl.Trainer | None) -> Iterator[Part]:
         count[kind.__qualname__] += 1
         number = count[kind.__qualname__]
         name = kind.__qualname__ if number == 1 else f"{kind.__qualname__}#{number}"
-        yield Part(name, callback, frozenset(), trainer)
+        yield _Part(name, callback, frozenset(), trainer)
 
 
 def kept_states(trainer: pl.Trainer) -> set[str]:
@@ -77,7 +77,7 @@ def kept_states(trainer: pl.Trainer) -> set[str]:
     return {key for name, key in keys.items() if key and keeps_declared(f"{name}.{_STATE}")}
 
 
-class Part:
+class _Part:
     """One part with attributes."""
 
     def __init__(self, name: str, part: object, inherited: frozenset[str], trainer: pl.Trainer) -> None:

@@ -1,26 +1,363 @@
-"""The front end of a trainer: guards every update, and captures the rest of what Lightning keeps."""
+"""The front end of a trainer: guards every update, captures the rest of what Lightning keeps, and puts it back.
+
+A step changes much before it is committed, and a fault leaves that half done. The state is therefore taken when a
+point after a step is reached (:class:`~checkpointless.state.port.SnapshotPoint`), and a recovery puts back what
+was taken then. This module and ``epoch_metrics`` alone say what is taken: what is missing is not exact afterwards.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+import logging
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any, cast
 
 import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback, Checkpoint
+from lightning.pytorch.utilities import GradClipAlgorithmType
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
 from checkpointless.inprocess import HPCallWrapper, UnrecoverableError
-from checkpointless.integrations.lightning.boundary.epoch_metrics import Accumulated, own_part
-from checkpointless.integrations.lightning.boundary.kinds import ACCUMULATED, of_save_hooks, take_state
+from checkpointless.integrations.compat.lightning import (
+    call_callbacks_load_state_dict,
+    call_callbacks_on_load_checkpoint,
+    call_datamodule_hook,
+    call_module_hook,
+)
+from checkpointless.integrations.lightning.boundary.epoch_metrics import (
+    Accumulated,
+    own_part,
+    put_accumulated,
+    warn_if_lost,
+    with_own,
+)
+from checkpointless.integrations.lightning.boundary.loops import Resumption
 from checkpointless.integrations.lightning.boundary.plain_attributes import kept_states
-from checkpointless.integrations.lightning.boundary.steps import Steps
-from checkpointless.integrations.lightning.data.position import DataPosition, begun_at
+from checkpointless.integrations.lightning.boundary.steps import StepOutcome, Steps, with_own_loss
+from checkpointless.integrations.lightning.data.position import (
+    DataPosition,
+    begun_at,
+    megatron_sampler,
+    put_sampler,
+    take_sampler,
+)
 from checkpointless.integrations.lightning.data.stateful import without_worker_seeds
+from checkpointless.integrations.lightning.data.training import TrainingData
 from checkpointless.integrations.torch.repeated_steps import repeated_steps
 from checkpointless.recovery import CheckpointManager
 from checkpointless.recovery.guard import UpdateGuard
 from checkpointless.state.journal import Captured, FrontEnd, StepBefore, StepJournal
 from checkpointless.state.port import DATA, SnapshotPoint
 from checkpointless.state.rank_local.agreement import require_equal_replicas
+from checkpointless.state.rank_local.declared import put_declared, take_declared
+from checkpointless.state.rng import RngStates
+from checkpointless.state.serialization import state_tree
+from checkpointless.state.serialization.state_tree import copies_of
+
+#: What Lightning itself writes, besides the states of precision plugin and data module under their names.
+_LIGHTNINGS = frozenset(
+    {
+        "epoch",
+        "global_step",
+        "pytorch-lightning_version",
+        "state_dict",
+        "optimizer_states",
+        "loops",
+        "callbacks",
+        "lr_schedulers",
+    }
+)
+
+
+class InMemoryCheckpoint(dict[str, Any]):
+    """A Lightning checkpoint whose model and optimizer tensors are already in place."""
+
+
+_SAVE_HOOK = "on_save_checkpoint"
+
+
+def take_state(trainer: pl.Trainer) -> Callable[[], dict[str, Any]]:
+    """Take the state of a trainer as Lightning keeps it and as it does not.
+
+    Returns:
+        What makes ``checkpoint``, ``kinds`` and ``sampler``, as they would be now: what Lightning itself writes
+        into a checkpoint, what it does not (but for what is accumulated over an epoch), and what NeMo's sampler
+        counts with.
+
+    Raises:
+        UnrecoverableError: a hook fails on a checkpoint without the model's tensors.
+    """
+    settings = _take_settings(trainer)
+    checkpoint, stop, metrics = _take_checkpoint(trainer), bool(trainer.should_stop), _take_metrics(trainer)
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    savers = _take_savers([each for each in callbacks if isinstance(each, Checkpoint)])
+    sampler = take_sampler(megatron_sampler(trainer), getattr(trainer, "datamodule", None))
+    return lambda: {
+        "checkpoint": checkpoint,
+        "kinds": {"stop": stop, "metrics": metrics(), "savers": savers, SETTINGS: settings},
+        "sampler": sampler(),
+    }
+
+
+def _take_checkpoint(trainer: Any) -> dict[str, Any]:
+    """Take what Lightning itself writes into a checkpoint, without the tensors of model and optimizer.
+
+    These are loops, schedulers, callbacks, data module, precision plugin, and what the hooks ``on_save_checkpoint``
+    of callbacks and module add.
+
+    Raises:
+        UnrecoverableError: a hook fails on a checkpoint without the model's tensors.
+    """
+    kept: dict[str, Any] = {
+        "epoch": trainer.current_epoch,
+        "global_step": trainer.global_step,
+        "pytorch-lightning_version": pl.__version__,
+        "state_dict": {},
+        "optimizer_states": [],
+        "loops": _loops(trainer),
+        "callbacks": {each.state_key: state for each in trainer.callbacks if (state := each.state_dict())},
+        "lr_schedulers": [config.scheduler.state_dict() for config in trainer.strategy.lr_scheduler_configs],
+    }
+    precision, data = trainer.precision_plugin, getattr(trainer, "datamodule", None)
+    if precision_state := precision.state_dict():
+        kept[type(precision).__qualname__] = precision_state
+    if data is not None and is_overridden("state_dict", data):
+        kept[type(data).__qualname__] = data.state_dict()
+    if _has_save_hooks(trainer):
+        _call_save_hooks(trainer, kept)
+    loops = kept.pop("loops")  # Lightning has just made it
+    return {**state_tree.copy(kept), "loops": loops}
+
+
+def _of_save_hooks(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Find what ``on_save_checkpoint`` of module and callbacks has put into a checkpoint.
+
+    Args:
+        checkpoint: the ``checkpoint`` that :func:`take_state` makes.
+
+    Returns:
+        The values by their keys.
+    """
+    if not _has_save_hooks(trainer):
+        return {}
+    parts = (trainer.precision_plugin, getattr(trainer, "datamodule", None))
+    known = _LIGHTNINGS | {type(part).__qualname__ for part in parts}
+    return {key: value for key, value in checkpoint.items() if key not in known}
+
+
+def _loops(trainer: pl.Trainer) -> dict[str, Any] | None:
+    """Return the loops' state; None: the loops are at the beginning.
+
+    Of None Lightning makes something else, once it is loaded.
+    """
+    fit_loop: Any = trainer.fit_loop
+    begun = fit_loop.epoch_progress.current.ready > 0
+    if not begun and not fit_loop.restarting and not fit_loop.epoch_loop.restarting:
+        return None
+    state: dict[str, Any] = fit_loop.state_dict()
+    if fit_loop._combined_loader is None and fit_loop._combined_loader_states_to_load:
+        state["state_dict"]["combined_loader"] = fit_loop._combined_loader_states_to_load
+    saved = {name: state_tree.copy(each) for name, each in state.items() if name.endswith("state_dict")}
+    return {"fit_loop": {**state, **saved}}
+
+
+def _saves(callback: Callback) -> bool:
+    """Return whether Lightning's call of the hook reaches code of the user's."""
+    return type(callback).on_save_checkpoint is not Callback.on_save_checkpoint or _SAVE_HOOK in vars(callback)
+
+
+def _has_save_hooks(trainer: Any) -> bool:
+    if any(map(_saves, trainer.callbacks)):
+        return True
+    return bool(is_overridden(_SAVE_HOOK, trainer.lightning_module))  # Lightning asks no data module
+
+
+def _call_save_hooks(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> None:
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    owner = "a callback"
+    try:
+        for each in callbacks:
+            if _saves(each):
+                owner = type(each).__name__
+                each.on_save_checkpoint(trainer, trainer.lightning_module, checkpoint)
+        module = trainer.lightning_module
+        if is_overridden(_SAVE_HOOK, module):
+            owner = type(module).__name__
+            module.on_save_checkpoint(checkpoint)
+    except Exception as error:
+        raise UnrecoverableError(
+            f"{owner}.on_save_checkpoint failed on a checkpoint without the model's tensors "
+            f"({type(error).__name__}: {error}), so its state cannot be kept for a recovery from memory: "
+            "let it do without checkpoint['state_dict']"
+        ) from error
+
+
+def _load_again(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> None:
+    """Make module, data module and callbacks load their state once more, because hooks have changed it since.
+
+    Args:
+        trainer: a trainer that has loaded ``checkpoint`` before.
+        checkpoint: what :func:`take_state` made; it stays as it is.
+    """
+    checkpoint = copy_to_load(checkpoint)
+    if is_overridden("on_load_checkpoint", trainer.lightning_module):
+        call_module_hook(trainer, "on_load_checkpoint", checkpoint)
+    datamodule = getattr(trainer, "datamodule", None)
+    if datamodule is not None and type(datamodule).__qualname__ in checkpoint:
+        call_datamodule_hook(trainer, "load_state_dict", checkpoint[type(datamodule).__qualname__])
+    call_callbacks_on_load_checkpoint(trainer, checkpoint)
+    call_callbacks_load_state_dict(trainer, checkpoint)
+    _empty_those_without_state(trainer, checkpoint["callbacks"])
+
+
+def _empty_those_without_state(trainer: pl.Trainer, states: Mapping[str, Any]) -> None:
+    """Give callbacks that have a state now, and had an empty one, the empty one; Lightning leaves them out."""
+    for each in trainer.callbacks:  # type: ignore[attr-defined]
+        if each.state_key in states or not each.state_dict():
+            continue
+        try:
+            each.load_state_dict({})
+        except Exception as error:
+            raise UnrecoverableError(
+                f"the state of {type(each).__name__} was empty before the fault, and its load_state_dict fails on "
+                f"{{}} ({type(error).__name__}: {error}): let it take what state_dict returns"
+            ) from error
+
+
+def copy_to_load(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy of ``checkpoint`` that hooks may change; Lightning itself copies the callbacks' states."""
+    return {name: part if name == "callbacks" else state_tree.copy(part) for name, part in checkpoint.items()}
+
+
+# --- kinds that Lightning's checkpoints lack --------------------------------------------------------------------
+
+
+def _take_metrics(trainer: Any) -> Callable[[], dict[str, Any]]:
+    found = [values.copy() for values in _read_metrics(trainer._logger_connector)]
+    tensors = {id(value): value for values in found for value in values.values() if isinstance(value, torch.Tensor)}
+    copies = copies_of([*tensors.values()]) if tensors else None
+
+    def make() -> dict[str, Any]:
+        made = dict(zip(tensors, copies())) if copies is not None else {}
+        return {
+            name: {key: made.get(id(value), value) for key, value in values.items()}
+            for name, values in zip(_METRICS, found)
+        }
+
+    return make
+
+
+def _put_metrics(trainer: Any, state: dict[str, Any]) -> None:
+    for name, values in state.items():
+        setattr(trainer._logger_connector, name, dict(values))
+
+
+_METRICS = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
+
+
+_read_metrics = operator.attrgetter(*_METRICS)
+
+
+#: What checkpoint callbacks know and do not put into their state, or do not take from it again: which checkpoints
+#: were saved last, and which were the best.
+_SAVER = (
+    "_last_global_step_saved",
+    "_last_checkpoint_saved",
+    "last_model_path",
+    "future_last_model_path",
+    "best_k_models",
+    "best_model_path",
+    "best_model_score",
+    "kth_best_model_path",
+    "kth_value",
+    "current_score",
+)
+
+
+def _take_savers(savers: list[Any]) -> list[dict[str, Any]]:
+    return [
+        {name: state_tree.copy(getattr(each, name)) for name in _SAVER if hasattr(each, name)} for each in savers
+    ]
+
+
+def _put_savers(trainer: Any, states: list[dict[str, Any]]) -> None:
+    savers = [each for each in trainer.callbacks if isinstance(each, Checkpoint)]
+    for saver, state in zip(savers, states):
+        for name, value in state.items():
+            setattr(saver, name, state_tree.copy(value))
+
+
+#: The trainer's plain settings that hooks may change in the middle; they are put back where hooks at the start have
+#: run already, since a script that is entered again makes the trainer that it had made at first.
+SETTINGS = "settings"
+_VALIDATES = "val_check_batch"  # missing before the training loader is made
+#: What the training loader is made with, what is set when it is made, and what is read while the loops run.
+OF_LOADERS = (
+    "val_check_interval",
+    "check_val_every_n_epoch",
+    "reload_dataloaders_every_n_epochs",
+    "fit_loop.val_made",
+)
+_MADE = ("fit_loop.max_batches", "fit_loop._last_train_dl_reload_epoch", "fit_loop.made_at_step")
+_READ = (
+    *OF_LOADERS,
+    "gradient_clip_algorithm",
+    "limit_train_batches",
+    "limit_val_batches",
+    "accumulate_grad_batches",
+    "gradient_clip_val",
+    "log_every_n_steps",
+    "fit_loop.max_epochs",
+    "fit_loop.min_epochs",
+    "fit_loop.epoch_loop.max_steps",
+    "fit_loop.epoch_loop.min_steps",
+)
+_read: Callable[[Any], tuple[Any, ...]] = operator.attrgetter(*_READ, *_MADE)
+state_tree.register_plain_type(GradClipAlgorithmType)
+
+
+def _take_settings(trainer: pl.Trainer) -> dict[str, Any]:
+    """Return the settings as they are now, as plain data."""
+    return {**dict(zip((*_READ, *_MADE), _read(trainer))), _VALIDATES: vars(trainer).get(_VALIDATES)}
+
+
+def _put_settings(trainer: pl.Trainer, state: Mapping[str, Any], names: Iterable[str] | None = None) -> None:
+    """Put back what :func:`take_settings` made: those of ``names``, or all but what the training loader sets."""
+    for name in _READ if names is None else names:
+        path, _, last = name.rpartition(".")
+        owner = operator.attrgetter(path)(trainer) if path else trainer
+        if getattr(owner, last, None) != state[name]:
+            setattr(owner, last, state[name])
+
+
+def _put_of_epoch(trainer: pl.Trainer, state: Mapping[str, Any], begins_epoch: bool = False) -> None:
+    """Put all settings back, with what the training loader has set unless an epoch begins with another one."""
+    _put_settings(trainer, state)
+    if _when_made(trainer, state, begins_epoch) is not None:
+        _put_settings(trainer, state, (*_MADE, _VALIDATES))
+
+
+def _when_made(trainer: pl.Trainer, state: Mapping[str, Any], begins_epoch: bool = False) -> tuple[int, int] | None:
+    """Return the epoch and the step in which the training loader was made; None: it is still to be made."""
+    every, (_, last, step) = state["reload_dataloaders_every_n_epochs"], (state[name] for name in _MADE)
+    is_of_epoch = begins_epoch and every and trainer.current_epoch - last >= every
+    return None if is_of_epoch or state[_VALIDATES] is None else (last, step)
+
+
+#: The kind of state whose values only the rank itself has.
+ACCUMULATED = "accumulated"
+
+
+def _put_kinds(trainer: pl.Trainer, states: dict[str, Any]) -> None:
+    """Put back what :func:`take_state` made of them, and what was accumulated, but not the settings."""
+    trainer.should_stop = states["stop"]
+    _put_metrics(trainer, states["metrics"])
+    _put_savers(trainer, states["savers"])
+    put_accumulated(trainer, states[ACCUMULATED])
+
 
 _LOOKED_AT = (2, 3)  # the steps in which is looked at what those before them have left; a first rate may be 0
 
@@ -128,7 +465,7 @@ class StepKeeper(FrontEnd):
         datamodule = getattr(self._trainer, "datamodule", None)
         if type(datamodule).__qualname__ in checkpoint:
             parts[f"{DATA} ({type(datamodule).__qualname__})"] = checkpoint[type(datamodule).__qualname__]
-        for key, value in of_save_hooks(self._trainer, checkpoint).items():
+        for key, value in _of_save_hooks(self._trainer, checkpoint).items():
             parts[f"what on_save_checkpoint puts into checkpoint[{key!r}]"] = value
         return parts
 
@@ -136,3 +473,195 @@ class StepKeeper(FrontEnd):
 def _own_of(accumulated: Accumulated) -> dict[str, Any] | None:
     """Return the part that this rank alone has; None if it is too large to be kept outside of the process."""
     return own_part(accumulated()) if accumulated.has_own else {}
+
+
+# --- After a fault: what memory gave is put back, part by part, until the loops go on -----------------------------
+
+logger = logging.getLogger(__name__)
+
+
+class Restoration:
+    """What memory gave one trainer besides its tensors, which are in place.
+
+    Args:
+        trainer: the trainer, in which Lightning loads its own part of ``objects``.
+    """
+
+    def __init__(
+        self,
+        objects: dict[str, Any],
+        trainer: pl.Trainer,
+        manager: CheckpointManager,
+        keeper: StepKeeper,
+        data: TrainingData,
+    ) -> None:
+        self._waiting: dict[str, Any] | None = objects  # until the loops resume
+        self._trainer = trainer
+        self._manager = manager
+        self._keeper = keeper
+        self._data = data
+        #: The streams and attributes that making a loader has left, in an epoch that begins.
+        self._made_loader: tuple[RngStates, dict[str, bytes]] | None = None
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether something is still to be put back."""
+        return self._waiting is not None
+
+    # --- before the loops begin ---------------------------------------------------------------------------------
+
+    def put_sampler(self) -> None:
+        """Put NeMo's sampler back, so that a loader is made as it was at the start."""
+        if self._waiting is not None:
+            put_sampler(self._trainer, self._waiting["sampler"])
+
+    def position(self) -> DataPosition | None:
+        """Return where the next training loader begins; None: at the beginning."""
+        objects, resumed_at = self._waiting, self._manager.resumed_at
+        if objects is None or resumed_at is None:
+            return None
+        position = DataPosition(*objects["data"])
+        if not _begins_epoch(resumed_at[1], objects):
+            return position
+        trainer: Any = self._trainer
+        length = position.length_at_start if not trainer.reload_dataloaders_every_n_epochs else None
+        return position._replace(within=False, length_at_start=length)
+
+    def resume(self) -> None:
+        """Put back the part of the state that Lightning does not load, and set where the loops resume."""
+        manager, objects = self._manager, self._waiting
+        assert manager.resumed_at is not None
+        assert objects is not None
+        step, stage = manager.resumed_at
+        replays = stage is SnapshotPoint.COMMITTED
+        kept = objects["kinds"][ACCUMULATED]
+        if manager.was_filled:
+            warn_if_lost(objects["outcome"]["accumulated"] if replays else kept, manager.own.kept_at(step, stage))
+        kept = self._own_of(kept, *((step - 1, SnapshotPoint(objects["base"])) if replays else (step, stage)))
+        objects = {**objects, "kinds": {**objects["kinds"], ACCUMULATED: kept}}
+        _put_kinds(self._trainer, objects["kinds"])
+        put_sampler(self._trainer, objects["sampler"])
+        if _is_in_training(stage, objects):
+            _put_settings(self._trainer, objects["kinds"][SETTINGS], OF_LOADERS)
+        if stage is SnapshotPoint.LOADED:
+            self._waiting = None
+            manager.restore_streams()
+            return
+        base = (step - 1, SnapshotPoint(objects["base"])) if replays else (step, stage)
+        # The beginning of the loops draws what it drew then, and makes loaders by the attributes that there were.
+        manager.own.streams.restore(*base)
+        self._trainer.fit_loop.resumption = Resumption(  # type: ignore[attr-defined]
+            stage,
+            partial(self._go_on, objects),
+            partial(self._do_again, objects),
+            _begins_epoch(stage, objects),
+            partial(_when_made, self._trainer, objects["kinds"][SETTINGS], _begins_epoch(stage, objects)),
+            partial(self._make_loader, *base),
+        )
+
+    def _own_of(self, kept: dict[str, Any], step: int, stage: SnapshotPoint) -> dict[str, Any]:
+        """Return what this rank itself accumulated over the epoch, although ``kept`` may come from a peer."""
+        own = self._manager.own.kept_at(step, stage)
+        return with_own(kept, own) if own is not None or self._manager.was_filled else kept
+
+    def _make_loader(self, step: int, stage: SnapshotPoint, make: Callable[[], None]) -> None:
+        """Make the loader of the epoch that begins with ``make``, from the streams and attributes of a point."""
+        self._manager.own.streams.restore(step, stage)
+        make()
+        self._made_loader = RngStates.capture(), take_declared()
+
+    # --- when the loops have begun ------------------------------------------------------------------------------
+
+    def _go_on(self, objects: dict[str, Any]) -> None:
+        """Put the state back again, after the loops have begun with hooks and iterators that changed it."""
+        trainer, manager = self._trainer, self._manager
+        fit_loop: Any = trainer.fit_loop
+        step, stage = manager.resumed_at or (0, SnapshotPoint.LOADED)
+        position = DataPosition(*objects["data"])
+        if _begins_epoch(stage, objects):
+            self._data.begin_epoch_at(position)
+        elif objects["base"] != SnapshotPoint.LOADED:  # after LOADED, Lightning knows where the data stood
+            self._data.resume_at(position, fit_loop)
+        _load_again(trainer, objects["checkpoint"])
+        _put_kinds(trainer, objects["kinds"])
+        if _is_in_training(stage, objects):
+            _put_of_epoch(trainer, objects["kinds"][SETTINGS], _begins_epoch(stage, objects))
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        manager.saves.forget_lost(callbacks)
+        put_sampler(trainer, objects["sampler"])
+        self._waiting = None
+        self._keeper.journal.put_back()
+        if stage is SnapshotPoint.COMMITTED:  # what led to the step is replayed, with the streams from before it
+            base = SnapshotPoint(objects["base"])
+            if base is not SnapshotPoint.LOADED and not manager.own.streams.restore(step - 1, base):
+                logger.warning("random numbers drawn between steps %d and %d are drawn again", step - 1, step)
+        else:
+            manager.restore_streams()
+        if self._made_loader is not None:
+            streams, attributes = self._made_loader
+            streams.restore()
+            put_declared(attributes)
+
+    def _do_again(self, objects: dict[str, Any], run: Callable[[], None]) -> None:
+        """Let Lightning replay the last committed step without computing it."""
+        outcome = StepOutcome(**objects["outcome"])
+        step, _ = self._manager.resumed_at or (-1, SnapshotPoint.COMMITTED)
+        states = self._manager.own.streams.newest(step)
+        output = (outcome.state or {}).get("output", {})
+        if self._manager.was_filled and set(output) - {"loss"}:
+            logger.warning(
+                "on_train_batch_end gets what a peer's training_step returned for step %d beside the loss: this "
+                "rank's own is lost with its process",
+                step,
+            )
+        replayed = with_own_loss(outcome, states.loss if states is not None else None)
+        with self._keeper.steps.replay(replayed, self._put_back_what_was_before, self._manager.restore_streams):
+            run()
+
+    def _put_back_what_was_before(self) -> None:
+        """Put back what the replayed step had left when its gradients were final."""
+        outcome = self._keeper.steps.replayed
+        assert outcome is not None
+        assert self._manager.resumed_at is not None
+        accumulated = cast(dict[str, Any], outcome.accumulated)  # known of every step that was computed
+        if outcome.state is not None:
+            _load_again(self._trainer, outcome.state["checkpoint"])
+            _put_kinds(self._trainer, {**outcome.state["kinds"], ACCUMULATED: accumulated})
+            _put_of_epoch(self._trainer, outcome.state["kinds"][SETTINGS])
+        put_accumulated(self._trainer, self._own_of(accumulated, *self._manager.resumed_at))
+
+
+def skip_fit(trainer: pl.Trainer, objects: dict[str, Any] | None) -> dict[str, Any]:
+    """Skip a fit that was over before the fault, which came in a later fit of the same block.
+
+    Args:
+        objects: the non-tensor state that the fit ended in; None if no rank knows it.
+
+    Returns:
+        The part of that state that Lightning loads.
+    """
+    logger.warning(
+        "this fit had ended before the fault and is not repeated; until the next fit of the block begins, the "
+        "model's weights are not those that it ended with"
+    )
+    trainer.fit_loop.was_finished = True  # type: ignore[attr-defined]
+    if objects is None:
+        return {}
+    _put_kinds(trainer, objects["kinds"])
+    _put_of_epoch(trainer, objects["kinds"][SETTINGS])
+    checkpoint: dict[str, Any] = objects["checkpoint"]
+    return checkpoint
+
+
+def _begins_epoch(stage: SnapshotPoint, objects: Mapping[str, Any]) -> bool:
+    """Return whether an epoch begins where the loops resume."""
+    return stage is SnapshotPoint.TURNED or (
+        stage is SnapshotPoint.COMMITTED and objects["base"] == SnapshotPoint.TURNED
+    )
+
+
+def _is_in_training(stage: SnapshotPoint, objects: Mapping[str, Any]) -> bool:
+    """Return whether the hooks at the start of training had run; what they set, they have set again."""
+    return (
+        SnapshotPoint(objects["base"]) if stage is SnapshotPoint.COMMITTED else stage
+    ) is not SnapshotPoint.LOADED

@@ -22,12 +22,12 @@ from typing_extensions import override
 
 from checkpointless.callbacks.step_recorder import loss_of
 from checkpointless.inprocess import HPCallWrapper, UnrecoverableError
-from checkpointless.integrations.lightning.boundary.kinds import take_state
-from checkpointless.integrations.lightning.boundary.outcome import StepOutcome
+from checkpointless.integrations.lightning.boundary.step_keeper import take_state
+from checkpointless.integrations.lightning.boundary.steps import StepOutcome
 from checkpointless.integrations.torch.torch_tensors import TorchTensors
 from checkpointless.recovery.guard import UpdateGuard
 from checkpointless.state.serialization import state_tree
-from checkpointless.state.serialization.later import Later
+from checkpointless.state.serialization.state_tree import Later
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from typing_extensions import override
 from checkpointless.inprocess import StateLostError, UnrecoverableError, active_call_wrapper
 from checkpointless.inprocess.exceptions import is_victim, line_of
 from checkpointless.integrations.compat.lightning import CheckpointConnector
-from checkpointless.integrations.lightning.boundary.kinds import InMemoryCheckpoint, copy_to_load
+from checkpointless.integrations.lightning.boundary.step_keeper import InMemoryCheckpoint, copy_to_load
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.events import event_log
 from checkpointless.observability.telemetry.wording import printable

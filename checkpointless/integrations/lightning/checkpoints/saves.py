@@ -12,38 +12,544 @@ can go back to where it began (:mod:`checkpointless.recovery.decide`); otherwise
 
 from __future__ import annotations
 
+import copy
+import ctypes
+import errno
+import functools
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import multiprocessing
+import os
+import shutil
+import signal
+import threading
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.callbacks import ModelCheckpoint as LightningModelCheckpoint
+from megatron.core.dist_checkpointing import serialization
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
-from nemo.lightning.ckpt_utils import ckpt_to_dir
+from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from nemo.lightning.callback_group import CallbackGroup
+from nemo.lightning.ckpt_utils import WEIGHTS_PATH, ckpt_to_dir
+from nemo.lightning.io.pl import ckpt_to_weights_subdir
 from nemo.lightning.pytorch.callbacks import ModelCheckpoint
 from torch.distributed.checkpoint import CheckpointException
 
-from checkpointless.integrations.compat.megatron import ActiveAsyncRequest
-from checkpointless.integrations.lightning.checkpoints.callbacks import Replaced, replaced, undo
-from checkpointless.integrations.lightning.checkpoints.failed_saves import (
-    FailedSaves,
-    SaveFailed,
-    merged,
-    reasons_by,
-)
-from checkpointless.integrations.lightning.checkpoints.unfinished import leave_unfinished, remove, remove_unfinished
+from checkpointless.inprocess import UnrecoverableError, active_call_wrapper
+from checkpointless.inprocess.exceptions import is_victim
+from checkpointless.integrations.compat.megatron import ActiveAsyncRequest, disable_gc
 from checkpointless.launcher.protocol.causes import Json
+from checkpointless.observability.telemetry.event_names import EventName
+from checkpointless.observability.telemetry.events import event_log
 from checkpointless.state.port import SnapshotPoint
+from checkpointless.system.patches import Patch, Patches
 from checkpointless.transfer.exchange import all_gather_json
 
 if TYPE_CHECKING:
+    from multiprocessing.queues import Queue
+
     import lightning.pytorch as pl
     from lightning.pytorch.plugins import CheckpointIO
     from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
     from nemo.lightning import MegatronStrategy
+
+
+# --- The processes that write a rank's part of a checkpoint: one that is killed is noticed ------------------------
+#
+# Megatron-core counts what its writers say. If one is killed, for example because the memory is used up, the rank
+# or the process that writes in the background waits for ever, and no later background save is finished.
+
+_PR_SET_PDEATHSIG = 1
+_ENDS_S = 5.0
+
+
+class _Report:
+    """A writer's connection to its rank; it stands for both of the queues that Megatron-core gives a writer."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.put = connection.send
+
+    def get(self) -> None:
+        """Do nothing: nobody counts."""
+
+    task_done = get
+
+
+@disable_gc()
+def _write_buckets(
+    transforms: Sequence[Any], use_msc: bool, rank: int, buckets: Sequence[Any], results: Queue[Any]
+) -> None:
+    """Write a rank's part of a checkpoint, each bucket in a separate process.
+
+    It takes the place of ``FileSystemWriterAsync.write_preloaded_data_multiproc``.
+
+    Args:
+        transforms: what Megatron-core does to each item.
+        use_msc: whether NVIDIA's Multi-Storage Client opens the files.
+        results: the queue that gets what each writer says, by its number, or the first error.
+    """
+    context = multiprocessing.get_context("fork")
+    writers: list[tuple[Any, Connection]] = []
+    said: list[Any] = []
+    try:
+        for number, bucket in enumerate(buckets):
+            receiver, sender = context.Pipe(duplex=False)
+            writer = context.Process(target=_write, args=(transforms, use_msc, number, bucket, sender))
+            writer.start()
+            sender.close()  # so that the receiver ends with the process
+            writers.append((writer, receiver))
+        said = [_said(*each) for each in writers]
+    except OSError as error:  # no process could be started
+        said = [error]
+    finally:
+        for writer, receiver in writers:
+            writer.kill()  # it has ended or is about to, unless a fault came
+            writer.join(_ENDS_S)
+            receiver.close()
+    errors = [each for each in said if isinstance(each, Exception)]
+    results.put(errors[0] if errors else dict(enumerate(said)))
+
+
+def _said(writer: Any, receiver: Connection) -> Any:
+    """Wait for a writer, and return its results or its error."""
+    try:
+        return receiver.recv()[1]
+    except EOFError:
+        writer.join(_ENDS_S)
+        code = writer.exitcode or 0
+        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        return RuntimeError(f"the process that wrote a part of it ended with {how}")
+
+
+def _write(transforms: Sequence[Any], use_msc: bool, number: int, bucket: Any, sender: Connection) -> None:
+    """Be a writer, which ends with the process that started it."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    report = _Report(sender)
+    more = {"use_msc": True} if use_msc else {}
+    FileSystemWriterAsync.write_preloaded_data(transforms, number, bucket, report, report, use_fsync=True, **more)
+
+
+_patches = Patches()
+
+
+def install() -> None:
+    """Make the saves of trainers with our strategy outlive what fails in them. Idempotent."""
+    if _patches.are_made:
+        return
+    books = "a save that failed must not stay in the books, and what it replaces must not be removed"
+    alone = "one rank writes it, and the others wait"
+    killed = "a writer that is killed is waited for for ever"
+    writer, buckets = FileSystemWriterAsync, staticmethod(_write_buckets)
+    _patches.make(
+        [
+            Patch(LightningModelCheckpoint, "_save_topk_checkpoint", _with_books, books),
+            Patch(LightningModelCheckpoint, "_save_last_checkpoint", _with_books, books),
+            Patch(ModelCheckpoint, "set_checkpoint_unfinished_marker", _marking, alone),
+            Patch(TorchCommonSaveStrategy, "save_common", _noting(lambda _strategy, _state, folder: folder), alone),
+            Patch(serialization, "save_config", _noting(lambda _config, folder: folder), alone),
+            Patch(writer, "finish", _noting(lambda self, *_: self.checkpoint_dir), alone),
+            Patch(writer, "write_preloaded_data_multiproc", lambda _: buckets, killed),
+        ]
+    )
+
+
+def _with_books(original: Callable[..., None]) -> Callable[..., None]:
+    """Return ``original``, which saves, with the books put back if the save fails."""
+
+    @functools.wraps(original)
+    def save(callback: Any, trainer: Any, monitor_candidates: dict[str, Any]) -> None:
+        failed: FailedSaves | None = getattr(trainer.strategy, "failed_saves", None)
+        if failed is None:  # of another strategy, or outside of a fit
+            original(callback, trainer, monitor_candidates)
+            return
+        books = _books_of(callback)
+        try:
+            with failed.handling():
+                original(callback, trainer, monitor_candidates)
+        except _SaveFailed:
+            vars(callback).update(books)
+            callback._last_global_step_saved = trainer.global_step  # it is not tried again in the same step
+            CallbackGroup.get_instance().on_save_checkpoint_end()
+            return
+        if getattr(callback, "async_save", False):
+            for path in _new_paths(callback, books):
+                trainer.strategy.checkpoint_manager.saves.keep(path, callback, books)
+
+    return save
+
+
+def _marking(original: Callable[..., None]) -> Any:
+    """Return ``original``, which marks a checkpoint as unfinished, with its error kept until the ranks have met."""
+    mark = _noting(lambda path: path)(original)
+
+    @functools.wraps(original)
+    def marking(checkpoint_path: str | Path, barrier_after: bool = False) -> None:
+        mark(checkpoint_path)
+        if barrier_after and dist.is_initialized():
+            dist.barrier()
+
+    return staticmethod(marking)
+
+
+# --- books --------------------------------------------------------------------------------------------------------
+
+#: What a background save has replaced in a callback's books, as plain data: ``models``, which are no longer among
+#: the best, with their scores; ``best`` and ``last``, the best model and the last checkpoint before it.
+Replaced = dict[str, Any]
+
+
+def _books_of(callback: LightningModelCheckpoint) -> dict[str, Any]:
+    """Return a copy of all that ``callback`` knows, to put it back with ``vars(callback).update(books)``."""
+    return {
+        name: copy.copy(value) if isinstance(value, list | dict) else value
+        for name, value in vars(callback).items()
+    }
+
+
+def _new_paths(callback: LightningModelCheckpoint, books: dict[str, Any]) -> list[str]:
+    """Return the paths that ``callback`` has begun to believe in since its books were ``books``."""
+    then = {*books["best_k_models"], books["best_model_path"], books["last_model_path"], ""}
+    now = [*callback.best_k_models, callback.best_model_path, callback.last_model_path]
+    return list(dict.fromkeys(path for path in now if path not in then))
+
+
+def replaced(callback: LightningModelCheckpoint, books: Mapping[str, Any]) -> Replaced:
+    """Return what a save of ``callback`` has replaced since its books were ``books``."""
+    models = books["best_k_models"].items()
+    gone = {path: float(score) for path, score in models if path not in callback.best_k_models}
+    return {"models": gone, "best": str(books["best_model_path"]), "last": str(books["last_model_path"])}
+
+
+def undo(callback: object, path: str, was: Replaced) -> None:
+    """Strike a save that failed out of a callback's books, and take back what it replaced.
+
+    Args:
+        callback: any callback; one that keeps no such books stays as it is.
+        was: what the save has replaced; empty: nothing is known of it.
+    """
+    if not isinstance(callback, LightningModelCheckpoint):
+        return
+    known = {*callback.best_k_models, callback.best_model_path, callback.last_model_path} - {""}
+    failed = {each for each in known if ckpt_to_dir(each) == ckpt_to_dir(path)}
+    if not failed:
+        return
+    scores = {each: torch.tensor(score) for each, score in was.get("models", {}).items()}
+    models = scores | {each: score for each, score in callback.best_k_models.items() if each not in failed}
+    callback.best_k_models = models
+    if callback.last_model_path in failed:
+        callback.last_model_path = was.get("last", "")
+    links = getattr(callback, "ckpts_to_link", {})
+    for each in [each for each in links if ckpt_to_dir(each) == ckpt_to_dir(path)]:
+        del links[each]
+    if callback.monitor is None:
+        if callback.best_model_path in failed:
+            callback.best_model_path = was.get("best", "")
+        return
+    by_score = sorted(models, key=lambda each: float(models[each]), reverse=callback.mode != "min")
+    callback.best_model_path, callback.kth_best_model_path = (by_score[0], by_score[-1]) if by_score else ("", "")
+    callback.best_model_score = models[by_score[0]] if by_score else None
+    callback.kth_value = models[by_score[-1]] if by_score else None  # type: ignore[assignment]  # as NeMo does
+
+
+_REMOVAL_S = 10.0
+_removing = threading.Lock()  # NeMo removes checkpoints in threads if saves are made in the background
+_REMOVE = ModelCheckpoint.__dict__["_remove_unfinished_checkpoints"]
+
+
+def leave_unfinished(leave: bool) -> None:
+    """Set whether NeMo must leave unfinished checkpoints at a trainer's set-up: it must while they are written."""
+    name = "_remove_unfinished_checkpoints"
+    setattr(ModelCheckpoint, name, staticmethod(lambda *_: None) if leave else _REMOVE)
+
+
+def _remove_unfinished(callbacks: Iterable[Any]) -> None:
+    """Remove unfinished checkpoints, as NeMo does at a trainer's set-up unless it was told to leave them."""
+    for each in callbacks:
+        if isinstance(each, ModelCheckpoint) and each.dirpath is not None:
+            _REMOVE.__func__(each.dirpath)
+
+
+def remove(paths: Iterable[str]) -> None:
+    """Remove checkpoints that will not be finished, and NeMo's markers; what cannot be removed stays marked."""
+    for path in paths:
+        if "://" in path:
+            continue
+        folder = Path(ckpt_to_dir(path))
+        shutil.rmtree(folder, ignore_errors=True)
+        try:
+            if not folder.exists():
+                ModelCheckpoint.format_checkpoint_unfinished_marker_path(path).unlink(missing_ok=True)
+        except OSError as error:
+            logger.warning("what is left of checkpoint %s could not be removed: %s", folder, error)
+
+
+def remove_whole(folder: Path) -> None:
+    """Remove a whole checkpoint so that, whenever the process is killed, nothing half removed passes for one.
+
+    It gets another name first, which NeMo takes for that of an unfinished checkpoint.
+
+    Raises:
+        OSError: it cannot be removed.
+    """
+    with _removing:
+        gone = folder.with_name(f"{folder.name}-removed")
+        marker = ModelCheckpoint.format_checkpoint_unfinished_marker_path(gone)
+        try:
+            marker.touch()
+            folder.rename(gone)
+        except FileNotFoundError:  # somebody else has removed it
+            marker.unlink(missing_ok=True)
+            return
+        shutil.rmtree(gone)
+        marker.unlink()
+
+
+def wait_for_removals() -> None:
+    """Wait until no thread of NeMo's removes a checkpoint any more, or for ten seconds."""
+    if _removing.acquire(timeout=_REMOVAL_S):
+        _removing.release()
+
+
+OnSaveError = Literal["continue", "raise"]
+
+_HARDLY_ANY = 64 * 1024  # bytes
+_UNKNOWN = {0: "a part of it could not be written"}
+
+
+class _SaveFailed(Exception):
+    """A checkpoint could not be saved, as all ranks know."""
+
+    def __init__(self, path: str, reasons: Mapping[int, str]) -> None:
+        super().__init__(path, reasons)
+        self.path = path
+        self.reasons = reasons
+
+    def __str__(self) -> str:
+        rank = min(self.reasons)
+        return (
+            f"checkpoint {self.path.removesuffix('.ckpt')} could not be saved (rank {rank}: {self.reasons[rank]})"
+        )
+
+
+class FailedSaves:
+    """What a rank does about saves that fail; it outlives restarts.
+
+    Attributes:
+        active: the one that handles the errors of what is running; None: nothing does.
+        on_error: whether training continues after a failed save, or the job ends.
+        errors: what went wrong on this rank and the others do not know of yet, by the checkpoint's folder.
+        raised: the step after which this rank raised in a save, and why; None: it has not.
+    """
+
+    active: ClassVar[FailedSaves | None] = None
+
+    def __init__(self) -> None:
+        self.on_error: OnSaveError = "continue"
+        self.errors: dict[str, str] = {}
+        self.raised: tuple[int, str] | None = None
+        self._given_up: tuple[int, dict[int, str]] = -1, {}  # the step whose saves are given up, and why, by rank
+        self._strategy: Callable[[], Any] = lambda: None
+
+    def watch(self, strategy: MegatronStrategy) -> None:
+        """Watch what ``strategy`` writes. Idempotent."""
+        self._strategy = weakref.ref(strategy)
+        writer = strategy.unwrapped_checkpoint_io
+        if "save_checkpoint" not in vars(writer):
+            vars(writer)["save_checkpoint"] = self._agreeing(writer.save_checkpoint)
+
+    @contextmanager
+    def handling(self) -> Iterator[None]:
+        """While the context lasts, what one rank writes while the others wait for it notes its errors."""
+        before, FailedSaves.active = FailedSaves.active, self
+        try:
+            yield
+        finally:
+            FailedSaves.active = before
+
+    def _agreeing(self, save: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``save`` of a checkpoint IO, in which the ranks agree before they write and after it."""
+
+        def save_checkpoint(checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> Any:
+            if FailedSaves.active is not self:
+                return save(checkpoint, path, storage_options)
+            try:
+                if "://" not in str(path):
+                    ckpt_to_weights_subdir(path, is_saving=True).mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                self.keep(path, error)
+            self.agree(str(path))
+            request = save(checkpoint, path, storage_options)
+            self.agree(str(path))
+            return request
+
+        return save_checkpoint
+
+    def keep(self, path: str | Path, error: Exception) -> None:
+        """Keep an error for the others; only the first is kept, because others follow from it."""
+        reason = _reason(error, str(path))
+        logger.warning("%s could not be written: %s", path, reason)
+        self.errors.setdefault(_folder_of(path), reason)
+
+    def agree(self, path: str) -> None:
+        """Learn whether anything of the save to ``path`` has failed on any rank. Collective.
+
+        Raises:
+            _SaveFailed: it has.
+            UnrecoverableError: the same, if that ends the job.
+        """
+        everyone = all_gather_json(self.errors.pop(_folder_of(path), ""))
+        reasons = {rank: reason for rank, reason in enumerate(everyone) if reason}
+        if reasons:
+            self.fail(path, reasons)
+
+    def end(self, path: str, finish: Callable[[], None] | None) -> None:
+        """End a background save with ``finish``, after all ranks have written what they had to. Collective.
+
+        Raises:
+            _SaveFailed: not all of them have.
+            UnrecoverableError: the same, if that ends the job.
+        """
+        self.agree(path)
+        if finish is not None:
+            finish()
+
+    @contextmanager
+    def attempt(self, path: str) -> Iterator[None]:
+        """While the context lasts, the rank saves to ``path``. Collective.
+
+        Raises:
+            _SaveFailed: the save has failed, and every rank raises this.
+            UnrecoverableError: the same, if that ends the job.
+        """
+        step, reasons = self._given_up
+        if reasons and step == self._step():  # a rank raised in a save of this step before the fault
+            self.fail(path, reasons)
+        try:
+            with self.handling():
+                yield
+        except CheckpointException as error:
+            self.fail(path, _merged(all_gather_json(_reasons_by(error))))
+        except (OSError, RuntimeError, CheckpointingException) as error:
+            self.note(error, path)
+            raise
+
+    def note(self, error: Exception, path: str, step: int | None = None) -> None:
+        """Note that this rank raises ``error`` in a save, unless it follows from the loss of another rank.
+
+        Args:
+            step: the step after which the save was begun; None: the newest.
+        """
+        if not is_victim(error):
+            self.raised = (self._step() if step is None else step), _reason(error, path)
+
+    def give_up(self, raised: Sequence[tuple[int, str] | None], resumed: int) -> None:
+        """Give up the saves of the step that training resumes at, if a rank raised in one of them.
+
+        Args:
+            raised: by rank, after which step it raised in a save, and why.
+            resumed: the step; -1: the state is not from memory.
+        """
+        reasons = {rank: each[1] for rank, each in enumerate(raised) if each is not None and each[0] == resumed}
+        self._given_up, self.errors = (resumed, reasons), {}
+        if self.raised is not None and self.raised[0] != resumed:
+            self.raised = None
+
+    def fail(self, path: str, reasons: dict[int, str]) -> None:
+        """End a save that has failed, as all ranks know.
+
+        Raises:
+            _SaveFailed: always, unless it ends the job.
+            UnrecoverableError: it ends the job.
+        """
+        strategy, call = self._strategy(), active_call_wrapper()
+        failure = _SaveFailed(path, reasons)
+        self.errors.pop(_folder_of(path), None)
+        if strategy.trainer.is_global_zero:
+            remove([path])
+        if strategy.trainer.global_rank == min(reasons):
+            logger.warning("%s: training goes on, and the next one that is due is made", failure)
+            event_log().emit(
+                EventName.SAVE_FAILED,
+                "point",
+                generation=call.generation if call is not None else 0,
+                path=_folder_of(path),
+                reason=reasons[min(reasons)],
+                ranks=sorted(reasons),
+            )
+        if self.on_error == "raise":
+            raise UnrecoverableError(f"{failure}, and on_save_error is 'raise'")
+        raise failure
+
+    def _step(self) -> int:
+        """Return the newest step of the rank."""
+        return int(self._strategy().journal().newest[0])
+
+
+def _reasons_by(error: CheckpointException) -> dict[str, str]:
+    """Return what went wrong in a save, by rank; only one rank knows it of the others."""
+    return {str(rank): _reason(each) for rank, (each, _) in error.failures.items()}
+
+
+def _merged(reasons: Sequence[Mapping[str, str]]) -> dict[int, str]:
+    """Return what all ranks know of what went wrong in a save, by rank."""
+    return {int(rank): reason for each in reasons for rank, reason in each.items()} or _UNKNOWN
+
+
+def _noting(where: Callable[..., str | Path]) -> Callable[[Any], Any]:
+    """Return what makes a function keep its error for the others, and go on, while a save is made or ended.
+
+    Args:
+        where: returns where the function writes, from its arguments.
+    """
+
+    def make(original: Any) -> Any:
+        @functools.wraps(original)
+        def noted(*args: Any) -> None:
+            try:
+                original(*args)
+            except (OSError, RuntimeError) as error:
+                if FailedSaves.active is None:
+                    raise
+                FailedSaves.active.keep(where(*args), error)
+
+        return noted
+
+    return make
+
+
+def _folder_of(path: str | Path) -> str:
+    """Return the folder of the checkpoint that ``path`` names, whose weights ``path`` may be."""
+    folder = Path(ckpt_to_dir(path))
+    return str(folder.parent if folder.name == WEIGHTS_PATH else folder)
+
+
+def _reason(error: BaseException, path: str = "") -> str:
+    """Return in one line what went wrong."""
+    if str(error) == "results_queue should not be empty":
+        return "the process that wrote it in the background was lost"
+    if (
+        isinstance(error, RuntimeError) and path and _is_full(os.path.dirname(_folder_of(path)))
+    ):  # torch.save does not say so
+        return os.strerror(errno.ENOSPC)
+    return " ".join(str(error).removeprefix("Worker failure: ").split()) or type(error).__name__
+
+
+def _is_full(folder: str) -> bool:
+    """Return whether hardly anything is free on the file system of ``folder``."""
+    return os.path.isdir(folder) and shutil.disk_usage(folder).free < _HARDLY_ANY
+
 
 logger = logging.getLogger(__name__)
 
@@ -198,7 +704,7 @@ class Saves:
             finish: the present caller's function that ends the save; None: there is none.
 
         Raises:
-            SaveFailed: the save has failed, as all ranks know, and its caller makes up for that.
+            _SaveFailed: the save has failed, as all ranks know, and its caller makes up for that.
         """
         if after[0] != self._resumed_step:
             self._again, self._whole = set(), {}
@@ -218,7 +724,7 @@ class Saves:
             try:
                 with self.failed.attempt(path):
                     make()
-            except SaveFailed:
+            except _SaveFailed:
                 self._forget(path)
                 if FailedSaves.active is None:  # the script itself saves
                     return
@@ -329,7 +835,7 @@ class Saves:
             if agreed.going_on:
                 remove(agreed.lost_paths)
             else:
-                remove_unfinished(trainer.callbacks)  # type: ignore[attr-defined]
+                _remove_unfinished(trainer.callbacks)  # type: ignore[attr-defined]
 
     def watch(self, strategy: MegatronStrategy) -> None:
         """Watch the background saves that ``strategy`` finishes. Idempotent."""
@@ -350,10 +856,10 @@ class Saves:
                 try:
                     with self.failed.handling():
                         return finalize(blocking)
-                except (CheckpointException, SaveFailed, OSError, RuntimeError) as error:
+                except (CheckpointException, _SaveFailed, OSError, RuntimeError) as error:
                     ended = before[: len(before) - len(queue.async_calls)]  # the last of them, in vain
                     save = next((each for each in self._made if each.number in ended[-1:]), None)
-                    if isinstance(error, CheckpointException | SaveFailed):
+                    if isinstance(error, CheckpointException | _SaveFailed):
                         self._give_up(save, error, callbacks)
                         continue
                     if save is not None:
@@ -363,7 +869,7 @@ class Saves:
         return maybe_finalize_save_checkpoint
 
     def _give_up(
-        self, save: _Save | None, error: CheckpointException | SaveFailed, callbacks: Sequence[Any]
+        self, save: _Save | None, error: CheckpointException | _SaveFailed, callbacks: Sequence[Any]
     ) -> None:
         """Give up a background save in whose end all ranks have raised. Collective.
 
@@ -375,7 +881,7 @@ class Saves:
             UnrecoverableError: a failed save ends the job.
         """
         mine: Json = None if save is None else [save.path, save.replaced]
-        reasons = reasons_by(error) if isinstance(error, CheckpointException) else {}
+        reasons = _reasons_by(error) if isinstance(error, CheckpointException) else {}
         everyone = all_gather_json({"save": mine, "reasons": reasons})
         known = [each["save"] for each in everyone if each["save"] is not None]
         if not known:
@@ -383,8 +889,8 @@ class Saves:
         path, was = max(known, key=lambda each: bool(each[1]))
         try:
             if isinstance(error, CheckpointException):
-                self.failed.fail(path, merged([each["reasons"] for each in everyone]))
-        except SaveFailed:
+                self.failed.fail(path, _merged([each["reasons"] for each in everyone]))
+        except _SaveFailed:
             pass  # as all ranks know
         if save is not None:
             save.spare()

@@ -23,7 +23,7 @@ from checkpointless.integrations.lightning.data.sampler_state import (
     samplers_within,
 )
 from checkpointless.state.serialization import state_tree
-from checkpointless.state.serialization.later import copy_of
+from checkpointless.state.serialization.state_tree import copy_of
 
 if TYPE_CHECKING:
     from nemo.lightning.pytorch.plugins import MegatronDataSampler

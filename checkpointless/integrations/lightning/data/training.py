@@ -31,7 +31,7 @@ class _CountingLoop(Protocol):
     not_delivered: int
 
 
-class FitLoop(Protocol):
+class _FitLoop(Protocol):
     """Lightning's loop over epochs, made resumable."""
 
     _data_fetcher: DataFetcher | None
@@ -50,7 +50,7 @@ class TrainingData:
         self._stateful: Iterable[object] | None = None  # a loader that knows its position
         self._order: DrawnOrder | None = None  # of such a loader, if it does not know that
 
-    def position(self, fit_loop: FitLoop) -> DataPosition:
+    def position(self, fit_loop: _FitLoop) -> DataPosition:
         """Return where the training stands in its data."""
         fetcher = fit_loop._data_fetcher
         fetched = fetcher.fetched if fetcher is not None else 0
@@ -67,7 +67,7 @@ class TrainingData:
             ahead=len(getattr(fetcher, "batches", ())),
         )
 
-    def fetched(self, fit_loop: FitLoop) -> int:
+    def fetched(self, fit_loop: _FitLoop) -> int:
         """Return how many batches Lightning's fetcher has counted."""
         fetcher = fit_loop._data_fetcher
         return fetcher.fetched if fetcher is not None else 0
@@ -108,7 +108,7 @@ class TrainingData:
         if self._order is not None:
             self._order.begin_anew()
 
-    def resume_at(self, position: DataPosition, fit_loop: FitLoop) -> None:
+    def resume_at(self, position: DataPosition, fit_loop: _FitLoop) -> None:
         """Let an epoch that has begun in an earlier generation continue at ``position``.
 
         Args:

@@ -18,9 +18,8 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 
 from checkpointless.integrations.megatron import cpu_platform
-from checkpointless.integrations.megatron.warm.kept_model import KeptModel, groups_now
+from checkpointless.integrations.megatron.warm.kept_model import KeptModel, fingerprints, groups_now
 from checkpointless.state.rng import RngStates
-from checkpointless.state.serialization.fingerprints import fingerprints
 
 pytestmark = pytest.mark.nemo
 

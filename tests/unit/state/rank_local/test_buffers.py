@@ -9,8 +9,8 @@ import torch
 
 from checkpointless.launcher.protocol.board import Board
 from checkpointless.state.port import SnapshotPoint
-from checkpointless.state.rank_local import buffers as own_buffers
-from checkpointless.state.rank_local.buffers import NOTHING, OWN_BUFFER_BYTES, OwnBuffers, decode
+from checkpointless.state.rank_local import state as own_buffers
+from checkpointless.state.rank_local.state import NOTHING, OWN_BUFFER_BYTES, _OwnBuffers, decode
 from checkpointless.transfer.tensor_entry import Key
 
 NAME: Key = ("buffer", "norm.running_mean")
@@ -37,7 +37,7 @@ def buffers(value: float) -> dict[Key, torch.Tensor]:
 
 @pytest.mark.usefixtures("group")
 def test_what_never_changes_is_not_kept() -> None:
-    own = OwnBuffers()
+    own = _OwnBuffers()
     own.begin(buffers(1.0), [0, 1])
     own.keep(1, SnapshotPoint.COMMITTED, buffers(1.0), None)
     assert own.record(1, SnapshotPoint.COMMITTED, None) == NOTHING
@@ -45,7 +45,7 @@ def test_what_never_changes_is_not_kept() -> None:
 
 @pytest.mark.usefixtures("group")
 def test_what_has_changed_is_kept_from_then_on() -> None:
-    own = OwnBuffers()
+    own = _OwnBuffers()
     own.begin(buffers(1.0), [0, 1])
     own.keep(1, SnapshotPoint.COMMITTED, buffers(2.0), None)
     own.keep(2, SnapshotPoint.COMMITTED, buffers(1.0), None)
@@ -57,7 +57,7 @@ def test_what_has_changed_is_kept_from_then_on() -> None:
 
 def test_what_differs_in_the_beginning_is_kept(group: Answers) -> None:
     group([{"small": 7, "large": {}}])
-    own = OwnBuffers()
+    own = _OwnBuffers()
     own.begin(buffers(1.0), [0, 1])
     own.keep(1, SnapshotPoint.COMMITTED, buffers(1.0), None)
     assert own.record(1, SnapshotPoint.COMMITTED, None) != NOTHING
@@ -65,7 +65,7 @@ def test_what_differs_in_the_beginning_is_kept(group: Answers) -> None:
 
 def test_a_new_process_without_a_beginning_takes_what_it_keeps_first_for_it() -> None:
     """A rank whose buffers had not changed must be told what they were: the first that it keeps are later ones."""
-    told, untold = OwnBuffers(), OwnBuffers()
+    told, untold = _OwnBuffers(), _OwnBuffers()
     told.begun_with(buffers(1.0))
     for own in (told, untold):
         own.keep(5, SnapshotPoint.COMMITTED, buffers(2.0), None)
@@ -75,7 +75,7 @@ def test_a_new_process_without_a_beginning_takes_what_it_keeps_first_for_it() ->
 
 @pytest.mark.usefixtures("group")
 def test_a_beginning_that_is_known_stays() -> None:
-    own = OwnBuffers()
+    own = _OwnBuffers()
     own.begin(buffers(1.0), [0, 1])
     own.begun_with(buffers(2.0))
     own.keep(5, SnapshotPoint.COMMITTED, buffers(2.0), None)
@@ -84,7 +84,7 @@ def test_a_beginning_that_is_known_stays() -> None:
 
 def test_what_is_too_large_and_differs_cannot_be_given_back(group: Answers) -> None:
     large: dict[Key, torch.Tensor] = {NAME: torch.zeros(OWN_BUFFER_BYTES // 4 + 1)}
-    own = OwnBuffers()
+    own = _OwnBuffers()
     own.begin(large, [0, 1])
     group([{"small": None, "large": {"norm.running_mean": 7}}])
     own.keep(1, SnapshotPoint.COMMITTED, large, None)
@@ -100,17 +100,17 @@ def test_what_is_too_large_and_differs_cannot_be_given_back(group: Answers) -> N
 @pytest.mark.usefixtures("group")
 def test_a_new_process_is_told_that_no_buffer_had_changed_before_the_first_one_did() -> None:
     board = Board.create(0)
-    own = OwnBuffers()
+    own = _OwnBuffers()
     own.begin(buffers(1.0), [0, 1])
-    assert OwnBuffers().record(1, SnapshotPoint.COMMITTED, board) is None
+    assert _OwnBuffers().record(1, SnapshotPoint.COMMITTED, board) is None
     for step in (1, 2):
         for stage in (SnapshotPoint.COMMITTED, SnapshotPoint.CHECKED):
             own.keep(step, stage, buffers(1.0), board)
-            assert OwnBuffers().record(step, stage, board) == NOTHING
+            assert _OwnBuffers().record(step, stage, board) == NOTHING
     own.keep(3, SnapshotPoint.COMMITTED, buffers(1.0), board)
     own.keep(3, SnapshotPoint.CHECKED, buffers(2.0), board)
     own.keep(4, SnapshotPoint.COMMITTED, buffers(1.0), board)
-    for owner in (own, OwnBuffers()):
+    for owner in (own, _OwnBuffers()):
         assert (
             owner.record(2, SnapshotPoint.CHECKED, board)
             == owner.record(3, SnapshotPoint.COMMITTED, board)
@@ -127,12 +127,12 @@ def test_a_new_process_is_told_that_no_buffer_had_changed_before_the_first_one_d
 @pytest.mark.usefixtures("group")
 def test_a_module_without_buffers_is_settled_until_the_training_begins_anew() -> None:
     board = Board.create(0)
-    own = OwnBuffers()
+    own = _OwnBuffers()
     own.begin({}, [0, 1])
     assert not own.are_settled
     own.keep(1, SnapshotPoint.COMMITTED, {}, board)
     assert own.are_settled
-    assert OwnBuffers().record(9, SnapshotPoint.CHECKED, board) == NOTHING
+    assert _OwnBuffers().record(9, SnapshotPoint.CHECKED, board) == NOTHING
     own.begin({}, [0, 1])
     assert not own.are_settled
     board.close()

@@ -9,8 +9,8 @@ import pytest
 
 from checkpointless.launcher.protocol.board import Board
 from checkpointless.state.port import SnapshotPoint
-from checkpointless.state.rank_local import streams as own_streams
-from checkpointless.state.rank_local.streams import OwnStreams
+from checkpointless.state.rank_local import state as own_streams
+from checkpointless.state.rank_local.state import _OwnStreams
 from checkpointless.state.rng import RngStates
 
 
@@ -23,7 +23,7 @@ def board(monkeypatch: pytest.MonkeyPatch) -> Iterator[Board]:
 
 
 def test_the_two_newest_steps_are_kept() -> None:
-    streams = OwnStreams()
+    streams = _OwnStreams()
     for step in range(4):
         streams.capture(step, 0.5 * step, SnapshotPoint.COMMITTED, {})
     assert [step for step in range(5) if streams.at(step)] == [2, 3]
@@ -34,7 +34,7 @@ def test_the_two_newest_steps_are_kept() -> None:
 
 
 def test_a_step_that_is_made_again_voids_what_followed_it() -> None:
-    streams = OwnStreams()
+    streams = _OwnStreams()
     streams.capture(1, 0.5, SnapshotPoint.COMMITTED, {})
     streams.capture(1, None, SnapshotPoint.CHECKED, {"mine": 1})
     newest = streams.newest(1)
@@ -45,7 +45,7 @@ def test_a_step_that_is_made_again_voids_what_followed_it() -> None:
 
 
 def test_streams_go_on_where_they_were() -> None:
-    streams = OwnStreams()
+    streams = _OwnStreams()
     streams.capture(1, None, SnapshotPoint.ENDED, None)
     drawn = random.random()
     assert streams.restore(1, SnapshotPoint.ENDED)
@@ -55,11 +55,11 @@ def test_streams_go_on_where_they_were() -> None:
 
 
 def test_a_new_process_has_its_predecessors_streams(board: Board) -> None:
-    before = OwnStreams()
+    before = _OwnStreams()
     before.capture(1, 0.5, SnapshotPoint.COMMITTED, {})
     before.capture(1, None, SnapshotPoint.ENDED, {"mine": 1})
     before.keep_data_start(RngStates.capture())
-    after = OwnStreams()
+    after = _OwnStreams()
     assert {stage: states.own for stage, states in after.at(1).items()} == {
         SnapshotPoint.COMMITTED: {},
         SnapshotPoint.ENDED: {"mine": 1},

@@ -9,7 +9,7 @@ import pytest
 
 from checkpointless.launcher.protocol.board import Board
 from checkpointless.state.port import SnapshotPoint
-from checkpointless.state.rank_local.streams import _StreamsOnBoard
+from checkpointless.state.rank_local.state import _StreamsOnBoard
 from checkpointless.state.rng import RngStates
 
 

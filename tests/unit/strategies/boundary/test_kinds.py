@@ -12,7 +12,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from lightning.pytorch.plugins import Precision
 
 from checkpointless.inprocess import UnrecoverableError
-from checkpointless.integrations.lightning.boundary.kinds import load_again, of_save_hooks, take_state
+from checkpointless.integrations.lightning.boundary.step_keeper import _load_again, _of_save_hooks, take_state
 
 pytestmark = pytest.mark.nemo
 
@@ -61,7 +61,7 @@ def test_what_hooks_have_added(module: Any, data: Any, found: dict[str, Any]) ->
     parts = ("epoch", "global_step", "pytorch-lightning_version", "state_dict", "optimizer_states", "loops")
     own = ("callbacks", "lr_schedulers", "Precision", type(data).__qualname__)
     checkpoint = {**dict.fromkeys((*parts, *own), 0), "added": 1}
-    assert of_save_hooks(trainer, checkpoint) == found
+    assert _of_save_hooks(trainer, checkpoint) == found
 
 
 def test_who_is_asked_follows_what_the_trainer_has() -> None:
@@ -123,7 +123,7 @@ def test_a_callback_whose_state_was_empty_is_emptied_again() -> None:
     trainer = fitted(callbacks=[callback := OwnsAsCallback()])
     checkpoint = take_state(trainer)()["checkpoint"]
     callback.seen["n"] = 1
-    load_again(trainer, checkpoint)
+    _load_again(trainer, checkpoint)
     assert callback.seen == {}
 
 
@@ -136,7 +136,7 @@ def test_a_callback_that_takes_no_empty_state_is_named() -> None:
 
     trainer = fitted(callbacks=[callback := Strict()])
     checkpoint = take_state(trainer)()["checkpoint"]
-    load_again(trainer, checkpoint)  # it is empty still
+    _load_again(trainer, checkpoint)  # it is empty still
     callback.seen["n"] = 1
     with pytest.raises(UnrecoverableError, match="the state of Strict was empty before the fault"):
-        load_again(trainer, checkpoint)
+        _load_again(trainer, checkpoint)

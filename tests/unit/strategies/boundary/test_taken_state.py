@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 
-from checkpointless.integrations.lightning.boundary.kinds import take_state
+from checkpointless.integrations.lightning.boundary.step_keeper import take_state
 
 pytestmark = pytest.mark.nemo
 

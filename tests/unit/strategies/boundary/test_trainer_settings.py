@@ -10,11 +10,11 @@ import torch
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from lightning.pytorch.utilities import GradClipAlgorithmType
 
-from checkpointless.integrations.lightning.boundary.kinds import (
+from checkpointless.integrations.lightning.boundary.step_keeper import (
     OF_LOADERS,
-    put_of_epoch,
-    put_settings,
-    take_settings,
+    _put_of_epoch,
+    _put_settings,
+    _take_settings,
     take_state,
 )
 from checkpointless.state.serialization import state_tree
@@ -68,7 +68,7 @@ def test_what_was_taken_is_put_into_a_trainer_that_was_made_anew(trainer: Any) -
     fresh = trained()
     before = {name: getattr(*owner_of(fresh, name)) for name in CHANGES}
     assert all(before[name] != value for name, value in CHANGES.items())
-    put_of_epoch(fresh, state)
+    _put_of_epoch(fresh, state)
     assert {name: getattr(*owner_of(fresh, name)) for name in CHANGES} == CHANGES
     assert isinstance(fresh.gradient_clip_algorithm, GradClipAlgorithmType)
 
@@ -82,15 +82,15 @@ def test_what_was_taken_does_not_follow_later_changes(trainer: Any) -> None:
 @pytest.mark.parametrize("is_due", [True, False], ids=["reload", "none"])
 def test_an_epoch_with_a_loader_of_its_own_keeps_what_that_loader_has(trainer: Any, is_due: bool) -> None:
     trainer.fit_loop.max_batches, trainer.val_check_batch = 77, 78
-    state = take_settings(trainer)
+    state = _take_settings(trainer)
     state["reload_dataloaders_every_n_epochs"] = 1 if is_due else 0
     fresh = trained()
-    put_of_epoch(fresh, state, begins_epoch=True)
+    _put_of_epoch(fresh, state, begins_epoch=True)
     assert (fresh.fit_loop.max_batches, fresh.val_check_batch) == ((3, 3) if is_due else (77, 78))
 
 
 def test_before_the_loader_is_made_only_what_makes_it_is_put(trainer: Any) -> None:
-    state = take_settings(trainer)
+    state = _take_settings(trainer)
     fresh = trained()
-    put_settings(fresh, {**state, "val_check_interval": 0.25, "accumulate_grad_batches": 4}, OF_LOADERS)
+    _put_settings(fresh, {**state, "val_check_interval": 0.25, "accumulate_grad_batches": 4}, OF_LOADERS)
     assert (fresh.val_check_interval, fresh.accumulate_grad_batches) == (0.25, 1)

@@ -49,7 +49,7 @@ RIGHT = {
 
 
 def test_books_are_put_back() -> None:
-    from checkpointless.integrations.lightning.checkpoints.callbacks import _books_of, _new_paths
+    from checkpointless.integrations.lightning.checkpoints.saves import _books_of, _new_paths
 
     callback = callback_with(good=0.5, bad=0.9)
     earlier = ["/ckpt/earlier"]
@@ -64,7 +64,7 @@ def test_books_are_put_back() -> None:
 
 
 def test_a_background_save_that_fails_later_is_struck_out() -> None:
-    from checkpointless.integrations.lightning.checkpoints.callbacks import _books_of, replaced, undo
+    from checkpointless.integrations.lightning.checkpoints.saves import _books_of, replaced, undo
 
     callback = callback_with(good=0.5, bad=0.9)
     before = _books_of(callback)
@@ -77,7 +77,7 @@ def test_a_background_save_that_fails_later_is_struck_out() -> None:
 
 
 def test_the_last_checkpoint_is_the_one_before() -> None:
-    from checkpointless.integrations.lightning.checkpoints.callbacks import undo
+    from checkpointless.integrations.lightning.checkpoints.saves import undo
 
     callback = callback_with(good=0.5, bad=0.9)
     callback.last_model_path = "/ckpt/new-last.ckpt"
@@ -90,7 +90,7 @@ def test_the_first_save_of_all_is_struck_out_with_nothing_before_it(keeps_last: 
     """Without a monitor the best is the newest; its second save of the same step, the last, fails after it."""
     from nemo.lightning.pytorch.callbacks import ModelCheckpoint
 
-    from checkpointless.integrations.lightning.checkpoints.callbacks import undo
+    from checkpointless.integrations.lightning.checkpoints.saves import undo
 
     callback: Any = ModelCheckpoint(dirpath="/ckpt", monitor=None, save_top_k=-1)
     callback.best_model_path = "/ckpt/new.ckpt"

@@ -16,14 +16,14 @@ def test_every_rank_looks_in_the_folder_of_rank_0(monkeypatch: pytest.MonkeyPatc
     from nemo.lightning.resume import AutoResume
     from nemo.utils.app_state import AppState
 
-    from checkpointless.integrations.lightning.checkpoints import resume
+    from checkpointless.integrations.lightning.checkpoints import copies
 
     looked: list[tuple[Any, str]] = []
-    again = resume.CheckpointlessAutoResume(resume_if_exists=True)
+    again = copies.CheckpointlessAutoResume(resume_if_exists=True)
     monkeypatch.setattr(AutoResume, "setup", lambda *_: looked.append((AppState().log_dir, again.looks_in)))
-    monkeypatch.setattr(resume, "active_call_wrapper", lambda: SimpleNamespace(generation=1))
-    monkeypatch.setattr(resume.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(resume, "all_gather_json", lambda mine: ["runs/gpt/2026-11-26_12-00-00", mine])
+    monkeypatch.setattr(copies, "active_call_wrapper", lambda: SimpleNamespace(generation=1))
+    monkeypatch.setattr(copies.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(copies, "all_gather_json", lambda mine: ["runs/gpt/2026-11-26_12-00-00", mine])
     monkeypatch.setattr(AppState(), "log_dir", Path("runs/gpt"))
     trainer = SimpleNamespace()
     again.setup(trainer)
@@ -31,4 +31,4 @@ def test_every_rank_looks_in_the_folder_of_rank_0(monkeypatch: pytest.MonkeyPatc
     again.setup(trainer, force_setup=True)
     folder = Path("runs/gpt/2026-11-26_12-00-00")
     assert looked == [(folder, str(folder / "checkpoints"))]
-    assert resume.CheckpointlessAutoResume(resume_from_path="a/b").looks_in == "a/b"
+    assert copies.CheckpointlessAutoResume(resume_from_path="a/b").looks_in == "a/b"

@@ -341,8 +341,7 @@ def test_what_a_lost_save_was_to_remove_has_its_place_again(tmp_path: Path, is_n
     """Else the next save would not remove it, and it would stay for ever."""
     from nemo.lightning.pytorch.callbacks import ModelCheckpoint
 
-    from checkpointless.integrations.lightning.checkpoints.callbacks import _books_of
-    from checkpointless.integrations.lightning.checkpoints.saves import Saves
+    from checkpointless.integrations.lightning.checkpoints.saves import Saves, _books_of
 
     older, lost = str(tmp_path / "step=1-last.ckpt"), str(tmp_path / "step=3-last.ckpt")
     job, callback = Job(), ModelCheckpoint(dirpath=str(tmp_path), save_last=True, save_top_k=0)
@@ -368,7 +367,7 @@ def test_what_a_save_has_replaced_is_known_while_it_is_asked_for_again(tmp_path:
     """Another fault may come before its callback has kept it once more."""
     from nemo.lightning.pytorch.callbacks import ModelCheckpoint
 
-    from checkpointless.integrations.lightning.checkpoints.callbacks import _books_of
+    from checkpointless.integrations.lightning.checkpoints.saves import _books_of
 
     job, callback, path = Job(), ModelCheckpoint(dirpath=str(tmp_path)), str(tmp_path / "step=3-last.ckpt")
     callback.last_model_path = "older"

@@ -23,7 +23,7 @@ def test_a_kill_while_a_checkpoint_is_removed_leaves_nothing_that_passes_for_one
 ) -> None:
     from nemo.lightning.pytorch.callbacks import ModelCheckpoint
 
-    from checkpointless.integrations.lightning.checkpoints.unfinished import remove_whole
+    from checkpointless.integrations.lightning.checkpoints.saves import remove_whole
 
     path = checkpoint(tmp_path)
 
@@ -42,7 +42,7 @@ def test_a_kill_while_a_checkpoint_is_removed_leaves_nothing_that_passes_for_one
 
 
 def test_nothing_is_left_of_a_checkpoint_that_is_removed(tmp_path: Path) -> None:
-    from checkpointless.integrations.lightning.checkpoints.unfinished import remove_whole
+    from checkpointless.integrations.lightning.checkpoints.saves import remove_whole
 
     remove_whole(checkpoint(tmp_path))
     remove_whole(tmp_path / "it-step=5-last")  # somebody else has
@@ -52,7 +52,7 @@ def test_nothing_is_left_of_a_checkpoint_that_is_removed(tmp_path: Path) -> None
 def test_what_cannot_be_removed_stays_marked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from nemo.lightning.pytorch.callbacks import ModelCheckpoint
 
-    from checkpointless.integrations.lightning.checkpoints.unfinished import remove
+    from checkpointless.integrations.lightning.checkpoints.saves import remove
 
     path = checkpoint(tmp_path)
     ModelCheckpoint.set_checkpoint_unfinished_marker(path)

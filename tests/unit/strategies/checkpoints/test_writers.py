@@ -19,7 +19,7 @@ def written(monkeypatch: pytest.MonkeyPatch, *acts: Callable[[], Any]) -> Any:
     """Return what a rank is told when each of its writers does one of ``acts``."""
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
-    from checkpointless.integrations.lightning.checkpoints.writers import write_buckets
+    from checkpointless.integrations.lightning.checkpoints.saves import _write_buckets
 
     def write(transforms: Any, number: int, bucket: Any, results: Any, count: Any, **kwargs: Any) -> None:
         results.put((number, bucket()))
@@ -28,7 +28,7 @@ def written(monkeypatch: pytest.MonkeyPatch, *acts: Callable[[], Any]) -> Any:
 
     monkeypatch.setattr(FileSystemWriterAsync, "write_preloaded_data", staticmethod(write))
     results: queue.Queue[Any] = queue.Queue()
-    write_buckets([], False, 0, acts, results)
+    _write_buckets([], False, 0, acts, results)
     return results.get_nowait()
 
 
@@ -59,7 +59,7 @@ def test_a_writer_that_ends_without_a_word_is_noticed(
 
 
 def test_writers_do_not_outlive_an_interruption(monkeypatch: pytest.MonkeyPatch) -> None:
-    from checkpointless.integrations.lightning.checkpoints import writers
+    from checkpointless.integrations.lightning.checkpoints import saves as writers
 
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt

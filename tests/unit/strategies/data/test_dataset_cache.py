@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from checkpointless.integrations.lightning.data import dataset_cache
-from checkpointless.integrations.lightning.data.dataset_cache import cache_megatron_datasets
+from checkpointless.integrations.lightning.frameworks import nemo
+from checkpointless.integrations.lightning.frameworks.nemo import cache_megatron_datasets
 
 pytestmark = pytest.mark.nemo
 
@@ -33,12 +33,12 @@ class Call:
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch) -> Iterator[Call]:
     call = Call()
-    monkeypatch.setattr(dataset_cache, "active_call_wrapper", lambda: call)
-    monkeypatch.setattr(dataset_cache, "true_on_all", lambda mine: mine)
-    monkeypatch.setattr(dataset_cache, "emit_event", lambda *_, **__: None)
+    monkeypatch.setattr(nemo, "active_call_wrapper", lambda: call)
+    monkeypatch.setattr(nemo, "true_on_all", lambda mine: mine)
+    monkeypatch.setattr(nemo, "emit_event", lambda *_, **__: None)
     cache_megatron_datasets()
     yield call
-    dataset_cache._patches.undo()
+    nemo._patches.undo()
 
 
 def build(size: int = 8, tokenizer: Any = None, seed: int = 1) -> list[Any]:
@@ -81,7 +81,7 @@ def test_other_arguments_are_built(call: Call, other: dict[str, Any]) -> None:
 def test_all_build_if_one_rank_is_new(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     first = build()
     call.generation = 1
-    monkeypatch.setattr(dataset_cache, "true_on_all", lambda mine: False)
+    monkeypatch.setattr(nemo, "true_on_all", lambda mine: False)
     assert build()[0] is not first[0]
 
 
@@ -93,10 +93,10 @@ def test_datasets_that_two_entries_have_not_used_are_dropped(call: Call) -> None
     build()
     call.generation = 2
     build(size=9)
-    assert [each.generation for each in dataset_cache._built[call]] == [2]  # type: ignore[index]
+    assert [each.generation for each in nemo._built[call]] == [2]  # type: ignore[index]
 
 
 def test_a_tokenizer_that_says_nothing_of_itself_is_another_one(call: Call) -> None:
-    assert dataset_cache._plain(object()) != dataset_cache._plain(object())
+    assert nemo._plain(object()) != nemo._plain(object())
     same = object()
-    assert dataset_cache._plain([same]) == dataset_cache._plain([same])
+    assert nemo._plain([same]) == nemo._plain([same])

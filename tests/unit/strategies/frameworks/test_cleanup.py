@@ -38,7 +38,7 @@ def test_the_log_files_of_a_trainer_are_closed_and_the_users_stay(
             opened += [*lightning_logger_patch.HANDLERS.values()]
             opened += [nemo_logging._handlers["file"], nemo_logging._handlers["file_err"]]
             nemo_logging.warning("generation %d", generation)
-            cleanup.close_log_files()
+            cleanup._close_log_files()
         nemo_logging.warning("and on")
         left = [each for logger in before for each in logger.handlers if isinstance(each, logging.FileHandler)]
         assert not set(left) & set(opened)

@@ -23,7 +23,7 @@ from nv_one_logger.training_telemetry.api.config import TrainingTelemetryConfig
 from nv_one_logger.training_telemetry.api.spans import StandardTrainingJobSpanName as Name
 from nv_one_logger.training_telemetry.api.training_telemetry_provider import TrainingTelemetryProvider
 
-from checkpointless.integrations.lightning.frameworks.nemo import end_spans
+from checkpointless.integrations.lightning.frameworks.nemo import _end_all_spans
 
 pytestmark = pytest.mark.nemo
 
@@ -80,11 +80,11 @@ def test_spans_end_with_their_generation_and_telemetry_goes_on() -> None:
     def run() -> None:
         for _ in range(2):
             callbacks.on_model_init_start()
-            end_spans()
+            _end_all_spans()
         train(3, interrupted=True)
         assert active() == {StandardSpanName.APPLICATION, Name.TRAINING_LOOP, Name.TRAINING_SINGLE_ITERATION}
-        end_spans()
-        end_spans()
+        _end_all_spans()
+        _end_all_spans()
         assert active() == {StandardSpanName.APPLICATION}
         train(3, interrupted=False)
         assert OneLoggerProvider.instance().one_logger_enabled
@@ -98,7 +98,7 @@ def test_a_timer_without_its_span_is_stopped() -> None:
         recorder: Any = OneLoggerProvider.instance().recorder
         callbacks.on_train_start(train_iterations_start=0, train_samples_start=0)
         recorder._training_state.multi_iteration_timers[Name.TRAINING_SINGLE_ITERATION].start()
-        end_spans()
+        _end_all_spans()
         train(3, interrupted=False)
 
     on_rank_0(run)
@@ -110,7 +110,7 @@ def test_what_cannot_be_ended_is_switched_off(caplog: pytest.LogCaptureFixture) 
         train(3, interrupted=True)
         del recorder._training_state.multi_iteration_timers
         with caplog.at_level(logging.WARNING):
-            end_spans()
+            _end_all_spans()
         assert "OneLogger is switched off" in caplog.text
         train(3, interrupted=False)
 
@@ -120,6 +120,6 @@ def test_what_cannot_be_ended_is_switched_off(caplog: pytest.LogCaptureFixture) 
 def test_where_it_is_off_nothing_happens() -> None:
     def run() -> None:
         OneLoggerProvider.instance().force_disable_logging()
-        end_spans()
+        _end_all_spans()
 
     on_rank_0(run)
