@@ -126,7 +126,7 @@ class CheckpointlessCallback(Callback):
         wrapper = self.get_wrapper_from_trainer(trainer)
         if wrapper is not None and not _is_replaying(trainer):
             manager = manager_of(wrapper)
-            step = steps_made(trainer) + 1 + (manager.offset if manager is not None else 0)
+            step = steps_made(trainer) + 1 + (manager.fits.offset if manager is not None else 0)
             if self._making == (wrapper.generation, step):
                 wrapper.beat()  # one more batch of the step
             else:

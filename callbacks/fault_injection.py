@@ -79,7 +79,7 @@ class HPFaultInjectionCallback(Callback):
         """Begin a step. With a strategy that announces no phases, the batch of the step is already fetched here."""
         call = active_call_wrapper()
         manager = manager_of(call)
-        self._step = trainer.global_step + 1 + (manager.offset if manager is not None else 0)
+        self._step = trainer.global_step + 1 + (manager.fits.offset if manager is not None else 0)
         trainer_ref = weakref.ref(trainer)
         self.injector.batches = lambda: _batches_of(trainer_ref())
         if hasattr(trainer.strategy, "journal"):

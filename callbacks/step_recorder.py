@@ -277,13 +277,13 @@ def _leave_if_over() -> None:
 def _job_step(trainer: pl.Trainer) -> int:
     """Return the step that the trainer is at; a checkpointless strategy counts steps over all fits of a block."""
     manager = getattr(trainer.strategy, "checkpoint_manager", None)
-    return int(trainer.global_step) + (manager.offset if manager is not None else 0)
+    return int(trainer.global_step) + (manager.fits.offset if manager is not None else 0)
 
 
 def _fit(trainer: pl.Trainer) -> int:
     """Return the number of the fit in the block, counted from 1."""
     manager = getattr(trainer.strategy, "checkpoint_manager", None)
-    return max(1, manager.fit) if manager is not None else 1
+    return max(1, manager.fits.number) if manager is not None else 1
 
 
 def _digest_of_parameters(trainer: pl.Trainer) -> str:

@@ -73,7 +73,7 @@ class WarmStart:
             manager: keeps the state over restarts; None: there is none yet.
         """
         found = manager.kept if manager is not None else None
-        if manager is not None and found is not None and found[0] == manager.fit + 1:
+        if manager is not None and found is not None and found[0] == manager.fits.number + 1:
             kept, left = cast("tuple[KeptModel, tuple[RngStates, RngStates]]", (found[1], found[1].streams))  # type: ignore[attr-defined]
             reason = self._obstacle or kept.mismatch(self._plans) or kept.unfit()
             if reason is None and not self._streams.same_streams(left[0]):

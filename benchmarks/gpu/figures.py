@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from checkpointless.recovery.guard import vote
-from checkpointless.state.serialization.digest import CHUNK_LANES, _digest_on_device, _torch_digest
+from checkpointless.state.serialization.digest import _digest_on_device
 from checkpointless.transfer.tensor_entry import Key
 from checkpointless.transfer.transfer import Fill, receive_state, send_state
 from tests.gpu import single
@@ -102,16 +102,14 @@ def launches(times: int, stall_s: float) -> list[dict[str, Any]]:
 
 
 def digest(mib: int, times: int, device: str) -> list[dict[str, Any]]:
-    """The digest, with Triton's kernel if it works and without, against a copy of the same bytes on the device."""
+    """The digest, against a copy of the same bytes on the device."""
     raw = torch.randint(0, 256, (mib << 20,), dtype=torch.uint8, device=device)
     target = torch.empty_like(raw)
     copies = _rates(raw.nbytes, _seconds(lambda: target.copy_(raw), times))
     digests = _rates(raw.nbytes, _seconds(lambda: _digest_on_device(raw), times))
-    operations = _rates(raw.nbytes, _seconds(lambda: _torch_digest(raw, CHUNK_LANES), times))
     against = "copy on the device"
     return [
         figure(f"digest_on_device, {device}, {mib} MiB", "GB/s", digests, against, copies),
-        figure(f"torch_digest, {device}, {mib} MiB", "GB/s", operations, against, copies),
     ]
 
 

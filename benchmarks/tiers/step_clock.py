@@ -28,7 +28,7 @@ class StepClock(Callback):
 
     def on_train_end(self, trainer: Any, _: Any) -> None:
         rank = int(os.environ["RANK"])
-        shelf = trainer.strategy.checkpoint_manager._copies.stores["neighbor memory"].shelf(1)
+        shelf = trainer.strategy.checkpoint_manager.copies.stores["neighbor memory"].shelf(1)
         sizes = [(part, copies[0].part.content.nbytes) for save in shelf.values() for part, copies in save.items()]
         part, kept = next((size for of, size in sizes if of == rank), 0), sum(size for _, size in sizes)
         steps = [after - before for before, after in zip(self._begun, self._begun[1:])]

@@ -4,8 +4,7 @@ The package also moves the state and checks it. Of the frameworks it knows only 
 """
 
 from checkpointless.inprocess.worker_streams import Place, seed_data_workers
-from checkpointless.recovery.manager import CheckpointManager
-from checkpointless.recovery.peft import PEFTCheckpointManager
+from checkpointless.recovery.manager import CheckpointManager, PEFTCheckpointManager
 from checkpointless.replication.agreement import LocalCheckpointError, NoReplicasAvailableError
 from checkpointless.replication.local_checkpoint.manager import LocalCheckpointManager
 from checkpointless.replication.local_checkpoint.replication import (

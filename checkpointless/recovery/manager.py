@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, Protocol, cast
@@ -28,7 +27,8 @@ from checkpointless.state.journal import Built, StepJournal
 from checkpointless.state.port import DATA, SnapshotPoint, TrainingState, groups_of, holders_of
 from checkpointless.state.rank_local.state import RankLocalKeeper, RankLocalState
 from checkpointless.state.serialization.digest import MemoryChecksumManager
-from checkpointless.transfer.exchange import all_gather_json, share_plain
+from checkpointless.transfer.exchange import all_gather_json
+from checkpointless.transfer.tensor_entry import Key
 from checkpointless.transfer.transfer import MEMORY_BUDGET_BYTES
 
 # --- What all ranks decide together -------------------------------------------------------------------------------
@@ -197,7 +197,7 @@ class _JournaledStrategy(Protocol):
         """Note that the state is in place, and that ``objects`` is its non-tensor part."""
 
 
-class LiveTrainer(Protocol):
+class _LiveTrainer(Protocol):
     """A trainer whose strategy is a :class:`_JournaledStrategy`, which the frameworks' own types do not know."""
 
     @property
@@ -205,57 +205,12 @@ class LiveTrainer(Protocol):
         """The strategy."""
 
 
-def journal_of(trainer: LiveTrainer) -> StepJournal:
+def journal_of(trainer: _LiveTrainer) -> StepJournal:
     """Return the journal of a trainer whose strategy is set up."""
     return cast(_JournaledStrategy, trainer.strategy).journal()
 
 
-# --- Fits of a block, whose steps are counted on ------------------------------------------------------------------
-
-
-class _FitKeeper(RankLocalKeeper):
-    """Counts the fits of a block, and keeps how those ended that are over.
-
-    Attributes:
-        fit: the fit of the running block that is under way, counted from 1 (0: none has begun).
-    """
-
-    def __init__(self, own: RankLocalState) -> None:
-        super().__init__(own)
-        self.fit = 0
-        self.finished: dict[int, dict[str, Any]] = {}
-
-    @abstractmethod
-    def finish_copies(self) -> None:
-        """Finish the copies that are being made, and make no more of this training, which is over."""
-
-    def begin_fit(self) -> None:
-        """Begin a fit of the block. Its steps are counted on from those of the fits before it."""
-        self.fit += 1
-        self.offset = self.parameter_update_lock.committed + 1 if self.fit > 1 else 0
-
-    def finish_fit(self, objects: dict[str, Any]) -> None:
-        """Record that the fit under way is over, on all ranks.
-
-        Args:
-            objects: the non-tensor state in which the fit ended, for a block that is entered again later.
-        """
-        self.finished = {**self.finished, self.fit: objects}
-        self.finish_copies()
-
-    def finished_fit(self) -> dict[str, Any] | None:
-        """Return the non-tensor state in which the fit under way ended before the fault. Collective.
-
-        Returns:
-            The state, from this rank's memory or a peer's; None if no rank has it.
-        """
-        objects: dict[str, Any] | None = share_plain(self.finished.get(self.fit))
-        if objects is not None:
-            self.finished = {**self.finished, self.fit: objects}
-        return objects
-
-
-class CheckpointManager(_FitKeeper):
+class CheckpointManager(RankLocalKeeper):
     """Restores training from memory after a fault: keeps the state, decides, fills, verifies.
 
     A rank whose process lived through the fault keeps references to its model and optimizer (no copy). After the
@@ -314,7 +269,7 @@ class CheckpointManager(_FitKeeper):
         self.enable_offload = enable_offload
         self.allow_restart_from_scratch = allow_restart_from_scratch
         self.checksum_manager = MemoryChecksumManager(enable_checksum)
-        self._copies = Copies(tiers)
+        self.copies = Copies(tiers)
         self.tiers_are_kept = bool(tiers)
         self._replicates = True  # until it is known
         self._base_model = BaseModel(self.checksum_manager)
@@ -341,7 +296,7 @@ class CheckpointManager(_FitKeeper):
     @property
     def tiers(self) -> Sequence[Tier]:
         """The tiers in which copies of the state are kept, the cheapest first."""
-        return self._copies.tiers
+        return self.copies.tiers
 
     @property
     def global_step(self) -> int | None:
@@ -367,21 +322,17 @@ class CheckpointManager(_FitKeeper):
         """
         self._base_model.attached(journal.state)
         self._attached = journal
-        self._attached_fit = max(self.fit, 1), self.offset
+        self._attached_fit = max(self.fits.number, 1), self.fits.offset
         self._held = self.kept = None
         self._lost_saves = ()
         clear()
-        self._begun = self.fit
+        self._begun = self.fits.number
         self.parameter_update_lock.set_committed(step)
         call = active_call_wrapper()
         if call is not None:
             call.steps.begin_after(step)
-            if self._copies:
-                self._copies.begin(call.generation, step, call.facts, holders_of(journal.state))
-
-    def finish_copies(self) -> None:
-        """Finish the copies that are being made, and make no more of this training, which is over."""
-        self._copies.finish()
+            if self.copies:
+                self.copies.begin(call.generation, step, call.facts, holders_of(journal.state))
 
     def make_copies(self, step: int) -> None:
         """Begin to copy this rank's state into the tiers in which that is due. Collective.
@@ -390,9 +341,9 @@ class CheckpointManager(_FitKeeper):
             step: the optimizer step that has just been committed.
         """
         journal = self._attached
-        if self._copies and journal is not None:
+        if self.copies and journal is not None:
             fit, offset = self._attached_fit
-            self._copies.make(step, lambda: snapshot_of(journal, self.own, step, fit, offset))
+            self.copies.make(step, lambda: snapshot_of(journal, self.own, step, fit, offset))
 
     def replicate_rng_states(self, step: int) -> None:
         """Have what is this rank's own after ``step`` kept on another node, too, if there is one. Collective.
@@ -406,11 +357,11 @@ class CheckpointManager(_FitKeeper):
             self.own.replicate(step, self._attached.state if self._attached is not None else None)
             self._replicates = self.own.replicas.jump > 0
         if self.tiers_are_kept:
-            self._copies.settle(step)
+            self.copies.settle(step)
 
     # --- when a fault comes -----------------------------------------------------------------------------------
 
-    def save_checkpoint(self, trainer: LiveTrainer) -> None:
+    def save_checkpoint(self, trainer: _LiveTrainer) -> None:
         """Hold the state of ``trainer`` as it is now, as references and not copies.
 
         Args:
@@ -426,14 +377,14 @@ class CheckpointManager(_FitKeeper):
         Args:
             error: the exception that ended the block.
         """
-        self._copies.leave()
+        self.copies.leave()
         attached, self._attached = self._attached, None
         if attached is not None:
             self._hold(attached)
         elif self._held is not None:
             self._held.outlive(make_room(error))
         self.parameter_update_lock.forget()
-        self.fit = self.offset = 0
+        self.fits.number = self.fits.offset = 0
 
     def hand_over(self, high_water: int) -> tuple[int, str]:
         """Hand the state to a successor of this process, which ends.
@@ -444,10 +395,10 @@ class CheckpointManager(_FitKeeper):
         Returns:
             How many bytes that took (0: there is no state yet), and why it could not be done ("": it was).
         """
-        begun, leaves = max(self._begun, self.fit), None
+        begun, leaves = max(self._begun, self.fits.number), None
         if self._held is not None:
             base = self._base_model.kept()
-            leaves = Snapshot(self._held, base, begun, self.finished, self._unfinished_saves())
+            leaves = Snapshot(self._held, base, begun, self.fits.finished, self._unfinished_saves())
         return hand_over(leaves, self.own, high_water)
 
     def _take_over(self) -> None:
@@ -456,14 +407,15 @@ class CheckpointManager(_FitKeeper):
         if left is not None:
             self._held, self._lost_saves = left.held, left.saves
             self._base_model.take(left.base)
-            self._begun, self.finished = max(self._begun, left.begun), {**left.finished, **self.finished}
+            self._begun = max(self._begun, left.begun)
+            self.fits.finished = {**left.finished, **self.fits.finished}
 
     def _unfinished_saves(self) -> Saves:
         return (*self._lost_saves, *(self.saves.unfinished if self.saves is not None else ()))
 
     def end(self) -> None:
         """Let go of the copies in tiers, since the block has returned on all ranks."""
-        self._copies.end()
+        self.copies.end()
 
     def _hold(self, journal: StepJournal) -> None:
         commit = self.parameter_update_lock.state()
@@ -500,7 +452,7 @@ class CheckpointManager(_FitKeeper):
 
     # --- when the block has been entered again ------------------------------------------------------------------
 
-    def try_checkpointless_load(self, trainer: LiveTrainer) -> dict[str, Any] | None:
+    def try_checkpointless_load(self, trainer: _LiveTrainer) -> dict[str, Any] | None:
         """Recover ``trainer`` from memory. Collective: every rank of the job calls it.
 
         Args:
@@ -532,7 +484,7 @@ class CheckpointManager(_FitKeeper):
         if self._held is not None:
             self._held.use()
         decision = self._ask_memory(journal)
-        if self.refusal and self._copies and self._take_copies():
+        if self.refusal and self.copies and self._take_copies():
             decision = self._ask_memory(journal)
         self.verdict = decision.verdict
         if decision.verdict in (Verdict.START, Verdict.SKIP):
@@ -550,7 +502,7 @@ class CheckpointManager(_FitKeeper):
         decision = self._decide(journal.state)
         if decision.verdict in (Verdict.START, Verdict.SKIP):
             return decision
-        self.offset = decision.offset
+        self.fits.offset = decision.offset
         if decision.verdict is Verdict.REFUSE or decision.target is None:
             self.refusal = decision.reason
         else:
@@ -563,7 +515,7 @@ class CheckpointManager(_FitKeeper):
         Returns:
             Whether there is such a step; if not, :attr:`refusal` says why.
         """
-        snapshot, why = take_copies(self._copies, self._held, self.refusal)
+        snapshot, why = take_copies(self.copies, self._held, self.refusal)
         if why:
             self.refusal = f"{self.refusal}; {why}"
             return False
@@ -575,7 +527,7 @@ class CheckpointManager(_FitKeeper):
         return True
 
     def checkpointless_recovery_feasible(
-        self, trainer: LiveTrainer, include_checksum_verification: bool = True
+        self, trainer: _LiveTrainer, include_checksum_verification: bool = True
     ) -> bool:
         """Return whether the job could resume from memory now. Collective.
 
@@ -597,7 +549,7 @@ class CheckpointManager(_FitKeeper):
             self._held,
             self.own,
             compare_digests=compare_digests,
-            fit=max(self.fit, 1),
+            fit=max(self.fits.number, 1),
             begun=self._begun,
             saves=self._unfinished_saves(),
         )
@@ -675,3 +627,106 @@ def running_block(call: HPCallWrapper | None) -> HPCallWrapper:
     if call is None:
         raise ValueError("no block is running: train inside of a function that @HPWrapper() wraps")
     return call
+
+
+# --- Fine-tuning with adapters: frozen base weights are kept and filled once, the adapters each time --------------
+
+
+class PEFTCheckpointManager(CheckpointManager):
+    """A :class:`CheckpointManager` for fine-tuning with adapters (LoRA and the like) on a frozen base model.
+
+    From the first time that the base model's weights are whole, they are held by reference over all generations,
+    apart from what training changes. A process that lived through a fault keeps them through any number of
+    recoveries, even one in which its own adapters have to be filled. A new process is given them once, and keeps
+    them if that recovery fails after they arrived. Adapters, optimizer and schedulers are restored each time.
+
+    :attr:`params_to_save` determines what is frozen. While it is empty, nothing is frozen, and this manager behaves
+    as a ``CheckpointManager``.
+
+    Args:
+        *args: the arguments of ``CheckpointManager``. With ``enable_checksum``, the base weights are compared
+            between replicas, too, and those of a rank that is refilled are compared with its sources'.
+        **kwargs: the keyword arguments of ``CheckpointManager``, without ``tiers``.
+
+    Raises:
+        ValueError: as of ``CheckpointManager``, or ``tiers`` are given.
+
+    Attributes:
+        params_to_save: the names of all parameters and buffers that training may change; the strategy sets it when
+            the adapters have been added to the model.
+        base_model_weights: the frozen weights by key, as references to the running model's weights; None before
+            they were whole for the first time.
+        base_model_keys_to_extract: the keys of the frozen weights, in the order in which they are sent; None as
+            long as ``base_model_weights`` is None.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.copies:
+            raise ValueError("fine-tuning with adapters keeps no copies in tiers: leave out tiers")
+
+    @property
+    def params_to_save(self) -> set[str]:
+        """The names of all parameters and buffers that training may change."""
+        return self._base_model.trained
+
+    @params_to_save.setter
+    def params_to_save(self, names: set[str]) -> None:
+        self._base_model.trained = names
+
+    @property
+    def base_model_weights(self) -> dict[Key, torch.Tensor] | None:
+        """The frozen weights by key; None before they were whole for the first time."""
+        return self._base_model.weights
+
+    @property
+    def base_model_keys_to_extract(self) -> list[Key] | None:
+        """The keys of the frozen weights, in the order in which they are sent; None if there are no weights yet."""
+        return None if self._base_model.weights is None else list(self._base_model.weights)
+
+    def is_adapter_key(self, key: str | tuple[Any, ...]) -> bool:
+        """Return whether a tensor belongs to what training changes, and not to the base model.
+
+        Args:
+            key: the tensor's name; or its key in the state
+                (:class:`~checkpointless.state.module_tensors.TrainingTensors`), where everything that belongs to
+                an optimizer is an adapter's; or a tuple of the name and the parameter itself, which counts as an
+                adapter's if it is trained.
+        """
+        return self._base_model.is_trained(key)
+
+    def save_checkpoint(self, trainer: _LiveTrainer) -> None:
+        """Hold the state of ``trainer`` as it is now, and the base model's weights if they are not kept yet."""
+        self.maybe_save_base_model(trainer)
+        super().save_checkpoint(trainer)
+
+    def maybe_save_base_model(self, trainer: _LiveTrainer) -> None:
+        """Keep references to the base model's weights, if they are not kept yet.
+
+        Args:
+            trainer: a trainer whose weights are whole and whose strategy has ``journal()``.
+        """
+        if self._base_model.weights is None:
+            self._base_model.keep(journal_of(trainer).state.tensors())
+
+    def try_base_model_checkpointless_load(self, trainer: _LiveTrainer) -> dict[str, Any] | None:
+        """Put the base model's weights of ``trainer`` in place, from this rank's memory or a peer's. Collective.
+
+        Call this method to have the weights early; otherwise :meth:`try_checkpointless_load` puts them in place.
+        The base weights that are kept stay kept, whatever happens to the rest.
+
+        Args:
+            trainer: a freshly built trainer whose adapters have been added.
+
+        Returns:
+            ``{"state_dict": {key: tensor}}`` with the weights in place; None if memory cannot give the state
+            (:attr:`refusal` says why; "": there is no state yet).
+        """
+        self.refusal = ""
+        state = journal_of(trainer).state
+        decision = self._decide(state)
+        if decision.verdict is not Verdict.RESUME:
+            self.refusal = decision.reason
+            return None
+        self.bytes_received += self._base_model.restore(state, decision, self.memory_budget_bytes)
+        return {"state_dict": dict(self.base_model_weights or {})}

@@ -69,7 +69,7 @@ def begin_manager(
         raise UnrecoverableError("fine-tuning with adapters keeps no copies in tiers: leave out tiers")
     if callback.enable_checksum:
         manager.enable_checksum = True
-    manager.begin_fit()
+    manager.fits.begin(manager.parameter_update_lock.committed)
     saves = make_saves()
     if type(manager.saves) is not type(saves):  # the fit before may have had another kind of strategy
         manager.saves = saves
@@ -149,7 +149,7 @@ class RecoverableFit:
 
     def _job_step(self) -> int:
         """Return the optimizer step that the trainer is at, counted over all fits of the block."""
-        offset = self.manager.offset if self.manager is not None else 0
+        offset = self.manager.fits.offset if self.manager is not None else 0
         return steps_made(self._trainer) + offset
 
     # --- what the loops report ----------------------------------------------------------------------------------
@@ -202,7 +202,7 @@ class RecoverableFit:
         call, manager = self._call, self.manager
         if manager is None:
             return
-        keep_loggers(self._trainer, call.facts, manager.fit)
+        keep_loggers(self._trainer, call.facts, manager.fits.number)
         resumed_at = manager.resumed_at if self._is_resuming else None
         if call.generation > 0:
             manager.saves.agree(resumed_at, self._trainer.strategy)
@@ -287,7 +287,8 @@ class RecoverableFit:
         """End the fit, if it is under way. Collective."""
         if self.manager is not None and self.keeper is not None and self.is_under_way:
             vote()  # the last hooks have run on every rank: no rank goes back into this fit
-            self.manager.finish_fit(self.keeper.journal.objects())
+            self.manager.fits.finish(self.keeper.journal.objects())
+            self.manager.copies.finish()
 
 
 # --- Position in the data after a checkpoint on storage -----------------------------------------------------------

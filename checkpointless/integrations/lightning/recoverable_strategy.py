@@ -20,7 +20,7 @@ from checkpointless.callbacks.external import asked_for, parted
 from checkpointless.inprocess import HPCallWrapper, UnrecoverableError, active_call_wrapper
 from checkpointless.inprocess.finalize import register_cleanup
 from checkpointless.integrations.lightning.boundary.loops import make_resumable
-from checkpointless.integrations.lightning.boundary.step_keeper import InMemoryCheckpoint, skip_fit
+from checkpointless.integrations.lightning.boundary.step_keeper import InMemoryCheckpoint
 from checkpointless.integrations.lightning.checkpoints.connector import CheckpointlessCompatibleConnector
 from checkpointless.integrations.lightning.data.training import TrainingData
 from checkpointless.integrations.lightning.data.worker_streams import WorkerSeed, repeat_worker_draws
@@ -115,17 +115,6 @@ class RecoverableStrategy(ParallelStrategy):
         if self._fit is not None:
             self._fit.restored()
 
-    def skip_fit(self, objects: dict[str, Any] | None) -> dict[str, Any]:
-        """Skip a fit that was over before the fault, which came in a later fit of the same block.
-
-        Args:
-            objects: the non-tensor state that the fit ended in; None if no rank knows it.
-
-        Returns:
-            The part of that state that Lightning loads.
-        """
-        return skip_fit(self.trainer, objects)
-
     # --- how a fit is set up --------------------------------------------------------------------------------------
 
     def _build_groups(self, build: Callable[[], None]) -> None:
@@ -142,7 +131,7 @@ class RecoverableStrategy(ParallelStrategy):
         if call is None or call.generation == 0 or module is None:
             return
         manager = manager_of(call)
-        resume_loggers(module.trainer, call.facts, (manager.fit if manager is not None else 0) + 1)
+        resume_loggers(module.trainer, call.facts, (manager.fits.number if manager is not None else 0) + 1)
 
     def _begin_fit(
         self,

@@ -205,7 +205,7 @@ class BridgeTraining(JournaledTraining):
 
     def end(self) -> None:
         """Make no more copies of this training, whose loop is over."""
-        self._manager.finish_copies()
+        self._manager.copies.finish()
 
     @contextmanager
     def replay(self, outcome: StepOutcome) -> Iterator[None]:

@@ -230,7 +230,7 @@ class LoopTraining(JournaledTraining, ABC):
         with repeated_steps.listening(self.state.modules):
             yield from self._remaining(last, number)
         self._is_in_call = False
-        self._manager.finish_copies()
+        self._manager.copies.finish()
         self._note()
 
     def _remaining(self, last: int, number: int) -> Iterable[int]:

@@ -182,7 +182,7 @@ class SteppedTraining(JournaledTraining):
 
     def end(self) -> None:
         """Make no more copies of this training, whose loop is over."""
-        self._manager.finish_copies()
+        self._manager.copies.finish()
 
     def _noted(self) -> dict[str, Any]:
         """Return what this rank alone has, as plain data that nobody changes."""

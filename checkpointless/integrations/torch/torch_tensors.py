@@ -20,12 +20,11 @@ from checkpointless.inprocess import UnrecoverableError
 from checkpointless.inprocess.communicators.process_groups import process_groups
 from checkpointless.integrations.compat.kernels import unabortable
 from checkpointless.integrations.compat.precision import unsupported_in_a_loop
-from checkpointless.state.module_tensors import TrainingTensors, own_state_of
+from checkpointless.state.module_tensors import HoldersByMesh, TrainingTensors, is_sharded, own_state_of
 from checkpointless.state.port import PARAMETER
 from checkpointless.state.rng import RngStates
 from checkpointless.state.serialization import state_tree
 from checkpointless.transfer.rank_groups import Group
-from checkpointless.transfer.sharded_tensors import HoldersByMesh, is_sharded
 from checkpointless.transfer.tensor_entry import Key
 
 #: TransformerEngine's modules save FP8's scales so, in a pickle; FP8 is refused in loops of one's own.

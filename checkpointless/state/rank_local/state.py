@@ -41,6 +41,7 @@ from checkpointless.transfer.exchange import (
     all_gather_json,
     receive_bytes,
     send_bytes,
+    share_plain,
     to_bytes,
     to_tensor,
     wire_device,
@@ -853,17 +854,58 @@ class RankLocalState:
                 places[key].copy_(buffer)
 
 
+class Fits:
+    """Counts the fits of a block, and keeps how those ended that are over.
+
+    Attributes:
+        number: the fit of the running block that is under way, counted from 1 (0: none has begun).
+        offset: how many steps of the job precede it: steps are counted over all fits.
+        finished: the non-tensor state in which each fit ended that is over, by its number.
+    """
+
+    def __init__(self) -> None:
+        self.number = self.offset = 0
+        self.finished: dict[int, dict[str, Any]] = {}
+
+    def begin(self, committed: int) -> None:
+        """Begin a fit of the block. Its steps are counted on from those of the fits before it.
+
+        Args:
+            committed: the step that this rank has committed last.
+        """
+        self.number += 1
+        self.offset = committed + 1 if self.number > 1 else 0
+
+    def finish(self, objects: dict[str, Any]) -> None:
+        """Record that the fit under way is over, on all ranks.
+
+        Args:
+            objects: the non-tensor state in which the fit ended, for a block that is entered again later.
+        """
+        self.finished = {**self.finished, self.number: objects}
+
+    def share_finished(self) -> dict[str, Any] | None:
+        """Return the non-tensor state in which the fit under way ended before the fault. Collective.
+
+        Returns:
+            The state, from this rank's memory or a peer's; None if no rank has it.
+        """
+        objects: dict[str, Any] | None = share_plain(self.finished.get(self.number))
+        if objects is not None:
+            self.finish(objects)
+        return objects
+
+
 class RankLocalKeeper(ABC):
     """Keeps this rank's random streams and buffers while it trains, and puts them back when training resumes.
 
     Attributes:
-        offset: how many steps of the job precede the fit that is under way: steps are counted over all fits.
         resumed_at: the step and the stage that the last recovery resumed at; None if there was none.
     """
 
     def __init__(self, own: RankLocalState) -> None:
         self.own = own
-        self.offset = 0
+        self.fits = Fits()
         self.resumed_at: tuple[int, SnapshotPoint] | None = None
 
     @property
@@ -930,5 +972,9 @@ class RankLocalKeeper(ABC):
             return
         step, resumed = self.resumed_at
         stage = resumed if stage is None else stage
-        if not self.own.streams.restore(step, stage) and step > self.offset and stage is not SnapshotPoint.LOADED:
+        if (
+            not self.own.streams.restore(step, stage)
+            and step > self.fits.offset
+            and stage is not SnapshotPoint.LOADED
+        ):
             raise RuntimeError(f"the random streams of this rank after step {step} ({stage.name}) are not known")

@@ -12,10 +12,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from checkpointless.state.module_tensors import TrainingTensors
+from checkpointless.state.module_tensors import HoldersByMesh, TrainingTensors, _spread_like
 from checkpointless.state.serialization.tensor_memory import local_part
 from checkpointless.transfer.rank_groups import Group, all_groups
-from checkpointless.transfer.sharded_tensors import HoldersByMesh, spread_like
 from checkpointless.transfer.tensor_entry import TensorEntry
 
 MESH = torch.arange(8).view(2, 2, 2)
@@ -109,12 +108,12 @@ def parameter() -> Iterator[torch.nn.Parameter]:
 
 def test_what_an_optimizer_keeps_is_like_its_parameter(parameter: torch.nn.Parameter) -> None:
     part = torch.ones(4, 3)
-    made = spread_like(part, parameter)
+    made = _spread_like(part, parameter)
     assert isinstance(made, DTensor)
     assert local_part(made).data_ptr() == part.data_ptr()
     number = torch.tensor(3.0)
-    assert spread_like(number, parameter) is number
-    assert spread_like(part, torch.ones(4, 3)) is part
+    assert _spread_like(number, parameter) is number
+    assert _spread_like(part, torch.ones(4, 3)) is part
 
 
 def test_an_optimizer_goes_on_with_state_that_was_adopted_or_filled(parameter: torch.nn.Parameter) -> None:
@@ -122,7 +121,7 @@ def test_an_optimizer_goes_on_with_state_that_was_adopted_or_filled(parameter: t
     module.weight = parameter
     optimizer = torch.optim.AdamW([parameter], lr=0.1)
     local_part(parameter).fill_(1.0)
-    parameter.grad = spread_like(torch.ones(4, 3), parameter)
+    parameter.grad = _spread_like(torch.ones(4, 3), parameter)
     optimizer.step()
     before = {key: tensor.clone() for key, tensor in TrainingTensors([module], [optimizer]).tensors().items()}
     assert all(type(tensor) is torch.Tensor for tensor in before.values())
@@ -144,7 +143,7 @@ def trained(parameter: torch.nn.Parameter) -> tuple[torch.nn.Module, torch.optim
     module = torch.nn.Module()
     module.weight = parameter
     optimizer = torch.optim.AdamW([parameter], lr=0.1)
-    parameter.grad = spread_like(torch.ones(4, 3), parameter)
+    parameter.grad = _spread_like(torch.ones(4, 3), parameter)
     optimizer.step()
     return module, optimizer
 

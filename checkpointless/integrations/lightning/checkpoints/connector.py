@@ -12,7 +12,7 @@ from typing_extensions import override
 from checkpointless.inprocess import StateLostError, UnrecoverableError, active_call_wrapper
 from checkpointless.inprocess.exceptions import is_victim, line_of
 from checkpointless.integrations.compat.lightning import CheckpointConnector
-from checkpointless.integrations.lightning.boundary.step_keeper import InMemoryCheckpoint, copy_to_load
+from checkpointless.integrations.lightning.boundary.step_keeper import InMemoryCheckpoint, copy_to_load, skip_fit
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.events import event_log
 from checkpointless.observability.telemetry.wording import printable
@@ -62,7 +62,8 @@ class CheckpointlessCompatibleConnector(CheckpointConnector):
         call.enter_phase("recovery", call.high_water)
         checkpoint = manager.try_checkpointless_load(self.trainer)
         if manager.verdict is Verdict.SKIP:
-            self._loaded_checkpoint = InMemoryCheckpoint(copy_to_load(strategy.skip_fit(manager.finished_fit())))
+            finished = skip_fit(self.trainer, manager.fits.share_finished())
+            self._loaded_checkpoint = InMemoryCheckpoint(copy_to_load(finished))
             return
         if checkpoint is not None:
             self._loaded_checkpoint = InMemoryCheckpoint(copy_to_load(checkpoint))
