@@ -62,8 +62,6 @@ from checkpointless.transfer.exchange import (
 )
 from checkpointless.transfer.tensor_entry import Key, TensorEntry
 
-# --- Buckets ------------------------------------------------------------------------------------------------------
-
 # --- The plan: how bytes are cut into buckets; pure functions of the tensors' sizes, equal at both ends -----------
 
 # Size of a bucket that small tensors share: a smaller one means more messages, a larger one leaves the caches.
@@ -550,7 +548,7 @@ def _unpack(
         digests.add(landed)
 
 
-# --- Both sides ---------------------------------------------------------------------------------------------------
+# --- Fills -------------------------------------------------------------------------------------------------------
 
 MEMORY_BUDGET_BYTES = 128 * 1024 * 1024
 

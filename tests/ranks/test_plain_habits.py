@@ -115,15 +115,11 @@ def test_it_is_as_without_the_fault(
         ("late-plateau", "the step() of a ReduceLROnPlateau was called between update() of step 1 and the next"),
         ("late-buffer", "the first step has registered the buffer module.1.scale"),
         ("follows", "the parameter 0.weight is changed in a step before its update()"),
-        ("follows-data", "the parameter 0.weight is changed in a step before its update()"),
-        ("follows-behind", "the parameter 0.weight is changed between update() and the next step"),
         ("bounds", "the parameter module.1.rows.weight is changed in a step before its update()"),
         ("clamps", "the parameter module.0.weight is changed between update() and the next step"),
-        ("clamps-data", "the parameter module.0.weight is changed between update() and the next step"),
         ("decays", "weight_decay of param groups was changed between update() of step 1 and the next step"),
         ("forgets", "momentum_buffer of the parameter module.0.weight is changed between update() and the next"),
         ("resets", "the parameter module.0.weight is changed between two calls of steps()"),
-        ("forgets-all", "momentum_buffer of the parameter module.0.weight is changed between two calls of steps()"),
     ],
 )
 def test_it_is_refused_in_the_first_steps(nemo_zygote: Zygote, tmp_path: Path, habit: str, reason: str) -> None:
@@ -131,9 +127,9 @@ def test_it_is_refused_in_the_first_steps(nemo_zygote: Zygote, tmp_path: Path, h
     assert job.code == 1, job.story()
     assert reason in "\n".join([*job.said, *(job.log(rank) for rank in range(2))]), job.story()
     recorded = [path.read_text().splitlines() for path in (job.run_dir / "steps").glob("rank-*.jsonl")]
-    counts = dict.fromkeys(("local", "late-plateau", "two-updates", "follows-behind", "bounds"), 1)
-    counts |= dict.fromkeys(("clamps", "clamps-data", "decays", "forgets", "follows", "follows-data"), 1)
-    counts |= dict.fromkeys(("resets", "forgets-all"), 3)
+    counts = dict.fromkeys(("local", "late-plateau", "two-updates", "bounds"), 1)
+    counts |= dict.fromkeys(("clamps", "decays", "forgets", "follows"), 1)
+    counts["resets"] = 3
     most = counts.get(habit, 0)
     assert all(len(lines) <= most for lines in recorded), "nothing was trained behind that"
 

@@ -119,7 +119,6 @@ OPTIMIZERS: dict[str, Any] = {
     "saves": Saving,
     "schedules": scheduled,
     "forgets": functools.partial(torch.optim.SGD, momentum=0.9),
-    "forgets-all": functools.partial(torch.optim.SGD, momentum=0.9),
 }
 LAYERS: dict[str, Callable[[], torch.nn.Module]] = {
     "extra-state": Louder,
@@ -148,25 +147,18 @@ class Rows:
         return self.data[torch.randint(ROWS, (4 + step // 3 if HABIT == "grows" else 8,))]
 
 
-def follow(when: str, teacher: torch.nn.Module, inner: torch.nn.Module) -> None:
+def follow(teacher: torch.nn.Module, inner: torch.nn.Module) -> None:
     """Have the teacher follow the model, if that is the habit."""
-    if when == HABIT:
+    if HABIT == "follows":
         with torch.no_grad():
             for mine, theirs in zip(teacher.parameters(), inner.parameters()):
                 mine.mul_(0.9).add_(theirs, alpha=0.1)
-    if f"{when}-data" == HABIT:
-        for mine, theirs in zip(teacher.parameters(), inner.parameters()):
-            mine.data = mine.data * 0.9 + theirs.data * 0.1
 
 
-def change_behind_update(
-    teacher: torch.nn.Module, inner: torch.nn.Module, optimizer: torch.optim.Optimizer
-) -> None:
+def change_behind_update(inner: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Change behind an update what belongs to it, if that is the habit."""
-    follow("follows-behind", teacher, inner)
-    weights = [parameter.data if HABIT == "clamps-data" else parameter for parameter in inner.parameters()]
     with torch.no_grad():
-        for each in weights if HABIT in ("clamps", "clamps-data") else ():
+        for each in inner.parameters() if HABIT == "clamps" else ():
             each.clamp_(-0.2, 0.2)
     if HABIT == "decays":
         optimizer.param_groups[0]["weight_decay"] += 0.01
@@ -176,7 +168,7 @@ def change_behind_update(
 
 def ends_of_calls() -> list[int]:
     """Return up to which step each call of ``steps()`` goes."""
-    if HABIT in ("epochs", "epochs-change", "resets", "forgets-all"):
+    if HABIT in ("epochs", "epochs-change", "resets"):
         return [*range(EPOCH, STEPS, EPOCH), STEPS]
     return [STEPS] * (4 if HABIT == "breaks" else 1)
 
@@ -226,12 +218,10 @@ def validate(inner: torch.nn.Module, data: torch.Tensor) -> None:
     dist.barrier()  # no rank is still in its validation when the next step meets its fault
 
 
-def change_between(inner: torch.nn.Module, optimizer: torch.optim.Optimizer, data: torch.Tensor) -> None:
+def change_between(inner: torch.nn.Module, data: torch.Tensor) -> None:
     """Change between two calls of ``steps()`` what belongs to the state, if that is the habit."""
     if HABIT == "resets":
         inner[0].reset_parameters()  # type: ignore[index, operator]
-    if HABIT == "forgets-all":
-        optimizer.state.clear()
     if HABIT in ("epochs-change", "breaks"):
         inner(data[torch.randint(ROWS, (8,))])  # draws, and moves what the normalization has seen
 
@@ -286,7 +276,7 @@ def main(caller: HPCallWrapper) -> None:
     if HABIT == "averages":
         modules.append(averaged_by(optimizer, inner))
     teacher, beside = copy.deepcopy(inner).requires_grad_(False), AveragedModel(inner)
-    if HABIT.startswith("follows"):
+    if HABIT == "follows":
         modules.append(teacher)
     torch.manual_seed(100 + dist.get_rank())
     if HABIT == "warms-up":
@@ -299,7 +289,7 @@ def main(caller: HPCallWrapper) -> None:
     rows = Rows(data)
 
     def make(step: int) -> None:
-        follow("follows", teacher, inner)
+        follow(teacher, inner)
         if HABIT == "modes" and step == 3:
             inner.eval()  # it stays so
         enter_step(caller, step, functools.partial(validate_others, caller, training, inner, data, step))
@@ -315,7 +305,7 @@ def main(caller: HPCallWrapper) -> None:
         training.update(loss.item())
         if HABIT == "late-plateau" and plateau is not None:
             plateau.step(1.0)
-        change_behind_update(teacher, inner, optimizer)
+        change_behind_update(inner, optimizer)
         if HABIT == "averages-beside":
             beside.update_parameters(inner)
         if HABIT == "two-updates":
@@ -330,7 +320,7 @@ def main(caller: HPCallWrapper) -> None:
                 validate(inner, data)
             if HABIT == "breaks" and step % 5 == 0:
                 break
-        change_between(inner, optimizer, data)
+        change_between(inner, data)
         if HABIT in ("breaks", "epochs"):
             dist.barrier()  # no rank is still in its update
             caller.enter_phase("between", 100 + training.step)

@@ -12,12 +12,11 @@ KNOWN = {
     "Board": (33, 33),
     "HPCallWrapper": (26, 26),
     "NodeAgent": (29, 29),
-    "CheckpointManager": (25, 38),
-    "PEFTCheckpointManager": (8, 44),
-    "CheckpointlessMegatronStrategy": (28, 44),
-    "CheckpointlessModelParallelStrategy": (5, 38),
-    "CheckpointlessDDPStrategy": (4, 37),
-    "_TorchRecoverable": (16, 35),
+    "PEFTCheckpointManager": (8, 34),
+    "CheckpointlessMegatronStrategy": (28, 43),
+    "CheckpointlessModelParallelStrategy": (5, 36),
+    "CheckpointlessDDPStrategy": (4, 35),
+    "_TorchRecoverable": (15, 33),
 }
 
 

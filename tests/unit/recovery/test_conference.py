@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
-from checkpointless.recovery import manager
+from checkpointless.inprocess.parameter_update_lock import CommitState
+from checkpointless.recovery import CheckpointManager, manager
 from checkpointless.recovery.decide import Decision, Verdict
 from checkpointless.recovery.manager import _differing_names, _find_loss
+from checkpointless.state.held_state import HeldState
 from checkpointless.state.port import DATA
 from checkpointless.state.rank_local.state import RankLocalState
 from tests.unit.recovery.made_up_state import MadeUpJournal, MadeUpState
@@ -33,3 +38,28 @@ def test_only_data_that_differed_is_lost_with_its_process(
     reason = _find_loss(MadeUpJournal(MadeUpState(0)), None, RankLocalState(0), decision, 0)
     assert reason == f"{DATA} (loaders) differed from rank to rank, and that of rank 1 was lost with its process"
     assert "a callback differs from rank to rank: rank [1] gets a peer's" in caplog.text
+
+
+# --- That a state whose tensors are being overwritten is not taken for whole if a further fault comes -------------
+
+
+class Fault(Exception):
+    """A fault while a peer fills this rank."""
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_what_a_peer_fills_is_whole_only_if_no_model_is_kept(keeps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manager.dist, "get_rank", lambda: 0)
+    kept: Any = SimpleNamespace()
+    mine = CheckpointManager()
+    held = HeldState(CommitState(3, ready=False, torn=False), {}, {})
+    mine._held, mine.kept = held, (1, kept) if keeps else None
+
+    def move(*_: object, **__: object) -> Any:
+        raise Fault
+
+    monkeypatch.setattr(mine._refill, "move", move)
+    journal: Any = SimpleNamespace(state=None)
+    with pytest.raises(Fault):
+        mine._restore(journal, Decision(Verdict.RESUME, target=3, refills={0: (1,)}), 3)
+    assert held.commit == CommitState(3, ready=False, torn=keeps)

@@ -39,9 +39,3 @@ def test_nothing_is_a_base_model_before_it_is_known_what_is_trained() -> None:
     manager.maybe_offload_checkpoint()
     assert manager.base_model_weights is None
     assert manager.base_model_keys_to_extract is None
-
-
-def test_it_is_a_public_name() -> None:
-    import checkpointless
-
-    assert checkpointless.PEFTCheckpointManager is PEFTCheckpointManager

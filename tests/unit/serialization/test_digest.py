@@ -3,24 +3,35 @@
 from __future__ import annotations
 
 import itertools
-from collections import OrderedDict
+import subprocess
+import sys
+import threading
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from checkpointless.state.serialization import digest
 from checkpointless.state.serialization import digest as digests
 from checkpointless.state.serialization.digest import (
     MemoryChecksumManager,
+    PendingDigests,
     _digest_on_device,
     digest_buffers,
     digest_bytes,
     digest_parameters,
     digest_parts,
     digest_value,
+    samples,
 )
 from checkpointless.state.serialization.state_tree import tensor_bytes
 from tests.drawn import examples
@@ -257,3 +268,194 @@ def test_digests_that_step_files_record_stay_the_same() -> None:
     assert digest_value({"b": 1, "a": (1, [2])}) == "edc24cf7d225787d8deb3ba1ba66c713"
     assert digest_value(OrderedDict(a=tensor)) == "8c8135ba42d32e7fe5b108f8489afd70"
     assert digest_value(-0.0) == "5bd1bc2cd392072df907d805a86cb36e"
+
+
+# --- Samples of tensors tell those apart that hold other elements, whatever they are laid out like ----------------
+
+
+TENSORS = {
+    "many": torch.arange(100.0).reshape(10, 10),
+    "few": torch.ones(3),
+    "one": torch.tensor(2.0),
+    "half": torch.full((40,), 0.5, dtype=torch.bfloat16),
+    "truth": torch.tensor([True, False]),
+    "turned": torch.arange(60.0).reshape(6, 10).t(),
+    "part": torch.arange(90.0)[7:50],
+    "expanded": torch.ones(1).expand(50),
+    "trained": torch.nn.Parameter(torch.ones(4)),
+}
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_another_element_is_noticed_in_that_tensor_alone(name: str) -> None:
+    tensors = {key: each.detach().clone(memory_format=torch.preserve_format) for key, each in TENSORS.items()}
+    before = samples(tensors)
+    assert before.keys() == TENSORS.keys()
+    tensors[name].flatten()[:1].logical_not_() if name == "truth" else tensors[name].mul_(3).add_(1)
+    after = samples(tensors)
+    assert [key for key in before if before[key] != after[key]] == [name]
+
+
+def test_the_samples_of_a_large_tensor_are_small() -> None:
+    assert len(samples({"large": torch.zeros(100_000)})["large"]) == 32 * 4
+
+
+def test_what_has_no_storage_is_left_out() -> None:
+    nothing = {"empty": torch.empty(0), "meta": torch.empty(4, device="meta"), "sparse": torch.eye(3).to_sparse()}
+    assert samples(nothing) == {}
+
+
+# --- That digests come back in order, and that the device is waited for once --------------------------------------
+
+
+PARTS = [torch.arange(count, dtype=torch.uint8) for count in (0, 1, 8, 100)]
+
+
+@pytest.fixture
+def fetches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Take everything for bytes on a device, and count what waits for it, with the number of digests fetched."""
+    found: list[int] = []
+    tolist = torch.Tensor.tolist
+
+    def counting(tensor: torch.Tensor) -> list[int]:
+        found.append(tensor.numel())
+        return tolist(tensor)
+
+    monkeypatch.setattr(digest, "is_on_host", lambda flat: False)
+    monkeypatch.setattr(torch.Tensor, "tolist", counting)
+    monkeypatch.setattr(torch.Tensor, "item", None)
+    return found
+
+
+def test_on_the_host_they_are_those_of_each() -> None:
+    pending = PendingDigests()
+    for part in PARTS:
+        pending.add(part)
+    pending.add_known(7)
+    assert pending.fetch() == [*map(digest_bytes, PARTS), 7]
+
+
+def test_those_of_a_device_are_fetched_at_once(fetches: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    pending = PendingDigests()
+    pending.add_known(7)
+    for part in PARTS:
+        pending.add(part)
+    assert fetches == []
+    found = pending.fetch()
+    assert fetches == [len(PARTS)]
+    monkeypatch.undo()
+    assert found == [7, *map(_digest_on_device, PARTS)]
+
+
+def test_bytes_that_change_later_are_digested_as_they_were(fetches: list[int]) -> None:
+    part = torch.arange(20, dtype=torch.uint8)
+    pending = PendingDigests()
+    pending.add(part)
+    part += 1
+    pending.add(part)
+    one, other = pending.fetch()
+    assert one != other
+
+
+def test_nothing_waits_for_nothing(fetches: list[int]) -> None:
+    pending = PendingDigests()
+    assert pending.fetch() == []
+    pending.add_known(1)
+    assert pending.fetch() == [1]
+    assert fetches == []
+
+
+def test_many_tensors_are_one_wait(fetches: list[int]) -> None:
+    tensors = {(index,): part for index, part in enumerate(PARTS)}
+    found = MemoryChecksumManager().digest_each(tensors)
+    assert fetches == [len(PARTS)]
+    assert len(set(found.values())) == len(found) == len(PARTS)
+
+
+# --- Digests of states that do not consist of tensors alone -------------------------------------------------------
+
+
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@dataclass
+class Thing:
+    """Represents a value with parts of its own."""
+
+    name: str
+    parts: list[Any] = field(default_factory=list)
+
+
+@given(plain)
+def test_an_equal_value_has_the_same_digest(value: Any) -> None:
+    copy = {key: value[key] for key in reversed(value)} if isinstance(value, dict) else value
+    assert digest_value({"state": value}) == digest_value({"state": copy})
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        (1, 2),
+        (1, 1.0),
+        (1, True),
+        (0.0, -0.0),
+        (0.1 + 0.2, 0.3),
+        ("a", b"a"),
+        (None, 0),
+        ([1, 2], [2, 1]),
+        ([[1], 2], [1, [2]]),
+        ({"a": 1}, {"a": 2}),
+        ({"a": 1}, {"b": 1}),
+        (torch.zeros(2), torch.zeros(1, 2)),
+        (torch.zeros(2), torch.zeros(2, dtype=torch.float64)),
+        (torch.zeros(2), torch.tensor([0.0, -0.0])),
+        (np.zeros(2), np.zeros(3)),
+        (np.float32(1.5), np.float32(1.25)),
+        (timedelta(seconds=1), timedelta(seconds=2)),
+        (deque([1]), deque([2])),
+        (Thing("a", [torch.zeros(1)]), Thing("a", [torch.ones(1)])),
+        (torch.nn.BatchNorm1d(2), torch.nn.BatchNorm1d(3)),
+    ],
+)
+def test_another_value_has_another_digest(a: Any, b: Any) -> None:
+    assert digest_value(a) != digest_value(b)
+    assert digest_value([a]) == digest_value([a])
+
+
+def test_what_recovery_may_change_does_not_count() -> None:
+    assert digest_value(OrderedDict(b=1, a=2)) == digest_value({"a": 2, "b": 1})
+    assert digest_value((1, 2)) == digest_value([1, 2])
+    assert digest_value({3, 1, 2}) == digest_value({2, 3, 1})
+
+
+def test_of_a_path_only_the_last_name_counts() -> None:
+    assert digest_value("/runs/1/step=2.ckpt") == digest_value("/runs/2/step=2.ckpt")
+    assert digest_value({"/runs/1/x": 1}) == digest_value({Path("/runs/2/x"): 1})
+    assert digest_value("/runs/1/step=2.ckpt") != digest_value("/runs/1/step=3.ckpt")
+    assert digest_value("a/x") != digest_value("b/x")
+
+
+def test_a_value_that_contains_itself_or_cannot_be_copied_has_a_digest() -> None:
+    def circle(value: int) -> list[Any]:
+        found: list[Any] = [value]
+        found.append(found)
+        return found
+
+    assert digest_value(circle(1)) == digest_value(circle(1))
+    assert digest_value(circle(1)) != digest_value(circle(2))
+    assert digest_value(threading.Lock()) == digest_value(threading.Lock())
+    assert digest_value(print) != digest_value(len)
+
+
+@pytest.mark.slow
+def test_another_process_gives_the_same_digest() -> None:
+    program = (
+        "from checkpointless.state.serialization.digest import digest_value as d\n"
+        "import torch; print(d({'a': {'x', 'y', 'z'}, 'b': [torch.arange(3), 1.5]}))"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    assert ended.stdout.strip() == digest_value({"b": [torch.arange(3), 1.5], "a": {"z", "y", "x"}})

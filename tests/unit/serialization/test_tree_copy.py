@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
+import enum
+import fractions
+import typing
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 
 from checkpointless.state.serialization import state_tree
 from checkpointless.state.serialization.digest import digest_value
-from tests.unit.serialization.trees import Loud, back, same, trees
+from checkpointless.state.serialization.state_tree import Later, copies_of
+from tests.unit.serialization.trees import Loud, Word, back, same, trees
 
 
 @given(trees)
@@ -53,3 +60,95 @@ def test_unknown_objects_are_copied_if_they_can_be() -> None:
     assert copied[0] is copied[3] is not known
     assert copied[0].items is copied[2] is not shared
     assert copied[1] is stubborn
+
+
+# --- What is taken at a moment and put into its form later --------------------------------------------------------
+
+
+NAN = torch.tensor([0x7FC12345], dtype=torch.int32).view(torch.float32)[0]
+
+
+def bits(tensor: torch.Tensor) -> tuple[torch.dtype, torch.Size, bytes]:
+    return tensor.dtype, tensor.shape, tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def test_it_is_made_once_and_only_when_it_is_asked_for() -> None:
+    made: list[int] = []
+    later = Later(lambda: made.append(1) or [3])  # type: ignore[func-returns-value]
+    assert made == []
+    assert later() is later()
+    assert made == [1]
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        [],
+        [torch.tensor(1.5)],
+        [torch.tensor(0.1), torch.tensor(-0.0), torch.tensor(float("inf")), torch.tensor(1e-45)],
+        [torch.tensor(0.1, dtype=torch.float64), torch.tensor(2**60 + 1), torch.tensor(True)],
+        [NAN, torch.tensor(2.0), NAN.clone()],
+        [torch.tensor(1.0, dtype=torch.bfloat16), torch.tensor(3.0, dtype=torch.bfloat16)],
+        [torch.tensor([1.0, 2.0]), torch.tensor(3.0), torch.tensor([]), torch.tensor(1 + 2j)],
+    ],
+)
+def test_copies_have_the_bits_that_the_tensors_had(tensors: list[torch.Tensor]) -> None:
+    before = [bits(each) for each in tensors]
+    copies = copies_of(tensors)
+    for each in tensors:
+        each.zero_()
+    assert [bits(each) for each in copies()] == before
+
+
+def test_copies_have_no_gradients() -> None:
+    weight = torch.tensor(2.0, requires_grad=True)
+    copies = copies_of([weight * 2, torch.tensor([1.0], requires_grad=True), weight])()
+    assert [each.requires_grad for each in copies] == [False] * 3
+    assert [each.item() for each in copies] == [4.0, 1.0, 2.0]
+
+
+# --- Classes that are registered, and numbers that are no floats, come back as what they were ---------------------
+
+
+@state_tree.register_plain_type
+class Mode(enum.Enum):
+    FAST = "fast"
+
+
+@state_tree.register_plain_type
+class Options(enum.Flag):
+    A = 1
+    B = 2
+
+
+@state_tree.register_plain_type
+@dataclasses.dataclass(frozen=True)
+class Window:
+    size: int
+    inner: Any
+
+
+@state_tree.register_plain_type
+class Span(typing.NamedTuple):
+    start: int
+    stop: torch.Tensor
+
+
+def test_registered_classes_come_back_as_what_they_were() -> None:
+    tree = [Mode.FAST, Options.A | Options.B, Window(3, Mode.FAST), {Mode.FAST: 1}, Span(1, torch.ones(2))]
+    arrived = back(tree)
+    assert arrived[:4] == tree[:4]
+    assert type(arrived[4]) is Span
+    assert arrived[4].stop.equal(torch.ones(2))
+
+
+@pytest.mark.parametrize("kind", [dict, Loud, Word, 3])
+def test_only_classes_of_plain_parts_can_be_registered(kind: Any) -> None:
+    with pytest.raises(TypeError, match="cannot be registered"):
+        state_tree.register_plain_type(kind)
+
+
+def test_decimals_and_fractions() -> None:
+    assert same(
+        back([Decimal("1.10"), fractions.Fraction(1, 10**40)]), [Decimal("1.10"), fractions.Fraction(1, 10**40)]
+    )

@@ -1,26 +1,59 @@
-"""Test saves after a fault: what is made again, what goes on, and whose the writers' reports are."""
+"""Test saves of NeMo's: what is made again after a fault, what goes on, what is lost, and what fails."""
 
 from __future__ import annotations
 
+import json
+import multiprocessing
+import os
+import queue
+import shutil
+import signal
+import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.checkpoint import CheckpointException
 
+from checkpointless.inprocess import UnrecoverableError
 from checkpointless.state.port import SnapshotPoint
+from tests.drawn import examples
 
-pytestmark = pytest.mark.nemo
+pytest.importorskip("nemo.lightning", reason="needs NeMo")
+
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from nemo.lightning.pytorch.callbacks import ModelCheckpoint
+
+from checkpointless.integrations.lightning.checkpoints import saves
+from checkpointless.integrations.lightning.checkpoints.saves import (
+    PendingSaves,
+    Saves,
+    _Agreement,
+    _books_of,
+    _new_paths,
+    _noting,
+    _report_separately,
+    _reset_reports,
+    _SaveFailed,
+    _write_buckets,
+    remove,
+    remove_whole,
+    replaced,
+    undo,
+)
+
+pytestmark = [pytest.mark.nemo, pytest.mark.timeout(60)]
 
 
 def test_each_save_has_its_own_reports(tmp_path: Path) -> None:
     """Of two that are under way the second may be written first."""
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-
-    from checkpointless.integrations.lightning.checkpoints.saves import Saves
-
     saves, queues = Saves(), []
     for name in ("a", "b"):
         make = lambda: queues.append(filesystem_async._get_write_results_queue())  # noqa: E731
@@ -36,8 +69,6 @@ def test_each_save_has_its_own_reports(tmp_path: Path) -> None:
 
 @pytest.fixture
 def alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    from checkpointless.integrations.lightning.checkpoints import saves
-
     monkeypatch.setattr(saves, "all_gather_json", lambda value: [value, value])
 
 
@@ -49,8 +80,6 @@ class Job:
     """
 
     def __init__(self, at_once: bool = False) -> None:
-        from checkpointless.integrations.lightning.checkpoints.saves import Saves
-
         self.saves = Saves()
         self.at_once = at_once
         self.did: list[str] = []
@@ -94,7 +123,6 @@ class Job:
 
     def leave(self) -> None:
         """Leave the block."""
-        from checkpointless.integrations.lightning.checkpoints.saves import PendingSaves
 
         pending = PendingSaves.of(self.strategy.checkpoint_io)
         self.saves.pending = pending if pending is not None else self.saves.pending
@@ -114,8 +142,6 @@ def test_a_save_that_goes_on_is_ended_once_by_who_asks_for_it_now(finish: str | 
 
 @pytest.mark.usefixtures("alike")
 def test_a_fault_while_the_ranks_agree_forgets_no_save(monkeypatch: pytest.MonkeyPatch) -> None:
-    from checkpointless.integrations.lightning.checkpoints import saves
-
     def interrupted(value: object) -> list[object]:
         raise RuntimeError("aborted")
 
@@ -224,7 +250,6 @@ def test_a_process_that_knows_nothing_of_a_save_does_not_have_it_made_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Where the others have gone through the end of it, it is whole; it ends with them for the callback of now."""
-    from checkpointless.integrations.lightning.checkpoints import saves
 
     def gather(first: Any, second: Any) -> None:
         """Let both agree on what each says."""
@@ -261,8 +286,6 @@ def test_a_process_that_knows_nothing_of_a_save_does_not_have_it_made_again(
 @pytest.mark.usefixtures("alike")
 def test_a_save_that_ended_and_is_still_marked_is_made_again(tmp_path: Path) -> None:
     """NeMo passes over an error at the barrier before it removes the mark, and removes what is marked."""
-    from nemo.lightning.pytorch.callbacks import ModelCheckpoint
-
     job, path = Job(), tmp_path / "a"
     path.mkdir()
     job.save(str(path), 10)
@@ -275,8 +298,6 @@ def test_a_save_that_ended_and_is_still_marked_is_made_again(tmp_path: Path) -> 
 
 @pytest.mark.usefixtures("alike")
 def test_a_save_that_a_rank_was_interrupted_in_is_made_again_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    from checkpointless.integrations.lightning.checkpoints import saves
-
     def interrupted() -> None:
         raise KeyboardInterrupt
 
@@ -307,8 +328,6 @@ def test_the_end_of_one_that_goes_on_is_noticed_by_a_rank_that_was_interrupted_b
 
 @pytest.mark.usefixtures("alike")
 def test_a_save_that_is_lost_takes_no_other_along(tmp_path: Path) -> None:
-    from nemo.lightning.pytorch.callbacks import ModelCheckpoint
-
     def marked(name: str) -> str:
         (tmp_path / name).mkdir()
         ModelCheckpoint.format_checkpoint_unfinished_marker_path(tmp_path / name).touch()
@@ -339,10 +358,6 @@ def test_a_save_that_is_lost_takes_no_other_along(tmp_path: Path) -> None:
 @pytest.mark.parametrize("is_new_process", [False, True])
 def test_what_a_lost_save_was_to_remove_has_its_place_again(tmp_path: Path, is_new_process: bool) -> None:
     """Else the next save would not remove it, and it would stay for ever."""
-    from nemo.lightning.pytorch.callbacks import ModelCheckpoint
-
-    from checkpointless.integrations.lightning.checkpoints.saves import Saves, _books_of
-
     older, lost = str(tmp_path / "step=1-last.ckpt"), str(tmp_path / "step=3-last.ckpt")
     job, callback = Job(), ModelCheckpoint(dirpath=str(tmp_path), save_last=True, save_top_k=0)
     callback.last_model_path = older
@@ -365,10 +380,6 @@ def test_what_a_lost_save_was_to_remove_has_its_place_again(tmp_path: Path, is_n
 @pytest.mark.usefixtures("alike")
 def test_what_a_save_has_replaced_is_known_while_it_is_asked_for_again(tmp_path: Path) -> None:
     """Another fault may come before its callback has kept it once more."""
-    from nemo.lightning.pytorch.callbacks import ModelCheckpoint
-
-    from checkpointless.integrations.lightning.checkpoints.saves import _books_of
-
     job, callback, path = Job(), ModelCheckpoint(dirpath=str(tmp_path)), str(tmp_path / "step=3-last.ckpt")
     callback.last_model_path = "older"
     books = _books_of(callback)
@@ -381,3 +392,380 @@ def test_what_a_save_has_replaced_is_known_while_it_is_asked_for_again(tmp_path:
     assert save.replaced["last"] == "older"
     save.spare()
     assert callback.deferred_ckpts_to_remove == []
+
+
+# --- What the ranks conclude of their saves, from made-up words of every rank -------------------------------------
+
+
+def says(
+    *again: list[Any], pending: tuple[int, ...] = (), failed: tuple[int, ...] = (), newest: int = 0
+) -> dict[str, Any]:
+    """Return what one rank says; every pending or failed save has a path."""
+    paths = [[number, f"/c/{number}"] for number in (*pending, *failed)]
+    said = {"again": list(again), "pending": list(pending), "newest": newest}
+    return {**said, "failed": list(failed), "paths": paths}
+
+
+def test_a_save_that_all_have_writers_of_goes_on() -> None:
+    agreed = _Agreement.of([says(["/c/0", 0, True, False], pending=(0,))] * 2, in_background=True)
+    assert agreed.whole == {"/c/0": 0}
+    assert (agreed.continues, agreed.going_on, agreed.lost) == (True, {"/c/0"}, frozenset())
+
+
+def test_a_save_that_one_rank_has_lost_the_writer_of_is_made_again() -> None:
+    here, there = says(["/c/0", 0, True, False], pending=(0,)), says(["/c/0", 0, True, False])
+    agreed = _Agreement.of([here, there], in_background=True)
+    assert (agreed.again, agreed.whole, agreed.in_vain) == ({"/c/0"}, {}, {0})
+    assert not agreed.lost
+
+
+def test_a_save_from_before_the_moment_is_lost_with_one_writer() -> None:
+    agreed = _Agreement.of([says(pending=(3,), newest=3), says(newest=3)], in_background=True)
+    assert agreed.is_cut_off
+    assert not agreed.continues
+    assert (agreed.lost, agreed.forgotten, agreed.lost_paths) == ({3}, {3}, ("/c/3",))
+
+
+def test_a_save_whose_writer_failed_is_lost_and_the_others_go_on() -> None:
+    agreed = _Agreement.of([says(pending=(4,), failed=(3,)), says(pending=(4,))], in_background=True)
+    assert (agreed.failed, agreed.lost, agreed.going_on) == ({3}, {3}, {"/c/4"})
+    assert agreed.continues
+
+
+@pytest.mark.parametrize(("first", "whole"), [(True, {"/c/a": None}), (False, {})])
+def test_a_save_that_is_made_at_once_is_whole_with_the_part_of_the_first(
+    first: bool, whole: dict[str, None]
+) -> None:
+    agreed = _Agreement.of(
+        [says(["/c/a", None, first, False]), says(["/c/a", None, True, False])], in_background=False
+    )
+    assert agreed.whole == whole
+
+
+NUMBERS = st.lists(st.integers(0, 3), unique=True).map(tuple)
+SAVES = st.lists(
+    st.tuples(st.sampled_from(["/c/a", "/c/b"]), st.none() | st.integers(0, 3), st.booleans(), st.booleans()).map(
+        list
+    ),
+    unique_by=lambda save: save[0],
+    max_size=2,
+)
+WORDS = st.builds(
+    lambda again, pending, failed: says(*again, pending=pending, failed=failed), SAVES, NUMBERS, NUMBERS
+)
+
+
+@examples(200)
+@given(everyone=st.lists(WORDS, min_size=1, max_size=3), in_background=st.booleans())
+def test_no_save_is_both_lost_and_going_on(everyone: list[dict[str, Any]], in_background: bool) -> None:
+    agreed = _Agreement.of(everyone, in_background)
+    assert agreed.whole.keys() <= agreed.again
+    assert not agreed.going_on & set(agreed.lost_paths)
+    assert agreed.forgotten <= agreed.lost
+    assert not (agreed.continues and agreed.is_cut_off)
+
+
+# --- Whose the reports of the writers of background saves are after a fault ---------------------------------------
+
+
+def test_an_answer_that_nobody_has_read_is_not_taken_for_the_next() -> None:
+    before = filesystem_async._get_write_results_queue()
+    before.put("of a save that was interrupted")
+    before._tls.connection.send((before._id, "empty", (), {}))  # it is interrupted before the answer comes
+    _reset_reports()
+    after = filesystem_async._get_write_results_queue()
+    assert after.empty() is True
+    assert before.empty() is False, "whoever goes on with that save gets its report"
+    after.put("of the next save")
+    assert after.get_nowait() == "of the next save"
+    assert before.get_nowait() == "of a save that was interrupted"
+    for reports in (before, after):
+        with pytest.raises(queue.Empty):
+            reports.get_nowait()
+
+
+def test_reports_whose_process_is_gone_are_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(filesystem_async, "_results_queue", None)
+    reports = filesystem_async._get_write_results_queue()
+    reports._manager._process.kill()
+    reports._manager._process.join()
+    _report_separately()
+    again = filesystem_async._get_write_results_queue()
+    again.put("of the next save")
+    assert again.get_nowait() == "of the next save"
+
+
+# --- That the books of checkpoint callbacks are right when a save has failed --------------------------------------
+
+
+def callback_with(**models: float) -> Any:
+    """Return a callback that keeps the two best."""
+    callback = ModelCheckpoint(dirpath="/ckpt", monitor="loss", save_top_k=2)
+    callback.best_k_models = {f"/ckpt/{name}.ckpt": torch.tensor(score) for name, score in models.items()}
+    callback.last_model_path = "/ckpt/old-last.ckpt"
+    return callback
+
+
+def save(callback: Any) -> None:
+    """Do to the books what NeMo does in a background save of ``new``, which is the best."""
+    worst = max(callback.best_k_models, key=lambda path: float(callback.best_k_models[path]))
+    del callback.best_k_models[worst]
+    callback.best_k_models["/ckpt/new.ckpt"] = torch.tensor(0.1)
+    callback.best_model_path, callback.kth_best_model_path = "/ckpt/new.ckpt", "/ckpt/good.ckpt"
+    callback.best_model_score, callback.kth_value = torch.tensor(0.1), torch.tensor(0.5)
+    callback.deferred_ckpts_to_remove.append([worst])
+
+
+def books(callback: Any) -> dict[str, Any]:
+    return {
+        "models": {path: float(score) for path, score in callback.best_k_models.items()},
+        "best": (callback.best_model_path, float(callback.best_model_score)),
+        "worst": (callback.kth_best_model_path, float(callback.kth_value)),
+        "last": callback.last_model_path,
+    }
+
+
+RIGHT = {
+    "models": {"/ckpt/good.ckpt": 0.5, "/ckpt/bad.ckpt": pytest.approx(0.9)},
+    "best": ("/ckpt/good.ckpt", 0.5),
+    "worst": ("/ckpt/bad.ckpt", pytest.approx(0.9)),
+    "last": "/ckpt/old-last.ckpt",
+}
+
+
+def test_books_are_put_back() -> None:
+    callback = callback_with(good=0.5, bad=0.9)
+    earlier = ["/ckpt/earlier"]
+    callback.deferred_ckpts_to_remove.append(earlier)
+    before = _books_of(callback)
+    save(callback)
+    assert _new_paths(callback, before) == ["/ckpt/new.ckpt"]
+    vars(callback).update(before)
+    (removal,) = callback.deferred_ckpts_to_remove
+    assert removal is earlier
+    assert set(callback.best_k_models) == {"/ckpt/good.ckpt", "/ckpt/bad.ckpt"}
+
+
+def test_a_background_save_that_fails_later_is_struck_out() -> None:
+    callback = callback_with(good=0.5, bad=0.9)
+    before = _books_of(callback)
+    save(callback)
+    was = json.loads(json.dumps(replaced(callback, before)))  # another process gets it so
+    undo(callback, "/ckpt/new.ckpt", was)
+    assert books(callback) == RIGHT
+    undo(callback, "/ckpt/new.ckpt", was)  # there is nothing of it any more
+    assert books(callback) == RIGHT
+
+
+def test_the_last_checkpoint_is_the_one_before() -> None:
+    callback = callback_with(good=0.5, bad=0.9)
+    callback.last_model_path = "/ckpt/new-last.ckpt"
+    undo(callback, "/ckpt/new-last", {"last": "/ckpt/old-last.ckpt"})
+    assert books(callback) == RIGHT
+
+
+@pytest.mark.parametrize("keeps_last", [True, False])
+def test_the_first_save_of_all_is_struck_out_with_nothing_before_it(keeps_last: bool) -> None:
+    """Without a monitor the best is the newest; its second save of the same step, the last, fails after it."""
+    callback: Any = ModelCheckpoint(dirpath="/ckpt", monitor=None, save_top_k=-1)
+    callback.best_model_path = "/ckpt/new.ckpt"
+    callback.last_model_path = "/ckpt/new-last.ckpt" if keeps_last else ""
+    undo(callback, "/ckpt/new", {})
+    undo(callback, "/ckpt/new-last", {})
+    assert (callback.best_model_path, callback.last_model_path) == ("", "")
+
+
+# --- What a rank does about saves that fail: who gives up what, and why -------------------------------------------
+
+
+class Rank:
+    """Represents rank 0 of two that are in the same place, at the end of step 3."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(saves, "all_gather_json", lambda value: [value, value])
+        self.removed: list[str] = []
+        monkeypatch.setattr(saves, "remove", self.removed.extend)
+        self.saves = saves.Saves()
+        self.failed = self.saves.failed
+        self.step = 3
+        self.strategy: Any = SimpleNamespace(
+            trainer=SimpleNamespace(is_global_zero=True, global_rank=0),
+            checkpoint_manager=SimpleNamespace(saves=self.saves),
+            journal=lambda: SimpleNamespace(newest=(self.step, 0)),
+        )
+        self.failed._strategy = lambda: self.strategy
+
+    def save(self, path: str, error: BaseException | None = None) -> None:
+        with self.failed.attempt(path):
+            if error is not None:
+                raise error
+
+
+@pytest.fixture
+def rank(monkeypatch: pytest.MonkeyPatch) -> Rank:
+    return Rank(monkeypatch)
+
+
+@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), RuntimeError("file write failed")])
+def test_saves_of_a_step_are_given_up_after_one_rank_raised_in_one(rank: Rank, error: Exception) -> None:
+    with pytest.raises(type(error)):
+        rank.save("/c/a.ckpt", error)
+    assert rank.failed.raised == (3, str(error))
+    for _ in range(2):  # another fault may come before they are given up
+        rank.failed.give_up([None, rank.failed.raised], 3)
+    for path in ("/c/a.ckpt", "/c/a-last.ckpt"):
+        with pytest.raises(_SaveFailed, match="could not be saved") as raised:
+            rank.save(path)
+        assert raised.value.reasons == {1: str(error)}
+    assert rank.removed == ["/c/a.ckpt", "/c/a-last.ckpt"]
+    rank.step = 4
+    rank.save("/c/b.ckpt")
+
+
+def test_saves_are_made_if_training_resumes_at_another_step(rank: Rank) -> None:
+    with pytest.raises(OSError, match="full"):
+        rank.save("/c/a.ckpt", OSError("full"))
+    rank.failed.give_up([rank.failed.raised, None], 2)
+    assert rank.failed.raised is None
+    rank.save("/c/a.ckpt")
+
+
+def test_a_save_that_the_loss_of_a_rank_ends_is_not_given_up(rank: Rank) -> None:
+    with pytest.raises(RuntimeError):
+        rank.save("/c/a.ckpt", RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer"))
+    assert rank.failed.raised is None
+
+
+@pytest.mark.parametrize("failures", [{1: (RuntimeError("Worker failure: full"), None)}, {}])
+def test_what_all_ranks_raise_ends_the_save_at_once(rank: Rank, failures: dict[int, Any]) -> None:
+    with pytest.raises(_SaveFailed) as raised:
+        rank.save("/c/a.ckpt", CheckpointException("write", failures))
+    assert raised.value.reasons == ({1: "full"} if failures else {0: "a part of it could not be written"})
+
+
+def test_an_error_of_what_one_rank_writes_is_gathered(rank: Rank) -> None:
+    def write(folder: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    noted = _noting(lambda folder: folder)(write)
+    with pytest.raises(OSError, match="No space"):
+        noted("/c/a/weights")  # of a save that is not ours
+    with rank.failed.attempt("/c/a.ckpt"):
+        noted("/c/a/weights")
+        noted("/c/a")
+    with pytest.raises(_SaveFailed) as raised:
+        rank.failed.agree("/c/a.ckpt")
+    assert raised.value.reasons == dict.fromkeys((0, 1), "[Errno 28] No space left on device")
+    rank.failed.agree("/c/a.ckpt")
+
+
+def test_a_failed_save_ends_the_job_if_that_is_asked_for(rank: Rank) -> None:
+    rank.failed.on_error = "raise"
+    with pytest.raises(UnrecoverableError, match="on_save_error is 'raise'"):
+        rank.failed.fail("/c/a.ckpt", {0: "full"})
+
+
+def test_an_error_of_torch_on_a_full_disk_is_said_to_be_that(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saves, "_is_full", lambda folder: folder == "/c")
+    rank.failed.note(RuntimeError("unexpected pos 64 vs 0"), "/c/a.ckpt")
+    assert rank.failed.raised == (3, "No space left on device")
+
+
+# --- That a checkpoint that is removed is whole or marked at every moment -----------------------------------------
+
+
+def checkpoint(folder: Path) -> Path:
+    path = folder / "it-step=3-last"
+    (path / "weights").mkdir(parents=True)
+    (path / "weights" / "metadata.json").touch()
+    return path
+
+
+def test_a_kill_while_a_checkpoint_is_removed_leaves_nothing_that_passes_for_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = checkpoint(tmp_path)
+
+    def killed(folder: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as here:
+        here.setattr(shutil, "rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            remove_whole(path)
+    assert not path.exists()
+    (left,) = (each for each in tmp_path.iterdir() if each.is_dir())
+    assert ModelCheckpoint.is_checkpoint_unfinished(left)
+    ModelCheckpoint._remove_unfinished_checkpoints(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_nothing_is_left_of_a_checkpoint_that_is_removed(tmp_path: Path) -> None:
+    remove_whole(checkpoint(tmp_path))
+    remove_whole(tmp_path / "it-step=5-last")  # somebody else has
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_cannot_be_removed_stays_marked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = checkpoint(tmp_path)
+    ModelCheckpoint.set_checkpoint_unfinished_marker(path)
+    with monkeypatch.context() as here:
+        here.setattr(shutil, "rmtree", lambda *_, **__: None)
+        remove([str(path)])
+    assert ModelCheckpoint.is_checkpoint_unfinished(path)
+    remove([str(path)])
+    assert not list(tmp_path.iterdir())
+
+
+# --- The processes that write a rank's part of a checkpoint -------------------------------------------------------
+
+
+def written(monkeypatch: pytest.MonkeyPatch, *acts: Callable[[], Any]) -> Any:
+    """Return what a rank is told when each of its writers does one of ``acts``."""
+
+    def write(transforms: Any, number: int, bucket: Any, results: Any, count: Any, **kwargs: Any) -> None:
+        results.put((number, bucket()))
+        count.get()
+        count.task_done()
+
+    monkeypatch.setattr(FileSystemWriterAsync, "write_preloaded_data", staticmethod(write))
+    results: queue.Queue[Any] = queue.Queue()
+    _write_buckets([], False, 0, acts, results)
+    return results.get_nowait()
+
+
+def test_each_writers_results_are_told_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    large = [b"x" * 100_000] * 3  # more than a pipe holds
+    assert written(monkeypatch, lambda: ["a"], lambda: large) == {0: ["a"], 1: large}
+
+
+def test_an_error_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = written(monkeypatch, lambda: ["a"], lambda: OSError(28, "No space left on device"))
+    assert isinstance(error, OSError)
+    assert error.errno == 28
+
+
+@pytest.mark.parametrize(
+    ("end", "told"),
+    [
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "ended with signal 9"),
+        (lambda: os._exit(3), "ended with exit code 3"),
+    ],
+)
+def test_a_writer_that_ends_without_a_word_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, end: Callable[[], Any], told: str
+) -> None:
+    error = written(monkeypatch, lambda: ["a"], end)
+    assert isinstance(error, RuntimeError)
+    assert str(error).endswith(told)
+
+
+def test_writers_do_not_outlive_an_interruption(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(saves, "_said", interrupted)
+    before = set(multiprocessing.active_children())
+    with pytest.raises(KeyboardInterrupt):
+        written(monkeypatch, lambda: time.sleep(50))
+    assert set(multiprocessing.active_children()) <= before

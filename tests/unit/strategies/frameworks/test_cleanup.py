@@ -3,9 +3,27 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
+import os
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from nv_one_logger.api.config import OneLoggerConfig
+from nv_one_logger.api.one_logger_provider import OneLoggerProvider
+from nv_one_logger.core.exceptions import OneLoggerError
+from nv_one_logger.core.internal.singleton import SingletonMeta
+from nv_one_logger.core.span import StandardSpanName
+from nv_one_logger.training_telemetry.api import callbacks
+from nv_one_logger.training_telemetry.api.config import TrainingTelemetryConfig
+from nv_one_logger.training_telemetry.api.spans import StandardTrainingJobSpanName as Name
+from nv_one_logger.training_telemetry.api.training_telemetry_provider import TrainingTelemetryProvider
+
+from checkpointless.integrations.lightning.frameworks.nemo import _end_all_spans
+
+pytest.importorskip("nemo.lightning", reason="needs NeMo")
 
 pytestmark = pytest.mark.nemo
 
@@ -52,3 +70,103 @@ def test_the_log_files_of_a_trainer_are_closed_and_the_users_stay(
             for each in set(logger.handlers) - set(handlers):
                 logger.removeHandler(each)
                 each.close()
+
+
+# --- Telemetry that NeMo starts on rank 0 does not keep a restart from training on --------------------------------
+
+
+def on_rank_0(run: Callable[[], None]) -> None:
+    """Run it in a process whose OneLogger is switched on, as NeMo does on rank 0."""
+
+    def process(folder: str) -> None:
+        os.chdir(folder)  # OneLogger writes there what it logs
+        SingletonMeta._instances.clear()
+        config = OneLoggerConfig(
+            application_name="nemo", session_tag_or_fn="test", enable_for_current_rank=True, world_size_or_fn=1
+        )
+        provider = TrainingTelemetryProvider.instance()
+        provider.with_base_config(config).with_export_config().configure_provider()
+        callbacks.on_app_start()
+        provider.set_training_telemetry_config(
+            TrainingTelemetryConfig(perf_tag_or_fn="test", global_batch_size_or_fn=8)
+        )
+        run()
+
+    with tempfile.TemporaryDirectory() as folder:
+        child = multiprocessing.get_context("fork").Process(target=process, args=(folder,), daemon=True)
+        child.start()
+        child.join(30)
+    assert child.exitcode == 0
+
+
+def train(steps: int, interrupted: bool) -> None:
+    callbacks.on_train_start(train_iterations_start=0, train_samples_start=0)
+    for step in range(steps):
+        callbacks.on_training_single_iteration_start()
+        if interrupted and step == steps - 1:
+            return
+        callbacks.on_training_single_iteration_end()
+    callbacks.on_train_end()
+
+
+def active() -> set[Any]:
+    recorder: Any = OneLoggerProvider.instance().recorder
+    return {span.name for span in recorder._spans.values()}
+
+
+def test_without_it_a_restart_is_an_error() -> None:
+    def run() -> None:
+        train(3, interrupted=True)
+        with pytest.raises(OneLoggerError, match="already active"):
+            train(3, interrupted=False)
+
+    on_rank_0(run)
+
+
+def test_spans_end_with_their_generation_and_telemetry_goes_on() -> None:
+    def run() -> None:
+        for _ in range(2):
+            callbacks.on_model_init_start()
+            _end_all_spans()
+        train(3, interrupted=True)
+        assert active() == {StandardSpanName.APPLICATION, Name.TRAINING_LOOP, Name.TRAINING_SINGLE_ITERATION}
+        _end_all_spans()
+        _end_all_spans()
+        assert active() == {StandardSpanName.APPLICATION}
+        train(3, interrupted=False)
+        assert OneLoggerProvider.instance().one_logger_enabled
+        callbacks.on_app_end()
+
+    on_rank_0(run)
+
+
+def test_a_timer_without_its_span_is_stopped() -> None:
+    def run() -> None:
+        recorder: Any = OneLoggerProvider.instance().recorder
+        callbacks.on_train_start(train_iterations_start=0, train_samples_start=0)
+        recorder._training_state.multi_iteration_timers[Name.TRAINING_SINGLE_ITERATION].start()
+        _end_all_spans()
+        train(3, interrupted=False)
+
+    on_rank_0(run)
+
+
+def test_what_cannot_be_ended_is_switched_off(caplog: pytest.LogCaptureFixture) -> None:
+    def run() -> None:
+        recorder: Any = OneLoggerProvider.instance().recorder
+        train(3, interrupted=True)
+        del recorder._training_state.multi_iteration_timers
+        with caplog.at_level(logging.WARNING):
+            _end_all_spans()
+        assert "OneLogger is switched off" in caplog.text
+        train(3, interrupted=False)
+
+    on_rank_0(run)
+
+
+def test_where_it_is_off_nothing_happens() -> None:
+    def run() -> None:
+        OneLoggerProvider.instance().force_disable_logging()
+        _end_all_spans()
+
+    on_rank_0(run)
