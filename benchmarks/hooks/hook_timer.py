@@ -252,7 +252,7 @@ def _install_inside(watch: Stopwatch, call: Any, strategy: Any) -> None:
     """Time the calls in what :func:`install` times."""
     from checkpointless.integrations.lightning.boundary import step_keeper
     from checkpointless.state import rng
-    from checkpointless.state.rank_local.state import _StreamsOnBoard
+    from checkpointless.state.rank_local import state as rank_local
 
     journal = strategy._fit.journal
     watch.replace(journal.state.buffers, "take", "buffers.take")
@@ -260,7 +260,7 @@ def _install_inside(watch: Stopwatch, call: Any, strategy: Any) -> None:
     watch.replace(strategy.checkpoint_manager.own, "keep_buffers", "keep_buffers")
     watch.replace(step_keeper, "Accumulated", "take_accumulated")
     watch.replace(strategy.checkpoint_manager, "store_rng_states", "store_rng_states")
-    watch.replace(_StreamsOnBoard, "put", "put_on_board")
+    watch.replace(rank_local, "_put_on_board", "put_on_board")
     watch.replace(rng, "_take_streams", "streams")
     watch.replace(journal, "ready", "ready")
     watch.replace(journal, "applied", "applied")

@@ -223,52 +223,28 @@ class _ParamGroups:
         self._optimizers = list(optimizers)
         # By the lists in the groups: those lists, which keep their ids, and the parameters in them.
         self._listed: tuple[list[int], list[Any], list[torch.Tensor]] = ([], [], [])
-        self._last: tuple[list[dict[str, Any]], Callable[[], list[list[dict[str, Any]]]]] = ([], list)
-        # Of the values in these that can change in place: lists with their copies, and whether there are others.
-        self._lists: list[tuple[list[Any], list[Any]]] = []
-        self._has_others = False
 
     def take(self) -> Callable[[], list[list[dict[str, Any]]]]:
-        """Take the values as they are now.
+        """Take the values as they are now; what can change in place, as a learning rate in a tensor, is copied.
 
         Returns:
-            What makes them, without the parameters: by optimizer and group, by name. It is the same object as long
-            as no value has changed, and nobody changes what it makes. Learning rates that are tensors, which
-            schedulers change in place, and other values that can be changed are copied.
+            What makes them, without the parameters: by optimizer and group, by name. Nobody changes what it makes.
         """
-        groups = [group for each in self._optimizers if each is not None for group in each.param_groups]
-        last, make = self._last
-        is_alike = not self._has_others and len(groups) == len(last) and all(map(_is_alike, groups, last))
-        if is_alike and all(now == then for now, then in self._lists):
-            return make
-        counts = [len(each.param_groups) if each is not None else 0 for each in self._optimizers]
-        copies = [group.copy() for group in groups]
-        changeable = self._copy_changeable(copies)
-
-        def fresh() -> list[list[dict[str, Any]]]:
-            made = [{name: value for name, value in group.items() if name != _PARAMS} for group in copies]
-            for number, name, copy in changeable:
-                made[number][name] = copy()
-            rest = iter(made)
-            return [[next(rest) for _ in range(count)] for count in counts]
-
-        self._last = copies, fresh
-        return fresh
-
-    def _copy_changeable(self, groups: Sequence[dict[str, Any]]) -> list[tuple[int, str, Callable[[], Any]]]:
-        """Copy what can change in place; return for each the group's number, the name, and what makes the copy."""
-        self._lists, self._has_others = [], False
-        copied: list[tuple[int, str, Callable[[], Any]]] = []
-        for number, group in enumerate(groups):
-            for name, value in group.items():
-                if name == _PARAMS or is_fixed(value):
-                    continue
-                if type(value) is list and all(map(is_fixed, value)):
-                    self._lists.append((value, list(value)))
-                else:
-                    self._has_others = True
-                copied.append((number, name, copy_of(value)))
-        return copied
+        taken = [
+            [
+                {
+                    name: value if is_fixed(value) else copy_of(value)
+                    for name, value in group.items()
+                    if name != _PARAMS
+                }
+                for group in _groups(each)
+            ]
+            for each in self._optimizers
+        ]
+        return lambda: [
+            [{name: value() if callable(value) else value for name, value in group.items()} for group in groups]
+            for groups in taken
+        ]
 
     def parameters(self) -> list[torch.Tensor]:
         """Return the parameters in all groups, in order: the same list as long as the groups have the same."""
@@ -280,11 +256,6 @@ class _ParamGroups:
 
 
 _PARAMS = "params"
-
-
-def _is_alike(group: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Return whether two groups have the very same values under the same names, in the same order."""
-    return len(group) == len(other) and all(map(operator.is_, group.values(), other.values()))
 
 
 def plain_values(optimizers: Iterable[Any]) -> list[dict[str, Any]]:

@@ -22,7 +22,7 @@ from checkpointless.system.environment import BOARD_FD_ENV
 if TYPE_CHECKING:
     from checkpointless.launcher.protocol.causes import Json, Parsed
 
-_MAGIC = b"CPLBRD04"
+_MAGIC = b"CPLBRD05"
 _HEADER = struct.Struct("<8sQqqqqqq")  # magic; beat to shard as in BoardReading; exit code; began after
 _BEAT_OFFSET = 8
 _FIELD = struct.Struct("<q")
@@ -30,10 +30,7 @@ _MAKING_OFFSET, _COMMITTED_OFFSET, _GENERATION_OFFSET, _SHARD_OFFSET = 16, 24, 3
 _EXIT_OFFSET, _BEGAN_OFFSET = 48, 56
 _SLOT = struct.Struct("<qIII")  # step, length, how many bytes have a checksum, and that: their crc32
 _EMPTY = _SLOT.pack(-1, 0, 0, 0)
-_STREAMS_OFFSET, _MOMENTS_OFFSET, _BUFFERS_OFFSET, _SLOTS_OFFSET = 64, 128, 256, 512
-_STREAMS = struct.Struct("<qdqq")  # number of a snapshot, loss, whether it is known, step; for even and odd steps
-_STREAMS_STEP_OFFSET = 24
-_MOMENTS = 8  # after even and odd steps
+_BUFFERS_OFFSET, _SLOTS_OFFSET = 256, 512
 _BUFFERS = struct.Struct("<qq")
 _FACTS_SERIES = 6
 NO_STEP = -1
@@ -155,48 +152,6 @@ class Board:
         _, beat, making, committed, generation, shard, _, began_after = _HEADER.unpack_from(self._memory, 0)
         return BoardReading(beat, making, committed, generation, shard, began_after)
 
-    def mark_streams(self, step: int, number: int, loss: float | None) -> None:
-        """Record which snapshot has the random streams after ``step``, and keep the mark of the step before.
-
-        Args:
-            loss: the loss of the step, if it is known.
-        """
-        place = _STREAMS_OFFSET + step % 2 * _STREAMS.size
-        _FIELD.pack_into(self._memory, place + _STREAMS_STEP_OFFSET, NO_STEP)  # until the rest is whole
-        _STREAMS.pack_into(self._memory, place, number, 0.0 if loss is None else loss, loss is not None, step)
-
-    def streams_mark(self, step: int) -> tuple[int, float | None] | None:
-        """Return what :meth:`mark_streams` recorded of ``step``, number and loss; None if nothing."""
-        place = _STREAMS_OFFSET + step % 2 * _STREAMS.size
-        number, loss, has_loss, found = _STREAMS.unpack_from(self._memory, place)
-        return (number, loss if has_loss else None) if found == step >= 0 else None
-
-    def marked_steps(self) -> tuple[int, int]:
-        """Return the two newest steps that :meth:`mark_streams` recorded; -1 stands for none."""
-        even, odd = (
-            _FIELD.unpack_from(self._memory, _STREAMS_OFFSET + parity * _STREAMS.size + _STREAMS_STEP_OFFSET)[0]
-            for parity in (0, 1)
-        )
-        return even, odd
-
-    def mark_moment(self, step: int, moment: int) -> None:
-        """Record that a moment after ``step`` was reached, and keep the mark of the step before.
-
-        Args:
-            moment: the number of the moment, below 8.
-        """
-        _FIELD.pack_into(self._memory, _MOMENTS_OFFSET + (2 * moment + step % 2) * _FIELD.size, step)
-
-    def has_moment(self, step: int, moment: int) -> bool:
-        """Return whether :meth:`mark_moment` recorded the moment."""
-        place = _MOMENTS_OFFSET + (2 * moment + step % 2) * _FIELD.size
-        return bool(_FIELD.unpack_from(self._memory, place)[0] == step >= 0)
-
-    def drop_moment(self, step: int, moment: int) -> None:
-        """Forget that a moment after ``step`` was reached."""
-        if self.has_moment(step, moment):
-            _FIELD.pack_into(self._memory, _MOMENTS_OFFSET + (2 * moment + step % 2) * _FIELD.size, NO_STEP)
-
     def mark_buffers(self, step: int, moment: int) -> None:
         """Record that no buffer had changed before a moment after ``step``; step -1: nothing is known of that."""
         _BUFFERS.pack_into(self._memory, _BUFFERS_OFFSET, step, moment)
@@ -277,18 +232,10 @@ class Board:
         found: dict[str, Any] = json.loads(kept) if kept else {}
         return found
 
-    def numbers(self, series: int) -> tuple[int, int]:
-        """Return the steps, or other numbers, of the snapshots that a series has; -1 stands for none."""
-        return self._read_step(0, series), self._read_step(1, series)
-
     def clear_snapshots(self) -> None:
-        """Forget all snapshots and marks."""
+        """Forget all snapshots, and what is known of buffers."""
         self.clears += 1
         self.mark_buffers(NO_STEP, 0)
-        for step in (0, 1):
-            _STREAMS.pack_into(self._memory, _STREAMS_OFFSET + step * _STREAMS.size, 0, 0.0, 0, NO_STEP)
-            for moment in range(_MOMENTS):
-                _FIELD.pack_into(self._memory, _MOMENTS_OFFSET + (2 * moment + step) * _FIELD.size, NO_STEP)
         for series in range(self.SERIES):
             for step in (0, 1):
                 offset = self._offset(step, series)

@@ -310,7 +310,7 @@ def _names(names: Iterable[str]) -> str:
 
 
 DATA_SERIES = 5  # the board's series for the streams at the start of an iterator over the training data
-#: The board's series for each point after a step. At ``COMMITTED`` snapshots have numbers, elsewhere steps.
+#: The board's series for each point after a step.
 _STREAM_SERIES = {
     SnapshotPoint.COMMITTED: 0,
     SnapshotPoint.ENDED: 1,
@@ -334,7 +334,6 @@ class _OwnStreams:
     def __init__(self) -> None:
         self.states: dict[tuple[int, SnapshotPoint], RngStates] | None = {}
         self._data_start: RngStates | None = None
-        self._on_board: _StreamsOnBoard | None = None
         self._merged: tuple[dict[str, bytes], dict[str, bytes], dict[str, bytes]] = ({}, {}, {})
 
     def forget(self) -> None:
@@ -381,31 +380,21 @@ class _OwnStreams:
             kept = {key: each for key, each in known.items() if key[0] >= step - 1 and key[0] != step}
         else:
             kept = {key: each for key, each in known.items() if key[0] >= step - 1}
-        on_board = self._board()
-        if stage is not SnapshotPoint.COMMITTED and on_board is not None and all(key[0] != step for key in kept):
-            kept.update({(step, before): each for before, each in on_board.at(step).items()})  # a new process
-        after_the_step = kept.get((step, SnapshotPoint.COMMITTED))
+        board = own_board()
+        if stage is not SnapshotPoint.COMMITTED and board is not None and all(key[0] != step for key in kept):
+            kept.update({(step, before): each for before, each in _found_on_board(board, step).items()})
         kept[step, stage] = states
         self.states = kept  # one assignment: an interruption leaves the old or the new
-        if on_board is not None:
-            on_board.put(step, states, after_the_step)
-
-    def _board(self) -> _StreamsOnBoard | None:
-        """Return what this rank's board has of its streams; None: there is no board."""
-        board: Board | None = own_board()
-        if board is None:
-            return None
-        if self._on_board is None or self._on_board.board is not board:
-            self._on_board = _StreamsOnBoard(board)
-        return self._on_board
+        if board is not None:
+            _put_on_board(board, step, states)
 
     def at(self, step: int) -> dict[SnapshotPoint, RngStates]:
         """Return the streams after ``step`` by stage, from memory or, in a new process, from the board."""
         known = {key[1]: states for key, states in (self.states or {}).items() if key[0] == step}
         if known:
             return known
-        on_board = self._board()
-        return on_board.at(step) if on_board is not None else {}
+        board = own_board()
+        return _found_on_board(board, step) if board is not None else {}
 
     def digests(self, step: int) -> dict[str, str] | None:
         """Return digests of declared state, and of Python's, NumPy's and torch's streams, after ``step``."""
@@ -460,96 +449,20 @@ class _OwnStreams:
 
 
 # --- On the board, from which a process that takes the rank's place gets them -------------------------------------
-#
-# Streams rarely move in a step, and what was written once is not written again: the streams after a step are the
-# number of a snapshot which has them. Two such snapshots are kept, those of the two newest steps.
 
 
-class _StreamsOnBoard:
-    """Writes and reads the streams of one rank."""
+def _put_on_board(board: Board, step: int, states: RngStates) -> None:
+    """Keep ``states`` as those at their point after ``step``; streams that have not moved are not copied again."""
+    if states.stage is SnapshotPoint.COMMITTED:  # what followed the step when it was made before is void
+        for later in _LATER:
+            board.drop_snapshot(step, _STREAM_SERIES[later])
+    board.put_parts(step, *states.to_parts(), _STREAM_SERIES[states.stage])
 
-    def __init__(self, board: Board) -> None:
-        self.board = board
-        self._written: tuple[dict[str, bytes] | None, int] = (None, max(0, *board.numbers(0)))
-        self._newest = max(board.marked_steps())
-        self._snapshots = {
-            stage: board.numbers(_STREAM_SERIES[stage]) for stage in _STREAM_SERIES
-        }  # the steps that have one
-        self._clears = board.clears
 
-    def put(self, step: int, states: RngStates, after_the_step: RngStates | None) -> None:
-        """Keep ``states`` as the streams after ``step``.
-
-        Args:
-            states: the streams after that step.
-            after_the_step: the streams that are kept for that step at ``COMMITTED``, if any: often nothing is drawn
-                between ``COMMITTED`` and later points.
-        """
-        board, stage = self.board, states.stage
-        if stage is SnapshotPoint.COMMITTED:
-            if step <= self._newest:  # it is repeated, and what followed it is void
-                for later in _LATER:
-                    board.drop_snapshot(step, _STREAM_SERIES[later])
-                    board.drop_moment(step, _STREAM_SERIES[later])
-            self._newest = step
-            streams, number = self._written
-            if states.streams is not streams or states.own != {} or board.clears != self._clears:
-                number = self._write(step, states)
-            board.mark_streams(step, number, states.loss)
-        elif after_the_step is None or not states.same_streams(after_the_step):
-            self._snapshots[stage] = step, step - 1
-            board.put_parts(step, *states.to_parts(), _STREAM_SERIES[stage])
-        elif states.own == {}:
-            if step in self._snapshots[stage]:  # of this point, when it was reached before
-                board.drop_snapshot(step, _STREAM_SERIES[stage])
-            board.mark_moment(step, _STREAM_SERIES[stage])
-        else:
-            self._snapshots[stage] = step, step - 1
-            board.put_snapshot(step, dataclasses.replace(states, streams={}).to_bytes(), _STREAM_SERIES[stage])
-
-    def _write(self, step: int, states: RngStates) -> int:
-        """Write a numbered snapshot, but not over that of the step before ``step``; return its number."""
-        before = self.board.streams_mark(step - 1)
-        number = self._written[1] + 1
-        if before is not None and before[0] % 2 == number % 2:
-            number += 1
-        self._written = None, number  # until it is whole
-        self._clears = self.board.clears
-        self.board.put_parts(number, *states.to_parts(), _STREAM_SERIES[SnapshotPoint.COMMITTED])
-        self._written = states.streams if states.own == {} else None, number
-        return number
-
-    def at(self, step: int) -> dict[SnapshotPoint, RngStates]:
-        """Return the streams after ``step`` by stage, as far as the board has them."""
-        found: dict[SnapshotPoint, RngStates] = {}
-        committed = self._of(step)
-        if committed is not None:
-            found[SnapshotPoint.COMMITTED] = committed
-        for stage in (
-            SnapshotPoint.ENDED,
-            SnapshotPoint.CHECKED,
-            SnapshotPoint.TURNED,
-            SnapshotPoint.LOADED,
-            SnapshotPoint.ACCUMULATED,
-        ):
-            later = _decoded(self.board.snapshot(step, _STREAM_SERIES[stage]))
-            if later is not None and later.streams:
-                found[stage] = later
-            elif committed is not None and later is not None:
-                found[stage] = dataclasses.replace(later, streams=committed.streams, loss=committed.loss)
-            elif committed is not None and self.board.has_moment(step, _STREAM_SERIES[stage]):
-                found[stage] = dataclasses.replace(committed, stage=stage, own={})
-        return found
-
-    def _of(self, step: int) -> RngStates | None:
-        """Return the streams right after ``step``."""
-        mark = self.board.streams_mark(step)
-        states = (
-            _decoded(self.board.snapshot(mark[0], _STREAM_SERIES[SnapshotPoint.COMMITTED]))
-            if mark is not None
-            else None
-        )
-        return dataclasses.replace(states, loss=mark[1]) if states is not None and mark is not None else None
+def _found_on_board(board: Board, step: int) -> dict[SnapshotPoint, RngStates]:
+    """Return the streams after ``step`` by point, as far as the board has them."""
+    found = {point: _decoded(board.snapshot(step, series)) for point, series in _STREAM_SERIES.items()}
+    return {point: states for point, states in found.items() if states is not None}
 
 
 def _decoded(snapshot: bytes | None) -> RngStates | None:

@@ -15,7 +15,7 @@ import torch
 from checkpointless.launcher.protocol.board import Board
 from checkpointless.state import rng
 from checkpointless.state.port import SnapshotPoint
-from checkpointless.state.rank_local.state import _StreamsOnBoard
+from checkpointless.state.rank_local.state import _found_on_board, _put_on_board
 from checkpointless.state.rng import RngSource, RngStates, register_rng_source
 from tests.interrupting import interrupt
 
@@ -150,10 +150,9 @@ def test_another_generator_of_numpys_is_taken_too() -> None:
 
 def test_a_moment_may_be_known_without_the_end_of_its_step() -> None:
     board = Board.create(0)
-    kept = _StreamsOnBoard(board)
     loaded = RngStates.capture(stage=SnapshotPoint.LOADED)
-    kept.put(0, loaded, None)
-    assert kept.at(0)[SnapshotPoint.LOADED].same_streams(loaded)
+    _put_on_board(board, 0, loaded)
+    assert _found_on_board(board, 0)[SnapshotPoint.LOADED].same_streams(loaded)
     board.close()
 
 
@@ -163,14 +162,13 @@ def test_what_else_is_a_ranks_own_is_kept_with_its_streams(
     moves: bool, own: dict[str, torch.Tensor] | None
 ) -> None:
     board = Board.create(0)
-    kept = _StreamsOnBoard(board)
     after = RngStates.capture(loss=0.5, own={"mean": torch.tensor(2.0)})
-    kept.put(3, after, None)
+    _put_on_board(board, 3, after)
     if moves:
         torch.rand(())
     later = RngStates.capture(loss=0.5, stage=SnapshotPoint.CHECKED, own=own)
-    kept.put(3, later, after)
-    found = kept.at(3)
+    _put_on_board(board, 3, later)
+    found = _found_on_board(board, 3)
     assert found[SnapshotPoint.CHECKED].same_streams(later)
     assert found[SnapshotPoint.CHECKED].own == own
     assert found[SnapshotPoint.COMMITTED].own == {"mean": torch.tensor(2.0)}
@@ -196,12 +194,11 @@ def test_damaged_streams_are_refused_and_those_of_a_board_are_not_there() -> Non
         with pytest.raises(ValueError, match="random stream"):
             RngStates.from_bytes(whole[:length])
     board = Board.create(0)
-    kept = _StreamsOnBoard(board)
-    kept.put(3, states, None)
+    _put_on_board(board, 3, states)
     words = states.streams["torch"]
     place = os.pread(board.fd, Board.SIZE, 0).index(words)
     os.pwrite(board.fd, bytes([words[100] ^ 1]), place + 100)
-    assert kept.at(3) == {}
+    assert _found_on_board(board, 3) == {}
     board.close()
 
 

@@ -11,7 +11,7 @@ import pytest
 from checkpointless.launcher.protocol.board import Board
 from checkpointless.state.port import SnapshotPoint
 from checkpointless.state.rank_local import state as own_streams
-from checkpointless.state.rank_local.state import _OwnStreams, _StreamsOnBoard
+from checkpointless.state.rank_local.state import _found_on_board, _OwnStreams, _put_on_board
 from checkpointless.state.rng import RngStates
 
 
@@ -26,77 +26,46 @@ def streams(value: int) -> dict[str, bytes]:
     return {"python": bytes([value]) * 100}
 
 
-def put(kept: _StreamsOnBoard, step: int, value: int | dict[str, bytes], loss: float | None = None) -> RngStates:
-    states = RngStates(value if isinstance(value, dict) else streams(value), loss)
-    kept.put(step, states, None)
-    return states
-
-
-def found(board: Board, step: int) -> dict[SnapshotPoint, RngStates]:
-    return _StreamsOnBoard(board).at(step)
-
-
-def test_streams_that_do_not_move_are_written_once_and_known_of_each_step(board: Board) -> None:
-    kept, same = _StreamsOnBoard(board), streams(1)
-    for step in range(1, 8):
-        put(kept, step, same, 0.5 * step)
-        kept.put(step, RngStates(same, 0.5 * step, SnapshotPoint.CHECKED), RngStates(same))
-        assert max(board.numbers(0)) == 1
-        for known in {max(step - 1, 1), step}:
-            at = found(board, known)
-            assert list(at) == [SnapshotPoint.COMMITTED, SnapshotPoint.CHECKED]
-            assert all((each.streams, each.loss) == (same, 0.5 * known) for each in at.values())
-        assert found(board, step + 1) == found(board, step - 2) == {}
-
-
-@pytest.mark.parametrize("moves", [(1, 2, 3, 3), (1, 1, 2, 3), (1, 2, 2, 3), (1, 2, 3, 4)])
-@pytest.mark.parametrize("new_process", [False, True])
-def test_a_step_that_is_made_again_leaves_the_streams_of_the_step_before(
-    board: Board, moves: tuple[int, ...], new_process: bool
+def put(
+    board: Board, step: int, value: int, loss: float | None = None, point: SnapshotPoint = SnapshotPoint.COMMITTED
 ) -> None:
-    """The second time another snapshot is written, which must not take the place of the one before."""
-    kept = _StreamsOnBoard(board)
-    for step, value in enumerate(moves, start=1):
-        put(kept, step, value)
+    _put_on_board(board, step, RngStates(streams(value), loss, point))
+
+
+def test_the_streams_of_the_two_newest_steps_are_known_at_each_point(board: Board) -> None:
+    for step in range(1, 8):
+        put(board, step, 1, 0.5 * step)
+        put(board, step, 1, 0.5 * step, SnapshotPoint.CHECKED)
+        for known in {max(step - 1, 1), step}:
+            at = _found_on_board(board, known)
+            assert list(at) == [SnapshotPoint.COMMITTED, SnapshotPoint.CHECKED]
+            assert all((each.streams, each.loss) == (streams(1), 0.5 * known) for each in at.values())
+        assert _found_on_board(board, step + 1) == _found_on_board(board, step - 2) == {}
+
+
+def test_a_step_that_is_made_again_leaves_the_streams_of_the_step_before(board: Board) -> None:
+    for step in range(1, 5):
+        put(board, step, step)
     for again in range(3):
-        kept = _StreamsOnBoard(board) if new_process else kept
-        kept.put(4, RngStates(streams(9), 2.0, SnapshotPoint.CHECKED), RngStates(streams(9)))
-        put(kept, 4, 50 + again)
-        assert found(board, 3)[SnapshotPoint.COMMITTED].streams == streams(moves[2])
-        assert list(found(board, 4)) == [SnapshotPoint.COMMITTED], "what had followed the step is void"
-        assert found(board, 4)[SnapshotPoint.COMMITTED].streams == streams(50 + again)
-
-
-def test_a_moment_that_is_reached_again_as_after_the_step_is_not_what_it_was(board: Board) -> None:
-    kept = _StreamsOnBoard(board)
-    after = put(kept, 3, 1)
-    kept.put(3, RngStates(streams(2), None, SnapshotPoint.ACCUMULATED), after)
-    kept.put(3, RngStates(after.streams, None, SnapshotPoint.ACCUMULATED), after)
-    assert found(board, 3)[SnapshotPoint.ACCUMULATED].streams == after.streams
+        put(board, 4, 9, 2.0, SnapshotPoint.CHECKED)
+        put(board, 4, 50 + again)
+        assert _found_on_board(board, 3)[SnapshotPoint.COMMITTED].streams == streams(3)
+        assert list(_found_on_board(board, 4)) == [SnapshotPoint.COMMITTED], "what had followed the step is void"
+        assert _found_on_board(board, 4)[SnapshotPoint.COMMITTED].streams == streams(50 + again)
 
 
 def test_what_is_kept_beside_the_streams_is_not_taken_for_that_of_another_step(board: Board) -> None:
-    kept, same = _StreamsOnBoard(board), streams(1)
     for step, own in enumerate([{}, {"mine": 1}, {"mine": 2}, {}], start=1):
-        kept.put(step, dataclasses.replace(RngStates(same), own=own), None)
-        assert found(board, step)[SnapshotPoint.COMMITTED].own == own
+        _put_on_board(board, step, dataclasses.replace(RngStates(streams(1)), own=own))
+        assert _found_on_board(board, step)[SnapshotPoint.COMMITTED].own == own
 
 
 def test_a_board_that_was_cleared_gets_the_streams_again(board: Board) -> None:
-    kept, same = _StreamsOnBoard(board), streams(1)
-    put(kept, 1, same)
+    put(board, 1, 1)
     board.clear_snapshots()
-    assert found(board, 1) == {}
-    put(kept, 2, same)
-    assert found(board, 2)[SnapshotPoint.COMMITTED].streams == same
-
-
-def test_a_snapshot_that_was_not_finished_is_not_there_and_the_one_before_is(board: Board) -> None:
-    kept = _StreamsOnBoard(board)
-    put(kept, 1, 1)
-    board.put_parts(2, *RngStates(streams(2)).to_parts(), 0)  # the process ended before it marked the step
-    assert found(board, 2) == {}
-    assert found(board, 1)[SnapshotPoint.COMMITTED].streams == streams(1)
+    assert _found_on_board(board, 1) == {}
+    put(board, 2, 1)
+    assert _found_on_board(board, 2)[SnapshotPoint.COMMITTED].streams == streams(1)
 
 
 # --- The streams of the two newest steps are kept, and a new process has those of its predecessor's board ---------
