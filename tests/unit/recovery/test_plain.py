@@ -11,9 +11,7 @@ import torch
 import torch.distributed as dist
 
 from checkpointless.inprocess import UnrecoverableError
-from checkpointless.integrations.torch import loop as loop_exits
 from checkpointless.integrations.torch import torch_tensors
-from checkpointless.integrations.torch.loop import _LoopExits
 from checkpointless.integrations.torch.plain import PlainTraining
 from checkpointless.recovery.manager import CheckpointManager
 from checkpointless.state.journal import Captured, _Taken
@@ -230,25 +228,3 @@ def test_other_weights_say_nothing_of_what_was_written_before_them(train: Callab
             weight.mul_(2)
             weight.div_(2)
     assert "parameters were changed" in training._journal.changed()
-
-
-# --- What is noted of calls of ``steps()`` ------------------------------------------------------------------------
-
-
-@pytest.fixture(autouse=True)
-def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop_exits, "_warned", set())
-
-
-def test_a_call_that_is_left_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
-    exits = _LoopExits()
-    assert exits.begin_call() == 0
-    exits.end_call()
-    exits.warn_if_left()
-    assert not caplog.records
-    assert [exits.begin_call(), exits.begin_call()] == [1, 2]
-    exits.warn_if_left()
-    assert caplog.text.count("steps() was left by break or return") == 1
-    later = _LoopExits()
-    later.resume(exits.own())
-    assert later.resumed_in == 2
