@@ -49,7 +49,7 @@ from checkpointless.integrations.lightning.checkpoints.saves import (
     undo,
 )
 
-pytestmark = [pytest.mark.nemo, pytest.mark.timeout(60)]
+pytestmark = pytest.mark.nemo
 
 
 def test_each_save_has_its_own_reports(tmp_path: Path) -> None:
