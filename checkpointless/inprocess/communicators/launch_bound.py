@@ -21,7 +21,7 @@ from checkpointless.system.environment import LAUNCH_AHEAD_ENV
 DEFAULT_LAYERS = 8
 
 
-class Event(Protocol):
+class _Event(Protocol):
     """What is used of ``torch.cuda.Event``."""
 
     def record(self) -> None:
@@ -42,7 +42,7 @@ class LaunchBound:
         ValueError: ``layers`` is less than 1.
     """
 
-    def __init__(self, layers: int, make_event: Callable[[], Event] | None = None) -> None:
+    def __init__(self, layers: int, make_event: Callable[[], _Event] | None = None) -> None:
         if layers < 1:
             raise ValueError(f"at least one layer must run ahead, not {layers}")
         self._layers = layers
@@ -51,8 +51,8 @@ class LaunchBound:
 
     def restart(self) -> None:
         """Forget what was launched, because it was aborted. A model that is watched stays so."""
-        self._free: deque[Event] = deque(self._make() for _ in range(self._layers + 1))
-        self._recorded: deque[Event] = deque()
+        self._free: deque[_Event] = deque(self._make() for _ in range(self._layers + 1))
+        self._recorded: deque[_Event] = deque()
 
     def watch(self, model: torch.nn.Module) -> int:
         """Pass at each layer of ``model`` from now on, in both directions.

@@ -12,7 +12,7 @@ from typing import TypeVar
 import pytest
 
 from checkpointless.launcher.agent.launch_config import DEFAULT_TERM_GRACE_S
-from checkpointless.launcher.agent.ranks.process_keeper import LEAVE_S, RankLink
+from checkpointless.launcher.agent.ranks.process_keeper import LEAVE_S, _RankLink
 from checkpointless.launcher.protocol.channel import LOOPBACK
 from checkpointless.launcher.protocol.messages import Inexact, encode
 from checkpointless.launcher.protocol.node_messages import (
@@ -246,7 +246,7 @@ def test_what_a_rank_said_before_it_committed_is_reported_before_that(node: Comm
     ours, theirs = socket.socketpair()
     with theirs:
         rank.disconnect()
-        rank.link, rank.state = RankLink(0, ours, node.selector, lambda: None), RankState.RUNNING
+        rank.link, rank.state = _RankLink(0, ours, node.selector, lambda: None), RankState.RUNNING
         theirs.sendall(encode(Inexact(1, "step 4 takes another batch")))
         for each in node.agent.ranks.values():
             each.board.set_committed(4)

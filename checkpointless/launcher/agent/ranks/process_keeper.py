@@ -114,7 +114,7 @@ class NodeJobState:
         self._events.emit(EventName.PRELOAD, "point", generation=0, seconds=seconds, failed=failed)
 
 
-class RankLink:
+class _RankLink:
     """The agent's end of a socket pair; nothing that is done with it blocks.
 
     Args:
@@ -215,7 +215,7 @@ class LocalRank:
     incarnation: int = -1
     state: RankState = RankState.GONE
     pid: int | None = None
-    link: RankLink | None = None
+    link: _RankLink | None = None
     said_hello: bool = False
     forgiven: bool = False
     handed_over: bool = False
@@ -531,7 +531,7 @@ class ProcessKeeper:
         order = Start(rank.number, rank.incarnation, env)
         self._server.start(order, rank.log.begin(), theirs.fileno(), rank.board.fd)
         theirs.close()
-        rank.link = RankLink(rank.number, ours, self._selector, lambda: self._hear_rank(rank))
+        rank.link = _RankLink(rank.number, ours, self._selector, lambda: self._hear_rank(rank))
         rank.started_at_s = time.monotonic()
 
     def _replace(self, rank: LocalRank, spawn: Spawn) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from checkpointless.launcher.agent.ranks.process_keeper import RankLink
+from checkpointless.launcher.agent.ranks.process_keeper import _RankLink
 from checkpointless.launcher.protocol.messages import Barrier, Finish, Hello, ProtocolError, encode
 
 
@@ -19,7 +19,7 @@ class Pair:
         self.selector = selectors.DefaultSelector()
         ours, self.rank = socket.socketpair()
         self.heard = 0
-        self.link = RankLink(0, ours, self.selector, self._hear)
+        self.link = _RankLink(0, ours, self.selector, self._hear)
 
     def _hear(self) -> None:
         self.heard += 1
