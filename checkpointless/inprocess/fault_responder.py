@@ -65,7 +65,7 @@ _OWNERLESS: dict[str, tuple[str, ...]] = {
     "/torch/multiprocessing/reductions.py": ("rebuild_storage_fd",),
     "/torch/utils/data/dataloader.py": ("_shutdown_workers",),
     "/checkpointless/replication/directory.py": ("_sync_folder",),
-    "/checkpointless/integrations/torch/loop.py": ("_keep_again", "put_back"),  # what belongs together
+    "/checkpointless/integrations/torch/loop.py": ("_keep_again",),  # what belongs together
 }
 
 
