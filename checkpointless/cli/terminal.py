@@ -1,7 +1,4 @@
-"""Terminal output of a job next to that of its ranks: one block of lines per incident.
-
-Disk operations that an agent's loop needs but must not wait for long.
-"""
+"""Terminal output of a job next to that of its ranks: one block of lines per incident."""
 
 from __future__ import annotations
 
@@ -12,13 +9,12 @@ import queue
 import shlex
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as OutOfTimeError
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
 
 from typing_extensions import Self
 
@@ -26,77 +22,12 @@ from checkpointless.observability.report.incidents import Outcome
 from checkpointless.observability.report.summary import build_report
 from checkpointless.observability.telemetry.events import EVENTS_FILE, Event, LineTail, parse_event, read_events
 from checkpointless.observability.telemetry.narration import INCIDENT, Narrator
-from checkpointless.observability.telemetry.scribe import scribe
+from checkpointless.observability.telemetry.scribe import in_thread, scribe
 from checkpointless.observability.telemetry.wording import duration, plural
 
 logger = logging.getLogger(__name__)
 
 _DISK_PATIENCE_S = 1.0
-
-Result = TypeVar("Result")
-
-
-class _Errands:
-    """Runs functions in a thread and waits for their results, but only for a moment.
-
-    As long as one function has not returned, no other is started: a disk that has stopped costs one wait, not one
-    per rank.
-
-    Args:
-        patience_s: how many seconds to wait for a result.
-    """
-
-    def __init__(self, patience_s: float = _DISK_PATIENCE_S) -> None:
-        self._patience_s = patience_s
-        self._last: Future[Any] | None = None
-
-    def run(
-        self,
-        errand: Callable[[], Result],
-        otherwise: Result,
-        late: Callable[[Result], object] = lambda result: None,
-    ) -> Result:
-        """Return what ``errand`` returns, or ``otherwise`` if that is not known in time.
-
-        Args:
-            errand: the function to run, which may take long.
-            late: called in the errand's thread with a result that came too late.
-
-        Raises:
-            Exception: what ``errand`` raised in time; what it raises later is logged.
-        """
-        if self._last is not None and not self._last.done():
-            return otherwise
-        result: Future[Result] = Future()
-        self._last = result
-
-        def run() -> None:
-            try:
-                result.set_result(errand())
-            except Exception as error:  # noqa: BLE001 - the edge of the thread: whoever waits raises it
-                result.set_exception(error)
-
-        try:
-            threading.Thread(target=run, name="checkpointless-errand", daemon=True).start()
-        except RuntimeError as error:  # no more threads: it is as if the disk did not answer
-            self._last = None
-            logger.warning("%s: what needs the disk is left out", error)
-            return otherwise
-        try:
-            return result.result(self._patience_s)
-        except OutOfTimeError:
-            result.add_done_callback(lambda done: _take_late(done, late))
-            return otherwise
-
-
-def _take_late(done: Future[Result], late: Callable[[Result], object]) -> None:
-    error = done.exception()
-    if error is None:
-        late(done.result())
-    else:
-        logger.warning("what took too long has failed, too: %s", error)
-
-
 _CALM_S = 0.25
 _TELLING_S = 0.05
 _PORTION_BYTES = 64 * 1024  # per read: a few milliseconds of this process, whose other thread runs the job
@@ -119,8 +50,7 @@ class Terminal:
         self._write = write
         self._said: queue.SimpleQueue[tuple[int, str | None]] = queue.SimpleQueue()  # with times, as in events
         self._tail = LineTail(run_dir / EVENTS_FILE, _PORTION_BYTES)
-        self._errands = _Errands()  # the agent's lines are shown even while the log's disk stalls
-        self._late: deque[bytes] = deque()
+        self._reading: Future[list[bytes]] | None = None  # what the log's disk still owes
         self._narrator = Narrator(run_dir, node, os.getpid(), logs)
         # An incident's first and last line come from the agent and from the event log; the first to come is shown.
         self._from_agent: Counter[str] = Counter()
@@ -187,11 +117,13 @@ class Terminal:
             self._show_once(each, self._from_agent, self._from_log)
 
     def _events(self) -> list[Event]:
-        nothing: list[bytes] = []
-        lines = self._errands.run(self._tail.lines, nothing, late=self._late.extend)
-        late = [self._late.popleft() for _ in range(len(self._late))]
-        found = [parse_event(line) for line in (*late, *lines)]
-        return [event for event in found if event is not None]
+        """Return the new events; while the log's disk stalls, none, so that the agent's lines are still shown."""
+        patience_s = _DISK_PATIENCE_S if self._reading is None else 0.0
+        reading = self._reading = self._reading or in_thread(self._tail.lines, "terminal-log")
+        if not wait((reading,), patience_s).done:
+            return []
+        self._reading = None
+        return [event for event in map(parse_event, reading.result()) if event is not None]
 
     def _wait_for_last_words(self, line: str) -> None:
         """If ``line`` is the last line of an incident, wait for the ranks' lines, which belong before it."""
@@ -226,9 +158,11 @@ def closing_line(run_dir: Path, status: int) -> str:
     There is none ("") for a job that had no incident and made no step that is known.
     """
     try:
-        facts = _Errands(_PATIENCE_S).run(lambda: _facts(run_dir), "its log was not read in time")
-    except OSError as error:
-        facts = f"its log cannot be read: {error.strerror}"
+        facts = in_thread(lambda: _facts(run_dir), "closing-line").result(_PATIENCE_S)
+    except OutOfTimeError:
+        facts = "its log was not read in time"
+    except (OSError, RuntimeError) as error:  # RuntimeError: there are no more threads
+        facts = f"its log cannot be read: {getattr(error, 'strerror', error)}"
     how = "failed" if status else "done"
     return f"{how}: {facts}; report: checkpointless report {shlex.quote(str(run_dir))}" if facts else ""
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
 from concurrent.futures import TimeoutError as OutOfTimeError
 from dataclasses import asdict, dataclass
 from enum import Enum
 
 from checkpointless.observability.telemetry import wording
+from checkpointless.observability.telemetry.scribe import in_thread
 
 JSON_FORMAT = 2  # of what :func:`as_json` gives; raised when a reader of the former cannot read the next
 _LONGEST = 400  # characters of a text from outside
@@ -90,17 +89,8 @@ def checked(family: Family, check: Callable[[], Sequence[Finding]], timeout_s: f
     Args:
         timeout_s: how many seconds it may take. A thread that takes longer is left running.
     """
-    result: Future[Sequence[Finding]] = Future()
-
-    def run() -> None:
-        try:
-            result.set_result(check())
-        except Exception as error:  # noqa: BLE001 - the edge of the thread: it becomes a finding
-            result.set_exception(error)
-
-    threading.Thread(target=run, name=f"doctor-{family.value}", daemon=True).start()
     try:
-        return list(result.result(timeout_s))
+        return list(in_thread(check, f"doctor-{family.value}").result(timeout_s))
     except OutOfTimeError:
         seen, todo = f"the check did not end within {timeout_s:g} s", "look for a disk that does not answer"
     except Exception as error:  # noqa: BLE001 - whatever the check ran into is what is to be shown

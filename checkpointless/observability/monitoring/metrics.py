@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 import threading
 import time
 from collections import Counter
@@ -175,8 +174,6 @@ _MAX_BYTES = 4 * 1024 * 1024  # that are read at once
 _EVERY_S = 1.0
 _CLOSE_TIMEOUT_S = 1.0
 _SHARE = 20  # an account is made in at most a twentieth of the time
-_OWNER = re.compile(rb'"node":(-?\d{1,9}),"rank":(null|\d{1,9}),')
-_OWNER_WITHIN = 256  # bytes from the start of a line
 
 
 @dataclass(frozen=True)
@@ -251,10 +248,10 @@ class RunLog:
         """Read the lines that were appended, and make the account if that is due."""
         began_s, ranks = time.perf_counter(), self._ranks()
         for line in self._tail.lines():
-            is_own = self._is_own(line, ranks)
-            event = parse_event(line) if is_own or self._has_account else None
+            event = parse_event(line)
             if event is None:
                 continue
+            is_own = event.node == self._node if event.rank is None else event.rank in ranks
             if is_own and event.ts >= self._began_ns:
                 self._take(event)
             self._events.append(event)
@@ -267,14 +264,6 @@ class RunLog:
         elif self._is_new and now_s >= self._again_at_s:
             self.account, self._is_new = _account_of(self._run_dir, on_one_timeline(self._events)), False
             self._again_at_s = now_s + _SHARE * (time.perf_counter() - began_s)
-
-    def _is_own(self, line: bytes, ranks: frozenset[int]) -> bool:
-        """Return whether a line is about a rank of this node, or its agent; the others are not parsed for it."""
-        owner = _OWNER.search(line[:_OWNER_WITHIN])
-        if owner is None:
-            return False
-        node, rank = owner.groups()
-        return int(node) == self._node if rank == b"null" else int(rank) in ranks
 
     def close(self) -> None:
         """Stop reading."""

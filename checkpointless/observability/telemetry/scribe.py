@@ -15,11 +15,14 @@ import os
 import queue
 import runpy
 import sys
+import threading
 import traceback
 import types
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
+from typing import TypeVar
 
 from checkpointless.system.environment import LOG_LEVEL_ENV, own_run_dir
 
@@ -28,6 +31,7 @@ logger = logging.getLogger(__name__)
 MAX_WAITING = 10_000
 MAX_CHATTER_WAITING = MAX_WAITING // 2
 FLUSH_S = 5.0
+_Result = TypeVar("_Result")
 _AGAIN_S = 0.1  # for a disk on which one flush has already timed out
 
 
@@ -146,6 +150,20 @@ herald = _Scribe()
 for _each in (scribe, herald):
     os.register_at_fork(after_in_child=_each.forget)
 atexit.register(flush_all)
+
+
+def in_thread(work: Callable[[], _Result], name: str) -> Future[_Result]:
+    """Run a function that a disk may hold up in a daemon thread, and return its result to come."""
+    result: Future[_Result] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(work())
+        except Exception as error:  # noqa: BLE001 - the edge of the thread: whoever waits raises it
+            result.set_exception(error)
+
+    threading.Thread(target=run, name=f"checkpointless-{name}", daemon=True).start()
+    return result
 
 
 _formatter = logging.Formatter()
