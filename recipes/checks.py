@@ -23,21 +23,16 @@ if TYPE_CHECKING:
     from checkpointless.recovery import Tier
 
 PLAIN_STRATEGY = "nemo.lightning.MegatronStrategy"
-_LOCAL_SPEC = "local_layer_spec"  # in the names of the functions that return Megatron's own layers
 
 
-def check_settings(config: DictConfig, layout: Layout) -> None:
-    """Raise if the recipe cannot be trained in this way, as far as its values tell.
-
-    Args:
-        layout: the layout of its ranks, which :func:`~checkpointless.recipes.checks.check_layout` has checked.
+def check_settings(config: DictConfig) -> None:
+    """Raise if the recipe cannot be trained in this way, as far as its values show.
 
     Raises:
         RecipeError: the recipe cannot be trained; the message is one line that says what to set.
     """
     _check_steps(config)
     _check_callbacks(config)
-    _check_model(config, layout)
     if checkpointless_enabled(config):
         _check_checkpointless(config)
 
@@ -63,44 +58,6 @@ def _check_callbacks(config: DictConfig) -> None:
     for name in callbacks:
         if not isinstance(name, str) or any(each in name for each in ".[]"):
             raise RecipeError(f"callbacks: {name!r} cannot be a name: take a word without dots and brackets")
-
-
-def _check_model(config: DictConfig, layout: Layout) -> None:
-    tensor, context, pipeline = layout.tensor, layout.context, layout.pipeline
-    experts = _value(config, "model.config.num_moe_experts")
-    groups = _value(config, "model.config.num_query_groups")
-    length = _value(config, "model.config.seq_length")
-    sequence_parallel = bool(_value(config, "strategy.sequence_parallel"))
-    if (
-        layout.expert > 1
-        and experts is None
-        and str(_value(config, "model.config._target_")).endswith(".GPTConfig")
-    ):
-        raise RecipeError(
-            f"strategy.expert_model_parallel_size={layout.expert} needs experts: set model.config.num_moe_experts"
-        )
-    if isinstance(experts, int) and experts % layout.expert:
-        raise RecipeError(f"{experts} experts cannot be shared by {layout.expert} ranks")
-    if experts is not None and tensor > 1 and not sequence_parallel:
-        raise RecipeError(
-            "Megatron trains experts with tensor parallelism only with strategy.sequence_parallel=true"
-        )
-    if isinstance(groups, int) and groups % tensor and tensor % groups:
-        raise RecipeError(f"{groups} query groups cannot be shared by {tensor} ranks")
-    parts = (2 * context if context > 1 else 1) * (tensor if sequence_parallel else 1)
-    if isinstance(length, int) and length % parts:
-        raise RecipeError(f"a sequence of {length} tokens cannot be cut into {parts} parts")
-    if context > 1 and _LOCAL_SPEC in str(_value(config, "model.config.transformer_layer_spec")):
-        raise RecipeError(
-            f"strategy.context_parallel_size={context} needs TransformerEngine's attention, and "
-            "model.config.transformer_layer_spec asks for Megatron's own layers"
-        )
-    interleaved = layout.virtual_pipeline > 1 and layout.global_batch and layout.microbatches % pipeline
-    if interleaved and _value(config, "model.config.microbatch_group_size_per_vp_stage") is None:
-        raise RecipeError(
-            f"virtual pipeline stages need a multiple of {pipeline} microbatches, not {layout.microbatches}: "
-            "change data.global_batch_size"
-        )
 
 
 def _check_checkpointless(config: DictConfig) -> None:

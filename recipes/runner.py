@@ -240,7 +240,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         require_complete(config, arguments[0])
         layout = layout_of(config, 1, own_world_size())
         check_layout(config, layout)
-        check_settings(config, layout)
+        check_settings(config)
         check_tiers(config, layout)
         train(config)
     except RecipeError as error:

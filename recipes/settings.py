@@ -2,17 +2,25 @@
 
 import difflib
 import inspect
-import io
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 RECIPES = Path(__file__).parent
-_MOST_VALUES, _MOST_CHARACTERS = 20_000, 200_000  # ours have fewer than 300 and 10,000
+RECIPE_RUNNER = "checkpointless.recipes.runner"
+RECIPE_PRELOAD = (
+    "nemo.collections.llm",
+    "checkpointless.strategies.CheckpointlessMegatronStrategy",
+    "checkpointless.callbacks.CheckpointlessCallback",
+    "checkpointless.recovery.CheckpointManager",
+    "torch._dynamo",  # which the first optimizer of a process imports
+    "torch.distributed.tensor.debug",  # and its first fault
+    RECIPE_RUNNER,
+)
 
 #: Recipes that were read before this process was forked, by name.
 _remembered: dict[str, DictConfig] = {}
@@ -91,22 +99,26 @@ def needs_gpu(config: DictConfig) -> bool:
     return str(OmegaConf.select(config, "trainer.accelerator", default="auto")) in ("gpu", "cuda")
 
 
-def modules(config: DictConfig) -> tuple[str, ...]:
-    """Return the modules of what the recipe names, which are worth importing once before ranks are forked."""
-    names: set[str] = set()
+def preloads_of(config: DictConfig) -> tuple[str, ...]:
+    """Return the installed modules that a recipe names, to be imported once, before ranks are forked."""
+    from checkpointless.launcher.agent.ranks.preload import installed
 
-    def visit(node: Any) -> None:
-        if isinstance(node, dict):
-            for key in ("_target_", "path"):
-                value = node.get(key)
-                if isinstance(value, str) and "." in value:
-                    names.add(value.rpartition(".")[0])
-            for value in node.values():
-                visit(value)
+    found: set[str] = set()
+    due: list[object] = [OmegaConf.to_container(config)]
+    while due:
+        each = due.pop()
+        if isinstance(each, dict):
+            target = each.get("_target_")
+            of_hydra = str(target).startswith("hydra.utils.")  # get_object and the like, which take a path
+            found.update(name for name in (target, each.get("path") if of_hydra else None) if _is_dotted(name))
+        if isinstance(each, dict | list):
+            due += each.values() if isinstance(each, dict) else each
+    more = set(installed(found, Path.cwd())) - set(RECIPE_PRELOAD)
+    return *RECIPE_PRELOAD, *sorted(more)
 
-    visit(OmegaConf.to_container(config, resolve=True))
-    extra = {"checkpointless.callbacks", "checkpointless.strategies"} if config.get("checkpointless") else set()
-    return tuple(sorted(names | extra))
+
+def _is_dotted(value: object) -> TypeGuard[str]:
+    return isinstance(value, str) and "." in value and all(part.isidentifier() for part in value.split("."))
 
 
 def parameters(target: str) -> set[str]:
@@ -139,10 +151,7 @@ def _read(recipe: str | Path) -> DictConfig:
     if not path.suffix and not path.exists():
         path = RECIPES / f"{recipe}.yaml"
     try:
-        with open(path, encoding="utf-8") as file:
-            text = file.read(_MOST_CHARACTERS + 1)
-        _check_size(text)
-        config = OmegaConf.load(io.StringIO(text))
+        config = OmegaConf.load(path)
     except FileNotFoundError:
         hint = (
             _suggestion(path.stem, available()) or f"; recipes that come with the package: {', '.join(available())}"
@@ -165,7 +174,6 @@ def _override(config: DictConfig, override: str) -> None:
     if not equals or not key or not all(key.split(".")):
         raise RecipeError(f"{override!r} is not an override: write key=value, for example trainer.max_steps=10")
     try:
-        _check_size(text)
         parsed: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
     except (yaml.YAMLError, OmegaConfBaseException, RecursionError) as error:
         raise RecipeError(f"{key}: {text[:80]!r} is not a YAML value: {first_line(error)}") from error
@@ -180,30 +188,6 @@ def _override(config: DictConfig, override: str) -> None:
     elif key != "callbacks." + name:
         _check_name(parent, key, name)
     OmegaConf.update(config, key, value, merge=isinstance(value, dict) and "_target_" not in value)
-
-
-def _check_size(text: str) -> None:
-    """Raise if a YAML text stands for too much: a few lines of aliases of aliases are billions of values.
-
-    Raises:
-        yaml.YAMLError: it is no YAML, or stands for too much.
-        RecursionError: it is nested too deep.
-    """
-    counts: dict[int, int] = {}
-
-    def count(node: Any) -> int:
-        if id(node) not in counts:
-            counts[id(node)] = _MOST_VALUES  # what it counts for within itself
-            inside = () if isinstance(node, yaml.ScalarNode) else node.value
-            pairs = inside if isinstance(node, yaml.MappingNode) else zip(inside)
-            counts[id(node)] = 1 + sum(count(each) for pair in pairs for each in pair)
-        return counts[id(node)]
-
-    if len(text) > _MOST_CHARACTERS:
-        raise yaml.YAMLError(f"it has more than {_MOST_CHARACTERS} characters")
-    root = yaml.compose(text, Loader=yaml.SafeLoader)
-    if root is not None and count(root) > _MOST_VALUES:
-        raise yaml.YAMLError(f"it stands for more than {_MOST_VALUES} values: use fewer aliases (*name)")
 
 
 def _parent(config: DictConfig, key: str) -> DictConfig:

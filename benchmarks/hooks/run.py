@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.common import Job, folder_of_runs, interruptible, machine, progress, search_path, wait_for
 from benchmarks.hooks.hook_timer import PART_OF, SEPARATOR, Part
-from checkpointless.cli.commands.train import RECIPE_PRELOAD, RECIPE_RUNNER
+from checkpointless.recipes.settings import RECIPE_PRELOAD, RECIPE_RUNNER
 
 HERE = Path(__file__).resolve().parent
 RECIPE = "tiny_gpt_cpu"

@@ -16,7 +16,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.common import Job, folder_of_runs, interruptible, machine, progress, search_path, wait_for
-from checkpointless.cli.commands.train import RECIPE_PRELOAD, RECIPE_RUNNER
+from checkpointless.recipes.settings import RECIPE_PRELOAD, RECIPE_RUNNER
 
 HERE = Path(__file__).resolve().parent
 RECIPE = "tiny_gpt_cpu"

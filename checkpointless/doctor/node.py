@@ -100,7 +100,6 @@ def judge_versions(versions: _Versions) -> list[Finding]:
     return [
         _of_package("Python", versions.python, versions.needed.get("Python", "")),
         *(_of_package(name, versions.packages.get(name), versions.needed.get(name, "")) for name in PACKAGES),
-        *_of_rich(versions.packages),
         *_of_megatron(versions.packages),
         *([] if versions.torch is None else _of_torch(versions.torch, versions.wants_gpu)),
     ]
@@ -136,18 +135,6 @@ def _of_package(name: str, version: str | None, needed: str) -> Finding:
         return _version_finding(Severity.OK, f"{name} {version}", _INSTALLED)
     todo = "use another interpreter" if name == "Python" else install
     return _version_finding(Severity.ERROR, f"{name} {version}; checkpointless needs {needed}", _INSTALLED, todo)
-
-
-def _of_rich(packages: Mapping[str, str]) -> list[Finding]:
-    """Judge two versions together: Lightning before 2.5.3 clears a display of rich that later ones do not have."""
-    from packaging.version import Version
-
-    rich, lightning = packages.get("rich"), packages.get("lightning")
-    if not rich or not lightning or Version(rich) < Version("14.1") or Version(lightning) >= Version("2.5.3"):
-        return []
-    seen = f"with rich {rich} and lightning {lightning}, a fit with RichProgressBar ends in an IndexError"
-    todo = "pip install 'rich<14.1'; or 'lightning>=2.5.3', without NeMo 2.7"
-    return [_version_finding(Severity.WARNING, seen, _INSTALLED, todo)]
 
 
 def _of_megatron(packages: Mapping[str, str]) -> list[Finding]:

@@ -94,6 +94,7 @@ class FaultKind(enum.Enum):
 
 
 _KEYS = ("rank", "step", "times", "prob", "seed", "how", "seconds")
+_LONGEST_S = 1e9
 _Member = TypeVar("_Member", bound=enum.Enum)
 _FORM = "KIND[@PHASE][:key=value,...], for example exception@forward:rank=2,step=7"
 
@@ -175,10 +176,10 @@ def parse(text: str) -> FaultSpec:
         rank=_integer(text, options, "rank", minimum=0),
         step=_integer(text, options, "step", minimum=0 if phase in SETUP_PHASES else 1),
         times=_integer(text, options, "times", minimum=1) or 1,
-        prob=_probability(text, options),
+        prob=_number(text, options, "prob", 1),
         seed=_integer(text, options, "seed", minimum=0) or 0,
         how=options.get("how"),
-        seconds=_seconds(text, options),
+        seconds=_number(text, options, "seconds", _LONGEST_S),
         text=text,
     )
     if spec.prob is None:
@@ -273,30 +274,18 @@ def _integer(text: str, options: dict[str, str], key: str, minimum: int) -> int 
     return int(value)
 
 
-def _probability(text: str, options: dict[str, str]) -> float | None:
-    value = options.get("prob")
+def _number(text: str, options: dict[str, str], key: str, most: float) -> float | None:
+    """Return a number above 0 and at most ``most``; None if it is not given."""
+    value = options.get(key)
     if value is None:
         return None
     try:
-        chance = float(value)
+        number = float(value)
     except ValueError:
-        chance = -1.0
-    if not 0.0 < chance <= 1.0:
-        raise _error(text, f"prob must be above 0 and at most 1, not {value!r}")
-    return chance
-
-
-def _seconds(text: str, options: dict[str, str]) -> float | None:
-    value = options.get("seconds")
-    if value is None:
-        return None
-    try:
-        seconds = float(value)
-    except ValueError:
-        seconds = 0.0
-    if not 0.0 < seconds < math.inf:
-        raise _error(text, f"seconds must be a number above 0, not {value!r}")
-    return seconds
+        number = math.nan
+    if not 0.0 < number <= most:
+        raise _error(text, f"{key} must be above 0 and at most {most:g}, not {value!r}")
+    return number
 
 
 def _suggestion(name: str, known: Sequence[str]) -> str:

@@ -6,7 +6,7 @@ import argparse
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING
 
 from checkpointless.cli.command import Command, UsageError, has_cuda
 from checkpointless.cli.job import Program, add_job_options, launch_job
@@ -14,17 +14,6 @@ from checkpointless.system.environment import CPU_ENV
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
-
-RECIPE_RUNNER = "checkpointless.recipes.runner"
-RECIPE_PRELOAD = (
-    "nemo.collections.llm",
-    "checkpointless.strategies.CheckpointlessMegatronStrategy",
-    "checkpointless.callbacks.CheckpointlessCallback",
-    "checkpointless.recovery.CheckpointManager",
-    "torch._dynamo",  # which the first optimizer of a process imports
-    "torch.distributed.tensor.debug",  # and its first fault
-    RECIPE_RUNNER,
-)
 
 _EPILOG = """\
 examples:
@@ -77,6 +66,8 @@ def recipe_program(options: argparse.Namespace) -> Program:
 
 
 def _program(options: argparse.Namespace, config: DictConfig) -> Program:
+    from checkpointless.recipes.settings import RECIPE_RUNNER, preloads_of
+
     return Program(
         name=Path(options.recipe).stem,
         script=RECIPE_RUNNER,
@@ -84,30 +75,6 @@ def _program(options: argparse.Namespace, config: DictConfig) -> Program:
         module=True,
         preload=preloads_of(config),
     )
-
-
-def preloads_of(config: DictConfig) -> tuple[str, ...]:
-    """Return the installed modules that a recipe names, to be imported once, before ranks are forked."""
-    from omegaconf import OmegaConf
-
-    from checkpointless.launcher.agent.ranks.preload import installed
-
-    found: set[str] = set()
-    due: list[object] = [OmegaConf.to_container(config)]
-    while due:
-        each = due.pop()
-        if isinstance(each, dict):
-            target = each.get("_target_")
-            of_hydra = str(target).startswith("hydra.utils.")  # get_object and the like, which take a path
-            found.update(name for name in (target, each.get("path") if of_hydra else None) if _is_dotted(name))
-        if isinstance(each, dict | list):
-            due += each.values() if isinstance(each, dict) else each
-    more = set(installed(found, Path.cwd())) - set(RECIPE_PRELOAD)
-    return *RECIPE_PRELOAD, *sorted(more)
-
-
-def _is_dotted(value: object) -> TypeGuard[str]:
-    return isinstance(value, str) and "." in value and all(part.isidentifier() for part in value.split("."))
 
 
 def _check_train(options: argparse.Namespace, has_cuda: Callable[[], bool]) -> DictConfig:
@@ -158,7 +125,7 @@ def _check_train(options: argparse.Namespace, has_cuda: Callable[[], bool]) -> D
             require_complete(config, name)
         layout = layout_of(config, options.nnodes or (None if options.dry_run else 1), options.nproc_per_node)
         check_layout(config, layout)
-        check_settings(config, layout)
+        check_settings(config)
         check_tiers(config, layout)
         if options.dry_run and checkpointless_enabled(config) and not tiers_of(config):
             check_replicas(layout)

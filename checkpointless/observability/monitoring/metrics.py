@@ -29,7 +29,7 @@ from checkpointless.faults.spec import FaultKind
 from checkpointless.launcher.protocol.node_messages import RankState
 from checkpointless.observability.report.summary import build_report
 from checkpointless.observability.telemetry.event_names import STAGES, EventName, Rung
-from checkpointless.observability.telemetry.events import Event, LineTail, on_one_timeline, parse_event
+from checkpointless.observability.telemetry.events import Event, LineTail, parse_event
 
 OUTSIDE = -1  # in place of a node's number: a coordinator in a separate process is no node
 STALE_S = 5.0  # a loop that has not turned for this long counts as stuck
@@ -262,7 +262,7 @@ class RunLog:
         if not self._has_account:
             self._is_new, self._events, self.account = False, [], Account()
         elif self._is_new and now_s >= self._again_at_s:
-            self.account, self._is_new = _account_of(self._run_dir, on_one_timeline(self._events)), False
+            self.account, self._is_new = _account_of(self._run_dir, self._events), False
             self._again_at_s = now_s + _SHARE * (time.perf_counter() - began_s)
 
     def close(self) -> None:

@@ -13,12 +13,10 @@ import logging
 import math
 import os
 import time
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median_low
 from typing import Annotated, Any, Literal, NoReturn, get_args
 
 import msgspec
@@ -268,7 +266,6 @@ def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 def read_events(run_dir: Path) -> list[Event]:
     """Return all events of a run in the order in which they were written, including those of this process.
 
-    Their times are put on one timeline (:func:`~checkpointless.observability.telemetry.events.on_one_timeline`).
     Lines that are no events are left out, with one warning for all of them.
 
     Args:
@@ -286,13 +283,13 @@ def read_events(run_dir: Path) -> list[Event]:
         else:
             odd.append(number)
     _warn_of(path, odd, "event")
-    return on_one_timeline(events)
+    return events
 
 
 def parse_event(line: bytes) -> Event | None:
     """Parse a line of the log; return None if it is not an event."""
     record = _object_of(line)
-    own = None if record is None else checked(record)
+    own = None if record is None else _checked(record)
     if record is None or own is None:
         return None
     fields = {key: value for key, value in record.items() if key not in _OWN_KEYS}
@@ -374,23 +371,10 @@ class _EventLine(msgspec.Struct):
     undetected_s: _Seconds | None = None
 
 
-_DEEPEST = 16  # how deeply values may be nested: what writes them out again may not run out of stack
-
-
-_MOST_STARTS = 64  # at which a line may begin anew after a torn one
-
-
-def _is_shallow(value: object, levels: int) -> bool:
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return levels > 0 and all(_is_shallow(each, levels - 1) for each in inner)
-
-
 def _object_of(line: bytes) -> dict[str, Any] | None:
     """Return the object that a line is, or that follows the torn beginning of another line; None without one."""
     start = line.find(b"{")
-    for _ in range(_MOST_STARTS):
-        if start < 0:
-            return None
+    while start >= 0:
         try:
             record = json.loads(line[start:], parse_constant=_refuse)
         except (ValueError, RecursionError):
@@ -404,86 +388,13 @@ def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not JSON")
 
 
-def checked(record: dict[str, Any]) -> _EventLine | None:
+def _checked(record: dict[str, Any]) -> _EventLine | None:
     """Return what a line must have, if it has it; None if the line is not an event."""
     try:
-        line = msgspec.convert(record, _EventLine)
+        return msgspec.convert(record, _EventLine)
     except (msgspec.ValidationError, ValueError, RecursionError) as error:  # ValueError: text that is no UTF-8
         logger.debug("a line is not an event: %s", error)
         return None
-    return line if _is_shallow(record, _DEEPEST) else None
-
-
-# --- One timeline for the events of all processes of a job, whatever became of their wall clocks ------------------
-
-_SAME_NS = 1_000_000_000  # clocks that are this close are taken to agree
-
-
-@dataclass
-class _Host:
-    """A monotonic clock that a node's processes share.
-
-    Attributes:
-        ahead: by how much the wall clock was ahead of it, by each event.
-    """
-
-    ahead: list[int] = field(default_factory=list)
-    offset: int = 0
-
-
-def on_one_timeline(events: Sequence[Event]) -> list[Event]:
-    """Return the events with times (``ts``) whose differences can be believed.
-
-    Within a node they are those of the monotonic clock, so a wall clock that is set, or that differs from process
-    to process, changes no duration. Across nodes they are those of the wall clocks, unless these differ by more
-    than a second: all ranks enter a generation when the coordinator lets them, which shows by how much.
-    """
-    placed = _placed(events)
-    for host in {id(host): host for _, host in placed}.values():
-        host.offset = median_low(host.ahead)
-    _align(placed)
-    return [replace(event, ts=event.mono + host.offset) for event, host in placed]
-
-
-def _placed(events: Iterable[Event]) -> list[tuple[Event, _Host]]:
-    """Return each event with its host.
-
-    A node has one, unless another machine took its place. If wall clock and monotonic clock disagree about the time
-    since the event before, the wall clock was set if it shows the longer time, and else it is another machine.
-    """
-    known: defaultdict[int, list[tuple[int, _Host]]] = defaultdict(list)  # by node: hosts by their offsets
-    last: dict[int, tuple[Event, _Host]] = {}
-    found = []
-    for event in events:
-        ahead = event.ts - event.mono
-        host = next((each for other, each in known[event.node] if abs(ahead - other) <= _SAME_NS), None)
-        if host is None:
-            before, same = last.get(event.node, (None, None))
-            was_set = before is not None and abs(event.mono - before.mono) <= abs(event.ts - before.ts)
-            host = same if was_set and same is not None else _Host()
-            known[event.node].append((ahead, host))
-        host.ahead.append(ahead)
-        last[event.node] = event, host
-        found.append((event, host))
-    return found
-
-
-def _align(placed: Sequence[tuple[Event, _Host]]) -> None:
-    """Set right the hosts whose wall clocks disagree with the coordinator's."""
-    begun = {
-        each.generation: (host, each.mono + host.offset) for each, host in placed if each.stage == EventName.GO
-    }
-    least: dict[int, tuple[_Host, int]] = {}
-    for event, host in placed:
-        if event.stage != EventName.BARRIER or event.edge != "end":
-            continue
-        # Who waited because of a fault names the generation that the fault ended.
-        coordinator, at = begun.get(event.generation + (event.incident is not None), (host, 0))
-        if coordinator is not host:
-            gap = event.mono + host.offset - at
-            least[id(host)] = host, min(gap, least.get(id(host), (host, gap))[1])
-    for host, gap in least.values():
-        host.offset -= gap if abs(gap) > _SAME_NS else 0
 
 
 class LineTail:

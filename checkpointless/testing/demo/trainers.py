@@ -18,12 +18,12 @@ from checkpointless.faults.chaos import (
     SHARDED,
     Scope,
 )
+from checkpointless.system.layout import Layout, LayoutError
 
 MOST_RANKS = 32  # more ranks than that, on one machine's CPUs, spend their time waiting for each other
 LAYERS, HEADS, _EXPERTS = 4, 4, 4  # of all models, the recipe's among them
 MICRO_BATCH, MICRO_BATCHES = 2, 2  # samples of a microbatch, and microbatches of a rank in each step
 RECIPE, GLOBAL_BATCH = "tiny_gpt_cpu", 16  # NeMo's recipe, and its samples in a step
-_SHARED = {"tp": ("attention heads", HEADS), "pp": ("layers", LAYERS), "ep": ("experts", _EXPERTS)}
 _NEMO_EXTRA = "pip install -e '.[nemo]' in a clone"
 
 
@@ -96,35 +96,27 @@ class Trainer:
         nproc, layout = task.nproc, task.layout
         if not 0.0 <= task.dropout < 1.0:
             raise DemoError(f"--dropout must be at least 0 and below 1, not {task.dropout:g}")
-        if not 1 <= nproc <= MOST_RANKS:
+        if not 2 <= nproc <= MOST_RANKS:
             raise DemoError(f"--nproc must be from 2 to {MOST_RANKS}, not {nproc}")
-        for key, (what, number) in _SHARED.items():
-            if number % layout.get(key, 1):
-                raise DemoError(
-                    f"--layout {key}={layout[key]}: the model has {number} {what}, which {layout[key]} "
-                    "cannot share: use 1, 2 or 4"
-                )
+        tensor, pipeline, expert = (layout.get(key, 1) for key in ("tp", "pp", "ep"))
+        if _EXPERTS % expert:
+            raise DemoError(f"--layout ep={expert}: the model has {_EXPERTS} experts: use 2 or 4")
         if layout.get("cp", 1) > 1:
             raise DemoError(
                 f"--layout cp={layout['cp']}: context parallelism needs TransformerEngine's attention, which CPU "
                 "ranks do not have: leave it out"
             )
-        if layout.get("tp", 1) > 1 and layout.get("ep", 1) > 1:
+        if tensor > 1 and expert > 1:
             raise DemoError(
-                f"--layout tp={layout['tp']},ep={layout['ep']}: Megatron trains experts with tensor parallelism "
+                f"--layout tp={tensor},ep={expert}: Megatron trains experts with tensor parallelism "
                 "only with sequence parallelism, which its own layers do not have on CPU ranks: use one of the two"
             )
-        model_ranks, holders = layout.get("tp", 1) * layout.get("pp", 1), 2 * layout.get("ep", 1)
-        replicas, rest = divmod(nproc, model_ranks)
-        shape = ",".join(f"{key}={size}" for key, size in layout.items()) or "one rank per model"
-        use = f"use a multiple of {holders * model_ranks}"
-        if rest:
-            raise DemoError(f"--nproc {nproc} does not divide into models of {model_ranks} ranks ({shape}): {use}")
-        if replicas % holders and (self.keys or nproc < 2):
-            raise DemoError(
-                f"--nproc {nproc} makes {replicas} data-parallel ranks ({shape}), too few or too odd to hold every "
-                f"shard twice: {use}"
-            )
+        try:
+            instances = 2 if self.keys else 1  # DDP holds the whole state in each rank
+            sizes = {"tensor": tensor, "pipeline": pipeline, "expert": expert}
+            Layout.on_one_node(nproc, **sizes, instances=instances).check(LAYERS, HEADS)
+        except LayoutError as error:
+            raise DemoError(f"--nproc {nproc}: {error}") from error
 
     def program(self, task: Task) -> tuple[str, tuple[str, ...]]:
         """Return the module that does a task, and its arguments."""
@@ -148,9 +140,9 @@ class Trainer:
         """Return the names of modules that are worth importing once, before the ranks are forked."""
         if self is not _NEMO:
             return *self.imports, "checkpointless.testing.demo.text", "checkpointless.recovery"
-        from checkpointless.recipes.settings import load, modules
+        from checkpointless.recipes.settings import load, preloads_of
 
-        return modules(load(RECIPE, ()))
+        return preloads_of(load(RECIPE, ()))
 
 
 _FSDP2 = ("torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch._dynamo")

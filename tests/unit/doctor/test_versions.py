@@ -62,11 +62,6 @@ def test_what_is_recent_enough_is_right() -> None:
             "megatron-bridge 0.7.0 with megatron-core 0.20.0; tested: 0.3 with 0.16 and 0.6 with 0.19",
         ),
         (replace(WELL, packages={"torch": "2.7", "rich": "15"}), Severity.ERROR, "lightning is not installed"),
-        (
-            replace(WELL, packages={**WELL.packages, "lightning": "2.5.2", "rich": "14.1.0"}),
-            Severity.WARNING,
-            "with rich 14.1.0 and lightning 2.5.2, a fit with RichProgressBar ends in an IndexError",
-        ),
         (replace(WELL, torch=Torch((2, 21, 5), True)), Severity.WARNING, "NCCL 2.21.5: aborting"),
         (replace(WELL, torch=Torch()), Severity.WARNING, "over gloo, though there is a GPU"),
         (replace(WELL, torch=Torch(error="torch cannot be imported: x")), Severity.ERROR, "cannot be imported"),

@@ -6,10 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
-from checkpointless.cli.commands.train import RECIPE_PRELOAD, preloads_of
-
-OmegaConf = pytest.importorskip("omegaconf", reason="recipes need hydra-core").OmegaConf
+from checkpointless.recipes.settings import RECIPE_PRELOAD, preloads_of
 
 
 def test_what_a_recipe_names_is_preloaded_unless_it_is_the_users_own(
@@ -33,7 +32,7 @@ def test_the_objects_of_a_recipe_import_nothing_more() -> None:
     code = (
         "import sys\n"
         "from checkpointless.launcher.agent.ranks.preload import preload\n"
-        "from checkpointless.cli.commands.train import preloads_of\n"
+        "from checkpointless.recipes.settings import preloads_of\n"
         "from checkpointless.recipes import runner, settings\n"
         "config = settings.load('tiny_gpt_cpu')\n"
         "assert preload(preloads_of(config)) == []\n"

@@ -7,7 +7,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from checkpointless.inprocess import UnrecoverableError
 from checkpointless.recipes import runner
-from checkpointless.recipes.checks import check_settings, layout_of
+from checkpointless.recipes.checks import check_settings
 from checkpointless.recipes.runner import make
 from checkpointless.recipes.settings import RecipeError, load
 
@@ -63,7 +63,7 @@ def test_a_list_of_callbacks_is_refused_in_a_line() -> None:
     config = load("tiny_gpt_cpu")
     config.callbacks = [{"_target_": "builtins.object"}]
     with pytest.raises(RecipeError, match="callbacks has a name for each callback"):
-        check_settings(config, layout_of(config, 1, 1))
+        check_settings(config)
 
 
 def test_a_bare_key_is_said_to_be_an_error(recipe: DictConfig) -> None:

@@ -57,29 +57,6 @@ def test_a_missing_recipe_is_named_with_the_closest_one(tmp_path: Path) -> None:
         load(broken)
 
 
-BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
-    f"{name}: &{name} [{', '.join(['*' + before] * 10)}]\n" for before, name in zip("abcdefgh", "bcdefghi")
-)
-
-
-@pytest.mark.parametrize(
-    "text", [BOMB, "a: &a [*a]", "a: &a {b: *a}", "a: " + "[" * 5000, "- [" * 200 + "1", "1", "a: " + "x" * 300_000]
-)
-def test_what_would_take_for_ever_or_all_memory_is_refused_in_a_line(tmp_path: Path, text: str) -> None:
-    (tmp_path / "bomb.yaml").write_text(f"trainer: {{}}\n{text}\n" if ":" in text else text)
-    with pytest.raises(RecipeError) as error:
-        load(tmp_path / "bomb.yaml")
-    assert "\n" not in str(error.value)
-    assert len(str(error.value)) < 300
-
-
-def test_an_override_is_no_way_around(tmp_path: Path) -> None:
-    (tmp_path / "recipe.yaml").write_text("trainer: {max_steps: 1}\n")
-    flow = "{" + ", ".join(line.replace("\n", "") for line in BOMB.splitlines()) + "}"
-    with pytest.raises(RecipeError, match=r"^trainer.max_steps: .{82} is not a YAML value: it stands for more"):
-        load(tmp_path / "recipe.yaml", [f"trainer.max_steps={flow}"])
-
-
 def test_aliases_may_be_used(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text("trainer: &t {max_steps: 1}\nother: {<<: *t, more: [*t, *t]}\n")
     assert load(tmp_path / "recipe.yaml").other.more[1].max_steps == 1
