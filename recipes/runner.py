@@ -57,7 +57,7 @@ OFFLINE_ENVIRONMENT = {
 
 
 @dataclass(frozen=True)
-class Job:
+class _Job:
     """The objects that a recipe describes."""
 
     model: pl.LightningModule
@@ -94,7 +94,7 @@ def _with_checkpointless(config: DictConfig) -> DictConfig:
     return config
 
 
-def completed(config: DictConfig) -> DictConfig:
+def _completed(config: DictConfig) -> DictConfig:
     """Return the recipe with everything that its objects are made of, which is the same each time they are made.
 
     Raises:
@@ -109,16 +109,16 @@ def completed(config: DictConfig) -> DictConfig:
     return whole
 
 
-def build(config: DictConfig) -> Job:
+def build(config: DictConfig) -> _Job:
     """Make the objects that a recipe describes.
 
     Raises:
         RecipeError: an object cannot be made from what the recipe gives it, or the layout does not fit the ranks.
     """
-    return _objects(completed(config))
+    return _objects(_completed(config))
 
 
-def _objects(config: DictConfig) -> Job:
+def _objects(config: DictConfig) -> _Job:
     """Make the objects that a completed recipe describes."""
     data = _make(config, "data")
     model = _make(config, "model", tokenizer=data.tokenizer)
@@ -129,16 +129,7 @@ def _objects(config: DictConfig) -> Job:
     if peft is not None:
         _set_with_io(model, "model_transform", peft)
         trainer.callbacks.append(peft)
-    return Job(model, data, _make(config, "optim"), trainer, _make(config, "log"), _make(config, "resume"))
-
-
-def fit(config: DictConfig) -> nl.Trainer:
-    """Build the recipe's objects and train the model.
-
-    Returns:
-        The trainer, after the last step.
-    """
-    return _fit(completed(config))
+    return _Job(model, data, _make(config, "optim"), trainer, _make(config, "log"), _make(config, "resume"))
 
 
 def _fit(config: DictConfig) -> nl.Trainer:
@@ -189,7 +180,7 @@ def train(config: DictConfig) -> nl.Trainer:
         The trainer, after the last step.
     """
     if not checkpointless_enabled(config):
-        return fit(config)
+        return _fit(_completed(config))
     from checkpointless.inprocess import HPCallWrapper, HPWrapper
     from checkpointless.recovery import CheckpointManager, PEFTCheckpointManager
     from checkpointless.transfer.transfer import MEMORY_BUDGET_BYTES
@@ -202,7 +193,7 @@ def train(config: DictConfig) -> nl.Trainer:
         rng_replication_jump=config.checkpointless.get("rng_replication_jump"),
         tiers=tiers_of(config),
     )
-    whole = completed(config)
+    whole = _completed(config)
 
     @HPWrapper(checkpoint_manager=manager)
     def block(caller: HPCallWrapper) -> nl.Trainer:
@@ -253,7 +244,7 @@ def _make(config: DictConfig, key: str, **objects: Any) -> Any:
     """Make one part of the recipe; return None if the recipe does not have it."""
     try:
         return make(config, key, **objects)
-    except ObjectError as error:
+    except _ObjectError as error:
         cause = error.__cause__
         if isinstance(cause, OSError) and not getattr(cause, "filename", None):
             advice = "NeMo downloads what a recipe leaves out, such as a tokenizer: name one that is here"
@@ -277,7 +268,7 @@ _TARGET, _ARGS, _PARTIAL, _RECURSIVE = "_target_", "_args_", "_partial_", "_recu
 _OWN_KEYS = frozenset({_TARGET, _ARGS, _PARTIAL, _RECURSIVE, "_convert_"})
 
 
-class ObjectError(RecipeError):
+class _ObjectError(RecipeError):
     """Raised if an object cannot be made; the message is one line, the cause what its target raised."""
 
 
@@ -320,16 +311,16 @@ def _made(node: Any, where: str, recursive: bool, objects: dict[str, object]) ->
             return functools.partial(called, *args, **given, **objects)
         return called(*args, **given, **objects)
     except Exception as error:
-        raise ObjectError(f"{where}: {first_line(error)}") from error
+        raise _ObjectError(f"{where}: {first_line(error)}") from error
 
 
 def _called(target: Any, where: str) -> Any:
     try:
         found = get_object(target)
     except Exception as error:
-        raise ObjectError(f"{where}: _target_ {target} cannot be imported: {first_line(error)}") from error
+        raise _ObjectError(f"{where}: _target_ {target} cannot be imported: {first_line(error)}") from error
     if not callable(found):
-        raise ObjectError(f"{where}: _target_ {target} cannot be called")
+        raise _ObjectError(f"{where}: _target_ {target} cannot be called")
     return found
 
 

@@ -35,7 +35,7 @@ from checkpointless.observability.report.incidents import summarize
 from checkpointless.observability.report.verify import compare
 from checkpointless.observability.telemetry.events import read_events
 from checkpointless.observability.telemetry.steps import Recording, read_steps
-from checkpointless.testing.demo.chaos import Ended, _Nursery
+from checkpointless.testing.demo.chaos import _Ended, _Nursery
 from checkpointless.testing.demo.trainers import TRAINERS
 from tests.ports import free_port
 from tests.ranks.users.draw import UsersCase, draw
@@ -197,7 +197,7 @@ def _has_steps(directory: Path) -> bool:
 # --- judging ------------------------------------------------------------------------------------------------------
 
 
-def judge(case: UsersCase, ended: Ended, directory: Path, reference: Path, took_s: float) -> Result:
+def judge(case: UsersCase, ended: _Ended, directory: Path, reference: Path, took_s: float) -> Result:
     """Hold a run against the undisturbed one."""
     incidents = summarize(read_events(directory))
     seconds = None

@@ -75,7 +75,7 @@ def fault_specs(
     return specs
 
 
-def add_job_chaos_options(parser: argparse._ActionsContainer) -> None:
+def _add_job_chaos_options(parser: argparse._ActionsContainer) -> None:
     """Add the chaos options of ``run`` and ``train``."""
     add = parser.add_argument
     add("--chaos", type=positive, metavar="N", help="inject N drawn faults, one after the other")
@@ -95,7 +95,7 @@ def check_goes_with_chaos(options: argparse.Namespace) -> None:
             raise UsageError(f"--{name.replace('_', '-')} needs --chaos")
 
 
-def draw_into(options: argparse.Namespace, world_size: int, steps: int | None) -> Outcome | None:
+def _draw_into(options: argparse.Namespace, world_size: int, steps: int | None) -> Outcome | None:
     """Add drawn faults to those that were asked for.
 
     Args:
@@ -126,7 +126,7 @@ def draw_into(options: argparse.Namespace, world_size: int, steps: int | None) -
     return expected
 
 
-def judge_chaos(run_dir: Path, code: int, expected: Outcome) -> str:
+def _judge_chaos(run_dir: Path, code: int, expected: Outcome) -> str:
     """Return what is wrong with the outcome of a job with drawn faults ("" if nothing is)."""
     from checkpointless.faults.chaos import outcome_of
     from checkpointless.observability.report.incidents import summarize
@@ -237,7 +237,7 @@ def add_job_options(parser: argparse.ArgumentParser, default_ranks: str = "1") -
     tests = parser.add_argument_group("fault injection")
     tests.add_argument("--record-steps", action="store_true", help=_RECORD_HELP)
     add_fault_option(tests)
-    add_job_chaos_options(tests)
+    _add_job_chaos_options(tests)
 
 
 def launch_job(
@@ -261,7 +261,7 @@ def launch_job(
     from checkpointless.launcher.agent.launch import launch
 
     world_size = options.nproc_per_node * options.nnodes
-    expected = draw_into(options, world_size, steps)
+    expected = _draw_into(options, world_size, steps)
     specs = fault_specs(options.faults, world_size, steps, options.nnodes, options.cpu)
     config = _configured(options, program, more or {})
     run_dir = config.run_dir
@@ -277,7 +277,7 @@ def launch_job(
         say(f"fault {text} did not happen as often as asked for: {_why_not(text, is_script=steps is None)}")
     if not config.is_alone:  # other nodes may have recorded faults in their run directories
         return status
-    problem = "" if expected is None else judge_chaos(run_dir, status, expected)
+    problem = "" if expected is None else _judge_chaos(run_dir, status, expected)
     if problem:
         say(f"chaos: {problem}; the same again: --chaos {options.chaos} --seed {options.seed or 0}")
     return status or int(bool(missing or problem))

@@ -72,7 +72,7 @@ def _finding(severity: Severity, seen: str, todo: str = "") -> Finding:
 
 
 @dataclass(frozen=True)
-class Trial:
+class _Trial:
     """What the imports did.
 
     Attributes:
@@ -92,7 +92,7 @@ class Trial:
     error: str = ""
 
 
-def judge(trial: Trial) -> list[Finding]:
+def judge(trial: _Trial) -> list[Finding]:
     """Return whether ranks can be forked after these imports."""
     if trial.error:
         return [_finding(Severity.WARNING, trial.error, "import less: --preload names what is imported once")]
@@ -119,7 +119,7 @@ def judge(trial: Trial) -> list[Finding]:
 
 def read(
     preload: tuple[str, ...], script: Script | None, *, ranks: int, cpu: bool, timeout_s: float = TIMEOUT_S
-) -> Trial:
+) -> _Trial:
     """Import what the fork server would in a child process, and see what that does.
 
     Args:
@@ -153,9 +153,9 @@ def read(
         lines = [json.loads(line) for line in said.read().splitlines()]
         reasons = errors.read()[-4096:].decode(errors="replace").strip().splitlines()
     if lines and "names" in lines[-1]:
-        return Trial(**{name: _frozen(value) for name, value in lines[-1].items()})
+        return _Trial(**{name: _frozen(value) for name, value in lines[-1].items()})
     at = f" at {lines[-1]['importing']}" if lines else ""
-    return Trial(error=f"the process that imports {how}{at}{f': {reasons[-1]}' if reasons else ''}")
+    return _Trial(error=f"the process that imports {how}{at}{f': {reasons[-1]}' if reasons else ''}")
 
 
 def _frozen(value: Any) -> Any:
@@ -224,7 +224,7 @@ def main() -> None:
         install_platform(platform)
         watch.look(f"the platform {platform}")
     seconds = time.monotonic() - began_s
-    trial = Trial(tuple(names), tuple(failures.lines), *watch.cuda, can_fork(), watch.threads(), seconds)
+    trial = _Trial(tuple(names), tuple(failures.lines), *watch.cuda, can_fork(), watch.threads(), seconds)
     say(asdict(trial))
     os._exit(0)  # what was imported may take long to shut down
 

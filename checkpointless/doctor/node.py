@@ -60,7 +60,7 @@ _version_finding = partial(Finding, Family.VERSIONS)
 
 
 @dataclass(frozen=True)
-class Torch:
+class _Torch:
     """What torch says of its build and of the machine.
 
     Attributes:
@@ -91,11 +91,11 @@ class _Versions:
     python: str
     packages: Mapping[str, str]
     needed: Mapping[str, str]
-    torch: Torch | None = None
+    torch: _Torch | None = None
     wants_gpu: bool = False
 
 
-def judge_versions(versions: _Versions) -> list[Finding]:
+def _judge_versions(versions: _Versions) -> list[Finding]:
     """Return what the versions mean for a recovery."""
     return [
         _of_package("Python", versions.python, versions.needed.get("Python", "")),
@@ -105,7 +105,7 @@ def judge_versions(versions: _Versions) -> list[Finding]:
     ]
 
 
-def read_versions(cpu: bool = False) -> _Versions:
+def _read_versions(cpu: bool = False) -> _Versions:
     """Read the versions of this machine; torch is imported in a child process, which takes seconds.
 
     Args:
@@ -113,10 +113,10 @@ def read_versions(cpu: bool = False) -> _Versions:
     """
     packages = installed(PACKAGES)
     torch = _torch() if "torch" in packages else None
-    return _Versions(platform.python_version(), packages, _needed(), torch, has_driver() and not cpu)
+    return _Versions(platform.python_version(), packages, _needed(), torch, _has_driver() and not cpu)
 
 
-def has_driver() -> bool:
+def _has_driver() -> bool:
     """Return whether NVIDIA's kernel module is loaded."""
     return _DRIVER.exists()
 
@@ -144,7 +144,7 @@ def _of_megatron(packages: Mapping[str, str]) -> list[Finding]:
     return [] if seen is None else [_version_finding(Severity.WARNING, seen, _INSTALLED, todo)]
 
 
-def _of_torch(torch: Torch, wants_gpu: bool) -> list[Finding]:
+def _of_torch(torch: _Torch, wants_gpu: bool) -> list[Finding]:
     if torch.error:
         todo = f"make `{Path(sys.executable).name} -c 'import torch'` work"
         return [_version_finding(Severity.ERROR, torch.error, _TORCH, todo)]
@@ -181,19 +181,19 @@ def _needed() -> dict[str, str]:
     return {**needed, "Python": (own.get_all("Requires-Python") or [""])[0]}
 
 
-def _torch() -> Torch:
+def _torch() -> _Torch:
     command = [sys.executable, "-W", "ignore", "-c", _ASK_TORCH]
     try:
         ended = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TORCH_TIMEOUT_S
         )
     except subprocess.TimeoutExpired:
-        return Torch(error=f"torch was not imported within {TORCH_TIMEOUT_S:g} s")
+        return _Torch(error=f"torch was not imported within {TORCH_TIMEOUT_S:g} s")
     if ended.returncode != 0:
         last = (ended.stderr.strip().splitlines() or [f"exit code {ended.returncode}"])[-1]
-        return Torch(error=f"torch cannot be imported: {last}")
+        return _Torch(error=f"torch cannot be imported: {last}")
     said = json.loads(ended.stdout.strip().splitlines()[-1])
-    return Torch(**{**said, "nccl": tuple(said["nccl"])})
+    return _Torch(**{**said, "nccl": tuple(said["nccl"])})
 
 
 _BY_USER, _BY_DEFAULT = "this environment", "the default that checkpointless sets"
@@ -223,11 +223,11 @@ _AGENT_FILES, _FILES_PER_RANK = 64, 8
 _USUAL_FILES = 1024
 
 _variable = partial(Finding, Family.VARIABLES)
-_folder = partial(Finding, Family.STORAGE)
+_storage = partial(Finding, Family.STORAGE)
 _limit = partial(Finding, Family.LIMITS)
 
 
-def variables(environ: Mapping[str, str]) -> list[Finding]:
+def _variables(environ: Mapping[str, str]) -> list[Finding]:
     """Return what the variables of torch and NCCL mean for a recovery."""
     findings = []
     for name, setting in SETTINGS.items():
@@ -251,7 +251,7 @@ def _of_variable(name: str, value: str, source: str, cost: str) -> Finding:
     return _variable(Severity.OK, f"{name}={value}", source)
 
 
-def folders(environ: Mapping[str, str], run_dir: Path | None) -> list[Finding]:
+def _folders(environ: Mapping[str, str], run_dir: Path | None) -> list[Finding]:
     """Look at the folders that a job needs.
 
     Args:
@@ -262,27 +262,27 @@ def folders(environ: Mapping[str, str], run_dir: Path | None) -> list[Finding]:
     temporary = Path(asked or tempfile.gettempdir())
     todo = f"create {temporary}, free some space, or set {TMPDIR_ENV} to a folder with more"
     findings = [
-        shared_memory(SHARED_MEMORY),
+        _shared_memory(SHARED_MEMORY),
         # Python passes over one that is asked for and does not exist.
-        folder(temporary, LEAST_FREE_BYTES, source, todo, Severity.WARNING if asked else Severity.ERROR),
+        _folder(temporary, LEAST_FREE_BYTES, source, todo, Severity.WARNING if asked else Severity.ERROR),
     ]
     if run_dir is not None:
         there = next(place for place in (run_dir, *run_dir.absolute().parents) if place.exists())
         todo = "free some space, or name another with --run-dir"
-        findings.append(folder(there, LEAST_FREE_BYTES, "--run-dir", todo))
+        findings.append(_folder(there, LEAST_FREE_BYTES, "--run-dir", todo))
     return findings
 
 
-def shared_memory(path: Path) -> Finding:
+def _shared_memory(path: Path) -> Finding:
     """Look at the folder for shared memory."""
     todo = (
         f"remove what ended jobs left in {path}, or give it {size(LEAST_SHARED_BYTES)} or more (docker --shm-size, "
         "a memory volume in Kubernetes): NCCL and data-loader workers die of SIGBUS when it is full"
     )
-    return folder(path, LEAST_SHARED_BYTES, "shared memory", todo)
+    return _folder(path, LEAST_SHARED_BYTES, "shared memory", todo)
 
 
-def folder(path: Path, least: int, source: str, todo: str, severity: Severity = Severity.ERROR) -> Finding:
+def _folder(path: Path, least: int, source: str, todo: str, severity: Severity = Severity.ERROR) -> Finding:
     """Look whether a folder can be written, and has room; a small file is written, and removed at once.
 
     Args:
@@ -293,10 +293,10 @@ def folder(path: Path, least: int, source: str, todo: str, severity: Severity = 
         with tempfile.TemporaryFile(dir=path, prefix=".ckpl-doctor-") as file:
             file.write(b"checkpointless doctor\n")
     except OSError as error:
-        return _folder(severity, f"{path} cannot be written: {error.strerror}", source, todo)
+        return _storage(severity, f"{path} cannot be written: {error.strerror}", source, todo)
     free, total = disk.f_bavail * disk.f_frsize, disk.f_blocks * disk.f_frsize
     seen = f"{path} has {size(total)}, {size(free)} of it free"
-    return _folder(Severity.WARNING, seen, source, todo) if free < least else _folder(Severity.OK, seen, source)
+    return _storage(Severity.WARNING, seen, source, todo) if free < least else _storage(Severity.OK, seen, source)
 
 
 def _open_files(files: int, hard: int, ranks: int) -> Finding:
@@ -344,9 +344,9 @@ def examine(
     """
     progress("asking torch for its versions, in a child process")
     long_s = TORCH_TIMEOUT_S + _QUICK_S
-    findings = checked(Family.VERSIONS, lambda: judge_versions(read_versions(cpu)), long_s)
-    findings += checked(Family.VARIABLES, lambda: variables(os.environ), _QUICK_S)
-    findings += checked(Family.STORAGE, lambda: folders(os.environ, run_dir), _QUICK_S)
+    findings = checked(Family.VERSIONS, lambda: _judge_versions(_read_versions(cpu)), long_s)
+    findings += checked(Family.VARIABLES, lambda: _variables(os.environ), _QUICK_S)
+    findings += checked(Family.STORAGE, lambda: _folders(os.environ, run_dir), _QUICK_S)
     findings += checked(Family.LIMITS, lambda: [_descriptors(ranks)], _QUICK_S)
     if not preload and script is None:
         seen = "imports were not tried: --script or --preload says what the fork server would import"
@@ -364,8 +364,8 @@ def quick(ranks: int, cpu: bool, environ: Mapping[str, str]) -> list[Finding]:
 
     Where there is no GPU, the variables of NCCL have no effect and are left out.
     """
-    found = [] if cpu or not has_driver() else variables(environ)
-    found += [*folders(environ, None), _descriptors(ranks)]
+    found = [] if cpu or not _has_driver() else _variables(environ)
+    found += [*_folders(environ, None), _descriptors(ranks)]
     return [each for each in found if each.is_to_change]
 
 

@@ -47,7 +47,7 @@ def _agent_pid() -> int | None:
     return None if pid is None else int(pid)
 
 
-def lose(agent: int) -> None:
+def _lose(agent: int) -> None:
     """Kill the agent, and with it this process."""
     os.kill(agent, signal.SIGKILL)
     time.sleep(_HANG_S)
@@ -180,7 +180,7 @@ class FaultInjector:
                 raise _impossible(text, "this process has not imported torch, so torch cannot run out of memory")
             return lambda: _must_raise(_run_out_of_memory, text)
         if spec.kind is FaultKind.CUDA:
-            if not has_cuda():
+            if not _has_cuda():
                 raise _impossible(text, "it needs ranks on GPUs, and CUDA is not available here")
             return lambda: _must_raise(_fail_device_assert, text)
         if spec.kind is FaultKind.DATALOADER:
@@ -197,7 +197,7 @@ class FaultInjector:
                 raise _impossible(text, "a node can only be lost in a job of several nodes")
             if spec.kind is FaultKind.PARTITION:
                 return lambda: _cut_off(agent, spec.duration_s)
-            return lambda: (lose if spec.kind is FaultKind.NODE else _drop_coordinator)(agent)
+            return lambda: (_lose if spec.kind is FaultKind.NODE else _drop_coordinator)(agent)
         if spec.kind is FaultKind.BITFLIP:
             if target is None:
                 raise _impossible(text, "the strategy does not say where this rank's state is")
@@ -289,7 +289,7 @@ def _has_torch() -> bool:
     return "torch" in sys.modules
 
 
-def has_cuda() -> bool:
+def _has_cuda() -> bool:
     """Return whether this process can train on a GPU with CUDA."""
     return _has_torch() and bool(_torch().cuda.is_available())
 

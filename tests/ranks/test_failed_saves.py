@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from checkpointless.observability.report.summary import failed_saves
+from checkpointless.observability.report.summary import _failed_saves
 from checkpointless.observability.telemetry.events import read_events
 from tests.ranks.jobs import Job, run_job
 from tests.ranks.nemo_zygote import Zygote
@@ -60,7 +60,7 @@ def spoiled(zygote: Zygote, run_dir: Path, run: Run, spoils: str, code: int = 0)
 
 def not_saved(job: Job) -> dict[str, str]:
     """Return why checkpoints could not be saved, by their names; each is told once."""
-    found = failed_saves(read_events(job.run_dir))
+    found = _failed_saves(read_events(job.run_dir))
     logs = "".join(job.log(rank) for rank in range(NPROC))
     assert logs.count("could not be saved (rank") == len(found)
     return {Path(each.path).name: each.reason for each in found}

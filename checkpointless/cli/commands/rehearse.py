@@ -91,7 +91,7 @@ def _add_rehearse_options(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(preload=None)
 
 
-def rehearse(options: argparse.Namespace) -> int:
+def _rehearse(options: argparse.Namespace) -> int:
     """Rehearse a job and show the result.
 
     Raises:
@@ -185,6 +185,6 @@ COMMAND = Command(
     "rehearse",
     "prove on your own job that it is exact under faults",
     _add_rehearse_options,
-    rehearse,
+    _rehearse,
     _EPILOG,
 )

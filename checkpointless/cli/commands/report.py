@@ -145,7 +145,7 @@ def _add_verify_options(parser: argparse.ArgumentParser) -> None:
     add("run_b", type=Path, metavar="RUN_B", help="run directory of another one")
 
 
-def verify(options: argparse.Namespace) -> int:
+def _verify(options: argparse.Namespace) -> int:
     """Compare two runs and show the first difference.
 
     Returns:
@@ -174,7 +174,7 @@ def verify(options: argparse.Namespace) -> int:
     return 0 if verdict.equal else 1
 
 
-VERIFY = Command("verify", "compare two recorded runs, bit by bit", _add_verify_options, verify)
+VERIFY = Command("verify", "compare two recorded runs, bit by bit", _add_verify_options, _verify)
 
 
 # --- The faults that can be injected -----------------------------------------------------------------------------
@@ -184,7 +184,7 @@ def _add_faults_options(_parser: argparse.ArgumentParser) -> None:
     """Add nothing: the command has no options."""
 
 
-def faults(_options: argparse.Namespace) -> int:
+def _faults(_options: argparse.Namespace) -> int:
     """Show the kinds of faults, their phases and their expected outcomes."""
     from checkpointless.cli.tables import console, support_table
     from checkpointless.faults.spec import FaultPhase
@@ -195,7 +195,7 @@ def faults(_options: argparse.Namespace) -> int:
     return 0
 
 
-FAULTS = Command("faults", "list the faults that can be injected", _add_faults_options, faults)
+FAULTS = Command("faults", "list the faults that can be injected", _add_faults_options, _faults)
 
 
 # --- What a node lacks -------------------------------------------------------------------------------------------
@@ -230,7 +230,7 @@ def _add_doctor_options(parser: argparse.ArgumentParser) -> None:
     add("--json", type=Path, metavar="FILE", help="write JSON (-: to standard output, and nothing else)")
 
 
-def doctor(options: argparse.Namespace) -> int:
+def _doctor(options: argparse.Namespace) -> int:
     """Show what to change on this machine.
 
     Raises:
@@ -263,4 +263,4 @@ def doctor(options: argparse.Namespace) -> int:
     return findings.exit_code(found)
 
 
-DOCTOR = Command("doctor", "check what a node lacks for recoveries", _add_doctor_options, doctor, _DOCTOR_EPILOG)
+DOCTOR = Command("doctor", "check what a node lacks for recoveries", _add_doctor_options, _doctor, _DOCTOR_EPILOG)

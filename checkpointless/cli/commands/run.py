@@ -249,7 +249,7 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
     add("script_args", metavar="...", nargs=argparse.REMAINDER, help="its own arguments")
 
 
-def run(options: argparse.Namespace) -> int:
+def _run(options: argparse.Namespace) -> int:
     """Run a script on every rank of this node.
 
     Raises:
@@ -257,7 +257,7 @@ def run(options: argparse.Namespace) -> int:
     """
     settings = _settle_torchrun_options(options)
     if options.dry_run:
-        return dry_run(options)
+        return _dry_run(options)
     return launch_job(options, program_of(options), None, settings)
 
 
@@ -278,7 +278,7 @@ def program_of(options: argparse.Namespace) -> Program:
     )
 
 
-def dry_run(options: argparse.Namespace) -> int:
+def _dry_run(options: argparse.Namespace) -> int:
     """Show what `run` would start.
 
     Args:
@@ -319,7 +319,7 @@ def _check_importable(modules: Sequence[str], script_dir: Path) -> None:
             raise UsageError(f"there is no module {module}")
 
 
-RUN = Command("run", "run a script on every rank of this node, through faults", _add_run_options, run, _RUN_EPILOG)
+RUN = Command("run", "run a script on every rank of this node, through faults", _add_run_options, _run, _RUN_EPILOG)
 
 
 # --- A coordinator in a process of its own -----------------------------------------------------------------------
@@ -349,7 +349,7 @@ def _add_coordinator_options(parser: argparse.ArgumentParser) -> None:
     add_coordination_options(parser)
 
 
-def coordinate(options: argparse.Namespace) -> int:
+def _coordinate(options: argparse.Namespace) -> int:
     """Coordinate a job until it is over.
 
     Raises:
@@ -380,6 +380,6 @@ COORDINATOR = Command(
     "coordinator",
     "coordinate a job of several nodes from outside of them",
     _add_coordinator_options,
-    coordinate,
+    _coordinate,
     _COORDINATOR_EPILOG,
 )

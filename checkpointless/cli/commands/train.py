@@ -38,7 +38,7 @@ def _add_train_options(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(nproc_per_node=None, nnodes=None)  # None: as in the recipe
 
 
-def train(options: argparse.Namespace) -> int:
+def _train(options: argparse.Namespace) -> int:
     """Train a recipe, or show what that would start.
 
     Raises:
@@ -135,4 +135,4 @@ def _check_train(options: argparse.Namespace, has_cuda: Callable[[], bool]) -> D
     return config
 
 
-COMMAND = Command("train", "train a NeMo recipe, through faults", _add_train_options, train, _EPILOG)
+COMMAND = Command("train", "train a NeMo recipe, through faults", _add_train_options, _train, _EPILOG)

@@ -42,7 +42,7 @@ PATHS = """\
 
 
 @dataclass(frozen=True)
-class Page:
+class _Page:
     """An HTTP response."""
 
     status: HTTPStatus
@@ -66,22 +66,22 @@ class _Watched(Protocol):
         """Reads what ranks measured and what the run's time was spent on; None where there is no event log."""
 
 
-def _page_at(path: str, watch: _Watched) -> Page | None:
+def _page_at(path: str, watch: _Watched) -> _Page | None:
     """Return the page at exactly this path, made from the snapshot; None if there is none."""
     now, run_log = watch.snapshot, watch.run_log
     if path == "/":
-        return Page(HTTPStatus.OK, TEXT, PATHS.encode())
+        return _Page(HTTPStatus.OK, TEXT, PATHS.encode())
     if path == "/healthz":
         well, words = now.health(time.monotonic())
-        return Page(HTTPStatus.OK if well else HTTPStatus.SERVICE_UNAVAILABLE, TEXT, f"{words}\n".encode())
+        return _Page(HTTPStatus.OK if well else HTTPStatus.SERVICE_UNAVAILABLE, TEXT, f"{words}\n".encode())
     if path == "/status":
-        return Page(HTTPStatus.OK, _JSON, json.dumps(now, default=_plain).encode() + b"\n")
+        return _Page(HTTPStatus.OK, _JSON, json.dumps(now, default=_plain).encode() + b"\n")
     if path != "/metrics":
         return None
     is_known = now.looked_at_s is None or now.job is not None  # the account is the run's, so once for all nodes
     account = run_log.ask(now.high_water, has_account=is_known) if run_log is not None else None
     found = watch.metrics.page(now, account if now.job is not None else None, has_log=run_log is not None)
-    return Page(HTTPStatus.OK, CONTENT_TYPE_LATEST, found)
+    return _Page(HTTPStatus.OK, CONTENT_TYPE_LATEST, found)
 
 
 def _plain(value: object) -> dict[str, object]:
@@ -126,7 +126,7 @@ class _StatusHandler(BaseHTTPRequestHandler):
         status = HTTPStatus(code)
         self.request_version = self.protocol_version  # a broken request line gets headers, too
         paths = PATHS if status is HTTPStatus.NOT_FOUND else ""
-        self._send(Page(status, TEXT, f"{status.phrase}\n{paths}".encode()))
+        self._send(_Page(status, TEXT, f"{status.phrase}\n{paths}".encode()))
 
     def version_string(self) -> str:
         """Return a name that does not tell which Python this is."""
@@ -136,7 +136,7 @@ class _StatusHandler(BaseHTTPRequestHandler):
         """Log at debug level only."""
         logger.debug("HTTP: %r", args)
 
-    def _send(self, page: Page) -> None:
+    def _send(self, page: _Page) -> None:
         self.send_response(page.status)
         self.send_header("Content-Type", page.content_type)
         self.send_header("Content-Length", str(len(page.body)))

@@ -177,7 +177,7 @@ _SHARE = 20  # an account is made in at most a twentieth of the time
 
 
 @dataclass(frozen=True)
-class Account:
+class _Account:
     """What the run's time was spent on so far, as its report says it.
 
     Attributes:
@@ -227,9 +227,9 @@ class RunLog:
         self._newest = 0
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
-        self.account = Account()
+        self.account = _Account()
 
-    def ask(self, high_water: int | None, has_account: bool = True) -> Account:
+    def ask(self, high_water: int | None, has_account: bool = True) -> _Account:
         """Return at once what is known, and keep it up to date for a while; one thread at a time may call this.
 
         Args:
@@ -260,7 +260,7 @@ class RunLog:
             logger.warning("the event log has over %d events: the metrics have no account any more", MAX_EVENTS)
             self._has_account = False
         if not self._has_account:
-            self._is_new, self._events, self.account = False, [], Account()
+            self._is_new, self._events, self.account = False, [], _Account()
         elif self._is_new and now_s >= self._again_at_s:
             self.account, self._is_new = _account_of(self._run_dir, self._events), False
             self._again_at_s = now_s + _SHARE * (time.perf_counter() - began_s)
@@ -283,14 +283,14 @@ class RunLog:
             logger.exception("the event log is read no more: the metrics that come from it stay as they are")
 
 
-def _account_of(run_dir: str, events: list[Event]) -> Account:
+def _account_of(run_dir: str, events: list[Event]) -> _Account:
     """Return what the run's time was spent on, as its report says it."""
     report = build_report(run_dir, events)
     run, spent = report.run, report.spent
     if spent is None:
-        return Account()
+        return _Account()
     activities = ("startup", "training", "recovery", "repeated", "shutdown")
-    return Account(
+    return _Account(
         first_step=run.first_step,
         last_step=run.last_step,
         step_s=run.step_s,
@@ -517,7 +517,7 @@ class Metrics:
             if sample.name.endswith(suffix)
         }
 
-    def page(self, now: Snapshot, account: Account | None, has_log: bool = True) -> bytes:
+    def page(self, now: Snapshot, account: _Account | None, has_log: bool = True) -> bytes:
         """Return the metrics of a node, or of a coordinator in a separate process.
 
         Args:
@@ -580,7 +580,7 @@ _OF_JOB: tuple[_Gauge[JobStatus], ...] = (
     _Gauge("job_ranks", "Ranks of the job.", lambda job: _states(job.ranks, _RANK_STATES), "state"),
     _Gauge("job_spares", "Nodes that wait to take a lost one's place.", lambda job: job.spares),
 )
-_OF_RUN: tuple[_Gauge[Account], ...] = (
+_OF_RUN: tuple[_Gauge[_Account], ...] = (
     _Gauge(
         "steps",
         "Optimizer steps made; one that is repeated counts once.",
@@ -597,7 +597,7 @@ _OF_RUN: tuple[_Gauge[Account], ...] = (
 class _Gauges(Collector):
     """The metric families of one snapshot; a value that is not known yet has no sample."""
 
-    def __init__(self, whose: Mapping[str, str], names: JobNames, now: Snapshot, account: Account | None) -> None:
+    def __init__(self, whose: Mapping[str, str], names: JobNames, now: Snapshot, account: _Account | None) -> None:
         self._whose, self._names, self._now, self._account = whose, names, now, account
 
     def collect(self) -> Iterator[Family]:

@@ -63,7 +63,7 @@ class _Milestones:
 
 
 @dataclass(frozen=True)
-class TimeAccount:
+class _TimeAccount:
     """How a run's time was spent, in seconds.
 
     Attributes:
@@ -91,7 +91,7 @@ class TimeAccount:
         return self.training_s / underway_s if self.training_s is not None and underway_s > 0 else None
 
 
-def milestones(events: Iterable[Event]) -> _Milestones | None:
+def _milestones(events: Iterable[Event]) -> _Milestones | None:
     """Return the moments at which the run began, trained and ended, or None without events."""
     begin_ns: int | None = None
     last_ns = 0
@@ -117,7 +117,7 @@ def milestones(events: Iterable[Event]) -> _Milestones | None:
     return _Milestones(begin_ns, last_ns if job_ns is None else job_ns, trains_ns, max(trained, default=None))
 
 
-def account(marks: _Milestones, incidents: Sequence[IncidentSummary], step_s: float | None) -> TimeAccount:
+def _account(marks: _Milestones, incidents: Sequence[IncidentSummary], step_s: float | None) -> _TimeAccount:
     """Account for a run's time.
 
     Args:
@@ -157,7 +157,7 @@ def account(marks: _Milestones, incidents: Sequence[IncidentSummary], step_s: fl
     training_s = None
     if marks.trains_ns is not None and repeated_s is not None:
         training_s = max(0.0, spent[_Activity.TRAINING] - repeated_s)
-    return TimeAccount(
+    return _TimeAccount(
         periods=tuple(periods),
         wall_s=(end_ns - begin_ns) / _NS_PER_S,
         startup_s=spent[_Activity.STARTUP],
@@ -168,7 +168,7 @@ def account(marks: _Milestones, incidents: Sequence[IncidentSummary], step_s: fl
     )
 
 
-def step_time_s(events: Iterable[Event], incidents: Sequence[IncidentSummary]) -> float | None:
+def _step_time_s(events: Iterable[Event], incidents: Sequence[IncidentSummary]) -> float | None:
     """Return the seconds per optimizer step in undisturbed training; None if no two moments of a generation say so.
 
     This is the time between the first step of each generation and the last moment at which its progress is known (a
@@ -223,7 +223,7 @@ def _repeated_s(incidents: Iterable[IncidentSummary], step_s: float | None) -> f
 # high.
 
 
-class Source(enum.Enum):
+class _Source(enum.Enum):
     """Where a figure comes from."""
 
     MEASURED = "measured in this run"
@@ -242,7 +242,7 @@ class _Assumption:
 
     name: str
     seconds: float | None
-    source: Source
+    source: _Source
     why: str
     option: str
 
@@ -252,19 +252,19 @@ _FIGURES = (
     _Assumption(
         "detection",
         None,
-        Source.MEASURED,
+        _Source.MEASURED,
         "each fault as soon as here; at once where nobody knows when it happened",
         "--restart-detect",
     ),
-    _Assumption("requeue", 0.0, Source.ASSUMED, "the same nodes at once", "--restart-requeue"),
+    _Assumption("requeue", 0.0, _Source.ASSUMED, "the same nodes at once", "--restart-requeue"),
     _Assumption(
-        "start-up", 60.0, Source.ASSUMED, "the log does not say how long this run's took", "--restart-startup"
+        "start-up", 60.0, _Source.ASSUMED, "the log does not say how long this run's took", "--restart-startup"
     ),
-    _Assumption("checkpoint load", 0.0, Source.ASSUMED, "as if it took no time", "--restart-load"),
+    _Assumption("checkpoint load", 0.0, _Source.ASSUMED, "as if it took no time", "--restart-load"),
     _Assumption(  # nemo.collections.llm.recipes.log.default
         "checkpoint interval",
         15 * 60.0,
-        Source.ASSUMED,
+        _Source.ASSUMED,
         "as in NeMo's recipes; half of it is done again",
         "--checkpoint-interval",
     ),
@@ -311,9 +311,9 @@ class Comparison:
     incidents_left_out: int
 
 
-def compare_with_restart(
+def _compare_with_restart(
     given: Mapping[str, float],
-    spent: TimeAccount,
+    spent: _TimeAccount,
     incidents: Sequence[IncidentSummary],
     step_s: float | None,
     trained: bool,
@@ -328,9 +328,9 @@ def compare_with_restart(
     why = "processes, imports, model and optimizer, until the first step"
     measured = {"start-up": (spent.startup_s, why)} if trained else {}
     assumptions = tuple(
-        _Assumption(each.name, given[each.option], Source.GIVEN, "", each.option)
+        _Assumption(each.name, given[each.option], _Source.GIVEN, "", each.option)
         if each.option in given
-        else _Assumption(each.name, *measured[each.name][:1], Source.MEASURED, measured[each.name][1], each.option)
+        else _Assumption(each.name, *measured[each.name][:1], _Source.MEASURED, measured[each.name][1], each.option)
         if each.name in measured
         else each
         for each in _FIGURES
@@ -348,7 +348,7 @@ def compare_with_restart(
 
 
 def _restart(
-    chain: Sequence[IncidentSummary], figures: Sequence[float | None], spent: TimeAccount, step_s: float | None
+    chain: Sequence[IncidentSummary], figures: Sequence[float | None], spent: _TimeAccount, step_s: float | None
 ) -> _Restart:
     """Estimate the restart that would have answered the incidents of one chain."""
     first, last = chain[0], chain[-1]
@@ -420,7 +420,7 @@ class RunState(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Run:
+class _Run:
     """A run as a whole, without its incidents.
 
     Attributes:
@@ -500,10 +500,10 @@ class Report:
         failed_saves: checkpoints on storage that could not be saved.
     """
 
-    run: Run
+    run: _Run
     incidents: tuple[IncidentSummary, ...] = ()
     stages: tuple[_StageFigures, ...] = ()
-    spent: TimeAccount | None = None
+    spent: _TimeAccount | None = None
     comparison: Comparison | None = None
     devices: tuple[_BadDevice, ...] = ()
     failed_saves: tuple[_FailedSave, ...] = ()
@@ -553,18 +553,18 @@ def build_report(
     Args:
         given: what a restart from a checkpoint would cost, in seconds, by the option of ``checkpointless report``.
     """
-    marks = milestones(events)
+    marks = _milestones(events)
     if marks is None:
-        return Report(Run(path, RunState.EMPTY, caused=caused, lines_left_out=lines_left_out))
+        return Report(_Run(path, RunState.EMPTY, caused=caused, lines_left_out=lines_left_out))
     incidents = tuple(summarize(events))
-    step_s = step_time_s(events, incidents)
-    spent = account(marks, incidents, step_s)
+    step_s = _step_time_s(events, incidents)
+    spent = _account(marks, incidents, step_s)
     trained = marks.trains_ns is not None and not (incidents and incidents[0].start_ns < marks.trains_ns)
-    comparison = compare_with_restart(given or {}, spent, incidents, step_s, trained)
+    comparison = _compare_with_restart(given or {}, spent, incidents, step_s, trained)
     jobs = [event for event in events if event.stage == EventName.JOB]
     begins = [event.fields for event in jobs if event.edge == "begin"]
     ends = sorted((event for event in jobs if event.edge == "end"), key=lambda event: event.ts)
-    run = Run(
+    run = _Run(
         path=path,
         state=_state(ends[-1] if ends else None),
         reason="" if not ends or ends[-1].fields.get("code") == 0 else _first_line(ends[-1].fields.get("reason")),
@@ -583,7 +583,7 @@ def build_report(
         lines_left_out=lines_left_out,
     )
     return Report(
-        run, incidents, _stage_figures(incidents), spent, comparison, _bad_devices(events), failed_saves(events)
+        run, incidents, _stage_figures(incidents), spent, comparison, _bad_devices(events), _failed_saves(events)
     )
 
 
@@ -595,7 +595,7 @@ def _bad_devices(events: Sequence[Event]) -> tuple[_BadDevice, ...]:
     )
 
 
-def failed_saves(events: Sequence[Event]) -> tuple[_FailedSave, ...]:
+def _failed_saves(events: Sequence[Event]) -> tuple[_FailedSave, ...]:
     """Return the checkpoints that could not be saved, in the order in which they were due."""
     return tuple(
         _FailedSave(

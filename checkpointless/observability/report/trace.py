@@ -43,7 +43,7 @@ class _Span:
 
 
 @dataclass
-class Thread:
+class _Thread:
     """What is known of one rank, or of the agent, of one node.
 
     Attributes:
@@ -56,7 +56,7 @@ class Thread:
     points: list[Event] = field(default_factory=list)
 
 
-def threads(events: Iterable[Event]) -> list[Thread]:
+def _threads(events: Iterable[Event]) -> list[_Thread]:
     """Match the begin and end events of each rank and agent.
 
     A stage that was never finished was interrupted: it lasts until the next event of its rank.
@@ -64,9 +64,9 @@ def threads(events: Iterable[Event]) -> list[Thread]:
     by_thread: dict[tuple[int, int | None], list[Event]] = defaultdict(list)
     for event in sorted(events, key=lambda event: event.ts):
         by_thread[event.node, event.rank].append(event)
-    found: list[Thread] = []
+    found: list[_Thread] = []
     for (node, rank), own in sorted(by_thread.items(), key=lambda item: _place(*item[0])):
-        thread = Thread(node, rank)
+        thread = _Thread(node, rank)
         found.append(thread)
         open_spans: dict[tuple[int, str, int], _Span] = {}
         for place, event in enumerate(own):
@@ -86,7 +86,7 @@ def threads(events: Iterable[Event]) -> list[Thread]:
 def write_trace(report: Report, events: Sequence[Event]) -> str:
     """Return the trace of a run as JSON."""
     begin_ns = report.run.begin_ns or 0
-    found = threads(event for event in events if event.stage != EventName.JOB)
+    found = _threads(event for event in events if event.stage != EventName.JOB)
     meta = [
         _name("process_name", _JOB_PID, 0, f"job {report.run.path}"),
         _sort("process_sort_index", _JOB_PID, 0, 0),
@@ -118,7 +118,7 @@ def _place(node: int, rank: int | None) -> tuple[int, int]:
     return node, -1 if rank is None else rank
 
 
-def _nested(thread: Thread, pid: int, tid: int, begin_ns: int) -> list[dict[str, Any]]:
+def _nested(thread: _Thread, pid: int, tid: int, begin_ns: int) -> list[dict[str, Any]]:
     """Return the trace events of a thread's spans; spans may nest but not overlap otherwise, as viewers require."""
     made: list[dict[str, Any]] = []
     around: list[int] = []

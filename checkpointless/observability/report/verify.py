@@ -16,7 +16,7 @@ from checkpointless.observability.telemetry.steps import Recording, StepRecord, 
 Steps = Mapping[int, Sequence[StepRecord]]
 
 
-class Run(enum.Enum):
+class _Run(enum.Enum):
     """One of the two runs that are compared."""
 
     A = "A"
@@ -69,7 +69,7 @@ _Validations = Mapping[_Place, Sequence[ValidationRecord]]
 class _StepPlace:
     """A step of one rank of one run."""
 
-    run: Run
+    run: _Run
     rank: int
     step: int
 
@@ -211,12 +211,12 @@ def compare(
         without: what is not compared.
         gone_back: for each run, the committed steps that no rank held any more, so that they were made again.
     """
-    made = {Run.A: _by_place(a), Run.B: _by_place(b)}
+    made = {_Run.A: _by_place(a), _Run.B: _by_place(b)}
     due = {(rank, step) for rank in {*a, *b} for step in _expected([*a.values(), *b.values()])}
     twice = [
         _StepPlace(run, *place) for run, found in made.items() for place in sorted(found) if len(found[place]) > 1
     ]
-    made_again = tuple(place for place in twice if place.step in gone_back[place.run is Run.B])
+    made_again = tuple(place for place in twice if place.step in gone_back[place.run is _Run.B])
     common, of_run = _recorded(a) & _recorded(b), _of_each_run(a, b)
     again = (
         _different(place.rank, place.step, _values(first), _values(later), common)
@@ -226,14 +226,14 @@ def compare(
     )
     found = (each for each in itertools.chain(differences(a, b), *again) if each.what not in without | of_run)
     difference = min(found, key=lambda each: each.step, default=None)
-    shared = made[Run.A].keys() & made[Run.B].keys()
+    shared = made[_Run.A].keys() & made[_Run.B].keys()
     verdict = Verdict(
         equal=False,
         difference=difference,
         steps=len({step for _, step in shared}),
         ranks=tuple(sorted({rank for rank, _ in shared})),
         repeated=tuple(place for place in twice if place not in made_again),
-        missing=tuple(_StepPlace(run, *place) for run in Run for place in sorted(due - made[run].keys())),
+        missing=tuple(_StepPlace(run, *place) for run in _Run for place in sorted(due - made[run].keys())),
         made_again=made_again,
         not_compared=(
             *sorted(
@@ -321,7 +321,7 @@ def _irregular_validations(a: _Validations | None, b: _Validations | None) -> di
     if a is None or b is None:
         return {}
     repeated, again, missing = list[_StepPlace](), list[_StepPlace](), list[_StepPlace]()
-    for run, own, other in ((Run.A, a, b), (Run.B, b, a)):
+    for run, own, other in ((_Run.A, a, b), (_Run.B, b, a)):
         for place in sorted(own):
             first, *others = own[place]
             if others:

@@ -89,7 +89,7 @@ class ChaosConfig:
 
 
 @dataclass(frozen=True)
-class Result:
+class _Result:
     """Result of a case.
 
     Attributes:
@@ -134,7 +134,7 @@ def run_chaos(config: ChaosConfig, console: Console) -> int:
         elif config.only is None:
             shutil.rmtree(runner.directory(case))
         _write(results, config.run_dir / "chaos.json")
-    console.print(table(results))
+    console.print(_table(results))
     wrong = [result for result in results if result.problem]
     console.print(
         f"{len(results) - len(wrong)} of {len(results)} cases ended as they must"
@@ -143,7 +143,7 @@ def run_chaos(config: ChaosConfig, console: Console) -> int:
     return 1 if wrong else 0
 
 
-def judge(case: Case, ended: Ended, run_dir: Path, calm: Steps) -> Result:
+def _judge(case: Case, ended: _Ended, run_dir: Path, calm: Steps) -> _Result:
     """Compare a job with its expected outcome and with a run without faults.
 
     Args:
@@ -160,7 +160,7 @@ def judge(case: Case, ended: Ended, run_dir: Path, calm: Steps) -> Result:
         problems.append(f"it does not say {case.reason!r}")
     problems += [f"fault {text} did not happen" for text in not_fired(parse_all(case.faults, None, None), run_dir)]
     problems += _differences(case, read_steps(run_dir), calm)
-    return Result(case, outcome, "; ".join(problems), _seconds(incidents))
+    return _Result(case, outcome, "; ".join(problems), _seconds(incidents))
 
 
 def _differences(case: Case, steps: Steps, calm: Steps) -> list[str]:
@@ -188,7 +188,7 @@ class _Runner:
         self._nursery = _Nursery(config.trainer)
         self._calm: dict[object, Steps] = {}
 
-    def run(self, case: Case) -> Result:
+    def run(self, case: Case) -> _Result:
         """Run a case.
 
         Raises:
@@ -199,7 +199,7 @@ class _Runner:
         began_s = time.monotonic()
         ended = self._nursery.run(_configs(self._config.trainer, case, directory, faulty=True), LIMIT_S)
         took_s = time.monotonic() - began_s
-        return replace(judge(case, ended[0], directory, reference), took_s=took_s)
+        return replace(_judge(case, ended[0], directory, reference), took_s=took_s)
 
     def directory(self, case: Case) -> Path:
         """Return the run directory of a case."""
@@ -273,10 +273,10 @@ def _port() -> int:
 # --- showing ------------------------------------------------------------------------------------------------------
 
 
-def table(results: Iterable[Result]) -> Table:
+def _table(results: Iterable[_Result]) -> Table:
     """Return a table of faults by kind, phase and outcome, with the number of cases and their median seconds."""
     shown = Table("kind", "phase", "what came of it", "cases", "median s", title="chaos", title_justify="left")
-    groups: dict[tuple[str, str, str], list[Result]] = defaultdict(list)
+    groups: dict[tuple[str, str, str], list[_Result]] = defaultdict(list)
     for result in results:
         outcome = "UNEXPECTED" if result.problem else result.case.outcome.value
         for spec in map(parse, result.case.faults):
@@ -288,7 +288,7 @@ def table(results: Iterable[Result]) -> Table:
     return shown
 
 
-def _say(console: Console, index: int, count: int, result: Result) -> None:
+def _say(console: Console, index: int, count: int, result: _Result) -> None:
     case = result.case
     where = case.layout.text + (f", {case.nodes} nodes" if case.nodes > 1 else "")
     console.print(f"[{index}/{count}] case {case.number}: {where}: {' '.join(case.faults)}")
@@ -299,12 +299,12 @@ def _say(console: Console, index: int, count: int, result: Result) -> None:
         console.print(f"    {case.outcome.value}{seconds}" + (f": {case.reason}" if case.reason else ""))
 
 
-def _write(results: Sequence[Result], path: Path) -> None:
+def _write(results: Sequence[_Result], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps([_entry(result) for result in results], indent=1) + "\n")
 
 
-def _entry(result: Result) -> dict[str, Any]:
+def _entry(result: _Result) -> dict[str, Any]:
     layout = result.case.layout
     return {
         **asdict(result.case),
@@ -320,7 +320,7 @@ def _entry(result: Result) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Ended:
+class _Ended:
     """How an agent ended.
 
     Attributes:
@@ -353,7 +353,7 @@ class _Nursery:
         gc.collect()
         gc.freeze()
 
-    def run(self, configs: Sequence[LaunchConfig], limit_s: float) -> list[Ended]:
+    def run(self, configs: Sequence[LaunchConfig], limit_s: float) -> list[_Ended]:
         """Run the agents of one job until all have ended."""
         agents = [AgentProcess(config) for config in configs]
         try:
@@ -367,7 +367,7 @@ class _Nursery:
             codes = [agent.poll() for agent in agents]
             for agent in agents:
                 agent.kill()
-        return [Ended(code, agent.lines()) for code, agent in zip(codes, agents, strict=True)]
+        return [_Ended(code, agent.lines()) for code, agent in zip(codes, agents, strict=True)]
 
 
 def _wait(agents: Sequence[AgentProcess], until_s: float) -> None:

@@ -41,7 +41,7 @@ _KINDS = (FaultKind.EXCEPTION, FaultKind.SIGKILL)
 
 
 @dataclass(frozen=True)
-class Course:
+class _Course:
     """What a run without faults did.
 
     Attributes:
@@ -72,7 +72,7 @@ class Course:
 
 
 @dataclass(frozen=True)
-class Trial:
+class _Trial:
     """One run with a fault.
 
     Attributes:
@@ -84,7 +84,7 @@ class Trial:
     after: str = ""
 
 
-def course_of(recording: Recording, steps: int) -> Course:
+def _course_of(recording: Recording, steps: int) -> _Course:
     """Return what a run without faults did.
 
     Args:
@@ -99,7 +99,7 @@ def course_of(recording: Recording, steps: int) -> Course:
     epoch_ends = [step for step in range(first, last) if _changes(epochs, step)]
     validated = {each.step for each in recording.validations.get(rank, ())}
     validated |= {record.step - 1 for record in recording[rank] if record.extras.validated}
-    return Course(
+    return _Course(
         first=first,
         last=last,
         ranks=len(recording),
@@ -114,7 +114,7 @@ def _changes(epochs: dict[int, int], step: int) -> bool:
     return before is not None and after is not None and before != after
 
 
-def draw(course: Course, count: int, seed: int) -> list[Trial]:
+def _draw(course: _Course, count: int, seed: int) -> list[_Trial]:
     """Draw the faults of a rehearsal, one for each run.
 
     The first is an exception and the second a SIGKILL. The third comes in the first step after an epoch's end and
@@ -142,7 +142,7 @@ def draw(course: Course, count: int, seed: int) -> list[Trial]:
         after, steps = special.get(number, ("", []))
         kind, rank, phase = _KINDS[number % len(_KINDS)], next(ranks), next(phases)
         step = dice.choice(steps) if steps else _any_step(dice, usable)
-        trials.append(Trial(str(FaultSpec(kind, phase, rank, step)), after if steps else ""))
+        trials.append(_Trial(str(FaultSpec(kind, phase, rank, step)), after if steps else ""))
     return trials
 
 
@@ -185,7 +185,7 @@ _FAULTS_ROOM = "checkpointless.faults"  # whose messages announce the faults
 _FROM_FAULTS = ("injected fault", "InjectedFault")
 
 
-class Outcome(enum.Enum):
+class _Outcome(enum.Enum):
     """What came of a run with a fault."""
 
     EXACT = "exact"
@@ -195,7 +195,7 @@ class Outcome(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Result:
+class _Result:
     """What came of one run with a fault.
 
     Attributes:
@@ -209,8 +209,8 @@ class Result:
         run_dir: the run directory.
     """
 
-    trial: Trial
-    outcome: Outcome
+    trial: _Trial
+    outcome: _Outcome
     why: str = ""
     points: tuple[int, ...] = ()
     said: tuple[str, ...] = ()
@@ -219,7 +219,7 @@ class Result:
     run_dir: Path | None = None
 
 
-def cut(recording: Recording, course: Course, is_whole: bool) -> Recording:
+def _cut(recording: Recording, course: _Course, is_whole: bool) -> Recording:
     """Return what is compared of a run.
 
     Args:
@@ -237,7 +237,7 @@ def cut(recording: Recording, course: Course, is_whole: bool) -> Recording:
     )
 
 
-def unsteady(first: Recording, second: Recording) -> tuple[Difference | None, frozenset[What]]:
+def _unsteady(first: Recording, second: Recording) -> tuple[Difference | None, frozenset[What]]:
     """Compare two runs without faults.
 
     Returns:
@@ -250,7 +250,9 @@ def unsteady(first: Recording, second: Recording) -> tuple[Difference | None, fr
     return earliest, frozenset(each.what for each in found if each.quantity not in _COMPUTED)
 
 
-def judge(trial: Trial, ended: Ended, calm: Recording, course: Course, without: Set[What], whole: bool) -> Result:
+def _judge(
+    trial: _Trial, ended: Ended, calm: Recording, course: _Course, without: Set[What], whole: bool
+) -> _Result:
     """Judge a run with a fault.
 
     Args:
@@ -268,25 +270,25 @@ def judge(trial: Trial, ended: Ended, calm: Recording, course: Course, without: 
     took_s = last.headline_s if last is not None else None
     rung = last.rung.label if last is not None and took_s is not None else ""
     if not_fired([parse(trial.fault)], run_dir):
-        return Result(trial, Outcome.NOT_TRIED, "the run never reached that point", run_dir=run_dir)
-    messages = messages_of([run_dir])
+        return _Result(trial, _Outcome.NOT_TRIED, "the run never reached that point", run_dir=run_dir)
+    messages = _messages_of([run_dir])
     if not ended.is_good:
-        why = why_ended(ended, incidents)
+        why = _why_ended(ended, incidents)
         points = _cited([why, *messages]) or ((6,) if _fails_at_reentry(incidents) else ())
-        return Result(trial, Outcome.NOT_RECOVERED, why, points, _citing(points, messages), run_dir=run_dir)
-    run = cut(read_steps(run_dir), course, whole and ended.code is not None)
+        return _Result(trial, _Outcome.NOT_RECOVERED, why, points, _citing(points, messages), run_dir=run_dir)
+    run = _cut(read_steps(run_dir), course, whole and ended.code is not None)
     verdict = compare(calm, run, without, gone_back=(frozenset(), gone_back(events)))
     if verdict.equal:
         steps = len({place.step for place in verdict.made_again})
         again = f"went back, and made {plural(steps, 'step')} again" if steps else ""
-        return Result(trial, Outcome.EXACT, again, took_s=took_s, rung=rung, run_dir=run_dir)
+        return _Result(trial, _Outcome.EXACT, again, took_s=took_s, rung=rung, run_dir=run_dir)
     found = [each for each in differences(calm, run) if each.what not in without]
-    points = blamed(found, messages, course.is_lightning)
+    points = _blamed(found, messages, course.is_lightning)
     why = verdict.sentence.removeprefix("not equal: ").partition("; not compared")[0]
-    return Result(trial, Outcome.INEXACT, why, points, _citing(points, messages), took_s, rung, run_dir)
+    return _Result(trial, _Outcome.INEXACT, why, points, _citing(points, messages), took_s, rung, run_dir)
 
 
-def blamed(found: Sequence[Difference], messages: Iterable[str], is_lightning: bool) -> tuple[int, ...]:
+def _blamed(found: Sequence[Difference], messages: Iterable[str], is_lightning: bool) -> tuple[int, ...]:
     """Return the points of the contract that differences point to, the most likely first.
 
     Args:
@@ -301,14 +303,14 @@ def blamed(found: Sequence[Difference], messages: Iterable[str], is_lightning: b
         points.append(5)
     of_state = [1 for each in earliest if each.quantity in _OF_HOOKS]
     for each in earliest:
-        if each.quantity is Quantity.OWN and not is_random(each.name):
+        if each.quantity is Quantity.OWN and not _is_random(each.name):
             of_state.append(3 if each.name.startswith("state.") else 2)
     if of_state and not points and any(each.quantity is Quantity.LOSS for each in earliest):
         points += _cited(messages) or [4]  # state at the end of a step may follow from the step's loss
     points += of_state
     if not points:
         points += _cited(messages)
-    if not points and any(each.quantity is Quantity.OWN and is_random(each.name) for each in earliest):
+    if not points and any(each.quantity is Quantity.OWN and _is_random(each.name) for each in earliest):
         points.append(5)
     if not points:
         points += [2, 4, 5] if is_lightning else [3, 4, 5]
@@ -320,7 +322,7 @@ def _cited(messages: Iterable[str]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(int(each) for text in messages for each in _CITED.findall(text)))
 
 
-def messages_of(run_dirs: Iterable[Path]) -> list[str]:
+def _messages_of(run_dirs: Iterable[Path]) -> list[str]:
     """Return the warnings and errors of the engine in the logs of runs, each once, without those about faults."""
     found: dict[str, str] = {}
     for run_dir in run_dirs:
@@ -331,7 +333,7 @@ def messages_of(run_dirs: Iterable[Path]) -> list[str]:
     return list(found.values())
 
 
-def why_ended(ended: Ended, incidents: Sequence[IncidentSummary]) -> str:
+def _why_ended(ended: Ended, incidents: Sequence[IncidentSummary]) -> str:
     """Return why a job ended, in one line."""
     if not ended.in_time:
         return f"it did not end in time, at step {ended.newest}"
@@ -350,7 +352,7 @@ def _citing(points: Sequence[int], messages: Iterable[str]) -> tuple[str, ...]:
     return tuple(text for text in messages if set(_cited([text])) & set(points))
 
 
-def is_random(name: str) -> bool:
+def _is_random(name: str) -> bool:
     """Return whether a part of the rank-local state is a random stream."""
     return name.startswith("random stream ")
 
@@ -362,7 +364,7 @@ _LONGEST = 500
 
 
 @dataclass(frozen=True)
-class Page:
+class _Page:
     """What a rehearsal found.
 
     Attributes:
@@ -378,17 +380,17 @@ class Page:
 
     name: str
     problem: str = ""
-    course: Course | None = None
-    results: tuple[Result, ...] = ()
+    course: _Course | None = None
+    results: tuple[_Result, ...] = ()
     not_compared: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     folder: Path | None = None
     seed: int = 0
 
     @property
-    def worst(self) -> Sequence[Result]:
+    def worst(self) -> Sequence[_Result]:
         """The results that are not as they should be."""
-        return [each for each in self.results if each.outcome in (Outcome.INEXACT, Outcome.NOT_RECOVERED)]
+        return [each for each in self.results if each.outcome in (_Outcome.INEXACT, _Outcome.NOT_RECOVERED)]
 
     @property
     def status(self) -> int:
@@ -405,18 +407,18 @@ class Page:
             return f"{first.outcome.value}: after {first.trial.fault}: {first.why}{_contract(first)}"
         if self.problem or self.course is None:
             return f"could not be rehearsed: {self.problem}"
-        tried = sum(each.outcome is Outcome.EXACT for each in self.results)
+        tried = sum(each.outcome is _Outcome.EXACT for each in self.results)
         on = wording.plural(self.course.ranks, "rank")
         steps = wording.plural(self.course.steps, "step")
         return f"exact: {steps} on {on}, bit by bit, in {wording.plural(tried, 'run')} with a fault each"
 
 
-def without_folder(page: Page) -> Page:
+def without_folder(page: _Page) -> _Page:
     """Return the page of a rehearsal whose runs are not kept."""
     return replace(page, folder=None)
 
 
-def _contract(result: Result) -> str:
+def _contract(result: _Result) -> str:
     if not result.points:
         return ""
     named = " or ".join(f"{each} ({POINTS[each]})" for each in result.points)
@@ -424,7 +426,7 @@ def _contract(result: Result) -> str:
     return f"; this {sure} docs/contract.md, {named}"
 
 
-def show(page: Page, console: Console) -> None:
+def show(page: _Page, console: Console) -> None:
     """Print the page; long lines are left to the terminal, so that the last line is the verdict."""
 
     def say(text: str) -> None:
@@ -447,7 +449,7 @@ def show(page: Page, console: Console) -> None:
     say(page.sentence)
 
 
-def _notes(page: Page) -> list[str]:
+def _notes(page: _Page) -> list[str]:
     course = page.course
     notes = []
     if course is not None and course.first > 1:
@@ -469,26 +471,26 @@ def _say_all(say: Callable[[str], None], lines: Sequence[str]) -> None:
         say(f"- {line}")
 
 
-def _tried(results: Sequence[Result]) -> str:
+def _tried(results: Sequence[_Result]) -> str:
     """Name the ranks, steps and phases in which faults came."""
-    specs = [parse(each.trial.fault) for each in results if each.outcome is not Outcome.NOT_TRIED]
+    specs = [parse(each.trial.fault) for each in results if each.outcome is not _Outcome.NOT_TRIED]
     ranks = wording.numbered("rank", {spec.rank for spec in specs if spec.rank is not None})
     steps = wording.numbered("step", {spec.step for spec in specs if spec.step is not None})
     return f"{ranks}; {steps}; phases {', '.join(sorted({spec.phase.value for spec in specs}))}"
 
 
-def _table(results: Sequence[Result]) -> Table:
+def _table(results: Sequence[_Result]) -> Table:
     table = Table(
         "fault", "right after", "recovered", "result", title="one fault in each run", title_justify="left"
     )
     for each in results:
         took = "" if each.took_s is None or not each.rung else f"{each.rung}, {wording.duration(each.took_s)}"
-        more = f" ({each.why})" if each.outcome in (Outcome.EXACT, Outcome.NOT_TRIED) and each.why else ""
+        more = f" ({each.why})" if each.outcome in (_Outcome.EXACT, _Outcome.NOT_TRIED) and each.why else ""
         table.add_row(each.trial.fault, each.trial.after, took, f"{each.outcome.value}{more}")
     return table
 
 
-def as_json(page: Page) -> str:
+def as_json(page: _Page) -> str:
     """Return the page as JSON."""
     course = page.course
     return json.dumps(
@@ -554,7 +556,7 @@ class _NotRehearsed(Exception):
     """Raised if a job cannot be rehearsed; the message says why and what to do."""
 
 
-def rehearse(rehearsal: Rehearsal, say: Callable[[str], None]) -> Page:
+def rehearse(rehearsal: Rehearsal, say: Callable[[str], None]) -> _Page:
     """Run the jobs of a rehearsal and judge them.
 
     Args:
@@ -570,44 +572,45 @@ def rehearse(rehearsal: Rehearsal, say: Callable[[str], None]) -> Page:
         try:
             plan = replace(plan, config=import_once(plan.config, plan.folder / "imports.txt"))
         except PlatformMissingError as error:
-            return Page(name, str(error), None, folder=plan.folder, seed=rehearsal.seed)
+            return _Page(name, str(error), None, folder=plan.folder, seed=rehearsal.seed)
 
     def run(jobs: Mapping[str, Sequence[str]]) -> list[Ended]:
         return run_jobs(plan, jobs, rehearsal.at_once, say)
 
     calm = run({each: () for each in _CALM})
-    course: Course | None = None
+    course: _Course | None = None
     try:
         recordings = [_read(each) for each in calm]
-        course = course_of(recordings[0], plan.steps)
+        course = _course_of(recordings[0], plan.steps)
         _require_begin(recordings[1], course.first)
         whole = all(each.code is not None for each in calm)
-        reference, other = (cut(each, course, whole) for each in recordings)
-        without = _unsteady(reference, other)
+        reference, other = (_cut(each, course, whole) for each in recordings)
+        without = _require_steady(reference, other)
         trials = {
-            f"fault-{number}": each for number, each in enumerate(draw(course, rehearsal.faults, rehearsal.seed), 1)
+            f"fault-{number}": each
+            for number, each in enumerate(_draw(course, rehearsal.faults, rehearsal.seed), 1)
         }
     except (_NotRehearsed, ValueError) as error:
-        warnings = tuple(messages_of([each.run_dir for each in calm]))
-        return Page(name, str(error), course, warnings=warnings, folder=plan.folder, seed=rehearsal.seed)
+        warnings = tuple(_messages_of([each.run_dir for each in calm]))
+        return _Page(name, str(error), course, warnings=warnings, folder=plan.folder, seed=rehearsal.seed)
     ended = run({each: (trial.fault,) for each, trial in trials.items()})
-    results: list[Result] = []
+    results: list[_Result] = []
     try:
         for each in ended:
             _require_begin(_read(each, may_fail=True), course.first)
         pairs = zip(trials.values(), ended, strict=True)
-        results += [judge(trial, each, reference, course, without, whole) for trial, each in pairs]
-        is_tried = any(each.outcome is not Outcome.NOT_TRIED for each in results)
+        results += [_judge(trial, each, reference, course, without, whole) for trial, each in pairs]
+        is_tried = any(each.outcome is not _Outcome.NOT_TRIED for each in results)
         problem = "" if is_tried else "none of the faults came: the runs never reached those points"
     except _NotRehearsed as error:
         problem = str(error)
-    return Page(
+    return _Page(
         name,
         problem,
         course,
         tuple(results),
-        tuple(sorted(f"{each.value}{name and ' '}{name}" for each, name in without if not is_random(name))),
-        tuple(messages_of(each.run_dir for each in (*calm, *ended))),
+        tuple(sorted(f"{each.value}{name and ' '}{name}" for each, name in without if not _is_random(name))),
+        tuple(_messages_of(each.run_dir for each in (*calm, *ended))),
         plan.folder,
         rehearsal.seed,
     )
@@ -620,7 +623,7 @@ def _read(ended: Ended, may_fail: bool = False) -> Recording:
         NotRehearsed: it failed, or recorded nothing, and may not.
     """
     if not ended.is_good and not may_fail:
-        why = why_ended(ended, summarize(read_events(ended.run_dir)))
+        why = _why_ended(ended, summarize(read_events(ended.run_dir)))
         raise _NotRehearsed(f"{ended.name}, which has no fault, failed: {why}")
     try:
         return read_steps(ended.run_dir)
@@ -644,14 +647,14 @@ def _require_begin(recording: Recording, step: int) -> None:
         )
 
 
-def _unsteady(first: Recording, second: Recording) -> frozenset[What]:
+def _require_steady(first: Recording, second: Recording) -> frozenset[What]:
     """Return what differs between two runs without faults, and is not computed.
 
     Raises:
         NotRehearsed: they computed different things.
     """
-    difference, without = unsteady(first, second)
-    unseeded = [name.rpartition(" ")[2] for _, name in without if is_random(name)]
+    difference, without = _unsteady(first, second)
+    unseeded = [name.rpartition(" ")[2] for _, name in without if _is_random(name)]
     if difference is not None:
         raise _NotRehearsed(
             f"two runs without faults differ ({difference.sentence}): the script is not deterministic. "

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from checkpointless.doctor.findings import Finding, Severity
-from checkpointless.doctor.forking import Trial, judge, read
+from checkpointless.doctor.forking import _Trial, judge, read
 from checkpointless.launcher.agent.ranks.rank_process import Script
 
 pytestmark = pytest.mark.slow
@@ -31,7 +31,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def tried(folder: Path, *names: str, timeout_s: float = 200.0) -> Trial:
+def tried(folder: Path, *names: str, timeout_s: float = 200.0) -> _Trial:
     script = Script(str(folder / "train.py"))
     return read(names, script, ranks=2, cpu=False, timeout_s=timeout_s)
 
@@ -47,7 +47,7 @@ def fake_driver(folder: Path, primary: int) -> Path:
     return library
 
 
-def worst(trial: Trial) -> Finding:
+def worst(trial: _Trial) -> Finding:
     return judge(trial)[0]
 
 

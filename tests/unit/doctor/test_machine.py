@@ -21,12 +21,12 @@ UNLIMITED = resource.RLIM_INFINITY
 
 
 def of(name: str, environ: dict[str, str]) -> Finding:
-    (found,) = [each for each in node.variables(environ) if each.seen.startswith(f"{name}=")]
+    (found,) = [each for each in node._variables(environ) if each.seen.startswith(f"{name}=")]
     return found
 
 
 def test_without_variables_the_defaults_are_in_force() -> None:
-    found = node.variables({"PATH": "/bin", "NCCL": "x"})
+    found = node._variables({"PATH": "/bin", "NCCL": "x"})
     assert {each.severity for each in found} == {Severity.OK}
     assert [each.seen for each in found] == [f"{name}={setting.value}" for name, setting in SETTINGS.items()]
     assert {each.source for each in found} == {"the default that checkpointless sets"}
@@ -64,12 +64,12 @@ def test_other_variables(name: str, value: str, severity: Severity) -> None:
 
 
 def test_a_folder_is_written_and_left_as_it_was(tmp_path: Path) -> None:
-    fine = node.folder(tmp_path, 1, "here", "free it")
+    fine = node._folder(tmp_path, 1, "here", "free it")
     assert (fine.severity, fine.source, fine.todo) == (Severity.OK, "here", "")
-    full = node.folder(tmp_path, 10**18, "here", "free it")
+    full = node._folder(tmp_path, 10**18, "here", "free it")
     assert (full.severity, full.todo) == (Severity.WARNING, "free it")
     assert " of it free" in full.seen
-    missing = node.folder(tmp_path / "not", 1, "here", "free it")
+    missing = node._folder(tmp_path / "not", 1, "here", "free it")
     assert (missing.severity, missing.seen) == (
         Severity.ERROR,
         f"{tmp_path / 'not'} cannot be written: No such file or directory",
@@ -79,7 +79,8 @@ def test_a_folder_is_written_and_left_as_it_was(tmp_path: Path) -> None:
 
 def test_shared_memory_of_a_container_is_measured(tmp_path: Path) -> None:
     unshare = shutil.which("unshare")
-    code = f"from checkpointless.doctor.node import *; print(shared_memory(Path({str(tmp_path)!r})))"
+    shown = f"print(node._shared_memory(pathlib.Path({str(tmp_path)!r})))"
+    code = f"import pathlib; from checkpointless.doctor import node; {shown}"
     command = f"mount -t tmpfs -o size=32m none {tmp_path} && exec {sys.executable} -c {code!r}"
     if unshare is None or subprocess.run([unshare, "-rm", "true"], capture_output=True).returncode != 0:
         pytest.skip("no mount namespace can be made here")
@@ -89,13 +90,13 @@ def test_shared_memory_of_a_container_is_measured(tmp_path: Path) -> None:
 
 
 def test_a_folder_for_temporary_files_that_does_not_exist_is_a_warning() -> None:
-    (missing,) = [each for each in node.folders({"TMPDIR": "/nowhere"}, None) if each.source == "TMPDIR"]
+    (missing,) = [each for each in node._folders({"TMPDIR": "/nowhere"}, None) if each.source == "TMPDIR"]
     assert missing.severity is Severity.WARNING
     assert missing.todo.startswith("create /nowhere, ")
 
 
 def test_a_run_directory_is_not_made(tmp_path: Path) -> None:
-    found = node.folders({}, tmp_path / "not" / "yet")[-1]
+    found = node._folders({}, tmp_path / "not" / "yet")[-1]
     assert (found.severity, found.source) == (Severity.OK, "--run-dir")
     assert list(tmp_path.iterdir()) == []
 
@@ -120,13 +121,13 @@ def test_descriptors(files: int, hard: int, severity: Severity, todo: str) -> No
 
 def test_before_a_job_only_what_is_to_change_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(node, "SHARED_MEMORY", tmp_path)
-    monkeypatch.setattr(node, "has_driver", lambda: False)
+    monkeypatch.setattr(node, "_has_driver", lambda: False)
     harmful = {"NCCL_NVLS_ENABLE": "1"}
     assert node.quick(1, False, {}) == []
     assert node.quick(1, False, harmful) == []  # there is no GPU
     (missing,) = node.quick(1, False, {"TMPDIR": "/nowhere"})
     assert (missing.severity, missing.source) == (Severity.WARNING, "TMPDIR")
-    monkeypatch.setattr(node, "has_driver", lambda: True)
+    monkeypatch.setattr(node, "_has_driver", lambda: True)
     (found,) = node.quick(1, False, harmful)
     assert (found.family, found.severity) == (Family.VARIABLES, Severity.WARNING)
     assert node.quick(1, True, harmful) == []
@@ -137,7 +138,7 @@ def test_a_check_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -
     def fails(cpu: bool) -> None:
         raise RuntimeError("no metadata")
 
-    monkeypatch.setattr(node, "read_versions", fails)
+    monkeypatch.setattr(node, "_read_versions", fails)
     said: list[str] = []
     found = node.examine(ranks=1, run_dir=None, cpu=True, preload=(), script=None, progress=said.append)
     assert "the check failed: RuntimeError: no metadata" in {each.seen for each in found}

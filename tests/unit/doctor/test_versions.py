@@ -10,7 +10,7 @@ import pytest
 
 from checkpointless.doctor import node
 from checkpointless.doctor.findings import Severity
-from checkpointless.doctor.node import Torch, _Versions, judge_versions, read_versions
+from checkpointless.doctor.node import _judge_versions, _read_versions, _Torch, _Versions
 
 WELL = _Versions(
     python="3.11.7",
@@ -22,20 +22,20 @@ WELL = _Versions(
         **{"torch": ">=2.6", "lightning": ">=2.4", "nemo_toolkit": "<2.8,>=2.7"},
         **{"megatron-core": "<0.16,>=0.15", "Python": ">=3.10"},
     },
-    torch=Torch((2, 26, 2), has_gpu=True),
+    torch=_Torch((2, 26, 2), has_gpu=True),
     wants_gpu=True,
 )
 WITHOUT_NEMO = {name: WELL.packages[name] for name in ("torch", "lightning", "rich")}
 
 
 def wrong(seen: _Versions) -> list[tuple[Severity, str]]:
-    return [(each.severity, each.seen) for each in judge_versions(seen) if each.severity is not Severity.OK]
+    return [(each.severity, each.seen) for each in _judge_versions(seen) if each.severity is not Severity.OK]
 
 
 def test_what_is_recent_enough_is_right() -> None:
     assert wrong(WELL) == []
     assert wrong(replace(WELL, packages={**WELL.packages, "lightning": "2.5.3", "rich": "15.0.0"})) == []
-    assert wrong(replace(WELL, wants_gpu=False, torch=Torch())) == []
+    assert wrong(replace(WELL, wants_gpu=False, torch=_Torch())) == []
     for bridge, core in (("0.3.1", "0.16.1"), ("0.6.2", "0.19.2")):
         packages = {**WITHOUT_NEMO, "megatron-bridge": bridge, "megatron-core": core}
         assert wrong(replace(WELL, packages=packages)) == []
@@ -62,11 +62,11 @@ def test_what_is_recent_enough_is_right() -> None:
             "megatron-bridge 0.7.0 with megatron-core 0.20.0; tested: 0.3 with 0.16 and 0.6 with 0.19",
         ),
         (replace(WELL, packages={"torch": "2.7", "rich": "15"}), Severity.ERROR, "lightning is not installed"),
-        (replace(WELL, torch=Torch((2, 21, 5), True)), Severity.WARNING, "NCCL 2.21.5: aborting"),
-        (replace(WELL, torch=Torch()), Severity.WARNING, "over gloo, though there is a GPU"),
-        (replace(WELL, torch=Torch(error="torch cannot be imported: x")), Severity.ERROR, "cannot be imported"),
+        (replace(WELL, torch=_Torch((2, 21, 5), True)), Severity.WARNING, "NCCL 2.21.5: aborting"),
+        (replace(WELL, torch=_Torch()), Severity.WARNING, "over gloo, though there is a GPU"),
+        (replace(WELL, torch=_Torch(error="torch cannot be imported: x")), Severity.ERROR, "cannot be imported"),
         (
-            replace(WELL, torch=Torch((2, 26, 2), warning="The NVIDIA driver on your system is too old")),
+            replace(WELL, torch=_Torch((2, 26, 2), warning="The NVIDIA driver on your system is too old")),
             Severity.ERROR,
             "torch can use no GPU: The NVIDIA driver on your system is too old",
         ),
@@ -80,7 +80,7 @@ def test_what_is_wrong_is_said(seen: _Versions, severity: Severity, words: str) 
 
 @pytest.mark.slow
 def test_the_versions_of_this_machine_are_read() -> None:
-    seen = read_versions(cpu=True)
+    seen = _read_versions(cpu=True)
     assert seen.python == platform.python_version()
     assert seen.packages["torch"]
     assert seen.needed["torch"] == ">=2.6"
@@ -94,7 +94,7 @@ def test_the_versions_of_this_machine_are_read() -> None:
 def test_a_torch_that_cannot_be_imported_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.12: cannot open shared object file')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert read_versions().torch == Torch(
+    assert _read_versions().torch == _Torch(
         error="torch cannot be imported: ImportError: libcudart.so.12: cannot open shared object file"
     )
 
@@ -103,4 +103,4 @@ def test_torch_is_asked_for_a_bounded_time(monkeypatch: pytest.MonkeyPatch, tmp_
     (tmp_path / "torch.py").write_text("import time; time.sleep(60)")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(node, "TORCH_TIMEOUT_S", 0.2)
-    assert read_versions().torch == Torch(error="torch was not imported within 0.2 s")
+    assert _read_versions().torch == _Torch(error="torch was not imported within 0.2 s")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from checkpointless.launcher.agent.watch import Watch
 from checkpointless.observability.monitoring import http_status
-from checkpointless.observability.monitoring.http_status import HttpStatus, Page, _StatusServer
+from checkpointless.observability.monitoring.http_status import HttpStatus, _Page, _StatusServer
 from tests.descriptors import descriptors
 from tests.unit.monitoring.http_exchange import SNAPSHOT, answer, pages_of
 from tests.waiting import wait_until
@@ -131,12 +131,12 @@ def test_of_all_clients_one_at_a_time_is_worked_for(monkeypatch: pytest.MonkeyPa
     within: set[int] = set()
     most: list[int] = []
 
-    def at(path: str, _: Watch) -> Page:
+    def at(path: str, _: Watch) -> _Page:
         within.add(threading.get_ident())
         most.append(len(within))
         time.sleep(0.01)
         within.discard(threading.get_ident())
-        return Page(HTTPStatus.OK, "text/plain", path.encode())
+        return _Page(HTTPStatus.OK, "text/plain", path.encode())
 
     monkeypatch.setattr(http_status, "_page_at", at)
     with serving() as where, ThreadPoolExecutor(16) as crowd:

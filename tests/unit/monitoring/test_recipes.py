@@ -13,7 +13,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from checkpointless.observability.monitoring.metrics import Account, JobNames, Metrics
+from checkpointless.observability.monitoring.metrics import JobNames, Metrics, _Account
 from tests.unit.monitoring.http_exchange import SNAPSHOT
 
 FOLDER = Path(__file__).parents[3] / "recipes" / "monitoring"
@@ -29,7 +29,7 @@ EXPRESSIONS = {name: target["expr"] for name, target in TARGETS} | {rule["alert"
 
 def served() -> Mapping[str, dict[str, set[str]]]:
     """Return the values of each label of each metric of a node that runs the coordinator."""
-    account = Account(1, 7, 0.5, 0.8, 0.9, dict.fromkeys(("startup", "training", "recovery", "repeated"), 1.0))
+    account = _Account(1, 7, 0.5, 0.8, 0.9, dict.fromkeys(("startup", "training", "recovery", "repeated"), 1.0))
     page = Metrics(0, JobNames("train", "/runs/one", "train.py")).page(SNAPSHOT, account).decode()
     found: dict[str, dict[str, set[str]]] = {}
     for family in text_string_to_metric_families(page):

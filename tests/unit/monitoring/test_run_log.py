@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from checkpointless.launcher.agent.watch import Watch
 from checkpointless.observability.monitoring import metrics as metrics_module
-from checkpointless.observability.monitoring.metrics import MEASURED_STAGES, Account, RankStatus, RunLog, Snapshot
+from checkpointless.observability.monitoring.metrics import MEASURED_STAGES, RankStatus, RunLog, Snapshot, _Account
 from checkpointless.observability.report.summary import build_report
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.events import (
@@ -139,7 +139,7 @@ def test_the_log_is_read_while_somebody_asks(
 ) -> None:
     write(tmp_path, disturbed_run().events, monkeypatch)
     time.sleep(0.05)
-    assert asked.account == Account(), "nobody has asked"
+    assert asked.account == _Account(), "nobody has asked"
     wait_until(lambda: asked.ask(None).ettr is not None)
 
 
@@ -212,9 +212,9 @@ def test_an_account_is_made_only_if_something_was_written_and_not_too_often(
 ) -> None:
     made: list[int] = []
 
-    def made_of(run_dir: str, events: list[Event]) -> Account:
+    def made_of(run_dir: str, events: list[Event]) -> _Account:
         made.append(len(events))
-        return Account()
+        return _Account()
 
     monkeypatch.setattr(metrics_module, "_account_of", made_of)
     run, reader = disturbed_run(), reader_of(tmp_path)
@@ -239,7 +239,7 @@ def test_a_log_that_is_too_long_has_no_account(
     with caplog.at_level(logging.WARNING):
         for now_s in (0.0, 1e6):
             reader.look(now_s)
-    assert reader.account == Account()
+    assert reader.account == _Account()
     assert caplog.text.count("over 10 events") == 1
 
 

@@ -12,7 +12,7 @@ pytest.importorskip("hydra", reason="recipes need hydra-core")
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from checkpointless.recipes.runner import ObjectError, make
+from checkpointless.recipes.runner import _ObjectError, make
 
 
 class Part:
@@ -92,6 +92,6 @@ def test_containers_are_new_each_time() -> None:
     ],
 )
 def test_what_cannot_be_made_is_named(part: Any, message: str) -> None:
-    with pytest.raises(ObjectError, match=message) as raised:
+    with pytest.raises(_ObjectError, match=message) as raised:
         make(recipe(part), "part")
     assert "\n" not in str(raised.value)

@@ -38,7 +38,7 @@ def test_the_objects_of_a_recipe_import_nothing_more() -> None:
         "assert preload(preloads_of(config)) == []\n"
         "before = set(sys.modules)\n"
         "runner.prepare_process()\n"
-        "runner._objects(runner.completed(config))\n"
+        "runner._objects(runner._completed(config))\n"
         "more = {name for name in set(sys.modules) - before if not name.startswith('omegaconf.')}\n"
         "assert not more, more\n"
     )

@@ -12,20 +12,20 @@ from checkpointless.observability.telemetry.steps import Recording, StepExtras, 
 from checkpointless.testing.rehearsal import rehearse as pages
 from checkpointless.testing.rehearsal.jobs import Ended
 from checkpointless.testing.rehearsal.rehearse import (
-    Course,
-    Outcome,
-    Page,
-    Result,
-    Trial,
-    blamed,
-    cut,
-    judge,
-    messages_of,
-    unsteady,
+    _blamed,
+    _Course,
+    _cut,
+    _judge,
+    _messages_of,
+    _Outcome,
+    _Page,
+    _Result,
+    _Trial,
+    _unsteady,
 )
 
 FAULT = "exception@optimizer:rank=1,step=3"
-COURSE = Course(1, 4, 1)
+COURSE = _Course(1, 4, 1)
 LEFT_OUT = (
     "WARNING checkpointless.state.rank_local.declared: after a fault these begin anew: M.big (docs/contract.md, 2)"
 )
@@ -60,15 +60,15 @@ def run(*params: str, batch: str = "x", own: Mapping[str, str] | None = None) ->
 def test_what_differs_first_points_to_the_contract(
     found: list[Difference], said: list[str], is_lightning: bool, points: tuple[int, ...]
 ) -> None:
-    assert blamed(found, said, is_lightning) == points
+    assert _blamed(found, said, is_lightning) == points
 
 
 def test_what_two_runs_compute_has_to_be_the_same_and_the_rest_is_left_out() -> None:
     steady = run("p", "q", own={"Speed.began": "1"})
-    difference, without = unsteady(steady, run("p", "q", own={"Speed.began": "2"}))
+    difference, without = _unsteady(steady, run("p", "q", own={"Speed.began": "2"}))
     assert difference is None
     assert without == {(Quantity.OWN, "Speed.began")}
-    difference, _ = unsteady(steady, run("p", "z"))
+    difference, _ = _unsteady(steady, run("p", "z"))
     assert difference is not None
     assert difference.step == 2
 
@@ -76,11 +76,11 @@ def test_what_two_runs_compute_has_to_be_the_same_and_the_rest_is_left_out() -> 
 def test_a_batch_that_is_not_known_is_not_compared() -> None:
     late = StepRecord(2, "-", "q", StepExtras(buffers="b"))
     other = run("p", "q")
-    assert unsteady(run("p", "q"), Recording({0: [other[0][0], late]}, {0: ()}, None)) == (None, frozenset())
+    assert _unsteady(run("p", "q"), Recording({0: [other[0][0], late]}, {0: ()}, None)) == (None, frozenset())
 
 
 def test_only_the_steps_to_compare_count() -> None:
-    assert [each.step for each in cut(run(*"abcdef"), COURSE, True)[0]] == [1, 2, 3, 4]
+    assert [each.step for each in _cut(run(*"abcdef"), COURSE, True)[0]] == [1, 2, 3, 4]
 
 
 class Job:
@@ -98,37 +98,41 @@ class Job:
             (run_dir / "faults" / "0-0.json").write_text(f'{{"spec": "{FAULT}", "pid": 1}}')
         self.run_dir = run_dir
 
-    def judged(self, code: int | None = None, *, in_time: bool = True) -> Result:
+    def judged(self, code: int | None = None, *, in_time: bool = True) -> _Result:
         ended = Ended("fault-1", self.run_dir, code, 4, 1.0, in_time, ("rank 0 raised KeyError: 'x'",))
-        return judge(Trial(FAULT), ended, cut(run(*"pqrs"), COURSE, False), COURSE, frozenset(), False)
+        return _judge(_Trial(FAULT), ended, _cut(run(*"pqrs"), COURSE, False), COURSE, frozenset(), False)
 
 
 def test_a_run_with_the_same_steps_is_exact(tmp_path: Path) -> None:
-    assert Job(tmp_path / "run", *"pqrs").judged().outcome is Outcome.EXACT
-    assert Job(tmp_path / "longer", *"pqrstu").judged().outcome is Outcome.EXACT
+    assert Job(tmp_path / "run", *"pqrs").judged().outcome is _Outcome.EXACT
+    assert Job(tmp_path / "longer", *"pqrstu").judged().outcome is _Outcome.EXACT
 
 
 def test_a_run_without_its_fault_proves_nothing(tmp_path: Path) -> None:
-    assert Job(tmp_path / "run", *"pqrs", has_fault=False).judged().outcome is Outcome.NOT_TRIED
+    assert Job(tmp_path / "run", *"pqrs", has_fault=False).judged().outcome is _Outcome.NOT_TRIED
 
 
 def test_a_run_that_differs_is_inexact_with_what_the_engine_said_of_it(tmp_path: Path) -> None:
     found = Job(tmp_path / "run", *"pqRS", said=f"{LEFT_OUT}\nstep 3\n").judged()
-    assert (found.outcome, found.why, found.points) == (Outcome.INEXACT, "params of step 3 on rank 0 differs", (2,))
+    assert (found.outcome, found.why, found.points) == (
+        _Outcome.INEXACT,
+        "params of step 3 on rank 0 differs",
+        (2,),
+    )
     assert found.said == (LEFT_OUT.partition(": ")[2],)
-    assert Job(tmp_path / "short", *"pqr").judged().outcome is Outcome.INEXACT
+    assert Job(tmp_path / "short", *"pqr").judged().outcome is _Outcome.INEXACT
 
 
 def test_a_finished_step_that_is_made_twice_is_not_exact(tmp_path: Path) -> None:
     job = Job(tmp_path / "run", *"pqrs")
     StepLog(job.run_dir, 0).record(3, None, "r", StepExtras(buffers="b", batch="x"))
     found = job.judged()
-    assert (found.outcome, found.why) == (Outcome.INEXACT, "repeated steps: 3 on rank 0 of run B")
+    assert (found.outcome, found.why) == (_Outcome.INEXACT, "repeated steps: 3 on rank 0 of run B")
 
 
 def test_a_run_that_ends_is_not_recovered(tmp_path: Path) -> None:
     found = Job(tmp_path / "run", *"pq").judged(1)
-    assert (found.outcome, found.why) == (Outcome.NOT_RECOVERED, "rank 0 raised KeyError: 'x'")
+    assert (found.outcome, found.why) == (_Outcome.NOT_RECOVERED, "rank 0 raised KeyError: 'x'")
     found = Job(tmp_path / "late", *"pq").judged(1, in_time=False)
     assert "did not end in time" in found.why
 
@@ -136,22 +140,22 @@ def test_a_run_that_ends_is_not_recovered(tmp_path: Path) -> None:
 def test_a_message_counts_once_and_those_of_faults_do_not(tmp_path: Path) -> None:
     said = f"{LEFT_OUT}\nWARNING checkpointless.faults.inject: rank 1: injecting {FAULT}\n"
     jobs = [Job(tmp_path / each, said=said) for each in "ab"]
-    assert messages_of([each.run_dir for each in jobs]) == [LEFT_OUT.partition(": ")[2]]
+    assert _messages_of([each.run_dir for each in jobs]) == [LEFT_OUT.partition(": ")[2]]
 
 
 def test_the_page_ends_with_the_verdict_and_has_its_exit_status(tmp_path: Path) -> None:
-    good = Result(Trial(FAULT), Outcome.EXACT)
-    bad = Result(Trial(FAULT), Outcome.INEXACT, "params of step 3 on rank 0 differs", (3,), ("declare it",))
-    page = Page("train", course=COURSE, results=(good, good))
+    good = _Result(_Trial(FAULT), _Outcome.EXACT)
+    bad = _Result(_Trial(FAULT), _Outcome.INEXACT, "params of step 3 on rank 0 differs", (3,), ("declare it",))
+    page = _Page("train", course=COURSE, results=(good, good))
     assert (page.status, page.sentence) == (0, "exact: 4 steps on 1 rank, bit by bit, in 2 runs with a fault each")
-    page = Page("train", course=COURSE, results=(good, bad))
+    page = _Page("train", course=COURSE, results=(good, bad))
     assert page.status == 1
     assert page.sentence == (
         f"inexact: after {FAULT}: params of step 3 on rank 0 differs; this points to docs/contract.md, "
         "3 (declared state)"
     )
     assert '"verdict": "inexact"' in pages.as_json(page)
-    page = Page("train", "calm-1, which has no fault, failed: KeyError")
+    page = _Page("train", "calm-1, which has no fault, failed: KeyError")
     assert (page.status, page.sentence) == (3, f"could not be rehearsed: {page.problem}")
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from checkpointless.faults.spec import FaultKind, FaultPhase, parse
 from checkpointless.observability.telemetry.steps import Recording, StepExtras, StepRecord, ValidationRecord
-from checkpointless.testing.rehearsal.rehearse import Course, course_of, draw
+from checkpointless.testing.rehearsal.rehearse import _Course, _course_of, _draw
 
 OF_UPDATE = {
     FaultPhase.BEFORE_OPTIMIZER,
@@ -37,24 +37,24 @@ def recording(steps: range, *, epoch: int = 0, loop: bool = True, validated: tup
 
 
 def test_a_course_says_where_epochs_and_validations_are_among_the_steps_to_compare() -> None:
-    found = course_of(recording(range(1, 31), epoch=7, validated=(5, 10, 25)), 20)
-    assert found == Course(1, 20, 2, (7, 14), (5, 10), is_lightning=False)
-    found = course_of(recording(range(1, 13), epoch=7, loop=False, validated=(7,)), 20)
-    assert found == Course(1, 12, 2, (7,), (7,), is_lightning=True)
+    found = _course_of(recording(range(1, 31), epoch=7, validated=(5, 10, 25)), 20)
+    assert found == _Course(1, 20, 2, (7, 14), (5, 10), is_lightning=False)
+    found = _course_of(recording(range(1, 13), epoch=7, loop=False, validated=(7,)), 20)
+    assert found == _Course(1, 12, 2, (7,), (7,), is_lightning=True)
 
 
 def test_a_resumed_script_is_compared_from_its_first_step_on() -> None:
-    assert course_of(recording(range(41, 90)), 20) == Course(41, 60, 2)
+    assert _course_of(recording(range(41, 90)), 20) == _Course(41, 60, 2)
 
 
 def test_an_epoch_that_each_step_has_is_none() -> None:
-    assert course_of(recording(range(1, 21), epoch=1), 20).epoch_ends == ()
+    assert _course_of(recording(range(1, 21), epoch=1), 20).epoch_ends == ()
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_the_first_faults_are_an_exception_a_sigkill_and_those_after_epoch_and_validation(seed: int) -> None:
-    course = Course(1, 20, 3, epoch_ends=(7, 14), validations=(4,), is_lightning=True)
-    trials = draw(course, 6, seed)
+    course = _Course(1, 20, 3, epoch_ends=(7, 14), validations=(4,), is_lightning=True)
+    trials = _draw(course, 6, seed)
     specs = [parse(each.fault) for each in trials]
     assert [spec.kind for spec in specs] == [FaultKind.EXCEPTION, FaultKind.SIGKILL] * 3
     assert [each.after for each in trials] == ["", "", "an epoch's end", "a validation", "", ""]
@@ -63,22 +63,22 @@ def test_the_first_faults_are_an_exception_a_sigkill_and_those_after_epoch_and_v
     assert all(spec.step is not None and 2 <= spec.step < 20 for spec in specs), "a step follows each"
     assert {spec.rank for spec in specs[:3]} == {0, 1, 2}, "each rank has its turn"
     assert len({spec.phase for spec in specs}) == 6
-    assert draw(course, 6, seed) == trials
-    assert draw(course, 3, seed) == trials[:3]
+    assert _draw(course, 6, seed) == trials
+    assert _draw(course, 3, seed) == trials[:3]
 
 
 def test_a_loop_of_ones_own_gets_faults_where_it_announces_phases() -> None:
-    specs = [parse(each.fault) for each in draw(Course(1, 9, 2), 8, 0)]
+    specs = [parse(each.fault) for each in _draw(_Course(1, 9, 2), 8, 0)]
     assert {spec.phase for spec in specs} == OF_UPDATE
-    assert all(not each.after for each in draw(Course(1, 9, 2), 8, 0))
+    assert all(not each.after for each in _draw(_Course(1, 9, 2), 8, 0))
 
 
 def test_an_epoch_that_ends_with_the_last_step_is_too_late_for_a_fault() -> None:
-    trials = draw(Course(1, 10, 2, epoch_ends=(9,)), 3, 0)
+    trials = _draw(_Course(1, 10, 2, epoch_ends=(9,)), 3, 0)
     assert trials[2].after == ""
 
 
 def test_three_steps_are_needed() -> None:
-    assert [parse(each.fault).step for each in draw(Course(5, 7, 1), 2, 0)] == [6, 6]
+    assert [parse(each.fault).step for each in _draw(_Course(5, 7, 1), 2, 0)] == [6, 6]
     with pytest.raises(ValueError, match="at least 3 steps, and this run made 2"):
-        draw(Course(5, 6, 1), 2, 0)
+        _draw(_Course(5, 6, 1), 2, 0)

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpointless.observability.report.incidents import IncidentSummary
-from checkpointless.observability.report.summary import _Activity, _Milestones, account
+from checkpointless.observability.report.summary import _account, _Activity, _Milestones
 from tests.unit.made_up_run import UTC, MadeUpRun, S
 from tests.unit.report.reports import report_of, simple_run
 
@@ -72,7 +72,7 @@ def test_periods_tile_the_run_whatever_comes(
         for n, (at, took) in enumerate(sorted(incidents))
     ]
     marks = _Milestones(UTC, UTC + round(wall_s * S), ns(trains_s), ns(trained_s))
-    spent = account(marks, summaries, None)
+    spent = _account(marks, summaries, None)
     edges = [edge for period in spent.periods for edge in (period.begin_ns, period.end_ns)]
     assert edges[1:-1:2] == edges[2::2]
     assert sum(period.seconds for period in spent.periods) == pytest.approx(spent.wall_s)

@@ -3,7 +3,7 @@
 import json
 
 from checkpointless.cli.tables import _failed_save_table, html_page
-from checkpointless.observability.report.summary import _FailedSave, as_json, failed_saves
+from checkpointless.observability.report.summary import _failed_saves, _FailedSave, as_json
 from checkpointless.observability.telemetry.narration import _failed_save_line
 from tests.unit.made_up_run import MadeUpRun
 from tests.unit.report.reports import report_of
@@ -19,11 +19,11 @@ def run_with_failed_saves() -> MadeUpRun:
 
 def test_every_one_is_told_in_order() -> None:
     events = run_with_failed_saves().events
-    assert failed_saves(events) == (
+    assert _failed_saves(events) == (
         _FailedSave("/ckpt/step=3", "disk <full>", (1,)),
         _FailedSave("/ckpt/step=5", "no mount", (0, 1)),
     )
-    assert failed_saves([]) == ()
+    assert _failed_saves([]) == ()
 
 
 def test_the_report_shows_them_everywhere() -> None:

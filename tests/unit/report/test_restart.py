@@ -3,7 +3,7 @@
 import pytest
 
 from checkpointless.observability.report.incidents import Outcome
-from checkpointless.observability.report.summary import RunState, Source
+from checkpointless.observability.report.summary import RunState, _Source
 from tests.unit.made_up_run import MadeUpRun
 from tests.unit.report.reports import report_of, simple_run
 
@@ -18,14 +18,14 @@ def test_a_restart_costs_what_the_formula_says() -> None:
     assert comparison.recovered_s == pytest.approx(done_s - 31)
     assert comparison.factor == pytest.approx(31.1 / (done_s - 31))
     sources = {each.name: each.source for each in comparison.assumptions}
-    assert sources["start-up"] is Source.MEASURED
-    assert sources["checkpoint interval"] is Source.ASSUMED
+    assert sources["start-up"] is _Source.MEASURED
+    assert sources["checkpoint interval"] is _Source.ASSUMED
     given = {"detect": 5.0, "requeue": 60.0, "startup": 300.0, "load": 40.0}
     options = {f"--restart-{name}": seconds for name, seconds in given.items()}
     comparison = report_of(run, given={**options, "--checkpoint-interval": 20.0}).comparison
     assert comparison is not None
     assert comparison.restart_s == pytest.approx(5 + 60 + 300 + 40 + 10)
-    assert {each.source for each in comparison.assumptions} == {Source.GIVEN}
+    assert {each.source for each in comparison.assumptions} == {_Source.GIVEN}
     assert comparison.restarts[0].redo_steps == pytest.approx(10, rel=0.05)
     assert comparison.ettr is not None
     assert comparison.ettr < (report_of(run).spent.ettr or 0)  # type: ignore[union-attr]
@@ -61,4 +61,4 @@ def test_a_fault_during_the_start_leaves_the_start_up_to_the_default() -> None:
     assert report.spent.startup_s == pytest.approx(5.1)
     assert report.comparison is not None
     startup = next(each for each in report.comparison.assumptions if each.name == "start-up")
-    assert (startup.seconds, startup.source) == (60.0, Source.ASSUMED)
+    assert (startup.seconds, startup.source) == (60.0, _Source.ASSUMED)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointless.observability.report.verify import Difference, Quantity, Run, _StepPlace, compare
+from checkpointless.observability.report.verify import Difference, Quantity, _Run, _StepPlace, compare
 from checkpointless.observability.telemetry.steps import (
     Recording,
     StepExtras,
@@ -62,7 +62,7 @@ def test_a_step_that_was_lost_and_made_again_is_compared() -> None:
     rough[1].insert(4, rough[1][3])
     verdict = compare(calm, rough, gone_back=(frozenset(), frozenset({4})))
     assert verdict.equal, verdict.sentence
-    assert verdict.made_again == (_StepPlace(Run.B, 1, 4),)
+    assert verdict.made_again == (_StepPlace(_Run.B, 1, 4),)
     assert verdict.sentence.endswith("bit by bit; gone back, and made again: steps 4 on rank 1 of run B")
     assert not compare(calm, rough).equal
     assert not compare(calm, rough, gone_back=(frozenset({4}), frozenset())).equal, (
@@ -110,13 +110,13 @@ def test_runs_that_are_short_of_the_same_step_are_not_equal() -> None:
     del a[1][2], b[1][2]
     verdict = compare(a, b)
     assert not verdict.equal
-    assert verdict.missing == (_StepPlace(Run.A, 1, 3), _StepPlace(Run.B, 1, 3))
+    assert verdict.missing == (_StepPlace(_Run.A, 1, 3), _StepPlace(_Run.B, 1, 3))
     assert "missing steps: 3 on rank 1 of run A, 3 on rank 1 of run B" in verdict.sentence
 
 
 def test_a_missing_rank_is_missing_steps() -> None:
     verdict = compare(run(2, 4), run(1, 4))
-    assert verdict.missing == tuple(_StepPlace(Run.B, 1, step) for step in range(1, 5))
+    assert verdict.missing == tuple(_StepPlace(_Run.B, 1, step) for step in range(1, 5))
     assert verdict.ranks == (0,)
     assert verdict.sentence.endswith("and 1 more")
 
@@ -147,7 +147,7 @@ def test_a_step_made_twice_is_never_equal(steps: Recorded, data: st.DataObject) 
     rank = data.draw(st.sampled_from(sorted(steps)))
     again = data.draw(st.sampled_from(steps[rank]))
     repeated = {**steps, rank: [*steps[rank], again]}
-    for verdict, which in ((compare(repeated, steps), (Run.A,)), (compare(repeated, repeated), (Run.A, Run.B))):
+    for verdict, which in ((compare(repeated, steps), (_Run.A,)), (compare(repeated, repeated), (_Run.A, _Run.B))):
         assert not verdict.equal
         assert verdict.repeated == tuple(_StepPlace(run, rank, again.step) for run in which)
         assert "repeated steps" in verdict.sentence
@@ -160,7 +160,7 @@ def test_a_step_that_is_missing_is_never_equal(steps: Recorded, data: st.DataObj
     short = {**steps, rank: [record for record in steps[rank] if record is not lost]}
     verdict = compare(steps, short)
     assert not verdict.equal
-    assert verdict.missing == (_StepPlace(Run.B, rank, lost.step),)
+    assert verdict.missing == (_StepPlace(_Run.B, rank, lost.step),)
 
 
 def test_numbers_between_two_fits_are_not_missed() -> None:
@@ -168,7 +168,7 @@ def test_numbers_between_two_fits_are_not_missed() -> None:
     fits = {0: [StepRecord(step, "0x0.0p+0", "p", fit=1 + (step > 4)) for step in (1, 2, 3, 4, 10, 11, 12)]}
     assert compare(fits, fits).equal
     torn = {0: [record for record in fits[0] if record.step != 11]}
-    assert compare(fits, torn).missing == (_StepPlace(Run.B, 0, 11),)
+    assert compare(fits, torn).missing == (_StepPlace(_Run.B, 0, 11),)
 
 
 EXTRAS = StepExtras(
@@ -269,7 +269,7 @@ def test_a_difference_of_a_validation_comes_before_that_of_a_later_step() -> Non
 
 def test_a_validation_that_is_missing_makes_runs_unequal() -> None:
     fewer = compare(recording(validated=(4,)), recording())
-    assert fewer.missing_validations == tuple(_StepPlace(Run.A, rank, 2) for rank in (0, 1))
+    assert fewer.missing_validations == tuple(_StepPlace(_Run.A, rank, 2) for rank in (0, 1))
     assert "missing validations after steps: 2 on rank 0 of run A" in fewer.sentence
     assert not compare(recording(), recording(validated=())).equal
 
@@ -277,7 +277,7 @@ def test_a_validation_that_is_missing_makes_runs_unequal() -> None:
 def test_a_validation_made_twice_is_equal_only_with_the_same_results() -> None:
     more = compare(recording(), recording(validated=(2, 2, 4)))
     assert more.equal
-    assert more.again == tuple(_StepPlace(Run.B, rank, 2) for rank in (0, 1))
+    assert more.again == tuple(_StepPlace(_Run.B, rank, 2) for rank in (0, 1))
     assert more.sentence.endswith(
         "bit by bit; validated again, with the same results, after steps: "
         "2 on rank 0 of run B, 2 on rank 1 of run B"
@@ -291,7 +291,7 @@ def test_a_validation_made_twice_is_equal_only_with_the_same_results() -> None:
         other.validations = {**other.validations, 1: [changed, *rest]}
         verdict = compare(recording(), other)
         assert not verdict.equal
-        assert verdict.repeated_validations == (_StepPlace(Run.B, 1, 2),)
+        assert verdict.repeated_validations == (_StepPlace(_Run.B, 1, 2),)
         assert verdict.sentence == (
             "not equal: repeated validations of different results after steps: 2 on rank 1 of run B"
             "; validated again, with the same results, after steps: 2 on rank 0 of run B"

@@ -10,7 +10,7 @@ import pytest
 
 from checkpointless.cli import main
 from checkpointless.doctor import node
-from checkpointless.doctor.node import Torch
+from checkpointless.doctor.node import _Torch
 from checkpointless.launcher.agent import launch as launch_module
 from checkpointless.system.nccl import SETTINGS
 
@@ -20,8 +20,8 @@ def _healthy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Be on a machine without a GPU, and do not import torch."""
     for name in SETTINGS:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(node, "has_driver", lambda: False)
-    monkeypatch.setattr(node, "_torch", Torch)
+    monkeypatch.setattr(node, "_has_driver", lambda: False)
+    monkeypatch.setattr(node, "_torch", _Torch)
     monkeypatch.setattr(node, "SHARED_MEMORY", tmp_path)  # other work on this machine may have filled it
 
 
@@ -45,7 +45,7 @@ def test_a_healthy_machine_has_nothing_to_change(shown: Callable[..., str]) -> N
 def test_what_is_wrong_comes_first_with_what_to_do(
     shown: Callable[..., str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(node, "_torch", lambda: Torch(error="torch cannot be imported: no libcudart"))
+    monkeypatch.setattr(node, "_torch", lambda: _Torch(error="torch cannot be imported: no libcudart"))
     monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
     text = shown(1, "--run-dir", str(tmp_path / "new"))
     rows = [line for line in text.splitlines() if line.startswith("│")]
@@ -96,7 +96,7 @@ def test_a_job_says_the_two_worst_before_it_begins(
     (tmp_path / "train.py").write_text("")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(launch_module, "launch", lambda config, say: 0)
-    monkeypatch.setattr(node, "has_driver", lambda: True)
+    monkeypatch.setattr(node, "_has_driver", lambda: True)
     assert main(["run", "train.py"]) == 0
     assert "doctor" not in capsys.readouterr().err
     monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
