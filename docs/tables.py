@@ -1,6 +1,6 @@
 """Write the tables of ``docs/settings.md`` from the code: ``python docs/tables.py``.
 
-Each stands between two comments, ``<!-- table: NAME -->`` and ``<!-- end -->``. A test says so when they are stale.
+Each stands between two comments, ``<!-- table: NAME -->`` and ``<!-- end -->``. A test fails when they are stale.
 """
 
 from __future__ import annotations

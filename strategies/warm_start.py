@@ -67,7 +67,7 @@ class WarmStart:
         return self._kept is not None
 
     def agree(self, manager: CheckpointManager | None) -> None:
-        """Take what ``manager`` keeps for this fit, if it fits, and tell the other ranks. Collective.
+        """Take what ``manager`` keeps for this fit, if it fits, and notify the other ranks. Collective.
 
         Args:
             manager: keeps the state over restarts; None: there is none yet.
@@ -98,7 +98,7 @@ class WarmStart:
 
         Args:
             module: the module, of the next virtual pipeline stage.
-            vp_stage: that stage, which it is told.
+            vp_stage: that stage, which it is given.
         """
         vars(module).pop("configure_model", None)
         values = vars(module.config)

@@ -179,7 +179,7 @@ def draw_faults(
         overlap: let half of the faults be followed by an exception during the recovery from them.
 
     Returns:
-        The specs and the highest rung that the job needs.
+        The specs and the highest recovery level that the job needs.
 
     Raises:
         ValueError: there are not enough steps to have one fault at a time.
@@ -218,7 +218,7 @@ class _Drawn:
         self._rank = dice.randrange(layout.world_size)
 
     def alone(self, kind: FaultKind) -> Case:
-        """Return a case with one fault, at any moment of a step."""
+        """Return a case with one fault, in any phase of a step."""
         dice, rank, step = self._dice, self._rank, self._step
         if kind is FaultKind.BITFLIP:
             return self._bitflip()

@@ -130,7 +130,7 @@ class FaultInjector:
     def _cause(self, index: int, spec: FaultSpec, cause: Callable[[], None], **about: Any) -> None:
         """Count the fault as caused and cause it, if it is still to be caused.
 
-        Another rank's fault may interrupt this at any moment. What was not caused then does not count.
+        Another rank's fault may interrupt this at any time. What was not caused then does not count.
         """
         claimed = began = False
         try:

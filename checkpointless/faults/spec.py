@@ -49,7 +49,7 @@ class FaultKind(enum.Enum):
     Attributes:
         expected: the expected outcome; in every case, the losses are those of a run without the fault.
         variants: its variants (``how=``), the default one first; empty without any.
-        default_s: how many seconds it lasts, unless ``seconds=`` says so; None: it has no duration.
+        default_s: how many seconds it lasts, unless ``seconds=`` is given; None: it has no duration.
         is_of_node: whether it happens to a node, so the job must have several nodes.
     """
 

@@ -72,7 +72,7 @@ _OWNERLESS: dict[str, tuple[str, ...]] = {
 class MainThread:
     """The thread that runs the re-executable code block, and the means to make it leave the block.
 
-    An interruption is a signal that is never sent: Python is told that it arrived, so no system call is cut short.
+    An interruption is a signal that is never sent: Python takes it as arrived, so no system call is cut short.
     Its handler runs in the main thread, between two bytecodes or where C code checks for signals, and sees the
     frames that it would interrupt. It raises only if the block's frame is among them. Code before or after the
     block is therefore never hit, no matter when the interruption was requested or how late it is handled. (An

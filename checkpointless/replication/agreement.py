@@ -1,4 +1,4 @@
-"""How the ranks of a job agree: each tells all others what it knows, and what went wrong on one is raised on all.
+"""How the ranks of a job agree: each sends all others what it knows, and what went wrong on one is raised on all.
 
 Without process groups, the job is this process alone.
 """
@@ -56,7 +56,7 @@ def agree(problem: Exception | None, doing: str) -> None:
 
 
 def attempt(do: Callable[[], _T]) -> tuple[_T | None, Exception | None]:
-    """Return what ``do`` returned, or what it raised: waiting ranks must be told before it can be raised."""
+    """Return what ``do`` returned, or what it raised: waiting ranks must hear of it before it can be raised."""
     try:
         return do(), None
     except Exception as error:  # noqa: BLE001 - every caller hands it to an agreement, which raises it

@@ -90,7 +90,7 @@ def within(seconds: float, call: Callable[[], _T]) -> _T:
     """Call a function that may block in the kernel, for example on a storage that is gone, in a thread of its own.
 
     Raises:
-        TimeoutError: it has not returned in time. Its thread is left behind.
+        TimeoutError: it has not returned in time. Its thread is left running.
         Exception: what the function raises.
     """
     outcome: list[_T | Exception] = []

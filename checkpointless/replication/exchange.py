@@ -90,7 +90,7 @@ class CliqueExchange:
     ) -> bool:
         """Send ``mine`` if the receiver wants it, and receive ``theirs`` if this rank does, until both are right.
 
-        Of what is not wanted any more nothing is said: at its other end, the turn may be over.
+        No answer is sent about what is not wanted any more: at its other end, the turn may be over.
 
         Returns:
             Whether ``theirs`` has arrived as it was sent.
@@ -107,7 +107,7 @@ class CliqueExchange:
         return wanted and not wants
 
     def _answers(self, wants: bool, is_asked: bool, was_wanted: bool, link: _Link) -> bool:
-        """Tell the sender whether its part is wanted, and return what the receiver says of this rank's.
+        """Report to the sender whether its part is wanted, and return what the receiver says of this rank's.
 
         Args:
             wants: whether this rank wants the sender's part (again).

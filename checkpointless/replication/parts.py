@@ -147,7 +147,7 @@ class Content:
 def _without_tensors(value: Tree, path: str, tensors: list[torch.Tensor]) -> Tree:
     """Return ``value`` with a reference in the place of each tensor.
 
-    A reference is a tuple that ends in "tensor". To tell them apart, "tuple" is appended to each of the user's
+    A reference is a tuple that ends in "tensor". To distinguish them, "tuple" is appended to each of the user's
     tuples. (The marks are at the end, so that the state tree's messages count the items as the user does.)
     """
     if isinstance(value, torch.Tensor):

@@ -77,7 +77,7 @@ class ProcessLook:
 
 
 def state_of(first: ProcessLook, last: ProcessLook, seconds: float) -> ProcessState:
-    """Return what two looks at one process tell about its state.
+    """Return what two looks at one process show of its state.
 
     Args:
         seconds: time between the two looks. A process that could run but did not is starved, and counts as busy.
@@ -203,7 +203,7 @@ def _kill_below(pid: int, root: int) -> None:
 
 
 def _wait(pid: int, timeout_s: float) -> None:
-    """Wait for the process to end; not at all if it was reaped, or if the kernel (before 5.3) cannot tell."""
+    """Wait for the process to end; not at all if it was reaped, or if the kernel (before 5.3) does not know."""
     with contextlib.suppress(OSError, AttributeError):  # AttributeError: Python was built without pidfd_open
         descriptor = os.pidfd_open(pid)
         try:

@@ -7,7 +7,7 @@ starts. The agent removes the subfolder when the rank's process has ended, howev
 
 An agent that is killed leaves its folder. It held a lock on the folder, which ended with the agent (and with the
 ranks, if they inherited it through a fork). The next agent removes folders that nobody has locked. Because nodes
-may share a file system and yet not see each other's locks, the name of a folder tells which kernel knows its lock.
+may share a file system and yet not see each other's locks, the name of a folder shows which kernel knows its lock.
 Folders from before a machine was rebooted are left to whatever cleans up its temporary files.
 
 Killed workers leave files in shared memory, too: torch makes a file in ``/dev/shm`` for each tensor that a worker

@@ -16,7 +16,7 @@ def waited_for() -> set[threading.Thread]:
 
 
 def abandon(threads: Iterable[threading.Thread]) -> None:
-    """Note threads that an earlier entry of a block has left behind."""
+    """Note threads that an earlier entry of a block has left."""
     _abandoned.update(threads)
 
 

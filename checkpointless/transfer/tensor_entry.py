@@ -1,4 +1,4 @@
-"""What one rank tells another about a tensor, before any of its bytes travel."""
+"""What one rank sends another about a tensor, before any of its bytes travel."""
 
 from __future__ import annotations
 

@@ -164,7 +164,7 @@ def notes() -> list[str]:
 
 
 def draw() -> str:
-    """The picture."""
+    """The drawing."""
     heads = "".join(
         f'<marker id="{name}" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="{size}" markerHeight="{size}" '
         f'orient="auto"><path d="M0 0 L8 4 L0 8 z" class="{name}"/></marker>'

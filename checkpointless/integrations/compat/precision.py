@@ -68,7 +68,7 @@ def unsupported_in_a_loop(modules: Iterable[object]) -> str | None:
         modules: the modules and all their parts; Megatron-core's have a ``config``.
 
     Returns:
-        One line that says what to set; None if there is no obstacle that a ``config`` tells of.
+        One line that says what to set; None if there is no obstacle in a ``config``.
     """
     for module in modules:
         config = getattr(module, "config", None)

@@ -6,7 +6,7 @@ modules of `checkpointless/integrations/megatron/cpu/` make up, and `uninstall()
 there before. `torch.cuda.is_available()` stays False: every caller gets the truth, and Lightning picks its CPU
 accelerator and gloo.
 
-Random numbers. A GPU has a separate generator beside the CPU's, and Megatron relies on that: its tracker swaps the
+Random numbers. A GPU has a separate generator next to the CPU's, and Megatron relies on that: its tracker swaps the
 state of the *CUDA* generator, so that dropout and initialisation inside `tracker.fork()` draw from the tracked
 stream, and it expects the CPU generator to be left alone. Here every tensor is a CPU tensor, so torch alone would
 draw everything from the CPU's default generator, and two streams that are separate on a GPU would be entangled: a
@@ -22,7 +22,7 @@ The platform therefore has a device stream: one `torch.Generator`, on which `tor
 and the CPU's default generator otherwise. The platform directs a draw by passing the generator to it; no state is
 swapped into the default generator. A swap would let `torch.get_rng_state()` inside a fork read the wrong stream
 (activation recomputation under sequence parallelism does just that), would let another thread draw from it, and
-could be left half done by an exception that arrives asynchronously. One case cannot be told apart: an in-place draw
+could be left half done by an exception that arrives asynchronously. One case is not distinguished: an in-place draw
 outside a fork on what would have been a CUDA tensor. It uses the CPU's generator, which is as deterministic and as
 much part of the state to be recovered, but is not the stream that a GPU would have used.
 """

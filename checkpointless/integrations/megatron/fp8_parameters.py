@@ -5,7 +5,7 @@ bytes and scales side by side. It is never held or sent. Like a 16-bit parameter
 parameters of all ranks, to the same bits: quantising depends on them, and with delayed scaling on the scales, which
 are buffers (:mod:`checkpointless.integrations.megatron.state`).
 
-Megatron quantises inside the update, but agrees with the other ranks on the largest values meanwhile. Behind the
+Megatron quantises inside the update, but agrees with the other ranks on the largest values meanwhile. After the
 lock of an update a rank must not wait for another one. So quantising is separated from the update, and is done
 before the gather.
 """

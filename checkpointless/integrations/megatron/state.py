@@ -75,7 +75,7 @@ class MegatronTensors(TrainingTensors):
     def _keys_of_experts(self) -> set[Key]:
         """Return the keys of the model's parameters that are experts', and of the optimizers' groups that have any.
 
-        What tells them is what Megatron itself goes by, in its buffers and in the groups of its optimizers.
+        They are known by what Megatron itself goes by, in its buffers and in the groups of its optimizers.
         """
         keys: set[Key] = {
             ("model", index, name)

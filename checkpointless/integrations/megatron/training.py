@@ -140,7 +140,7 @@ class MegatronTraining(LoopTraining):
 
     @override
     def _step_scheduler(self, scheduler: Any) -> None:
-        """Make one step of a scheduler, by as many samples as it was told."""
+        """Make one step of a scheduler, by as many samples as it is given."""
         if self._increment is None:
             scheduler.step()
         else:

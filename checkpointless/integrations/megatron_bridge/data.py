@@ -147,7 +147,7 @@ class Loaders:
         return passes
 
     def workers_of(self, iterator: object) -> WorkersIterator | None:
-        """Return torch's iterator with workers behind Bridge's over the training data; None if it has none now."""
+        """Return torch's iterator with workers inside Bridge's over the training data; None if it has none now."""
         inner = getattr(iterator, "iterable", None)
         if hasattr(inner, "_workers"):
             return cast("WorkersIterator", inner)

@@ -99,7 +99,7 @@ class BridgeGeneration:
             train_state.consumed_train_samples = before
 
     def _known_to_faults(self, built: _Built) -> _Built:
-        """Let faults of data loaders find the workers behind the iterators that Bridge has built."""
+        """Let faults of data loaders find the workers of the iterators that Bridge has built."""
         loaders, iterators = self.loaders, cast(Sequence[Any], built)
         if self.call.faults is not None and loaders is not None and iterators and iterators[0] is not None:
             train = weakref.ref(iterators[0][0] if isinstance(iterators[0], list) else iterators[0])
@@ -149,7 +149,7 @@ class BridgeGeneration:
         training.totals = totals
 
     def callbacks(self, inner: CallbackManager | None) -> CallbackManager:
-        """Return the user's callbacks, with what happens beside them when training and a step start."""
+        """Return the user's callbacks, with what happens in addition when training and a step start."""
         return Callbacks(inner, self)
 
     def end(self) -> None:

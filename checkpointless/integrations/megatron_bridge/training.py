@@ -39,7 +39,7 @@ class BridgeTraining(JournaledTraining):
     """A training of Megatron-Bridge, for :class:`~checkpointless.recovery.CheckpointManager`.
 
     Bridge has the loop. A step of the engine is an iteration of Bridge, counted from 1. Its state is kept at two
-    moments: ``COMMITTED``, when the update is applied and nothing that follows it has happened, and ``CHECKED``,
+    points: ``COMMITTED``, when the update is applied and nothing that follows it has happened, and ``CHECKED``,
     when the next iteration begins. What lies between (the scheduler's step, counters, logging, a validation, a
     save) is gone through again if training resumes at the first: Bridge makes the step once more, and forward,
     backward and update give what they gave before.
@@ -176,7 +176,7 @@ class BridgeTraining(JournaledTraining):
         self._losses = losses
 
     def end_step(self, reduced: Mapping[str, torch.Tensor]) -> None:
-        """Record the step, whose update and schedulers are behind it.
+        """Record the step, whose update and schedulers are done.
 
         Args:
             reduced: the losses that Bridge reports, by name; none on a rank that is not in the last pipeline stage.

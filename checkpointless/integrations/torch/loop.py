@@ -255,7 +255,7 @@ class LoopTraining(JournaledTraining, ABC):
             self._call.enter_phase("between", self.step)
 
     def stop(self) -> None:
-        """Make the step in progress the last one of the training: :meth:`steps` yields none behind it.
+        """Make the step in progress the last one of the training: :meth:`steps` yields none after it.
 
         It is called before the :meth:`update` of that step. If one rank calls it, the training stops on all. A loop
         that is left by ``break`` would go on after a fault.

@@ -189,7 +189,7 @@ class TorchTensors(TrainingTensors):
 
     @override
     def replica_groups(self, keys: Iterable[Key]) -> Mapping[Group, Sequence[Key]]:
-        """Return ``keys`` by holders, as meshes tell; the state of an optimizer has those of its parameter."""
+        """Return ``keys`` by holders, according to meshes; the state of an optimizer has those of its parameter."""
         if self._told is not None:
             return {self._told: list(keys)}
         found: dict[Group, list[Key]] = defaultdict(list)

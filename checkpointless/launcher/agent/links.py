@@ -71,7 +71,7 @@ class Link(abc.ABC):
 
     @abc.abstractmethod
     def report(self, message: NodeMessage) -> None:
-        """Take what the agent tells the coordinator."""
+        """Take what the agent reports to the coordinator."""
 
     @abc.abstractmethod
     def deliver(self, agent: NodeAgent, now_s: float) -> None:
@@ -107,7 +107,7 @@ class _LocalCoordinatorLink(Link):
         self._until_s: float | None = None
 
     def report(self, message: NodeMessage) -> None:
-        """Take what the agent tells the coordinator."""
+        """Take what the agent reports to the coordinator."""
         self._reports.append(message)
 
     def deliver(self, agent: NodeAgent, now_s: float) -> None:
@@ -186,7 +186,7 @@ class _RemoteCoordinatorLink(Link):
         self._channel = self._open(joining)
 
     def report(self, message: NodeMessage) -> None:
-        """Take what the agent tells the coordinator."""
+        """Take what the agent reports to the coordinator."""
         if self._search is None:
             self._channel.send(message)
         elif isinstance(message, _KEPT):

@@ -1,7 +1,7 @@
 """A node's agent: it starts the ranks of the node, listens to them and does what the coordinator says.
 
-It watches their boards, and tells the coordinator how far they have come and which are silent; and their processes,
-once these have only to end: those that others wait for are named, and those that idle are ended.
+It watches their boards, and reports to the coordinator how far they have come and which are silent; and their
+processes, once these have only to end: those that others wait for are named, and those that idle are ended.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ class _BeatWatch:
         """Begin to watch a generation.
 
         Args:
-            target: the step from which the coordinator counts the ranks as recovered; it is told of that at once.
+            target: the step from which the coordinator counts the ranks as recovered; it hears of that at once.
             began_after: the highest step that was known to be committed when the generation began.
         """
         self._target, self._began_after = target, began_after
@@ -206,7 +206,7 @@ class _BeatWatch:
         self.forget_told()
 
     def forget_told(self) -> None:
-        """Tell the coordinator everything again: it is another one, or the generation is."""
+        """Report everything to the coordinator again: it is another one, or the generation is."""
         self._told_progress, self._told_silent, self._told_shards = None, False, []
 
     def look(self, ranks: Collection[LocalRank], generation: int, now_s: float) -> None:
@@ -446,9 +446,9 @@ class NodeAgent:
         self._close_store()
 
     def _leave(self, reason: str, number: int = signal.SIGTERM) -> None:
-        """End the job on this node, and tell the coordinator that the node no longer takes part.
+        """End the job on this node, and report to the coordinator that the node no longer takes part.
 
-        It is told when the first rank has ended: the other nodes may be about to get the same signal, and what
+        It hears when the first rank has ended: the other nodes may be about to get the same signal, and what
         their ranks do then must not be interrupted because this node is lost.
         """
         self._farewell = Leaving(reason)

@@ -141,7 +141,7 @@ class RankClient(abc.ABC):
     def report_fault(
         self, generation: int, *, error: str, message: str, traceback: str, step: int, victim: bool
     ) -> None:
-        """Tell the agent that this rank failed, by a :class:`.FaultReport`."""
+        """Report to the agent that this rank failed, by a :class:`.FaultReport`."""
         cause = exception_cause(self.rank, error, message, traceback, step, victim)
         self._send(FaultReport(generation, cause))
 
@@ -359,7 +359,7 @@ class FaultLimits:
     """The agent's limits on incidents, applied by the ranks themselves to what they report.
 
     Attributes:
-        high_water: the highest optimizer step that must have been committed, as far as reports tell (-1: none).
+        high_water: the highest optimizer step that must have been committed, according to reports (-1: none).
     """
 
     def __init__(self) -> None:

@@ -187,7 +187,7 @@ class _VendorAgent:
                     raise RuntimeError(f"no start message arrived ({error}): {_HOW}") from error
 
     def pass_barrier(self) -> None:
-        """Tell the agent that this rank has heard of the start."""
+        """Report to the agent that this rank has heard of the start."""
         self._client.hyperpod_past_rcb_barrier()
 
     def report_fault(self, rank: int, reason: str, message: str, in_place: bool) -> None:

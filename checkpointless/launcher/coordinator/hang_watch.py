@@ -1,6 +1,6 @@
 """The coordinator's watch over ranks without progress: it asks where they stand and reports what it waits for.
 
-The policy that tells hangs from waits and from shared stalls comes first, as pure functions of plain values.
+The policy that separates hangs from waits and from shared stalls comes first, as pure functions of plain values.
 """
 
 from __future__ import annotations
@@ -286,9 +286,9 @@ def _behind(launched: _Launched) -> frozenset[int]:
 def _stances_of(answers: Mapping[int, Whereabouts], is_complete: bool) -> dict[int, _Stance]:
     """Return where each rank stands that has answered.
 
-    The stack of a rank whose launches return at once tells nothing. It waits if it is ahead of a peer; it holds the
-    others up if it alone is behind. If several are, they may wait for each other in a way that nobody counts. If
-    not all have answered, whoever is behind may be ahead of one that has not.
+    The stack of a rank whose launches return at once shows nothing. It waits if it is ahead of a peer; it holds the
+    others up if it alone is late. If several are, they may wait for each other in a way that nobody counts. If
+    not all have answered, whoever is late may be ahead of one that has not.
 
     Args:
         is_complete: whether every rank that is in its block has answered.

@@ -4,7 +4,7 @@ What a job is recovering from: the incident that is open, how far up its recover
 
 An incident is open from its first cause until all ranks are together again. It is then recovering until the ranks
 have made the step that it interrupted, or until the block has returned if no step was left. If the next fault comes
-first, the incident is escalated: the next one tells the rest.
+first, the incident is escalated: the next one reports the rest.
 
 A fault counts from when it happened, as far as that is known, and not from when it was noticed: a rank that hangs
 from its last progress, a node that is silent from its last word. All figures follow from that, through the
@@ -333,7 +333,7 @@ class _IncidentTracker:
             self.recovering.together_at_s, self.recovering.target = time.monotonic(), target
 
     def step_up(self, rung: Rung, why: str) -> None:
-        """Raise the incident that is not over to ``rung``, if its recovery has not gone that far up yet."""
+        """Raise the incident that is not over to this recovery level, if its recovery is still below it."""
         incident = self.open or self.recovering
         if incident is not None and rung > incident.rung:
             incident.rung = rung
@@ -351,7 +351,7 @@ class _IncidentTracker:
             self._say(f"incident {self.recovering.id}: {why}")
 
     def not_exact(self, rank: int, generation: int, reason: str) -> None:
-        """Record that a step that is made again is not the one that it was."""
+        """Record that a redone step is not the one that it was."""
         if generation != self.generation:
             return
         incident = self.recovering or self._overtaken or self._resumed

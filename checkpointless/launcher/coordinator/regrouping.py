@@ -84,7 +84,7 @@ class Processes:
                 self._start(rank, anyway)
 
     def was_asked_for(self, rank: Rank) -> bool:
-        """Return whether the rank's node was told to start the rank's newest process, so that it can exist."""
+        """Return whether the rank's node was asked to start the rank's newest process, so that it can exist."""
         incarnation, _ = self._to_start.get(rank.number, (None, False))
         return incarnation != rank.incarnation
 

@@ -1,1 +1,1 @@
-"""What is said between ranks, agents and the coordinator: messages, causes and states, and the ways they travel."""
+"""What travels between ranks, agents and the coordinator: messages, causes and states, and the ways they travel."""

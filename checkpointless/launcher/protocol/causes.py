@@ -69,7 +69,7 @@ def exit_cause(rank: int, code: int, step: int, when: str = "") -> Cause:
 
     Args:
         code: the exit code of the process, or minus the number of the signal that killed it.
-        when: more about the moment, where there is no step.
+        when: more about the time, where there is no step.
     """
     when = f" {when}" if when else ""
     if code < 0:

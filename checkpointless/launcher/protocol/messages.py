@@ -136,7 +136,7 @@ class Go(Message, frozen=True, tag="go"):
 
 
 class FaultNotice(Message, frozen=True, tag="fault"):
-    """Generation ``generation`` is over: the coordinator tells the nodes, and they tell their ranks that are in it.
+    """Generation ``generation`` is over: the coordinator notifies the nodes, and they notify their ranks in it.
 
     Attributes:
         incident: the incident that ended it.
@@ -155,7 +155,7 @@ class FaultNotice(Message, frozen=True, tag="fault"):
 class HandOver(Message, frozen=True, tag="hand-over"):
     """Processes at the barrier after ``generation`` hand their state to successors, and end.
 
-    The coordinator tells the nodes, and they tell their ranks.
+    The coordinator notifies the nodes, and they notify their ranks.
 
     Attributes:
         high_water: the highest optimizer step that any rank was ever seen to commit (-1: none).

@@ -81,7 +81,7 @@ class Standing(Message, frozen=True, tag="standing"):
     Attributes:
         generation: the generation that began last on this node (-1: none).
         incident: number of the last incident that the node heard of (0: none).
-        high_water: the highest optimizer step that any rank has committed, as the node was told (-1: none).
+        high_water: the highest optimizer step that any rank has committed, as the node has heard (-1: none).
         finished: whether every rank's block has returned.
     """
 
@@ -269,7 +269,7 @@ class JobOver(Message, frozen=True, tag="over"):
 
 
 class Leaving(Message, frozen=True, tag="leaving"):
-    """The node no longer takes part: its agent was told to stop, or can no longer start processes."""
+    """The node no longer takes part: its agent was asked to stop, or can no longer start processes."""
 
     reason: str
 

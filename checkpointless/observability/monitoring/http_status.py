@@ -129,7 +129,7 @@ class _StatusHandler(BaseHTTPRequestHandler):
         self._send(_Page(status, TEXT, f"{status.phrase}\n{paths}".encode()))
 
     def version_string(self) -> str:
-        """Return a name that does not tell which Python this is."""
+        """Return a name without the version of Python."""
         return "checkpointless"
 
     def log_message(self, format: str, *args: object) -> None:

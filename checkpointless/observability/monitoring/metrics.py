@@ -106,8 +106,8 @@ class JobStatus:
         cause: how the cause of the incident in progress came about: ``exception``, ``hang``, ``SIGKILL``...
         causes: how many incidents the ranks have met again after, by how the incident's cause came about.
         recoveries: time from the fault until the lost step was made, of the incidents after which it was made.
-        rungs: the times in ``recoveries``, by how far up the recovery went (the labels of
-            :class:`~checkpointless.observability.report.incidents.Rung`).
+        rungs: the times in ``recoveries``, by recovery level, as labelled by
+            :class:`~checkpointless.observability.telemetry.event_names.Rung`.
         inexact: after how many incidents the job resumed, and was another one.
     """
 
@@ -153,7 +153,7 @@ class Snapshot:
     job: JobStatus | None = None
 
     def health(self, now_s: float) -> tuple[bool, str]:
-        """Return whether the loop turns and the job goes on, and a short text that says so."""
+        """Return whether the loop turns and the job goes on, and that as a short text."""
         if self.looked_at_s is None:
             return False, "the agent has not joined the job yet"
         if self.exit_code is not None:
@@ -181,7 +181,7 @@ class _Account:
     """What the run's time was spent on so far, as its report says it.
 
     Attributes:
-        first_step: the first step of the job; None if no event says so.
+        first_step: the first step of the job; None if not known.
         last_step: the newest step that any event mentions; None if none does.
         step_s: duration of an undisturbed step, in seconds; None if not known.
         ettr: effective training time over wall-clock time; None if not known.
@@ -233,7 +233,7 @@ class RunLog:
         """Return at once what is known, and keep it up to date for a while; one thread at a time may call this.
 
         Args:
-            high_water: the newest committed step, which events tell only once per minute.
+            high_water: the newest committed step, which events report only once per minute.
             has_account: whether an account is made, for which the events of all nodes are kept.
         """
         self._asked_at_s = time.monotonic()
@@ -330,7 +330,7 @@ class _EventMetric:
     Attributes:
         name: its name, without ``checkpointless_`` before it and ``_total`` after it.
         edge: the edge that counts; None: all.
-        amount: returns what an event adds, or the duration that it tells of; None: nothing.
+        amount: returns what an event adds, or the duration in it; None: nothing.
         label: a label ("" without one).
         of: returns the value of the label.
         values: values of the label that are there from the start.

@@ -33,9 +33,9 @@ class IncidentSummary:
     """Summary of one incident.
 
     Attributes:
-        cause: what went wrong, in one line ("" if no event says so).
+        cause: what went wrong, in one line ("" if not known).
         culprit: rank that failed; None if no event names one.
-        how: how the fault was detected ("" if no event says so).
+        how: how the fault was detected ("" if not known).
         start_ns: start in UTC nanoseconds: when the fault happened if that is known, else the first event. A hang
             counts from the last progress of the rank that hangs, a silent node from its last word.
         end_ns: end in UTC nanoseconds: the end of the last rank's ``first_step``, as far as known; None unless
@@ -47,12 +47,12 @@ class IncidentSummary:
         tiers: ranks that were filled from copies, by the name of the tier that had them.
         peak_growth_bytes: largest growth of host memory, from the fault until the state was back, on any rank that
             survived the fault; None if no rank reported it.
-        steps_up: reason for each rung above ``in-process`` that the recovery needed, in the order of the rungs.
+        steps_up: reason for each recovery level above ``in-process`` that was needed, in the order of the levels.
         tiles_s: seconds of the incident by stage, without overlap: a stage lasts from the end of the previous stage
             until the last rank has finished it. They add up to ``headline_s`` if a step was left to train.
         injected: spec of the injected fault ("" if none was injected).
-        committed: newest optimizer step that a rank had committed (0: none); None if no event says so.
-        resumed_after: step after which training actually resumed; None if no event says so.
+        committed: newest optimizer step that a rank had committed (0: none); None if not known.
+        resumed_after: step after which training actually resumed; None if not known.
         reason: why recovery was refused or broke off ("" if it was not).
         inexact: in what training is another one than before the fault ("" if it is not, as far as is known).
     """
@@ -221,7 +221,7 @@ def _summary(incident: str, events: Sequence[Event], log: _Log, superseded: bool
 
 
 def _inexact(events: Sequence[Event]) -> str:
-    """Return in what a step is another one since it was made again, as the first of the ranks says."""
+    """Return in what a redone step is another one, as the first of the ranks says."""
     said = {event.rank: event.fields.get("reason") for event in events if event.stage == EventName.INEXACT}
     return next((f"rank {rank}: {why or 'another step'}" for rank, why in said.items()), "")
 
@@ -325,7 +325,7 @@ def _end(events: Sequence[Event], generation: int, ended_well: bool) -> Event | 
 
 
 def _tiles(events: Sequence[Event], start_ns: int, noticed_ns: int | None, end: Event | None) -> dict[str, float]:
-    """Divide the time of an incident at the moments at which the last rank ended each stage."""
+    """Divide the time of an incident at the times at which the last rank ended each stage."""
     ended_ns: dict[str, int] = {}
     for event in events:
         is_go = event.stage == EventName.GO
@@ -384,7 +384,7 @@ def _ranks(value: object) -> tuple[int, ...]:
 
 
 def _steps_up(events: Sequence[Event]) -> dict[Rung, str]:
-    """Return why each rung was needed.
+    """Return why each recovery level was needed.
 
     Ranks that load from storage know the reason better than an agent that sees it later.
     """

@@ -47,13 +47,13 @@ class _Period:
 
 @dataclass(frozen=True)
 class _Milestones:
-    """The moments that divide a run's time, in UTC nanoseconds.
+    """The times that divide a run's time, in UTC nanoseconds.
 
     Attributes:
         end_ns: the end of the job; its last event while there is no end.
-        trains_ns: when the last rank of the first generation began its first step, or if no event says so, when
+        trains_ns: when the last rank of the first generation began its first step, or if that is not known, when
             that generation began; None if no event says that either.
-        trained_ns: when the last rank had finished its last step; None if no event says so.
+        trained_ns: when the last rank had finished its last step; None if not known.
     """
 
     begin_ns: int
@@ -92,7 +92,7 @@ class _TimeAccount:
 
 
 def _milestones(events: Iterable[Event]) -> _Milestones | None:
-    """Return the moments at which the run began, trained and ended, or None without events."""
+    """Return the times at which the run began, trained and ended, or None without events."""
     begin_ns: int | None = None
     last_ns = 0
     job_ns: int | None = None
@@ -169,9 +169,9 @@ def _account(marks: _Milestones, incidents: Sequence[IncidentSummary], step_s: f
 
 
 def _step_time_s(events: Iterable[Event], incidents: Sequence[IncidentSummary]) -> float | None:
-    """Return the seconds per optimizer step in undisturbed training; None if no two moments of a generation say so.
+    """Return the seconds per optimizer step in undisturbed training; None if no generation has two known steps.
 
-    This is the time between the first step of each generation and the last moment at which its progress is known (a
+    This is the time between the first step of each generation and the last time at which its progress is known (a
     fault, the end of training, or an agent's note), divided by the number of steps in that time. It includes the
     other work of a training loop: validation, checkpoints, and the part of a step that a fault interrupted.
     """
@@ -424,11 +424,11 @@ class _Run:
     """A run as a whole, without its incidents.
 
     Attributes:
-        reason: why the run failed ("" if it did not, or if no event says so).
-        nnodes: number of nodes; None if no event says so.
-        nproc: number of ranks; None if no event says so.
+        reason: why the run failed ("" if it did not, or if that is not known).
+        nnodes: number of nodes; None if not known.
+        nproc: number of ranks; None if not known.
         begin_ns: UTC nanoseconds of the run's first event; None without events.
-        first_step: step that the run began with; None if no event says so.
+        first_step: step that the run began with; None if not known.
         last_step: newest step that any event mentions; None if none does.
         step_s: duration of an undisturbed step, in seconds; None if not known.
         samples_per_step: number of samples that the whole job processes in a step; None if not known.
@@ -521,7 +521,7 @@ class Report:
 
     @property
     def steps_lost(self) -> int | None:
-        """The number of committed steps that had to be repeated; None if one incident does not tell."""
+        """The number of committed steps that had to be repeated; None if it is not known of one incident."""
         lost = [incident.steps_lost for incident in self.incidents if incident.has_resumed]
         known = [each for each in lost if each is not None]
         return sum(known) if len(known) == len(lost) else None
@@ -615,7 +615,7 @@ def _in_order(events: Sequence[Event], name: EventName) -> list[tuple[int | None
 def as_json(report: Report) -> str:
     """Return the report as a JSON document.
 
-    Durations are in seconds, moments are in UTC as ISO 8601, and unknown values are null.
+    Durations are in seconds, times are in UTC as ISO 8601, and unknown values are null.
     """
     run, spent = report.run, report.spent
     document: dict[str, Any] = {

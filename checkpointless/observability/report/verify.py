@@ -203,13 +203,13 @@ def compare(
     Every rank of either run should have every step from the first to the last step of each fit of either run, once.
     If a step was recorded more than once, its last record is compared; if the run had to go back, because no rank
     held the newest state, every record is. What one of the runs never recorded (an older recording, or a callback
-    that only the other run has) is not compared, and the verdict says so.
+    that only the other run has) is not compared, and the verdict names it.
 
     Args:
         a: steps of run A, as :func:`~checkpointless.observability.telemetry.steps.read_steps` returns them.
         b: steps of run B, as :func:`~checkpointless.observability.telemetry.steps.read_steps` returns them.
         without: what is not compared.
-        gone_back: for each run, the committed steps that no rank held any more, so that they were made again.
+        gone_back: for each run, the committed steps that no rank held any more, so that they were redone.
     """
     made = {_Run.A: _by_place(a), _Run.B: _by_place(b)}
     due = {(rank, step) for rank in {*a, *b} for step in _expected([*a.values(), *b.values()])}

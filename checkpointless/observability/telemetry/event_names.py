@@ -6,7 +6,7 @@ import enum
 
 
 class EventName(str, enum.Enum):
-    """What an event of the log tells. A member is equal to its name, and is written as it."""
+    """What an event of the log reports. A member is equal to its name, and is written as it."""
 
     # The job, from its begin to its end.
     JOB = "job"  # the job began on a node, or has ended
@@ -102,5 +102,5 @@ class Rung(enum.IntEnum):
 
     @property
     def label(self) -> str:
-        """The name of the rung in events and tables."""
+        """The name of the level in events and tables."""
         return self.name.lower().replace("_", "-")

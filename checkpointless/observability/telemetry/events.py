@@ -47,7 +47,7 @@ class Event:
         mono: monotonic clock, in nanoseconds; comparable between the processes of one node.
         rank: rank that the event is about; None for an agent's own event.
         incident: id of the incident that the event belongs to; None if it belongs to none.
-        stage: what the event tells; a plain word if a newer version's log names what this version does not know.
+        stage: what the event reports; a plain word if a newer version's log names what this version does not know.
         edge: ``begin`` or ``end`` of a span, or a ``point`` in time.
         fields: further fields of the line (bytes, sources, seconds, cause, ...).
     """
@@ -70,7 +70,7 @@ class EventLog:
     A caller of :meth:`emit` never waits for the disk and never fails because of it: a thread of the process
     (:mod:`checkpointless.observability.telemetry.scribe`) writes the events in the order in which they were
     emitted. Every line is one ``write(2)`` to a file opened with ``O_APPEND``, so lines never mix. No descriptor is
-    held between lines: the log survives forks and clean-ups, and leaves nothing behind. Lines that cannot be
+    held between lines: the log survives forks and clean-ups, and leaves nothing open. Lines that cannot be
     written (disk full, directory gone), and lines that come while thousands wait for a stalled disk, are dropped;
     one line says how many, once lines can be written again. Points outside of incidents are dropped first.
 

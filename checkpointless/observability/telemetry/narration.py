@@ -128,7 +128,7 @@ class Narrator:
     """Turns the events of a job into a block of a dozen lines per incident.
 
     Args:
-        pid: id of the coordinator's process; only incidents that it detected are told.
+        pid: id of the coordinator's process; only incidents that it detected are shown.
         logs: directory of the logs; None: the usual one in ``run_dir``.
     """
 
@@ -179,7 +179,7 @@ class Narrator:
                 yield from self.close()
 
     def tick(self, now_s: float) -> Iterator[str]:
-        """Yield a line if imports take long, or if nothing was told of an open incident for some time."""
+        """Yield a line if imports take long, or if nothing was shown of an open incident for some time."""
         yield from self._still_importing(now_s)
         incident = self._incident
         if incident is None or incident.closing or now_s - incident.last_words_s < _SILENCE_S:

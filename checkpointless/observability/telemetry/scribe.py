@@ -40,7 +40,7 @@ class _Scribe:
 
     :meth:`put` never waits. It changes shared state only through single calls of C functions, so that an exception
     that another thread raises in the main thread at any instruction (as a fault of another rank does) neither leaks
-    a lock nor starts a second writer. The first function that is put starts the thread. A forked child begins anew:
+    a lock nor starts a second writer. The first function that is put starts the thread. A forked child is empty:
     what was put before the fork is left to the parent.
     """
 
@@ -48,7 +48,7 @@ class _Scribe:
         self.forget()
 
     def forget(self) -> None:
-        """Begin anew in a forked child: the queue is the parent's, and its thread does not exist here."""
+        """Start empty in a forked child: the queue is the parent's, and its thread does not exist here."""
         self._waiting: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._at_work = _thread.allocate_lock()  # held by the thread
         self._done = 0  # how many functions were run

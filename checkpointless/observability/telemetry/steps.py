@@ -104,7 +104,7 @@ class Recording(dict[int, Sequence[StepRecord]]):
 
 
 class StepLog:
-    """Appends what a rank computed to ``<run dir>/steps/rank-N.jsonl`` and to files beside it.
+    """Appends what a rank computed to ``<run dir>/steps/rank-N.jsonl`` and to files next to it.
 
     Each line has been handed to the kernel when :meth:`record` returns, so it survives the death of the process,
     unless the disk stalls for longer than a second: that must not keep the rank from taking part in a recovery. A

@@ -1,4 +1,4 @@
-"""Checkpoints in a directory of the node: the rung below recovery from memory and above shared storage."""
+"""Checkpoints in a directory of the node: the level below recovery from memory and above shared storage."""
 
 from checkpointless.replication.agreement import LocalCheckpointError, NoReplicasAvailableError
 from checkpointless.replication.local_checkpoint.manager import AsyncRequest, AsyncSave, LocalCheckpointManager

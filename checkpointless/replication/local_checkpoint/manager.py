@@ -1,9 +1,9 @@
-"""Checkpoints in a directory of each node: the rung below recovery from memory and above shared storage.
+"""Checkpoints in a directory of each node: the level below recovery from memory and above shared storage.
 
 Every rank writes its part into its node's directory. With a replication strategy
 (:mod:`checkpointless.replication.local_checkpoint.replication`), the other ranks of its clique write it into
 theirs, too. A search finds the newest save of which every part is undamaged somewhere. All ranks decide alike,
-since they decide by what they have told each other.
+since they decide by what they have sent each other.
 
 A save that is made while training goes on: a request that a framework's queue, or a thread, carries out.
 """

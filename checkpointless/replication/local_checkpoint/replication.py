@@ -265,7 +265,7 @@ class CliqueReplicationStrategy(ReplicationStrategy):
 class LazyReplicationStrategyBuilder(ReplicationStrategy, Generic[_Eager]):
     """A replication strategy that is made when it is first used, because process groups do not exist before.
 
-    If the job's process groups are made anew after a fault, so is the strategy. The first use is collective: every
+    If the job's process groups are rebuilt after a fault, so is the strategy. The first use is collective: every
     rank of the job takes part. A subclass says what is made, in ``_eager_build``.
     """
 

@@ -48,7 +48,7 @@ class _Lineage:
 
     Attributes:
         begun: the generations, and the step after which each began, both in ascending order. Those whose steps were
-            all made again are left out.
+            all redone are left out.
     """
 
     job: str

@@ -5,7 +5,7 @@ folder of shared memory that the agent has made for this user only. The successo
 and holds the state as if it had lived through the fault: the ranks decide on it like on any other. Nothing is
 unpickled. The file stays until training goes on, so that a further process of the rank finds it, too.
 
-The rung between living replicas and storage: every rank is filled from a copy of one step that a tier has.
+The level between living replicas and storage: every rank is filled from a copy of one step that a tier has.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class RankLocal:
         streams: Iterable[tuple[int, RngStates]],
         moments: Iterable[tuple[int, SnapshotPoint]],
     ) -> RankLocal:
-        """Return what ``own`` has: streams, and the records of its buffers at some moments."""
+        """Return what ``own`` has: streams, and the records of its buffers at some snapshots."""
         records = [(step, stage, own.buffers.record(step, stage, own_board())) for step, stage in moments]
         known = [(step, stage, record) for step, stage, record in records if record is not None]
         return cls(tuple(streams), own.streams.data_start(), known)
@@ -177,9 +177,9 @@ class _Row:
 
 
 def snapshot_of(journal: StepJournal, own: RankLocalState, step: int, fit: int, offset: int) -> Snapshot | None:
-    """Return the state of this rank after ``step``, its tensors as they live; None if it has no such moment.
+    """Return the state of this rank after ``step``, its tensors as they live; None if it has no such snapshot.
 
-    The tensors are those from which, with all other ranks', model and optimizer can be made again.
+    The tensors are those from which, with all other ranks', model and optimizer can be rebuilt.
 
     Args:
         journal: that of the training, right after the update.

@@ -74,10 +74,10 @@ def require_same_step(done: int) -> None:
     """Refuse a job whose ranks begin at different steps. Collective.
 
     Args:
-        done: how many steps were made before the job, as this rank was told.
+        done: how many steps were made before the job, as this rank was given it.
 
     Raises:
-        UnrecoverableError: another rank was told another number.
+        UnrecoverableError: another rank was given another number.
     """
     most = torch.tensor([done, -done], device=wire_device())
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
@@ -95,11 +95,11 @@ def _require_the_same(
     digests: Sequence[Sequence[str | None]],
     reason: str,
 ) -> None:
-    """Raise if holders of a group have told different digests. Collective, if they have.
+    """Raise if holders of a group have sent different digests. Collective, if they have.
 
     Args:
         known: the groups of each rank.
-        reason: what is said then, with places for ``rank`` and ``first``.
+        reason: what the error says then, with places for ``rank`` and ``first``.
     """
     found: dict[Group, tuple[int, str | None]] = {}
     for rank, mine in enumerate(digests):

@@ -19,7 +19,7 @@ def english() -> bytes:
 
 
 class TextWindows(Dataset):
-    """Dataset of back-to-back windows of `text`, in an order that `seed` shuffles anew for every pass over it.
+    """Dataset of back-to-back windows of `text`, in an order that `seed` shuffles again for every pass over it.
 
     Item `i` depends on `i`, `seed` and the text alone, never on the process, the rank or what was read before.
 

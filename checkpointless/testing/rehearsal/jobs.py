@@ -152,7 +152,7 @@ class _Job:
         return None
 
     def end(self) -> None:
-        """Tell the job to end; :meth:`look` kills it if it does not."""
+        """Ask the job to end; :meth:`look` kills it if it does not."""
         self._kill_at_s = time.monotonic() + _END_S
         self._agent.send(signal.SIGTERM)
 

@@ -201,7 +201,7 @@ class TorchSteps:
 
 
 class _ObservedOptimization(_AutomaticOptimization):
-    """Lightning's automatic optimization of a batch, which tells :class:`TorchSteps` what it does.
+    """Lightning's automatic optimization of a batch, which reports to :class:`TorchSteps` what it does.
 
     Attributes:
         closure: what computes the batch; None: the batch is replayed, or there was none.
@@ -212,7 +212,7 @@ class _ObservedOptimization(_AutomaticOptimization):
 
     @classmethod
     def adopt(cls, trainer: pl.Trainer, steps: TorchSteps) -> _ObservedOptimization:
-        """Make the automatic optimization of ``trainer`` tell ``steps``, in place."""
+        """Make the automatic optimization of ``trainer`` report to ``steps``, in place."""
         loop: Any = trainer.fit_loop.epoch_loop.automatic_optimization
         loop.__class__ = cls
         loop.steps, loop.closure = steps, None

@@ -72,7 +72,7 @@ class CheckpointlessCompatibleConnector(CheckpointConnector):
 
     @override
     def resume_end(self) -> None:
-        """End the restore, and tell the strategy that the state is whole from now on."""
+        """End the restore, and notify the strategy that the state is whole from now on."""
         super().resume_end()
         restored = getattr(self.trainer.strategy, "restored", None)
         if restored is not None and self._fits:

@@ -138,7 +138,7 @@ def _calculator() -> Any:
 
 
 def samples_per_step(trainer: pl.Trainer) -> int | None:
-    """Return how many samples the whole job takes per step; None if no Megatron sampler says so, or it varies."""
+    """Return how many samples the whole job takes per step; None if there is no Megatron sampler, or it varies."""
     sampler = megatron_sampler(trainer)
     size = getattr(sampler, "global_batch_size", None)
     return size if isinstance(size, int) and not getattr(sampler, "rampup_batch_size", None) else None

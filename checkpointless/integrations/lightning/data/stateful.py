@@ -57,7 +57,7 @@ def repeat_order(loader: Iterable[object], starts: Starts, position: DataPositio
 def begin_anew(loader: Iterable[object]) -> None:
     """Let the next pass of a loader begin at its beginning: the one that it was brought back to was over.
 
-    torchdata's ``StatefulDistributedSampler`` takes the place that it was told for that of the pass begun next.
+    torchdata's ``StatefulDistributedSampler`` takes the place that it was given for that of the pass begun next.
     """
     for sampler in samplers_of(loader):
         if getattr(sampler, "next_yielded", None) is not None:

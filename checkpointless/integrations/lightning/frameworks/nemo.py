@@ -72,7 +72,7 @@ def _log_files() -> set[logging.Handler]:
 def _unwrap_data_fetchers() -> None:
     """Remove the wrapper that NeMo's strategy puts around Lightning's fetcher selection at every set-up.
 
-    NeMo wraps the module's function anew each time, so the call stack would grow by one level per generation.
+    NeMo wraps the module's function again each time, so the call stack would grow by one level per generation.
     """
     for module in (fit_loop, evaluation_loop, prediction_loop):
         module._select_data_fetcher = inspect.unwrap(module._select_data_fetcher)  # type: ignore[attr-defined]

@@ -118,7 +118,7 @@ _NEW_TENSOR_METHODS = ("new_tensor", "new_empty", "new_zeros", "new_ones", "new_
 
 
 def placement_rows() -> list[Patch]:
-    """Return the replacements in torch of what creates or moves a tensor or a module, or tells a tensor's type."""
+    """Return the replacements in torch of what creates or moves tensors or modules, or returns a tensor's type."""
     table = [
         Patch(torch.Tensor, "cuda", lambda _: itself, "a tensor is already where it should be"),
         Patch(torch.Tensor, "pin_memory", lambda _: itself, "pinning needs a CUDA driver"),

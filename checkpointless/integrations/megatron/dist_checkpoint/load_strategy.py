@@ -610,7 +610,7 @@ class Table:
 
     @classmethod
     def of(cls, everybodys: Sequence[Mapping[str, Parsed]]) -> Table:
-        """Return the table of what each rank has told of its wishes."""
+        """Return the table of what each rank has reported as its wishes."""
         about = {id_: facts for each in everybodys for id_, facts in each.items()}
         ids = tuple(sorted(about))
         numbers = {id_: number for number, id_ in enumerate(ids)}

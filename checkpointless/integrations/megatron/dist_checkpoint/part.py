@@ -155,7 +155,7 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
     @property
     def id(self) -> str:
-        """The name that ranks tell each other: the xxh3-128 of all fields, 32 hexadecimal digits."""
+        """The name that ranks send each other: the xxh3-128 of all fields, 32 hexadecimal digits."""
         return xxhash.xxh3_128_hexdigest(msgspec.json.encode(self))
 
     @property

@@ -279,7 +279,7 @@ class Printed:
     leave running.
 
     Args:
-        outlets: are called with all output, in order; they wait for a moment at most.
+        outlets: are called with all output, in order; they wait only briefly.
     """
 
     def __init__(self, path: Path, *outlets: Callable[[bytes], None]) -> None:
@@ -325,7 +325,7 @@ class Printed:
 class Output:
     """Takes what the processes of a node print, to log files and to the terminal.
 
-    A thread empties all pipes. It does not wait for a terminal, and for a disk only for a moment, so that no rank
+    A thread empties all pipes. It does not wait for a terminal, and for a disk only briefly, so that no rank
     does. One thread for the files and one for the terminal wait in its place; what they cannot pass on is left out
     and counted.
 

@@ -542,7 +542,7 @@ class ProcessKeeper:
             self.kill(rank)
 
     def report_again(self) -> None:
-        """Report anew what a coordinator may not have heard of: bad devices, and how processes ended."""
+        """Report again what a coordinator may not have heard of: bad devices, and how processes ended."""
         self._checks.report_again()
         for rank in self.ranks.values():
             if rank.ended is not None:

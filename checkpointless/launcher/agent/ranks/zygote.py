@@ -78,7 +78,7 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
-    """The zygote has imported what it was told to.
+    """The zygote has imported what it was asked for.
 
     Attributes:
         can_fork: whether ranks may be forked from it (no CUDA context exists).
