@@ -371,10 +371,15 @@ class _EventLine(msgspec.Struct):
     undetected_s: _Seconds | None = None
 
 
+_MOST_STARTS = 64  # at which a line may begin again after a torn one
+
+
 def _object_of(line: bytes) -> dict[str, Any] | None:
     """Return the object that a line is, or that follows the torn beginning of another line; None without one."""
     start = line.find(b"{")
-    while start >= 0:
+    for _ in range(_MOST_STARTS):
+        if start < 0:
+            return None
         try:
             record = json.loads(line[start:], parse_constant=_refuse)
         except (ValueError, RecursionError):
