@@ -257,7 +257,7 @@ def _socket_inode(descriptor: int) -> int | None:
 
 
 def _is_stores(candidate: socket.socket) -> bool:
-    """Return whether a socket is connected to the store of this generation, which its port tells."""
+    """Return whether a socket is connected to the store of this generation, by its port."""
     try:
         return str(candidate.getpeername()[1]) == os.environ.get(MASTER_PORT_ENV)
     except OSError:

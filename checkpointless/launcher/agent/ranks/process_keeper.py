@@ -70,7 +70,7 @@ logger = logging.getLogger(__name__)
 
 
 class NodeJobState:
-    """The job as the coordinator has told it to this node.
+    """The job as the coordinator has described it to this node.
 
     Attributes:
         generation: the generation that began last (-1: none).
@@ -362,7 +362,7 @@ class _DeviceChecks:
         return held is not None
 
     def report_again(self) -> None:
-        """Report devices that must not be used anew: the coordinator does not know them."""
+        """Report devices that must not be used again: the coordinator does not know them."""
         for held in self._held.values():
             held.report_at_s = 0.0
 
