@@ -30,18 +30,19 @@ pytestmark = [pytest.mark.nemo]
 SAMPLES, GLOBAL, RANKS = 22, 4, 2
 
 
-def made(kind: str, consumed: int) -> Any:
+def made(kind: str, consumed: int, workers: int = 0) -> Any:
     return build_pretraining_data_loader(
         torch.arange(SAMPLES),
         consumed,
         kind,
         1,
-        0,
+        workers,
         True,
         data_parallel_rank=1,
         data_parallel_size=RANKS,
         global_batch_size=GLOBAL,
         pin_memory=False,
+        persistent_workers=workers > 0,
     )
 
 
@@ -74,6 +75,18 @@ def test_an_iterator_that_was_there_before_the_fault_draws_at_once_and_others_wh
         loaders.passes(loader)
         drawn = not torch.equal(before, torch.get_rng_state())
         assert drawn == (resumes and taken % length > 0)
+
+
+@pytest.mark.parametrize(("consumed", "draws"), [(0, False), (SAMPLES, True)])
+def test_workers_that_persist_have_one_iterator_for_all_passes(consumed: int, draws: bool) -> None:
+    loaders = Loaders(True, {"train": 0}, seed=1)
+    loaders.begin_build()
+    loader = made("cyclic", consumed, workers=1)
+    loaders.made(loader, 1)
+    before = torch.get_rng_state()
+    passes = loaders.passes(loader)
+    assert draws != torch.equal(before, torch.get_rng_state())
+    assert next(iter(passes)).tolist() == next(cyclic_iter(made("cyclic", consumed))).tolist()
 
 
 @pytest.mark.parametrize("losses", [[], [[1.5], [2.25]], [[1.5, 3.0], [0.1, 7.0]]])

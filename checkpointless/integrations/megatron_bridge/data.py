@@ -40,14 +40,17 @@ class Passes:
         self._loader = loader
         self._sampler: Any = getattr(loader, "batch_sampler", None)
         self._began = began
+        # Workers that persist (the default of Bridge 0.6) have one iterator for all passes.
+        is_begun = getattr(self._sampler, "consumed_samples", began) > began
+        self._was_made = is_begun and bool(getattr(loader, "persistent_workers", False))
         self._counts_on = compat.samples_of_a_pass(self._sampler)
         self.number = self._find_place()
         self._first: Iterator[Any] | None = None
         self._workers: Callable[[], WorkersIterator | None] = lambda: None
 
     def resume(self) -> None:
-        """Go on with a pass that is under way, if one is."""
-        if self._is_inside_a_pass:
+        """Go on with a pass that is under way, if one is, or with an iterator that was there before the fault."""
+        if self._is_inside_a_pass or self._was_made:
             self._first = self._begin_pass()
 
     def __iter__(self) -> Iterator[Any]:
