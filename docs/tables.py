@@ -29,11 +29,11 @@ CLASSES = {
     "CheckpointlessModelParallelStrategy": "strategies/torch_strategies.py",
     "CheckpointManager": "checkpointless/recovery/manager.py",
     "PlainTraining": "checkpointless/integrations/torch/plain.py",
-    "LocalCheckpointManager": "checkpointless/replication/local_checkpoint/manager.py",
+    "LocalCheckpointManager": "checkpointless/replication/local_checkpoint.py",
 }
 OTHER_CLASSES = {
-    "LazyCliqueReplicationStrategy": "checkpointless/replication/local_checkpoint/replication.py",
-    "CliqueReplicationStrategy": "checkpointless/replication/local_checkpoint/replication.py",
+    "LazyCliqueReplicationStrategy": "checkpointless/replication/local_checkpoint.py",
+    "CliqueReplicationStrategy": "checkpointless/replication/local_checkpoint.py",
     "CudaHealthCheck": "checkpointless/inprocess/health_check.py",
     "MemoryChecksumManager": "checkpointless/state/serialization/digest.py",
     "HPFaultInjectionCallback": "callbacks/fault_injection.py",

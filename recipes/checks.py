@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
-from checkpointless.integrations.compat.kernels import unabortable
-from checkpointless.integrations.compat.precision import unsupported
+from checkpointless.integrations.compat.precision import unabortable, unsupported
 from checkpointless.observability.telemetry.wording import numbered, plural
 from checkpointless.recipes.settings import RecipeError, checkpointless_enabled, missing
 from checkpointless.system.layout import Layout, LayoutError
@@ -213,7 +212,7 @@ def tiers_of(config: DictConfig) -> list[Tier]:
         )
     if OmegaConf.select(config, "peft") is not None:
         raise RecipeError("checkpointless.tiers: when adapters are fine-tuned no copies are kept: leave tiers out")
-    from checkpointless.replication.tiers.tier import make_tiers
+    from checkpointless.replication.tiers import make_tiers
 
     try:
         return make_tiers(settings)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
         keep_copies,
     )
     from checkpointless.strategies.megatron_strategy import CheckpointlessMegatronStrategy
-    from checkpointless.strategies.nemo_run.enable import enable
+    from checkpointless.strategies.nemo_run import enable
     from checkpointless.strategies.torch_strategies import (
         CheckpointlessDDPStrategy,
         CheckpointlessModelParallelStrategy,
@@ -40,7 +40,7 @@ _MODULES = {
     "CheckpointlessMegatronStrategy": "strategies.megatron_strategy",
     "CheckpointlessModelParallelStrategy": "strategies.torch_strategies",
     "KeepCopies": "integrations.lightning.checkpoints.copies",
-    "enable": "strategies.nemo_run.enable",
+    "enable": "strategies.nemo_run",
     "keep_copies": "integrations.lightning.checkpoints.copies",
 }
 

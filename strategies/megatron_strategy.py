@@ -113,12 +113,12 @@ class CheckpointlessMegatronStrategy(RecoverableStrategy, MegatronStrategy):
     def connect(self, model: pl.LightningModule) -> None:
         """Take the module of a trainer. What NeMo adds to it goes when the generation ends."""
         if self._call is not None:
-            note_given_module(model)
+            _note_given_module(model)
         super().connect(model)
 
     def is_peft(self) -> bool:
         """Return whether the trainer has a PEFT callback."""
-        return peft_of(self.trainer) is not None
+        return _peft_of(self.trainer) is not None
 
     @property
     @override
@@ -138,7 +138,7 @@ class CheckpointlessMegatronStrategy(RecoverableStrategy, MegatronStrategy):
         manager = self.checkpoint_manager
         assert manager is not None
         distributed = bool(getattr(self.ddp_config, "use_distributed_optimizer", False))
-        return StepJournal(TensorsBeforeAdapters(self.megatron_parallel, distributed), manager, FrontEnd())
+        return StepJournal(_TensorsBeforeAdapters(self.megatron_parallel, distributed), manager, FrontEnd())
 
     @override
     def setup_environment(self) -> None:
@@ -271,7 +271,7 @@ class CheckpointlessMegatronStrategy(RecoverableStrategy, MegatronStrategy):
 
         A restart from memory needs the adapters in place, and then overwrites their initial values.
         """
-        peft = peft_of(self.trainer)
+        peft = _peft_of(self.trainer)
         if self._awaits_adapters and peft is not None:
             with self._warm_start.add_adapters(peft) if self._warm_start is not None else nullcontext():
                 peft.apply_transform(self.trainer)
@@ -284,7 +284,7 @@ class CheckpointlessMegatronStrategy(RecoverableStrategy, MegatronStrategy):
             params_to_save: the names of the parameters that NeMo saves as adapters.
         """
         if self._fit is not None:
-            self._fit.adapters_added({*params_to_save, *trained_names(self.megatron_parallel)})
+            self._fit.adapters_added({*params_to_save, *_trained_names(self.megatron_parallel)})
 
     def keep_saves(self) -> None:
         """Keep, after a fault, the checkpoints that are being written in the background, to finish them later."""
@@ -348,7 +348,7 @@ class CheckpointlessMegatronStrategy(RecoverableStrategy, MegatronStrategy):
         """Let the frameworks log again, and announce from now on when gradients are reduced."""
         loggers.speak()
         if self._call is not None:
-            announce_gradient_sync(get_model_config(self.megatron_parallel[0]), self._call)
+            _announce_gradient_sync(get_model_config(self.megatron_parallel[0]), self._call)
 
     @override
     def training_step(self, dataloader_iter: Any, *args: Any, **kwargs: Any) -> Any:
@@ -357,7 +357,7 @@ class CheckpointlessMegatronStrategy(RecoverableStrategy, MegatronStrategy):
         if replayed is not None:
             return super().training_step(dataloader_iter, *args, loss_reduction=KeptReduction(replayed), **kwargs)
         if call is not None:
-            dataloader_iter = PhasedIterator(dataloader_iter, call)
+            dataloader_iter = _PhasedIterator(dataloader_iter, call)
         output = super().training_step(dataloader_iter, *args, **kwargs)
         if call is not None:
             call.steps.loss = loss_of(output)
@@ -400,7 +400,7 @@ CheckpointlessMegatronStrategy.__signature__ = _signature()  # type: ignore[attr
 # taken out when the generation ends, so that NeMo can set up again.
 
 
-class GivenModule:
+class _GivenModule:
     """Notes what a module consists of.
 
     Args:
@@ -432,14 +432,14 @@ class GivenModule:
         self._attributes, self._tables = {}, {}
 
 
-_given: dict[int, GivenModule] = {}  # of this generation, by the identity of the module
+_given: dict[int, _GivenModule] = {}  # of this generation, by the identity of the module
 
 
-def note_given_module(module: pl.LightningModule) -> None:
+def _note_given_module(module: pl.LightningModule) -> None:
     """Note a module before its first fit of a generation. It is put back when the generation ends."""
     known = _given.get(id(module))
     if known is None or not known.is_of(module):
-        _given[id(module)] = GivenModule(module)
+        _given[id(module)] = _GivenModule(module)
     register_cleanup("given modules", _put_back)
 
 
@@ -451,7 +451,7 @@ def _put_back() -> None:
 # Tells a running wrapper which phase of a step begins, where neither Lightning nor Megatron has a hook for it.
 
 
-def announce_gradient_sync(config: ModelParallelConfig, call: HPCallWrapper) -> None:
+def _announce_gradient_sync(config: ModelParallelConfig, call: HPCallWrapper) -> None:
     """Announce the phase ``sync`` before Megatron reduces the gradients, if the wrapper causes faults.
 
     Args:
@@ -469,7 +469,7 @@ def announce_gradient_sync(config: ModelParallelConfig, call: HPCallWrapper) -> 
     config.finalize_model_grads_func = announced
 
 
-class PhasedIterator(Iterator[Any]):
+class _PhasedIterator(Iterator[Any]):
     """An iterator over batches that announces the phases of the step in the making, and notes what the step takes.
 
     Args:
@@ -493,13 +493,13 @@ class PhasedIterator(Iterator[Any]):
 # --- Parameter-efficient fine-tuning (PEFT) -----------------------------------------------------------------------
 
 
-def peft_of(trainer: pl.Trainer) -> PEFT | None:
+def _peft_of(trainer: pl.Trainer) -> PEFT | None:
     """Return NeMo's PEFT callback among those of ``trainer``, or None."""
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     return next((callback for callback in callbacks if isinstance(callback, PEFT)), None)
 
 
-def trained_names(chunks: Iterable[torch.nn.Module]) -> set[str]:
+def _trained_names(chunks: Iterable[torch.nn.Module]) -> set[str]:
     """Return the names, as in the state's keys, of all that training may change: all but frozen parameters."""
     names: set[str] = set()
     for chunk in chunks:
@@ -508,7 +508,7 @@ def trained_names(chunks: Iterable[torch.nn.Module]) -> set[str]:
     return names
 
 
-class TensorsBeforeAdapters(MegatronTensors):
+class _TensorsBeforeAdapters(MegatronTensors):
     """The tensors of a model whose adapters have not been added yet: enough to decide where to resume.
 
     Args:

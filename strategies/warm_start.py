@@ -20,14 +20,14 @@ from nemo.lightning.pytorch.strategies import MegatronStrategy
 
 from checkpointless.inprocess.communicators.launch_bound import LaunchBound
 from checkpointless.inprocess.wrap import emit_event
-from checkpointless.integrations.megatron.warm.kept_model import KeptModel, fingerprints
+from checkpointless.integrations.megatron.warm import KeptModel, fingerprints
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.recovery import CheckpointManager
 from checkpointless.state.rng import RngStates
 from checkpointless.transfer.exchange import true_on_all
 
 
-class NotKept:
+class _NotKept:
     """A model that cannot be kept.
 
     Args:
@@ -196,14 +196,14 @@ class WarmStart:
         """What bounds the launches of the model that was kept; None: nothing, or no model was kept."""
         return self._kept.bound if self._kept is not None else None
 
-    def built(self, bound: LaunchBound | None) -> KeptModel | NotKept:
+    def built(self, bound: LaunchBound | None) -> KeptModel | _NotKept:
         """Return what is built now, for the next fault.
 
         Args:
             bound: what bounds the launches of the model's layers; None: nothing.
         """
         if self._obstacle is not None:
-            return NotKept(self._obstacle)
+            return _NotKept(self._obstacle)
         strategy = self._strategy
         chunks = [chunk.module for chunk in strategy.megatron_parallel]
         optimizer, streams = strategy.optimizers[0].mcore_optimizer, (self._streams, self._left)

@@ -25,7 +25,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 )
 from torch.distributed.checkpoint import FileSystemReader
 
-from checkpointless.integrations.megatron.dist_checkpoint import Copies, CopiesLoadStrategy, CopiesSaveStrategy
+from checkpointless.megatron.dist_checkpoint import Copies, CopiesLoadStrategy, CopiesSaveStrategy
 
 READER_BYTES_PER_S = 100e6
 LAYERS = 24

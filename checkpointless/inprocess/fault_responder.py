@@ -64,7 +64,7 @@ _OWNERLESS: dict[str, tuple[str, ...]] = {
     "/weakref.py": ("__call__",),  # of what is called when an object ends, which nobody calls again
     "/torch/multiprocessing/reductions.py": ("rebuild_storage_fd",),
     "/torch/utils/data/dataloader.py": ("_shutdown_workers",),
-    "/checkpointless/replication/directory.py": ("_sync_folder",),
+    "/checkpointless/replication/store.py": ("_sync_folder",),
     "/checkpointless/integrations/torch/loop.py": ("_keep_again",),  # what belongs together
 }
 

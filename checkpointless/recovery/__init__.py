@@ -6,13 +6,13 @@ The package also moves the state and checks it. Of the frameworks it knows only 
 from checkpointless.inprocess.worker_streams import Place, seed_data_workers
 from checkpointless.recovery.manager import CheckpointManager, PEFTCheckpointManager
 from checkpointless.replication.agreement import LocalCheckpointError, NoReplicasAvailableError
-from checkpointless.replication.local_checkpoint.manager import LocalCheckpointManager
-from checkpointless.replication.local_checkpoint.replication import (
+from checkpointless.replication.local_checkpoint import (
     CliqueReplicationStrategy,
     LazyCliqueReplicationStrategy,
+    LocalCheckpointManager,
     ReplicationStrategy,
 )
-from checkpointless.replication.tiers.tier import LocalDirectory, NeighborMemory, SharedDirectory, Tier
+from checkpointless.replication.tiers import LocalDirectory, NeighborMemory, SharedDirectory, Tier
 from checkpointless.state.serialization.digest import MemoryChecksumManager
 
 __all__ = [

@@ -18,10 +18,8 @@ from checkpointless.inprocess.wrap import span
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.recovery.decide import Decision, RankReport, Verdict, decide, reports_of
 from checkpointless.recovery.refill import BaseModel, Refill, announce_transfer
-from checkpointless.replication.tiers.copies import Copies
-from checkpointless.replication.tiers.handover import clear, hand_over, take_copies, take_over
-from checkpointless.replication.tiers.snapshot import Saves, Snapshot, snapshot_of
-from checkpointless.replication.tiers.tier import Tier
+from checkpointless.replication.handover import Saves, Snapshot, clear, hand_over, take_over
+from checkpointless.replication.tiers import Copies, Tier
 from checkpointless.state.held_state import HeldState, stays_built
 from checkpointless.state.journal import Built, StepJournal
 from checkpointless.state.port import DATA, SnapshotPoint, TrainingState, groups_of, holders_of
@@ -343,7 +341,7 @@ class CheckpointManager(RankLocalKeeper):
         journal = self._attached
         if self.copies and journal is not None:
             fit, offset = self._attached_fit
-            self.copies.make(step, lambda: snapshot_of(journal, self.own, step, fit, offset))
+            self.copies.make(step, lambda: Snapshot.taken(journal, self.own, step, fit, offset))
 
     def replicate_rng_states(self, step: int) -> None:
         """Have what is this rank's own after ``step`` kept on another node, too, if there is one. Collective.
@@ -515,7 +513,7 @@ class CheckpointManager(RankLocalKeeper):
         Returns:
             Whether there is such a step; if not, :attr:`refusal` says why.
         """
-        snapshot, why = take_copies(self.copies, self._held, self.refusal)
+        snapshot, why = self.copies.take(self._held, self.refusal)
         if why:
             self.refusal = f"{self.refusal}; {why}"
             return False

@@ -5,7 +5,13 @@ Tiers (:mod:`checkpointless.replication.tiers`), local checkpoints
 (:mod:`checkpointless.integrations.megatron.dist_checkpoint`) are its front ends.
 """
 
-from checkpointless.replication.directory import DirectoryStore
-from checkpointless.replication.store import MemoryStore, PartStore, StoredPart, open_store, register_store
+from checkpointless.replication.store import (
+    DirectoryStore,
+    MemoryStore,
+    PartStore,
+    StoredPart,
+    open_store,
+    register_store,
+)
 
 __all__ = ["DirectoryStore", "MemoryStore", "PartStore", "StoredPart", "open_store", "register_store"]

@@ -6,7 +6,7 @@ Without process groups, the job is this process alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch.distributed as dist
 
@@ -41,33 +41,28 @@ def gather(message: Json) -> list[Parsed]:
     return all_gather_json(message) if dist.is_initialized() else [message]
 
 
-def agree(problem: Exception | None, doing: str) -> None:
-    """Raise on every rank what went wrong on any rank. Collective.
+def together(doing: str, do: Callable[[], _T]) -> _T:
+    """Return what ``do`` returned on this rank, if nothing went wrong on any rank. Collective.
 
     Raises:
-        NoReplicasAvailableError: on some rank, ``problem`` is one.
-        LocalCheckpointError: something else went wrong on some rank.
+        NoReplicasAvailableError: on every rank, if ``do`` has raised one on some rank.
+        LocalCheckpointError: on every rank, if something else was raised on some rank.
     """
+    returned, problem = attempt(do)
     lost = isinstance(problem, NoReplicasAvailableError)
     told = gather(None if problem is None else [lost, words(problem)])
     if any(told):
         kind = NoReplicasAvailableError if any(each[0] for each in told if each) else LocalCheckpointError
         raise kind(by_rank(doing, [each[1] if each else "" for each in told])) from problem
+    return cast("_T", returned)
 
 
 def attempt(do: Callable[[], _T]) -> tuple[_T | None, Exception | None]:
     """Return what ``do`` returned, or what it raised: waiting ranks must hear of it before it can be raised."""
     try:
         return do(), None
-    except Exception as error:  # noqa: BLE001 - every caller hands it to an agreement, which raises it
+    except Exception as error:  # noqa: BLE001 - every caller tells the other ranks, or warns
         return None, error
-
-
-def present(value: _T | None) -> _T:
-    """Return ``value``, which an agreement without a problem guarantees to be present."""
-    if value is None:
-        raise AssertionError("the ranks agreed that there was no problem")
-    return value
 
 
 def words(error: Exception | None) -> str:

@@ -1,13 +1,12 @@
 """Copies while training goes on: to host memory, to the peers, and to the places that keep them, in threads.
 
 What one generation's threads use, no later one's do: a thread that ends late finds nothing that it could spoil.
-
-A thread that does one task after the other, and begins no task any more once it is left.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 import time
@@ -17,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
+from checkpointless.inprocess.communicators.helper_thread import awaiting
 from checkpointless.replication.agreement import own_rank, world_size
 from checkpointless.replication.exchange import CliqueExchange
 from checkpointless.replication.host_memory import HostMemoryPool
@@ -158,16 +158,19 @@ class Making:
         void: whether training may have changed the state before it was copied.
         error: what an exchange was ended by; None: none was.
         copied: set when training may change the state.
+        unwritten: the places to which parts are still to be written.
         arrived: set when the peers' parts are here, and this rank's part is there.
+        written: set when no place is left to which parts are to be written.
     """
 
     save: SaveId
     begun: bool = False
     void: bool = False
     error: Exception | None = None
-    writing: int = 0
+    unwritten: set[Place] = field(default_factory=set)
     copied: threading.Event = field(default_factory=threading.Event)
     arrived: threading.Event = field(default_factory=threading.Event)
+    written: threading.Event = field(default_factory=threading.Event)
 
 
 #: Returns which other saves stay in a place when one is written; None: all do.
@@ -207,16 +210,6 @@ class Copier:
     # --- for the main thread --------------------------------------------------------------------------------------
 
     @property
-    def thread(self) -> int | None:
-        """The identifier of the thread that waits for peers."""
-        return self._lane.thread
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether nothing is copied, and nothing will be without being asked for."""
-        return self._lane.is_idle
-
-    @property
     def is_left(self) -> bool:
         """Whether nothing is begun any more."""
         return self._lane.is_left
@@ -253,10 +246,27 @@ class Copier:
                 logger.warning("%s is not kept in %s: the one before is still written", save, place.name)
             elif not place.is_memory:
                 place.is_busy = True
-                making.writing += 1
+                making.unwritten.add(place)
+        if not making.unwritten:
+            making.written.set()
         met = dict.fromkeys(place.exchange for place in due if exchanges and place.exchange is not None)
         self._lane.do(partial(self._bring, making, [take], ready, list(met)))
         return making
+
+    def wait(self, event: threading.Event, limit_s: float = math.inf) -> bool:
+        """Wait interruptibly for an event of what is being made, or until nothing is made any more.
+
+        Returns:
+            Whether that was within the limit.
+        """
+        if event.is_set():
+            return True
+        deadline_s = time.monotonic() + limit_s
+        with awaiting(self._lane.thread):
+            while not event.wait(_TURN_S) and not self._lane.has_ended:
+                if time.monotonic() > deadline_s:
+                    return False
+        return True
 
     def delete(self, is_meant: Callable[[SaveId], bool]) -> None:
         """Delete copies of saves: in memory now, elsewhere as soon as the place answers."""
@@ -361,7 +371,9 @@ class Copier:
                 place.note(making.save, write_parts(place.store, parts, self._rank))
         finally:
             place.is_busy = False
-            making.writing -= 1
+            making.unwritten.discard(place)
+            if not making.unwritten:
+                making.written.set()
 
 
 def _attempt(place: Place, call: Callable[[], object]) -> None:

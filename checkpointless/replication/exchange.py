@@ -1,16 +1,15 @@
 """The members of a clique give each other their parts, over a process group that nothing else uses.
 
 All members exchange at the same time: in turn d each member sends its part to the member d places further on, and
-receives one from the member as many places back. What arrives damaged is sent again, first the header and then the
-tensors.
+receives one from the member as many places back.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -25,7 +24,6 @@ from checkpointless.transfer.exchange import all_gather_json, to_bytes, to_tenso
 
 logger = logging.getLogger(__name__)
 
-_TRIES = 3
 _CHUNK_BYTES = 64 * 1024 * 1024
 _HEADER_BYTES = 2 * 1024 * 1024 * 1024  # the most that a header may claim to take
 _HOST = torch.device("cpu")
@@ -51,7 +49,7 @@ class CliqueExchange:
     def exchange(self, part: Part | None, pool: HostMemoryPool) -> Iterator[tuple[int, Part]]:
         """Give ``part`` to all other members, and yield each of theirs, with the global rank that it is of.
 
-        What a member cannot give, has no room for, or receives damaged three times costs that copy and a warning.
+        What a member cannot give, has no room for, or receives damaged costs that copy and a warning.
 
         Args:
             part: this rank's part; None: it has none this time.
@@ -61,7 +59,9 @@ class CliqueExchange:
             ValueError: a member announced what cannot be.
         """
         nothing = torch.empty(0, dtype=torch.uint8)
-        laid_out = None if part is None else pool.copied(part)
+        laid_out = part
+        if part is not None and part.content.memory is None:
+            laid_out = replace(part, content=pool.copy(part.content))
         header = nothing if laid_out is None else to_tensor(laid_out.header(), _HOST)
         for distance in range(1, len(self.members)):
             link = _Link(
@@ -73,50 +73,23 @@ class CliqueExchange:
                 yield link.sender, arrived
 
     def _turn(self, header: torch.Tensor, memory: torch.Tensor, link: _Link, pool: HostMemoryPool) -> Part | None:
+        """Send this rank's part to one member, if there is room for it, and receive that of another one."""
         told = torch.zeros(2, dtype=torch.int64)
         self._pass([torch.tensor([header.numel(), _digest(header)])], [told], link)
         nbytes, digest = map(int, told)
         if not 0 <= nbytes <= _HEADER_BYTES:
             raise ValueError(f"rank {link.sender} announced a header of {nbytes} bytes")
         theirs = torch.empty(nbytes, dtype=torch.uint8)
-        arrived = self._deliver(header, theirs, lambda: _digest(theirs) == digest, link, wanted=nbytes > 0)
-        room = _room(theirs, link.sender, pool) if arrived else None
-        place = torch.empty(0, dtype=torch.uint8) if room is None else _flat(room)
-        arrived = self._deliver(memory, place, lambda: _is_whole(room), link, wanted=room is not None)
-        return room if arrived else None
+        self._pass(_chunks(header), _chunks(theirs), link)
+        room = _room(theirs, digest, link.sender, pool) if nbytes else None
+        is_wanted = self._is_wanted(room is not None, link)
+        self._pass(_chunks(memory) if is_wanted else [], _chunks(_flat(room)) if room is not None else [], link)
+        return room if room is not None and _is_whole(room, link.sender) else None
 
-    def _deliver(
-        self, mine: torch.Tensor, theirs: torch.Tensor, is_right: Callable[[], bool], link: _Link, *, wanted: bool
-    ) -> bool:
-        """Send ``mine`` if the receiver wants it, and receive ``theirs`` if this rank does, until both are right.
-
-        No answer is sent about what is not wanted any more: at its other end, the turn may be over.
-
-        Returns:
-            Whether ``theirs`` has arrived as it was sent.
-        """
-        wants, is_wanted = wanted, self._answers(wanted, True, True, link)
-        for _ in range(_TRIES):
-            if not wants and not is_wanted:
-                break
-            self._pass(_chunks(mine) if is_wanted else [], _chunks(theirs) if wants else [], link)
-            again = wants and not is_right()
-            is_wanted, wants = self._answers(again, wants, is_wanted, link), again
-        if wants:
-            logger.warning("the copy of rank %d's state arrived damaged %d times", link.sender, _TRIES)
-        return wanted and not wants
-
-    def _answers(self, wants: bool, is_asked: bool, was_wanted: bool, link: _Link) -> bool:
-        """Report to the sender whether its part is wanted, and return what the receiver says of this rank's.
-
-        Args:
-            wants: whether this rank wants the sender's part (again).
-            is_asked: whether the sender waits for that answer.
-            was_wanted: whether the receiver still has something to answer.
-        """
+    def _is_wanted(self, wants: bool, link: _Link) -> bool:
+        """Tell the sender whether there is room for its part, and return what the receiver says of this rank's."""
         told = torch.zeros(1, dtype=torch.uint8)
-        mine = [torch.tensor([wants], dtype=torch.uint8)] if is_asked else []
-        self._pass(mine, [told] if was_wanted else [], _Link(link.sender, link.receiver))
+        self._pass([torch.tensor([wants], dtype=torch.uint8)], [told], _Link(link.sender, link.receiver))
         return bool(told.item())
 
     def _pass(self, mine: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor], link: _Link) -> None:
@@ -138,9 +111,11 @@ class CliqueExchange:
                 place.copy_(each)
 
 
-def _room(header: torch.Tensor, sender: int, pool: HostMemoryPool) -> Part | None:
+def _room(header: torch.Tensor, digest: int, sender: int, pool: HostMemoryPool) -> Part | None:
     """Return room for what a member sends; None, with a warning, if this rank has none."""
     try:
+        if _digest(header) != digest:
+            raise PartError("its header arrived damaged")
         return pool.room_for(to_bytes(header))
     except (MemoryError, RuntimeError, ValueError) as error:  # torch raises the second if it cannot allocate
         logger.warning("no room for the copy of rank %d's state: %s", sender, error)
@@ -152,11 +127,11 @@ def _flat(part: Part) -> torch.Tensor:
     return part.content.memory.flat
 
 
-def _is_whole(part: Part | None) -> bool:
+def _is_whole(part: Part, sender: int) -> bool:
     try:
-        if part is not None:
-            part.verify()
-    except PartError:
+        part.verify()
+    except PartError as error:
+        logger.warning("the copy of rank %d's state arrived damaged: %s", sender, error)
         return False
     return True
 
@@ -172,8 +147,8 @@ def _chunks(flat: torch.Tensor) -> list[torch.Tensor]:
 # --- which ranks keep whose parts ---------------------------------------------------------------------------------
 
 
-def clique_of(rank: int, world_size: int, jump: int, factor: int) -> tuple[int, ...]:
-    """Return the ranks that keep each other's parts, ``rank`` among them, in ascending order.
+def cliques_of(world_size: int, jump: int, factor: int) -> list[tuple[int, ...]]:
+    """Return the ranks that keep each other's parts, each group in ascending order, by their first ranks.
 
     With J the jump and F the factor, cliques are ``n, n + J, ..., n + (F - 1) J`` for ``n = a J F + b``, with a
     from 0 to W / (J F) - 1 and b from 0 to J - 1 (the layout in the documentation of NVIDIA's
@@ -186,49 +161,38 @@ def clique_of(rank: int, world_size: int, jump: int, factor: int) -> tuple[int, 
         factor: F, at least 1: the number of members of a clique.
 
     Raises:
-        ValueError: the world cannot be divided that way.
-    """
-    check_layout(world_size, jump, factor)
-    if not 0 <= rank < world_size:
-        raise ValueError(f"rank {rank} is not one of the {world_size} ranks")
-    block, within = divmod(rank, jump * factor)
-    first = block * jump * factor + within % jump
-    return tuple(range(first, first + jump * factor, jump))
-
-
-def _all_cliques(world_size: int, jump: int, factor: int) -> list[tuple[int, ...]]:
-    """Return all cliques, each once, by their first ranks; see :func:`clique_of`."""
-    cliques = (clique_of(rank, world_size, jump, factor) for rank in range(world_size))
-    return list(dict.fromkeys(cliques))
-
-
-def check_layout(world_size: int, jump: int, factor: int) -> None:
-    """Check that ``world_size`` ranks can be divided into cliques of ``factor`` ranks that are ``jump`` apart.
-
-    Raises:
-        ValueError: they cannot be divided; the message says what would be possible.
+        ValueError: the world cannot be divided that way; the message says what would be possible.
     """
     if jump < 1 or factor < 1:
         raise ValueError(f"replication_jump and replication_factor must be positive, not {jump} and {factor}")
-    if world_size % (jump * factor):
+    block = jump * factor
+    if world_size % block:
         raise ValueError(
             f"{world_size} ranks cannot be divided into cliques of {factor} ranks that are {jump} apart: the world "
-            f"size must be a multiple of replication_jump * replication_factor = {jump * factor}. On a single node "
+            f"size must be a multiple of replication_jump * replication_factor = {block}. On a single node "
             "give replication_jump=1, which protects against the loss of files but not of the node"
         )
+    firsts = (start + offset for start in range(0, world_size, block) for offset in range(jump))
+    return [tuple(range(first, first + block, jump)) for first in firsts]
 
 
 # --- the groups of cliques ----------------------------------------------------------------------------------------
 
 
-def agreed_jump(jump: int, factor: int) -> int:
-    """Return the distance between the ranks of a clique, if all ranks ask for the same. Collective.
+def clique_group(jump: int, factor: int) -> dist.ProcessGroup:
+    """Make the process groups of all cliques, and return that of this rank's. Collective: every rank calls it.
+
+    All ranks make all groups. torch names a group that only its members make after the groups that each has made
+    before, and these differ from rank to rank where Megatron has groups of single pipeline stages. Parts lie in
+    host memory, so the groups are gloo's. They have the timeout of the job's group, which none inherits.
 
     Args:
-        jump: the distance that this rank asks for; 0: the number of ranks on its node.
+        jump: the distance between the ranks of a clique; 0: the number of ranks on a node.
+        factor: the number of its ranks.
 
     Raises:
-        ValueError: the ranks ask for different cliques, or the size of the node is not known.
+        ValueError: the ranks ask for different cliques, or cannot be divided that way, or the size of the node is
+            not known.
     """
     jump = jump or int(os.environ.get(LOCAL_WORLD_SIZE_ENV, "0"))
     asked = {(each[0], each[1]) for each in all_gather_json([jump, factor])}
@@ -239,21 +203,8 @@ def agreed_jump(jump: int, factor: int) -> int:
         )
     if not jump:
         raise ValueError(f"{LOCAL_WORLD_SIZE_ENV} is not set: give replication_jump, the ranks of a node")
-    return jump
-
-
-def clique_group(jump: int, factor: int) -> dist.ProcessGroup:
-    """Make the process groups of all cliques, and return that of this rank's. Collective: every rank calls it.
-
-    All ranks make all groups. torch names a group that only its members make after the groups that each has made
-    before, and these differ from rank to rank where Megatron has groups of single pipeline stages. Parts lie in
-    host memory, so the groups are gloo's. They have the timeout of the job's group, which none inherits.
-
-    Raises:
-        ValueError: the ranks of the job cannot be divided that way.
-    """
     mine, timeout = None, _timeout_of_the_job()
-    for members in _all_cliques(dist.get_world_size(), jump, factor):
+    for members in cliques_of(dist.get_world_size(), jump, factor):
         group = dist.new_group(list(members), backend="gloo", timeout=timeout)
         mine = group if dist.get_rank() in members else mine
     assert mine is not None, "every rank is in a clique"

@@ -6,7 +6,6 @@ import logging
 import os
 import weakref
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -54,13 +53,20 @@ class HostMemoryPool:
         content = self.content(header.structure, header.empty())
         return Part.within(header, content.tensors, content.memory)
 
-    def copied(self, part: Part) -> Part:
-        """Return a part in one piece of memory; it is copied if it lies anywhere else."""
-        if part.content.memory is not None:
-            return part
-        content = self.content(part.content.structure, part.content.tensors)
-        copy_into(content, part.content.tensors)
-        return replace(part, content=content)
+    def copy(self, content: Content, ready: torch.cuda.Event | None = None) -> Content:
+        """Return a copy of a content in one piece of memory.
+
+        Args:
+            content: the content.
+            ready: an event of CUDA, after which its tensors are what is to be copied; None: they are already.
+
+        Raises:
+            MemoryError: there is no such memory.
+            RuntimeError: the same, as torch says it.
+        """
+        copied = self.content(content.structure, content.tensors)
+        _copy_into(copied, content.tensors, ready)
+        return copied
 
     def _piece(self, nbytes: int) -> _Piece:
         for piece in list(self._free):
@@ -102,13 +108,8 @@ class _Piece:
             _unlock_pages(self.memory)
 
 
-def copy_into(content: Content, tensors: Sequence[torch.Tensor], ready: torch.cuda.Event | None = None) -> None:
-    """Copy ``tensors`` into those of ``content``, and wait until they are there.
-
-    Args:
-        ready: an event of CUDA, after which the tensors are what is to be copied; None: they are already. The
-            copies are made on a stream of their own.
-    """
+def _copy_into(content: Content, tensors: Sequence[torch.Tensor], ready: torch.cuda.Event | None) -> None:
+    """Copy ``tensors`` into those of ``content``, on a stream of their own, and wait until they are there."""
     with torch.no_grad():
         on_device = next((tensor for tensor in tensors if tensor.is_cuda), None)
         if on_device is None:

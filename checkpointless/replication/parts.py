@@ -244,7 +244,7 @@ class Part:
     @classmethod
     def sealed(cls, id: PartId, world_size: int, content: Content) -> Part:
         """Return the part of a content, which nobody changes any more, and compute the digests."""
-        return cls(id, world_size, content, tuple(map(digest, content.tensors)))
+        return cls(id, world_size, content, tuple(map(_digest, content.tensors)))
 
     @classmethod
     def within(cls, header: Header, tensors: Sequence[torch.Tensor], memory: _Memory | None = None) -> Part:
@@ -265,11 +265,11 @@ class Part:
             PartError: a tensor is damaged.
         """
         for index, (tensor, expected) in enumerate(zip(self.content.tensors, self.digests, strict=True)):
-            if digest(tensor) != expected:
+            if _digest(tensor) != expected:
                 raise PartError(f"{self.id.words} is damaged: tensor {index} has another digest")
 
 
-def digest(tensor: torch.Tensor) -> int:
+def _digest(tensor: torch.Tensor) -> int:
     """Return the xxh3-64 of the bytes of a tensor."""
     found = xxhash.xxh3_64()
     for chunk in chunks(tensor):

@@ -6,7 +6,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,14 +14,16 @@ import torch.distributed as dist
 from checkpointless.inprocess.communicators.helper_thread import run_in_helper_thread
 from checkpointless.replication.agreement import gather, own_rank
 from checkpointless.replication.copier import within
-from checkpointless.replication.parts import Content, Part, PartId, SaveId
-from checkpointless.replication.store import PartStore, StoredPart, usable
+from checkpointless.replication.parts import Content, Part, PartError, PartId, SaveId
+from checkpointless.replication.store import PartStore, StoredPart
+from checkpointless.state.serialization.state_tree import Tree
 from checkpointless.transfer.tensor_entry import Key, TensorEntry
 from checkpointless.transfer.transfer import Fill, TransferError, receive_state, send_state
 
 logger = logging.getLogger(__name__)
 
 ANSWER_S = 30.0  # a place that does not answer for so long is taken for gone
+_HOST = torch.device("cpu")
 _READ_S = 600.0  # a hundred gigabytes take so long at 170 MB/s
 
 _T = TypeVar("_T")
@@ -77,7 +79,7 @@ def choose(
     for save in sorted(found, reverse=True):
         missing = [rank for rank in range(len(holdings)) if rank not in found[save]]
         if not missing:
-            return Choice(save, cheapest(found[save], places), lacking)
+            return Choice(save, _cheapest(found[save], places), lacking)
         lacking[save] = missing
     return Choice(lacking=lacking)
 
@@ -90,7 +92,7 @@ def choose_parts(
     for copy in _usable_copies(holdings, places, unusable):
         if copy.part.save == save:
             found[copy.part.part].append(copy)
-    return Choice(save, cheapest(found, places))
+    return Choice(save, _cheapest(found, places))
 
 
 def _usable_copies(holdings: Holdings, places: Sequence[str], unusable: Collection[Copy]) -> Iterator[Copy]:
@@ -100,7 +102,7 @@ def _usable_copies(holdings: Holdings, places: Sequence[str], unusable: Collecti
             yield from (copy for copy in copies if copy not in unusable)
 
 
-def cheapest(copies: Mapping[int, Sequence[Copy]], places: Sequence[str]) -> tuple[Copy, ...]:
+def _cheapest(copies: Mapping[int, Sequence[Copy]], places: Sequence[str]) -> tuple[Copy, ...]:
     """Return a copy of each part, in their order.
 
     A copy that the part's own rank can read is better than another one of the same place; among those of others,
@@ -184,7 +186,7 @@ class Search(Generic[_T]):
 
         def first() -> _T | None:
             copies = self._shelves[copy.place][copy.part]
-            read = (usable(lambda each: self._read(each, is_own), each) for each in copies)
+            read = (_usable(lambda each: self._read(each, is_own), each) for each in copies)
             return next((value for value in read if value is not None), None)
 
         try:
@@ -192,6 +194,17 @@ class Search(Generic[_T]):
         except TimeoutError as error:
             logger.warning("%s: %s is taken for missing: %s", copy.place, copy.part.words, error)
             return None
+
+
+def _usable(read: Callable[[StoredPart], _T], copy: StoredPart) -> _T | None:
+    """Return what ``read`` makes of a copy, or None, with a warning, if the copy cannot be used."""
+    try:
+        return read(copy)
+    except FileNotFoundError:
+        return None  # another rank of the node has just deleted what no rank needs any more
+    except (OSError, PartError) as error:
+        logger.warning("a copy is taken for missing: %s", error)
+        return None
 
 
 def _shelf(name: str, store: PartStore, world_size: int) -> dict[PartId, Sequence[StoredPart]]:
@@ -219,67 +232,100 @@ def bring(choice: Choice, read: Mapping[Copy, Part]) -> tuple[Content | None, in
     Raises:
         TransferError: a part arrived damaged and could not be mended. All others were sent: their ranks wait.
     """
-    rank = own_rank()
-    arrived: list[Content] = [part.content for copy, part in read.items() if copy.part.part == rank]
-    nbytes = sum(content.nbytes for content in arrived)
-
-    def carry_out(copy: Copy) -> None:
-        if copy.holder == copy.part.part:
-            return
-        if copy.holder == rank:
-            send_part(read[copy].content, str(copy.part), [Fill(copy.part.part, 0, 1)])
-        elif copy.part.part == rank:
-            arrived.append(receive_part([copy.holder], torch.device("cpu"))[0])
-
-    all_of(carry_out, choice.copies)
-    mine = next(iter(arrived), None)
-    return mine, 0 if mine is None else mine.nbytes - nbytes
+    deliveries = [
+        Delivery(copy.holder, copy.part.part, (str(copy.part),))
+        for copy in choice.copies
+        if copy.holder != copy.part.part
+    ]
+    arrived = deliver(deliveries, {str(copy.part): part.content for copy, part in read.items()})
+    own = next((part.content for copy, part in read.items() if copy.part.part == own_rank()), None)
+    mine: Content | None = next(iter(arrived.values()), own)
+    return mine, 0 if own is mine or mine is None else mine.nbytes
 
 
-def all_of(transfer: Callable[[_T], None], rounds: Sequence[_T]) -> None:
-    """Make all transfers, in a thread, even after damage in one: other ranks wait for the next one.
+class Delivery(NamedTuple):
+    """Values that one rank sends to another one, by their names."""
+
+    source: int
+    destination: int
+    names: Sequence[str]
+
+
+def deliver(
+    deliveries: Sequence[Delivery],
+    values: Mapping[str, Content | Tree],
+    room: Callable[[str], torch.Tensor | None] = lambda name: None,
+    device: torch.device = _HOST,
+) -> dict[str, Any]:
+    """Make this rank's deliveries, in a thread, even after damage in one: other ranks wait for the next one.
+
+    Args:
+        deliveries: what is sent, the same on all ranks, which each go through them in this order.
+        values: what this rank has to send, by name: tensors, contents, and what is made of plain values.
+        room: returns the tensor that one goes to; None: it goes to a new one.
+        device: where new tensors are made.
+
+    Returns:
+        What has arrived, by name.
 
     Raises:
         TransferError, ValueError: something did not arrive whole, or cannot be put together: the first such error.
     """
+    arrived: dict[str, Any] = {}
     problems: list[TransferError | ValueError] = []
+    mine = [each for each in deliveries if own_rank() in (each.source, each.destination)]
 
     def make_all() -> None:
-        for each in rounds:
+        for each in mine:
             try:
-                transfer(each)
+                if each.source == own_rank():
+                    _send(each, values)
+                else:
+                    arrived.update(_receive(each, room, device))
             except (TransferError, ValueError) as error:
-                logger.warning("a part arrived incomplete: %s", error)
+                logger.warning("what rank %d sends arrived incomplete: %s", each.source, error)
                 problems.append(error)
 
-    if rounds and dist.is_initialized():
+    if mine and dist.is_initialized():
         run_in_helper_thread(make_all)
     if problems:
         raise problems[0]
+    return arrived
 
 
-def send_part(content: Content, id_: str, fills: Sequence[Fill]) -> None:
-    """Send a content to other ranks, or this holder's share of it.
+def _send(delivery: Delivery, values: Mapping[str, Content | Tree]) -> None:
+    tensors: dict[Key, torch.Tensor] = {}
+    plain: dict[str, Tree] = {}
+    for name in delivery.names:
+        value = values[name]
+        if isinstance(value, torch.Tensor):
+            tensors[(name,)] = value.detach()
+        elif isinstance(value, Content):
+            tensors |= {(name, index): tensor for index, tensor in enumerate(value.tensors)}
+            plain[name] = value.structure  # bytes, which no other plain value is
+        else:
+            plain[name] = value
+    send_state(tensors, plain, [Fill(delivery.destination, 0, 1)])
 
-    Raises:
-        TransferError: a rank asks for what does not exist.
-    """
-    tensors: dict[Key, torch.Tensor] = {(index,): tensor for index, tensor in enumerate(content.tensors)}
-    send_state(tensors, {"id": id_, "structure": content.structure}, fills)
 
-
-def receive_part(holders: Sequence[int], device: torch.device) -> tuple[Content, str]:
-    """Receive a content, of which each holder sends a share, and its name.
-
-    Raises:
-        TransferError: it arrived damaged and could not be mended.
-    """
-    room: dict[Key, torch.Tensor] = {}
+def _receive(
+    delivery: Delivery, room: Callable[[str], torch.Tensor | None], device: torch.device
+) -> dict[str, Content | Tree]:
+    tensors: dict[Key, torch.Tensor] = {}
 
     def allocate(entries: Sequence[TensorEntry]) -> Mapping[Key, torch.Tensor]:
         for entry in entries:
-            room[entry.key] = torch.empty(entry.shape, dtype=entry.dtype, device=device)
-        return room
+            place = room(str(entry.key[0]))
+            new = torch.empty(entry.shape, dtype=entry.dtype, device=device) if place is None else place.detach()
+            tensors[entry.key] = new
+        return tensors
 
-    about, _ = receive_state(holders, allocate)
-    return Content(about["structure"], tuple(room.values())), about["id"]
+    plain, _ = receive_state([delivery.source], allocate)
+    parts: dict[str, list[torch.Tensor]] = defaultdict(list)
+    for (name, *index), tensor in tensors.items():
+        if index:
+            parts[str(name)].append(tensor)
+    arrived: dict[str, Content | Tree] = {str(name): each for (name, *index), each in tensors.items() if not index}
+    for name, value in plain.items():
+        arrived[name] = Content(value, tuple(parts[name])) if isinstance(value, bytes) else value
+    return arrived

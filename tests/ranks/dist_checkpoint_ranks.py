@@ -29,7 +29,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 )
 from torch.distributed.checkpoint import FileSystemReader
 
-from checkpointless.integrations.megatron.dist_checkpoint import (
+from checkpointless.megatron.dist_checkpoint import (
     Copies,
     CopiesLoadStrategy,
     CopiesSaveStrategy,
@@ -238,7 +238,7 @@ class Player:
         strategy, megatrons = self._load_strategy("copies"), TorchDistLoadShardedStrategy()
         strategy.check_backend_compatibility("torch_dist")
         strategy.check_version_compatibility(1)
-        assert strategy.can_handle_sharded_objects is True
+        assert strategy.can_handle_sharded_objects
         for method in ("load_tensors_metadata", "load_sharded_metadata"):
             ours, theirs = (getattr(each, method)(self.root / name) for each in (strategy, megatrons))
             assert ours == theirs

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import resource
+import shutil
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -154,13 +156,34 @@ class Player:
             "own": f"part_{self.rank}" in part and f"iter_{iteration:010d}" in part,
         }
 
-    def delete(self, pattern: str) -> int:
-        """Let rank 0 delete files of any node, and return how many this rank deleted."""
+    def delete(self, *patterns: str) -> None:
+        """Let rank 0 delete files, or whole nodes' directories."""
+        for path in self._matching(patterns):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    def damage(self, *patterns: str) -> None:
+        """Let rank 0 flip a bit in the middle of files."""
+        for path in self._matching(patterns):
+            data = bytearray(path.read_bytes())
+            data[len(data) // 2] ^= 1
+            path.write_bytes(data)
+
+    def swap(self, one: str, other: str) -> None:
+        """Let rank 0 give two nodes each other's directory."""
+        if self.rank == 0:
+            (self.root / one).rename(self.root / "aside")
+            (self.root / other).rename(self.root / one)
+            (self.root / "aside").rename(self.root / other)
+
+    def files(self, pattern: str = "*") -> list[str]:
+        """Return the files in the nodes' directories."""
+        return sorted(str(path.relative_to(self.root)) for path in self.root.glob(f"*/{pattern}"))
+
+    def _matching(self, patterns: Sequence[str]) -> list[Path]:
         dist.barrier()
-        paths = list(self.root.glob(pattern)) if self.rank == 0 else []
-        for path in paths:
-            path.unlink()
-        return len(paths)
+        paths = [path for pattern in patterns for path in self.root.glob(pattern)] if self.rank == 0 else []
+        assert paths or self.rank
+        return paths
 
     def full_disk(self, rank: int) -> None:
         """From now on, ``rank`` can write no file of more than a few kilobytes."""
@@ -172,9 +195,9 @@ class Player:
         _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
 
-    def renew(self, rank: int) -> None:
-        """``rank`` has a new process, which knows nothing."""
-        if self.rank == rank:
+    def renew(self, *ranks: int) -> None:
+        """These ranks, or all, have new processes, which know nothing."""
+        if not ranks or self.rank in ranks:
             self.manager = LocalCheckpointManager(self.folder, repl_strategy=self.strategy)
 
     def regroup(self) -> None:
@@ -215,7 +238,7 @@ def strategy_alone(jump: int, factor: int) -> dict[str, Any]:
         "replicas": [bits(each) == bits(state(peer, 3)) for peer, each in zip(strategy.peers, states)],
         "arrived": sorted(arrived),
         "equal": all(bits(each) == bits(state(rank, 3)) for each in arrived.values()),
-        "plan": [[transfer.id, transfer.receiver, list(transfer.holders)] for transfer in plan.transfers],
+        "plan": [list(transfer) for transfer in plan],
         "refused": refused,
         "timeout_s": group._get_backend(torch.device("cpu")).options._timeout.total_seconds(),
     }
@@ -233,12 +256,20 @@ def one_cannot_replicate(jump: int, factor: int) -> str:
     return "nothing was raised"
 
 
-def cliques_asked_for(jumps: Sequence[int]) -> str:
-    """Ask for cliques that differ by rank, and return the words of what this rank raised."""
+def cliques_asked_for(cases: Sequence[tuple[Sequence[int], int]]) -> list[str]:
+    """Ask for cliques on nodes of some size, and return the words of what this rank raised each time.
+
+    Args:
+        cases: the jump that each rank asks for, and the size of a node.
+    """
     dist.init_process_group("gloo", timeout=timedelta(seconds=20))
-    try:
-        CliqueReplicationStrategy.from_replication_params(jumps[dist.get_rank()], 2)
-    except ValueError as error:
-        return str(error)
-    dist.barrier()  # a rank that ended now would reset connections that another is still making
-    return "nothing was raised"
+    raised = []
+    for jumps, node_size in cases:
+        os.environ["LOCAL_WORLD_SIZE"] = str(node_size)
+        try:
+            CliqueReplicationStrategy.from_replication_params(jumps[dist.get_rank()], 2)
+            raised.append("nothing was raised")
+        except ValueError as error:
+            raised.append(str(error))
+        dist.barrier()
+    return raised

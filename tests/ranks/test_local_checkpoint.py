@@ -18,37 +18,15 @@ Outcomes = list[list[dict[str, Any]]]
 
 
 class Job:
-    """Starts ranks afresh for each list of calls, with directories that stay.
-
-    Args:
-        zygote: forks them.
-        root: where the nodes' directories are.
-        world: how many.
-        **settings: of :func:`~tests.ranks.local_checkpoint_ranks.play`.
-    """
+    """Starts four ranks on two nodes, with copies on the other node, if ``settings`` do not say otherwise."""
 
     def __init__(self, zygote: Zygote, root: Path, world: int = 4, **settings: Any) -> None:
         self.zygote, self.root, self.world, self.settings = zygote, root, world, settings
 
     def run(self, *calls: Sequence[Any]) -> Outcomes:
-        """Make the calls on every rank, and return each rank's outcomes."""
+        """Make calls of a ``Player`` of ``local_checkpoint_ranks`` on every rank, and return the outcomes."""
         arguments = {"root": str(self.root), "calls": calls, **self.settings}
         return self.zygote.run(self.world, f"{RANKS}:play", arguments, env=NODES_OF_TWO)
-
-    def node(self, number: int) -> Path:
-        return self.root / f"node{number}"
-
-    def files(self, pattern: str = "*") -> list[str]:
-        return sorted(str(path.relative_to(self.root)) for path in self.root.rglob(pattern) if path.is_file())
-
-    def damage(self, pattern: str) -> None:
-        """Flip a bit in the middle of each of the files."""
-        paths = list(self.root.glob(pattern))
-        assert paths
-        for path in paths:
-            data = bytearray(path.read_bytes())
-            data[len(data) // 2] ^= 1
-            path.write_bytes(data)
 
 
 @pytest.fixture
@@ -76,96 +54,86 @@ def whole(iteration: int, world: int = 4) -> list[dict[str, Any]]:
     return [{"iteration": iteration, "equal": True, "own": True}] * world
 
 
-def test_what_was_saved_is_found_and_loaded(job: Job) -> None:
-    job.run(["save", 3, 5])
-    outcomes = job.run(["find"], ["load"])
-    assert returned(outcomes, 0) == [5] * 4
-    assert returned(outcomes, 1) == whole(5)
+def found_and_loaded(outcomes: Outcomes, call: int, iteration: int, world: int = 4) -> None:
+    """Require that ``find`` at a place of the calls, and ``load`` after it, gave an iteration."""
+    assert returned(outcomes, call) == [iteration] * world
+    assert returned(outcomes, call + 1) == whole(iteration, world)
 
 
-def test_each_node_has_its_own_parts_and_those_of_the_other(job: Job) -> None:
-    job.run(["save", 5])
-    names = [(file.split("/")[0], file.split(".part_")[1]) for file in job.files()]
-    assert sorted(names) == sorted(
-        (f"node{rank // 2}", f"{part}.held_{rank}.ckpt") for rank in range(4) for part in (rank % 2, rank % 2 + 2)
+FIND_AND_LOAD = (["find"], ["load"])
+
+
+def test_the_newest_save_is_found_by_new_processes_and_two_are_kept(job: Job) -> None:
+    outcomes = job.run(
+        *FIND_AND_LOAD, ["save", 1, 2, 3], ["renew"], *FIND_AND_LOAD, ["renew"], ["save", 4], ["files"]
     )
+    assert returned(outcomes, 0) == [-1] * 4
+    assert all("no rank has a local checkpoint" in each for each in raised(outcomes, 1, "LocalCheckpointError"))
+    found_and_loaded(outcomes, 4, 3)
+    names = [file.replace("/iter_", ".").split(".") for file in returned(outcomes, 8)[0]]
+    assert sorted(
+        (node, int(iteration), part, holder) for node, iteration, _, _, part, holder, _ in names
+    ) == sorted(
+        (f"node{rank // 2}", iteration, f"part_{part}", f"held_{rank}")
+        for rank in range(4)
+        for part in (rank % 2, rank % 2 + 2)
+        for iteration in (3, 4)
+    ), "each node has its own parts and those of the other; a new process finds out what it may delete"
 
 
 def test_a_lost_node_gets_its_parts_back_from_the_other(job: Job) -> None:
-    job.run(["save", 5])
-    shutil.rmtree(job.node(0))
-    outcomes = job.run(["find"], ["load"])
-    assert returned(outcomes, 0) == [5] * 4
-    assert returned(outcomes, 1) == whole(5)
-    assert len(list(job.node(0).glob("*part_[01].held_[01].ckpt"))) == 2, "they are kept where they belong, too"
-    shutil.rmtree(job.node(1))
-    assert returned(job.run(["find"]), 0) == [-1] * 4, "the first node's copies of the second were not made again"
+    outcomes = job.run(
+        ["save", 5],
+        ["swap", "node0", "node1"],
+        ["renew"],
+        ["load"],
+        ["delete", "node0"],
+        ["renew"],
+        *FIND_AND_LOAD,
+        ["files", "*part_[01].held_[01].ckpt"],
+        ["delete", "node1"],
+        ["renew"],
+        ["find"],
+    )
+    assert returned(outcomes, 3) == whole(5), "nodes have changed places"
+    found_and_loaded(outcomes, 6, 5)
+    there = [file for file in returned(outcomes, 8)[0] if file.startswith("node0/")]
+    assert len(there) == 2, "they are kept where they belong, too"
+    assert returned(outcomes, 11) == [-1] * 4, "the first node's copies of the second were not made again"
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("world", "factor", "lost"), [(3, 3, [0]), (3, 3, [0, 2]), (4, 2, [0, 3])])
+@pytest.mark.parametrize(("world", "factor", "lost"), [(3, 3, [0, 2]), (4, 2, [0, 3])])
 def test_nodes_of_one_rank(nemo_zygote: Zygote, tmp_path: Path, world: int, factor: int, lost: list[int]) -> None:
     job = Job(nemo_zygote, tmp_path, world, jump=1, factor=factor, node_size=1)
-    job.run(["save", 5])
-    for number in lost:
-        shutil.rmtree(job.node(number))
-    outcomes = job.run(["load"])
-    assert returned(outcomes, 0) == whole(5, world)
+    outcomes = job.run(["save", 5], ["delete", *(f"node{number}" for number in lost)], ["renew"], ["load"])
+    assert returned(outcomes, 3) == whole(5, world)
 
 
-@pytest.mark.long
-def test_nodes_that_have_changed_places(job: Job) -> None:
-    job.run(["save", 5])
-    job.node(0).rename(job.root / "node")
-    job.node(1).rename(job.node(0))
-    (job.root / "node").rename(job.node(1))
-    assert returned(job.run(["load"]), 0) == whole(5)
-
-
-def test_a_damaged_part_is_replaced_by_a_copy(job: Job) -> None:
-    job.run(["save", 3, 5])
-    job.damage("node0/iter_0000000005.*.part_0.held_0.ckpt")
-    outcomes = job.run(["find"], ["load"])
-    assert returned(outcomes, 0) == [5] * 4
-    assert returned(outcomes, 1) == whole(5)
-
-
-def test_a_part_that_is_damaged_in_all_places_makes_the_older_one_the_newest(job: Job) -> None:
-    job.run(["save", 3, 5])
-    job.damage("*/iter_0000000005.*.part_0.*")
-    outcomes = job.run(["find"], ["load"])
-    assert returned(outcomes, 0) == [3] * 4
-    assert returned(outcomes, 1) == whole(3)
-
-
-def test_an_incomplete_newest_iteration_is_not_found(job: Job) -> None:
-    job.run(["save", 3, 5], ["delete", "*/iter_0000000005.*.part_1.*"])
-    outcomes = job.run(["find"], ["load"])
-    assert returned(outcomes, 0) == [3] * 4
-    assert returned(outcomes, 1) == whole(3)
-
-
-def test_without_any_copy_every_rank_is_told_which_part_is_lost(job: Job) -> None:
-    job.run(["save", 5], ["delete", "*/*.part_1.*"])
-    outcomes = job.run(["load"], ["find"])
-    words = raised(outcomes, 0, "NoReplicasAvailableError")
-    assert all("part 1 of iteration 5" in each and "part 0" not in each for each in words)
-    assert returned(outcomes, 1) == [-1] * 4
+def test_damage_leads_to_a_copy_then_to_an_older_save_and_then_to_words_on_every_rank(job: Job) -> None:
+    outcomes = job.run(
+        ["save", 3, 5],
+        ["damage", "node0/iter_0000000005.*.part_0.held_0.ckpt"],
+        *FIND_AND_LOAD,
+        ["damage", "*/iter_0000000005.*.part_0.*"],
+        *FIND_AND_LOAD,
+        ["find"],
+        ["delete", "*/iter_0000000003.*.part_1.*"],
+        ["load"],
+        ["find"],
+    )
+    found_and_loaded(outcomes, 2, 5)
+    found_and_loaded(outcomes, 5, 3)
+    words = raised(outcomes, 9, "NoReplicasAvailableError")  # it was lost after it was found
+    assert all("part 1 of iteration 3" in each and "part 0" not in each for each in words)
+    assert returned(outcomes, 10) == [-1] * 4
 
 
 def test_copies_that_are_lost_after_they_were_found(job: Job) -> None:
-    job.run(["save", 3, 5])
-    outcomes = job.run(["find"], ["delete", "*/iter_0000000005.*.part_1.*"], ["load"], ["load"])
-    assert returned(outcomes, 0) == [5] * 4
-    words = raised(outcomes, 2, "NoReplicasAvailableError")
-    assert all("part 1 of iteration 5" in each for each in words)
-    assert returned(outcomes, 3) == whole(3), "who asks again gets the older one"
-
-
-def test_nothing_was_ever_saved(job: Job) -> None:
-    outcomes = job.run(["find"], ["load"])
-    assert returned(outcomes, 0) == [-1] * 4
-    assert all("no rank has a local checkpoint" in each for each in raised(outcomes, 1, "LocalCheckpointError"))
+    outcomes = job.run(["save", 3, 5], ["find"], ["delete", "*/iter_0000000005.*.part_1.*"], ["load"], ["load"])
+    assert returned(outcomes, 1) == [5] * 4
+    assert all("part 1 of iteration 5" in each for each in raised(outcomes, 3, "NoReplicasAvailableError"))
+    assert returned(outcomes, 4) == whole(3), "who asks again gets the older one"
 
 
 def test_parts_of_two_saves_of_one_iteration_are_not_mixed(nemo_zygote: Zygote, tmp_path: Path) -> None:
@@ -173,100 +141,63 @@ def test_parts_of_two_saves_of_one_iteration_are_not_mixed(nemo_zygote: Zygote, 
     second = Job(nemo_zygote, tmp_path / "second", jump=None)
     for each in (first, second):
         each.run(["save", 5])
-    shutil.rmtree(second.node(1))
-    shutil.copytree(first.node(1), second.node(1))
-    assert len(second.files()) == 4
-    assert returned(second.run(["find"]), 0) == [-1] * 4
-    shutil.rmtree(second.node(0))
-    shutil.copytree(first.node(0), second.node(0))
-    assert returned(second.run(["find"]), 0) == [5] * 4
-
-
-def test_without_replication_a_lost_node_is_lost(nemo_zygote: Zygote, tmp_path: Path) -> None:
-    job = Job(nemo_zygote, tmp_path, jump=None)
-    job.run(["save", 5])
-    assert returned(job.run(["find"], ["load"]), 1) == whole(5)
-    shutil.rmtree(job.node(0))
-    outcomes = job.run(["find"], ["load"])
-    assert returned(outcomes, 0) == [-1] * 4
-    assert all(
-        "part 0 of iteration 5, part 1 of iteration 5" in each
-        for each in raised(outcomes, 1, "NoReplicasAvailableError")
-    )
-
-
-def test_two_saves_are_kept_on_every_rank(job: Job) -> None:
-    job.run(["save", 1, 2, 3])
-    assert len(job.files("iter_0000000001.*")) == 0
-    assert len(job.files("iter_0000000002.*")) == len(job.files("iter_0000000003.*")) == 8
-    job.run(["save", 4])
-    assert len(job.files()) == 16, "a new process finds out what it may delete"
-    assert len(job.files("iter_0000000003.*")) == len(job.files("iter_0000000004.*")) == 8
+    shutil.rmtree(second.root / "node1")
+    shutil.copytree(first.root / "node1", second.root / "node1")
+    outcomes = second.run(["find"], ["load"], ["delete", "node0"], ["renew"], ["find"])
+    assert returned(outcomes, 0) == returned(outcomes, 4) == [-1] * 4
+    words = raised(outcomes, 1, "NoReplicasAvailableError")
+    assert all("part 2 of iteration 5, part 3 of iteration 5" in each for each in words)
 
 
 def test_a_rank_that_cannot_write_costs_the_save_and_the_one_before_stays(
     nemo_zygote: Zygote, tmp_path: Path
 ) -> None:
-    job = Job(nemo_zygote, tmp_path, jump=None)
-    outcomes = job.run(["save", 5], ["full_disk", 1], ["save", 6], ["find"], ["room_again"], ["save", 7], ["load"])
+    alone = Job(nemo_zygote, tmp_path / "alone", jump=None)
+    calls = (["save", 5], ["full_disk", 1], ["save", 6], ["save_async", 7], ["wait"], ["find"], ["room_again"])
+    outcomes = alone.run(*calls, ["files"], ["save", 8], ["load"])
     assert returned(outcomes, 2) == [None] * 4
-    assert returned(outcomes, 3) == [5] * 4
-    assert returned(outcomes, 6) == whole(7)
-    assert not job.files("*.tmp")
-    assert not job.files("iter_0000000006*")
+    assert returned(outcomes, 4) == [True] * 4
+    assert returned(outcomes, 5) == [5] * 4
+    assert all("/iter_0000000005" in file for file in returned(outcomes, 7)[0]), "nothing of the others is left"
+    assert returned(outcomes, 9) == whole(8)
+    with_copies = Job(nemo_zygote, tmp_path / "copies")
+    found_and_loaded(with_copies.run(*calls[:3], ["room_again"], *FIND_AND_LOAD), 4, 6)
 
 
-def test_with_replication_what_one_rank_could_not_write_costs_nothing(job: Job) -> None:
-    outcomes = job.run(["save", 5], ["full_disk", 1], ["save", 6], ["room_again"], ["find"], ["load"])
-    assert returned(outcomes, 4) == [6] * 4
-    assert returned(outcomes, 5) == whole(6)
-
-
-@pytest.mark.parametrize("jump", [None, 0])
-def test_asynchronous_saves(nemo_zygote: Zygote, tmp_path: Path, jump: int | None) -> None:
-    job = Job(nemo_zygote, tmp_path, jump=jump)
-    outcomes = job.run(["save_async", 5], ["wait"], ["save_async", 6], ["wait"], ["load"])
+def test_asynchronous_saves(job: Job) -> None:
+    outcomes = job.run(["save_async", 5], ["wait"], ["save_async", 6], ["wait"], ["load"], ["renew"], ["load"])
     assert returned(outcomes, 1) == [True] * 4
     assert returned(outcomes, 4) == whole(6), "what was trained on meanwhile is not in it"
-    assert returned(job.run(["find"], ["load"]), 1) == whole(6)
+    assert returned(outcomes, 6) == whole(6)
 
 
-def test_an_asynchronous_save_that_one_rank_cannot_write(nemo_zygote: Zygote, tmp_path: Path) -> None:
-    job = Job(nemo_zygote, tmp_path, jump=None)
+def test_what_one_rank_cannot_do_is_refused_on_all(job: Job) -> None:
     outcomes = job.run(
-        ["save", 5], ["full_disk", 1], ["save_async", 6], ["wait"], ["room_again"], ["find"], ["load"]
+        ["save_unsafe", 5, 2],
+        ["find"],
+        ["files"],
+        ["save_different"],
+        ["save", 4],
+        ["save_of_a_class_known_to", 1],
+        *FIND_AND_LOAD,
     )
-    assert returned(outcomes, 3) == [True] * 4
-    assert returned(outcomes, 5) == [5] * 4
-    assert returned(outcomes, 6) == whole(5)
-
-
-def test_a_state_that_cannot_be_saved_is_refused_on_all_ranks(job: Job) -> None:
-    outcomes = job.run(["save_unsafe", 5, 2], ["find"])
     words = raised(outcomes, 0, "LocalCheckpointError")
     assert all("rank 2: state['callbacks'][0] is a object" in each for each in words)
     assert returned(outcomes, 1) == [-1] * 4
-    assert job.files() == []
-
-
-def test_a_class_that_not_all_ranks_know_is_told_to_all_of_them(job: Job) -> None:
-    outcomes = job.run(["save", 4], ["save_of_a_class_known_to", 1], ["find"], ["load"])
-    words = raised(outcomes, 1, "LocalCheckpointError")
-    assert all("rank 3" in each and "is not known on this rank: call register_form" in each for each in words)
-    assert returned(outcomes, 3) == whole(4)
-
-
-def test_ranks_that_save_different_iterations_are_all_told(job: Job) -> None:
-    words = raised(job.run(["save_different"]), 0, "LocalCheckpointError")
+    assert returned(outcomes, 2) == [[]] * 4
+    words = raised(outcomes, 3, "LocalCheckpointError")
     assert all("rank 0: save 10; rank 1: save 11" in each for each in words)
+    words = raised(outcomes, 5, "LocalCheckpointError")
+    assert all("rank 3" in each and "is not known on this rank: call register_form" in each for each in words)
+    found_and_loaded(outcomes, 6, 4)
 
 
 def test_a_rank_with_a_new_process_among_old_ones(job: Job) -> None:
     outcomes = job.run(
-        ["save", 5], ["renew", 1], ["save", 6], ["save_async", 7], ["renew", 2], ["save", 8], ["load"]
+        ["save", 5], ["renew", 1], ["save", 6], ["save_async", 7], ["renew", 2], ["save", 8], ["load"], ["files"]
     )
     assert returned(outcomes, 6) == whole(8)
-    assert len(job.files()) == 16
+    assert len(returned(outcomes, 7)[0]) == 16
 
 
 @pytest.mark.long
@@ -283,7 +214,7 @@ def test_a_strategy_without_a_manager(nemo_zygote: Zygote) -> None:
     assert all(outcome["replicas"] == [True, True] for outcome in outcomes)
     assert [outcome["arrived"] for outcome in outcomes] == [["of-0"], ["of-1"], [], []]
     assert all(outcome["equal"] for outcome in outcomes)
-    assert [outcome["plan"] for outcome in outcomes] == [[["of-0", 0, [2]]], [["of-1", 1, [3]]]] * 2
+    assert [outcome["plan"] for outcome in outcomes] == [[[2, 0, ["of-0"]]], [[3, 1, ["of-1"]]]] * 2
     assert all("nobody's" in outcome["refused"] for outcome in outcomes)
     assert {outcome["timeout_s"] for outcome in outcomes} == {20.0}, "that of the job's process group"
 
@@ -294,20 +225,18 @@ def test_a_member_that_cannot_replicate_is_not_waited_for(nemo_zygote: Zygote) -
     assert "rank 1 has nothing to replicate" in words[0]
 
 
-@pytest.mark.parametrize(
-    ("jumps", "env", "expected"),
-    [
-        ([2, 2], {}, "2 ranks cannot be divided into cliques of 2 ranks that are 2 apart"),
-        ([0, 0], {}, "give replication_jump=1"),
-        ([0, 0], {"LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE is not set"),
-        ([1, 2], {}, "the ranks ask for different cliques"),
-        ([-1, -1], {}, "must be positive"),
-        ([1, 1], {}, "nothing was raised"),
-    ],
-)
-def test_cliques_that_cannot_be(nemo_zygote: Zygote, jumps: list[int], env: dict[str, str], expected: str) -> None:
-    words = nemo_zygote.run(2, f"{RANKS}:cliques_asked_for", {"jumps": jumps}, env=env)
-    assert all(expected in each for each in words)
+def test_cliques_that_cannot_be(nemo_zygote: Zygote) -> None:
+    expected = {
+        "2 ranks cannot be divided into cliques of 2 ranks that are 2 apart": [[2, 2], 2],
+        "give replication_jump=1": [[0, 0], 2],
+        "LOCAL_WORLD_SIZE is not set": [[0, 0], 0],
+        "the ranks ask for different cliques": [[1, 2], 2],
+        "must be positive": [[-1, -1], 2],
+        "nothing was raised": [[1, 1], 2],
+    }
+    outcomes = nemo_zygote.run(2, f"{RANKS}:cliques_asked_for", {"cases": [*expected.values()]})
+    for words in outcomes:
+        assert all(part in each for part, each in zip(expected, words, strict=True)), words
 
 
 @pytest.mark.nemo

@@ -257,43 +257,19 @@ def test_what_cannot_be_kept_is_said_before_training(
     assert not list((job.run_dir / "steps").glob("*")), "a step was made"
 
 
-def exchanged(zygote: Zygote, world: int, **settings: Any) -> list[dict[int, Any]]:
-    """Return what each rank has after an exchange, by sender."""
-    arguments = {"nothing": [], "no_room": [], "flips": {}, **settings}
-    return [
-        {sender: part for sender, part in each["found"][-1]}
-        for each in zygote.run(world, "tests.ranks.tier_ranks:exchange", arguments)
-    ]
-
-
-def all_of(world: int, *absent: int) -> dict[int, list[Any]]:
-    """Return the parts of all ranks but ``absent``, as :func:`exchanged` has them."""
-    present = [rank for rank in range(world) if rank not in absent]
-    return {rank: [f"rank {rank}", float(rank * (1000 + rank)), float(rank)] for rank in present}
-
-
 @pytest.mark.parametrize("world", [2, 3, 4])
-def test_every_member_gets_the_parts_of_all_others(nemo_zygote: Zygote, world: int) -> None:
-    found = exchanged(nemo_zygote, world, times=3)
-    assert found == [all_of(world, rank) for rank in range(world)]
+def test_every_member_gets_all_parts_that_are_whole_and_that_it_has_room_for(
+    nemo_zygote: Zygote, world: int
+) -> None:
+    lacking = {"nothing": [1], "no_room": [0]}
+    cases = [{}, {}, {"is_staged": True, **lacking}, lacking, {"damaged": [1]}, {}]
+    outcomes = nemo_zygote.run(world, "tests.ranks.tier_ranks:exchange", {"cases": cases})
 
+    def parts(rank: int, *absent: int) -> list[list[Any]]:
+        present = [each for each in range(world) if each not in (rank, *absent)]
+        return [[each, f"rank {each}", float(each * (1000 + each)), float(each)] for each in present]
 
-def test_parts_go_through_a_device_where_the_group_has_no_other_wire(nemo_zygote: Zygote) -> None:
-    found = exchanged(nemo_zygote, 3, is_staged=True, nothing=[2], times=2)
-    assert found == [all_of(3, rank, 2) for rank in range(3)]
-
-
-def test_a_part_that_arrives_damaged_is_sent_again(nemo_zygote: Zygote) -> None:
-    found = exchanged(nemo_zygote, 3, flips={"1": 2})
-    assert found == [all_of(3, rank) for rank in range(3)]
-
-
-def test_a_part_that_is_damaged_each_time_is_not_kept(nemo_zygote: Zygote) -> None:
-    first, second = exchanged(nemo_zygote, 2, flips={"1": 100})
-    assert first == {}
-    assert second == all_of(2, 1)
-
-
-def test_a_member_that_has_nothing_or_no_room_holds_nobody_up(nemo_zygote: Zygote) -> None:
-    found = exchanged(nemo_zygote, 4, nothing=[2], no_room=[0], times=2)
-    assert found == [{}, all_of(4, 1, 2), all_of(4, 2), all_of(4, 2, 3)]
+    for rank, (first, second, staged, fewer, damaged, last) in enumerate(outcomes):
+        assert first == second == last == parts(rank)
+        assert staged == fewer == ([] if rank == 0 else parts(rank, 1))
+        assert damaged == parts(rank, *([1] if rank == 2 % world else []))

@@ -9,8 +9,8 @@ from typing import Any
 
 from checkpointless.recovery import LocalDirectory, NeighborMemory
 from checkpointless.replication import DirectoryStore, MemoryStore, PartStore
-from checkpointless.replication.directory import _FileName
 from checkpointless.replication.parts import Part
+from checkpointless.replication.store import _FileName
 from checkpointless.state.serialization.tensor_memory import tensor_bytes
 
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from checkpointless.integrations.compat.kernels import unabortable
+from checkpointless.integrations.compat.precision import unabortable
 
 
 @pytest.mark.parametrize(

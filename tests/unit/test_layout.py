@@ -45,14 +45,14 @@ def layouts(draw: st.DrawFn) -> Layout:
 @pytest.mark.parametrize("sharded", [True, False])
 def test_a_rank_finds_its_replicas_where_the_layout_says(sharded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("megatron.core")
-    from checkpointless.integrations.megatron.state import dense_and_experts, replicas
+    from checkpointless.integrations.megatron.state import _dense_and_experts, replicas
 
     moe = Layout(32, 8, tensor=2, pipeline=2, expert=2, expert_tensor=2, instances=2)
     layout = replace(moe, sharded=sharded)
     for rank in (0, 5, 17, 31):
         with megatron(layout, monkeypatch, rank):
             assert {*replicas(sharded)} == layout.replicas(rank)
-            both = dense_and_experts()
+            both = _dense_and_experts()
             assert both is not None
             if not sharded:
                 assert sorted(both) == [group for group in layout.replica_groups() if rank in group]

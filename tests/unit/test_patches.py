@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from checkpointless.integrations.megatron.cpu.torch_replacements import constant, itself, replaced_by
+from checkpointless.integrations.megatron.cpu_platform import _constant, _itself, _replaced_by
 from checkpointless.system.patches import Patch, Patches
 
 
@@ -19,7 +19,7 @@ class Derived(Base):
 
 
 def patch(target: object, attribute: str, value: object) -> Patch:
-    return Patch(target, attribute, replaced_by(value), "for this test")
+    return Patch(target, attribute, _replaced_by(value), "for this test")
 
 
 def test_what_is_undone_is_what_was_there_whether_inherited_missing_or_the_targets_own() -> None:
@@ -65,6 +65,6 @@ def test_it_knows_whose_attributes_are_replaced() -> None:
 
 
 def test_a_function_with_one_answer_and_a_method_that_returns_its_object() -> None:
-    assert constant(3)(len)("any", argument=True) == 3
-    assert replaced_by(None)(len) is None
-    assert itself(len, "any", argument=True) is len
+    assert _constant(3)(len)("any", argument=True) == 3
+    assert _replaced_by(None)(len) is None
+    assert _itself(len, "any", argument=True) is len

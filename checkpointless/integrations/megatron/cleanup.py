@@ -30,11 +30,11 @@ def install() -> None:
     maker = getattr(DistributedDataParallel, _HOOK_MAKER)
     if not getattr(maker, "_checkpointless", False):
         setattr(DistributedDataParallel, _HOOK_MAKER, _weak_hooks(maker))
-    register_cleanup("megatron", drop_globals)
+    register_cleanup("megatron", _drop_globals)
     register_rng_source("megatron", RngSource(_tracker_states, _set_tracker_states))
 
 
-def drop_globals() -> None:
+def _drop_globals() -> None:
     """Drop the process groups, microbatch calculator, graphs and caches of the generation that is over."""
     parallel_state.destroy_model_parallel()
     for name, value in list(vars(parallel_state).items()):

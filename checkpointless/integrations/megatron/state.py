@@ -17,8 +17,13 @@ from typing_extensions import override
 
 from checkpointless.inprocess import UnrecoverableError
 from checkpointless.integrations.compat.precision import DELAYED, fp8_recipe
-from checkpointless.integrations.megatron.fp8_parameters import fp8_parameters, left_as_they_are
-from checkpointless.integrations.megatron.update import gather_parameters, sub_optimizers, update_locally
+from checkpointless.integrations.megatron.update import (
+    fp8_parameters,
+    gather_parameters,
+    left_as_they_are,
+    sub_optimizers,
+    update_locally,
+)
 from checkpointless.state.module_tensors import BufferCopies, TrainingTensors
 from checkpointless.state.rank_local.state import OWN_BUFFER_BYTES
 from checkpointless.transfer.rank_groups import Group
@@ -44,7 +49,7 @@ class MegatronTensors(TrainingTensors):
     def __init__(self, chunks: Iterable[torch.nn.Module], optimizer: MegatronOptimizer | None) -> None:
         self.optimizers = sub_optimizers(optimizer)
         chunks = list(chunks)
-        self._scales = Scales(chunks)  # first: they are buffers then
+        self._scales = _Scales(chunks)  # first: they are buffers then
         super().__init__(chunks, [getattr(each, "optimizer", None) for each in self.optimizers])
         self.buffers = _BuffersWithScales(chunks, self._scales)
 
@@ -56,10 +61,8 @@ class MegatronTensors(TrainingTensors):
         over those that have the same experts. With the distributed optimizer the holders of a shard of either are
         the same. Buffers, and what tensor-parallel ranks have in common, are left to the ranks that hold all.
         """
-        group = replica_group(self.optimizers)
-        split = (
-            None if any(isinstance(each, DistributedOptimizer) for each in self.optimizers) else dense_and_experts()
-        )
+        distributed = any(isinstance(each, DistributedOptimizer) for each in self.optimizers)
+        group, split = replicas(distributed), None if distributed else _dense_and_experts()
         if split is None:
             return {group: list(keys)}
         experts = self._keys_of_experts()
@@ -106,7 +109,7 @@ class MegatronTensors(TrainingTensors):
 
         What is left out is neither held through a re-entry, where it would be there twice, nor sent to a peer.
         """
-        keys = self._keys_of(derived_parameters(self.optimizers))
+        keys = self._keys_of(_derived_parameters(self.optimizers))
         return {key: tensor for key, tensor in super().tensors().items() if key not in keys}
 
     @override
@@ -186,7 +189,7 @@ class MegatronTensors(TrainingTensors):
             gather_parameters(self.optimizers, force=True)
 
 
-def derived_parameters(optimizers: Iterable[Any]) -> list[torch.nn.Parameter]:
+def _derived_parameters(optimizers: Iterable[Any]) -> list[torch.nn.Parameter]:
     """Return the parameters in 16 or 8 bits that are their main parameters, rounded; every step recomputes them.
 
     Args:
@@ -228,7 +231,7 @@ def _copy(value: Any) -> Any:
 class _BuffersWithScales(BufferCopies):
     """Takes copies of buffers, among which are the scales that the layers use now."""
 
-    def __init__(self, chunks: Iterable[torch.nn.Module], scales: Scales) -> None:
+    def __init__(self, chunks: Iterable[torch.nn.Module], scales: _Scales) -> None:
         super().__init__(chunks)
         self._scales = scales
 
@@ -240,7 +243,7 @@ class _BuffersWithScales(BufferCopies):
         return super().take()
 
 
-class Scales:
+class _Scales:
     """The scales of a model's layers, which are buffers of the layers from now on. Checkpoints do not get them.
 
     Args:
@@ -318,37 +321,28 @@ def _is_a(layer: Any, name: str) -> bool:
 # --- Find the ranks that hold the same shard of model and optimizer state -----------------------------------------
 
 
-def replica_group(optimizers: Sequence[Any]) -> tuple[int, ...]:
+def replicas(distributed_optimizer: bool) -> tuple[int, ...]:
     """Return the global ranks that hold all that this rank holds, including this rank, in ascending order.
 
     With the distributed optimizer these are the ranks of the inter-distributed-optimizer-instance group (only
     this rank if there is one instance); without it, all ranks of the data-parallel group.
 
     Args:
-        optimizers: the Megatron optimizers of this rank.
-    """
-    return replicas(any(isinstance(optimizer, DistributedOptimizer) for optimizer in optimizers))
-
-
-def replicas(distributed_optimizer: bool) -> tuple[int, ...]:
-    """Return what :func:`replica_group` returns, before the optimizers are created.
-
-    Args:
-        distributed_optimizer: whether the optimizers will be Megatron's distributed ones.
+        distributed_optimizer: whether the optimizers are, or will be, Megatron's distributed ones.
     """
     if distributed_optimizer:
         group = parallel_state.get_inter_distributed_optimizer_instance_group(check_initialized=False)
         if group is None:
             return (dist.get_rank(),)
         return tuple(sorted(dist.get_process_group_ranks(group)))
-    both = dense_and_experts()
+    both = _dense_and_experts()
     if both is None:
         return _members(parallel_state.get_data_parallel_group(with_context_parallel=True))
     dense, experts = both
     return tuple(sorted({*dense} & {*experts}))
 
 
-def dense_and_experts() -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+def _dense_and_experts() -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """Return, without the distributed optimizer, the holders of this rank's dense parameters, and of its experts.
 
     Returns:

@@ -14,7 +14,7 @@ from typing import Any
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.tensor_aware_state_dict import MCoreTensorAwareStateDict
 
-from checkpointless.replication.local_checkpoint.tensor_aware import register_form
+from checkpointless.replication.tensor_aware import register_form
 from checkpointless.state.serialization.state_tree import StateTreeError, Tree
 
 _DEVICE = "orig_device"  # where a tensor was that is in host memory now, as Megatron-core notes it

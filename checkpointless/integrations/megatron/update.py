@@ -7,23 +7,18 @@ gradients overflow changes the loss scaler but no parameter; it is guarded, too,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer, MixedPrecisionOptimizer
 
 from checkpointless.inprocess import UnrecoverableError
-from checkpointless.integrations.compat.kernels import unabortable
-from checkpointless.integrations.compat.precision import fp8_recipe, unsupported
-from checkpointless.integrations.megatron.fp8_parameters import (
-    fp8_parameters,
-    left_as_they_are,
-    quantize,
-    unsupported_optimizer,
-)
+from checkpointless.integrations.compat.precision import DELAYED, fp8_recipe, unabortable, unsupported
 from checkpointless.recovery.guard import UpdateGuard
 
 _UNSCALED = (torch.float32, torch.bfloat16)
@@ -56,7 +51,7 @@ def gather_parameters(optimizers: Sequence[Any], force: bool = False) -> None:
     Args:
         force: gather even where the optimizer leaves it to the next forward pass (``overlap_param_gather``).
     """
-    quantize(optimizers)
+    _quantize(optimizers)
     chunks: list[Any] = []
     for optimizer in optimizers:
         if isinstance(optimizer, DistributedOptimizer) and (force or not optimizer.ddp_config.overlap_param_gather):
@@ -65,7 +60,7 @@ def gather_parameters(optimizers: Sequence[Any], force: bool = False) -> None:
         chunk.start_param_sync(force_sync=force)
 
 
-def unguardable(optimizer: MegatronOptimizer, models: Iterable[Any] = ()) -> str | None:
+def _unguardable(optimizer: MegatronOptimizer, models: Iterable[Any] = ()) -> str | None:
     """Return why the update of ``optimizer`` cannot be guarded, or why its state cannot be carried over.
 
     Args:
@@ -89,7 +84,7 @@ def unguardable(optimizer: MegatronOptimizer, models: Iterable[Any] = ()) -> str
         return "checkpointless cannot take along frozen parameters in FP8: set fp8_param_gather=False"
     recipe = fp8_recipe(next((getattr(model, "config", None) for model in models), None))
     for each in sub_optimizers(optimizer) if quantised else ():
-        reason = unsupported_optimizer(each, recipe)
+        reason = _unsupported_optimizer(each, recipe)
         if reason is not None:
             return reason
     if any(
@@ -175,7 +170,7 @@ class GuardedUpdate:
     """
 
     def __init__(self, optimizer: MegatronOptimizer, models: Iterable[Any], guard: UpdateGuard) -> None:
-        reason = unguardable(optimizer, models)
+        reason = _unguardable(optimizer, models)
         if reason is not None:
             raise UnrecoverableError(reason)
         self.overflow = False
@@ -203,3 +198,95 @@ class GuardedUpdate:
         succeeded = self._guard(lambda: update_locally(self._optimizers))
         gather_parameters(self._optimizers)
         return succeeded
+
+
+# --- Parameters that Megatron keeps in FP8 (``fp8_param_gather``) -------------------------------------------------
+#
+# Such a parameter is a tensor of TransformerEngine's that has no storage of its own: it shows 16 bits, and keeps
+# bytes and scales side by side. It is never held or sent. Like a 16-bit parameter it is derived from the main
+# parameters of all ranks, to the same bits: quantising depends on them, and with delayed scaling on the scales,
+# which are buffers (:mod:`checkpointless.integrations.megatron.state`).
+#
+# Megatron quantises inside the update, but agrees with the other ranks on the largest values meanwhile. Under the
+# lock of an update a rank must not wait for another one. So quantising is separated from the update, and is done
+# before the gather.
+
+# What Megatron-core 0.15 and 0.16 ask for the parameters to quantise; while it is replaced, there are none.
+_COLLECT = "_get_fp8_params_and_shard_fp32_from_fp8"
+
+
+def fp8_parameters(modules: Iterable[torch.nn.Module]) -> list[torch.nn.Parameter]:
+    """Return the parameters of ``modules`` that are kept in FP8."""
+    return [parameter for module in modules for parameter in module.parameters() if is_float8tensor(parameter)]
+
+
+def _is_quantized(optimizer: object) -> bool:
+    """Return whether a Megatron optimizer updates parameters that are kept in FP8."""
+    return (
+        isinstance(optimizer, DistributedOptimizer)
+        and not optimizer.is_stub_optimizer
+        and any(buffer.param_dtype is torch.uint8 for buffer in optimizer.buffers)
+    )
+
+
+@contextmanager
+def left_as_they_are(optimizer: DistributedOptimizer) -> Iterator[None]:
+    """Keep an optimizer from quantising, which needs all ranks, while it copies main parameters to the model."""
+    if not _is_quantized(optimizer):
+        yield
+        return
+    setattr(optimizer, _COLLECT, lambda: ([], [], []))
+    try:
+        yield
+    finally:
+        delattr(optimizer, _COLLECT)
+
+
+def _quantize(optimizers: Sequence[object]) -> None:
+    """Quantise the main parameters of all ranks into the parameters that are kept in FP8. This is a collective.
+
+    It may be repeated: the same main parameters and scales give the same bytes. Parameters in 16 bits are copied
+    once more, too, because Megatron does both at once.
+    """
+    for optimizer in optimizers:
+        if _is_quantized(optimizer):
+            assert isinstance(optimizer, DistributedOptimizer)
+            optimizer._copy_main_params_to_model_params()
+
+
+def _unsupported_optimizer(optimizer: object, recipe: str) -> str | None:
+    """Return why parameters in FP8 cannot be recovered exactly with one Megatron optimizer.
+
+    Args:
+        optimizer: the optimizer, which is not chained.
+        recipe: the name of the recipe of FP8 training.
+
+    Returns:
+        One line that says what to set; None if there is no obstacle.
+    """
+    if getattr(getattr(optimizer, "config", None), "use_precision_aware_optimizer", False):
+        return (
+            "checkpointless cannot derive parameters in FP8 from a precision-aware optimizer: "
+            "set use_precision_aware_optimizer=False or fp8_param_gather=False"
+        )
+    if not isinstance(optimizer, DistributedOptimizer):
+        return (
+            "checkpointless recovers parameters in FP8 from the distributed optimizer only: "
+            "set use_distributed_optimizer=True or fp8_param_gather=False"
+        )
+    if not hasattr(DistributedOptimizer, _COLLECT):
+        return (
+            "checkpointless does not know how this Megatron-core quantises parameters in FP8: "
+            "set fp8_param_gather=False"
+        )
+    if recipe == DELAYED and getattr(optimizer, "grad_scaler", None) is not None:
+        return (
+            "checkpointless cannot take along parameters in FP8 whose scale changes in a step that is skipped: "
+            "set loss_scale=None, fp8_recipe='tensorwise' or fp8_param_gather=False"
+        )
+    if any(is_float8tensor(each) for group in optimizer.param_groups for each in group["params"]):
+        return (
+            "checkpointless cannot derive parameters in FP8 that have no main parameters: set params_dtype to "
+            "torch.bfloat16 or fp8_param_gather=False"
+        )
+    return None

@@ -18,8 +18,7 @@ from typing_extensions import override
 
 from checkpointless.inprocess import UnrecoverableError
 from checkpointless.inprocess.communicators.process_groups import process_groups
-from checkpointless.integrations.compat.kernels import unabortable
-from checkpointless.integrations.compat.precision import unsupported_in_a_loop
+from checkpointless.integrations.compat.precision import unabortable, unsupported_in_a_loop
 from checkpointless.state.module_tensors import HoldersByMesh, TrainingTensors, is_sharded, own_state_of
 from checkpointless.state.port import PARAMETER
 from checkpointless.state.rng import RngStates

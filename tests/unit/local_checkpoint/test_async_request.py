@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import multiprocessing
 import signal
 import threading
@@ -13,10 +12,10 @@ from typing import Any
 import pytest
 
 from checkpointless.recovery import LocalCheckpointError, LocalCheckpointManager
-from checkpointless.replication import DirectoryStore, directory
-from checkpointless.replication.local_checkpoint.manager import AsyncRequest, AsyncSave
+from checkpointless.replication import DirectoryStore
+from checkpointless.replication.local_checkpoint import AsyncRequest, AsyncSave
 from tests.ranks.local_checkpoint_ranks import bits, state
-from tests.unit.local_checkpoint.disk import fail, files
+from tests.unit.local_checkpoint.disk import files
 
 
 @pytest.fixture
@@ -91,22 +90,6 @@ def test_a_request_that_nobody_carried_out_stands_in_no_way(
     assert manager.find_latest() == 3
     assert manager.load()[0] == {"n": 3}
     assert [int(path.name[5:15]) for path in files(tmp_path)] == [2, 3]
-
-
-def test_a_full_disk_costs_an_asynchronous_save_only(
-    manager: LocalCheckpointManager,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    manager.save({}, 1)
-    with monkeypatch.context() as full:
-        full.setattr(directory.os, "fsync", fail(OSError(errno.ENOSPC, "No space left on device")))
-        begun(manager, {}, 2).wait()
-    assert "iteration 2 is not kept" in caplog.text
-    assert [int(path.name[5:15]) for path in files(tmp_path)] == [1]
-    manager.save({}, 3)
-    assert manager.find_latest() == 3
 
 
 @pytest.mark.parametrize("is_async", [False, True])

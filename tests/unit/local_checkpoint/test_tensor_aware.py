@@ -16,7 +16,7 @@ from checkpointless.replication.local_checkpoint import (
     TensorAwareStateDict,
     register_form,
 )
-from checkpointless.replication.local_checkpoint.tensor_aware import content_of
+from checkpointless.replication.tensor_aware import content_of
 from checkpointless.state.serialization.state_tree import StateTreeError
 from tests.ranks.local_checkpoint_ranks import bits, state
 
@@ -121,7 +121,7 @@ class Pair(TensorAwareStateDict):
 
 
 def test_a_class_of_ones_own_has_to_be_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("checkpointless.replication.local_checkpoint.tensor_aware._forms", {})
+    monkeypatch.setattr("checkpointless.replication.tensor_aware._forms", {})
     given = Pair(torch.zeros(1), torch.ones(2))
     with pytest.raises(StateTreeError, match="Pair, which is not known: give it to register_form, on every rank"):
         content_of(given)
@@ -130,6 +130,6 @@ def test_a_class_of_ones_own_has_to_be_known(tmp_path: Path, monkeypatch: pytest
     manager.save(given, 1)
     loaded, _ = manager.load()
     assert (type(loaded), loaded.other.tolist()) == (Pair, [1, 1])
-    monkeypatch.setattr("checkpointless.replication.local_checkpoint.tensor_aware._forms", {})
+    monkeypatch.setattr("checkpointless.replication.tensor_aware._forms", {})
     with pytest.raises(LocalCheckpointError, match="Pair is not known on this rank: call register_form"):
         manager.load()

@@ -75,13 +75,13 @@ def test_graphs_of_the_generation_that_is_over_are_dropped(record: Any, created:
     runner = object.__new__(cuda_graphs._CudaGraphRunner)
     recorded = [] if created else [(runner, "fwd")]
     record.cudagraph_created, record.cudagraph_record = created, recorded
-    cleanup.drop_globals()
+    cleanup._drop_globals()
     assert (record.cudagraph_created, record.cudagraph_record) == (False, [])
 
 
 def test_the_machine_that_repeats_steps_is_dropped() -> None:
     before = rerun_state_machine.get_rerun_state_machine()
-    cleanup.drop_globals()
+    cleanup._drop_globals()
     assert rerun_state_machine.get_rerun_state_machine() is not before
     rerun_state_machine.destroy_rerun_state_machine()
 
@@ -90,13 +90,13 @@ def test_no_process_group_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """Megatron forgets most of its groups itself."""
     name = "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP"
     monkeypatch.setattr(parallel_state, name, torch.distributed.ProcessGroup(torch.distributed.HashStore(), 0, 1))
-    cleanup.drop_globals()
+    cleanup._drop_globals()
     assert getattr(parallel_state, name) is None
 
 
 def test_arguments_of_megatron_lm_are_dropped_so_that_they_can_be_set_again() -> None:
     global_vars = pytest.importorskip("megatron.training.global_vars", reason="Megatron-core 0.19's wheel has it")
     global_vars.set_args("those of the generation before")
-    cleanup.drop_globals()
+    cleanup._drop_globals()
     with pytest.raises(AssertionError, match="not initialized"):
         global_vars.get_args()

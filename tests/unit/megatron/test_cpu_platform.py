@@ -1,14 +1,15 @@
 """Check that the CPU platform puts back what it replaces, and that its random streams are separate."""
 
+import sys
 from collections.abc import Iterator
 from importlib.metadata import version
+from types import ModuleType
 
 import pytest
 import torch
 
 from checkpointless.integrations.megatron import cpu_platform
-from checkpointless.integrations.megatron.cpu.torch_replacements import DRAW_METHODS
-from checkpointless.system.environment import CPU_ENV
+from checkpointless.integrations.megatron.cpu_platform import _DRAW_METHODS
 
 pytestmark = pytest.mark.nemo
 
@@ -38,20 +39,6 @@ def test_uninstall_puts_back_the_very_objects() -> None:
     assert [row.attribute in vars(row.target) for row in rows] == own_before
 
 
-def test_no_attribute_is_listed_twice() -> None:
-    rows = [(id(row.target), row.attribute) for row in cpu_platform._table()]
-    assert len(rows) == len(set(rows))
-
-
-def test_install_twice_is_install_once(platform: None) -> None:
-    rand = torch.rand
-    cpu_platform.install()
-    assert torch.rand is rand
-    cpu_platform.uninstall()
-    assert not cpu_platform.installed()
-    assert torch.rand is not rand
-
-
 def test_timers_that_are_none_are_gathered_from_nobody(platform: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """NeMo's progress printer asks rank 0 alone, which must not take part in a collective for it."""
     timers = pytest.importorskip("megatron.core.timers")
@@ -74,22 +61,6 @@ def test_refuses_where_cuda_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(RuntimeError, match="leave out --cpu"):
         cpu_platform.install()
-
-
-def test_a_row_that_fails_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = cpu_platform._table()
-    broken = cpu_platform.Patch(torch, "zeros", lambda old: old.no_such_attribute, "fails")
-    monkeypatch.setattr(cpu_platform, "_table", lambda: [*rows, broken])
-    rand = torch.rand
-    with pytest.raises(AttributeError):
-        cpu_platform.install()
-    assert torch.rand is rand
-
-
-@pytest.mark.parametrize(("value", "expected"), [("1", True), ("0", False), ("", False)])
-def test_requested(monkeypatch: pytest.MonkeyPatch, value: str, expected: bool) -> None:
-    monkeypatch.setenv(CPU_ENV, value)
-    assert cpu_platform.requested() is expected
 
 
 def test_the_current_cuda_device_is_the_cpu(platform: None) -> None:
@@ -116,9 +87,9 @@ def test_a_build_for_cuda_finds_no_device_and_may_fork(platform: None, monkeypat
     assert torch.cuda.device_count() == 1
     assert not torch.cuda.is_available()
     assert not torch.cuda._is_in_bad_fork()
-    stream = cpu_platform.stream_bytes()
+    stream = cpu_platform._stream_bytes()
     torch.manual_seed(7)  # torch leaves the device's generators alone in a process that may not use CUDA
-    assert stream != cpu_platform.stream_bytes()
+    assert stream != cpu_platform._stream_bytes()
 
 
 def test_the_meta_device_context_still_works(platform: None) -> None:
@@ -179,7 +150,7 @@ def _draw_everything() -> None:
     torch.rand(2), torch.randn(2), torch.randint(9, (2,)), torch.randperm(4), torch.normal(x, x)
     torch.bernoulli(x), torch.multinomial(x, 2), torch.poisson(x), torch.rand_like(x), torch.randn_like(x)
     torch.randint_like(x, 5), x.bernoulli(), x.multinomial(2)
-    for name in DRAW_METHODS[:-2]:
+    for name in _DRAW_METHODS[:-2]:
         getattr(x.clone(), name)(*([0.5] if name == "geometric_" else []))
     torch.nn.init.xavier_normal_(torch.empty(2, 2))
     torch.distributions.Uniform(0.0, 1.0).rsample((2,))
@@ -250,3 +221,62 @@ def test_recomputed_dropout_is_the_same_dropout(platform: None) -> None:
     assert torch.equal(after[0], states()[0])
     assert torch.equal(after[1], states()[1])
     random._CUDA_RNG_STATE_TRACKER.reset()
+
+
+# --- Megatron-core, NeMo and Bridge -------------------------------------------------------------------------------
+
+
+def test_the_router_finds_that_there_is_no_kernel_of_transformer_engine() -> None:
+    moe = pytest.importorskip("megatron.core.transformer.moe.moe_utils")
+    if hasattr(moe, "te_general_gemm"):
+        pytest.skip("TransformerEngine is installed")
+    cpu_platform.install()
+    try:
+        assert moe.te_general_gemm is None
+    finally:
+        cpu_platform.uninstall()
+    assert not hasattr(moe, "te_general_gemm")
+
+
+def test_bridge_is_answered_for_what_training_does_not_need_and_nobody_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def not_there(name: str, *_: object) -> ModuleType:
+        raise ModuleNotFoundError(name)
+
+    monkeypatch.setattr(cpu_platform, "_is_there", lambda _: False)
+    import_ = cpu_platform._answering(not_there)
+    pretrain = {"__name__": "megatron.bridge.training.pretrain"}
+    found = import_("nvidia_resiliency_ext.inprocess", pretrain, None, ("CallWrapper",))
+    assert isinstance(found.CallWrapper, type)
+    assert not hasattr(found, "__path__")
+    for name, asks in (
+        ("nvidia_resiliency_ext.inprocess", "megatron.bridge.training.setup"),
+        ("nvidia_resiliency_extra", "megatron.bridge.training.pretrain"),
+        ("megatron.energon", "megatron.core.datasets"),
+    ):
+        with pytest.raises(ModuleNotFoundError):
+            import_(name, {"__name__": asks}, None, ("x",))
+    assert import_("megatron.energon", {"__name__": "megatron.bridge.data.energon"}, None, ("x",)).x
+    monkeypatch.setattr(cpu_platform, "_is_there", lambda _: True)
+    with pytest.raises(ModuleNotFoundError):
+        import_("nvidia_resiliency_ext.inprocess", pretrain, None, ("CallWrapper",))
+
+
+def test_nemo_is_patched_once_and_only_where_it_was_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "nemo"]:
+        monkeypatch.delitem(sys.modules, name)
+    assert cpu_platform._rows() == []
+    checkpoint_io = ModuleType("nemo.lightning.io.pl")
+    cpu_platform.install()
+    try:
+        monkeypatch.setitem(sys.modules, checkpoint_io.__name__, checkpoint_io)
+        cpu_platform.install()
+        fixed = vars(checkpoint_io)["_fix_tensors_device"]
+        cpu_platform.install()
+        assert vars(checkpoint_io)["_fix_tensors_device"] is fixed
+        checkpoint = {"weight": torch.zeros(2)}
+        assert fixed(checkpoint) is checkpoint
+    finally:
+        cpu_platform.uninstall()
+    assert "_fix_tensors_device" not in vars(checkpoint_io)

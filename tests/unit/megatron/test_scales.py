@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("megatron.core", reason="needs Megatron-core")
 
 from checkpointless.inprocess import UnrecoverableError
-from checkpointless.integrations.megatron.state import MegatronTensors, Scales
+from checkpointless.integrations.megatron.state import MegatronTensors, _Scales
 
 pytestmark = pytest.mark.nemo
 
@@ -73,7 +73,7 @@ def model(*layers: torch.nn.Module, fp8: str | None = "hybrid", recipe: str = "d
 def test_scales_and_histories_are_buffers_in_the_same_memory_and_not_saved() -> None:
     layer = Layer()
     chunk = model(layer)
-    Scales([chunk])
+    _Scales([chunk])
     buffers = dict(chunk.named_buffers())
     assert sorted(buffers) == [
         f"1.checkpointless_scaling_{way}_{name}" for way in ("bwd", "fwd") for name in ("amax_history", "scale")
@@ -104,13 +104,13 @@ def test_a_history_of_another_length_is_followed() -> None:
 
 @pytest.mark.parametrize(("layer", "products"), [(Layer(), 1), (LayerNormMLP(), 2), (GroupedLinear(), 4)])
 def test_layers_have_scales_for_each_of_their_products(layer: Layer, products: int) -> None:
-    Scales([model(layer)])
+    _Scales([model(layer)])
     assert layer.fp8_meta["scaling_fwd"].scale.numel() == 3 * products
 
 
 def test_a_checkpoint_before_the_first_forward_pass_has_the_scales() -> None:
     layer = Layer()
-    Scales([model(layer)])
+    _Scales([model(layer)])
     assert layer.fp8_meta["fp8_checkpoint"] is True
     assert "recipe" in layer.fp8_meta
 
@@ -132,14 +132,14 @@ def test_histories_that_are_too_large_to_be_kept_are_refused() -> None:
     layer = Layer()
     layer.fp8_meta["scaling_fwd"] = State(3, history=400_000)
     with pytest.raises(UnrecoverableError, match="set fp8_amax_history_len to less"):
-        Scales([model(layer)])
+        _Scales([model(layer)])
 
 
 @pytest.mark.parametrize(
     "chunk", [model(Layer(), fp8=None), model(Layer(), recipe="tensorwise"), model(DotProductAttention())]
 )
 def test_layers_that_keep_no_scales_are_left_alone(chunk: torch.nn.Module) -> None:
-    Scales([chunk])
+    _Scales([chunk])
     assert dict(chunk.named_buffers()) == {}
     assert all(layer.fp8_meta == {} for layer in chunk.modules() if isinstance(layer, Layer))
 
@@ -147,4 +147,4 @@ def test_layers_that_keep_no_scales_are_left_alone(chunk: torch.nn.Module) -> No
 @pytest.mark.parametrize("layer", [Unknown(), Foreign()])
 def test_a_layer_that_keeps_its_scales_elsewhere_is_refused(layer: Layer) -> None:
     with pytest.raises(UnrecoverableError, match=rf"FP8 scales of 1 \({type(layer).__name__}\).*set fp8=None"):
-        Scales([model(layer)])
+        _Scales([model(layer)])

@@ -15,7 +15,7 @@ from megatron.core.dist_checkpointing.tensor_aware_state_dict import MCoreTensor
 from nvidia_resiliency_ext.checkpointing.local import basic_state_dict as nvrx
 
 from checkpointless.replication.local_checkpoint import LocalCheckpointError, LocalCheckpointManager
-from checkpointless.replication.local_checkpoint.tensor_aware import content_of, state_of
+from checkpointless.replication.tensor_aware import content_of, state_of
 from tests.ranks.local_checkpoint_ranks import bits
 
 pytestmark = pytest.mark.nemo

@@ -7,26 +7,7 @@ from typing import Any
 
 import pytest
 
-from checkpointless.inprocess import HPWrapper
-
 pytestmark = pytest.mark.nemo
-
-
-def test_the_wrapper_prepares_at_every_entry(monkeypatch: pytest.MonkeyPatch) -> None:
-    from checkpointless.integrations.megatron.training import MegatronTraining
-
-    done: list[str] = []
-    monkeypatch.setattr(MegatronTraining, "prepare", staticmethod(lambda: done.append("prepared")))
-
-    @MegatronTraining.wrapper(HPWrapper(enabled=False))
-    def main(what: str) -> str:
-        """Train."""
-        done.append(what)
-        return what
-
-    assert [main("first"), main("second")] == ["first", "second"]
-    assert done == ["prepared", "first", "prepared", "second"]
-    assert (main.__name__, main.__doc__) == ("main", "Train.")
 
 
 def test_what_is_missing_is_said() -> None:

@@ -14,7 +14,7 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from checkpointless.inprocess import ParameterUpdateLock, UnrecoverableError
-from checkpointless.integrations.megatron.update import GuardedUpdate, unguardable
+from checkpointless.integrations.megatron.update import GuardedUpdate, _unguardable
 from checkpointless.recovery import guard as recovery_guard
 
 pytestmark = pytest.mark.nemo
@@ -125,7 +125,7 @@ def test_what_cannot_be_guarded_is_refused_with_what_to_set(config: dict[str, An
 def test_an_optimizer_that_is_offloaded_is_refused() -> None:
     optimizer = Optimizer()
     optimizer.optimizer = object.__new__(HybridDeviceOptimizer)  # type: ignore[assignment]
-    reason = unguardable(optimizer)
+    reason = _unguardable(optimizer)
     assert reason is not None
     assert "optimizer_cpu_offload=False" in reason
 
@@ -134,9 +134,9 @@ def test_a_precision_that_cannot_be_recovered_is_refused() -> None:
     chunks = [torch.nn.Linear(1, 1) for _ in range(2)]
     for chunk in chunks:
         chunk.config = SimpleNamespace(fp8="hybrid", fp4=None)  # type: ignore[assignment]
-    assert unguardable(Optimizer(), chunks) is None
+    assert _unguardable(Optimizer(), chunks) is None
     chunks[1].config.fp4 = "e2m1"  # type: ignore[union-attr]
-    reason = unguardable(Optimizer(), chunks)
+    reason = _unguardable(Optimizer(), chunks)
     assert reason is not None
     assert "set fp4=None" in reason
 
@@ -146,7 +146,7 @@ def in_fp8(monkeypatch: pytest.MonkeyPatch) -> torch.nn.Module:
     """Return a module whose weight Megatron takes for a parameter in FP8."""
     chunk = torch.nn.Linear(1, 1)
     monkeypatch.setattr(
-        "checkpointless.integrations.megatron.fp8_parameters.is_float8tensor", lambda each: each is chunk.weight
+        "checkpointless.integrations.megatron.update.is_float8tensor", lambda each: each is chunk.weight
     )
     return chunk
 
@@ -163,7 +163,7 @@ def test_parameters_in_fp8_that_cannot_be_derived_are_refused(
     in_fp8: torch.nn.Module, frozen: bool, config: dict[str, Any], says: str
 ) -> None:
     in_fp8.weight.requires_grad_(not frozen)
-    assert says in str(unguardable(Optimizer(**config), [in_fp8]))
+    assert says in str(_unguardable(Optimizer(**config), [in_fp8]))
 
 
 def distributed(params: list[Any], **attributes: Any) -> Any:
@@ -175,11 +175,11 @@ def distributed(params: list[Any], **attributes: Any) -> Any:
 
 
 def test_parameters_in_fp8_of_a_distributed_optimizer_are_derived(in_fp8: torch.nn.Module) -> None:
-    assert unguardable(distributed([torch.zeros(1)], grad_scaler=None), [in_fp8]) is None
+    assert _unguardable(distributed([torch.zeros(1)], grad_scaler=None), [in_fp8]) is None
 
 
 def test_parameters_in_fp8_without_main_parameters_are_refused(in_fp8: torch.nn.Module) -> None:
-    assert "set params_dtype" in str(unguardable(distributed([in_fp8.weight]), [in_fp8]))
+    assert "set params_dtype" in str(_unguardable(distributed([in_fp8.weight]), [in_fp8]))
 
 
 @pytest.mark.parametrize(("recipe", "is_refused"), [("delayed", True), ("tensorwise", False)])
@@ -187,7 +187,7 @@ def test_scales_that_change_in_a_skipped_step_are_refused(
     in_fp8: torch.nn.Module, recipe: str, is_refused: bool
 ) -> None:
     in_fp8.config = SimpleNamespace(fp8="hybrid", fp8_recipe=recipe)  # type: ignore[assignment]
-    reason = unguardable(distributed([torch.zeros(1)], grad_scaler=object()), [in_fp8])
+    reason = _unguardable(distributed([torch.zeros(1)], grad_scaler=object()), [in_fp8])
     assert (reason is not None and "set loss_scale=None" in reason) is is_refused
 
 
@@ -195,9 +195,9 @@ def test_a_megatron_that_quantises_in_another_way_is_refused(
     in_fp8: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr(DistributedOptimizer, "_get_fp8_params_and_shard_fp32_from_fp8")
-    assert "does not know how this Megatron-core quantises" in str(unguardable(distributed([]), [in_fp8]))
+    assert "does not know how this Megatron-core quantises" in str(_unguardable(distributed([]), [in_fp8]))
 
 
 def test_precision_aware_states_without_scales_are_fine() -> None:
     config: dict[str, Any] = {"use_precision_aware_optimizer": True, "exp_avg_dtype": torch.bfloat16}
-    assert unguardable(Optimizer(**config)) is None
+    assert _unguardable(Optimizer(**config)) is None

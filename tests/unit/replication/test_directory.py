@@ -14,8 +14,8 @@ import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from checkpointless.replication.directory import DirectoryStore, _FileName, _PartFile
 from checkpointless.replication.parts import Content, Part, PartError, PartId, SaveId
+from checkpointless.replication.store import DirectoryStore, _FileName, _PartFile
 from tests.ranks.local_checkpoint_ranks import bits
 
 PART = PartId(SaveId(5, "0123456789abcdef00000000"), 3)

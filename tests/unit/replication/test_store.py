@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from checkpointless.replication import DirectoryStore, MemoryStore, host_memory, open_store, register_store
-from checkpointless.replication.host_memory import HostMemoryPool, copy_into
+from checkpointless.replication.host_memory import HostMemoryPool, _copy_into
 from checkpointless.replication.parts import Content, Part, PartError, PartId, SaveId
-from checkpointless.replication.store import usable
+from checkpointless.replication.retrieval import _usable
 
 SAVES = [SaveId(step, "0" * 24) for step in (1, 2, 3)]
 
@@ -43,10 +43,7 @@ def test_a_part_is_a_copy_in_and_out() -> None:
 
 def test_a_part_in_memory_of_its_own_is_not_copied_and_may_be_read_without_a_copy() -> None:
     store, pool = MemoryStore(), HostMemoryPool()
-    live = content()
-    laid_out = pool.content(live.structure, live.tensors)
-    copy_into(laid_out, live.tensors)
-    tensor = written(store, given=laid_out)
+    tensor = written(store, given=pool.copy(content()))
     assert weight(store, is_shared=True).data_ptr() == tensor.data_ptr() != weight(store).data_ptr()
 
 
@@ -57,7 +54,7 @@ def test_a_flipped_bit_is_found(caplog: pytest.LogCaptureFixture) -> None:
     (copy,) = store.shelf(2)[SAVES[0]][0]
     with pytest.raises(PartError, match="part 0 of iteration 1 is damaged: tensor 0 has another digest"):
         copy.read()
-    assert usable(lambda each: each.read(), copy) is None
+    assert _usable(lambda each: each.read(), copy) is None
     assert "taken for missing" in caplog.text
 
 
@@ -114,7 +111,7 @@ def test_a_part_that_is_received_gives_the_same_tensors() -> None:
         PartId(SAVES[0], 1), 2, Content(b"any", (torch.randn(7, 5).t(), torch.tensor(3), torch.empty(0)))
     )
     room = HostMemoryPool().room_for(sent.header())
-    copy_into(room.content, sent.content.tensors)
+    _copy_into(room.content, sent.content.tensors, None)
     room.verify()
     assert (room.id, room.world_size, room.content.structure) == (sent.id, 2, b"any")
     assert all(map(torch.equal, room.content.tensors, sent.content.tensors))

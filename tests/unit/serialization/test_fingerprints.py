@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from checkpointless.integrations.megatron.warm.kept_model import _fingerprint, differing, fingerprints
+from checkpointless.integrations.megatron.warm import _fingerprint, differing, fingerprints
 
 
 @dataclass

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from checkpointless.inprocess.finalize import clean_up_frameworks
-from checkpointless.strategies.megatron_strategy import GivenModule, note_given_module
+from checkpointless.strategies.megatron_strategy import _GivenModule, _note_given_module
 
 pytestmark = pytest.mark.nemo
 
@@ -37,8 +37,8 @@ def set_up(model: Model) -> None:
 
 def test_what_a_generation_added_is_gone_and_what_was_given_is_left() -> None:
     model = Model()
-    given, weight = GivenModule(model), model.kept.weight
-    again = GivenModule(model)
+    given, weight = _GivenModule(model), model.kept.weight
+    again = _GivenModule(model)
     set_up(model)
     again.put_back()
     given.put_back()  # which has nothing left to do
@@ -50,7 +50,7 @@ def test_what_a_generation_added_is_gone_and_what_was_given_is_left() -> None:
     assert [name for name, _ in model.named_parameters()] == ["kept.weight", "kept.bias"]
     assert model.norms == [1.0]
     assert model._trainer is None
-    again = GivenModule(model)
+    again = _GivenModule(model)
     set_up(model)
     again.put_back()
     given.put_back()  # which has nothing left to do
@@ -62,7 +62,7 @@ def test_all_modules_of_all_fits_are_as_they_were_before_the_first_one() -> None
     models = [Model(), Model()]
     for _ in range(2):
         for model in models:
-            note_given_module(model)
+            _note_given_module(model)
             set_up(model)
     clean_up_frameworks()
     assert not any(hasattr(model, "module") for model in models)
@@ -70,7 +70,7 @@ def test_all_modules_of_all_fits_are_as_they_were_before_the_first_one() -> None
 
 def test_a_module_of_one_generation_is_not_kept() -> None:
     model = Model()
-    given, left = GivenModule(model), weakref.ref(model)
+    given, left = _GivenModule(model), weakref.ref(model)
     set_up(model)
     del model
     gc.collect()

@@ -22,8 +22,12 @@ from typing_extensions import override
 
 from checkpointless.inprocess import active_call_wrapper
 from checkpointless.integrations.compat.lightning import WrappingCheckpointIO
-from checkpointless.integrations.megatron.dist_checkpoint import Copies, CopiesLoadStrategy, CopiesSaveStrategy
-from checkpointless.integrations.megatron.dist_checkpoint.save_strategy import loading
+from checkpointless.integrations.megatron.dist_checkpoint.copies import Copies
+from checkpointless.integrations.megatron.dist_checkpoint.strategies import (
+    CopiesLoadStrategy,
+    CopiesSaveStrategy,
+    loading,
+)
 from checkpointless.transfer.exchange import all_gather_json
 
 _FORMAT = "torch_dist"

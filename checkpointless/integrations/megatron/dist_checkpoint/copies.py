@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 import weakref
 from collections.abc import Callable, Collection, Mapping
 from functools import cache
@@ -16,16 +15,14 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from checkpointless.inprocess.communicators.helper_thread import awaiting
 from checkpointless.replication.copier import Copier, Making, Place
-from checkpointless.replication.exchange import CliqueExchange, agreed_jump, clique_group
-from checkpointless.replication.host_memory import HostMemoryPool, copy_into, recorded
+from checkpointless.replication.exchange import CliqueExchange, clique_group
+from checkpointless.replication.host_memory import HostMemoryPool, recorded
 from checkpointless.replication.parts import Content, SaveId
 from checkpointless.replication.store import MemoryStore, PartStore, open_store
 
 logger = logging.getLogger(__name__)
 
-_TURN_S = 0.02
 # Beyond the time that the checkpoint took to be written; other ranks wait meanwhile.
 _EXCHANGE_S = 60.0
 _WRITE_S = 20.0  # once: a place that takes longer is left out from then on, until it answers
@@ -88,8 +85,7 @@ class Copies:
                 self._copier.leave()
             exchange = None
             if self.replication_factor > 1:
-                jump = agreed_jump(self.replication_jump, self.replication_factor)
-                exchange = CliqueExchange(clique_group(jump, self.replication_factor))
+                exchange = CliqueExchange(clique_group(self.replication_jump, self.replication_factor))
             self._places = [Place(name, store, name == "memory", exchange) for name, store in self.stores.items()]
             self._copier = Copier("keeping copies of checkpoints", self._places, self._of_use)
             self._pool = HostMemoryPool()
@@ -119,9 +115,7 @@ class Copies:
         """
         copier, copied = self.prepare(), None
         try:
-            room = self._pool.content(content.structure, content.tensors)
-            copy_into(room, content.tensors, recorded())
-            copied = room
+            copied = self._pool.copy(content, recorded())
         except (MemoryError, RuntimeError) as error:  # torch has no exception of its own for the first
             logger.warning("no copy is kept of what rank %d saves: %s", dist.get_rank(), error)
         self._writing[save] = _Save(copier, copier.begin(save, lambda: copied, self._places, exchanges), copied)
@@ -163,22 +157,12 @@ class _Save(NamedTuple):
 
 def _wait_for(copier: Copier, making: Making) -> None:
     """Wait until copies are where they belong, within limits."""
-    with awaiting(copier.thread):
-        if not _wait(lambda: making.arrived.is_set() or copier.is_idle, _EXCHANGE_S):
-            logger.warning("copies of %s were not exchanged within %g s", making.save, _EXCHANGE_S)
-        elif not _wait(lambda: making.writing == 0, _WRITE_S):
-            logger.warning("copies of %s were not written within %g s", making.save, _WRITE_S)
+    for event, limit_s, done in ((making.arrived, _EXCHANGE_S, "exchanged"), (making.written, _WRITE_S, "written")):
+        if not copier.wait(event, limit_s):
+            logger.warning("copies of %s were not %s within %g s", making.save, done, limit_s)
+            break
     if making.error is not None:
         logger.warning("%s is kept without what the peers sent: %s", making.save, making.error)
-
-
-def _wait(condition: Callable[[], bool], limit_s: float) -> bool:
-    deadline_s = time.monotonic() + limit_s
-    while not condition():
-        if time.monotonic() > deadline_s:
-            return False
-        time.sleep(_TURN_S)
-    return True
 
 
 @cache

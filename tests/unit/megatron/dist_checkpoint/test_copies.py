@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from checkpointless.integrations.megatron.dist_checkpoint import Copies
 from checkpointless.integrations.megatron.dist_checkpoint import copies as copies_module
-from checkpointless.integrations.megatron.dist_checkpoint.save_strategy import in_storage_of_its_own
+from checkpointless.integrations.megatron.dist_checkpoint.strategies import _in_storage_of_its_own
+from checkpointless.megatron.dist_checkpoint import Copies
 from checkpointless.replication import MemoryStore, register_store
 from checkpointless.replication.host_memory import HostMemoryPool
 from checkpointless.replication.parts import Content, Part, SaveId
@@ -172,11 +172,6 @@ def test_numbers_that_cannot_be_are_refused(wrong: dict[str, int]) -> None:
         Copies(**wrong)  # type: ignore[arg-type]
 
 
-def test_ranks_that_cannot_be_divided_are_refused_before_a_save() -> None:
-    with pytest.raises(ValueError, match="1 ranks cannot be divided into cliques of 2"):
-        Copies(replication_jump=1, replication_factor=2).prepare()
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool])
 @pytest.mark.parametrize("shape", [(), (0, 3), (4, 5)])
 def test_a_tensor_gets_a_storage_of_its_own_over_the_same_memory(
@@ -185,7 +180,7 @@ def test_a_tensor_gets_a_storage_of_its_own_over_the_same_memory(
     memory = torch.zeros(4096, dtype=torch.uint8)
     count = torch.Size(shape).numel()
     view = memory[256 : 256 + count * dtype.itemsize].view(dtype).view(shape)
-    alone = in_storage_of_its_own(view)
+    alone = _in_storage_of_its_own(view)
     assert alone.shape == view.shape
     assert alone.dtype == view.dtype
     assert alone.untyped_storage().size() == count * dtype.itemsize

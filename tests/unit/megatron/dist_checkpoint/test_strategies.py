@@ -21,13 +21,27 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
 from megatron.core.dist_checkpointing.strategies.base import (
     AsyncSaveShardedStrategy,
-    LoadShardedStrategy,
     StrategyAction,
     get_default_strategy,
 )
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
-from checkpointless.integrations.megatron.dist_checkpoint import (
+from checkpointless.integrations.megatron.dist_checkpoint.strategies import (
+    FILE,
+    _Chunk,
+    _content_of,
+    _decoded,
+    _encoded,
+    _Identity,
+    _leaves_of,
+    _name_of,
+    _read_identity,
+    _replaced,
+    _values_of,
+    _values_to_keep,
+    _write_identity,
+)
+from checkpointless.megatron.dist_checkpoint import (
     Copies,
     CopiesLoadStrategy,
     CopiesSaveStrategy,
@@ -35,26 +49,11 @@ from checkpointless.integrations.megatron.dist_checkpoint import (
     register,
     unregister,
 )
-from checkpointless.integrations.megatron.dist_checkpoint.part import (
-    FILE,
-    Chunk,
-    Identity,
-    content_of,
-    decoded,
-    encoded,
-    leaves_of,
-    name_of,
-    read_identity,
-    replaced,
-    values_of,
-    values_to_keep,
-    write_identity,
-)
 from checkpointless.replication.parts import PartError, SaveId
 
 pytestmark = pytest.mark.nemo
 SAVES = [SaveId(number, f"{number:024x}") for number in range(4)]
-IDENTITY = Identity(str(SAVES[1]), "run/weights", 4)
+IDENTITY = _Identity(str(SAVES[1]), "run/weights", 4)
 
 
 def leaves() -> list[ShardedTensor | ShardedObject]:
@@ -69,9 +68,9 @@ def leaves() -> list[ShardedTensor | ShardedObject]:
 
 
 def test_replicas_have_one_name_and_different_chunks_have_different_ones() -> None:
-    chunks = [Chunk.of(leaf) for leaf in leaves()]
-    assert chunks == [Chunk.of(replace(leaf, replica_id=7)) for leaf in leaves()]
-    assert [msgspec.json.decode(msgspec.json.encode(each), type=Chunk) for each in chunks] == chunks
+    chunks = [_Chunk.of(leaf) for leaf in leaves()]
+    assert chunks == [_Chunk.of(replace(leaf, replica_id=7)) for leaf in leaves()]
+    assert [msgspec.json.decode(msgspec.json.encode(each), type=_Chunk) for each in chunks] == chunks
     others = [
         msgspec.structs.replace(chunks[0], global_offset=(0, 0)),
         msgspec.structs.replace(chunks[0], dtype="float64"),
@@ -81,53 +80,52 @@ def test_replicas_have_one_name_and_different_chunks_have_different_ones() -> No
 
 def test_a_part_gives_back_what_can_be_kept() -> None:
     given_ = leaves()
-    values = values_of(content_of(IDENTITY, values_to_keep(given_)), IDENTITY)
-    weight, layers, extra, plain, opaque = (values.get(Chunk.of(leaf).id, {}) for leaf in given_)
+    values = _values_of(_content_of(IDENTITY, _values_to_keep(given_)), IDENTITY)
+    weight, layers, extra, plain, opaque = (values.get(_Chunk.of(leaf).id, {}) for leaf in given_)
     assert torch.equal(weight, given_[0].data)
     assert torch.equal(layers, given_[1].data)
-    assert decoded(extra).getvalue() == b"state"
-    assert decoded(plain)["seed"] == 3
+    assert _decoded(extra).getvalue() == b"state"
+    assert _decoded(plain)["seed"] == 3
     assert opaque == {}
-    assert encoded(object()) is None
+    assert _encoded(object()) is None
 
 
 @pytest.mark.parametrize("other", [{"token": str(SAVES[2])}, {"name": "other/weights"}, {"world_size": 2}])
 def test_a_part_of_another_checkpoint_is_refused(other: dict[str, Any]) -> None:
     with pytest.raises(PartError, match="is of the checkpoint"):
-        values_of(content_of(IDENTITY, values_to_keep(leaves())), msgspec.structs.replace(IDENTITY, **other))
+        _values_of(_content_of(IDENTITY, _values_to_keep(leaves())), msgspec.structs.replace(IDENTITY, **other))
 
 
 def test_an_identity_holds_as_long_as_the_checkpoint_is_as_it_was(tmp_path: Path) -> None:
     folder = tmp_path / "run" / "weights"
     folder.mkdir(parents=True)
     (folder / ".metadata").write_bytes(b"metadata")
-    assert read_identity(folder) is None
-    identity = msgspec.structs.replace(IDENTITY, name=name_of(folder))
-    write_identity(identity, folder)
-    assert read_identity(folder) == identity
+    assert _read_identity(folder) is None
+    identity = msgspec.structs.replace(IDENTITY, name=_name_of(folder))
+    _write_identity(identity, folder)
+    assert _read_identity(folder) == identity
     moved = folder.rename(tmp_path / "weights")
-    assert read_identity(moved) is None
+    assert _read_identity(moved) is None
     moved.rename(folder)
     os.utime(folder / ".metadata", (1, 1))
-    assert read_identity(folder) is None
+    assert _read_identity(folder) is None
     (folder / FILE).write_text("[]")
-    assert read_identity(folder) is None
-    assert read_identity("msc://bucket/weights") is None
+    assert _read_identity(folder) is None
+    assert _read_identity("msc://bucket/weights") is None
 
 
 def test_a_state_is_walked_through_and_replaced_leaf_by_leaf() -> None:
     given_ = leaves()
     state = {"a": given_[0], "b": [given_[1], {3: given_[2]}]}
-    assert leaves_of(state) == given_[:3]
-    assert replaced(state, lambda leaf: leaf.key) == {"a": "weight", "b": ["layers", {3: "extra"}]}
+    assert _leaves_of(state) == given_[:3]
+    assert _replaced(state, lambda leaf: leaf.key) == {"a": "weight", "b": ["layers", {3: "extra"}]}
 
 
 def test_the_strategies_are_what_megatron_looks_for() -> None:
     save, load = CopiesSaveStrategy(copies=Copies()), CopiesLoadStrategy(copies=Copies())
     assert isinstance(save, TorchDistSaveShardedStrategy | AsyncSaveShardedStrategy)
-    assert isinstance(load, LoadShardedStrategy)
     assert (save.backend, save.version) == ("torch_dist", 1)
-    assert load.can_handle_sharded_objects is True
+    assert load.can_handle_sharded_objects
     assert save.can_handle_sharded_objects
 
 

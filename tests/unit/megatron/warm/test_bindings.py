@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from checkpointless.integrations.megatron.warm.bindings import rebind
+from checkpointless.integrations.megatron.warm import _rebind
 
 pytestmark = pytest.mark.nemo  # the folder of the code imports Megatron-core
 
@@ -65,7 +65,7 @@ def test_every_place_is_found() -> None:
         "parameter": parameter,
         "owner": owner,
     }
-    assert rebind([roots], {id(old): new}) == 15
+    assert _rebind([roots], {id(old): new}) == 15
     assert roots["list"] == [new, (kept, new)]
     assert roots["dict"] == {"a": {"b": new}}
     assert roots["pair"] == Pair(new, kept)
@@ -83,7 +83,7 @@ def test_circles_end_and_nothing_is_replaced_without_a_successor() -> None:
     first: dict[str, Any] = {"group": Group()}
     first["self"] = [first]
     before = first["group"]
-    assert rebind([first], {}) == 0
+    assert _rebind([first], {}) == 0
     assert first["group"] is before
 
 
@@ -97,11 +97,11 @@ class Tracker:
 def test_methods_are_bound_to_the_successor() -> None:
     old, new = Tracker(), Tracker()
     owner = SimpleNamespace(context=old.fork, partial=functools.partial(old.fork), tracker=old)
-    assert rebind([owner], {id(old): new}) == 3
+    assert _rebind([owner], {id(old): new}) == 3
     assert owner.context() is owner.partial() is owner.tracker is new
 
 
 def test_loggers_lead_nowhere() -> None:
     logger, old = logging.getLogger("a logger of a layer's"), Group()
     logger.__dict__["somebody_elses"] = old
-    assert rebind([{"logger": logger}], {id(old): Group()}) == 0
+    assert _rebind([{"logger": logger}], {id(old): Group()}) == 0

@@ -18,7 +18,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 
 from checkpointless.integrations.megatron import cpu_platform
-from checkpointless.integrations.megatron.warm.kept_model import KeptModel, fingerprints, groups_now
+from checkpointless.integrations.megatron.warm import KeptModel, _groups_now, fingerprints
 from checkpointless.state.rng import RngStates
 
 pytestmark = pytest.mark.nemo
@@ -237,7 +237,7 @@ def losses_after(fault: Callable[[Training], None]) -> tuple[list[float], list[f
         assert training.kept.mismatch(training.plans) is None
         assert training.kept.unfit() is None
         assert training.kept.bind() > 0
-        now = [id(group) for group, *_ in groups_now()]
+        now = [id(group) for group, *_ in _groups_now()]
         assert all(id(each.intra_distributed_optimizer_instance_group) in now for each in training.buckets)
         training.model.start_param_sync(force_sync=True)  # as a restore does
         return undisturbed, before + [training.step(each) for each in range(1, 4)]

@@ -13,13 +13,14 @@ import torch
 from checkpointless.inprocess import memory
 from checkpointless.inprocess.parameter_update_lock import CommitState
 from checkpointless.observability.telemetry.wording import size
-from checkpointless.replication.tiers import handover
-from checkpointless.replication.tiers.handover import clear, hand_over, take_over
-from checkpointless.replication.tiers.snapshot import Snapshot
+from checkpointless.replication import handover
+from checkpointless.replication.handover import Snapshot, clear, hand_over, take_over
+from checkpointless.replication.parts import Content
 from checkpointless.state.held_state import HeldState
 from checkpointless.state.port import SnapshotPoint, StepSnapshot
 from checkpointless.state.rank_local.state import RankLocalState
 from checkpointless.state.rng import RngStates
+from checkpointless.state.serialization import state_tree
 from checkpointless.system.environment import HANDOVER_ENV
 from checkpointless.transfer.tensor_entry import Key
 
@@ -36,7 +37,13 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def held(torn: bool = False) -> HeldState:
     buffer = torch.arange(3.0)
     moment = StepSnapshot({"step": 7, "groups": [[{"lr": 0.1, "exp": torch.full((5000,), 2.0)}]]}, {BUFFER: buffer})
-    tensors = {WEIGHT: torch.randn(4, 3, dtype=torch.bfloat16), BUFFER: buffer, ("optimizer", 0): torch.tensor(3.0)}
+    tensors: dict[Key, torch.Tensor] = {
+        WEIGHT: torch.randn(4, 3, dtype=torch.bfloat16),
+        ("model", 0, "strided"): torch.randn(7, 5).t(),
+        ("model", 0, "empty"): torch.empty(0, 3),
+        BUFFER: buffer,
+        ("optimizer", 0): torch.tensor(3.0),
+    }
     moments = {SnapshotPoint.COMMITTED: moment, SnapshotPoint.CHECKED: moment}
     buffers: Any = {(7, SnapshotPoint.COMMITTED): {BUFFER: buffer}}
     return HeldState(
@@ -150,3 +157,9 @@ def test_without_a_folder_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(HANDOVER_ENV)
     assert hand_over(Snapshot(held()), RankLocalState(0), 7) == (0, handover._NO_FOLDER)
     assert take_over(RankLocalState(0)) is None
+
+
+@pytest.mark.parametrize("structure", [{"format": 0}, []])
+def test_what_is_no_state_of_a_rank_is_refused(structure: Any) -> None:
+    with pytest.raises(ValueError, match="state of a rank"):
+        Snapshot.of(Content(state_tree.dumps(structure), ()))

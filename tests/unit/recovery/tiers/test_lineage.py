@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpointless.replication.parts import SaveId
-from checkpointless.replication.tiers.copies import _Lineage
+from checkpointless.replication.tiers import _Lineage
 
 JOB = "0123456789abcdef"
 FIRST = _Lineage(JOB).begin(0, 0)

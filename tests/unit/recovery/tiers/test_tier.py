@@ -15,10 +15,9 @@ from checkpointless.recovery import (
     PEFTCheckpointManager,
     SharedDirectory,
 )
-from checkpointless.replication import DirectoryStore, MemoryStore, register_store
+from checkpointless.replication import DirectoryStore
 from checkpointless.replication.parts import Content, Part, PartId, SaveId
-from checkpointless.replication.tiers.copies import Copies
-from checkpointless.replication.tiers.tier import TIERS, make_tiers
+from checkpointless.replication.tiers import TIERS, Copies, make_tiers
 
 
 def test_copies_are_due_after_each_so_many_steps() -> None:
@@ -113,19 +112,6 @@ def test_a_folder_that_was_purged_is_made_again_at_the_next_copy(tmp_path: Path)
     store.write(Part.sealed(PartId(SaveId(1, "0" * 24), 3), 4, Content.of({})), 3)
     assert store.root.is_dir()
     assert store.root.stat().st_mode & 0o777 == 0o700
-
-
-def test_a_place_of_ones_own_is_named_by_its_scheme() -> None:
-    opened = []
-
-    def open_(name: str) -> MemoryStore:
-        opened.append(name)
-        return MemoryStore()
-
-    register_store("bucket", open_)
-    (tier,) = make_tiers({"shared_directory": {"path": "bucket://copies"}})
-    tier.clear(tier.open("abc", 3))
-    assert opened == ["copies/job-abc/rank-3"]
 
 
 def test_the_folders_of_a_job_that_has_ended_are_removed(tmp_path: Path) -> None:

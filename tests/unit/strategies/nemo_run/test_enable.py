@@ -21,7 +21,7 @@ from nemo_run.core.serialization.zlib_json import ZlibJSONSerializer
 from checkpointless.callbacks import CheckpointlessCallback
 from checkpointless.inprocess import HPWrapper
 from checkpointless.strategies import CheckpointlessAutoResume, CheckpointlessMegatronStrategy, enable
-from checkpointless.strategies.nemo_run.recipe import CheckpointlessRecipe, Unbuilt, train
+from checkpointless.strategies.nemo_run import CheckpointlessRecipe, Unbuilt, train
 
 pytestmark = pytest.mark.nemo
 

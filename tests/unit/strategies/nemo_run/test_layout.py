@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("nemo.collections.llm", reason="needs NeMo")
 
-from checkpointless.strategies.nemo_run.changes import require
+from checkpointless.strategies.nemo_run import _require
 from checkpointless.system.layout import Layout
 
 pytestmark = pytest.mark.nemo
@@ -26,5 +26,5 @@ pytestmark = pytest.mark.nemo
 )
 def test_a_layout_that_is_too_small_says_how_many_nodes_it_takes(layout: Layout, replicas: int, nodes: int) -> None:
     with pytest.raises(ValueError, match=rf"set num_nodes={nodes} with {layout.ranks_per_node} devices"):
-        require(layout, replicas)
-    require(replace(layout, world_size=nodes * layout.ranks_per_node), replicas)
+        _require(layout, replicas)
+    _require(replace(layout, world_size=nodes * layout.ranks_per_node), replicas)

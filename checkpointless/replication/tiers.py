@@ -1,37 +1,282 @@
-"""Makes copies of this rank's state in all tiers while training goes on, and knows which there are."""
+"""Tiers: copies of the training state besides the ranks that train with it, and how a recovery is made of them.
+
+A :class:`Tier` is a place in which copies are kept: the memory of neighbors, a directory of the node, a directory
+that all nodes share. If the living ranks alone cannot give the state back, each rank is filled from the cheapest
+copy of the newest step that exists for all ranks.
+"""
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import re
 import secrets
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from threading import Event
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from typing_extensions import override
 
-from checkpointless.inprocess import UnrecoverableError
-from checkpointless.inprocess.communicators.helper_thread import awaiting
+from checkpointless.inprocess import UnrecoverableError, active_call_wrapper
+from checkpointless.inprocess.wrap import span
 from checkpointless.launcher.protocol.board import Facts
+from checkpointless.observability.telemetry.event_names import LIVING, EventName
 from checkpointless.replication.agreement import attempt, by_rank, gather, words
 from checkpointless.replication.copier import Copier, Place, within
-from checkpointless.replication.exchange import CliqueExchange, clique_group, clique_of
-from checkpointless.replication.host_memory import copy_into, recorded
-from checkpointless.replication.parts import Content, Part, SaveId
-from checkpointless.replication.retrieval import ANSWER_S
-from checkpointless.replication.store import MemoryStore, PartStore, Shelf
-from checkpointless.replication.tiers.snapshot import Snapshot
-from checkpointless.replication.tiers.tier import Tier
+from checkpointless.replication.exchange import CliqueExchange, clique_group, cliques_of
+from checkpointless.replication.handover import COPIED_AT, Snapshot
+from checkpointless.replication.host_memory import recorded
+from checkpointless.replication.parts import Content, Part, PartId, SaveId
+from checkpointless.replication.retrieval import ANSWER_S, Choice, Search, bring, choose
+from checkpointless.replication.store import DirectoryStore, MemoryStore, PartStore, Shelf, open_store
+from checkpointless.state.held_state import HeldState
 from checkpointless.system.environment import LOCAL_WORLD_SIZE_ENV
 
 if TYPE_CHECKING:
     from checkpointless.launcher.protocol.causes import Json, Parsed
+
+logger = logging.getLogger(__name__)
+
+
+class Tier(ABC):
+    """A place in which copies of all ranks' states are kept.
+
+    A tier of one's own is a subclass with a ``name`` and a ``cost``, and :meth:`open`.
+
+    Args:
+        every: a copy is made after each step that is a multiple of this number.
+        copies: how many other ranks keep a copy of each rank's state, too.
+        jump: how many ranks these are apart; 0: as many as a node has ranks, or 1 if there is only one node.
+
+    Raises:
+        ValueError: a number is out of range.
+
+    Attributes:
+        name: what the tier is called in messages and events.
+        cost: tiers are asked in the order of their costs.
+        waits: whether training waits until each copy is where it belongs, before the next step begins.
+    """
+
+    name: ClassVar[str]
+    cost: ClassVar[int]
+
+    def __init__(self, every: int, copies: int, jump: int = 0) -> None:
+        if every < 1 or copies < 0 or jump < 0:
+            raise ValueError(
+                f"a tier needs every >= 1, copies >= 0 and jump >= 0, not {every}, {copies} and {jump}: "
+                "a copy is made after each `every` steps and kept on `copies` other ranks, `jump` ranks apart"
+            )
+        self.every = every
+        self.copies = copies
+        self.jump = jump
+        self.waits = False
+
+    @abstractmethod
+    def open(self, job: str, rank: int) -> PartStore:
+        """Return the store in which this rank keeps parts, its own and its neighbors'.
+
+        Args:
+            job: names the job; a letter or digit each. Parts of other jobs must not be found.
+            rank: this rank.
+
+        Raises:
+            OSError: the place cannot be used.
+        """
+
+    def clear(self, store: PartStore) -> None:
+        """Remove what this rank keeps, since the job has ended well. A failure is only logged.
+
+        Args:
+            store: what :meth:`open` returned.
+        """
+        store.delete(lambda save: True)
+
+    @property
+    def is_memory(self) -> bool:
+        """Whether what this rank keeps is lost with its process."""
+        return False
+
+    def is_due(self, step: int) -> bool:
+        """Return whether a copy is to be made after ``step``."""
+        return step > 0 and step % self.every == 0
+
+    def distances(self, world_size: int, node_size: int) -> list[int]:
+        """Return how many ranks apart the ranks may be that keep each other's copies, the best first.
+
+        Args:
+            world_size: the number of ranks of the job.
+            node_size: the number of ranks of a node.
+
+        Raises:
+            ValueError: the ranks cannot be divided like that; the message says what is possible.
+        """
+        across = range(node_size, world_size, node_size)
+        wanted = [self.jump] if self.jump else [*across, *range(1, min(node_size, world_size))]
+        possible = [jump for jump in wanted if world_size % (jump * (self.copies + 1)) == 0]
+        best = (wanted or [1])[0]
+        if self.copies and (not possible or (not self.jump and world_size > node_size and possible[0] < node_size)):
+            raise ValueError(
+                f"{self.name}: {world_size} ranks cannot keep {_copies(self.copies)} each, {best} ranks apart: "
+                f"the number of ranks has to be a multiple of jump * (copies + 1) = {best * (self.copies + 1)}"
+            )
+        return possible or [1]
+
+
+def _copies(number: int) -> str:
+    return "a copy" if number == 1 else f"{number} copies"
+
+
+class NeighborMemory(Tier):
+    """Keeps copies in the host memory of the rank itself and of other ranks.
+
+    It is for jobs that cannot pay for a second instance of the optimizer. Each rank keeps its own state and those
+    of ``copies`` other ranks, of two steps: ``2 * (1 + copies)`` times the state of a rank, in host memory.
+
+    Args:
+        every: a copy is made after each step that is a multiple of this number.
+        copies: how many other ranks keep a copy of each rank's state, at least 1.
+        jump: how many ranks these are apart; 0: as many as a node has ranks, or 1 if there is only one node.
+        overlap: copy while the next step is being made. A rank that dies before its copy has arrived costs one more
+            step. With False, training waits for the copies, and no finished step is lost, unless a further rank
+            dies that was still waiting for its copy when the first died.
+
+    Raises:
+        ValueError: a number is out of range.
+    """
+
+    name: ClassVar[str] = "neighbor memory"
+    cost: ClassVar[int] = 10
+
+    def __init__(self, every: int = 1, copies: int = 1, jump: int = 0, *, overlap: bool = True) -> None:
+        if copies < 1:
+            raise ValueError(f"copies in the memory of neighbors need copies >= 1, not {copies}")
+        super().__init__(every, copies, jump)
+        self.waits = not overlap
+
+    @property
+    @override
+    def is_memory(self) -> bool:
+        return True
+
+    @override
+    def open(self, job: str, rank: int) -> PartStore:
+        return MemoryStore()
+
+
+class _Directory(Tier):
+    """Keeps copies in folders of a directory, or of another place that :func:`open_store` knows."""
+
+    def __init__(self, path: str | os.PathLike[str], every: int, copies: int, jump: int = 0) -> None:
+        super().__init__(every, copies, jump)
+        self.path = os.fspath(path)
+
+    def _folders(self, job: str, rank: int) -> tuple[str, ...]:
+        """Return the folders in the directory in which the parts of a rank lie, the outer one first."""
+        return (f"job-{job}",)
+
+    @override
+    def open(self, job: str, rank: int) -> PartStore:
+        return open_store(self.path, *self._folders(job, rank))
+
+    @override
+    def clear(self, store: PartStore) -> None:
+        super().clear(store)
+        folder = store.root if isinstance(store, DirectoryStore) else Path(self.path)
+        with suppress(OSError):  # another rank's copies are still in it, or it is gone
+            while folder != Path(self.path):
+                folder.rmdir()
+                folder = folder.parent
+
+
+class LocalDirectory(_Directory):
+    """Keeps copies in a directory of the node, which outlives processes, and in those of other nodes.
+
+    Args:
+        path: the directory. The tier uses a folder of the job in it.
+        every: a copy is made after each step that is a multiple of this number.
+        copies: how many other ranks keep a copy of each rank's state. 0: a node that is lost loses them.
+        jump: how many ranks these are apart; 0: as many as a node has ranks, or 1 if there is only one node.
+
+    Raises:
+        ValueError: a number is out of range.
+    """
+
+    name: ClassVar[str] = "local directory"
+    cost: ClassVar[int] = 20
+
+    def __init__(self, path: str | os.PathLike[str], every: int = 100, copies: int = 1, jump: int = 0) -> None:
+        super().__init__(path, every, copies, jump)
+
+
+class SharedDirectory(_Directory):
+    """Keeps copies in a directory that all nodes share, a folder for each rank.
+
+    Args:
+        path: the directory. The tier uses a folder of the job in it.
+        every: a copy is made after each step that is a multiple of this number.
+
+    Raises:
+        ValueError: a number is out of range.
+    """
+
+    name: ClassVar[str] = "shared directory"
+    cost: ClassVar[int] = 30
+
+    def __init__(self, path: str | os.PathLike[str], every: int = 1000) -> None:
+        super().__init__(path, every, copies=0)
+
+    @override
+    def _folders(self, job: str, rank: int) -> tuple[str, ...]:
+        return (*super()._folders(job, rank), f"rank-{rank}")
+
+
+#: The tiers by the names that recipes use.
+TIERS: Mapping[str, type[Tier]] = {
+    "neighbor_memory": NeighborMemory,
+    "local_directory": LocalDirectory,
+    "shared_directory": SharedDirectory,
+}
+
+
+def make_tiers(settings: Mapping[str, Mapping[str, Any] | None]) -> list[Tier]:
+    """Return the tiers that a recipe asks for.
+
+    Args:
+        settings: the arguments of each tier by its name in :data:`TIERS`, or by the dotted name of a class of one's
+            own.
+
+    Raises:
+        ValueError: a tier is not known, or not made in this way; the message is one line that says what to do.
+    """
+    made = []
+    for name, arguments in settings.items():
+        kind = TIERS.get(name) or _imported(name)
+        try:
+            made.append(kind(**(arguments or {})))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"tier {name}: {str(error).replace(f'{kind.__name__}.__init__() ', '')}") from error
+    return made
+
+
+def _imported(name: str) -> type[Tier]:
+    module, _, attribute = name.rpartition(".")
+    try:
+        kind = getattr(importlib.import_module(module), attribute) if module else None
+    except (ImportError, AttributeError):
+        kind = None
+    if not isinstance(kind, type) or not issubclass(kind, Tier):
+        raise ValueError(f"no tier is called {name}: use {', '.join(TIERS)}, or the dotted name of your class")
+    return kind
+
 
 # --- The lineage of the running training --------------------------------------------------------------------------
 #
@@ -97,8 +342,6 @@ class _Lineage:
             raise ValueError(f"not a lineage: {plain!r}")
         return made
 
-
-logger = logging.getLogger(__name__)
 
 _TURN_S = 0.02
 _COPYING_S = 60.0  # host memory takes seconds for a hundred gigabytes
@@ -232,6 +475,51 @@ class Copies:
         for each in problems:
             logger.warning("no copies are kept here until this process ends: %s", each)
 
+    # --- a recovery from copies -----------------------------------------------------------------------------------
+
+    def take(self, held: HeldState | None, refusal: str) -> tuple[Snapshot | None, str]:
+        """Find the newest step of which living ranks and tiers have all states, and get this rank's. Collective.
+
+        Args:
+            held: the state that this rank holds; None: it holds none.
+            refusal: why the living ranks alone cannot give the state back.
+
+        Returns:
+            This rank's state, or None if it is the one that the rank holds; and why there is no such step ("" if
+            there is one).
+
+        Raises:
+            UnrecoverableError: a tier cannot be used on some rank.
+            TransferError: a copy arrived damaged and could not be mended.
+        """
+        call, rank = active_call_wrapper(), dist.get_rank()
+        with span(EventName.COPIES, why=refusal) as fields:
+            lineage = self.agree(call.facts if call is not None else None)
+            self.open()
+            whole = held is not None and not held.commit.torn and COPIED_AT in held.moments
+            living = lineage.save(held.commit.committed) if whole and held is not None else None
+            search = Search(
+                self.stores,
+                dist.get_world_size(),
+                lambda copy, is_own: copy.read(is_shared=not is_own),
+                {LIVING: [] if living is None else [PartId(living, rank)]},
+            )
+            tiers = [tier.name for tier in self.tiers]
+            choice, read = search.read(
+                lambda unusable: choose(search.holdings, [LIVING, *tiers], lineage.has, unusable)
+            )
+            if choice.save is None:
+                reason = _why(choice, tiers)
+                fields.update(reason=reason)
+                return None, reason
+            content, nbytes = bring(choice, read)
+            mine, step = choice.copies[rank], choice.save.iteration
+            lost = max(0, (call.high_water if call is not None else step) - step)
+            fields.update(step=step, tier=mine.place, holder=mine.holder, bytes=nbytes, steps_lost=lost)
+        if mine.place != LIVING:
+            logger.warning("after step %d, from %s of rank %d: %s", step, mine.place, mine.holder, refusal)
+        return None if content is None else Snapshot.of(content), ""
+
     # --- while training -------------------------------------------------------------------------------------------
 
     def make(self, step: int, take: Callable[[], Snapshot | None]) -> None:
@@ -310,14 +598,11 @@ class Copies:
 
     def _wait_for_neighbors(self) -> None:
         """Wait, for a minute at most, until neighbors have what they wait for, since there was no fault."""
-        copier, deadline_s = self._copier, time.monotonic() + _COPYING_S
+        copier = self._copier
         if copier is None or copier.making is None:
             return
-        with awaiting(copier.thread):
-            while not copier.making.arrived.wait(_TURN_S) and not copier.is_idle:
-                if time.monotonic() > deadline_s:
-                    logger.warning("copies of the state did not arrive within %g s", _COPYING_S)
-                    return
+        if not copier.wait(copier.making.arrived, _COPYING_S):
+            logger.warning("copies of the state did not arrive within %g s", _COPYING_S)
 
     def _wait(self, copier: Copier, event: Event) -> None:
         """Wait interruptibly for an event of what is being made.
@@ -325,10 +610,7 @@ class Copies:
         Raises:
             Exception: what has ended the copying: a neighbor is gone, for example, whose fault will be known soon.
         """
-        if not event.is_set():
-            with awaiting(copier.thread):
-                while not event.wait(_TURN_S) and not copier.is_idle:
-                    pass
+        copier.wait(event)
         if copier.error is not None:
             raise copier.error
 
@@ -361,12 +643,7 @@ class Copies:
 def _copied(copier: Copier, snapshot: list[Snapshot | None], ready: torch.cuda.Event | None) -> Content | None:
     """Copy a state, which is taken from the list, to host memory."""
     taken = snapshot.pop()
-    if taken is None:
-        return None
-    live = taken.content()
-    copied = copier.pool.content(live.structure, live.tensors)
-    copy_into(copied, live.tensors, ready)
-    return copied
+    return None if taken is None else copier.pool.copy(taken.content(), ready)
 
 
 class _UnusableStore:
@@ -412,7 +689,8 @@ def _neighborhoods(tiers: Sequence[Tier], group: Sequence[int]) -> Mapping[str, 
             raise UnrecoverableError(str(error)) from error
 
     def is_bad(tier: Tier, jump: int) -> bool:
-        return len(group) > 1 and set(clique_of(rank, world, jump, tier.copies + 1)) <= {*group}
+        clique = next(each for each in cliques_of(world, jump, tier.copies + 1) if rank in each)
+        return len(group) > 1 and {*clique} <= {*group}
 
     mine = {tier.name: [is_bad(tier, jump) for jump in possible[tier.name]] for tier in tiers if tier.copies}
     told = gather({name: list(each) for name, each in mine.items()})
@@ -433,3 +711,13 @@ def _neighborhoods(tiers: Sequence[Tier], group: Sequence[int]) -> Mapping[str, 
                 jumps[0],
             )
     return found
+
+
+def _why(choice: Choice, tiers: list[str]) -> str:
+    """Return why there is no step of which every rank's state exists."""
+    names = ", ".join(tiers)
+    if not choice.lacking:
+        return f"no tier ({names}) has a copy of the state"
+    save, ranks = next(iter(choice.lacking.items()))
+    shown = ", ".join(map(str, ranks[:8])) + (f", ... ({len(ranks)} ranks)" if len(ranks) > 8 else "")
+    return f"no tier ({names}) has the state of rank{'s' * (len(ranks) > 1)} {shown} after step {save.iteration}"

@@ -1,11 +1,8 @@
 """Checkpoints in a directory of each node: the level below recovery from memory and above shared storage.
 
-Every rank writes its part into its node's directory. With a replication strategy
-(:mod:`checkpointless.replication.local_checkpoint.replication`), the other ranks of its clique write it into
-theirs, too. A search finds the newest save of which every part is undamaged somewhere. All ranks decide alike,
-since they decide by what they have sent each other.
-
-A save that is made while training goes on: a request that a framework's queue, or a thread, carries out.
+Every rank writes its part into its node's directory. With a replication strategy, the other ranks of its clique
+write it into theirs, too. A search finds the newest save of which every part is undamaged somewhere. All ranks
+decide alike, since they decide by what they have told each other.
 """
 
 from __future__ import annotations
@@ -15,36 +12,69 @@ import os
 import secrets
 import threading
 import time
+import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
+import torch
 import torch.distributed as dist
 
+from checkpointless.inprocess.communicators.helper_thread import run_in_helper_thread
 from checkpointless.replication.agreement import (
     LocalCheckpointError,
     NoReplicasAvailableError,
-    agree,
     attempt,
     by_rank,
     gather,
     own_rank,
-    present,
-    words,
+    together,
     world_size,
 )
-from checkpointless.replication.local_checkpoint.replication import ReplicationStrategy
-from checkpointless.replication.local_checkpoint.tensor_aware import content_of, is_tensor_aware, state_of
+from checkpointless.replication.exchange import CliqueExchange, clique_group
+from checkpointless.replication.host_memory import HostMemoryPool
 from checkpointless.replication.parts import Content, Part, PartId, SaveId
-from checkpointless.replication.retrieval import Choice, Copy, Search, bring, choose
+from checkpointless.replication.retrieval import Choice, Copy, Delivery, Search, bring, choose, deliver
 from checkpointless.replication.store import PartStore, open_store, write_parts
+from checkpointless.replication.tensor_aware import (
+    BasicTensorAwareStateDict,
+    TensorAwareStateDict,
+    content_of,
+    is_tensor_aware,
+    register_form,
+    state_of,
+)
+from checkpointless.state.serialization import state_tree
 from checkpointless.state.serialization.state_tree import Tree
+from checkpointless.transfer.exchange import all_gather_json
 from checkpointless.transfer.transfer import TransferError
 
 logger = logging.getLogger(__name__)
 
 _TURN_S = 0.05
+
+
+__all__ = [
+    "AsyncRequest",
+    "AsyncSave",
+    "BasicTensorAwareStateDict",
+    "CliqueReplicationStrategy",
+    "GroupWrapper",
+    "LazyCliqueReplicationStrategy",
+    "LazyReplicationStrategyBuilder",
+    "LocalCheckpointError",
+    "LocalCheckpointManager",
+    "NoReplicasAvailableError",
+    "ReplicationStrategy",
+    "TensorAwareStateDict",
+    "register_form",
+]
+
+
+# --- A save that is made while training goes on: a request that a framework's queue, or a thread, carries out ----
 
 
 class AsyncRequest(NamedTuple):
@@ -176,7 +206,7 @@ class LocalCheckpointManager:
     and contain nothing that is evaluated when they are loaded. A state is nested dicts, lists and tuples of plain
     values (see :mod:`checkpointless.state.serialization.state_tree`) and strided tensors of any dtype, on the CPU
     or on a GPU; or a tensor-aware state of such values
-    (:mod:`checkpointless.replication.local_checkpoint.tensor_aware`).
+    (:mod:`checkpointless.replication.tensor_aware`).
 
     A disk that is full or fails costs the copies that could not be written, with a warning. If no copy of a part is
     left, it costs the save; what was complete before is still there.
@@ -210,9 +240,7 @@ class LocalCheckpointManager:
         self._store = open_store(root_local_ckpt_dir, *([session_id] if session_id else []))
         self._latest: SaveId | None = None  # the newest that is complete on all ranks
         self._searched = False  # whether _latest is up to date
-        self._begun = 0  # how many saves this process has begun
-        self._latest_order = 0  # which of them _latest is; 0: it was found
-        self._writing: dict[SaveId, int] = {}  # asynchronous saves that have not ended, and which ones they are
+        self._writing: list[SaveId] = []  # saves that have not ended, in the order in which they were begun
 
     @property
     def local_ckpt_dir(self) -> Path:
@@ -233,7 +261,7 @@ class LocalCheckpointManager:
 
         Returns:
             With ``is_async``, a request for the ``AsyncCallsQueue`` of Megatron-core or nvidia-resiliency-ext, or
-            for :class:`~checkpointless.replication.local_checkpoint.AsyncSave`. The save is complete when the
+            for :class:`AsyncSave`. The save is complete when the
             request has been carried out and ended on all ranks. Otherwise None; the save is then complete, or a
             warning says why it is not.
 
@@ -241,19 +269,18 @@ class LocalCheckpointManager:
             LocalCheckpointError: on every rank, if the state of any rank cannot be stored, or if the ranks call
                 different things.
         """
-        prepared, problem = attempt(lambda: self._prepare(state_dict, iteration, is_async))
-        token, writing = self._open("asynchronous save" if is_async else "save", problem, iteration)
+        call = "asynchronous save" if is_async else "save"
+        token, writing = self._open(call, iteration)
+        own, state = together(call, lambda: self._prepare(state_dict, iteration, is_async))
         if not self._searched:
             self._find(lambda each: True)
         save = SaveId(iteration, token)
         if self._latest is not None:
             self._delete_all_but({self._latest, save} | writing)
-        own, state = present(prepared)
-        kept, problem = attempt(lambda: self._replicate(own, state, PartId(save, own_rank())))
-        agree(problem, f"replicating iteration {iteration}")
-        self._begun += 1
-        self._writing[save] = self._begun
-        arguments = self._store, present(kept), own_rank(), world_size()
+        part = PartId(save, own_rank())
+        kept = together(f"replicating iteration {iteration}", lambda: self._replicate(own, state, part))
+        self._writing.append(save)
+        arguments = self._store, kept, own_rank(), world_size()
         request = AsyncRequest(_write, arguments, [lambda: self._finish(save)])
         if is_async:
             return request
@@ -299,21 +326,16 @@ class LocalCheckpointManager:
                 raise NoReplicasAvailableError(_without_copy(save, lost))
             raise LocalCheckpointError(f"no rank has a local checkpoint; this one looked in {self.local_ckpt_dir}")
         part = PartId(choice.save, own_rank())
-        arrived, problem = attempt(lambda: bring(choice, read))
-        agree(problem, f"fetching iteration {choice.save.iteration}")
-        content, _ = present(arrived)
+        content, _ = together(f"fetching iteration {part.save.iteration}", lambda: bring(choice, read))
+        assert content is not None, "every rank has a part of each save"
         if choice.copies[own_rank()].holder != own_rank():
-            self._keep(part, present(content))
-        state, problem = attempt(lambda: _in_place(present(content)))
-        agree(problem, f"putting iteration {choice.save.iteration} together")
-        return state, str(part)
+            self._keep(part, content)
+        return together(f"putting iteration {part.save.iteration} together", lambda: _in_place(content)), str(part)
 
     # --- agreement ------------------------------------------------------------------------------------------------
 
-    def _open(
-        self, call: str, problem: Exception | None = None, iteration: int | None = None
-    ) -> tuple[str, set[SaveId]]:
-        """Begin a call: all ranks learn that all make the same call, and who cannot.
+    def _open(self, call: str, iteration: int | None = None) -> tuple[str, set[SaveId]]:
+        """Begin a call: all ranks learn that all make the same call.
 
         A rank whose process is new may know less than the others; then no rank relies on what it knew.
 
@@ -325,7 +347,6 @@ class LocalCheckpointManager:
                 "call": [call, iteration],
                 "latest": [self._searched, str(self._latest)],
                 "writing": sorted(map(str, self._writing)),
-                "problem": words(problem),
                 "token": f"{time.time_ns():016x}{secrets.token_hex(4)}",
             }
         )
@@ -333,9 +354,7 @@ class LocalCheckpointManager:
             self._searched = False
         if any(each["call"] != told[0]["call"] for each in told):
             calls = [" ".join(str(word) for word in each["call"] if word is not None) for each in told]
-            raise LocalCheckpointError(by_rank("the ranks call different things", calls)) from problem
-        if any(each["problem"] for each in told):
-            raise LocalCheckpointError(by_rank(call, [each["problem"] for each in told])) from problem
+            raise LocalCheckpointError(by_rank("the ranks call different things", calls))
         return str(told[0]["token"]), {SaveId.parse(name) for each in told for name in each["writing"]}
 
     def _finish(self, save: SaveId) -> None:
@@ -346,16 +365,16 @@ class LocalCheckpointManager:
         told = gather({"save": str(save), "parts": sorted((shelf or {}).get(save, {}))})
         if any(each["save"] != told[0]["save"] for each in told):
             raise LocalCheckpointError(by_rank("the ranks end different saves", [each["save"] for each in told]))
-        order = self._writing.pop(save, 0)
-        if order <= self._latest_order:
+        if save not in self._writing:
             return  # it has ended before, or one that was begun later has
+        later = self._writing[self._writing.index(save) + 1 :]
         lost = sorted({*range(world_size())}.difference(*(each["parts"] for each in told)))
         if lost:
             logger.warning("iteration %d is not kept: %s", save.iteration, _without_copy(save, lost))
             self._store.delete(lambda each: each == save)
+            self._writing.remove(save)
             return
-        before, self._latest, self._searched, self._latest_order = self._latest, save, True, order
-        self._writing = {each: number for each, number in self._writing.items() if number > order}
+        before, self._latest, self._searched, self._writing = self._latest, save, True, later
         older = before if before is not None and before < save else None
         self._delete_all_but({older, save, *self._writing})  # a search would find those of later iterations
 
@@ -392,9 +411,7 @@ class LocalCheckpointManager:
         choice, read = search.read(lambda unusable: choose(search.holdings, ["disk"], is_of_use, unusable))
         for save, lost in choice.lacking.items():
             logger.warning("%s", _without_copy(save, lost))
-        if choice.save != self._latest:
-            self._latest, self._latest_order = choice.save, 0
-        self._searched = True
+        self._latest, self._searched = choice.save, True
         return choice, read
 
     def _delete_all_but(self, keep: Collection[SaveId | None]) -> None:
@@ -432,3 +449,251 @@ def _without_copy(save: SaveId, lost: Sequence[int]) -> str:
     """Return the message about parts that are gone."""
     parts = ", ".join(PartId(save, rank).words for rank in lost)
     return f"no undamaged copy is left of {parts} on any rank"
+
+
+# --- Copies of a rank's checkpoint on other nodes ----------------------------------------------------------------
+
+_Eager = TypeVar("_Eager", bound="ReplicationStrategy")
+
+#: How wanted checkpoints come to this rank: each strategy makes plans of its own kind, and alone reads them.
+Plan: TypeAlias = Any
+_UNNAMED = SaveId(0, "0" * 24)  # the name of a checkpoint is in its structure
+
+
+class ReplicationStrategy(ABC):
+    """Decides where copies of local checkpoints are kept. All ranks call each method together."""
+
+    @abstractmethod
+    def replicate(self, local_ckpt: Tree, id_: str) -> tuple[list[Tree], list[str]]:
+        """Exchange checkpoints with the peers.
+
+        Args:
+            local_ckpt: the state that this rank saves: nested dicts, lists and tuples of plain values and tensors.
+            id_: the checkpoint's name.
+
+        Returns:
+            The checkpoints that this rank has to keep, its own included, and their names.
+        """
+
+    @abstractmethod
+    def retrieve_plan(self, globally_available_ids: Mapping[int, Sequence[str]], wanted: Sequence[str]) -> Plan:
+        """Plan how wanted checkpoints come from the ranks that have them.
+
+        Args:
+            globally_available_ids: the names of the checkpoints that each global rank has.
+            wanted: the names of the checkpoints that this rank asks for.
+
+        Raises:
+            NoReplicasAvailableError: no rank has a wanted checkpoint.
+        """
+
+    @abstractmethod
+    def retrieve_execute(self, plan: Plan, held: Mapping[str, Tree]) -> dict[str, Tree]:
+        """Carry a plan out.
+
+        Args:
+            plan: the plan that :meth:`retrieve_plan` returned.
+            held: the checkpoints that this rank has, by name; at least those that it is to send.
+
+        Returns:
+            The checkpoints that this rank asked for, by name.
+        """
+
+
+@dataclass(frozen=True)
+class GroupWrapper:
+    """A process group and its members.
+
+    Attributes:
+        group: the process group; None: that of all ranks.
+    """
+
+    group: dist.ProcessGroup | None = None
+
+    @classmethod
+    def wrap(cls, group: GroupWrapper | dist.ProcessGroup | None) -> GroupWrapper:
+        """Return a process group as a wrapper; a wrapper is returned as it is."""
+        return group if isinstance(group, GroupWrapper) else cls(group)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The global ranks of the members, in the order of the group."""
+        return tuple(dist.get_process_group_ranks(self.group))
+
+    @property
+    def world_size(self) -> int:
+        """The number of members."""
+        return len(self.ranks)
+
+    @property
+    def my_group_rank(self) -> int:
+        """This rank's place among the members."""
+        return self.ranks.index(dist.get_rank())
+
+
+class CliqueReplicationStrategy(ReplicationStrategy):
+    """Keeps, on every member of a process group, a copy of what each of the others saves.
+
+    All members send at the same time through that group, whose timeout limits every wait.
+
+    Args:
+        local_group: the process group of the clique; its members should be in different failure domains.
+        target_device: the device on which the tensors of received checkpoints are put.
+    """
+
+    def __init__(
+        self, local_group: GroupWrapper | dist.ProcessGroup, target_device: torch.device | str = "cpu"
+    ) -> None:
+        self.local_group = GroupWrapper.wrap(local_group)
+        self.target_device = torch.device(target_device)
+        self._exchange = CliqueExchange(self.local_group.group)
+
+    @classmethod
+    def from_replication_params(
+        cls, replication_jump: int = 0, replication_factor: int = 2
+    ) -> CliqueReplicationStrategy:
+        """Make the process groups of all cliques. Collective: every rank of the job calls it.
+
+        Args:
+            replication_jump: J, the distance between the ranks of a clique: the size of a failure domain. 0, which
+                cannot be a distance, stands for the number of ranks on this node (``LOCAL_WORLD_SIZE``), so that
+                copies are on the next nodes.
+            replication_factor: F, how many ranks keep each part, its owner included.
+
+        Returns:
+            The strategy of the clique that this rank belongs to.
+
+        Raises:
+            ValueError: the world size is not a multiple of J * F; or the ranks ask for different cliques; or J is
+                to be the size of the node and that is not known.
+        """
+        return cls(clique_group(replication_jump, replication_factor))
+
+    @property
+    def peers(self) -> tuple[int, ...]:
+        """The global ranks of the clique, in ascending order."""
+        return self._exchange.members
+
+    def replicate(self, local_ckpt: Tree, id_: str) -> tuple[list[Tree], list[str]]:
+        """Give this rank's checkpoint to all members and receive theirs. Collective in the clique.
+
+        Returns:
+            The checkpoints of the members in the order of their ranks, this rank's own as it was given, and their
+            names. One that arrived damaged, or for which there is no memory, is left out.
+
+        Raises:
+            StateTreeError: this rank's state cannot travel.
+            RuntimeError: another member's state cannot travel, or a member is gone.
+        """
+        content, problem = attempt(lambda: content_of(local_ckpt))
+        problems = all_gather_json(str(problem or ""), self.local_group.group)
+        if problem is not None or content is None:
+            raise problem or AssertionError
+        for member, theirs in zip(self.peers, problems):
+            if theirs:
+                raise RuntimeError(f"rank {member} has nothing to replicate: {theirs}")
+        rank = dist.get_rank()
+        named = Content(state_tree.dumps([id_, content.structure]), content.tensors)
+        part = Part.sealed(PartId(_UNNAMED, rank), len(self.peers), named)
+        arrived = run_in_helper_thread(lambda: list(self._exchange.exchange(part, HostMemoryPool())))
+        found: dict[int, tuple[Tree, str]] = {rank: (local_ckpt, id_)}
+        for sender, theirs in arrived:
+            name, structure = state_tree.loads(theirs.content.structure)
+            tensors = tuple(tensor.to(self.target_device) for tensor in theirs.content.tensors)
+            found[sender] = state_of(Content(structure, tensors)), name
+        members = sorted(found)
+        return [found[member][0] for member in members], [found[member][1] for member in members]
+
+    def retrieve_plan(
+        self, globally_available_ids: Mapping[int, Sequence[str]], wanted: Sequence[str]
+    ) -> tuple[Delivery, ...]:
+        """Plan how the members get the checkpoints that they miss, on all alike. Collective in the clique.
+
+        Raises:
+            NoReplicasAvailableError: on every member, if no other one has what one of them wants.
+        """
+        everybodys = all_gather_json(list(wanted), self.local_group.group)
+        plan = []
+        for receiver, ids in zip(self.peers, everybodys, strict=True):
+            for id_ in sorted({*ids}):
+                others = (peer for peer in self.peers if peer != receiver)
+                holder = next((each for each in others if id_ in globally_available_ids.get(each, ())), None)
+                if holder is None:
+                    raise NoReplicasAvailableError(
+                        f"rank {receiver} has no copy of {id_}, and none of the ranks {[*self.peers]} has one"
+                    )
+                plan.append(Delivery(holder, receiver, (id_,)))
+        return tuple(plan)
+
+    def retrieve_execute(self, plan: Sequence[Delivery], held: Mapping[str, Tree]) -> dict[str, Tree]:
+        """Carry a plan out. Collective in the clique.
+
+        Raises:
+            TransferError: a checkpoint arrived damaged and could not be mended.
+        """
+        due = {id_ for each in plan if each.source == dist.get_rank() for id_ in each.names}
+        arrived = deliver(plan, {id_: content_of(held[id_]) for id_ in due}, device=self.target_device)
+        return {id_: state_of(content) for id_, content in arrived.items()}
+
+
+class LazyReplicationStrategyBuilder(ReplicationStrategy, Generic[_Eager]):
+    """A replication strategy that is made when it is first used, because process groups do not exist before.
+
+    If the job's process groups are made anew after a fault, so is the strategy. The first use is collective: every
+    rank of the job takes part. A subclass says what is made, in ``_eager_build``.
+    """
+
+    def __init__(self) -> None:
+        self._built: _Eager | None = None
+        self._built_in: Callable[[], object] = lambda: None
+
+    @abstractmethod
+    def _eager_build(self) -> _Eager:
+        """Make the strategy. Collective."""
+
+    @property
+    def replication_strategy(self) -> _Eager:
+        """The strategy, made if the process groups that it belongs to are new."""
+        world = dist.group.WORLD
+        if self._built is None or self._built_in() is not world:
+            self._built = self._eager_build()
+            self._built_in = weakref.ref(world)  # a strong one would keep an old generation's communicators
+        return self._built
+
+    def replicate(self, local_ckpt: Tree, id_: str) -> tuple[list[Tree], list[str]]:
+        """Exchange checkpoints as the strategy does."""
+        return self.replication_strategy.replicate(local_ckpt, id_)
+
+    def retrieve_plan(self, globally_available_ids: Mapping[int, Sequence[str]], wanted: Sequence[str]) -> Plan:
+        """Plan a retrieval as the strategy does."""
+        return self.replication_strategy.retrieve_plan(globally_available_ids, wanted)
+
+    def retrieve_execute(self, *args: Any, **kwargs: Any) -> dict[str, Tree]:
+        """Carry a plan out as the strategy does."""
+        return self.replication_strategy.retrieve_execute(*args, **kwargs)
+
+
+class LazyCliqueReplicationStrategy(LazyReplicationStrategyBuilder[CliqueReplicationStrategy]):
+    """A :class:`CliqueReplicationStrategy` whose process groups are made when it is first used.
+
+    Args:
+        replication_jump: the distance between the ranks of a clique; see
+            :meth:`CliqueReplicationStrategy.from_replication_params`.
+        replication_factor: how many ranks keep each part, its owner included.
+
+    Raises:
+        ValueError: a parameter is out of range.
+    """
+
+    def __init__(self, replication_jump: int = 0, replication_factor: int = 2) -> None:
+        super().__init__()
+        if replication_jump < 0 or replication_factor < 1:
+            raise ValueError(
+                f"replication_jump must be 0 or more and replication_factor 1 or more, "
+                f"not {replication_jump} and {replication_factor}"
+            )
+        self.replication_jump = replication_jump
+        self.replication_factor = replication_factor
+
+    def _eager_build(self) -> CliqueReplicationStrategy:
+        return CliqueReplicationStrategy.from_replication_params(self.replication_jump, self.replication_factor)

@@ -1,25 +1,182 @@
-"""Changes a NeMo-Run recipe so that it recovers from memory, and says what prevents that."""
+"""A NeMo-Run recipe whose objects are made inside the block that is executed again, not before it."""
 
 from __future__ import annotations
 
+import copy
 import logging
+import operator
 import os
+from collections.abc import Iterable
 from typing import Any
 
 import fiddle as fdl
 import nemo_run as run
+import yaml
+from fiddle.experimental import serialization
 from nemo.lightning import AutoResume, MegatronOptimizerModule, MegatronStrategy
+from nemo_run.config import register_supported_cast
+from typing_extensions import override
 
 from checkpointless.callbacks import CheckpointlessCallback
-from checkpointless.integrations.compat.kernels import unabortable
-from checkpointless.integrations.compat.precision import unsupported
+from checkpointless.inprocess import HPWrapper
+from checkpointless.integrations.compat.precision import unabortable, unsupported
 from checkpointless.integrations.lightning.checkpoints.copies import CheckpointlessAutoResume
+from checkpointless.integrations.megatron import cpu_platform
 from checkpointless.strategies.megatron_strategy import CheckpointlessMegatronStrategy
 from checkpointless.system.environment import WORLD_SIZE_ENV
 from checkpointless.system.layout import Layout
 
 logger = logging.getLogger(__name__)
-DEFAULT_REPLICAS = 2
+
+
+class Unbuilt:
+    """Holds a recipe so that Fiddle makes no objects of it: Fiddle does not look inside.
+
+    Args:
+        recipe: the recipe as NeMo made it.
+    """
+
+    def __init__(self, recipe: run.Partial) -> None:
+        self.recipe = recipe
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Unbuilt) and self.recipe == other.recipe
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"Unbuilt({self.recipe!r})"
+
+
+def train(recipe: Unbuilt, wrapper: HPWrapper | None = None) -> object:
+    """Make the objects of a recipe and train it, and do so again in the same process after every fault.
+
+    Args:
+        recipe: the recipe that a :class:`CheckpointlessRecipe` holds. What was put into it after it was enabled, a
+            strategy for example, is switched on, too.
+        wrapper: the wrapper with its settings. None: ``HPWrapper()``.
+
+    Returns:
+        What the recipe's function returns.
+
+    Raises:
+        ValueError: the recipe cannot recover, or cannot on the ranks that the job has.
+    """
+    if cpu_platform.requested():
+        cpu_platform.install()
+    plain = copy.deepcopy(recipe.recipe)
+    _switch_on(plain)
+    return (wrapper or HPWrapper())(_build_and_call)(plain)
+
+
+def _build_and_call(recipe: run.Partial) -> object:
+    """Build and run a recipe: the block that is executed again. Values that are no configurations are copied."""
+    return fdl.build(copy.deepcopy(recipe))()
+
+
+class CheckpointlessRecipe(run.Partial):
+    """A recipe that is shown and edited like any other and that, when run, calls :func:`train` with itself unbuilt.
+
+    Fiddle makes the objects of a recipe once, before it calls the function. Wherever it takes this recipe apart, it
+    sees a call of :func:`train` with one opaque argument instead. The recipe has the same attributes as before.
+    """
+
+    @classmethod
+    def adopt(cls, recipe: run.Partial, wrapper: run.Config | None) -> CheckpointlessRecipe:
+        """Turn ``recipe`` itself into a ``CheckpointlessRecipe``.
+
+        Args:
+            recipe: any recipe.
+            wrapper: a configuration of :class:`HPWrapper`. None: the one it already has, or else ``HPWrapper()``.
+        """
+        object.__setattr__(recipe, "__class__", cls)
+        if wrapper is not None or "_wrapper" not in vars(recipe):
+            object.__setattr__(recipe, "_wrapper", wrapper)
+        assert isinstance(recipe, cls)
+        return recipe
+
+    def plain(self) -> run.Partial:
+        """Return an ordinary ``run.Partial`` with the same arguments, which NeMo-Run would run without re-entry."""
+        return run.Partial.__unflatten__(*super().__flatten__())
+
+    @override
+    def visualize(self, **kwargs: Any) -> Any:
+        """Visualize the recipe like any other."""
+        return self.plain().visualize(**kwargs)
+
+    @override
+    def diff(self, old: Any, trim: bool = True, **kwargs: Any) -> Any:
+        """Compare the recipe with ``old`` like any other."""
+        old = old.plain() if isinstance(old, CheckpointlessRecipe) else old
+        return self.plain().diff(old, trim=trim, **kwargs)
+
+    @override
+    def __flatten__(self) -> tuple[tuple[Any, ...], Any]:
+        call = run.Partial(train, bind_args=False, recipe=self._unbuilt(), wrapper=vars(self)["_wrapper"])
+        return call.__flatten__()
+
+    def _unbuilt(self) -> Unbuilt:
+        """Return the same object until an argument is replaced: Fiddle knows what it has visited by identity."""
+        plain = self.plain()
+        kept: Unbuilt | None = vars(self).get("_kept")
+        if kept is None or not _has_the_same_arguments(kept.recipe, plain):
+            kept = Unbuilt(plain)
+            object.__setattr__(self, "_kept", kept)
+        return kept
+
+    @override
+    def __path_elements__(self) -> tuple[Any, ...]:
+        return _Part("recipe"), _Part("wrapper")
+
+    @classmethod
+    @override
+    def __unflatten__(cls, values: Iterable[Any], metadata: Any) -> Any:
+        arguments = metadata.arguments(values)
+        if not isinstance(arguments["recipe"], Unbuilt):
+            return _Elsewhere()
+        return cls.adopt(copy.copy(arguments["recipe"].recipe), arguments["wrapper"])
+
+    @override
+    def __build__(self, *args: Any, **kwargs: Any) -> Any:
+        built = fdl.Partial.__build__(run.Partial(train), *args, **kwargs)
+        built.keywords["recipe"] = copy.deepcopy(built.keywords["recipe"])
+        return built
+
+
+class _Part(fdl.daglish.Attr):
+    """Names a part of an enabled recipe that Fiddle sees and that is not an attribute of the recipe."""
+
+    @override
+    def follow(self, container: Any) -> Any:
+        values, metadata = container.__flatten__()
+        return metadata.arguments(values)[self.name]
+
+
+class _Elsewhere:
+    """Stands for what two recipes have in common when Fiddle compares them, and asks it for what is in it."""
+
+    def __getattr__(self, name: str) -> str:
+        return f"recipe.{name}"
+
+
+def _has_the_same_arguments(one: run.Partial, other: run.Partial) -> bool:
+    values, metadata = one.__flatten__()
+    other_values, other_metadata = other.__flatten__()
+    return metadata == other_metadata and all(map(operator.is_, values, other_values))
+
+
+serialization.register_node_traverser(
+    Unbuilt,
+    flatten_fn=lambda value: ((value.recipe,), None),
+    unflatten_fn=lambda values, _: Unbuilt(*values),
+    path_elements_fn=lambda _: (fdl.daglish.Attr("recipe"),),
+)
+register_supported_cast(CheckpointlessRecipe, run.Partial)
+yaml.SafeDumper.add_representer(CheckpointlessRecipe, lambda dumper, recipe: dumper.represent_data(recipe.plain()))
+
+# --- Changes a NeMo-Run recipe so that it recovers from memory, and says what prevents that ---------------------
+
+_DEFAULT_REPLICAS = 2
 # Callbacks of nvidia-resiliency-ext (NVRx) and why they cannot stay; by name, as the package need not be installed.
 _UNFIT_CALLBACKS = {
     "FaultToleranceCallback": "it reports to NVRx's launcher, which restarts all processes",
@@ -29,7 +186,7 @@ _UNFIT_CALLBACKS = {
 _EARLY_GATHER = "overlap_param_gather_with_optimizer_step"
 
 
-def switch_on(recipe: run.Partial, replicas: int | None = None, enable_checksum: bool = False) -> None:
+def _switch_on(recipe: run.Partial, replicas: int | None = None, enable_checksum: bool = False) -> None:
     """Change a recipe in place, after checking that all can be changed. A second call changes nothing more.
 
     Args:
@@ -110,13 +267,13 @@ def _instances(recipe: run.Partial, strategy: Any, replicas: int | None) -> int:
     Without the distributed optimizer all data-parallel ranks hold the same state, and Megatron wants one instance.
     """
     present = strategy.__arguments__.get("num_distributed_optimizer_instances") or 1
-    wanted = replicas if replicas is not None else max(present, DEFAULT_REPLICAS)
+    wanted = replicas if replicas is not None else max(present, _DEFAULT_REPLICAS)
     if wanted < 2:
         raise ValueError(f"replicas={wanted}: a rank that dies is filled by another holder, so 2 are needed")
     distributed = _optimizer_is_distributed(recipe)
-    layout = layout_of(recipe.trainer, strategy)
+    layout = _layout_of(recipe.trainer, strategy)
     if layout is not None:
-        require(layout, wanted if distributed else max(2, min(layout.holders())))
+        _require(layout, wanted if distributed else max(2, min(layout.holders())))
     return wanted if distributed else 1
 
 
@@ -172,7 +329,7 @@ def _name(value: Any) -> str:
 # --- Layout of a NeMo-Run recipe ----------------------------------------------------------------------------------
 
 
-def layout_of(trainer: object, strategy: object) -> Layout | None:
+def _layout_of(trainer: object, strategy: object) -> Layout | None:
     """Return the layout on the job's ranks, or on those that the recipe asks for; None if it leaves them open.
 
     Args:
@@ -196,7 +353,7 @@ def layout_of(trainer: object, strategy: object) -> Layout | None:
     )
 
 
-def require(layout: Layout, replicas: int) -> None:
+def _require(layout: Layout, replicas: int) -> None:
     """Raise unless each shard can be held by ``replicas`` ranks.
 
     Args:
@@ -227,3 +384,41 @@ def require(layout: Layout, replicas: int) -> None:
 
 def _size(strategy: object, name: str) -> int:
     return getattr(strategy, name, None) or 1
+
+
+# --- Switches recovery on in a recipe of NeMo's collection ------------------------------------------------------
+
+
+def enable(
+    recipe: run.Partial,
+    replicas: int | None = None,
+    *,
+    enable_checksum: bool = False,
+    wrapper: run.Config | None = None,
+) -> CheckpointlessRecipe:
+    """Make a pretrain or finetune recipe of ``nemo.collections.llm`` recover from faults without a checkpoint.
+
+    The recipe itself is changed, as by NeMo's own functions that take one; it can be shown, edited, serialised and
+    run as before. Enabling it again changes nothing. What is put into it later is switched on when it runs.
+
+    Args:
+        recipe: the recipe, for example what ``llm.llama3_8b.pretrain_recipe(...)`` returns.
+        replicas: the number of ranks that hold each shard of the optimizer. Default: what the recipe has, but at
+            least 2. Without the distributed optimizer, as in most LoRA recipes, all data-parallel ranks hold it
+            anyway.
+        enable_checksum: compare the replicas before a recovery.
+        wrapper: settings of the block that is entered again, as a ``run.Config`` of
+            :class:`checkpointless.inprocess.HPWrapper`.
+
+    Returns:
+        The recipe.
+
+    Raises:
+        TypeError: ``recipe`` is not a ``run.Partial``.
+        ValueError: the recipe cannot recover as it is, and is left unchanged; the message is one line that says
+            what to change.
+    """
+    if not isinstance(recipe, run.Partial):
+        raise TypeError(f"enable() takes a run.Partial, as NeMo's recipes return it, not {type(recipe).__name__}")
+    _switch_on(recipe, replicas, enable_checksum)
+    return CheckpointlessRecipe.adopt(recipe, wrapper)

@@ -1,16 +1,31 @@
-"""The whole state of one rank as plain bytes and tensors, as tiers keep it and a process hands it over."""
+"""The state of a rank on its way from a process to its successor, in the memory of the node.
+
+A process that cannot enter its block again writes what it holds into a part file (as local checkpoints are) in a
+folder of shared memory that the agent has made for this user only. The successor reads it, compares every digest,
+and holds the state as if it had lived through the fault: the ranks decide on it like on any other. Nothing is
+unpickled. The file stays until training goes on, so that a further process of the rank finds it, too.
+"""
 
 from __future__ import annotations
 
+import logging
+import os
+import secrets
+import shutil
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from checkpointless.inprocess.exceptions import line_of
+from checkpointless.inprocess.memory import free_host_memory
 from checkpointless.inprocess.parameter_update_lock import CommitState
 from checkpointless.inprocess.wrap import own_board
-from checkpointless.replication.parts import Content
+from checkpointless.observability.telemetry.wording import size
+from checkpointless.replication.parts import Content, Part, PartError, PartId, SaveId
+from checkpointless.replication.store import DirectoryStore
 from checkpointless.state.held_state import HeldState
 from checkpointless.state.journal import StepJournal
 from checkpointless.state.port import SnapshotPoint, StepSnapshot, essentials_of
@@ -18,7 +33,93 @@ from checkpointless.state.rank_local.state import RankLocalState
 from checkpointless.state.rng import RngStates
 from checkpointless.state.serialization import state_tree
 from checkpointless.state.serialization.tensor_memory import own_device
+from checkpointless.system.environment import HANDOVER_ENV, LOCAL_WORLD_SIZE_ENV, own_rank, own_world_size
 from checkpointless.transfer.tensor_entry import Key
+
+logger = logging.getLogger(__name__)
+
+
+_NO_FOLDER = "the agent has no folder in shared memory for it"
+
+
+def hand_over(leaves: Snapshot | None, own: RankLocalState, high_water: int) -> tuple[int, str]:
+    """Write what this process leaves into the memory of the node.
+
+    Args:
+        leaves: what it leaves; None: it holds nothing, and what the process before has left stays.
+        own: what is this rank's own. The board, which stays, has a copy of what is small enough.
+        high_water: the highest optimizer step that any rank was ever seen to commit. If this rank holds the
+            gradients of that step, it makes the update first.
+
+    Returns:
+        How many bytes the successor finds (0: there is no state yet), and why it could not be done ("": it was).
+    """
+    root = _root()
+    if root is None:
+        return 0, _NO_FOLDER
+    if leaves is None:
+        return sum(path.stat().st_size for path in root.glob("*")), ""
+    held = leaves.held
+    try:
+        clear()
+        if held.commit.ready and held.commit.committed == high_water - 1:
+            held.redo(high_water)
+        if held.commit.torn:
+            return 0, held.given_up or "an update failed half-way"
+        streams = [(step, states) for (step, _), states in (own.streams.states or {}).items()]
+        content = replace(leaves, own=_RankLocal.of(own, streams, held.buffers)).content()
+        lacking = _lacking_room(content.nbytes, root.parent)
+        if lacking:
+            return 0, lacking
+        name = PartId(SaveId(max(held.commit.committed, 0), secrets.token_hex(12)), own_rank())
+        DirectoryStore(root).write(Part.sealed(name, own_world_size(), content), own_rank())
+    except (OSError, MemoryError, RuntimeError, ValueError, TypeError) as error:
+        clear()
+        return 0, line_of(error)
+    return content.nbytes, ""
+
+
+def take_over(own: RankLocalState) -> Snapshot | None:
+    """Return what the process before this one has left; None, with a warning if it is damaged: it left nothing."""
+    root, rank = _root(), own_rank()
+    if root is None or not root.is_dir():
+        return None
+    try:
+        shelf = DirectoryStore(root).shelf(own_world_size())
+        for save in sorted(shelf, reverse=True):
+            for file in shelf[save].get(rank, ()):
+                found = Snapshot.of(file.read().content)
+                found.own.put_back(own)
+                return found
+    except (OSError, PartError, ValueError) as error:
+        logger.error("what the process before this one handed over cannot be used: %s", error)
+        return None
+    logger.error("what the process before this one handed over cannot be used")
+    return None
+
+
+def clear() -> None:
+    """Remove what was handed over, because training goes on with it or without it."""
+    root = _root()
+    if root is not None:
+        shutil.rmtree(root, ignore_errors=True)
+
+
+def _root() -> Path | None:
+    folder = os.environ.get(HANDOVER_ENV)
+    return Path(folder) / f"rank-{own_rank()}" if folder else None
+
+
+def _lacking_room(nbytes: int, folder: Path) -> str:
+    """Return why ``folder`` has no room for so many bytes of each rank of the node; "" if it has."""
+    about, ranks = os.statvfs(folder), int(os.environ.get(LOCAL_WORLD_SIZE_ENV, "1"))
+    free = min(about.f_bavail * about.f_frsize, free_host_memory())
+    if nbytes * ranks <= free:
+        return ""
+    return f"{size(nbytes * ranks)} are needed in {folder.parent} for the ranks of this node, {size(free)} are free"
+
+
+# --- The whole state of one rank as plain bytes and tensors, which tiers keep, too --------------------------------
 
 _FORMAT = 3
 #: The moment after a step at which copies are made: the first one, so that a finished step is soon copied.
@@ -28,7 +129,7 @@ Saves = Sequence[tuple[int, int, int, bool]]
 
 
 @dataclass(frozen=True)
-class RankLocal:
+class _RankLocal:
     """What only this rank has.
 
     Attributes:
@@ -47,7 +148,7 @@ class RankLocal:
         own: RankLocalState,
         streams: Iterable[tuple[int, RngStates]],
         moments: Iterable[tuple[int, SnapshotPoint]],
-    ) -> RankLocal:
+    ) -> _RankLocal:
         """Return what ``own`` has: streams, and the records of its buffers at some snapshots."""
         records = [(step, stage, own.buffers.record(step, stage, own_board())) for step, stage in moments]
         known = [(step, stage, record) for step, stage, record in records if record is not None]
@@ -79,7 +180,31 @@ class Snapshot:
     begun: int = 0
     finished: Mapping[int, dict[str, Any]] = field(default_factory=dict)
     saves: Saves = ()
-    own: RankLocal = RankLocal()
+    own: _RankLocal = _RankLocal()
+
+    @classmethod
+    def taken(cls, journal: StepJournal, own: RankLocalState, step: int, fit: int, offset: int) -> Snapshot | None:
+        """Return the state of this rank after ``step``, its tensors as they live; None if it has no such snapshot.
+
+        The tensors are those from which, with all other ranks', model and optimizer can be made again.
+
+        Args:
+            journal: that of the training, right after the update.
+        """
+        moment, streams = journal.snapshots(step).get(COPIED_AT), own.streams.at(step).get(COPIED_AT)
+        if moment is None or streams is None:
+            return None
+        before, at = own.streams.newest(step - 1), (step, COPIED_AT)
+        known = [(step, streams)] if before is None else [(step - 1, before), (step, streams)]
+        held = HeldState(
+            CommitState(step, ready=False, torn=False),
+            dict(essentials_of(journal.state)),
+            {COPIED_AT: moment},
+            fit=fit,
+            offset=offset,
+            buffers={at: moment.buffers},
+        )
+        return cls(held, own=_RankLocal.of(own, known, [at]))
 
     def content(self) -> Content:
         """Return the snapshot as plain bytes and tensors, which are the same ones."""
@@ -143,7 +268,7 @@ class Snapshot:
                 buffers={(step, SnapshotPoint(stage)): read(rows) for step, stage, rows in plain["buffers"]},
             )
             start = plain["data_start"]
-            own = RankLocal(
+            own = _RankLocal(
                 [(step, RngStates.from_bytes(each)) for step, each in plain["streams"]],
                 None if start is None else RngStates.from_bytes(start),
                 [(step, SnapshotPoint(stage), record) for step, stage, record in plain["records"]],
@@ -174,27 +299,3 @@ class _Row:
     def keyed(self, tensors: Mapping[Key, torch.Tensor]) -> list[list[Any]]:
         """Return the keys of ``tensors``, each with its place."""
         return [list(pair) for pair in zip(tensors, self.put(tensors.values()), strict=True)]
-
-
-def snapshot_of(journal: StepJournal, own: RankLocalState, step: int, fit: int, offset: int) -> Snapshot | None:
-    """Return the state of this rank after ``step``, its tensors as they live; None if it has no such snapshot.
-
-    The tensors are those from which, with all other ranks', model and optimizer can be rebuilt.
-
-    Args:
-        journal: that of the training, right after the update.
-    """
-    moment, streams = journal.snapshots(step).get(COPIED_AT), own.streams.at(step).get(COPIED_AT)
-    if moment is None or streams is None:
-        return None
-    before, at = own.streams.newest(step - 1), (step, COPIED_AT)
-    known = [(step, streams)] if before is None else [(step - 1, before), (step, streams)]
-    held = HeldState(
-        CommitState(step, ready=False, torn=False),
-        dict(essentials_of(journal.state)),
-        {COPIED_AT: moment},
-        fit=fit,
-        offset=offset,
-        buffers={at: moment.buffers},
-    )
-    return Snapshot(held, own=RankLocal.of(own, known, [at]))

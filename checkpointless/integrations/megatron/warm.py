@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import enum
 import functools
+import logging
 import pickle
 import types
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,13 +21,10 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-from megatron.core.utils import get_model_config
+from megatron.core.utils import get_model_config, get_te_version
 
 from checkpointless.inprocess.communicators.launch_bound import LaunchBound
-from checkpointless.integrations.megatron.fp8_parameters import fp8_parameters
-from checkpointless.integrations.megatron.update import sub_optimizers
-from checkpointless.integrations.megatron.warm.bindings import rebind
-from checkpointless.integrations.megatron.warm.blueprint import Blueprint, is_of_engine, unknown_class
+from checkpointless.integrations.megatron.update import fp8_parameters, sub_optimizers
 from checkpointless.state.rng import RngStates
 
 # --- Fingerprints of values: what a value is now, to be compared with what another one is later -------------------
@@ -207,7 +205,7 @@ _UNKNOWN_REMAINS = (
 _COVERED = ("get_grad_norm", "clip_grad_norm", "count_zeros", "prepare_grads", "step_with_ready_grads", "step")
 
 
-def groups_now() -> list[Group]:
+def _groups_now() -> list[Group]:
     """Return the process groups that this rank is in, in the order in which they were made."""
     groups: list[Any] = list(c10d._world.pg_map)
     return [(group, tuple(dist.get_process_group_ranks(group)), str(group.group_desc)) for group in groups]
@@ -246,18 +244,18 @@ class KeptModel:
         self.saved = frozenset(saved)
         self._plans = plans
         self.streams = streams
-        self._built = Blueprint(self.chunks)
+        self._built = _Blueprint(self.chunks)
         self._marks = _marks(optimizer)
         self._ties = [_ties_embeddings(chunk) for chunk in self.chunks]  # while it is built
         self._modes = [(module, module.training) for chunk in self.chunks for module in chunk.modules()]
         self._trackers = [get_cuda_rng_tracker()]  # of random streams
-        self._generations = [groups_now()]  # to which references may point: a fault may come while they change
+        self._generations = [_groups_now()]  # to which references may point: a fault may come while they change
 
     # --- whether it may be used -----------------------------------------------------------------------------------
 
     def unfit(self) -> str | None:
         """Return why the model cannot be kept over the fault that has come, in a phrase; None: it can."""
-        unknown = unknown_class(self.chunks)
+        unknown = _unknown_class(self.chunks)
         if unknown is not None:
             return f"it is not known what {unknown} keeps from step to step"
         if fp8_parameters(self.chunks):
@@ -296,7 +294,7 @@ class KeptModel:
             name = differing(then, plans.get(what, {}))
             if name is not None:
                 return f"{name} of the {what} is another one"
-        now = [group[1:] for group in groups_now()]
+        now = [group[1:] for group in _groups_now()]
         if any([group[1:] for group in then] != now for then in self._generations):
             return "the process groups are laid out otherwise"
         return None
@@ -309,7 +307,7 @@ class KeptModel:
         Returns:
             How many references to a group were replaced.
         """
-        now = groups_now()
+        now = _groups_now()
         successors = {
             id(old): new for then in self._generations for (old, *_), (new, *_) in zip(then, now) if old is not new
         }
@@ -319,7 +317,7 @@ class KeptModel:
         self._trackers.append(tracker)
         for name in _COVERED:
             vars(self.optimizer).pop(name, None)
-        replaced = rebind([*self.chunks, self.optimizer, self.noted], successors)
+        replaced = _rebind([*self.chunks, self.optimizer, self.noted], successors)
         self._generations, self._trackers = [now], [tracker]
         self._reset()
         return replaced
@@ -333,7 +331,7 @@ class KeptModel:
             for module in chunk.modules():
                 if getattr(module, "input_tensor", None) is not None:
                     module.input_tensor = None
-                if is_of_engine(module) and hasattr(module, "is_first_microbatch"):
+                if _is_of_engine(module) and hasattr(module, "is_first_microbatch"):
                     module.is_first_microbatch = True
         for module, training in self._modes:
             module.training = training
@@ -436,3 +434,261 @@ def _marks(optimizer: Any) -> list[object]:
         )
         for each in parts
     ]
+
+
+# --- Replaces references to what belongs to a generation that is over, in everything that is reachable ----------
+
+#: Objects of these classes refer to no group of a model's; loggers lead to everything that has one.
+_LEAVES = (
+    str,
+    bytes,
+    int,
+    float,
+    complex,
+    type,
+    types.NoneType,
+    types.ModuleType,
+    types.BuiltinFunctionType,
+    torch.dtype,
+    torch.device,
+    torch.Size,
+    torch.Generator,
+    logging.Logger,
+)
+
+
+def _rebind(roots: Iterable[object], successors: Mapping[int, object]) -> int:
+    """Replace every reference to an old group that can be reached from ``roots``, and methods bound to one.
+
+    Followed are the attributes of objects and tensors, the items of containers, bound methods, partial functions,
+    and the closures and defaults of functions. What only C++ refers to (hooks of a gradient's accumulation) is not.
+
+    Args:
+        roots: where to begin.
+        successors: the new group, or whatever else is replaced, by the ``id`` of the old one.
+
+    Returns:
+        How many references were replaced.
+    """
+    walk = _Walk(successors)
+    walk.over(roots)
+    return walk.replaced
+
+
+class _Walk:
+    """One walk over all objects that can be reached."""
+
+    def __init__(self, successors: Mapping[int, object]) -> None:
+        self._successors = successors
+        self._seen: dict[int, object] = {}  # the objects, too: their ids must not be given to others meanwhile
+        self._due: list[Any] = []
+        self.replaced = 0
+
+    def over(self, roots: Iterable[object]) -> None:
+        """Walk from ``roots``."""
+        self._due = list(roots)
+        while self._due:
+            each = self._due.pop()
+            if id(each) not in self._seen:
+                self._seen[id(each)] = each
+                self._visit(each)
+
+    def _visit(self, each: Any) -> None:
+        """Replace the references that one object has, and have what it refers to visited."""
+        if isinstance(each, dict):
+            self._items(each, list(each.items()))
+        elif isinstance(each, list):
+            self._items(each, list(enumerate(each)))
+        elif isinstance(each, tuple | set | frozenset):
+            for value in each:
+                self._next(value)
+        elif isinstance(each, functools.partial):
+            arguments, keywords = self._next(each.args), dict(each.keywords)
+            self._items(keywords, list(keywords.items()))
+            state: Any = each  # Any: typeshed leaves __setstate__ out
+            state.__setstate__((self._next(each.func), arguments, keywords, each.__dict__))
+        elif isinstance(each, types.MethodType):
+            self._next(each.__self__)
+            self._next(each.__func__)
+        elif isinstance(each, types.FunctionType):
+            self._function(each)
+        else:
+            values = getattr(each, "__dict__", None)
+            if isinstance(values, dict):
+                self._items(values, list(values.items()))
+            for name in _slots(type(each)):  # type: ignore[arg-type]  # mypy: a class is hashable
+                value = getattr(each, name, None)
+                new = self._next(value)
+                if new is not value:
+                    setattr(each, name, new)
+
+    def _next(self, value: Any) -> Any:
+        """Return what is to stand in the place of ``value``; what stays is visited later."""
+        kind = type(value)
+        if _is_leaf(kind):
+            return value
+        if id(value) in self._successors:
+            self.replaced += 1
+            return self._successors[id(value)]
+        if isinstance(value, tuple):
+            made = [self._next(each) for each in value]
+            if any(new is not old for new, old in zip(made, value)):
+                return kind(*made) if hasattr(value, "_fields") else kind(made)
+            return value
+        if kind is types.MethodType:  # what it is bound to cannot be replaced in it
+            owner = self._next(value.__self__)
+            if owner is not value.__self__:
+                return types.MethodType(value.__func__, owner)
+        if id(value) not in self._seen:
+            self._due.append(value)
+        return value
+
+    def _items(self, container: Any, items: Iterable[tuple[Any, Any]]) -> None:
+        for key, value in items:
+            if not _is_leaf(type(value)):  # most values are
+                new = self._next(value)
+                if new is not value:
+                    container[key] = new
+
+    def _function(self, function: types.FunctionType) -> None:
+        for cell in function.__closure__ or ():
+            try:
+                value = cell.cell_contents
+            except ValueError:  # not yet filled
+                continue
+            new = self._next(value)
+            if new is not value:
+                cell.cell_contents = new
+        if function.__defaults__ is not None:
+            function.__defaults__ = self._next(function.__defaults__)
+        for values in (function.__kwdefaults__, function.__dict__):
+            if values:
+                self._items(values, list(values.items()))
+
+
+def _is_leaf(kind: type) -> bool:
+    return issubclass(kind, _LEAVES)
+
+
+@functools.cache
+def _slots(kind: type) -> tuple[str, ...]:
+    """Return the names of the slots that a class, and those it inherits from, declare in Python."""
+    found: list[str] = []
+    for each in kind.__mro__:
+        names = each.__dict__.get("__slots__", ())
+        found += (names,) if isinstance(names, str) else names
+    return tuple(name for name in found if name not in ("__dict__", "__weakref__") and not name.startswith("__"))
+
+
+# --- What a model looks like as it was built, so that it is noticed if anybody has changed it since -------------
+
+# Where torch keeps the hooks of a module.
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+_COMPARED = (bool, int, float, str, torch.dtype)  # None may become a tensor that every step makes anew
+_PASSING = frozenset({"training", "current_microbatch"})  # put back, or set anew before it is read
+
+# What a forward pass of TransformerEngine's modules sets before it reads it.
+_PASSING_OF_ENGINE = frozenset(
+    {
+        *("activation_dtype", "allow_different_data_and_param_types", "forwarded_at_least_once", "fp8_parameters"),
+        *(
+            "is_first_microbatch",
+            "attn_mask_type",
+            "input_in_bf16",
+            "input_in_float16",
+            "input_in_fp16",
+            "align_size",
+        ),
+    }
+)
+
+#: Packages whose modules keep nothing from step to step but parameters and buffers.
+_KNOWN = ("megatron.core.", "nemo.", "torch.nn.", "checkpointless.", "builtins.", "abc.", "typing.")
+#: Packages of which only modules with these names are known: no whole layers, for example. Without FP8, user
+#: buffers and delayed gradients, of which the configuration says, these keep nothing either.
+_ENGINE = ("transformer_engine.", "megatron.core.extensions.")
+_KNOWN_OF_ENGINE = (
+    "megatron.core.extensions.transformer_engine.TE",
+    *(f"transformer_engine.pytorch.{each}." for each in ("attention", "module", "ops.basic", "ops.op")),
+)
+#: The first and the last version of TransformerEngine whose sources were read.
+_VERSIONS = ((2, 6), (2, 12))
+
+
+def _unknown_class(modules: Iterable[torch.nn.Module]) -> str | None:
+    """Return the name of a class of which it is not known what it keeps from step to step; None: there is none."""
+    for module in modules:
+        for each in module.modules():
+            for kind in _kinds_of(each):
+                if not kind.startswith(_KNOWN_OF_ENGINE if kind.startswith(_ENGINE) else _KNOWN):
+                    return kind
+            if _is_of_engine(each):
+                release = get_te_version().release[:2]
+                if not _VERSIONS[0] <= release <= _VERSIONS[1]:
+                    return f"TransformerEngine {'.'.join(map(str, release))}"
+    return None
+
+
+def _is_of_engine(module: torch.nn.Module) -> bool:
+    """Return whether a module is one of TransformerEngine's."""
+    return any(kind.startswith(_ENGINE) for kind in _kinds_of(module))
+
+
+def _kinds_of(module: torch.nn.Module) -> list[str]:
+    return [f"{kind.__module__}.{kind.__qualname__}" for kind in type(module).__mro__]
+
+
+class _Blueprint:
+    """The structure of modules as they are now: classes, hooks, parameters, buffers, plain attributes.
+
+    Hooks are counted, attributes compared where they are plain numbers and words, and buffers by their shape, which
+    suffices for classes that are known to keep nothing else. What each forward pass sets again is left out.
+
+    Args:
+        modules: the modules.
+    """
+
+    def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
+        self._entries = list(self._look(modules))
+
+    def difference(self, modules: Sequence[torch.nn.Module]) -> str | None:
+        """Return what is not as it was in ``modules``, as a phrase; None: nothing."""
+        now = list(self._look(modules))
+        for then, entry in zip(self._entries, now):
+            if then != entry:
+                return f"{entry[0]} is not as it was built"
+        if len(now) != len(self._entries):
+            return f"the model has {len(now)} parts, and had {len(self._entries)}"
+        return None
+
+    def _look(self, modules: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Any]]:
+        for index, module in enumerate(modules):
+            for name, each in module.named_modules(remove_duplicate=False):
+                yield f"{type(each).__name__} {name or index}", self._entry(each)
+
+    def _entry(self, module: torch.nn.Module) -> tuple[Any, ...]:
+        values = vars(module)
+        names = values.keys() - _PASSING - (_PASSING_OF_ENGINE if _is_of_engine(module) else set())
+        return (
+            type(module),
+            {kind: len(values[kind]) for kind in _HOOKS if values.get(kind)},
+            {key: values[key] for key in names if isinstance(values[key], _COMPARED)},
+            {key: _marks_of(value) for key, value in module._parameters.items() if value is not None},
+            {key: value.shape if value is not None else None for key, value in module._buffers.items()},
+            sorted(names),
+            list(module._modules),
+        )
+
+
+def _marks_of(parameter: torch.Tensor) -> tuple[object, ...]:
+    after = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    return id(parameter), parameter.requires_grad, len(parameter._backward_hooks or {}), len(after)

@@ -1,1 +1,0 @@
-"""Recipes of NeMo-Run: switching recovery on in them, and what is refused."""
