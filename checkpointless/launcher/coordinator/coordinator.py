@@ -22,6 +22,7 @@ from checkpointless.launcher.coordinator.job import FAILED, Job, Node, Phase, Ra
 from checkpointless.launcher.coordinator.job_config import JobConfig
 from checkpointless.launcher.coordinator.membership import BadDevices, Membership
 from checkpointless.launcher.coordinator.regrouping import Processes, Regrouping
+from checkpointless.launcher.protocol.board import NO_STEP
 from checkpointless.launcher.protocol.causes import Cause, CauseKind
 from checkpointless.launcher.protocol.node_messages import (
     IN_BLOCK,
@@ -607,4 +608,4 @@ class Coordinator:
         elif isinstance(message, Trouble):
             self._regrouping.fault(message.cause)
         else:
-            self._regrouping.done(rank)
+            self._regrouping.done(rank, message.making if message.making > message.committed else NO_STEP)

@@ -162,6 +162,11 @@ class Processes:
 
 _NO_RESTARTS = "; or begin again from the script's own checkpoint: --max-restarts N"
 _FIRST_STEP = 1
+_RETURN_TOGETHER_S = 1.0  # ranks that leave their training in the same step return within this time
+_RETURNED = (
+    "rank {} returned from its block in unfinished step {}, and other ranks did not: they wait for it until they "
+    "count as stalled. A block that catches an exception hides a fault: let it leave the function"
+)
 
 
 class Regrouping:
@@ -179,6 +184,7 @@ class Regrouping:
         self._hangs = hangs
         self._notify_at_s: float | None = None  # when ranks are interrupted that might raise the same by themselves
         self._began_over = NO_STEP  # the newest step that was committed when the generation began
+        self._returned: tuple[float, str] | None = None  # a rank within a step: when to say so, and what
         self._one_ended = False  # whether a process has ended well since the job began, or began again
 
     # ---- from a fault to the barrier
@@ -205,6 +211,7 @@ class Regrouping:
         job = self._job
         self._incidents.begin(cause, since_s)
         self._hangs.forget()
+        self._returned = None
         if job.phase is Phase.RUNNING:
             job.enter(Phase.GATHERING)
             if job.generation == job.origin and may_be_certain([cause]):
@@ -218,7 +225,10 @@ class Regrouping:
         self._processes.ensure_store()
 
     def tick(self, now_s: float) -> None:
-        """Interrupt the ranks if not all have raised in time what the first one has."""
+        """Interrupt the ranks if not all have raised in time what the first one has; name one that has returned."""
+        if self._returned is not None and now_s >= self._returned[0]:
+            self._job.say(self._returned[1])
+            self._returned = None
         if self._notify_at_s is not None and now_s >= self._notify_at_s:
             self._notify()
 
@@ -441,10 +451,17 @@ class Regrouping:
 
     # ---- the end
 
-    def done(self, rank: Rank) -> None:
-        """Note that the block of ``rank`` has returned."""
+    def done(self, rank: Rank, unmade: int = NO_STEP) -> None:
+        """Note that the block of ``rank`` has returned.
+
+        Args:
+            unmade: the step that it has begun and not made (-1: none that is known).
+        """
         if rank.state is RankState.RUNNING:
             self._roster.move(rank, RankState.DONE)
+            if unmade != NO_STEP and self._roster.in_state[RankState.DONE] == 1:
+                at_s = self._job.clock() + _RETURN_TOGETHER_S
+                self._returned = at_s, _RETURNED.format(rank.number, unmade)
             self.finish_if_all_are_done()
 
     def finish_if_all_are_done(self) -> None:
@@ -455,6 +472,7 @@ class Regrouping:
     def finish(self) -> None:
         """Have all processes end, since every rank's block has returned."""
         self._job.enter(Phase.FINISHING)
+        self._returned = None
         self._incidents.recovered(self._job.high_water)
         for rank in self._roster.ranks:
             if rank.state in IN_BLOCK:

@@ -178,11 +178,13 @@ class RankDone(Message, frozen=True, tag="rank-done"):
 
     Attributes:
         committed: the last committed optimizer step on the rank's board (-1: none).
+        making: the step in the making on the rank's board (-1: none).
     """
 
     rank: Int
     generation: Int
     committed: Int = -1
+    making: Int = -1
 
 
 class RankInexact(Message, frozen=True, tag="rank-inexact"):

@@ -163,3 +163,25 @@ def test_ranks_that_are_late_are_killed_once_and_then_missed() -> None:
     assert [spawn.rank for _, spawn in job.take(Spawn)] == [3]
     job.tick(2 * REGROUP_S + 2)
     assert job.last_word == "rank 3 did not come back within 30 s, also not as a new process"
+
+
+def test_a_rank_that_has_returned_within_a_step_is_named_before_the_others_count_as_stalled() -> None:
+    """It has caught an exception; the others wait for it in a collective."""
+    job = Job().begin()
+    job.tell(1, RankDone(1, 0, committed=3, making=4))
+    job.tick()
+    assert job.said == []
+    job.tick(after_s=1.5)
+    job.tick(after_s=3.0)
+    (line,) = job.said
+    assert line.startswith("rank 1 returned from its block in unfinished step 4, and other ranks did not")
+
+
+@pytest.mark.parametrize("making", [3, 4])
+def test_ranks_that_return_together_or_behind_their_last_step_are_not_named(making: int) -> None:
+    job = Job().begin()
+    job.tell(1, RankDone(1, 0, committed=3, making=making))
+    for rank in job.ranks if making == 4 else ():
+        job.tell(rank, RankDone(rank, 0, committed=3, making=making))
+    job.tick(after_s=1.5)
+    assert job.said == []

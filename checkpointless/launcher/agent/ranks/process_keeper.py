@@ -767,7 +767,8 @@ class _RankReports:
             self._is_ready(rank, entered=True, unfit=message.unfit)
         elif isinstance(message, Done) and rank.state is RankState.RUNNING:
             rank.state = RankState.DONE
-            self._report(RankDone(rank.number, message.generation, rank.board.read().committed))
+            reading = rank.board.read()
+            self._report(RankDone(rank.number, message.generation, reading.committed, reading.making))
 
     def _on_hello(self, rank: LocalRank) -> None:
         if rank.state not in (RankState.STARTING, RankState.FINISHED):
