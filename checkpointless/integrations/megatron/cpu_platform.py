@@ -181,6 +181,12 @@ def _set_stream_state(new_state: torch.Tensor, device: object = "cuda", graph_sa
     _stream.set_state(new_state)
 
 
+def _set_stream_states(new_states: list[torch.Tensor]) -> None:
+    """Set the state of the one device; Lightning has no states where it has found no device."""
+    for state in new_states:
+        _stream.set_state(state)
+
+
 def _stream_bytes() -> bytes:
     """Return the stream's state as bytes, which are cheaper to store than a tensor."""
     return _stream.get_state().numpy().tobytes()
@@ -201,7 +207,7 @@ _STREAM_FUNCTIONS: dict[str, Callable[..., Any]] = {
     "get_rng_state": lambda device="cuda": _stream.get_state(),
     "get_rng_state_all": lambda: [_stream.get_state()],
     "set_rng_state": _set_stream_state,
-    "set_rng_state_all": lambda new_states: _stream.set_state(new_states[-1]),
+    "set_rng_state_all": _set_stream_states,
 }
 
 
