@@ -186,7 +186,7 @@ class Snapshot:
     def taken(cls, journal: StepJournal, own: RankLocalState, step: int, fit: int, offset: int) -> Snapshot | None:
         """Return the state of this rank after ``step``, its tensors as they live; None if it has no such snapshot.
 
-        The tensors are those from which, with all other ranks', model and optimizer can be made again.
+        The tensors are those from which, with all other ranks', model and optimizer can be rebuilt.
 
         Args:
             journal: that of the training, right after the update.

@@ -2,7 +2,7 @@
 
 Every rank writes its part into its node's directory. With a replication strategy, the other ranks of its clique
 write it into theirs, too. A search finds the newest save of which every part is undamaged somewhere. All ranks
-decide alike, since they decide by what they have told each other.
+decide alike, since they decide by what they have sent each other.
 """
 
 from __future__ import annotations
@@ -639,7 +639,7 @@ class CliqueReplicationStrategy(ReplicationStrategy):
 class LazyReplicationStrategyBuilder(ReplicationStrategy, Generic[_Eager]):
     """A replication strategy that is made when it is first used, because process groups do not exist before.
 
-    If the job's process groups are made anew after a fault, so is the strategy. The first use is collective: every
+    If the job's process groups are rebuilt after a fault, so is the strategy. The first use is collective: every
     rank of the job takes part. A subclass says what is made, in ``_eager_build``.
     """
 

@@ -31,7 +31,7 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 
 
 class HoldersByMesh:
-    """Finds the holders of each tensor of a rank, as the meshes and placements of DTensors tell.
+    """Finds the holders of each tensor of a rank, from the meshes and placements of DTensors.
 
     A tensor that is no DTensor is held by the ranks that hold all DTensors of this rank. If only this rank does, it
     is held by all ranks of the meshes: what is not divided over them is the same on all of them, or the parts would

@@ -82,7 +82,7 @@ class _OwnBuffers:
     """Keeps this rank's buffers at the points after its two newest steps, if they may be its own.
 
     Attributes:
-        are_settled: whether it is kept that there are no buffers, so that :meth:`keep` need not be told it again.
+        are_settled: whether it is kept that there are no buffers, so that :meth:`keep` need not look again.
     """
 
     def __init__(self) -> None:

@@ -275,7 +275,7 @@ def leave_unfinished(leave: bool) -> None:
 
 
 def _remove_unfinished(callbacks: Iterable[Any]) -> None:
-    """Remove unfinished checkpoints, as NeMo does at a trainer's set-up unless it was told to leave them."""
+    """Remove unfinished checkpoints, as NeMo does at a trainer's set-up unless it is set to leave them."""
     for each in callbacks:
         if isinstance(each, ModelCheckpoint) and each.dirpath is not None:
             _REMOVE.__func__(each.dirpath)

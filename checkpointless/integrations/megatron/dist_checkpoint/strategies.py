@@ -190,7 +190,7 @@ class _Chunk(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
     @property
     def id(self) -> str:
-        """The name that ranks tell each other: the xxh3-128 of all fields, 32 hexadecimal digits."""
+        """The name that ranks send each other: the xxh3-128 of all fields, 32 hexadecimal digits."""
         return xxhash.xxh3_128_hexdigest(msgspec.json.encode(self))
 
     @property
@@ -580,7 +580,7 @@ class _Need:
 
 
 def _needs_of(everybodys: Sequence[Mapping[str, Parsed]]) -> dict[str, _Need]:
-    """Return what the ranks need, by chunk, of what each rank has told of its wishes."""
+    """Return what the ranks need, by chunk, from the wishes that each rank has sent."""
     needs: dict[str, _Need] = {}
     for rank, wishes in enumerate(everybodys):
         for id_, (nbytes, is_object) in wishes.items():
