@@ -87,7 +87,7 @@ class CliqueExchange:
         return room if room is not None and _is_whole(room, link.sender) else None
 
     def _is_wanted(self, wants: bool, link: _Link) -> bool:
-        """Answer the sender whether there is room for its part, and return what the receiver says of this rank's."""
+        """Answer the sender whether there is room, and return what the receiver says of this rank's part."""
         told = torch.zeros(1, dtype=torch.uint8)
         self._pass([torch.tensor([wants], dtype=torch.uint8)], [told], _Link(link.sender, link.receiver))
         return bool(told.item())

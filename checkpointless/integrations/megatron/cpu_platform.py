@@ -224,7 +224,7 @@ _NEW_TENSOR_METHODS = ("new_tensor", "new_empty", "new_zeros", "new_ones", "new_
 
 
 def _placement_rows() -> list[Patch]:
-    """Return the replacements in torch of what creates or moves a tensor or a module, or asks for a tensor's type."""
+    """Return the replacements in torch of what creates or moves tensors and modules, or asks for their type."""
     table = [
         Patch(torch.Tensor, "cuda", lambda _: _itself, "a tensor is already where it should be"),
         Patch(torch.Tensor, "pin_memory", lambda _: _itself, "pinning needs a CUDA driver"),
