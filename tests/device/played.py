@@ -57,7 +57,7 @@ def install() -> None:
     for name in ("numpy", "tolist", "__repr__"):  # these read memory without an operation
         setattr(torch.Tensor, name, _after_waiting(getattr(torch.Tensor, name)))
     faults: Any = checkpointless.faults.inject
-    faults.has_cuda, faults._fail_device_assert = lambda: True, _fail
+    faults._has_cuda, faults._fail_device_assert = lambda: True, _fail
     dist.is_nccl_available = lambda: True
     torch.cuda.nccl.version = lambda: (2, 27, 3)
     any_thread: Any = threading.Thread
