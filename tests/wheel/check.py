@@ -27,7 +27,7 @@ from tests.wheel.contents import differing
 
 ROOT = Path(__file__).parents[2]
 #: A build without this folder has to be noticed.
-LEFT_OUT = "checkpointless/replication/tiers"
+LEFT_OUT = "checkpointless/state/rank_local"
 #: The examples that need no extra, and their ranks.
 EXAMPLES = {"train_ddp": 2, "train_hsdp": 4, "train_lightning": 4}
 FAULTS = ("exception@before_optimizer:rank=1,step=2", "sigkill@optimizer:rank=0,step=4")
