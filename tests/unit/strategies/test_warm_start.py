@@ -55,7 +55,7 @@ class Job:
         """Set up the fit after the first one of the block, for which a model may have been kept."""
         strategy: Any = SimpleNamespace(lightning_module=SimpleNamespace())
         start: Any = WarmStart(strategy)
-        manager: Any = SimpleNamespace(kept=None if kept is None else (fit, kept), fit=0)
+        manager: Any = SimpleNamespace(kept=None if kept is None else (fit, kept), fits=SimpleNamespace(number=0))
         start.agree(manager)
         assert (manager.kept is not None) == start.is_warm or fit != 1
         return start

@@ -10,7 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+pytest.importorskip("megatron.core", reason="needs Megatron-core")
+
 from checkpointless.integrations.megatron.warm import _fingerprint, differing, fingerprints
+
+pytestmark = pytest.mark.nemo
 
 
 @dataclass
