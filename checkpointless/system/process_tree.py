@@ -195,11 +195,21 @@ def _is_below(pid: int, root: int) -> bool:
 
 def _kill_below(pid: int, root: int) -> None:
     """Kill a process that is below ``root``, unless its number means another process by now."""
+    handle = None
+    with contextlib.suppress(OSError, AttributeError):  # it has ended; or the kernel or Python has no such handles
+        handle = os.pidfd_open(pid)
     try:
-        if _is_below(pid, root):
+        if not _is_below(pid, root):
+            return
+        if handle is None:
             os.kill(pid, signal.SIGKILL)
+        else:
+            signal.pidfd_send_signal(handle, signal.SIGKILL)
     except (ProcessLookupError, PermissionError) as error:  # it has ended, or has become another user's
         logger.info("process %d is not killed: %s", pid, error)
+    finally:
+        if handle is not None:
+            os.close(handle)
 
 
 def _wait(pid: int, timeout_s: float) -> None:

@@ -15,10 +15,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from checkpointless.cli import main
+from checkpointless.observability.monitoring.http_status import MAX_CONNECTIONS
 from checkpointless.system.environment import TOKEN_ENV
 from tests.ranks.agent_job import Job
 from tests.ranks.agent_nursery import ForkedAgent
@@ -193,7 +195,10 @@ def test_two_hundred_slow_and_strange_connections_change_nothing(tmp_path: Path)
     job = Job(tmp_path, "steps.py", "2:7:0:sleep", http_port=0, heartbeat_timeout_s=5.0)
     http = Http(job.process)
     wait_until(lambda: job.notes("fault", 2))
+    agent = psutil.Process(job.process.pid)
+    before = agent.num_fds()
     crowd = [socket.create_connection(("127.0.0.1", http.port), timeout=60) for _ in range(200)]
+    most = 0
     until_s = time.monotonic() + 2
     while time.monotonic() < until_s:
         for number, client in enumerate(crowd):
@@ -208,6 +213,8 @@ def test_two_hundred_slow_and_strange_connections_change_nothing(tmp_path: Path)
                 continue
         code, words = http.get("/healthz")
         assert (code, words[:2]) == (200, "ok")  # on a busy machine rank 2 is found to hang meanwhile
+        most = max(most, agent.num_fds() - before)
+    assert 0 < most <= MAX_CONNECTIONS + 1
     ended = job.end()
     assert ended.code == 0, ended.err
     assert ended.err.count("; recovering") == 1  # nothing but the hang caused one

@@ -1,11 +1,13 @@
 """Health, status and metrics over HTTP, read-only: ``/healthz``, ``/status`` and ``/metrics``, listed at ``/``.
 
 Daemon threads serve them from the snapshot of the agent, or of a coordinator in a separate process: one accepts
-clients, and each client has one, which a slow client loses after some seconds. They never make the loop wait.
+clients, and each client has one. They never make the loop wait.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import logging
 import os
@@ -19,7 +21,7 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from ipaddress import ip_address
-from typing import Protocol
+from typing import Protocol, TypeAlias, cast
 from urllib.parse import urlsplit
 
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
@@ -28,8 +30,11 @@ from checkpointless.observability.monitoring.metrics import Metrics, RunLog, Sna
 
 logger = logging.getLogger(__name__)
 
+MAX_CONNECTIONS = 32  # the oldest connection makes room for a new one
 REQUEST_TIMEOUT_S = 5.0  # for each read from a client, and each write to it
 _POLL_S = 0.2
+_CLOSE_TIMEOUT_S = 5.0
+_Request: TypeAlias = socket.socket | tuple[bytes, socket.socket]
 
 TEXT = "text/plain; charset=utf-8"
 _JSON = "application/json"
@@ -150,7 +155,7 @@ class _StatusHandler(BaseHTTPRequestHandler):
 
 
 class _StatusServer(ThreadingHTTPServer):
-    """The standard library's server, which answers to its own names alone.
+    """The standard library's server, with a limit on connections.
 
     Raises:
         OSError: the address cannot be bound to.
@@ -165,6 +170,7 @@ class _StatusServer(ThreadingHTTPServer):
         self.watch = watch
         self.turn = threading.Lock()
         self._names = {name.lower(), "localhost"} if ip_address(where[0]).is_loopback else None
+        self._clients: dict[threading.Thread, socket.socket] = {}
         super().__init__(where, _StatusHandler)
 
     def answers_to(self, host: str) -> bool:
@@ -186,13 +192,40 @@ class _StatusServer(ThreadingHTTPServer):
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
 
-    def handle_error(self, request: object, client_address: object) -> None:
+    def process_request(self, request: _Request, client_address: object) -> None:
+        """Serve a client in a thread; if there are too many clients, the oldest makes room first."""
+        self._clients = {thread: client for thread, client in self._clients.items() if thread.is_alive()}
+        if len(self._clients) >= MAX_CONNECTIONS:
+            oldest = next(iter(self._clients))
+            _hang_up(self._clients.pop(oldest))
+            oldest.join(_POLL_S)
+        serve, arguments = self.process_request_thread, (request, client_address)
+        thread = threading.Thread(target=serve, args=arguments, name="checkpointless-http-client", daemon=True)
+        self._clients[thread] = cast(socket.socket, request)
+        thread.start()
+
+    def handle_error(self, request: _Request, client_address: object) -> None:
         """Log why a client was not answered."""
         error = sys.exc_info()[1]
         if isinstance(error, OSError):
             logger.debug("HTTP: %s", error)
         else:
             logger.exception("HTTP: a request could not be answered")
+
+    def close(self) -> None:
+        """Stop ``serve_forever``, which runs in another thread, and close every connection."""
+        self.shutdown()
+        self.server_close()
+        for client in self._clients.values():
+            _hang_up(client)
+        by_s = time.monotonic() + _CLOSE_TIMEOUT_S
+        for thread in self._clients:
+            thread.join(max(0.0, by_s - time.monotonic()))
+
+
+def _hang_up(client: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # it is closed already
+        client.shutdown(socket.SHUT_RDWR)
 
 
 class HttpStatus:
@@ -206,6 +239,7 @@ class HttpStatus:
         self.watch = watch
         self._where = (host, port)
         self._server: _StatusServer | None = None
+        self._thread: threading.Thread | None = None
 
     def __enter__(self) -> HttpStatus:
         return self
@@ -228,15 +262,16 @@ class HttpStatus:
             reason = os.strerror(number) if number > 0 else str(error)
             what = f"cannot serve {_url(host, port)}: {reason}; choose another --http-port or --http-host"
             raise OSError(what) from error
-        serve = self._server.serve_forever
-        threading.Thread(target=serve, args=(_POLL_S,), name="checkpointless-http", daemon=True).start()
+        serve = functools.partial(self._server.serve_forever, _POLL_S)
+        self._thread = threading.Thread(target=serve, name="checkpointless-http", daemon=True)
+        self._thread.start()
         say(f"health and metrics at {_url(host, self._server.server_port)} (/healthz, /status, /metrics)")
 
     def close(self) -> None:
-        """Stop serving. Who is being answered may get the rest."""
-        if self._server is not None:
-            self._server.shutdown()
-            self._server.server_close()
+        """Stop serving and close every connection."""
+        if self._server is not None and self._thread is not None:
+            self._server.close()
+            self._thread.join(_CLOSE_TIMEOUT_S)
         if self.watch.run_log is not None:
             self.watch.run_log.close()
 

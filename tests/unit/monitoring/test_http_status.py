@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 
 from checkpointless.launcher.agent.watch import Watch
 from checkpointless.observability.monitoring import http_status
-from checkpointless.observability.monitoring.http_status import HttpStatus, _Page, _StatusServer
+from checkpointless.observability.monitoring.http_status import MAX_CONNECTIONS, HttpStatus, _Page, _StatusServer
 from tests.descriptors import descriptors
 from tests.unit.monitoring.http_exchange import SNAPSHOT, answer, pages_of
-from tests.waiting import wait_until
 
 # ---- requests
 
@@ -78,7 +77,7 @@ def serving() -> Iterator[tuple[str, int]]:
         watch.snapshot = SNAPSHOT
         port = int(said[0].split("127.0.0.1:")[1].split()[0])
         yield "127.0.0.1", port
-    wait_until(lambda: set(threading.enumerate()) <= threads)  # a client may still be answered
+    assert set(threading.enumerate()) <= threads
     assert descriptors() <= opened
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port))
@@ -116,7 +115,7 @@ def test_a_server_that_others_reach_may_have_any_name() -> None:
 def test_who_is_slow_keeps_nobody_waiting_and_loses_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_status._StatusHandler, "timeout", 3.0)
     with serving() as where:
-        slow = [socket.create_connection(where, timeout=60) for _ in range(30)]
+        slow = [socket.create_connection(where, timeout=60) for _ in range(MAX_CONNECTIONS - 2)]
         for client in slow[::2]:
             client.sendall(b"GET /st")
         assert b"high_water" in ask(where)
@@ -124,6 +123,14 @@ def test_who_is_slow_keeps_nobody_waiting_and_loses_the_connection(monkeypatch: 
         for client in slow:
             with client:
                 assert not client.recv(100).startswith(b"HTTP/1.0 200")
+
+
+def test_a_request_may_come_byte_by_byte() -> None:
+    with serving() as where, socket.create_connection(where, timeout=60) as client:
+        for byte in b"GET /healthz HTTP/1.0\r\n\r\n":
+            client.sendall(bytes([byte]))
+            time.sleep(0.001)
+        assert client.recv(100).startswith(b"HTTP/1.0 503 ")
 
 
 def test_of_all_clients_one_at_a_time_is_worked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,6 +150,47 @@ def test_of_all_clients_one_at_a_time_is_worked_for(monkeypatch: pytest.MonkeyPa
         replies = list(crowd.map(lambda number: ask(where, f"/{number}"), range(24)))
     assert [reply.rpartition(b"/")[2] for reply in replies] == [str(number).encode() for number in range(24)]
     assert (max(most), len(most)) == (1, 24)
+
+
+def test_no_more_clients_have_threads_than_there_may_be_connections() -> None:
+    with serving() as where:
+        before = set(threading.enumerate())
+        crowd = [socket.create_connection(where, timeout=60) for _ in range(2 * MAX_CONNECTIONS)]
+        assert b"high_water" in ask(where)  # this came last, so all others were accepted
+        assert sum(is_open(client) for client in crowd) <= MAX_CONNECTIONS
+        assert len(set(threading.enumerate()) - before) <= MAX_CONNECTIONS
+        for client in crowd:
+            client.close()
+
+
+def is_open(client: socket.socket) -> bool:
+    """Return whether the server still has the connection."""
+    client.settimeout(0.05)
+    try:
+        return client.recv(1) != b""
+    except TimeoutError:
+        return True
+    except ConnectionError:
+        return False
+
+
+def test_closing_does_not_wait_for_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_status._StatusHandler, "timeout", 600.0)
+    said, before = list[str](), set(threading.enumerate())
+    http = HttpStatus("127.0.0.1", 0, Watch(0))
+    http.open(said.append)
+    where = ("127.0.0.1", int(said[0].split("127.0.0.1:")[1].split()[0]))
+    crowd = [socket.create_connection(where, timeout=60) for _ in range(8)]
+    for client in crowd:
+        client.sendall(b"GET /st")
+    assert b"high_water" in ask(where)
+    began_s = time.monotonic()
+    http.close()
+    assert time.monotonic() - began_s < 300.0
+    assert set(threading.enumerate()) <= before
+    for client in crowd:
+        assert not is_open(client)
+        client.close()
 
 
 def test_no_name_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
