@@ -301,7 +301,7 @@ class _Rebuild:
 # --- Lightning's own callbacks that no recovery can go on with, each with what to do instead
 
 _AVERAGES = (
-    "{} exchanges weights in hooks, from copies that no rank that is made anew has: let the optimizer's "
+    "{} exchanges weights in hooks, from copies that a replaced rank does not have: let the optimizer's "
     "register_step_post_hook update a torch.optim.swa_utils.AveragedModel that is a part of the module"
 )
 _TUNES = "{} trains before the fit, again after each fault: tune in another job"
@@ -311,13 +311,13 @@ _UNFIT = {
     "LearningRateFinder": _TUNES,
     "BatchSizeFinder": _TUNES,
     "BaseFinetuning": (
-        "{} gives the optimizer more parameters while it trains, which no rank that is made anew has: give it all "
+        "{} gives the optimizer more parameters while it trains, which a replaced rank does not have: give it all "
         "of them in configure_optimizers"
     ),
     "StochasticWeightAveraging": _AVERAGES,
     "WeightAveraging": _AVERAGES,
     "ModelPruning": (
-        "{} gives the model masks while it trains, which no rank that is made anew has: call torch.nn.utils.prune "
+        "{} gives the model masks while it trains, which a replaced rank does not have: call torch.nn.utils.prune "
         "in configure_model"
     ),
     "SpikeDetection": (

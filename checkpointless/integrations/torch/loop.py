@@ -42,7 +42,7 @@ _LEFT = (
     "steps() was left by break or return: after a fault, more steps are made there. Let steps(last) end the loop, "
     "or call stop() in its last step, before update() (docs/contract.md, 3)"
 )
-_NOT_BACK = "other weights stay behind other_weights(): what exchanges them puts them back"
+_NOT_BACK = "other_weights() ended with other parameters than it began with: restore them in a `finally` clause"
 _TWO_LOOPS = (
     "a second training begins in the block, whose state could not be kept beside that of the first: give all "
     "modules and optimizers to one {name}, or train in two jobs"

@@ -46,7 +46,7 @@ def test_weights_that_are_put_back_are_so_to_the_bit_also_on_the_way_of_a_fault(
 def test_weights_that_stay_exchanged_are_refused_and_a_fault_is_told_first() -> None:
     weights, journal = [torch.ones(3)], Journal()
     training = training_of(weights, journal)
-    with pytest.raises(UnrecoverableError, match="other weights stay"), training.other_weights():
+    with pytest.raises(UnrecoverableError, match="ended with other parameters"), training.other_weights():
         weights[0][1] = -0.0
     with pytest.raises(IndexError), training.other_weights():
         weights[0].mul_(3)[9]

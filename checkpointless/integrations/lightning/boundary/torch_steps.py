@@ -36,7 +36,7 @@ _TWICE = (
     "call optimizer.step() once"
 )
 _ANOTHER = (
-    "the trainer has another optimizer than at the beginning, which no rank that is made anew has: let "
+    "the trainer has another optimizer than at the beginning, which a replaced rank does not have: let "
     "configure_optimizers return the one that is used to the end"
 )
 _WITHIN = (
