@@ -264,7 +264,7 @@ def test_saves_validations_and_workers(train: Train) -> None:
         ("twice", "optimizer_step() updates more than once in a step"),
         ("static", "leave static_graph out"),
         ("stream,stateful", "give it a __len__, or leave out its state_dict"),
-        ("averages", "StochasticWeightAveraging exchanges weights in hooks, from copies that no rank"),
+        ("averages", "StochasticWeightAveraging exchanges weights in hooks, from copies that a replaced"),
         ("prunes", "ModelPruning gives the model masks while it trains"),
     ],
 )
