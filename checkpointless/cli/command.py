@@ -114,10 +114,7 @@ _DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # of NVIDIA, of WSL and o
 
 
 def _count_cuda() -> int:
-    """Return the number of CUDA devices that a process sees; leaves CUDA as it is.
-
-    It imports torch, which takes seconds, only where there is a driver.
-    """
+    """Return the number of CUDA devices that a process sees; torch is imported only if there is a driver."""
     if not any(Path(driver).exists() for driver in _DRIVERS):
         return 0
     import warnings
@@ -170,10 +167,7 @@ def out(line: str) -> None:
 
 
 def write(path: Path, text: str) -> None:
-    """Write a command's result to a file, or to standard output.
-
-    Args:
-        path: the file; :data:`STDOUT` for standard output.
+    """Write a command's result to a file, or to standard output (:data:`STDOUT`).
 
     Raises:
         UsageError: the file cannot be written.
@@ -200,8 +194,7 @@ class Command:
 
     Attributes:
         what: what it does, in one line without a capital and a full stop.
-        act: function that does it and returns the exit status; it raises :class:`UsageError` if the command cannot
-            be done as asked.
+        act: does it and returns the exit status, or raises :class:`UsageError` if it cannot be done as asked.
         epilog: what its ``--help`` ends with.
     """
 
@@ -218,24 +211,13 @@ RUNS_DIR = Path("runs")
 
 
 def check_run_dir(run_dir: Path) -> None:
-    """Check that there is such a run directory.
-
-    Raises:
-        UsageError: it does not exist.
-    """
+    """Raise a :class:`UsageError` unless there is such a run directory."""
     if not run_dir.is_dir():
         raise UsageError(f"there is no run directory {run_dir}")
 
 
 def check_can_be_made(run_dir: Path | None) -> None:
-    """Check that nothing known already prevents a run directory from being created.
-
-    Args:
-        run_dir: directory that the user asked for; None: one under the working directory.
-
-    Raises:
-        UsageError: the run directory cannot be created.
-    """
+    """Raise a :class:`UsageError` if it is known already that a run directory cannot be created."""
     places = [] if run_dir is None else [run_dir, *run_dir.parents]
     there = next((place for place in places if place.exists()), Path.cwd())
     if not there.is_dir():

@@ -95,14 +95,10 @@ def _installed_version(distribution: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command.
+    """Run one command, and return its exit status.
 
-    Args:
-        argv: arguments; None: those of this process.
-
-    Returns:
-        The exit status of the command, or 2 after one line on standard error if it cannot be done as asked, or 130
-        after one line if Ctrl-C ends it before or after a job, which has an end of its own.
+    It is 2 after one line on standard error if the command cannot be done as asked, and 130 after one line if
+    Ctrl-C ends it before or after a job, which has an end of its own.
     """
     open_standard_streams()
     parser = _parser()

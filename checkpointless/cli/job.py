@@ -54,10 +54,6 @@ def fault_specs(
 ) -> tuple[FaultSpec, ...]:
     """Return the faults that were asked for.
 
-    Args:
-        texts: values of ``--fault``.
-        max_steps: number of optimizer steps of the job; None if not known.
-
     Raises:
         UsageError: one of them cannot happen in this job.
     """
@@ -85,29 +81,14 @@ def _add_job_chaos_options(parser: argparse._ActionsContainer) -> None:
 
 
 def check_goes_with_chaos(options: argparse.Namespace) -> None:
-    """Refuse options that mean nothing without ``--chaos``.
-
-    Raises:
-        UsageError: one of these options is given without ``--chaos``.
-    """
+    """Refuse options that mean nothing without ``--chaos``."""
     for name, default in _NEEDS_CHAOS.items():
         if options.chaos is None and getattr(options, name, default) != default:
             raise UsageError(f"--{name.replace('_', '-')} needs --chaos")
 
 
 def _draw_into(options: argparse.Namespace, world_size: int, steps: int | None) -> Outcome | None:
-    """Add drawn faults to those that were asked for.
-
-    Args:
-        options: options of ``run`` or ``train``; the drawn faults are added to ``options.faults``.
-        steps: number of optimizer steps of the job; None if not known.
-
-    Returns:
-        The expected outcome of the job; None if no drawn faults were asked for.
-
-    Raises:
-        UsageError: the faults cannot be drawn as asked.
-    """
+    """Add drawn faults to those that were asked for; return the expected outcome (None: none were)."""
     check_goes_with_chaos(options)
     if options.chaos is None:
         return None
@@ -158,11 +139,7 @@ def add_coordination_options(parser: argparse.ArgumentParser) -> None:
 
 
 def coordination_settings(options: argparse.Namespace) -> dict[str, Any]:  # Any: of different types
-    """Return the given ones of these options, as keyword arguments of ``LaunchConfig`` and ``CoordinatorConfig``.
-
-    Raises:
-        UsageError: there is an address for HTTP and no port.
-    """
+    """Return the given ones of these options, as arguments of ``LaunchConfig`` and ``CoordinatorConfig``."""
     if options.http_host is not None and options.http_port is None:
         raise UsageError("--http-host requires --http-port")
     settings = {
@@ -192,11 +169,9 @@ _LOG_BYTES_HELP = "size of a rank's log, such as 200M, in four files; the oldest
 
 @dataclass(frozen=True)
 class Program:
-    """What every rank of a job runs.
+    """What every rank of a job runs: a script, or a module.
 
     Attributes:
-        script: path of a script, or name of a module if ``module`` is set.
-        module: whether ``script`` is a module.
         preload: dotted names to import once before the ranks are forked; None: what the script imports from
             installed packages.
     """
@@ -209,11 +184,7 @@ class Program:
 
 
 def add_job_options(parser: argparse.ArgumentParser, default_ranks: str = "1") -> None:
-    """Add the options of a job.
-
-    Args:
-        default_ranks: default number of ranks, as ``--help`` shows it.
-    """
+    """Add the options of a job; ``default_ranks`` is the default number of ranks, as ``--help`` shows it."""
     add = parser.add_argument
     help_text = f"ranks: a number, or gpu, cpu or auto to count them (default: {default_ranks})"
     add(*both("--nproc-per-node"), type=ranks, default=1, metavar="N", help=help_text)
@@ -243,15 +214,11 @@ def add_job_options(parser: argparse.ArgumentParser, default_ranks: str = "1") -
 def launch_job(
     options: argparse.Namespace, program: Program, steps: int | None, more: Mapping[str, Any] | None = None
 ) -> int:
-    """Run this node's part of a job to its end.
+    """Run this node's part of a job to its end; return its status, or 1 if a requested fault did not happen.
 
     Args:
-        options: options of ``run`` or ``train``; drawn faults are added to them.
         steps: number of optimizer steps of the job; None if not known.
         more: more keyword arguments of ``LaunchConfig``.
-
-    Returns:
-        The exit status of the job; 1 if it ended well, but not every fault that was asked for happened.
 
     Raises:
         UsageError: the job cannot be done as asked.

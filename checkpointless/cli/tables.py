@@ -83,11 +83,7 @@ def show_report(report: Report, page: Console) -> None:
 
 
 def html_page(report: Report, tracebacks: Mapping[str, str]) -> str:
-    """Return what the terminal shows as one web page that needs nothing else, with the tracebacks below.
-
-    Args:
-        tracebacks: tracebacks of the ranks that failed, by the incident's id.
-    """
+    """Return what the terminal shows as one web page that needs nothing else, with tracebacks by incident."""
     page = Console(file=io.StringIO(), record=True, width=_FILE_WIDTH, markup=False, highlight=False, emoji=False)
     show_report(report, page)
     for number, incident in enumerate(report.incidents, start=1):

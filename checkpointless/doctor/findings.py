@@ -39,11 +39,7 @@ _SEVERITIES, _FAMILIES = list(Severity), list(Family)
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at.
-
-    Attributes:
-        todo: what to do, in one line; "" if nothing has to be changed.
-    """
+    """One thing that was looked at; ``todo`` is "" if nothing has to be changed."""
 
     family: Family
     severity: Severity
@@ -84,11 +80,7 @@ def headline(finding: Finding) -> str:
 
 
 def checked(family: Family, check: Callable[[], Sequence[Finding]], timeout_s: float) -> list[Finding]:
-    """Return what a check finds; a check that fails or does not end in time is a finding itself.
-
-    Args:
-        timeout_s: how many seconds it may take. A thread that takes longer is left running.
-    """
+    """Return what a check finds; a check that fails or does not end in ``timeout_s`` is a finding itself."""
     try:
         return list(in_thread(check, f"doctor-{family.value}").result(timeout_s))
     except OutOfTimeError:

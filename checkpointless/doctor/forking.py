@@ -125,7 +125,6 @@ def read(
     Args:
         preload: names to import; empty: what the script imports from installed packages.
         script: what the ranks run; None: modules in its folder are not found.
-        cpu: whether the job trains on CPUs (``--cpu``).
     """
     with tempfile.TemporaryFile() as said, tempfile.TemporaryFile() as errors:
         command = [sys.executable, "-m", "checkpointless.doctor.forking", str(said.fileno()), str(os.getpid())]
@@ -163,11 +162,7 @@ def _frozen(value: Any) -> Any:
 
 
 class _Watch:
-    """Notes signs of CUDA and new threads, and after which import they came.
-
-    Attributes:
-        cuda: how CUDA was initialised, and by what; ("", "") if it was not.
-    """
+    """Notes signs of CUDA and new threads, and after which import they came."""
 
     def __init__(self) -> None:
         self.cuda = ("", "")

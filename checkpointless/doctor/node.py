@@ -65,8 +65,7 @@ class _Torch:
 
     Attributes:
         nccl: version of the NCCL that it uses (empty: none).
-        has_gpu: whether it can use a GPU.
-        warning: what it warns of when it looks for one.
+        warning: what it warns of when it looks for a GPU.
         error: why nothing is known ("" if it is).
     """
 
@@ -81,8 +80,6 @@ class _Versions:
     """The versions on a node.
 
     Attributes:
-        python: version of this interpreter.
-        packages: version of each installed package of :data:`PACKAGES`.
         needed: what checkpointless asks of each package, and of Python, as in ``>=2.6`` ("": any version).
         torch: what torch says; None if it is not installed.
         wants_gpu: whether there is a driver of NVIDIA's, and the job is to use it.
@@ -106,11 +103,7 @@ def _judge_versions(versions: _Versions) -> list[Finding]:
 
 
 def _read_versions(cpu: bool = False) -> _Versions:
-    """Read the versions of this machine; torch is imported in a child process, which takes seconds.
-
-    Args:
-        cpu: whether the job trains on CPUs although there may be GPUs.
-    """
+    """Read the versions of this machine; torch is imported in a child process, which takes seconds."""
     packages = installed(PACKAGES)
     torch = _torch() if "torch" in packages else None
     return _Versions(platform.python_version(), packages, _needed(), torch, _has_driver() and not cpu)
@@ -252,11 +245,7 @@ def _of_variable(name: str, value: str, source: str, cost: str) -> Finding:
 
 
 def _folders(environ: Mapping[str, str], run_dir: Path | None) -> list[Finding]:
-    """Look at the folders that a job needs.
-
-    Args:
-        run_dir: run directory, or where it would be made; None: not known.
-    """
+    """Look at the folders that a job needs."""
     asked = environ.get(TMPDIR_ENV)
     source = TMPDIR_ENV if asked else "the system's default"
     temporary = Path(asked or tempfile.gettempdir())
@@ -283,11 +272,7 @@ def _shared_memory(path: Path) -> Finding:
 
 
 def _folder(path: Path, least: int, source: str, todo: str, severity: Severity = Severity.ERROR) -> Finding:
-    """Look whether a folder can be written, and has room; a small file is written, and removed at once.
-
-    Args:
-        least: how many free bytes are enough.
-    """
+    """Look whether a folder can be written, and has enough free bytes; a small file is written and removed."""
     try:
         disk = os.statvfs(path)
         with tempfile.TemporaryFile(dir=path, prefix=".ckpl-doctor-") as file:
@@ -300,12 +285,7 @@ def _folder(path: Path, least: int, source: str, todo: str, severity: Severity =
 
 
 def _open_files(files: int, hard: int, ranks: int) -> Finding:
-    """Return whether processes may have enough descriptors.
-
-    Args:
-        files: how many a process may have (soft limit).
-        hard: how far that may be raised.
-    """
+    """Return whether processes may have enough descriptors, by their soft and hard limits."""
     source, needed = "ulimit -n", _AGENT_FILES + _FILES_PER_RANK * ranks
     if files == resource.RLIM_INFINITY:
         return _limit(Severity.OK, "any number of open files for each process", source)
@@ -337,7 +317,6 @@ def examine(
     """Examine this node.
 
     Args:
-        run_dir: run directory; None: not known.
         preload: names that the fork server imports.
         script: what the ranks run; None: not known. Without it and ``preload``, imports are not tried.
         progress: called with a line for people before whatever may take more than two seconds.

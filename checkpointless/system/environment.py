@@ -87,27 +87,15 @@ def own_run_dir() -> Path | None:
 
 
 def own_rank() -> int:
-    """Return the rank of this process; a process outside of a job is rank 0.
-
-    Raises:
-        ValueError: the variable is not a whole number.
-    """
+    """Return the rank of this process; a process outside of a job is rank 0."""
     return int(os.environ.get(RANK_ENV, "0"))
 
 
 def own_world_size() -> int:
-    """Return the number of ranks in this process's job; a process outside of a job is alone.
-
-    Raises:
-        ValueError: the variable is not a whole number.
-    """
+    """Return the number of ranks in this process's job; a process outside of a job is alone."""
     return int(os.environ.get(WORLD_SIZE_ENV, "1"))
 
 
 def own_generation() -> int:
-    """Return the generation that this process was started in, or entered last; the first is 0.
-
-    Raises:
-        ValueError: the variable is not a whole number.
-    """
+    """Return the generation that this process was started in, or entered last; the first is 0."""
     return int(os.environ.get(JOB_RESTART_COUNT_ENV, "0"))

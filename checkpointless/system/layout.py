@@ -54,10 +54,7 @@ class Layout:
     ) -> Layout:
         """Return a layout of the ranks of one node; by default two ranks hold each shard of the optimizer.
 
-        Args:
-            tensor, pipeline, expert: the numbers of ranks that share one part of the model. As many ranks share an
-                expert as share a layer.
-            instances: the number of ranks that hold each shard.
+        As many ranks share an expert as share a layer.
         """
         return cls(
             ranks,
@@ -165,8 +162,7 @@ class Layout:
         """Raise if this layout cannot work, with one line that says why; Megatron's own checks come late and terse.
 
         Args:
-            layers: the number of layers of the model, if it is known.
-            heads: the number of attention heads, if it is known.
+            layers, heads: the numbers of the model's layers and attention heads, if they are known.
 
         Raises:
             LayoutError: a size does not divide what it must, or replicas would not hold the same state.

@@ -89,11 +89,7 @@ def problem_of_version(version: tuple[int, ...]) -> str | None:
 
 
 def apply(environ: MutableMapping[str, str]) -> tuple[str, ...]:
-    """Set every variable that the user has not set, and warn of those that the user has set to another value.
-
-    Returns:
-        The names of the variables that have another value.
-    """
+    """Set the variables that the user has not set; warn of, and return, those that have another value."""
     others = []
     for name, setting in SETTINGS.items():
         if name not in environ or is_torchruns(name, environ):

@@ -11,11 +11,7 @@ _ABSENT = object()
 
 @dataclass(frozen=True)
 class Patch:
-    """One replacement: ``target.attribute`` becomes ``make(its current value, or None)``.
-
-    Attributes:
-        make: function from what stands there to what replaces it.
-    """
+    """One replacement: ``target.attribute`` becomes ``make(its current value, or None)``."""
 
     target: object
     attribute: str
@@ -25,12 +21,7 @@ class Patch:
 
 @dataclass(frozen=True)
 class _Undo:
-    """How to undo one replacement.
-
-    Attributes:
-        original: what stood in the target's own ``__dict__``; ``_ABSENT`` if the attribute was inherited or
-            missing.
-    """
+    """How to undo one replacement; ``original`` is ``_ABSENT`` if the attribute was inherited or missing."""
 
     target: object
     attribute: str

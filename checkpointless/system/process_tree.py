@@ -110,11 +110,7 @@ class _ChildProcess(Protocol):
 
 
 def wait_for_killed(process: _ChildProcess, timeout_s: float) -> int | None:
-    """Wait for a child that was killed. One that the kernel holds, for a disk or a driver, ends later.
-
-    Returns:
-        The child's return code; None if it has not ended in time.
-    """
+    """Wait for a child that was killed, and return its code; None for one that the kernel holds."""
     try:
         return process.wait(timeout_s)
     except subprocess.TimeoutExpired:
@@ -130,10 +126,9 @@ def adopt_orphans() -> None:
 
 
 def kill_descendants(pid: int) -> bool:
-    """Kill all processes below ``pid``, which has adopted orphans, with SIGKILL; return whether there were any.
+    """Kill all processes below ``pid``, which has adopted orphans; return whether there were any.
 
-    Args:
-        pid: this process, or a child of it that was not waited for.
+    ``pid`` is this process, or a child of it that was not waited for.
     """
     killed: set[int] = set()
     while found := {each for each in _pids() if _is_below(each, pid)} - killed:
@@ -157,10 +152,7 @@ class ProcessTree:
         self._killed = {leader}
 
     def kill(self) -> None:
-        """Kill all processes of the group with SIGKILL.
-
-        Call this only before the leader has been waited for: after that its pid is free for others.
-        """
+        """Kill all processes of the group, before the leader was waited for: then its pid is free for others."""
         self._killed.update(_members(self.leader))
         with contextlib.suppress(ProcessLookupError):  # the leader has not made its group yet
             os.killpg(self.leader, signal.SIGKILL)
@@ -231,11 +223,7 @@ _WAITS = "Dt"  # for storage or a driver, and for a debugger: that is no idlenes
 
 
 class Idleness:
-    """Measures how long processes have been idle, from one look to the next.
-
-    Args:
-        family: returns the processes to look at.
-    """
+    """Measures how long the processes that ``family`` returns have been idle, from one look to the next."""
 
     def __init__(self, now_s: float, family: Callable[[], Iterable[int]]) -> None:
         self._family = family
@@ -288,11 +276,8 @@ _POLL_S = 0.01
 class ForkedProcess:
     """Runs ``function`` in a fork of this process, in a separate session.
 
-    This process must have no thread but the calling one, and no CUDA context.
-
-    Args:
-        function: what the child runs; the child exits with the code that it returns (None: 0), or 1 if it raises.
-        output: the descriptor to which the child's standard output and error go.
+    This process must have no thread but the calling one, and no CUDA context. The child exits with the code that
+    ``function`` returns (None: 0), or 1 if it raises; its standard output and error go to ``output``.
 
     Attributes:
         returncode: the child's exit code, or minus the number of the signal that ended it; None while it runs.
@@ -330,14 +315,7 @@ class ForkedProcess:
         return self.returncode
 
     def wait(self, timeout: float) -> int:
-        """Wait for the child to end.
-
-        Args:
-            timeout: how many seconds to wait.
-
-        Raises:
-            subprocess.TimeoutExpired: the child has not ended within ``timeout``.
-        """
+        """Wait for the child to end, or raise ``subprocess.TimeoutExpired`` after ``timeout`` seconds."""
         deadline = time.monotonic() + timeout
         while (code := self.poll()) is None:
             if time.monotonic() >= deadline:

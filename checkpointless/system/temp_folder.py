@@ -47,9 +47,8 @@ _NO_FOLDER = "no temporary folder for the ranks; sockets of killed processes may
 def private_temp_folder() -> Iterator[Path | None]:
     """Make a folder for an agent's ranks, and remove it with all its contents at the end.
 
-    Yields:
-        The folder; None if none could be made, or if its path would be too long for a socket in it. Processes then
-        use Python's defaults.
+    It is None if none could be made, or if its path would be too long for a socket in it; Python's defaults then
+    hold.
     """
     with private_folder(_temporary, _NO_FOLDER) as folder:
         yield folder
@@ -61,10 +60,7 @@ def private_folder(find: Callable[[], Path], otherwise: str) -> Iterator[Path | 
 
     Args:
         find: returns the folder in which it is made, or raises ``OSError``.
-        otherwise: what it means if none can be made, for a warning.
-
-    Yields:
-        The folder; None if none could be made.
+        otherwise: what it means if none can be made (None is yielded), for a warning.
     """
     try:
         path, lock = _make(find())

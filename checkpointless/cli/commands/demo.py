@@ -62,11 +62,7 @@ def _add_demo_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _demo(options: argparse.Namespace) -> int:
-    """Run the demo, or its jobs with drawn faults.
-
-    Raises:
-        UsageError: an option is wrong, or the trainer is not installed.
-    """
+    """Run the demo, or its jobs with drawn faults."""
     check_goes_with_chaos(options)
     if options.chaos is not None:
         return _chaos(options)
@@ -91,11 +87,7 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _run_demo(trainer: Trainer, task: Task, faults: Sequence[str], run_dir: Path) -> int:
-    """Train twice, compare the runs, and show everything.
-
-    Returns:
-        0 if losses and parameters are bit-identical and every fault happened, else 1.
-    """
+    """Train twice, compare and show all; return 0 if the runs are equal and every fault happened, else 1."""
     from checkpointless.cli.tables import console, loss_table, show_report, verdict_table
     from checkpointless.faults.ledger import not_fired
     from checkpointless.faults.spec import parse_all
@@ -164,11 +156,7 @@ def _train(trainer: Trainer, task: Task, directory: Path, faults: Sequence[str])
 
 
 def _demo_trainer(options: argparse.Namespace) -> Trainer:
-    """Return the trainer that ``options`` ask for; where they ask for none, NeMo's, or DDP's without NeMo.
-
-    Raises:
-        UsageError: it is not installed.
-    """
+    """Return the trainer that ``options`` ask for; where they ask for none, NeMo's, or DDP's without NeMo."""
     from checkpointless.testing.demo.trainers import TRAINERS, DemoError
 
     trainer = TRAINERS[options.trainer or _DEFAULT]

@@ -92,11 +92,7 @@ def _add_rehearse_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _rehearse(options: argparse.Namespace) -> int:
-    """Rehearse a job and show the result.
-
-    Raises:
-        UsageError: an option, the script or the recipe is wrong.
-    """
+    """Rehearse a job and show the result."""
     program = _program(options)
     from checkpointless.cli.tables import console
     from checkpointless.testing.rehearsal.rehearse import EXACT, as_json, show, without_folder
@@ -151,11 +147,7 @@ def _configured(options: argparse.Namespace, program: Program) -> Rehearsal:
 
 
 def _program(options: argparse.Namespace) -> Program:
-    """Return what every rank runs; the number of ranks is filled in.
-
-    Raises:
-        UsageError: there is no such script or recipe, or the recipe cannot be trained as asked.
-    """
+    """Return what every rank runs; the number of ranks is filled in."""
     if options.module or not _is_recipe(options.script):
         options.nproc_per_node = options.nproc_per_node or _RANKS
         return program_of(options)

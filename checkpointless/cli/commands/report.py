@@ -58,11 +58,7 @@ def _add_report_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _report_command(options: argparse.Namespace) -> int:
-    """Show the report and write it to files.
-
-    Raises:
-        UsageError: there is no run, or a file cannot be read or written.
-    """
+    """Show the report and write it to files."""
     from checkpointless.observability.report.summary import as_json, build_report
     from checkpointless.observability.telemetry.events import EVENTS_FILE, read_events
 
@@ -146,14 +142,7 @@ def _add_verify_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    """Compare two runs and show the first difference.
-
-    Returns:
-        0 if they are equal, 1 if not.
-
-    Raises:
-        UsageError: a run does not exist, or was not recorded.
-    """
+    """Compare two runs and show the first difference; return 0 if they are equal, 1 if not."""
     from checkpointless.cli.tables import console, verdict_table
     from checkpointless.observability.report.incidents import gone_back
     from checkpointless.observability.report.verify import compare
@@ -231,11 +220,7 @@ def _add_doctor_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    """Show what to change on this machine.
-
-    Raises:
-        UsageError: an option is wrong.
-    """
+    """Show what to change on this machine."""
     from checkpointless.doctor import findings
     from checkpointless.doctor.node import examine
     from checkpointless.launcher.agent.ranks.rank_process import Script

@@ -136,17 +136,7 @@ def _add_torchrun_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _settle_torchrun_options(options: argparse.Namespace) -> dict[str, Any]:  # Any: of different types
-    """Turn torchrun's options into those of ``run``, and report those that have no meaning.
-
-    Args:
-        options: options of ``run``; the variables among them are read, and the endpoint is set.
-
-    Returns:
-        Keyword arguments of ``LaunchConfig``.
-
-    Raises:
-        UsageError: an option contradicts another one, or is not supported.
-    """
+    """Turn torchrun's options into keyword arguments of ``LaunchConfig``, or say that they mean nothing."""
     _read_variables(options)
     for flag, why in _REFUSED.items():
         if getattr(options, _dest(flag)):
@@ -250,11 +240,7 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    """Run a script on every rank of this node.
-
-    Raises:
-        UsageError: an option is wrong.
-    """
+    """Run a script on every rank of this node."""
     settings = _settle_torchrun_options(options)
     if options.dry_run:
         return _dry_run(options)
@@ -262,11 +248,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def program_of(options: argparse.Namespace) -> Program:
-    """Return what every rank runs.
-
-    Raises:
-        UsageError: a module of ``--preload`` does not exist.
-    """
+    """Return what every rank runs."""
     script_dir = Path.cwd() if options.module else Path(options.script).resolve().parent
     _check_importable(options.preload or (), script_dir)
     return Program(
@@ -279,14 +261,7 @@ def program_of(options: argparse.Namespace) -> Program:
 
 
 def _dry_run(options: argparse.Namespace) -> int:
-    """Show what `run` would start.
-
-    Args:
-        options: options of ``run``.
-
-    Raises:
-        UsageError: there is no such script.
-    """
+    """Show what `run` would start."""
     nodes = "this node" if options.nnodes == 1 else f"each of {options.nnodes} nodes"
     ranks = f"{options.nproc_per_node} rank{'' if options.nproc_per_node == 1 else 's'}"
     name = f"the module {options.script}" if options.module else options.script
@@ -297,11 +272,7 @@ def _dry_run(options: argparse.Namespace) -> int:
 
 
 def _check_importable(modules: Sequence[str], script_dir: Path) -> None:
-    """Raise unless the packages of ``modules`` can be found, without importing any.
-
-    Args:
-        script_dir: folder of the script, from which the script can import too.
-    """
+    """Raise unless the packages of ``modules`` can be found, also in the script's folder, without importing any."""
     import importlib
     import importlib.util
     from importlib.machinery import PathFinder
@@ -350,11 +321,7 @@ def _add_coordinator_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _coordinate(options: argparse.Namespace) -> int:
-    """Coordinate a job until it is over.
-
-    Raises:
-        UsageError: an option is wrong, or the endpoint cannot be used.
-    """
+    """Coordinate a job until it is over."""
     from checkpointless.launcher.agent.launch import launch_coordinator
     from checkpointless.launcher.coordinator.job_config import CoordinatorConfig
     from checkpointless.system.environment import TOKEN_ENV

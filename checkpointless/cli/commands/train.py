@@ -39,11 +39,7 @@ def _add_train_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _train(options: argparse.Namespace) -> int:
-    """Train a recipe, or show what that would start.
-
-    Raises:
-        UsageError: the recipe or an option is wrong.
-    """
+    """Train a recipe, or show what that would start."""
     config = _check_train(options, has_cuda)
     if options.dry_run:
         from checkpointless.cli.tables import console
@@ -57,11 +53,7 @@ def _train(options: argparse.Namespace) -> int:
 
 
 def recipe_program(options: argparse.Namespace) -> Program:
-    """Check that a recipe can be trained as asked, fill in the number of ranks, and return what every rank runs.
-
-    Raises:
-        UsageError: the recipe or an option is wrong.
-    """
+    """Check that a recipe can be trained as asked, fill in the number of ranks, and return what every rank runs."""
     return _program(options, _check_train(options, has_cuda))
 
 
@@ -78,18 +70,7 @@ def _program(options: argparse.Namespace, config: DictConfig) -> Program:
 
 
 def _check_train(options: argparse.Namespace, has_cuda: Callable[[], bool]) -> DictConfig:
-    """Load the recipe, check that it can be trained as asked, and fill in the number of ranks.
-
-    Args:
-        options: options of ``train``; the numbers of nodes and of ranks are set if they were not given.
-        has_cuda: function that says whether this machine has GPUs; called only if it matters.
-
-    Returns:
-        The recipe with its overrides.
-
-    Raises:
-        UsageError: the recipe or an option is wrong.
-    """
+    """Load the recipe, check that it can be trained as asked, and fill in the numbers of nodes and ranks."""
     try:
         from checkpointless.recipes.checks import (
             check_layout,

@@ -42,12 +42,9 @@ _NO_HANDOVER = "a process that has to be replaced cannot hand its state to its s
 
 
 def launch_coordinator(config: CoordinatorConfig, say: Callable[[str], None]) -> int:
-    """Coordinate a job until it is over.
+    """Coordinate a job until it is over; return 0 if every rank ended successfully, else 1.
 
     It handles signals, so it must be called in the main thread.
-
-    Returns:
-        0 if every rank ended successfully, else 1.
 
     Raises:
         OSError: the endpoint cannot be listened on, or the run directory cannot be created.
@@ -209,16 +206,7 @@ def _serve(
     watch: Watch | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> End:
-    """Run a node's part of a job until every rank's process has ended.
-
-    Args:
-        selector: selector with which both register their descriptors; the data of a descriptor's key is called when
-            the descriptor is ready.
-        signals: the signals that this process got; a handler appends to it.
-
-    Returns:
-        How the job ended.
-    """
+    """Run a node's part of a job until every rank's process has ended, and return how the job ended."""
     try:
         while agent.outcome is None or agent.alive() or link.is_needed(clock()):
             for key, _ in selector.select(TICK_S):
@@ -244,15 +232,7 @@ def _serve(
 def _conclude(
     outcome: End, generation: int, newest: int, config: LaunchConfig, events: EventLog, say: Callable[[str], None]
 ) -> int:
-    """Write and print how the job ended on this node.
-
-    Args:
-        generation: the last generation that this node knew of (-1: none).
-        newest: the highest step that a rank of this node was seen to commit (-1: none).
-
-    Returns:
-        The exit code.
-    """
+    """Write and print how the job ended on this node, and return the exit code."""
     step = None if newest == NO_STEP else newest
     events.emit(
         EventName.JOB, "end", generation=max(generation, 0), code=outcome.code, reason=outcome.last_words, step=step
@@ -280,9 +260,6 @@ class AgentProcess:
 
     Its lines, and what it and its ranks print, go to files in the run directory. The agent is not one of the
     terminal's processes, since Ctrl-C is for this process, and ends with this process.
-
-    Args:
-        folder: the agent's working directory; None: that of this process.
     """
 
     def __init__(self, config: LaunchConfig, folder: Path | None = None) -> None:

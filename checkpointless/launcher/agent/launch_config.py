@@ -193,9 +193,7 @@ def _module_exists(name: str) -> bool:
 def rank_environment(config: LaunchConfig, handover: Path | None = None) -> dict[str, str]:
     """Return the environment variables that are the same for every rank of the node and for its zygote.
 
-    Args:
-        config: what to run on the node; its ``extra_env`` wins over what is set here.
-        handover: folder in shared memory for the state that a process hands to its successor.
+    ``handover`` is a folder in shared memory for the state that a process hands to its successor.
     """
     env = {RUN_DIR_ENV: str(config.run_dir.resolve()), PYTHONUNBUFFERED_ENV: YES}
     if handover is not None:

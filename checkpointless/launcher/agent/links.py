@@ -91,11 +91,7 @@ class Link(abc.ABC):
 
 
 class _LocalCoordinatorLink(Link):
-    """A link to a coordinator in the same loop, which other nodes may reach through a port.
-
-    Args:
-        port: port for the other nodes; None if there is only this node.
-    """
+    """A link to a coordinator in the same loop, which other nodes may reach through a port (None: no others)."""
 
     def __init__(self, coordinator: Coordinator, port: CoordinatorPort | None) -> None:
         super().__init__(LOOPBACK if port is None else port.address)
@@ -144,17 +140,8 @@ class _LocalCoordinatorLink(Link):
 class _RemoteCoordinatorLink(Link):
     """A link to a coordinator in another process.
 
-    If the coordinator is lost, the ranks continue to train while this looks for it again.
-
-    Args:
-        join: called with a node number and a function; connects to the coordinator as that node and proves itself.
-            It may take long, and polls the function, which returns whether to give up.
-        number: this node's number, or :data:`~checkpointless.launcher.protocol.channel.SPARE`.
-        silence_s: after how many seconds of silence the coordinator counts as lost.
-        clock: clock of the times given to :meth:`deliver`; it should stand still while this process does not run.
-
-    Raises:
-        JoinError: the coordinator cannot be reached, or has no place for this node.
+    If the coordinator is lost, the ranks continue to train while this looks for it again, with ``join``, which may
+    take long, and polls a function that returns whether to give up.
     """
 
     def __init__(
@@ -309,11 +296,8 @@ class _RefusedError(JoinError):
 class _Joining:
     """A connection to the coordinator on which both sides have proved that they know the token.
 
-    Args:
-        node: this node's number, or :data:`~checkpointless.launcher.protocol.channel.SPARE`.
-        stopped: polled while this waits; the attempt ends when it returns True.
-        refused_for_s: how many seconds to keep trying while the coordinator refuses this node: it may not have
-            noticed yet that this node's predecessor was lost.
+    It keeps trying for ``refused_for_s`` while the coordinator refuses this node: it may not have noticed yet that
+    this node's predecessor was lost.
 
     Raises:
         JoinError: the coordinator was not reached in time, does not know the token, or has no place for this node;

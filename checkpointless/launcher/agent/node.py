@@ -71,10 +71,6 @@ class _ExitWatch:
     What computes or writes is waited for. A rank that has not said that it has a block may be at work, whatever
     others do: it has the limit of a rank that shows no progress.
 
-    Args:
-        grace_s: how many seconds a process that has only to end may idle.
-        silence_s: how many seconds a rank without a block may idle once another one has ended well.
-
     Attributes:
         elsewhere: the first rank of the whole job that has ended well, as the coordinator says (None: none has).
     """
@@ -171,14 +167,7 @@ _WARM_UP_STEPS = 2  # the first of a generation compile, connect and allocate
 
 
 class _BeatWatch:
-    """Measures how long the ranks of a node show no progress, and reports what the coordinator does not know yet.
-
-    Args:
-        heartbeat: how long a rank in its block may show no progress.
-
-    Attributes:
-        newest: the highest optimizer step that any rank of the node was seen to commit (-1: none).
-    """
+    """Measures how long ranks show no progress, and reports what the coordinator does not know yet."""
 
     def __init__(self, heartbeat: Heartbeat, report: Callable[[NodeMessage], None]) -> None:
         self.newest = NO_STEP
@@ -195,12 +184,7 @@ class _BeatWatch:
         self._tell_silent_at_s = 0.0
 
     def begin(self, target: int, began_after: int) -> None:
-        """Begin to watch a generation.
-
-        Args:
-            target: the step from which the coordinator counts the ranks as recovered; it hears of that at once.
-            began_after: the highest step that was known to be committed when the generation began.
-        """
+        """Begin to watch a generation; that the ranks have made step ``target`` is reported at once."""
         self._target, self._began_after = target, began_after
         self._tell_progress_at_s = self._longest_s = 0.0
         self.forget_told()
@@ -210,11 +194,7 @@ class _BeatWatch:
         self._told_progress, self._told_silent, self._told_shards = None, False, []
 
     def look(self, ranks: Collection[LocalRank], generation: int, now_s: float) -> None:
-        """Read the boards, and report what is due.
-
-        Args:
-            generation: the generation that began last (-1: none).
-        """
+        """Read the boards, and report what is due."""
         readings = {rank.number: rank.board.read() for rank in ranks}
         self.newest = max(self.newest, *(reading.committed for reading in readings.values()))
         self._tell_progress(readings, generation, now_s)
@@ -297,8 +277,8 @@ class NodeAgent:
         bare_fork_server: makes the one to use if what the first has imported must not be forked.
         make_rank: makes a rank, given its number, before its first process is started.
         rank_env: environment variables of every rank, besides those that the coordinator sends.
-        clock: clock of the times given to :meth:`tick`; it should stand still while this process does not run, so
-            that ranks are not blamed for what the agent did not see.
+        clock: should stand still while this process does not run, so that ranks are not blamed for what the agent
+            did not see.
         hosts: whether the coordinator ends with this agent.
     """
 
@@ -448,8 +428,8 @@ class NodeAgent:
     def _leave(self, reason: str, number: int = signal.SIGTERM) -> None:
         """End the job on this node, and report to the coordinator that the node no longer takes part.
 
-        It hears when the first rank has ended: the other nodes may be about to get the same signal, and what
-        their ranks do then must not be interrupted because this node is lost.
+        It hears when the first rank has ended: the other nodes may be about to get the same signal, and what their
+        ranks do then must not be interrupted because this node is lost.
         """
         self._farewell = Leaving(reason)
         self.end(End(FAILED, [reason]), number=number)
@@ -607,12 +587,9 @@ class NodeAgent:
 
 
 class _GenerationStore:
-    """A c10d store for one generation, which runs in the agent: the ranks do not notice if the coordinator is lost.
+    """A c10d store for one generation in the agent: the ranks do not notice if the coordinator is lost.
 
-    It is bound to one address, on a free port. Closing it frees every rank that waits for a key in it.
-
-    Raises:
-        OSError, RuntimeError: the store cannot be opened.
+    Closing it frees every rank that waits for a key in it.
     """
 
     def __init__(self, generation: int, address: str = LOOPBACK) -> None:

@@ -52,22 +52,14 @@ class Watch:
         self._began_s = self._again_at_s = 0.0
 
     def log(self, path: Path | None) -> EventLog:
-        """Return the event log of this node's agent, or of the coordinator; what is written to it is counted here.
-
-        Args:
-            path: path of the log; None drops what is written after it was counted.
-        """
+        """Return the event log of this node's agent, or of the coordinator; what is written to it is counted."""
         node = self.snapshot.node
         if path is not None:
             self.run_log = RunLog(path, node, self._own_ranks, self._take)
         return _WatchedLog(path, node, self.metrics)
 
     def look(self, agent: NodeAgent, coordinator: Coordinator | None, now_s: float) -> None:
-        """Replace the snapshot if it is due.
-
-        Args:
-            coordinator: the job's coordinator; None on nodes where it does not run.
-        """
+        """Replace the snapshot if it is due; ``coordinator`` is None on nodes where the job's does not run."""
         if not self._is_due(now_s):
             return
         ranks = tuple(_ranks(agent, agent.clock()))

@@ -81,9 +81,6 @@ class RankUnknownError(AssertionError, RuntimeError):
 class RankClient(abc.ABC):
     """Base class of a rank's connection to what regroups it: what the rank sends, and what it receives.
 
-    Args:
-        rank: this process's global rank.
-
     Attributes:
         on_fault: called on the listening thread with each notice that is not older than the rank's generation. It
             must return soon, because nothing is received meanwhile. :meth:`pending_fault` returns a notice that
@@ -166,11 +163,7 @@ class RankClient(abc.ABC):
         self._send(Done(generation))
 
     def report_inexact(self, generation: int, reason: str) -> None:
-        """Report that a step is not the one that it was before the fault.
-
-        Args:
-            reason: what is another, in one line.
-        """
+        """Report that a step is not the one that it was before the fault, and in what, in one line."""
         self._send(Inexact(generation, reason))
 
     def give_up(self, generation: int, reason: str, code: int = 1, is_lost: bool = False) -> None:
@@ -211,11 +204,7 @@ class RankClient(abc.ABC):
         """Send ``message``."""
 
     def _hear(self, message: AgentMessage) -> None:
-        """Keep ``message`` for the thread that waits for it, and call the callback for it.
-
-        Raises:
-            ProtocolError: ``message`` is none of those that are handled here.
-        """
+        """Keep ``message`` for the thread that waits for it, and call the callback for it."""
         if isinstance(message, Inquire):
             asked = self.on_inquire
             self._send(asked(message.id) if asked is not None else Answer(message.id, False, ""))
@@ -265,12 +254,8 @@ class RankClient(abc.ABC):
 class AgentClient(RankClient):
     """Talks to the agent that started this process; a daemon thread reads the agent's messages.
 
-    If the reader fails, the client closes the connection. The agent then replaces this process, because a process
-    that receives no notices would hold up every other rank.
-
-    Args:
-        connection: one end of the socket pair to the agent; the client owns it from now on.
-        rank: this process's global rank.
+    If the reader fails, the client closes the connection, which it owns. The agent then replaces this process,
+    because a process that receives no notices would hold up every other rank.
     """
 
     def __init__(self, connection: socket.socket, rank: int) -> None:
@@ -358,8 +343,7 @@ os.register_at_fork(after_in_child=_forget_clients)
 class FaultLimits:
     """The agent's limits on incidents, applied by the ranks themselves to what they report.
 
-    Attributes:
-        high_water: the highest optimizer step that must have been committed, according to reports (-1: none).
+    ``high_water`` is the highest step that must have been committed, according to reports (-1: none).
     """
 
     def __init__(self) -> None:
@@ -367,11 +351,7 @@ class FaultLimits:
         self._history = History()
 
     def after(self, cause: Cause) -> str | None:
-        """Count one more incident.
-
-        Returns:
-            The reason why the job must end (None: it need not).
-        """
+        """Count one more incident; return why the job must end (None: it need not)."""
         if cause.step > 0:
             self.high_water = max(self.high_water, cause.step - 1)
         self._history, give_up = self._history.after(cause, self.high_water)
@@ -392,11 +372,7 @@ def tell(generation: int, incident: str, cause: Cause) -> None:
 
 
 class StandaloneClient(RankClient):
-    """Regroups the only rank of a job that consists of this process.
-
-    Args:
-        has_launcher: whether a launcher started this process.
-    """
+    """Regroups the only rank of a job that consists of this process."""
 
     def __init__(self, has_launcher: bool = True) -> None:
         super().__init__(rank=0)

@@ -91,11 +91,7 @@ class _Start:
 
     @classmethod
     def of(cls, reply: object) -> _Start:
-        """Return the start that ``hyperpod_barrier`` returned.
-
-        Raises:
-            ValueError: the reply is something else, or says too little.
-        """
+        """Return the start that ``hyperpod_barrier`` returned."""
         env = _worker_envs(reply, "job_start")
         return cls(int(env[JOB_RESTART_COUNT_ENV]), int(env[RANK_ENV]), int(env[WORLD_SIZE_ENV]), env)
 
@@ -126,11 +122,7 @@ def _worker_envs(reply: object, expected: str) -> dict[str, str]:
 class _VendorAgent:
     """Talks to the vendor's agent through the vendor's package, each call with its limit.
 
-    Args:
-        start_timeout_s: how many seconds the agent may take to start the job, or to start it again.
-
-    Attributes:
-        error: the exception of the vendor's client, also when a time limit has passed.
+    ``error`` is the exception of the vendor's client, also when a time limit has passed.
 
     Raises:
         RuntimeError: the package is missing or too old, or the agent cannot be reached.
@@ -154,11 +146,7 @@ class _VendorAgent:
             raise RuntimeError(f"SageMaker HyperPod's agent cannot be reached ({error}): {_HOW}") from error
 
     def wait_rank_info(self) -> dict[str, str]:
-        """Wait until the agent says which rank this process is, without a limit, and return the environment for it.
-
-        Raises:
-            RankUnknownError: the agent is gone, or said something else.
-        """
+        """Wait without a limit until the agent says which rank this is, and return the environment for it."""
         while True:
             began_s = time.monotonic()
             try:
@@ -172,12 +160,7 @@ class _VendorAgent:
                 logger.warning("still waiting to be told which rank this is: %s", error)
 
     def wait_start(self, stopped: threading.Event) -> _Start:
-        """Report at the barrier, and wait until the agent starts the job; a spare then waits again.
-
-        Raises:
-            RuntimeError: no start came in time.
-            ValueError: the agent said something else.
-        """
+        """Report at the barrier, and wait until the agent starts the job; a spare then waits again."""
         while True:
             began_s = time.monotonic()
             try:
@@ -215,10 +198,6 @@ class _VendorAgent:
 
 class HyperPodClient(StoreClient):
     """Regroups this rank through the vendor's agent, whose messages separate threads wait for.
-
-    Args:
-        start_timeout_s: how many seconds the agent may take to start the job, or to start it again.
-        meeting_timeout_s: how many seconds the other ranks may take to come once the agent has started the job.
 
     Raises:
         RuntimeError: the vendor's package is missing or too old, or its agent cannot be reached.

@@ -79,11 +79,7 @@ class _Takeover:
         self._regrouping = regrouping
 
     def standing(self, node: Node, standing: Standing) -> None:
-        """Act on what a node reports about its ranks.
-
-        Raises:
-            ValueError: the node does not run one of these ranks.
-        """
+        """Act on what a node reports about its ranks."""
         job = self._job
         if job.phase is not Phase.JOINING or not self._roster.is_in_place(node):
             self._take_back(node, standing)
@@ -173,10 +169,7 @@ class _Takeover:
         return standing.generation == self._job.generation and not finished
 
     def _missed_the_begin(self, standing: Standing) -> bool:
-        """Return whether the ranks of a node still wait at the barrier for a generation that has begun.
-
-        They must be the processes that were asked for last, and not those of a node whose place another one had.
-        """
+        """Return whether a node's ranks, as they were asked for last, wait for a generation that has begun."""
         wait = all(
             said.state is RankState.GONE
             or (said.state in _BEFORE_THE_BLOCK and said.incarnation == self._roster.ranks[said.number].incarnation)
@@ -268,11 +261,7 @@ def _assumed(said: RankState) -> RankState:
 
 
 def _reunite(known: RankState, said: RankState) -> _Reunion:
-    """Return what to do with one rank.
-
-    Args:
-        said: the rank's state as its node reports it, after everything else that the node had to report.
-    """
+    """Return what to do with a rank, of which its node says ``said`` after all else that it had to report."""
     if known is said:
         return _Reunion.AGREED
     if said is RankState.GONE:
@@ -319,11 +308,7 @@ class _HangReports:
 
 @dataclass(frozen=True)
 class _Grace:
-    """A rank that hung, answered and was asked to leave its block.
-
-    Attributes:
-        until_s: when it is killed, on the coordinator's clock.
-    """
+    """A rank that hung, answered and was asked to leave its block."""
 
     until_s: float
     beat: int
@@ -331,11 +316,7 @@ class _Grace:
 
 
 class _HangResponse:
-    """Opens an incident for each hang that the watch finds, and has ranks killed that do not leave their block.
-
-    Args:
-        hangs: the watch over ranks without progress.
-    """
+    """Opens an incident for each hang that the watch finds, and has ranks killed that do not leave their block."""
 
     def __init__(self, job: Job, hangs: HangWatch, regrouping: Regrouping, processes: Processes) -> None:
         self._job = job
@@ -345,11 +326,7 @@ class _HangResponse:
         self._graces: dict[int, _Grace] = {}  # by rank
 
     def hear(self, node: Node, message: Silent | Answered) -> None:
-        """Pass on which ranks of a node are silent, or where a silent rank stands.
-
-        Raises:
-            ValueError: the node does not run one of these ranks.
-        """
+        """Pass on which ranks of a node are silent, or where a silent rank stands."""
         job = self._job
         if isinstance(message, Answered):
             rank = job.roster.rank_of(message.rank, node)
@@ -392,10 +369,6 @@ _NOTE_PROGRESS_EVERY_S = 60.0  # in the event log, for a look at a run that has 
 
 class Coordinator:
     """Regroups the ranks of a job until it is over.
-
-    Args:
-        clock: the clock that the times of :meth:`tick` are read from. It should stand still while this process
-            does, so that nobody is blamed for a message that this process could not hear.
 
     Attributes:
         host: the node whose agent runs this coordinator; None if it runs in a separate process.
@@ -458,9 +431,6 @@ class Coordinator:
         Args:
             index: the node's number; -1 for a spare, which gets a number when a node is lost.
             send: sends the node a command; it must not call back.
-
-        Returns:
-            The node, by which :meth:`hear` and :meth:`lose` know it.
 
         Raises:
             ValueError: the job has no place for the node; the message says why.

@@ -46,22 +46,13 @@ class Heartbeat:
         return cls() if limit_s is None else cls(limit_s, adapts=False)
 
     def within_step_s(self, longest_s: float) -> float:
-        """Return the limit for a rank within a step, in seconds.
-
-        Args:
-            longest_s: the longest time that any rank took from one beat to the next within a step (0: not known
-                yet).
-        """
+        """Return the limit for a rank within a step, in seconds."""
         if not self.adapts or longest_s <= 0:
             return self.limit_s
         return min(self.limit_s, max(FLOOR_S, _LONGEST_TIMES * longest_s))
 
     def ceiling_s(self, pause_s: float) -> float:
-        """Return the limit for a rank outside of a step, and for a stall that ranks share, in seconds.
-
-        Args:
-            pause_s: the longest time that any rank took from one beat to the next outside of a step so far.
-        """
+        """Return the limit for a rank outside of a step, and for a stall that ranks share, in seconds."""
         return max(self.limit_s, PAUSE_TIMES * pause_s) if self.adapts else self.limit_s
 
 
@@ -85,12 +76,7 @@ class _Stance(Enum):
 
 @dataclass(frozen=True)
 class _Evidence:
-    """What is known about a rank that shows no progress.
-
-    Attributes:
-        age_s: for how many seconds the rank has shown no progress.
-        mute_s: for how many seconds it has been asked without an answer.
-    """
+    """What is known about a rank that shows no progress."""
 
     stance: _Stance
     age_s: float
@@ -119,12 +105,7 @@ class _Diagnosis:
 
 
 def _stalled(ages_s: Mapping[int, float], limits_s: Mapping[int, float]) -> tuple[int, ...]:
-    """Return the ranks to ask, which are none while every rank shows progress within its limit.
-
-    Args:
-        ages_s: for each running rank, the seconds since it last showed progress.
-        limits_s: for each running rank, how many seconds it may show no progress.
-    """
+    """Return the ranks to ask, which are none while every rank shows progress within its limit."""
     if not any(age_s >= limits_s[rank] for rank, age_s in ages_s.items()):
         return ()
     return tuple(sorted(rank for rank, age_s in ages_s.items() if age_s >= SHARING * limits_s[rank]))
@@ -134,11 +115,7 @@ def _is_shared(standing: Collection[int], world: int, nproc: int) -> bool:
     """Return whether what holds these ranks up is not their fault: it holds up half of the job, or a whole node.
 
     One rank of several is never enough; otherwise a hang of one rank of two, or of a node's only rank, would never
-    be found.
-
-    Args:
-        standing: the ranks that stand still outside of a collective, or do not answer.
-        world: how many ranks the job has, including those whose block has returned.
+    be found. ``world`` counts the ranks whose block has returned, too.
     """
     if len(standing) < 2:
         return bool(standing) and world == 1
@@ -151,9 +128,6 @@ def _is_given_up(evidence: _Evidence, ceiling_s: float) -> bool:
 
     A process that computes holds the interpreter, as a long call into a C library does. One that is blocked in the
     kernel could neither answer nor be killed. One that a debugger holds is being looked at.
-
-    Args:
-        ceiling_s: how many seconds a stall that is no rank's fault may take.
     """
     if evidence.mute_s < grace_s(evidence.limit_s):
         return False
@@ -175,17 +149,11 @@ def _judge(
     """Find the ranks that hang: those outside of a collective, or mute, whose stall is not shared by many.
 
     A stall that ranks share is waited for up to the ceiling. Beyond it those that answer can leave their blocks;
-    the few that do not even answer are given up.
+    the few that do not even answer are given up. Victims alone are no reason to act while a rank that they may be
+    waiting for still shows progress, unless that goes on for twice the ceiling.
 
-    Victims alone are no reason to act while a rank that they may be waiting for still shows progress, unless
-    that goes on for twice the ceiling.
-
-    Args:
-        silent: the evidence about each rank that was asked and has not moved since.
-        ceiling_s: how many seconds a stall that ranks share is waited for.
-        steady: None in a job that shows progress. In any other job silence means nothing, and only a rank that
-            stands idle while others wait in a collective hangs; ``steady`` is then how many times in a row all
-            ranks were found where they are.
+    In a job that shows no progress silence means nothing, and only a rank that stands idle while others wait in a
+    collective hangs; ``steady`` is then how many times in a row all ranks were found where they are, else None.
     """
     standing = sorted(rank for rank, each in silent.items() if each.stance is not _Stance.WAITS)
     if not standing:
@@ -287,11 +255,8 @@ def _stances_of(answers: Mapping[int, Whereabouts], is_complete: bool) -> dict[i
     """Return where each rank stands that has answered.
 
     The stack of a rank whose launches return at once shows nothing. It waits if it is ahead of a peer; it holds the
-    others up if it alone is late. If several are, they may wait for each other in a way that nobody counts. If
-    not all have answered, whoever is late may be ahead of one that has not.
-
-    Args:
-        is_complete: whether every rank that is in its block has answered.
+    others up if it alone is late. If several are, they may wait for each other in a way that nobody counts. If not
+    all have answered, whoever is late may be ahead of one that has not.
     """
     launched = {rank: answer.launched for rank, answer in answers.items()}
     waiting, late = _ahead(launched), _behind(launched)
@@ -314,13 +279,10 @@ _MOVED_ON = -1  # the beat of a rank that its node does not report as silent
 
 @dataclass(frozen=True)
 class _Silence:
-    """A rank that has shown no progress for a while.
+    """A rank that has shown no progress for ``age_s``, as its node reported at ``heard_at_s``.
 
     Attributes:
-        age_s: for how many seconds it has shown no progress, by its node's clock.
-        heard_at_s: when its node reported that, by this process's clock.
         since_s: when it made its last progress, on this process's monotonic clock.
-        first_at_s: when the first look came, by this process's clock.
     """
 
     beat: int
@@ -347,9 +309,7 @@ class _Silence:
 class _Inquiry:
     """An inquiry into silent ranks, which are asked until they answer.
 
-    Attributes:
-        first: the number of the first question; every answer to it or to a later question counts.
-        beats: for each rank that was asked, the beat at which it was stuck.
+    Every answer to question ``first`` or a later one counts. ``beats`` has the beat at which each rank was stuck.
     """
 
     first: int
@@ -370,13 +330,10 @@ class _Hang:
     """A hang, for which ranks have to leave their block.
 
     Attributes:
-        rank: the rank that hangs; None if all ranks wait for each other, or if a stall of many ranks has been
-            waited for long enough.
-        who: the names of the ranks, for people, where the hang is not of one rank.
+        rank: None if all ranks wait for each other, or if a stall of many has been waited for long enough.
         since_s: when the last progress was made, on this process's monotonic clock: the hang counts from there.
-        stack: the stack of the rank's main thread, if the rank sent it; else that it did not answer.
-        grace_s: how many seconds the rank has to come to the barrier before it is replaced; 0 if it does not even
-            answer.
+        stack: of the rank's main thread, if the rank sent it; else that it did not answer.
+        grace_s: how long the rank has to come to the barrier before it is replaced; 0 if it does not even answer.
     """
 
     rank: int | None
@@ -427,14 +384,12 @@ class HangWatch:
     """Watches the ranks of a running generation through what their nodes report about silent ranks.
 
     Args:
-        heartbeat: how long a rank may show no progress.
         ask: asks ranks where their main threads stand; called with the number of the question and the ranks.
-        tell: called with a stall that is waited for: when it is noticed, then at growing intervals, and when it is
-            over.
+        tell: called with a stall that is waited for: when it is noticed, at growing intervals, and when it is over.
 
     Attributes:
-        shows_progress: whether any rank of this job has ever shown progress beyond the entry of its block. As long
-            as none has, silence means nothing.
+        shows_progress: whether any rank has ever shown progress beyond the entry of its block; if not, silence
+            means nothing.
         pause_s: the longest pause outside of a step on any node, in seconds.
     """
 
@@ -471,11 +426,7 @@ class HangWatch:
         self._steady, self._last_seen = 0, None
 
     def hear(self, node: int, ranks: Iterable[SilentRank], longest_s: float, now_s: float) -> None:
-        """Record which ranks of a node are silent now.
-
-        Args:
-            longest_s: the longest time between two beats in a step on any node, in seconds.
-        """
+        """Record which ranks of a node are silent; ``longest_s`` is the longest time between beats in a step."""
         before = self._silent.get(node, {})
         self._silent[node] = {}
         for rank in ranks:

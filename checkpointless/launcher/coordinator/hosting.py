@@ -41,8 +41,7 @@ class _Guest:
 
     Attributes:
         node: the node at the other end, once it has proved that it knows the token.
-        heard_at_s: when something was received last; until the proof, when the connection was made.
-        heard: how many bytes had been received at ``heard_at_s``.
+        heard_at_s: when ``heard`` bytes had come; until the proof, when the connection was made.
         last_word_s: when something was received last, on the monotonic clock.
     """
 
@@ -60,7 +59,6 @@ class CoordinatorPort:
     Args:
         port: port to bind to (0: any free port).
         silence_s: after how many seconds of silence a node counts as lost.
-        clock: clock of the times given to :meth:`tick`; it should stand still while this process does not run.
 
     Raises:
         OSError: the address cannot be bound to.
@@ -217,14 +215,11 @@ def coordinate(
     signals: list[int],
     look: Callable[[Coordinator, float], None] | None = None,
 ) -> int:
-    """Coordinate a job from this process until it is over.
+    """Coordinate a job from this process until it is over; return its exit code.
 
     Args:
         signals: the signals that this process has received, appended by a handler. The first one ends the job.
         look: looks at the job in every turn of the loop; called with the monotonic time in seconds.
-
-    Returns:
-        0 if every rank ended well; the code of a rank that gave the job up; 1 otherwise.
 
     Raises:
         OSError: the address cannot be resolved or listened on.

@@ -63,7 +63,6 @@ class Node:
     """A node of the job.
 
     Attributes:
-        joined: whether the node's agent can start processes.
         lost: why the node's agent can no longer be reached ("" if it can).
         searching: whether the node said that it lost the coordinator, and has not come back yet.
         is_back: whether the node has come back to its own place, and has not said yet what its ranks do.
@@ -91,8 +90,7 @@ class Rank:
     """A rank as the coordinator knows it.
 
     Attributes:
-        state: the rank's state as its node's agent sees it, or will see it after the last command. Only
-            ``Roster.move`` changes it.
+        state: as its node's agent sees it, or will see it after the last command. Only ``Roster.move`` changes it.
         shard: the first of the ranks that hold the same state as this one (None: not known).
         first: incarnation of the rank's first process since the job began, or began again.
         entered: whether the process that is at the barrier was in its block before.
@@ -115,14 +113,11 @@ class Roster:
     """The nodes and ranks of a job, counted so that no message requires a look at all of them.
 
     Attributes:
-        ranks: the job's ranks, by number; the ranks of a lost node are GONE.
-        in_state: how many ranks are in each state.
         lost: numbers of the nodes that cannot be reached.
         fresh: numbers of the ranks whose processes were started since all ranks had committed a step: they may hold
             no state yet.
         not_joined: numbers of the nodes that cannot start processes, including the lost ones.
-        back_by_s: by when the nodes that look for this coordinator have to be back, by number, on the coordinator's
-            clock.
+        back_by_s: by when the nodes that look for this coordinator have to be back, on the coordinator's clock.
     """
 
     def __init__(self, nnodes: int, nproc: int) -> None:
@@ -189,7 +184,6 @@ class _Incident:
         since_s: when its fault happened, on the monotonic clock (None: it was noticed at once).
         cause: the cause that explains all causes that are known so far.
         by_rank: the last cause of each rank that has one.
-        killed_the_late: whether the ranks that did not come in time have been replaced.
         stillborn: how many successors ended before they entered the block.
         inexact: what is not exact after it, by rank.
     """
@@ -235,11 +229,7 @@ class _Incident:
 class _IncidentTracker:
     """Follows the incidents of a job and reports them to the event log and the terminal.
 
-    Args:
-        max_incidents: how many incidents the job may recover from (None: any number).
-
     Attributes:
-        generation: the generation that began last (-1: none).
         open: the incident whose ranks are not together again.
         recovering: the incident whose ranks are together again and make the lost step.
         inexact: the number of incidents after which the job resumed, and was another one.
@@ -263,11 +253,7 @@ class _IncidentTracker:
         self._history = replace(self._history, incidents=incidents)
 
     def begin(self, cause: Cause, since_s: float | None = None) -> _Incident:
-        """Open an incident.
-
-        Args:
-            since_s: when the fault happened, on the monotonic clock (None: it was noticed at once).
-        """
+        """Open an incident, whose fault happened at ``since_s`` (None: it was noticed at once)."""
         self._count += 1
         self._overtaken, self.recovering = self.recovering, None
         self.open = _Incident(str(self._count), time.monotonic(), cause, since_s)
@@ -289,14 +275,10 @@ class _IncidentTracker:
         return self._history.after(cause, high_water)[1]
 
     def gathered(self, high_water: int, oldest: int) -> GiveUpDecision | None:
-        """Count the open incident, if there is one, now that all ranks are at the barrier.
+        """Count the open incident, now that all are at the barrier; return why the job must end, if it must.
 
-        Args:
-            high_water: the highest optimizer step that any rank was ever seen to commit (-1: none).
-            oldest: the newest step that every rank has committed (-1: none).
-
-        Returns:
-            Why the job must end, if the incident is one too many.
+        ``high_water`` is the highest step that any rank was seen to commit, ``oldest`` the newest that every rank
+        has.
         """
         if self.open is None or self.open.counted:  # counted: processes were replaced at the barrier
             return None
@@ -312,11 +294,7 @@ class _IncidentTracker:
         return give_up
 
     def restart(self, cause: Cause, why: str) -> _Incident:
-        """Record that the whole job begins again: the incident that is not over, or a new one, goes up to that.
-
-        Args:
-            cause: the cause of an incident, if none is open.
-        """
+        """Record that the whole job begins again: the incident that is not over, or a new one, goes up to that."""
         incident = self.open or self.recovering or self.begin(cause)
         self.open, self.recovering = incident, None
         incident.restarted, incident.counted = True, False
@@ -366,9 +344,8 @@ class _IncidentTracker:
     def recovered(self, newest: int) -> None:
         """Record that every rank has made the step that was interrupted, or that the block has returned.
 
-        Args:
-            newest: the newest step that was committed. If there is none (-1), the job's steps are not known, and
-                the incident was over when all ranks were in their block again.
+        If no step was committed (``newest`` is -1), the job's steps are not known, and the incident was over when
+        all ranks were in their block again.
         """
         incident, self.recovering = self.recovering, None
         if incident is not None:
@@ -458,11 +435,9 @@ class Job:
         high_water: the highest optimizer step that any rank was seen to commit (-1: none).
         target: the step after which the recovery is over (-1: none).
         origin: the generation that begins from nothing: 0, or that of the last restart of the whole job.
-        reenters_by_new_processes: why new processes take over at every fault ("": living ones enter their block
-            again).
-        replace_at_s: when missing nodes of a job that is taken over are replaced, on the coordinator's clock (None:
-            none is waited for).
-        gather_by_s: by when nodes and ranks have to be together, on the coordinator's clock (None: no limit runs).
+        reenters_by_new_processes: why new processes take over at every fault ("": living ones enter again).
+        replace_at_s: when missing nodes of a job that is taken over are replaced (None: none is waited for).
+        gather_by_s: by when nodes and ranks have to be together (None: no limit runs).
         outcome: how the job ended; None as long as it has not.
     """
 
@@ -513,11 +488,7 @@ class Job:
         return self.generation + 1
 
     def end(self, code: int, *last_words: str) -> None:
-        """End the job, unless it has ended already.
-
-        Args:
-            last_words: why, for the terminal; empty lines are left out.
-        """
+        """End the job, unless it has ended already; empty lines of ``last_words`` are left out."""
         if self.outcome is None:
             self.outcome = End(code, [line for line in last_words if line])
             self.enter(Phase.OVER)
@@ -534,10 +505,7 @@ class Job:
 
 
 class _ProgressReports:
-    """The latest report of each node on how far its ranks have come.
-
-    The nodes of a job are a step or two apart, so their reports name only a few different steps.
-    """
+    """The latest report of each node on how far its ranks have come; they name only a few different steps."""
 
     def __init__(self, nnodes: int) -> None:
         self._nnodes = nnodes
@@ -568,9 +536,9 @@ class _ProgressReports:
         return self._longest_ms / 1000 if self._timed == self._nnodes else 0.0
 
     def began_after(self, generation: int) -> int:
-        """Return the newest step that a training of a generation began after.
+        """Return the newest step that a training of a generation began after, or else the newest committed one.
 
-        If none has said, it is the newest one committed. A report may have been under way when a generation began.
+        A report may have been under way when a generation began.
         """
         told = [said.began_after for said in self._said.values() if said.generation == generation]
         newest = max(told, default=NO_STEP)
@@ -609,11 +577,7 @@ def _take_one(counts: Counter[int], value: int) -> None:
 class _Rendezvous:
     """Where the ranks of the coming generation meet, and the environment variables that lead there.
 
-    They meet at a store in the agent of a node, so they do not notice if the coordinator is lost.
-
-    Attributes:
-        generation: the generation whose store was asked for last (-1: none).
-        host: number of the node that was asked for that store (-1: none).
+    They meet at a store in the agent of node ``host``, so they do not notice if the coordinator is lost.
     """
 
     def __init__(self, nnodes: int, nproc: int) -> None:
@@ -634,22 +598,14 @@ class _Rendezvous:
         self.generation, self.host, self._where = generation, host, None
 
     def opened(self, generation: int, host: int, address: str, port: int) -> bool:
-        """Note that a node has opened a store.
-
-        Returns:
-            Whether it is the store that was asked for.
-        """
+        """Note that a node has opened a store; return whether it is the one that was asked for."""
         if (generation, host) != (self.generation, self.host):
             return False
         self._where = (address, port)
         return True
 
     def go_env(self) -> dict[str, str]:
-        """Return the environment variables of a rank that change when the generation begins.
-
-        Raises:
-            RuntimeError: no store is open.
-        """
+        """Return the environment variables of a rank that change when the generation begins."""
         if self._where is None:
             raise RuntimeError(f"generation {self.generation} has no store")
         address, port = self._where

@@ -28,11 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class _StandingReports:
-    """Collects what the nodes report about the ranks that they run, until all nodes have come.
-
-    Args:
-        roster: the nodes and ranks of the job; it is updated with what the nodes report.
-    """
+    """Collects what the nodes report about their ranks until all nodes have come; updates the roster by it."""
 
     def __init__(self, roster: Roster) -> None:
         self._roster = roster
@@ -65,11 +61,7 @@ class _StandingReports:
         return next(iter(self._standings.values())).run_id
 
     def put(self, node: Node, standing: Standing) -> None:
-        """Record where the ranks of a node stand.
-
-        Raises:
-            ValueError: the node does not run one of these ranks.
-        """
+        """Record where the ranks of a node stand."""
         self._standings[node.index] = standing
         for said in standing.ranks:
             rank = self._roster.rank_of(said.number, node)
@@ -132,10 +124,6 @@ class _StandingReports:
 
 class Membership:
     """Admits nodes to a job, and replaces those that are lost.
-
-    Args:
-        processes: has a node open the store, if the one that did is lost.
-        on_complete: called whenever a node has joined and none is missing then.
 
     Attributes:
         standings: what nodes reported about ranks that an earlier coordinator had them start.
@@ -209,11 +197,7 @@ class Membership:
             node.send, node.is_back = _drop, False
 
     def lose_for_good(self, node: Node, reason: str, since_s: float | None = None) -> None:
-        """Treat the ranks of ``node`` as dead.
-
-        Args:
-            since_s: since when they are, as far as that is known, on the monotonic clock (None: since now).
-        """
+        """Treat the ranks of ``node`` as dead, since the monotonic time ``since_s`` (None: since now)."""
         if node.lost:  # it had said that it leaves, and now its connection is closed
             return
         roster, job = self._roster, self._job
@@ -242,22 +226,14 @@ class Membership:
             self.begin_anew(node, "it came back and did not say what its ranks do")
 
     def replace_missing(self, why: str) -> None:
-        """Have spares take the places of all nodes that are not here.
-
-        Args:
-            why: why the nodes are not here, for people.
-        """
+        """Have spares take the places of all nodes that are not here; ``why`` they are not is for people."""
         for index in sorted(self._roster.lost):
             missing = self._roster.nodes[index]
             missing.send, missing.lost = _drop, why
             self._replace(missing)
 
     def begin_anew(self, node: Node, reason: str) -> bool:
-        """Treat the ranks of a node as lost, because it has come back without them.
-
-        Returns:
-            Whether the node still has a place in the job.
-        """
+        """Treat a node's ranks as lost, as it came back without them; return whether it still has a place."""
         send, index = node.send, node.index
         self.lose_for_good(node, reason)
         if self._job.outcome is None and self._roster.nodes[index] is node:
@@ -270,8 +246,7 @@ class Membership:
     def _comes_back(self, node: Node) -> bool:
         """Return whether a node whose connection is lost is expected back with its ranks, which go on meanwhile.
 
-        This holds for a node that looks for this coordinator, and when all that is left is to hear how ranks
-        ended. Of a node that has not joined, nobody here knows what its ranks do.
+        This holds for a node that looks for this coordinator, and when all that is left is to hear how ranks ended.
         """
         if node.lost or not node.joined or not self._roster.is_in_place(node):
             return False
@@ -329,13 +304,10 @@ def _drop(command: Command) -> None:
 
 
 def _is_last_holder(node: Node, ranks: Sequence[Rank], fresh: Collection[int]) -> bool:
-    """Return whether a living rank of ``node`` holds a shard that no living rank of another node is known to hold.
+    """Return whether a living rank of ``node`` holds a shard that no living rank elsewhere is known to hold.
 
     Ranks that have not said which shard they hold share the state with all others or have none, so they do not
-    count.
-
-    Args:
-        fresh: numbers of the ranks whose processes may not have received any state yet.
+    count; nor do ``fresh`` ones, whose processes may not have received any state yet.
     """
     living = [rank for rank in ranks if rank.state is not RankState.GONE and rank.number not in fresh]
     elsewhere = {rank.shard for rank in living if rank.node is not node}
@@ -363,11 +335,7 @@ class BadDevices:
                 rank.shard = shard
 
     def hear(self, rank: Rank, message: DeviceBad, host: Node | None) -> None:
-        """Act on a report.
-
-        Args:
-            host: the node whose agent runs this coordinator, if there is one.
-        """
+        """Act on a report."""
         job, node = self._job, rank.node
         is_meant = rank.state is RankState.STARTING and rank.incarnation == message.incarnation
         if not is_meant or job.phase is not Phase.GATHERING:

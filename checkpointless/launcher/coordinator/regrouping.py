@@ -109,25 +109,16 @@ class Processes:
             self._to_start[rank.number] = rank.incarnation, True
 
     def kill(self, ranks: Iterable[Rank], beat: int = -1) -> None:
-        """Have the processes of ``ranks`` killed.
-
-        Args:
-            ranks: the ranks to kill; those without a process are left out.
-            beat: the beat at which the rank hung; its node kills it only if it has not beaten since (-1: kill it
-                in any case).
-        """
+        """Have processes killed; with a ``beat``, only those that have not beaten since they hung at it."""
         for rank in ranks:
             if rank.state is not RankState.GONE:
                 rank.node.send(Kill(rank.number, rank.incarnation, self._job.generation, beat))
 
     def hand_over(self) -> bool:
-        """Have processes hand their state to successors, if one of them cannot enter its block again.
+        """Have processes hand over their state if one cannot enter its block again; return whether they do.
 
         All that were in their block go, because what one cannot do again the others could not, either. Where that
         was needed once, it is done at every fault.
-
-        Returns:
-            Whether processes are on their way out.
         """
         job = self._job
         entered = [rank for rank in job.roster.ranks if rank.entered]
@@ -170,11 +161,7 @@ _RETURNED = (
 
 
 class Regrouping:
-    """Takes a job from a fault to the next generation, and from its last block to its end.
-
-    Args:
-        hangs: the watch over ranks without progress; it forgets what it saw when a generation ends or begins.
-    """
+    """Takes a job from a fault to the next generation, and from its last block to its end."""
 
     def __init__(self, job: Job, processes: Processes, hangs: HangWatch) -> None:
         self._job = job
@@ -193,8 +180,7 @@ class Regrouping:
         """Open an incident, or add ``cause`` to the open one.
 
         Args:
-            since_s: when the fault happened, on the monotonic clock: the last progress of a rank that hangs, the
-                last word of a node (None: it was noticed at once).
+            since_s: when the fault happened, on the monotonic clock (None: it was noticed at once).
         """
         if self._incidents.open is None:
             self._interrupt(cause, since_s)
@@ -313,8 +299,7 @@ class Regrouping:
     def _end_or_restart(self, cause: Cause, why: str, *last_words: str) -> None:
         """End the job; or begin it again, with new processes of all ranks, if a restart is left.
 
-        Args:
-            cause: the cause of the incident that is opened if none is.
+        ``cause`` is that of the incident that is opened if none is.
         """
         job, limit = self._job, self._job.config.max_restarts
         if job.restarts >= limit or job.outcome is not None:

@@ -155,11 +155,7 @@ class _StatusHandler(BaseHTTPRequestHandler):
 
 
 class _StatusServer(ThreadingHTTPServer):
-    """The standard library's server, with a limit on connections.
-
-    Raises:
-        OSError: the address cannot be bound to.
-    """
+    """The standard library's server, with a limit on connections."""
 
     request_queue_size = 128
 
@@ -229,11 +225,7 @@ def _hang_up(client: socket.socket) -> None:
 
 
 class HttpStatus:
-    """Serves a watch's snapshots from :meth:`open` until :meth:`close`, or in a ``with`` block.
-
-    Args:
-        port: the port to bind to (0: any).
-    """
+    """Serves a watch's snapshots from :meth:`open` until :meth:`close`, or in a ``with`` block."""
 
     def __init__(self, host: str, port: int, watch: _Watched) -> None:
         self.watch = watch

@@ -38,13 +38,7 @@ _Durations = Mapping[str, float]  # how many there were, and their sum: ``count`
 
 @dataclass(frozen=True)
 class JobNames:
-    """What a job is called, for the labels of its metrics.
-
-    Attributes:
-        job: name of the script or recipe ("": not known).
-        run_dir: the run directory ("": there is none).
-        script: path of the script, or name of the module ("": not known).
-    """
+    """What a job is called, for the labels of its metrics ("": not known)."""
 
     job: str = ""
     run_dir: str = ""
@@ -106,8 +100,7 @@ class JobStatus:
         cause: how the cause of the incident in progress came about: ``exception``, ``hang``, ``SIGKILL``...
         causes: how many incidents the ranks have met again after, by how the incident's cause came about.
         recoveries: time from the fault until the lost step was made, of the incidents after which it was made.
-        rungs: the times in ``recoveries``, by recovery level, as labelled by
-            :class:`~checkpointless.observability.telemetry.event_names.Rung`.
+        rungs: the times in ``recoveries``, by the label of the recovery level.
         inexact: after how many incidents the job resumed, and was another one.
     """
 
@@ -131,11 +124,10 @@ class Snapshot:
     Attributes:
         node: number of the node; :data:`OUTSIDE` for a coordinator in a separate process.
         at_s: when the look was taken, in seconds since the epoch.
-        looked_at_s: when the look was taken, on the monotonic clock (None: the agent has not joined the job).
+        looked_at_s: the same on the monotonic clock (None: the agent has not joined the job).
         generation: the generation that began last (None: none yet).
         high_water: the highest committed step that this node knows of (None: none yet).
         incident: the incident that the ranks are being brought together for (None: none).
-        respawns: how many processes were started in place of dead ones.
         exit_code: the job's exit code (None: the job has not ended).
         job: the whole job; None where the coordinator does not run.
     """
@@ -210,9 +202,6 @@ class RunLog:
     Args:
         ranks: returns the ranks of the node; a spare has none until it takes a place.
         take: called with each event of the node that was written since this object was made.
-
-    Attributes:
-        account: the newest account; it is replaced, never changed.
     """
 
     def __init__(
@@ -331,7 +320,6 @@ class _EventMetric:
         name: its name, without ``checkpointless_`` before it and ``_total`` after it.
         edge: the edge that counts; None: all.
         amount: returns what an event adds, or the duration in it; None: nothing.
-        label: a label ("" without one).
         of: returns the value of the label.
         values: values of the label that are there from the start.
         buckets: the bounds of a histogram; empty for a counter.
@@ -450,9 +438,6 @@ def _kind(spec: str) -> str:
 class Metrics:
     """Counts events, and makes the page.
 
-    Args:
-        node: number of the node; :data:`OUTSIDE` for a coordinator in a separate process.
-
     Attributes:
         open: how the cause came about, for each incident whose ranks have not met again.
     """
@@ -518,12 +503,7 @@ class Metrics:
         }
 
     def page(self, now: Snapshot, account: _Account | None, has_log: bool = True) -> bytes:
-        """Return the metrics of a node, or of a coordinator in a separate process.
-
-        Args:
-            account: what the run's time was spent on; None leaves it out.
-            has_log: whether there is an event log.
-        """
+        """Return the metrics of a node, or of a coordinator in a separate process; ``account`` may be left out."""
         is_node = now.node != OUTSIDE
         due = {
             Source.AGENT: is_node,

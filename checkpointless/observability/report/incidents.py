@@ -131,11 +131,7 @@ def gone_back(events: Iterable[Event]) -> frozenset[int]:
 
 
 class _Log:
-    """The events of a run, sorted by what they say about incidents.
-
-    Attributes:
-        job_end: event that ended the job; None if the job has not ended.
-    """
+    """The events of a run, sorted by what they say about incidents."""
 
     def __init__(self, events: Iterable[Event]) -> None:
         in_order = sorted(events, key=lambda event: event.ts)
@@ -244,10 +240,7 @@ def _detection(events: Sequence[Event]) -> Event:
 
 
 def _tells_of_a_victim(detect: Event) -> bool:
-    """Return whether ``detect`` reports an exception without a culprit.
-
-    The loss of a node has no culprit either, but does not count.
-    """
+    """Return whether ``detect`` reports an exception without a culprit; the loss of a node does not count."""
     return detect.fields.get("how") == "exception" and not isinstance(detect.fields.get("culprit"), int)
 
 
@@ -384,10 +377,7 @@ def _ranks(value: object) -> tuple[int, ...]:
 
 
 def _steps_up(events: Sequence[Event]) -> dict[Rung, str]:
-    """Return why each recovery level was needed.
-
-    Ranks that load from storage know the reason better than an agent that sees it later.
-    """
+    """Return why each recovery level was needed; of storage, ranks know it better than an agent."""
     by_label = {rung.label: rung for rung in Rung}
     ups: dict[Rung, str] = {}
     for event in events:

@@ -29,11 +29,7 @@ class _Activity(enum.Enum):
 
 @dataclass(frozen=True)
 class _Period:
-    """A part of a run's time that was spent on one activity.
-
-    Attributes:
-        end_ns: end of the period, in UTC nanoseconds; later than ``begin_ns``.
-    """
+    """A part of a run's time that was spent on one activity, in UTC nanoseconds."""
 
     activity: _Activity
     begin_ns: int
@@ -64,12 +60,7 @@ class _Milestones:
 
 @dataclass(frozen=True)
 class _TimeAccount:
-    """How a run's time was spent, in seconds.
-
-    Attributes:
-        repeated_s: time spent on repeating steps; None if their number or their duration is not known.
-        training_s: effective training time; None if it is not known when training began or what was repeated.
-    """
+    """How a run's time was spent, in seconds; None for what is not known."""
 
     periods: tuple[_Period, ...]
     wall_s: float
@@ -120,10 +111,7 @@ def _milestones(events: Iterable[Event]) -> _Milestones | None:
 def _account(marks: _Milestones, incidents: Sequence[IncidentSummary], step_s: float | None) -> _TimeAccount:
     """Account for a run's time.
 
-    Args:
-        incidents: the run's incidents, in order. An incident without an end lasts until the next incident or the
-            end of the run.
-        step_s: duration of an undisturbed step, in seconds; None if not known.
+    An incident without an end lasts until the next incident or the end of the run.
     """
     begin_ns, end_ns = marks.begin_ns, max(marks.end_ns, marks.begin_ns)
     trains_ns = end_ns if marks.trains_ns is None else marks.trains_ns
@@ -233,12 +221,7 @@ class _Source(enum.Enum):
 
 @dataclass(frozen=True)
 class _Assumption:
-    """One figure of the estimate.
-
-    Attributes:
-        seconds: value of the figure; None if each fault has a different one.
-        option: option of ``checkpointless report`` that sets the figure.
-    """
+    """One figure of the estimate, which ``option`` of ``report`` sets; None if each fault has another."""
 
     name: str
     seconds: float | None
@@ -275,9 +258,8 @@ _FIGURES = (
 class _Restart:
     """What one restart would have cost, and what the recovery cost instead, in seconds.
 
-    Attributes:
-        incidents: ids of the incidents that the restart would have answered; the last of them was resumed.
-        redo_steps: number of steps to repeat; None if the duration of a step is not known.
+    ``incidents`` are those that the restart would have answered; the last of them was resumed. ``redo_steps`` is
+    None if the duration of a step is not known.
     """
 
     incidents: tuple[str, ...]
@@ -320,10 +302,8 @@ def _compare_with_restart(
 ) -> Comparison:
     """Estimate what the faults of a run would have cost with restarts from a checkpoint.
 
-    Args:
-        given: figures that the user gives, in seconds, by their option.
-        step_s: duration of an undisturbed step, in seconds; None if not known.
-        trained: whether ``spent.startup_s`` is a complete start-up, from the first event to the first step.
+    ``given`` has the figures that the user gives, by their option. If the run has ``trained``, its start-up is a
+    complete one, from the first event to the first step.
     """
     why = "processes, imports, model and optimizer, until the first step"
     measured = {"start-up": (spent.startup_s, why)} if trained else {}
@@ -421,17 +401,12 @@ class RunState(enum.Enum):
 
 @dataclass(frozen=True)
 class _Run:
-    """A run as a whole, without its incidents.
+    """A run as a whole, without its incidents; None for what is not known.
 
     Attributes:
-        reason: why the run failed ("" if it did not, or if that is not known).
-        nnodes: number of nodes; None if not known.
-        nproc: number of ranks; None if not known.
-        begin_ns: UTC nanoseconds of the run's first event; None without events.
-        first_step: step that the run began with; None if not known.
-        last_step: newest step that any event mentions; None if none does.
-        step_s: duration of an undisturbed step, in seconds; None if not known.
-        samples_per_step: number of samples that the whole job processes in a step; None if not known.
+        last_step: newest step that any event mentions.
+        step_s: duration of an undisturbed step, in seconds.
+        samples_per_step: number of samples that the whole job processes in a step.
     """
 
     path: str
@@ -454,9 +429,7 @@ class _Run:
 class _StageFigures:
     """Times of one stage over all incidents in which it happened, in seconds, on the slowest rank of each.
 
-    Attributes:
-        longest_s: longest time of the stage.
-        tile_s: time that the stage accounts for in all incidents together, without overlap with other stages.
+    ``tile_s`` is the time that it accounts for in all incidents together, without overlap with other stages.
     """
 
     stage: str
@@ -468,11 +441,7 @@ class _StageFigures:
 
 @dataclass(frozen=True)
 class _BadDevice:
-    """A device check that failed.
-
-    Attributes:
-        remedy: what was done: ``give_up`` (a spare took the node's place) or ``try`` (the rank was started).
-    """
+    """A device check that failed; ``remedy`` is ``give_up`` (for a spare) or ``try`` (the rank was started)."""
 
     node: str
     rank: int | None
@@ -491,14 +460,7 @@ class _FailedSave:
 
 @dataclass(frozen=True)
 class Report:
-    """A run and its incidents.
-
-    Attributes:
-        stages: times of the stages over all incidents, in the order of the stages.
-        spent: what the run's time was spent on; None without events.
-        comparison: what restarts from a checkpoint would have cost; None without events.
-        failed_saves: checkpoints on storage that could not be saved.
-    """
+    """A run and its incidents; without events, ``spent`` and ``comparison`` are None."""
 
     run: _Run
     incidents: tuple[IncidentSummary, ...] = ()
@@ -548,11 +510,7 @@ def build_report(
     lines_left_out: int = 0,
     given: Mapping[str, float] | None = None,
 ) -> Report:
-    """Build the report of a run.
-
-    Args:
-        given: what a restart from a checkpoint would cost, in seconds, by the option of ``checkpointless report``.
-    """
+    """Build the report of a run; ``given`` are costs of a restart in seconds, by the option of ``report``."""
     marks = _milestones(events)
     if marks is None:
         return Report(_Run(path, RunState.EMPTY, caused=caused, lines_left_out=lines_left_out))

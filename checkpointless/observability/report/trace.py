@@ -32,9 +32,7 @@ _LONGEST_TEXT = 4000
 class _Span:
     """A stage of one rank, or of an agent.
 
-    Attributes:
-        end: event that ended the stage; None if it was never finished.
-        end_ns: UTC nanoseconds of the end, or, without an end, of the next event of the same thread.
+    Without an ``end`` it was never finished, and ``end_ns`` is the time of the next event of the same thread.
     """
 
     begin: Event
@@ -44,11 +42,7 @@ class _Span:
 
 @dataclass
 class _Thread:
-    """What is known of one rank, or of the agent, of one node.
-
-    Attributes:
-        rank: the rank; None for the agent.
-    """
+    """What is known of one rank, or of the agent (None), of one node."""
 
     node: int
     rank: int | None

@@ -206,8 +206,6 @@ def compare(
     that only the other run has) is not compared, and the verdict names it.
 
     Args:
-        a: steps of run A, as :func:`~checkpointless.observability.telemetry.steps.read_steps` returns them.
-        b: steps of run B, as :func:`~checkpointless.observability.telemetry.steps.read_steps` returns them.
         without: what is not compared.
         gone_back: for each run, the committed steps that no rank held any more, so that they were redone.
     """

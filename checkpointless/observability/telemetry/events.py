@@ -70,9 +70,9 @@ class EventLog:
     A caller of :meth:`emit` never waits for the disk and never fails because of it: a thread of the process
     (:mod:`checkpointless.observability.telemetry.scribe`) writes the events in the order in which they were
     emitted. Every line is one ``write(2)`` to a file opened with ``O_APPEND``, so lines never mix. No descriptor is
-    held between lines: the log survives forks and clean-ups, and leaves nothing open. Lines that cannot be
-    written (disk full, directory gone), and lines that come while thousands wait for a stalled disk, are dropped;
-    one line says how many, once lines can be written again. Points outside of incidents are dropped first.
+    held between lines: the log survives forks and clean-ups, and leaves nothing open. Lines that cannot be written
+    (disk full, directory gone), and lines that come while thousands wait for a stalled disk, are dropped; one line
+    says how many, once lines can be written again. Points outside of incidents are dropped first.
 
     Args:
         path: the file; None drops every event.
@@ -97,7 +97,6 @@ class EventLog:
         """Queue one event, stamped with the current time and this process's id; never wait.
 
         Args:
-            edge: ``begin``, ``end`` or ``point``.
             incident: id of the incident that the event belongs to; None if it belongs to none.
             rank: rank that the event is about (default: the log's own rank).
             **fields: further fields; values that are not plain JSON (paths, enums, sets, ...) are converted.
@@ -136,8 +135,7 @@ class EventLog:
     ) -> Iterator[dict[str, Any]]:
         """Emit ``begin`` now and, when the ``with`` body ends, ``end`` with ``seconds`` and any ``error`` raised.
 
-        Yields:
-            A dict whose entries go into the ``end`` line.
+        The entries of the dict that is yielded go into the ``end`` line.
         """
         more: dict[str, Any] = {}
         self.emit(stage, "begin", generation=generation, incident=incident, **fields)
@@ -168,11 +166,7 @@ class _Losses:
         next(self._left_out)
 
     def append(self, path: Path, line: str, origin: Mapping[str, Any]) -> None:
-        """Append ``line``; if that fails, count it, and warn once until a line can be written again.
-
-        Args:
-            line: the line, without a newline.
-        """
+        """Append ``line``; if that fails, count it, and warn once until a line can be written again."""
         left_out = next(self._left_out) - self._looked
         self._looked += 1
         count = left_out + self._unwritten - self._told
@@ -267,9 +261,6 @@ def read_events(run_dir: Path) -> list[Event]:
     """Return all events of a run in the order in which they were written, including those of this process.
 
     Lines that are no events are left out, with one warning for all of them.
-
-    Args:
-        run_dir: the run directory; without an event file in it, there are no events.
     """
     _flush_events()
     path = run_dir / EVENTS_FILE

@@ -87,8 +87,7 @@ class _Generation:
 
     Attributes:
         went: when the ranks were let go into it, in nanoseconds of the coordinator's monotonic clock.
-        began_to_wait: when each rank reached the barrier, in nanoseconds of the coordinator's monotonic clock (-1
-            for ranks of other nodes, which have another clock).
+        began_to_wait: when each rank reached the barrier, by the same clock (-1 for ranks of other nodes).
         reason: why training does not resume from memory.
         nbytes: bytes that the ranks in ``filled`` received from the ranks in ``sources``.
     """

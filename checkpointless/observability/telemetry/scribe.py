@@ -55,14 +55,9 @@ class _Scribe:
         self._missed: int | None = None  # value of _done when the last flush gave up
 
     def put(self, write: Callable[[], object], *, chatter: bool = False) -> bool:
-        """Queue ``write`` to be run by the thread.
+        """Queue ``write`` to be run by the thread, which logs what it raises; return False if too many wait.
 
-        Args:
-            write: function that does the work; exceptions that it raises are logged.
-            chatter: whether it is dropped before other functions if too many wait.
-
-        Returns:
-            Whether the function will be run; False if too many wait already.
+        ``chatter`` is dropped before other functions.
         """
         if self._waiting.qsize() >= (MAX_CHATTER_WAITING if chatter else MAX_WAITING):
             return False
@@ -71,14 +66,9 @@ class _Scribe:
         return True
 
     def flush(self, timeout_s: float = FLUSH_S) -> bool:
-        """Wait until everything that was put before is done.
+        """Wait until everything that was put before is done; return whether it is.
 
-        Args:
-            timeout_s: longest wait, in seconds. If the last flush timed out and nothing was done since, this one
-                waits for a tenth of a second at most.
-
-        Returns:
-            Whether everything is done.
+        If the last flush timed out and nothing was done since, this one waits for a tenth of a second at most.
         """
         if self._waiting.empty() and not self._at_work.locked():
             return True
@@ -94,14 +84,7 @@ class _Scribe:
         return False
 
     def close(self, timeout_s: float = FLUSH_S) -> bool:
-        """Flush and end the thread; the next call of :meth:`put` starts another one.
-
-        Args:
-            timeout_s: longest wait, in seconds, as for :meth:`flush`.
-
-        Returns:
-            Whether everything is done; if not, the thread ends once it is.
-        """
+        """Flush and end the thread, or have it end later; the next call of :meth:`put` starts another one."""
         done = self.flush(timeout_s)
         if self._at_work.locked():
             self._waiting.put(None)
@@ -132,14 +115,7 @@ class _Scribe:
 
 
 def flush_all(timeout_s: float = FLUSH_S) -> bool:
-    """Wait until all writes of this process are done, before it ends in another way than Python's normal exit.
-
-    Args:
-        timeout_s: longest wait, in seconds, for files and for messages each.
-
-    Returns:
-        Whether all writes are done.
-    """
+    """Wait until all writes of this process are done, before it ends in another way than Python's normal exit."""
     return all([scribe.flush(timeout_s), herald.flush(timeout_s)])
 
 
@@ -280,8 +256,7 @@ TRACEBACKS_DIR = "tracebacks"
 def without_own_frames(error: BaseException) -> BaseException:
     """Cut from the traceback of an exception the frames that led to the user's code: the package's and runpy's.
 
-    Returns:
-        The exception. Its traceback stays whole if no other code was on the way to where it was raised.
+    It stays whole if no other code was on the way to where the exception was raised.
     """
     first = error.__traceback__
     while first is not None and _is_own(first.tb_frame.f_code):

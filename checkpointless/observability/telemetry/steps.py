@@ -55,7 +55,7 @@ class StepRecord:
     """Record of one optimizer step on one rank.
 
     Attributes:
-        loss: loss as ``float.hex()`` gives it, so that it is compared bit by bit; "-" if it is not known.
+        loss: as ``float.hex()`` gives it, so that it is compared bit by bit; "-" if it is not known.
         fit: the fit of the block that made the step, counted from 1. Between two fits, numbers are left out.
     """
 
@@ -68,11 +68,9 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class ValidationRecord:
-    """Record of one validation on one rank.
+    """Record of one validation on one rank: its final metrics by name, each as ``float.hex()`` gives it.
 
-    Attributes:
-        metrics: final metrics of the validation by name, each as ``float.hex()`` gives it.
-        callbacks: digest of each callback's state after the validation, by the callback's state key.
+    ``callbacks`` has the digest of each callback's state after the validation, by the callback's state key.
     """
 
     step: int
@@ -89,7 +87,7 @@ class Recording(dict[int, Sequence[StepRecord]]):
     """The steps of a run by rank, in the order in which they were written, and what else was recorded.
 
     Attributes:
-        checkpoints: sorted names of the checkpoints that each folder held at the end; None if none are kept.
+        checkpoints: sorted names of those that each folder held at the end; None if none are kept.
     """
 
     def __init__(
@@ -138,9 +136,6 @@ class StepLog:
     ) -> None:
         """Append one step.
 
-        Args:
-            loss: loss of the step on this rank; None if it is not known.
-
         Raises:
             OSError: this line or an earlier one could not be written; a record with holes would prove nothing.
         """
@@ -149,23 +144,12 @@ class StepLog:
         self._append(self.path, {"step": step, "loss": exact_loss(loss), "params": params, **known, **later})
 
     def record_validation(self, step: int, metrics: Mapping[str, float], callbacks: Mapping[str, str]) -> None:
-        """Append one validation.
-
-        Args:
-            callbacks: digest of each callback's state after the validation, by the callback's state key.
-
-        Raises:
-            OSError: this line or an earlier one could not be written.
-        """
+        """Append one validation, with the digest of each callback's state after it, by its state key."""
         exact = {name: float(value).hex() for name, value in metrics.items()}
         self._append(self._validations, {"step": step, "metrics": exact, "callbacks": dict(callbacks)})
 
     def record_checkpoints(self, names: Iterable[Iterable[str]]) -> None:
-        """Append the names of the checkpoints that exist. The last record counts; only one rank of a job writes it.
-
-        Raises:
-            OSError: this line or an earlier one could not be written.
-        """
+        """Append the names of the checkpoints that exist, on one rank of a job. The last record counts."""
         self._append(self._checkpoints, {"checkpoints": [sorted(each) for each in names]})
 
     def _append(self, path: Path, record: Mapping[str, Any]) -> None:

@@ -11,13 +11,10 @@ _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
 def printable(text: str, limit: int | None = None) -> str:
-    """Return ``text`` as one line of printable characters, for a terminal or a page.
+    """Return ``text`` as one line of at most ``limit`` printable characters, for a terminal or a page.
 
     White space becomes single blanks. A character that could move the cursor, change a colour or turn the direction
     of writing, or that cannot be encoded (control and format characters, lone surrogates), is shown by its code.
-
-    Args:
-        limit: maximum length of the result, in characters; None: no limit.
     """
     if limit is not None:
         text = text[: 8 * limit]  # the rest is not looked at
@@ -73,13 +70,7 @@ def plural(count: int, noun: str) -> str:
 
 
 def numbered(noun: str, numbers: Collection[int], shown: int = 8) -> str:
-    """Name numbered things, such as ``ranks 0-2, 5``.
-
-    Args:
-        noun: one such thing, as ``rank``.
-        numbers: their numbers, in any order.
-        shown: the largest number of runs of numbers; of more, only the first are named.
-    """
+    """Name numbered things, such as ``ranks 0-2, 5``; only the first ``shown`` runs of numbers are named."""
     if not numbers:
         return f"no {noun}"
     runs: list[list[int]] = []

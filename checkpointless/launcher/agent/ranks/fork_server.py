@@ -57,14 +57,12 @@ class ForkServer:
     """Starts, signals and reaps the processes of ranks, which a zygote forks.
 
     Args:
-        platform: name of the platform that the zygote installs after the imports
-            (:mod:`checkpointless.launcher.agent.ranks.preload`); None: none.
+        platform: name of the platform that the zygote installs after the imports (:mod:`.preload`); None: none.
         env: environment variables of the zygote, on top of this process's environment.
         log: descriptor that the zygote's own output goes to; it is only lent.
         folder: folder in which the ranks keep their sockets (:mod:`checkpointless.system.temp_folder`).
         fork_here: whether to fork the zygote from this process, which has imported everything, instead of starting
             an interpreter; this process must have one thread and no CUDA context.
-        clock: clock of the time in which the zygote must answer; it should stand still while this process does.
         close: descriptors that a zygote which is forked from this process closes.
     """
 

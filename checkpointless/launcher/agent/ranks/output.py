@@ -23,15 +23,10 @@ _TORN_S = 1.0
 
 
 class _LogFile:
-    """A log of bounded size. What its disk does not take is left out, and a line of the log says how much.
+    """A log, ``NAME.log``, of bounded size. What its disk does not take is left out, and a line says how much.
 
-    A full file is renamed to ``NAME.1.log``, ``NAME.2.log`` and so on; the oldest are deleted.
-
-    Args:
-        path: the file, ``NAME.log``.
-        most_bytes: size of the file and the older ones together.
-        complain: called with the reason whenever output is left out.
-        is_new: whether a file that is there already is an older one, and not to be continued.
+    A full file is renamed to ``NAME.1.log``, ``NAME.2.log`` and so on; the oldest are deleted. With ``is_new`` a
+    file that is there already is an older one, and not continued.
     """
 
     def __init__(self, path: Path, most_bytes: int, complain: Callable[[str], None], *, is_new: bool) -> None:
@@ -106,10 +101,6 @@ class _LineCopy:
 
     Only whole lines are shown, so that nothing is ever added to one. A state of a progress bar, which ends in a
     carriage return, is a line. So is a piece of a very long line, and of one that has no end after a second.
-
-    Args:
-        show: called with whole lines.
-        where: where all output is found, for the line that says how much is left out here.
     """
 
     def __init__(self, name: str, show: Callable[[bytes], None], where: Path) -> None:
@@ -161,11 +152,7 @@ class _LineCopy:
 
 
 def _write_all(descriptor: int, data: bytes) -> None:
-    """Write to a terminal, pipe or file until all is taken, also if another process has made it non-blocking.
-
-    Raises:
-        OSError: nobody takes it any more.
-    """
+    """Write until all is taken, also if another process has made the descriptor non-blocking."""
     at = 0
     while at < len(data):
         try:
@@ -206,10 +193,8 @@ class _Source:
 class _Outlet:
     """A thread that hands output to sinks, which may block, and room of bounded size in which output waits.
 
-    Args:
-        patience_s: how long whoever passes output on waits for room. It waits once until the thread has come to the
-            sink again; what follows is lost until then.
-        complain: called when output is lost because a sink takes none, or not fast enough.
+    Whoever passes output on waits ``patience_s`` for room, and once until the thread has come to the sink again;
+    what follows is lost until then.
     """
 
     def __init__(self, name: str, patience_s: float, complain: Callable[[], None]) -> None:
@@ -276,10 +261,7 @@ class Printed:
     """What one rank prints, over all its processes: the pipe that they print to, and its last lines.
 
     This process holds both ends, so that there is one pipe, however many processes the rank has and whatever they
-    leave running.
-
-    Args:
-        outlets: are called with all output, in order; they wait only briefly.
+    leave running. The outlets are called with all output, in order; they wait only briefly.
     """
 
     def __init__(self, path: Path, *outlets: Callable[[bytes], None]) -> None:
@@ -325,14 +307,14 @@ class Printed:
 class Output:
     """Takes what the processes of a node print, to log files and to the terminal.
 
-    A thread empties all pipes. It does not wait for a terminal, and for a disk only briefly, so that no rank
-    does. One thread for the files and one for the terminal wait in its place; what they cannot pass on is left out
-    and counted.
+    A thread empties all pipes. It does not wait for a terminal, and for a disk only briefly, so that no rank does.
+    One thread for the files and one for the terminal wait in its place; what they cannot pass on is left out and
+    counted.
 
     Args:
         node: the node's number; None if it is the job's only node.
         most_bytes: size of each log, with the older files of the same rank.
-        new_logs: the ranks whose logs begin with this agent; logs that are there already are continued for others.
+        new_logs: the ranks whose logs begin with this agent; those of others are continued.
         terminal: descriptor that output is copied to; None: it is not.
     """
 

@@ -24,13 +24,11 @@ _WITH_TORCH = ("torch._dynamo", "torch.distributed.tensor.debug")
 
 
 def preloads_of(script: Script) -> tuple[str, ...]:
-    """Return the names that ``script`` imports, anywhere in the file, from installed distributions.
+    """Return the sorted names that ``script`` imports, anywhere in the file, from installed distributions.
 
     The user's own modules are left out, because they belong to the run of the script. ``from a.b import c`` gives
-    ``a.b.c``, whether ``c`` is a module or not. With torch comes what a first optimizer and a first fault import.
-
-    Returns:
-        Sorted dotted names; empty if the source cannot be found or parsed (running it will say why).
+    ``a.b.c``, whether ``c`` is a module or not. Empty if the source cannot be found or parsed (running it will say
+    why).
     """
     source = _source(script)
     if source is None:
@@ -50,15 +48,10 @@ def preloads_of(script: Script) -> tuple[str, ...]:
 
 
 def installed(names: Iterable[str], local: Path) -> tuple[str, ...]:
-    """Return those of ``names`` that come from installed distributions.
-
-    With torch comes what a first optimizer and a first fault import.
+    """Return, sorted, those of ``names`` that come from installed distributions, and what torch needs.
 
     Args:
         local: the folder in which the user's own modules lie, which hide installed ones.
-
-    Returns:
-        Sorted dotted names.
     """
     wanted = set(names)
     roots = {root for root in {name.partition(".")[0] for name in wanted} if _is_installed(root, local)}
@@ -68,11 +61,7 @@ def installed(names: Iterable[str], local: Path) -> tuple[str, ...]:
 
 
 def preload(names: tuple[str, ...], script: Script | None = None) -> list[str]:
-    """Import ``names``; a name that fails is logged and left to the script.
-
-    Returns:
-        The names that could not be imported.
-    """
+    """Import ``names``; return those that fail, which are logged and left to the script."""
     failed = []
     beside = [] if script is None or script.module else [str(Path(script.target).resolve().parent)]
     sys.path[:0] = beside

@@ -75,7 +75,7 @@ class NodeJobState:
     Attributes:
         generation: the generation that began last (-1: none).
         began_after: the highest step that was known to be committed when the generation began.
-        incident: the incident that the coordinator spoke of last; None if the generation began without one.
+        incident: the one that the coordinator spoke of last; None if the generation began without one.
         finished: whether every rank's block has returned, on this node and all others.
         outcome: how the job ended; None until it has.
     """
@@ -91,11 +91,7 @@ class NodeJobState:
         self._told: tuple[str, float] = ("", 0.0)  # an incident, and when its fault happened
 
     def interrupt(self, incident: str, fault_at_s: float) -> None:
-        """Note the incident that ends the generation.
-
-        Args:
-            fault_at_s: when the fault happened, as far as that is known, on the monotonic clock.
-        """
+        """Note the incident that ends the generation, and when its fault happened (monotonic clock)."""
         self.incident = incident
         self._told = incident, fault_at_s
 
@@ -115,11 +111,7 @@ class NodeJobState:
 
 
 class _RankLink:
-    """The agent's end of a socket pair; nothing that is done with it blocks.
-
-    Args:
-        connection: the agent's end, which belongs to the link from here on.
-    """
+    """The agent's end of a socket pair, which it owns; nothing that is done with it blocks."""
 
     def __init__(
         self,
@@ -136,11 +128,7 @@ class _RankLink:
         selector.register(connection, selectors.EVENT_READ, on_readable)
 
     def send(self, message: AgentMessage) -> bool:
-        """Send ``message`` to the rank.
-
-        Returns:
-            False if the rank cannot be reached: it has ended, or has read nothing for a long time.
-        """
+        """Send ``message``; return False if the rank has ended, or has read nothing for a long time."""
         try:
             data = encode(message)
             return self._connection.send(data) == len(data)
@@ -179,10 +167,8 @@ EXIT_GRACE_S = 1.0  # for a process to end after it hung up or said that it woul
 class _Beats:
     """The beats of a rank's main thread, as they were seen on its board.
 
-    Attributes:
-        at_s: when the beat last changed, on the agent's clock.
-        seen_at_s: when the beat last changed, on the monotonic clock, which does not stand still with the agent.
-        in_step: whether the rank is within an optimizer step, but not in the first ones of a generation.
+    ``at_s`` is on the agent's clock, ``seen_at_s`` on the monotonic clock, which does not stand still with the
+    agent. The first steps of a generation are not ``in_step``.
     """
 
     last: int = 0
@@ -200,7 +186,6 @@ class LocalRank:
         log: what its processes print; whoever made it closes it.
         pid: process ID of the living process; None until it is known.
         link: the connection to the living process; None once either side has closed it.
-        said_hello: whether the living process has said hello.
         forgiven: whether the end of the process is a consequence of what is known already, and no fault by itself.
         started_at_s: when the living process was started, on the monotonic clock.
         ended: how the last process ended, once it has.
@@ -227,11 +212,7 @@ class LocalRank:
     kill_at_s: float | None = None
 
     def send(self, message: AgentMessage) -> bool:
-        """Send ``message`` to the rank.
-
-        Returns:
-            False if the rank cannot be reached: it has ended, or has read nothing for a long time.
-        """
+        """Send ``message``; return False if the rank has ended, or has read nothing for a long time."""
         return self.link is not None and self.link.send(message)
 
     def begin(self, now_s: float) -> None:
@@ -262,9 +243,7 @@ _END_S = 0.5  # for a killed check to end; one that the kernel holds does not
 class _Run:
     """A run of the check, in a process group of its own, that holds a process of a rank.
 
-    Attributes:
-        why: why the device must not be used, once the check has failed.
-        report_at_s: when that is to be reported, on the agent's clock.
+    ``why`` is set once it has failed, and is to be reported at ``report_at_s`` of the agent's clock.
     """
 
     def __init__(self, check: DeviceCheck, spawn: Spawn, env: Mapping[str, str], now_s: float) -> None:
@@ -311,9 +290,6 @@ class _DeviceChecks:
     """Holds the starts of processes while checks run, and reports devices that must not be used.
 
     The first process of the job for a rank is not held: there is no reason yet to doubt its device.
-
-    Args:
-        check: the check; None: nothing is held.
     """
 
     def __init__(
@@ -334,11 +310,7 @@ class _DeviceChecks:
         return self._held[rank].spawn.incarnation if rank in self._held else None
 
     def hold(self, spawn: Spawn, env: Mapping[str, str]) -> bool:
-        """Begin to check the device of a rank; return whether its process is held until that is over.
-
-        Args:
-            env: environment variables of the rank, on top of those of this process.
-        """
+        """Begin to check the device of a rank; return whether its process is held until that is over."""
         self.drop(spawn.rank)
         if self._check is None or spawn.incarnation == 0 or spawn.anyway:
             return False
@@ -402,10 +374,8 @@ class ProcessKeeper:
         make_rank: makes a rank, given its number, before its first process is started.
         rank_env: environment variables of every rank, besides those that the coordinator sends.
         on_lost: called with the reason when no process can be started any more.
-        device_check: what is run before a rank is started again (None: nothing).
 
     Attributes:
-        can_start: whether processes can be started.
         is_discarding: whether all processes are being ended before the node joins again.
         failures: how many processes exited with a nonzero code since the generation began.
     """
@@ -720,11 +690,7 @@ class _RankReports:
         self._clock = clock
 
     def hear(self, rank: LocalRank) -> None:
-        """Take what the rank has said since the last call.
-
-        Raises:
-            ProtocolError: the rank does not keep to the protocol.
-        """
+        """Take what the rank has said since the last call."""
         while rank.link is not None:
             try:
                 messages = rank.link.receive()

@@ -116,9 +116,9 @@ def run_script(script: Script) -> NoReturn:
 
 
 def _run(script: Script, board: Board | None) -> int:
-    """Run the script and return its exit code, which is on the board while its variables live.
+    """Run the script and return its exit code.
 
-    Their destructors may hang; the agent ends a process that is idle for too long after its script.
+    It is on the board while the destructors of the script's variables run, which may hang.
     """
     code = 0
     sys.argv = [script.target, *script.args]
@@ -137,10 +137,7 @@ def _run(script: Script, board: Board | None) -> int:
 
 
 def _wait_for_threads() -> None:
-    """Wait for the threads that Python waits for, but not for those that an earlier entry of the block has left.
-
-    The agent ends a process that idles meanwhile.
-    """
+    """Wait for the threads that Python waits for, but not for those that an earlier entry of the block has left."""
     for call in reversed(threading._threading_atexits):  # type: ignore[attr-defined]  # executors end their work
         call()
     while threads := waited_for() - abandoned():

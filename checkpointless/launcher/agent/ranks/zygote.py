@@ -118,9 +118,7 @@ _REQUESTS = msgspec.json.Decoder(Request)
 class _Zygote:
     """Forks ranks on request, and reports at once how each of them ended.
 
-    Args:
-        connection: connection to the agent; when it closes, the zygote and every rank end.
-        folder: folder in which the ranks keep their sockets (:mod:`checkpointless.system.temp_folder`).
+    When the connection to the agent closes, the zygote and every rank end.
     """
 
     def __init__(self, connection: socket.socket, script: Script, folder: Path | None) -> None:
@@ -283,11 +281,7 @@ def can_fork() -> bool:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Preload, then serve the agent.
-
-    Args:
-        arguments: command-line arguments (default: those of this process).
-    """
+    """Preload, then serve the agent."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--platform")
