@@ -27,7 +27,7 @@ from checkpointless.launcher.coordinator.job import Node
 from checkpointless.launcher.coordinator.job_config import JobConfig
 from checkpointless.launcher.protocol.causes import Cause, CauseKind
 from checkpointless.launcher.protocol.channel import Channel
-from checkpointless.launcher.protocol.messages import LineBuffer, encode
+from checkpointless.launcher.protocol.messages import Answer, LineBuffer, encode
 from checkpointless.launcher.protocol.node_messages import (
     FROM_COORDINATOR,
     FROM_NODE,
@@ -90,7 +90,7 @@ class SimulatedNode:
 
     def ready(self, rank: int, step: int) -> None:
         """A rank is at the barrier."""
-        self.say(RankReady(rank, self.incarnations[rank], 10_000 + rank, step, step + 1))
+        self.say(RankReady(rank, self.incarnations[rank], step, step + 1))
 
 
 class World:
@@ -184,7 +184,7 @@ class World:
             node.say(self._death(command.rank, forgiven=True))
         elif isinstance(command, Ask):
             for rank in command.ranks:
-                node.say(Answered(command.id, rank, rank != self.culprit, TRACEBACK))
+                node.say(Answered(rank, Answer(command.id, rank != self.culprit, TRACEBACK)))
 
     def _trouble(self, rank: int, kind: CauseKind, error: str, message: str) -> Trouble:
         return Trouble(
@@ -346,7 +346,7 @@ def over_a_socket(messages: int = 5_000) -> dict[str, float]:
     ours, theirs = socket.socketpair()
     heard: list[Any] = []
     channel = Channel(ours, selector, hears=FROM_NODE, on_message=heard.append, on_close=progress)
-    line, taken = encode(RankReady(9, 0, 99, 10, 11)), dict.fromkeys(("encode", "send", "decode", "receive"), 0.0)
+    line, taken = encode(RankReady(9, 0, 10, 11)), dict.fromkeys(("encode", "send", "decode", "receive"), 0.0)
     with theirs:
         for _ in range(messages):
             began_s = time.thread_time()

@@ -117,7 +117,7 @@ class Job:
     ) -> None:
         for rank in ranks:
             incarnation = self.coordinator.ranks[rank].incarnation
-            self.tell(rank, RankReady(rank, incarnation, 1000 + rank, committed, making, entered, unfit))
+            self.tell(rank, RankReady(rank, incarnation, committed, making, entered, unfit))
 
     def raises(self, rank: int, kind: CauseKind = CauseKind.EXCEPTION, **more: Any) -> None:
         self.tell(rank, trouble(rank, kind, **{"generation": self.coordinator.generation, **more}))

@@ -113,7 +113,7 @@ class RankClient(abc.ABC):
         with self._news:
             self._go = self._finish = None  # left from a block that this process ran before, if any
             self._move_to(generation)
-        self._send(Hello(rank=self.rank, pid=os.getpid(), generation=generation))
+        self._send(Hello(generation))
 
     def wait_go(self, after_generation: int, timeout_s: float | None = None) -> Go:
         """Wait for a ``go`` whose generation is larger than ``after_generation``.

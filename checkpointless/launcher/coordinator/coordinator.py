@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from checkpointless.launcher.coordinator.hang_watch import HangWatch, Stall, Whereabouts
+from checkpointless.launcher.coordinator.hang_watch import HangWatch, Stall
 from checkpointless.launcher.coordinator.job import FAILED, Job, Node, Phase, Rank
 from checkpointless.launcher.coordinator.job_config import JobConfig
 from checkpointless.launcher.coordinator.membership import BadDevices, Membership
@@ -330,8 +330,7 @@ class _HangResponse:
         job = self._job
         if isinstance(message, Answered):
             rank = job.roster.rank_of(message.rank, node)
-            where = Whereabouts(message.in_collective, message.stack, message.is_async, message.launched)
-            self._hangs.answered(message.id, rank.number, where)
+            self._hangs.answered(rank.number, message.answer)
             return
         for silent in message.ranks:
             job.roster.rank_of(silent.number, node)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
+from checkpointless.launcher.protocol.messages import Answer
 from checkpointless.launcher.protocol.node_messages import SilentRank
 from checkpointless.system.process_tree import ProcessLook, ProcessState, state_of
 
@@ -212,22 +213,6 @@ def _numbers(ranks: Iterable[int]) -> str:
 _Launched = Mapping[int, Mapping[str, int]]  # for each rank, the number of collectives in each of its groups
 
 
-@dataclass(frozen=True)
-class Whereabouts:
-    """A rank's answer to an inquiry.
-
-    Attributes:
-        in_collective: whether its main thread waits in a collective.
-        is_async: whether collectives return when they have been launched, before the peers have come.
-        launched: how many collectives it has launched in each of its process groups.
-    """
-
-    in_collective: bool
-    stack: str
-    is_async: bool = False
-    launched: Mapping[str, int] = field(default_factory=dict)
-
-
 def _ahead(launched: _Launched) -> frozenset[int]:
     """Return the ranks that have launched a collective to which another rank of its group has not come."""
     least: dict[str, int] = {}
@@ -251,7 +236,7 @@ def _behind(launched: _Launched) -> frozenset[int]:
     return frozenset(late - _ahead(launched))
 
 
-def _stances_of(answers: Mapping[int, Whereabouts], is_complete: bool) -> dict[int, _Stance]:
+def _stances_of(answers: Mapping[int, Answer], is_complete: bool) -> dict[int, _Stance]:
     """Return where each rank stands that has answered.
 
     The stack of a rank whose launches return at once shows nothing. It waits if it is ahead of a peer; it holds the
@@ -317,7 +302,7 @@ class _Inquiry:
     began_at_s: float
     asked_at_s: float
     beats: dict[int, int]
-    answers: dict[int, Whereabouts] = field(default_factory=dict)
+    answers: dict[int, Answer] = field(default_factory=dict)
 
     def stack(self, rank: int, default: str = "") -> str:
         """Return the stack that a rank has sent, or ``default`` if it has not answered."""
@@ -440,11 +425,11 @@ class HangWatch:
                 rank.beat, rank.age_ms / 1000, now_s, since_s, rank.making, limit_s, look, first, first_at_s
             )
 
-    def answered(self, question: int, rank: int, where: Whereabouts) -> None:
+    def answered(self, rank: int, answer: Answer) -> None:
         """Record where a rank stands, as it answered; a late answer counts, too."""
         inquiry = self._inquiry
-        if inquiry is not None and inquiry.first <= question <= inquiry.last and rank in inquiry.beats:
-            inquiry.answers[rank] = where
+        if inquiry is not None and inquiry.first <= answer.id <= inquiry.last and rank in inquiry.beats:
+            inquiry.answers[rank] = answer
 
     def look(self, running: Iterable[int], now_s: float) -> list[_Hang]:
         """Return the hangs that are found now."""

@@ -26,7 +26,7 @@ from checkpointless.system.environment import TOKEN_ENV
 
 logger = logging.getLogger(__name__)
 
-_PROTOCOL_VERSION = 8
+_PROTOCOL_VERSION = 9
 MIN_TOKEN_CHARACTERS = 16
 SPARE = -1  # the node number of an agent that waits until it is needed
 

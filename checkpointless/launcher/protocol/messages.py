@@ -37,8 +37,6 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 class Hello(Message, frozen=True, tag="hello"):
     """The rank is at the entry of its block and waits for ``go``."""
 
-    rank: Int
-    pid: Int
     generation: Int
 
 

@@ -13,7 +13,7 @@ from typing import Annotated, get_args
 import msgspec
 
 from checkpointless.launcher.protocol.causes import Cause, Int
-from checkpointless.launcher.protocol.messages import FaultNotice, HandOver, Message, Vocabulary
+from checkpointless.launcher.protocol.messages import Answer, FaultNotice, HandOver, Message, Vocabulary
 
 
 class RankState(Enum):
@@ -113,7 +113,6 @@ class RankReady(Message, frozen=True, tag="ready"):
 
     rank: Int
     incarnation: Int
-    pid: Int
     committed: Int
     making: Int
     entered: bool = False
@@ -196,14 +195,10 @@ class RankInexact(Message, frozen=True, tag="rank-inexact"):
 
 
 class Answered(Message, frozen=True, tag="answered"):
-    """A rank has answered the inquiry ``id``; the other fields are those of its answer."""
+    """A rank has answered an inquiry."""
 
-    id: Int
     rank: Int
-    in_collective: bool
-    stack: str
-    is_async: bool = False
-    launched: dict[str, Int] = {}
+    answer: Answer
 
 
 class Silent(Message, frozen=True, tag="silent"):

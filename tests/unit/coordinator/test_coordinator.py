@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from checkpointless.launcher.coordinator.job import Node
 from checkpointless.launcher.protocol.causes import CauseKind
+from checkpointless.launcher.protocol.messages import Answer
 from checkpointless.launcher.protocol.node_messages import (
     AllDone,
     Answered,
@@ -114,7 +115,7 @@ def test_a_rank_that_is_replaced_before_it_entered_begins_with_the_others() -> N
 def test_a_rank_that_is_ready_before_all_nodes_have_joined_has_no_process() -> None:
     job = Job()
     job.join(0)
-    job.tell(0, RankReady(0, 0, 1000, -1, 0))
+    job.tell(0, RankReady(0, 0, -1, 0))
     job.join(1)
     assert [spawn.rank for _, spawn in job.take(Spawn)] == list(job.ranks)
     job.ready(1, 2, 3)
@@ -259,7 +260,7 @@ class Observer:
         joined = self.job.coordinator.ranks[rank].node.joined  # else it speaks of a process that it has to end
         if joined and self.incarnations.get(rank) == incarnation and self.job.outcome is None:
             self.at_barrier.add(rank)
-        self.job.tell(rank, RankReady(rank, incarnation, 1, committed, committed + 1))
+        self.job.tell(rank, RankReady(rank, incarnation, committed, committed + 1))
 
     def is_away(self, node: Node) -> bool:
         return bool(node.lost) or node.index in self.job.coordinator._job.roster.back_by_s
@@ -345,7 +346,7 @@ def _message(kind: str, rank: int, generation: int, number: int = 0, more: Any =
                 )
             ]
         )
-    return Answered(number, rank, more, "a stack")
+    return Answered(rank, Answer(number, more, "a stack"))
 
 
 @examples(400)

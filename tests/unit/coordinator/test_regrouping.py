@@ -8,6 +8,7 @@ import pytest
 
 from checkpointless.launcher.coordinator.incident_policy import STILLBORN_LIMIT
 from checkpointless.launcher.protocol.causes import CauseKind
+from checkpointless.launcher.protocol.messages import Answer
 from checkpointless.launcher.protocol.node_messages import (
     Alive,
     Answered,
@@ -116,8 +117,8 @@ def test_what_is_stale_is_ignored() -> None:
     job.raises(0, generation=0)
     job.tell(0, RankDone(0, 0))
     job.ends(2, incarnation=0)
-    job.tell(2, RankReady(2, 0, 1, -1, -1))
-    job.tell(0, Answered(1, 0, False, "of an inquiry that nobody made"))
+    job.tell(2, RankReady(2, 0, -1, -1))
+    job.tell(0, Answered(0, Answer(1, False, "of an inquiry that nobody made")))
     job.tell(0, Alive())
     assert {rank.state for rank in job.coordinator.ranks} == {RankState.RUNNING}
     assert (job.sent, job.said) == ([], [])

@@ -709,16 +709,7 @@ class _RankReports:
         if isinstance(message, Hello):
             self._on_hello(rank)
         elif isinstance(message, Answer):
-            self._report(
-                Answered(
-                    message.id,
-                    rank.number,
-                    message.in_collective,
-                    message.stack,
-                    message.is_async,
-                    message.launched,
-                )
-            )
+            self._report(Answered(rank.number, message))
         elif isinstance(message, GiveUp):
             self._report(JobOver(message.reason, message.code, message.generation, message.is_lost))
         elif isinstance(message, Replace):
@@ -757,10 +748,8 @@ class _RankReports:
 
     def _is_ready(self, rank: LocalRank, *, entered: bool = False, unfit: str = "") -> None:
         rank.state = RankState.READY
-        reading, pid = rank.board.read(), rank.pid or -1
-        self._report(
-            RankReady(rank.number, rank.incarnation, pid, reading.committed, reading.making, entered, unfit)
-        )
+        reading = rank.board.read()
+        self._report(RankReady(rank.number, rank.incarnation, reading.committed, reading.making, entered, unfit))
 
     def _trouble(self, rank: LocalRank, cause: Cause) -> None:
         reading = rank.board.read()

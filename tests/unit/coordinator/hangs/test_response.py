@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from checkpointless.launcher.coordinator.job import Phase
+from checkpointless.launcher.protocol.messages import Answer
 from checkpointless.launcher.protocol.node_messages import (
     Answered,
     Ask,
@@ -49,11 +50,11 @@ def test_who_waits_in_no_collective_is_asked_to_leave_and_replaced_if_it_does_no
     silence(job, 0, 4, 5)
     job.tick()
     assert job.take(Ask) == [(0, Ask(1, [0])), (2, Ask(1, [4, 5]))]
-    job.tell(0, Answered(1, 0, True, "in a collective"))
-    job.tell(4, Answered(1, 4, False, "elsewhere"))
+    job.tell(0, Answered(0, Answer(1, True, "in a collective")))
+    job.tell(4, Answered(4, Answer(1, False, "elsewhere")))
     job.tick()
     assert job.take(FaultNotice) == []
-    job.tell(5, Answered(1, 5, True, "in a collective"))
+    job.tell(5, Answered(5, Answer(1, True, "in a collective")))
     job.tick()
     cause = "rank 4 made no progress for 10 s at step 4"
     assert notices(job) == [(node, FaultNotice(0, "1", cause, 4)) for node in (0, 1, 2)]
@@ -73,7 +74,7 @@ def test_who_leaves_in_time_is_not_replaced() -> None:
     longest(job, 0)
     silence(job, 4)
     job.tick()
-    job.tell(4, Answered(1, 4, False, "elsewhere"))
+    job.tell(4, Answered(4, Answer(1, False, "elsewhere")))
     job.tick()
     job.ready(4)
     job.later_s = 20.0
@@ -102,7 +103,7 @@ def test_an_answer_that_comes_late_counts() -> None:
     silence(job, 3)
     job.tick()
     wait_in_silence(job, 3, seconds=3)
-    job.tell(3, Answered(1, 3, True, "in a collective"))
+    job.tell(3, Answered(3, Answer(1, True, "in a collective")))
     wait_in_silence(job, 3, seconds=4)
     assert (job.take(FaultNotice), job.take(Kill)) == ([], [])
 
@@ -176,7 +177,7 @@ def stall(job: Job, ranks: Sequence[int], age_s: float) -> None:
     job.tick()
     for _, ask in job.take(Ask):
         for rank in ask.ranks:
-            job.tell(rank, Answered(ask.id, rank, rank not in ranks, stack))
+            job.tell(rank, Answered(rank, Answer(ask.id, rank not in ranks, stack)))
     job.tick()
 
 
@@ -185,14 +186,14 @@ def test_ranks_that_all_wait_for_each_other_leave_together_and_nobody_is_killed(
     silence(job, *job.ranks)
     job.tick()
     for rank in job.ranks:
-        job.tell(rank, Answered(1, rank, True, "in a collective"))
+        job.tell(rank, Answered(rank, Answer(1, True, "in a collective")))
     job.tick()
     cause = "ranks waited for each other with no progress for 10 s at step 4"
     assert job.take(FaultNotice) == []  # nobody has ever shown progress
     longest(job, 0)
     wait_in_silence(job, *job.ranks, seconds=2)
     for rank in job.ranks:
-        job.tell(rank, Answered(2, rank, True, "in a collective"))
+        job.tell(rank, Answered(rank, Answer(2, True, "in a collective")))
     job.tick()
     assert notices(job) == [(node, FaultNotice(0, "1", cause, None)) for node in (0, 1)]
     assert job.take(Kill) == []
@@ -205,6 +206,6 @@ def test_a_rank_that_moved_on_since_it_was_asked_is_left_alone(again: tuple[int,
     silence(job, 3)
     job.tick()
     silence(job, *again, beat=8, age_s=HEARTBEAT_S * 0.95)
-    job.tell(3, Answered(1, 3, False, "elsewhere"))
+    job.tell(3, Answered(3, Answer(1, False, "elsewhere")))
     job.tick()
     assert (job.take(FaultNotice), job.take(Kill)) == ([], [])

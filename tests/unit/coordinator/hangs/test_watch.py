@@ -10,9 +10,9 @@ from checkpointless.launcher.coordinator.hang_watch import (
     HangWatch,
     Heartbeat,
     Stall,
-    Whereabouts,
     _Hang,
 )
+from checkpointless.launcher.protocol.messages import Answer
 from checkpointless.launcher.protocol.node_messages import SilentRank
 
 CEILING_S = 600.0
@@ -41,7 +41,7 @@ class Watched:
 
     def answer(self, *ranks: int, elsewhere: tuple[int, ...] = ()) -> None:
         for rank in (*ranks, *elsewhere):
-            self.watch.answered(len(self.asked), rank, Whereabouts(rank not in elsewhere, "a stack"))
+            self.watch.answered(rank, Answer(len(self.asked), rank not in elsewhere, "a stack"))
 
     def look(self) -> list[_Hang]:
         return self.watch.look(RANKS, self.now_s)

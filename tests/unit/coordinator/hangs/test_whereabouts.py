@@ -8,14 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointless.launcher.coordinator.hang_watch import Whereabouts, _ahead, _behind, _Stance, _stances_of
+from checkpointless.launcher.coordinator.hang_watch import _ahead, _behind, _Stance, _stances_of
+from checkpointless.launcher.protocol.messages import Answer
 
 WAITS, ELSEWHERE, UNCLEAR = _Stance.WAITS, _Stance.ELSEWHERE, _Stance.UNCLEAR
 
 
 def on_gpus(launched: Mapping[int, Mapping[str, int]], *in_collective: int) -> dict[int, _Stance]:
     """Return the stances of ranks on GPUs."""
-    answers = {rank: Whereabouts(rank in in_collective, "", True, each) for rank, each in launched.items()}
+    answers = {rank: Answer(0, rank in in_collective, "", True, dict(each)) for rank, each in launched.items()}
     return _stances_of(answers, is_complete=True)
 
 
@@ -62,7 +63,7 @@ def test_without_evidence_nobody_is_accused(launched: Mapping[int, Mapping[str, 
 def test_who_is_behind_may_wait_for_one_that_has_not_answered() -> None:
     """Rank 1 waits for rank 2, which still beats and was not asked, and rank 0 waits for rank 1."""
     launched = {0: {"a": 5}, 1: {"a": 4, "b": 3}}
-    answers = {rank: Whereabouts(False, "", True, each) for rank, each in launched.items()}
+    answers = {rank: Answer(0, False, "", True, dict(each)) for rank, each in launched.items()}
     assert _stances_of(answers, is_complete=False) == {0: WAITS, 1: UNCLEAR}
 
 
@@ -71,7 +72,7 @@ def test_a_stack_in_a_collective_counts_on_gpus_too() -> None:
 
 
 def test_where_calls_return_when_they_are_done_the_stack_is_the_evidence() -> None:
-    answers = {0: Whereabouts(True, "", False, {"0": 5}), 1: Whereabouts(False, "", False, {"0": 5})}
+    answers = {0: Answer(0, True, "", False, {"0": 5}), 1: Answer(0, False, "", False, {"0": 5})}
     assert _stances_of(answers, is_complete=False) == {0: WAITS, 1: ELSEWHERE}
 
 

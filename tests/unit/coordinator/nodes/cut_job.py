@@ -131,7 +131,7 @@ class ModelAgent:
         state, incarnation = self.ranks[number]
         if state in (STARTING, LEAVING) or (state is FINISHED and has_next_block):
             self.ranks[number] = READY, incarnation
-            self._say(RankReady(number, incarnation, 1000, self._committed, self._committed + 1))
+            self._say(RankReady(number, incarnation, self._committed, self._committed + 1))
 
     def returns(self, number: int) -> None:
         """Have the block of a rank return."""

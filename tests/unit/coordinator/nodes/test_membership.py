@@ -43,7 +43,7 @@ def test_a_spare_takes_the_place_of_a_lost_node() -> None:
     assert job.coordinator.nodes[1] is spare
     assert job.coordinator.spares == []
     with pytest.raises(ValueError, match="which it does not run"):
-        job.hear(lost, RankReady(2, 1, 1, -1, -1))
+        job.hear(lost, RankReady(2, 1, -1, -1))
     job.ready(*job.ranks)
     assert [node for node, _ in job.take(Begin)] == [0, 1]
     assert job.said[1] == "a spare takes the place of node 1"
