@@ -188,7 +188,7 @@ class World:
 
     def _trouble(self, rank: int, kind: CauseKind, error: str, message: str) -> Trouble:
         return Trouble(
-            generation=self.coordinator.generation,
+            generation=self.coordinator.job.generation,
             cause=Cause(
                 kind, rank, "exception", f"raised {error}", self.step + 1, message, error, message, TRACEBACK
             ),
@@ -225,7 +225,7 @@ class World:
         self.measurement = Measurement(case.value, self.ranks)
         self._last = {}
         self._victims, self._not_leaving = set(), set()
-        began_s, generation = self._clock_s, self.coordinator.generation
+        began_s, generation = self._clock_s, self.coordinator.job.generation
         node = self.nodes[self.culprit // NPROC]
         if case is Case.START:
             self._start()
@@ -280,7 +280,7 @@ class World:
             yield node
 
     def _take_over(self) -> None:
-        generation, self.coordinator = self.coordinator.generation, self._new_coordinator()
+        generation, self.coordinator = self.coordinator.job.generation, self._new_coordinator()
         for node in self._admit_all():
             ranks = [
                 RankStanding(rank, incarnation, RankState.RUNNING, self.step, self.step + 1)
@@ -330,8 +330,8 @@ class World:
         begins = 0 if same else len(self.nodes)
         interrupts = 0 if same or case is Case.START else len(self.nodes) - (case is Case.NODE)
         found = (
-            coordinator.outcome,
-            coordinator.generation - before,
+            coordinator.job.outcome,
+            coordinator.job.generation - before,
             by_type.get("begin", 0),
             by_type.get("fault", 0),
         )

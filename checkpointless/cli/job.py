@@ -139,7 +139,7 @@ def add_coordination_options(parser: argparse.ArgumentParser) -> None:
 
 
 def coordination_settings(options: argparse.Namespace) -> dict[str, Any]:  # Any: of different types
-    """Return the given ones of these options, as arguments of ``LaunchConfig`` and ``CoordinatorConfig``."""
+    """Return the given ones of these options, as arguments of ``JobConfig``."""
     if options.http_host is not None and options.http_port is None:
         raise UsageError("--http-host requires --http-port")
     settings = {

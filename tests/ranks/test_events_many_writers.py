@@ -19,7 +19,7 @@ _WRITER = """
 import sys, threading
 from pathlib import Path
 from checkpointless.observability.telemetry.event_names import EventName
-from checkpointless.observability.telemetry.events import EVENTS_FILE, EventLog, _flush_events
+from checkpointless.observability.telemetry.events import EVENTS_FILE, EventLog
 rank, count = int(sys.argv[2]), int(sys.argv[3])
 log = EventLog(Path(sys.argv[1]) / EVENTS_FILE, rank=rank)
 
@@ -29,7 +29,7 @@ def write(thread):
         log.emit(EventName.DATA, "point", generation=0, thread=thread, n=n, filler="x" * (n * 37 % 3000))
         n += 1
         if n % 100 == 0:  # a log whose disk is slower than its writer drops lines, and counts them
-            _flush_events()
+            scribe.flush()
 
 threads = [threading.Thread(target=write, args=(thread,)) for thread in range(2)]
 for thread in threads:

@@ -120,7 +120,7 @@ class Job:
             self.tell(rank, RankReady(rank, incarnation, committed, making, entered, unfit))
 
     def raises(self, rank: int, kind: CauseKind = CauseKind.EXCEPTION, **more: Any) -> None:
-        self.tell(rank, trouble(rank, kind, **{"generation": self.coordinator.generation, **more}))
+        self.tell(rank, trouble(rank, kind, **{"generation": self.coordinator.job.generation, **more}))
 
     def ends(
         self,
@@ -160,11 +160,11 @@ class Job:
 
     @property
     def run_id(self) -> str:
-        return self.coordinator.run_id
+        return self.coordinator.job.rendezvous.run_id
 
     @property
     def outcome(self) -> End | None:
-        return self.coordinator.outcome
+        return self.coordinator.job.outcome
 
     @property
     def last_word(self) -> str:

@@ -323,12 +323,12 @@ def _add_coordinator_options(parser: argparse.ArgumentParser) -> None:
 def _coordinate(options: argparse.Namespace) -> int:
     """Coordinate a job until it is over."""
     from checkpointless.launcher.agent.launch import launch_coordinator
-    from checkpointless.launcher.coordinator.job_config import CoordinatorConfig
+    from checkpointless.launcher.coordinator.job_config import JobConfig
     from checkpointless.system.environment import TOKEN_ENV
 
     settings = coordination_settings(options)
     try:
-        config = CoordinatorConfig(
+        config = JobConfig(
             nnodes=options.nnodes,
             nproc_per_node=options.nproc_per_node,
             rdzv_endpoint=options.rdzv_endpoint,

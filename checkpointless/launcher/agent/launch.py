@@ -23,7 +23,7 @@ from checkpointless.launcher.agent.ranks.process_keeper import LocalRank
 from checkpointless.launcher.agent.ranks.rank_process import Script, die_with_parent
 from checkpointless.launcher.coordinator.hosting import TICK_S, coordinate
 from checkpointless.launcher.coordinator.job import FAILED
-from checkpointless.launcher.coordinator.job_config import CoordinatorConfig, JobConfig
+from checkpointless.launcher.coordinator.job_config import JobConfig
 from checkpointless.launcher.protocol.board import NO_STEP, Board
 from checkpointless.launcher.protocol.node_messages import End
 from checkpointless.observability.telemetry.event_names import EventName
@@ -41,17 +41,18 @@ if TYPE_CHECKING:  # only if HTTP is asked for
 _NO_HANDOVER = "a process that has to be replaced cannot hand its state to its successor"
 
 
-def launch_coordinator(config: CoordinatorConfig, say: Callable[[str], None]) -> int:
+def launch_coordinator(config: JobConfig, say: Callable[[str], None]) -> int:
     """Coordinate a job until it is over; return 0 if every rank ended successfully, else 1.
 
     It handles signals, so it must be called in the main thread.
 
     Raises:
         OSError: the endpoint cannot be listened on, or the run directory cannot be created.
-        ValueError: HTTP cannot be served at the configured address.
+        ValueError: the endpoint, the token or the address for HTTP cannot be used.
     """
     from checkpointless.observability.monitoring.metrics import OUTSIDE
 
+    config.check_meeting()
     if config.run_dir is not None:
         config.run_dir.mkdir(parents=True, exist_ok=True)
     signals: list[int] = []
@@ -168,7 +169,7 @@ def _run(
             outcome = _serve(agent, link, selector, signals, watch, clock)
         finally:
             output.close()
-        return _conclude(outcome, agent.generation, agent.newest, config, events, say)
+        return _conclude(outcome, agent.job.generation, agent.newest, config, events, say)
 
 
 def _fork_servers(
@@ -208,7 +209,7 @@ def _serve(
 ) -> End:
     """Run a node's part of a job until every rank's process has ended, and return how the job ended."""
     try:
-        while agent.outcome is None or agent.alive() or link.is_needed(clock()):
+        while agent.job.outcome is None or agent.alive() or link.is_needed(clock()):
             for key, _ in selector.select(TICK_S):
                 key.data()
             now_s = clock()
@@ -222,7 +223,7 @@ def _serve(
             link.deliver(agent, now_s)
             if watch is not None:
                 watch.look(agent, link.coordinator, time.monotonic())
-        return agent.outcome
+        return agent.job.outcome
     finally:
         agent.close()
         link.close()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import abc
 import errno
 import logging
-import queue
 import select
 import selectors
 import socket
@@ -13,6 +12,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 from checkpointless.launcher.agent.launch_config import LaunchConfig
@@ -44,6 +45,7 @@ from checkpointless.launcher.protocol.node_messages import (
     Trouble,
 )
 from checkpointless.observability.telemetry.events import EventLog
+from checkpointless.observability.telemetry.scribe import in_thread
 from checkpointless.system.awake_clock import AwakeClock
 from checkpointless.system.signals import ENDING
 
@@ -122,7 +124,7 @@ class _LocalCoordinatorLink(Link):
 
     def cut(self) -> None:
         """End the job: there is no connection that could be lost."""
-        self._coordinator.end(FAILED, "fault store: this agent coordinates, so it has no connection to be cut")
+        self._coordinator.job.end(FAILED, "fault store: this agent coordinates, so it has no connection to be cut")
 
     def close(self) -> None:
         """Close the port."""
@@ -166,7 +168,8 @@ class _RemoteCoordinatorLink(Link):
         self._silence_s = silence_s
         self._say = say
         self._lost = ""
-        self._search: _Search | None = None
+        self._search: Future[_Joining] | None = None
+        self._stopped = threading.Event()  # gives a search up
         self._kept: deque[NodeMessage] = deque(maxlen=1024)
         self._heard = 0
         self._heard_at_s = self._next_alive_s = 0.0
@@ -198,11 +201,11 @@ class _RemoteCoordinatorLink(Link):
                 agent.obey(self.commands.popleft())
         except ValueError as error:
             agent.end(End(FAILED, [f"the coordinator at {self._where} does not keep to the protocol: {error}"]))
-        if self._lost and agent.outcome is None:
+        if self._lost and agent.job.outcome is None:
             self._say(f"the coordinator at {self._where} was lost ({self._lost}): training goes on without it")
             if agent.ranks:  # a spare got its number with its ranks
                 self._number = min(agent.ranks) // self._nproc
-            self._search = _Search(self._join, self._number)
+            self._search = in_thread(partial(self._join, self._number, self._stopped.is_set), "join")
 
     def is_needed(self, now_s: float) -> bool:
         """Return False: the coordinator learns of the end when the connection closes."""
@@ -216,36 +219,41 @@ class _RemoteCoordinatorLink(Link):
 
     def close(self) -> None:
         """Close the connection."""
-        if self._search is not None:
-            self._search.stop()
+        self._stopped.set()
         self._channel.close()
 
-    def _look(self, search: _Search, agent: NodeAgent) -> None:
-        if agent.outcome is not None:  # its ranks are ending, so nobody should count on them
-            search.stop()
-            return
-        found = search.result()
-        if isinstance(found, JoinError) and agent.has_ended_well:
-            agent.end(End(0, []))
-        elif isinstance(found, JoinError):
-            words = [f"the coordinator at {self._where} was lost: {self._lost}", str(found)]
-            if isinstance(found, _RefusedError):  # at once: others may have taken their place
-                agent.end(End(FAILED, words), grace_s=0.0)
-            else:
-                agent.end(End(FAILED, words))
-        elif found is not None:
+    def _look(self, search: Future[_Joining], agent: NodeAgent) -> None:
+        if agent.job.outcome is not None:  # its ranks are ending, so nobody should count on them
+            self._stopped.set()
+        elif search.done() and (error := search.exception()) is not None:
+            self._end_without(error, agent)
+        elif search.done():
+            found = search.result()
             self._say(f"the coordinator at {self._where} is back")
             self._search, self._lost = None, ""
             self.address = found.own_address
             self._channel = self._open(found)
             while self._kept:  # first, so that what led to the standing is known when it arrives
                 self._channel.send(self._kept.popleft())
-            if agent.is_discarding:
+            if agent.processes.is_discarding:
                 pass  # it joins when its ranks have ended
             elif agent.ranks:
                 self._channel.send(agent.standing())
-            elif agent.joined:
+            elif agent.processes.can_start:
                 self._channel.send(Joined())
+
+    def _end_without(self, error: BaseException, agent: NodeAgent) -> None:
+        """End the job on this node, since the coordinator was not found."""
+        if not isinstance(error, JoinError):
+            logger.error("the coordinator cannot be looked for", exc_info=error)
+            error = JoinError(f"it cannot be looked for: {type(error).__name__}: {error}")
+        words = [f"the coordinator at {self._where} was lost: {self._lost}", str(error)]
+        if agent.has_ended_well:
+            agent.end(End(0, []))
+        elif isinstance(error, _RefusedError):  # at once: others may have taken their place
+            agent.end(End(FAILED, words), grace_s=0.0)
+        else:
+            agent.end(End(FAILED, words))
 
     def _open(self, joining: _Joining) -> Channel:
         self._where = joining.where
@@ -254,35 +262,6 @@ class _RemoteCoordinatorLink(Link):
 
     def _on_close(self, reason: str) -> None:
         self._lost = reason
-
-
-class _Search:
-    """Joins in a separate thread, so that the loop continues meanwhile."""
-
-    def __init__(self, join: Callable[[int, Callable[[], bool]], _Joining], number: int) -> None:
-        self._stopped = threading.Event()
-        self._found: queue.SimpleQueue[_Joining | JoinError] = queue.SimpleQueue()
-        threading.Thread(target=self._run, args=(join, number), name="checkpointless-join", daemon=True).start()
-
-    def result(self) -> _Joining | JoinError | None:
-        """Return the outcome of the search, or None while it continues."""
-        try:
-            return self._found.get_nowait()
-        except queue.Empty:
-            return None
-
-    def stop(self) -> None:
-        """Give up the search."""
-        self._stopped.set()
-
-    def _run(self, join: Callable[[int, Callable[[], bool]], _Joining], number: int) -> None:
-        try:
-            self._found.put(join(number, self._stopped.is_set))
-        except JoinError as error:
-            self._found.put(error)
-        except Exception as error:
-            logger.exception("the coordinator cannot be looked for")
-            self._found.put(JoinError(f"it cannot be looked for: {type(error).__name__}: {error}"))
 
 
 class JoinError(RuntimeError):
@@ -428,8 +407,23 @@ def link_to_coordinator(
                 raise
     address, port = config.endpoint
     say(f"node {config.node_rank}: joining the job at {address}:{port}")
+    limits = iter([(config.join_timeout_s, 0.0)])  # later attempts are those of a node that looks for a lost one
+
+    def join(number: int, stopped: Callable[[], bool]) -> _Joining:
+        timeout_s, longer_s = next(limits, (config.regroup_timeout_s, config.node_timeout_s))
+        return _Joining(
+            address,
+            port,
+            token=config.token,
+            node=number,
+            nproc=config.nproc_per_node,
+            timeout_s=timeout_s,
+            stopped=stopped,
+            refused_for_s=_REFUSED_FOR_S + longer_s,
+        )
+
     return _RemoteCoordinatorLink(
-        _Attempts(config),
+        join,
         config.node_rank if config.node_rank < config.nnodes else SPARE,
         nproc=config.nproc_per_node,
         selector=selector,
@@ -438,24 +432,3 @@ def link_to_coordinator(
         stopped=lambda: any(number in ENDING for number in signals),
         clock=clock,
     )
-
-
-class _Attempts:
-    """Joins the job; attempts after the first have the limits of a node that looks for a lost coordinator."""
-
-    def __init__(self, config: LaunchConfig) -> None:
-        self._config = config
-        self._again = False
-
-    def __call__(self, number: int, stopped: Callable[[], bool]) -> _Joining:
-        config = self._config
-        again, self._again = self._again, True
-        return _Joining(
-            *config.endpoint,
-            token=config.token,
-            node=number,
-            nproc=config.nproc_per_node,
-            timeout_s=config.regroup_timeout_s if again else config.join_timeout_s,
-            stopped=stopped,
-            refused_for_s=_REFUSED_FOR_S + (config.node_timeout_s if again else 0.0),
-        )

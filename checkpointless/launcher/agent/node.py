@@ -280,6 +280,10 @@ class NodeAgent:
         clock: should stand still while this process does not run, so that ranks are not blamed for what the agent
             did not see.
         hosts: whether the coordinator ends with this agent.
+
+    Attributes:
+        job: what this node knows of the job.
+        processes: the processes of the node's ranks.
     """
 
     def __init__(
@@ -303,7 +307,7 @@ class NodeAgent:
         self._address = address
         self._report = report
         self._say = say
-        self._job = NodeJobState(events)
+        self.job = NodeJobState(events)
         self._beats = _BeatWatch(config.heartbeat, self._report_boards)
         self._store: _GenerationStore | None = None
         self._term_grace_s = config.term_grace_s
@@ -311,8 +315,8 @@ class NodeAgent:
         self._farewell: Leaving | None = None  # what the coordinator is told when the first rank has ended
         self._ends_since_s = self._kill_all_at_s = float("inf")
         self._too_late = ""  # for what the ranks that are killed then were too late
-        self._processes = ProcessKeeper(
-            self._job,
+        self.processes = ProcessKeeper(
+            self.job,
             fork_server=fork_server,
             bare_fork_server=bare_fork_server,
             make_rank=make_rank,
@@ -324,19 +328,14 @@ class NodeAgent:
             on_lost=self._leave,
             device_check=config.check,
         )
-        self._exits = _ExitWatch(config.exit_grace_s, config.heartbeat.ceiling_s(0.0), self._processes.signal, say)
+        self._exits = _ExitWatch(config.exit_grace_s, config.heartbeat.ceiling_s(0.0), self.processes.signal, say)
 
     # ---- what others may know
 
     @property
     def ranks(self) -> dict[int, LocalRank]:
         """Every rank that this node has started a process of, by number."""
-        return self._processes.ranks
-
-    @property
-    def generation(self) -> int:
-        """The generation that began last (-1: none)."""
-        return self._job.generation
+        return self.processes.ranks
 
     @property
     def newest(self) -> int:
@@ -344,52 +343,32 @@ class NodeAgent:
         return self._beats.newest
 
     @property
-    def began_after(self) -> int:
-        """The highest step that was known to be committed when the generation began."""
-        return self._job.began_after
-
-    @property
-    def joined(self) -> bool:
-        """Whether this node can start processes."""
-        return self._processes.can_start
-
-    @property
-    def is_discarding(self) -> bool:
-        """Whether this node ends its ranks before it joins again, so that nobody should count on them."""
-        return self._processes.is_discarding
-
-    @property
-    def outcome(self) -> End | None:
-        """How the job ended; None until it has."""
-        return self._job.outcome
-
-    @property
     def incident(self) -> str | None:
         """The incident that the ranks are being brought together for; None while they train."""
         together = any(rank.state in (*IN_BLOCK, RankState.FINISHED) for rank in self.ranks.values())
-        return None if together or self._job.outcome is not None else self._job.incident
+        return None if together or self.job.outcome is not None else self.job.incident
 
     @property
     def has_ended_well(self) -> bool:
         """Whether every rank's block has returned and every process of this node exited with code 0."""
-        return self._job.finished and self._processes.failures == 0 and not self.alive()
+        return self.job.finished and self.processes.failures == 0 and not self.alive()
 
     def alive(self) -> list[LocalRank]:
         """Return the ranks whose processes have not ended."""
-        return self._processes.alive()
+        return self.processes.alive()
 
     # ---- the loop
 
     def tick(self, now_s: float) -> None:
         """Act on the time that has passed."""
-        self._processes.hear()
-        self._processes.kill_overdue(now_s)
-        if self._job.outcome is not None:
+        self.processes.hear()
+        self.processes.kill_overdue(now_s)
+        if self.job.outcome is not None:
             if now_s >= self._kill_all_at_s:
                 self._kill_all()
             return
         if self.ranks:
-            self._beats.look(self.ranks.values(), self._job.generation, now_s)
+            self._beats.look(self.ranks.values(), self.job.generation, now_s)
             self._exits.look(self.ranks.values(), now_s)
 
     def interrupted(self, number: int) -> None:
@@ -397,13 +376,13 @@ class NodeAgent:
 
         One that ends a job gives them the time to end in; a later SIGINT while a job ends has them killed at once.
         """
-        if self._job.outcome is None and number in ENDING:
+        if self.job.outcome is None and number in ENDING:
             self._leave(f"stopped by {signal_name(number)}", number)
         elif number == signal.SIGINT:
             if self.clock() - self._ends_since_s > _ONE_PRESS_S:
                 self._kill_all_at_s, self._too_late = self.clock(), "before a second SIGINT came"
         else:
-            self._processes.pass_on(number)
+            self.processes.pass_on(number)
 
     def end(self, outcome: End, grace_s: float | None = None, number: int = signal.SIGTERM) -> None:
         """Ask the remaining ranks to end because the job is over, and kill those that do not end in time.
@@ -411,18 +390,18 @@ class NodeAgent:
         Args:
             grace_s: how many seconds the ranks may take to end (None: as configured).
         """
-        if self._job.outcome is not None:
+        if self.job.outcome is not None:
             return
-        self._job.outcome = outcome
+        self.job.outcome = outcome
         grace_s = self._term_grace_s if grace_s is None else grace_s
         self._ends_since_s = self.clock()
         self._kill_all_at_s = self._ends_since_s + grace_s
         self._too_late = f"within {grace_s:g} s of {signal_name(number)}" if grace_s else ""
-        self._processes.terminate(number)
+        self.processes.terminate(number)
 
     def close(self) -> None:
         """Kill and reap the remaining processes, and release all resources."""
-        self._processes.close()
+        self.processes.close()
         self._close_store()
 
     def _leave(self, reason: str, number: int = signal.SIGTERM) -> None:
@@ -450,7 +429,7 @@ class NodeAgent:
     def _report_boards(self, message: NodeMessage) -> None:
         """Report what boards show, after what the ranks said before they showed it."""
         if isinstance(message, Progress):
-            self._processes.hear_ranks()
+            self.processes.hear_ranks()
         self._report(message)
 
     def _kill_all(self) -> None:
@@ -463,7 +442,7 @@ class NodeAgent:
             self._say(f"{ranks} did not end {self._too_late} and {were} killed")
             self._too_late = ""
         for rank in late:
-            self._processes.kill(rank)
+            self.processes.kill(rank)
 
     # ---- what the coordinator says
 
@@ -473,7 +452,7 @@ class NodeAgent:
         Raises:
             ValueError: the command is for a rank that this node does not run.
         """
-        if self._job.outcome is not None:
+        if self.job.outcome is not None:
             return
         if isinstance(command, OpenStore):
             self._open_store(command.generation)
@@ -482,20 +461,20 @@ class NodeAgent:
         elif isinstance(command, Spawn):
             if command.afresh:
                 self._exits.elsewhere = None
-            self._processes.spawn(command)
+            self.processes.spawn(command)
         elif isinstance(command, Begin):
             self._begin(command)
         elif isinstance(command, FaultNotice):
             self._interrupt(command)
         elif isinstance(command, HandOver):
-            self._processes.hand_over(command)
+            self.processes.hand_over(command)
         elif isinstance(command, Ask):
             for number in command.ranks:
                 self._rank(number).send(Inquire(command.id))
         elif isinstance(command, Kill):
             self._kill(command)
         elif isinstance(command, AllDone):
-            self._job.finished = True
+            self.job.finished = True
             for rank in self.ranks.values():
                 if rank.state in IN_BLOCK:  # others have gone on to the next block
                     rank.state = RankState.FINISHED
@@ -508,8 +487,8 @@ class NodeAgent:
     def standing(self) -> Standing:
         """Return what a coordinator that has just begun needs to know of the ranks that run here."""
         self._beats.forget_told()
-        self._processes.report_again()
-        job, rows = self._job, []
+        self.processes.report_again()
+        job, rows = self.job, []
         for rank in self.ranks.values():
             reading = rank.board.read()
             rows.append(RankStanding(rank.number, rank.incarnation, rank.state, reading.committed, reading.making))
@@ -526,16 +505,16 @@ class NodeAgent:
         if rank is None:
             logger.info("rank %d is to be killed, and was never started here", command.rank)
             return
-        is_meant = (rank.incarnation, self._job.generation) == (command.incarnation, command.generation)
+        is_meant = (rank.incarnation, self.job.generation) == (command.incarnation, command.generation)
         if is_meant and command.beat in (-1, rank.board.read().beat):
             rank.forgiven = True
-            self._processes.kill(rank)
+            self.processes.kill(rank)
 
     def _discard(self) -> None:
         """End the ranks, which a coordinator has declared dead, and join again without them."""
         self._say("this node was declared lost: its ranks are killed, and it joins the job again")
         self._close_store()
-        self._processes.discard()
+        self.processes.discard()
 
     def _open_store(self, generation: int) -> None:
         self._close_store()
@@ -553,11 +532,11 @@ class NodeAgent:
             self._store = None
 
     def _begin(self, begin: Begin) -> None:
-        job = self._job
+        job = self.job
         job.generation, job.began_after = begin.generation, begin.high_water
         job.incident, job.finished = begin.incident or None, False
         self._beats.begin(begin.target, begin.high_water)
-        self._processes.failures = 0
+        self.processes.failures = 0
         known = NO_STEP if begin.generation == begin.origin else begin.high_water  # nothing comes before an origin
         go = Go(begin.generation, job.incident, begin.env, known, begin.origin)
         now_s = self.clock()
@@ -570,20 +549,20 @@ class NodeAgent:
 
     def _interrupt(self, notice: FaultNotice) -> None:
         began_s, now_s = time.monotonic(), self.clock()
-        self._job.interrupt(notice.incident, began_s - notice.undetected_ms / 1000)
+        self.job.interrupt(notice.incident, began_s - notice.undetected_ms / 1000)
         if self._store is not None and self._store.generation <= notice.generation:
             self._close_store()
         # A rank that failed by itself may reach the barrier before this notice; its successor ignores a notice of a
         # generation that is over.
         told = [rank for rank in self.ranks.values() if rank.state in (*IN_BLOCK, RankState.READY)]
-        self._job.emit(EventName.NOTIFY, "begin")
+        self.job.emit(EventName.NOTIFY, "begin")
         for rank in told:
             if rank.state in IN_BLOCK:
                 rank.state = RankState.LEAVING
             if not rank.send(notice):
                 rank.kill_at_s = now_s + EXIT_GRACE_S
         seconds = time.monotonic() - began_s
-        self._job.emit(EventName.NOTIFY, "end", seconds=seconds, ranks=[rank.number for rank in told])
+        self.job.emit(EventName.NOTIFY, "end", seconds=seconds, ranks=[rank.number for rank in told])
 
 
 class _GenerationStore:

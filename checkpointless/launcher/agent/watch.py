@@ -68,12 +68,12 @@ class Watch:
             node=agent.index,
             at_s=round(time.time(), 3),
             looked_at_s=now_s,
-            generation=_known(agent.generation),
-            high_water=_known(agent.began_after) if committed is None else committed,
+            generation=_known(agent.job.generation),
+            high_water=_known(agent.job.began_after) if committed is None else committed,
             incident=agent.incident,
             respawns=int(self.metrics.values("respawns")[""]),
             device_checks_failed=int(self.metrics.values("device_checks_failed")[""]),
-            exit_code=None if agent.outcome is None else agent.outcome.code,
+            exit_code=None if agent.job.outcome is None else agent.job.outcome.code,
             ranks=ranks,
             job=None if coordinator is None else self._job(coordinator),
         )
@@ -88,10 +88,10 @@ class Watch:
             node=OUTSIDE,
             at_s=round(time.time(), 3),
             looked_at_s=now_s,
-            generation=_known(coordinator.generation),
-            high_water=_known(coordinator.high_water),
+            generation=_known(coordinator.job.generation),
+            high_water=_known(coordinator.job.high_water),
             incident=next(reversed(self.metrics.open), None),
-            exit_code=None if coordinator.outcome is None else coordinator.outcome.code,
+            exit_code=None if coordinator.job.outcome is None else coordinator.job.outcome.code,
             job=job,
         )
         self._looked(now_s)
@@ -127,7 +127,7 @@ class Watch:
             rungs={rung: _durations(count, sums[rung]) for rung, count in counts.items()},
             steps_lost=int(metrics.values("steps_lost")[""]),
             given_up=int(metrics.values("nodes_given_up")[""]),
-            inexact=coordinator.inexact,
+            inexact=coordinator.job.incidents.inexact,
         )
 
 

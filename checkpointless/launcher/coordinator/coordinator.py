@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 
 from checkpointless.launcher.coordinator.hang_watch import HangWatch, Stall
 from checkpointless.launcher.coordinator.job import FAILED, Job, Node, Phase, Rank
@@ -33,7 +34,6 @@ from checkpointless.launcher.protocol.node_messages import (
     Command,
     DeviceBad,
     Discard,
-    End,
     Holding,
     JobOver,
     Joined,
@@ -54,7 +54,7 @@ from checkpointless.launcher.protocol.node_messages import (
     Trouble,
 )
 from checkpointless.observability.telemetry.event_names import EventName
-from checkpointless.observability.telemetry.events import EventLog
+from checkpointless.observability.telemetry.events import Edge, EventLog
 
 logger = logging.getLogger(__name__)
 
@@ -277,33 +277,21 @@ def _reunite(known: RankState, said: RankState) -> _Reunion:
     return _Reunion.AGREED
 
 
-class _HangReports:
-    """Carries the questions of the hang watch to the nodes, and its stalls to the event log and the terminal."""
+def _ask(job: Job, inquiry: int, ranks: list[int]) -> None:
+    """Ask ranks where their main threads stand."""
+    asked: defaultdict[int, list[int]] = defaultdict(list)
+    for number in ranks:
+        asked[job.roster.ranks[number].node.index].append(number)
+    for index, numbers in asked.items():
+        job.roster.nodes[index].send(Ask(inquiry, numbers))
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
 
-    def ask(self, inquiry: int, ranks: list[int]) -> None:
-        """Ask ranks where their main threads stand."""
-        roster = self._job.roster
-        asked: defaultdict[int, list[int]] = defaultdict(list)
-        for number in ranks:
-            asked[roster.ranks[number].node.index].append(number)
-        for index, numbers in asked.items():
-            roster.nodes[index].send(Ask(inquiry, numbers))
-
-    def tell(self, stall: Stall) -> None:
-        """Report a stall that is waited for, or that is over."""
-        self._job.incidents.emit(
-            EventName.STALL,
-            "point" if stall.up_to_s else "end",
-            ranks=list(stall.ranks),
-            seconds=stall.seconds,
-            up_to_s=stall.up_to_s,
-            step=stall.step,
-            places=stall.places,
-        )
-        self._job.say(str(stall))
+def _report_stall(job: Job, stall: Stall) -> None:
+    """Write and print a stall that is waited for, or that is over."""
+    edge: Edge = "point" if stall.up_to_s else "end"
+    fields = {name: value for name, value in vars(stall).items() if name not in ("ranks", "running")}
+    job.incidents.emit(EventName.STALL, edge, ranks=list(stall.ranks), **fields)
+    job.say(str(stall))
 
 
 @dataclass(frozen=True)
@@ -370,6 +358,7 @@ class Coordinator:
     """Regroups the ranks of a job until it is over.
 
     Attributes:
+        job: the state of the job; only the parts of the coordinator change it.
         host: the node whose agent runs this coordinator; None if it runs in a separate process.
     """
 
@@ -381,48 +370,18 @@ class Coordinator:
         say: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._job = job = Job(config, events=events, say=say, clock=clock)
+        self.job = job = Job(config, events=events, say=say, clock=clock)
         self.nodes, self.spares, self.ranks = job.roster.nodes, job.roster.spares, job.roster.ranks
         self.host: Node | None = None
         self._processes = Processes(job)
-        reports = _HangReports(job)
-        hangs = HangWatch(config.heartbeat, len(self.ranks), config.nproc_per_node, reports.ask, reports.tell)
+        report = partial(_ask, job), partial(_report_stall, job)
+        hangs = HangWatch(config.heartbeat, len(self.ranks), config.nproc_per_node, *report)
         self._regrouping = Regrouping(job, self._processes, hangs)
         self._hangs = _HangResponse(job, hangs, self._regrouping, self._processes)
         self._membership = Membership(job, self._processes, self._regrouping, self._all_nodes_are_here)
         self._bad_devices = BadDevices(job, self._membership, self._processes)
         self._takeover = _Takeover(job, self._membership, self._processes, self._regrouping)
         self._note_progress_at_s = clock() + _NOTE_PROGRESS_EVERY_S
-
-    @property
-    def phase(self) -> Phase:
-        """What the job is doing."""
-        return self._job.phase
-
-    @property
-    def outcome(self) -> End | None:
-        """How the job ended; None as long as it has not."""
-        return self._job.outcome
-
-    @property
-    def run_id(self) -> str:
-        """The job's run ID."""
-        return self._job.rendezvous.run_id
-
-    @property
-    def generation(self) -> int:
-        """The generation that began last (-1: none)."""
-        return self._job.generation
-
-    @property
-    def inexact(self) -> int:
-        """The number of incidents after which the job resumed, and was another one."""
-        return self._job.incidents.inexact
-
-    @property
-    def high_water(self) -> int:
-        """The highest optimizer step that any rank was seen to commit (-1: none)."""
-        return self._job.high_water
 
     def admit(self, index: int, nproc: int, send: Callable[[Command], None]) -> Node:
         """Admit the agent of a node, which must also report that it has joined once it can start processes.
@@ -450,9 +409,9 @@ class Coordinator:
         Raises:
             ValueError: the message speaks of a rank that the node does not run.
         """
-        if self.phase is Phase.OVER:
+        if self.job.phase is Phase.OVER:
             if isinstance(message, RankEnded):
-                self._job.roster.move(self._job.roster.rank_of(message.rank, node), RankState.GONE)
+                self.job.roster.move(self.job.roster.rank_of(message.rank, node), RankState.GONE)
             return
         match message:
             case Alive():
@@ -466,78 +425,74 @@ class Coordinator:
             case JobOver(is_lost=True):
                 self._regrouping.state_lost(message.generation, message.reason)
             case JobOver():
-                self.end(message.code & 0xFF or FAILED, message.reason)
+                self.job.end(message.code & 0xFF or FAILED, message.reason)
             case Searching():
-                node.searching = self.phase is not Phase.JOINING
+                node.searching = self.job.phase is not Phase.JOINING
             case Leaving() if node is self.host:  # and this coordinator ends with it
-                self.end(FAILED, message.reason)
+                self.job.end(FAILED, message.reason)
             case Leaving():
                 self._membership.lose_for_good(node, message.reason)
             case RankInexact():
-                rank = self._job.roster.rank_of(message.rank, node)
-                self._job.incidents.not_exact(rank.number, message.generation, message.reason)
+                rank = self.job.roster.rank_of(message.rank, node)
+                self.job.incidents.not_exact(rank.number, message.generation, message.reason)
             case Holding():
                 self._bad_devices.note_holding(node, message)
             case Progress():
                 self._on_progress(node, message)
-            case DeviceBad() if self._job.roster.is_in_place(node):
-                self._bad_devices.hear(self._job.roster.rank_of(message.rank, node), message, self.host)
+            case DeviceBad() if self.job.roster.is_in_place(node):
+                self._bad_devices.hear(self.job.roster.rank_of(message.rank, node), message, self.host)
             case DeviceBad():
                 logger.info("rank %d: a report of a node that was given up", message.rank)
             case Silent() | Answered():
                 self._hangs.hear(node, message)
             case _:
-                self._on_rank(self._job.roster.rank_of(message.rank, node), message)
+                self._on_rank(self.job.roster.rank_of(message.rank, node), message)
 
     def tick(self, now_s: float) -> None:
         """Act on the time that has passed."""
-        if self.phase is Phase.OVER:
+        if self.job.phase is Phase.OVER:
             return
         self._membership.lose_those_that_stay_away(now_s)
         self._regrouping.tick(now_s)
-        if self.phase is Phase.RUNNING:
+        if self.job.phase is Phase.RUNNING:
             self._hangs.look(now_s)
             return
         self._hangs.kill_those_that_stay(now_s)
-        replace_at_s, gather_by_s = self._job.replace_at_s, self._job.gather_by_s
+        replace_at_s, gather_by_s = self.job.replace_at_s, self.job.gather_by_s
         if replace_at_s is not None and now_s >= replace_at_s:
-            self._job.replace_at_s = None
+            self.job.replace_at_s = None
             self._membership.replace_missing("it did not find the new coordinator")
         elif gather_by_s is not None and now_s >= gather_by_s:
-            if self.phase is Phase.JOINING:
+            if self.job.phase is Phase.JOINING:
                 self._end_without_a_node()
             else:
                 self._regrouping.too_late(now_s)
 
-    def end(self, code: int, *last_words: str) -> None:
-        """End the job, unless it has ended already."""
-        self._job.end(code, *last_words)
-
     def _all_nodes_are_here(self) -> None:
         """Start, or take over, the processes of the job, since all of its nodes have joined."""
-        if self.phase is Phase.JOINING:
-            self._job.enter(Phase.GATHERING)
-            self._job.gather_by_s = self._job.replace_at_s = None
+        if self.job.phase is Phase.JOINING:
+            self.job.enter(Phase.GATHERING)
+            self.job.gather_by_s = self.job.replace_at_s = None
             if self._membership.standings:
                 self._takeover.adopt()
-        if self.phase is Phase.GATHERING:
+        if self.job.phase is Phase.GATHERING:
             self._processes.start_missing()
 
     def _end_without_a_node(self) -> None:
-        config = self._job.config
-        missing = ", ".join(str(index) for index in sorted(self._job.roster.not_joined))
+        config = self.job.config
+        missing = ", ".join(str(index) for index in sorted(self.job.roster.not_joined))
         limit_s = config.regroup_timeout_s if self._membership.standings else config.join_timeout_s
-        self.end(FAILED, f"node {missing} did not join the job within {limit_s:g} s")
+        self.job.end(FAILED, f"node {missing} did not join the job within {limit_s:g} s")
 
     def _on_store(self, node: Node, store: StoreOpened) -> None:
-        if not self._job.rendezvous.opened(store.generation, node.index, store.address, store.port):
+        if not self.job.rendezvous.opened(store.generation, node.index, store.address, store.port):
             logger.info("node %d: its store of generation %d is not needed", node.index, store.generation)
             return
         self._processes.store_opened()
         self._regrouping.begin_if_all_are_here()
 
     def _on_progress(self, node: Node, message: Progress) -> None:
-        job = self._job
+        job = self.job
         if not job.roster.is_in_place(node):
             logger.info("a node without ranks reported their progress")
             return
@@ -556,7 +511,7 @@ class Coordinator:
             job.incidents.recovered(job.high_water)
 
     def _on_rank(self, rank: Rank, message: RankReady | Trouble | RankEnded | RankDone) -> None:
-        if self.phase is Phase.JOINING:
+        if self.job.phase is Phase.JOINING:
             self._membership.standings.hear(rank, message)
             return
         if not rank.node.joined:
@@ -564,7 +519,7 @@ class Coordinator:
             return
         if not isinstance(message, RankDone):
             rank.committed, rank.making = message.committed, message.making
-        self._job.high_water = max(self._job.high_water, message.committed)
+        self.job.high_water = max(self.job.high_water, message.committed)
         if isinstance(message, RankReady):
             if message.incarnation == rank.incarnation and self._processes.was_asked_for(rank):
                 rank.entered, rank.unfit = message.entered, message.unfit
@@ -572,7 +527,7 @@ class Coordinator:
         elif isinstance(message, RankEnded):
             if message.incarnation == rank.incarnation and rank.state is not RankState.GONE:  # else it is known
                 self._regrouping.ended(rank, message)
-        elif message.generation != self.generation or rank.state not in (*IN_BLOCK, RankState.LEAVING):
+        elif message.generation != self.job.generation or rank.state not in (*IN_BLOCK, RankState.LEAVING):
             logger.info("rank %d: %s of generation %d is stale", rank.number, message.type, message.generation)
         elif isinstance(message, Trouble):
             self._regrouping.fault(message.cause)

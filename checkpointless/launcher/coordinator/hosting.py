@@ -230,21 +230,21 @@ def coordinate(
     say(f"coordinating {config.nnodes} nodes of {config.nproc_per_node} ranks at {config.endpoint[0]}:{door.port}")
     until_s = float("inf")
     try:
-        while coordinator.outcome is None or (door.has_guests() and clock() < until_s):
+        while coordinator.job.outcome is None or (door.has_guests() and clock() < until_s):
             for key, _ in selector.select(TICK_S):
                 key.data()
             now_s = clock()
             while signals:
-                coordinator.end(FAILED, f"stopped by {signal_name(signals.pop(0))}")
+                coordinator.job.end(FAILED, f"stopped by {signal_name(signals.pop(0))}")
             door.tick(now_s)
             coordinator.tick(now_s)
             if look is not None:
                 look(coordinator, time.monotonic())
-            if coordinator.outcome is not None and until_s == float("inf"):
+            if coordinator.job.outcome is not None and until_s == float("inf"):
                 until_s = now_s + FAREWELL_S
-        for line in coordinator.outcome.last_words:
+        for line in coordinator.job.outcome.last_words:
             say(line)
-        return coordinator.outcome.code
+        return coordinator.job.outcome.code
     finally:
         door.close()
         selector.close()

@@ -28,12 +28,7 @@ from checkpointless.launcher.protocol.causes import Cause, CauseKind, attribute
 from checkpointless.launcher.protocol.node_messages import Command, End, Progress, RankState
 from checkpointless.observability.telemetry.event_names import EventName, Rung
 from checkpointless.observability.telemetry.events import Edge, EventLog
-from checkpointless.observability.telemetry.narration import (
-    detected_line,
-    escalated_line,
-    inexact_line,
-    recovered_line,
-)
+from checkpointless.observability.telemetry.narration import INCIDENT, detected_line, recovered_line
 from checkpointless.observability.telemetry.wording import plural
 from checkpointless.system.environment import (
     GROUP_RANK_ENV,
@@ -339,7 +334,7 @@ class _IncidentTracker:
         incident.inexact.setdefault(rank, reason)
         if incident is self._resumed and len(incident.inexact) == 1:  # its last line has said nothing of it
             self.inexact += 1
-            self._say(inexact_line(incident.id, incident.deviation))
+            self._say(f"{INCIDENT}{incident.id}: resumed, not exact: {incident.deviation}")
 
     def recovered(self, newest: int) -> None:
         """Record that every rank has made the step that was interrupted, or that the block has returned.
@@ -376,7 +371,8 @@ class _IncidentTracker:
             self._recovered(incident, high_water, following.fault_at_s)
         else:
             self.emit(EventName.ESCALATED, "point", of=incident, rung=incident.rung.label)
-            self._say(escalated_line(incident.id, following.id))
+            what = f"escalated: incident {following.id} came before a step was made"
+            self._say(f"{INCIDENT}{incident.id}: {what}")
 
     def emit(
         self,

@@ -86,16 +86,3 @@ class JobConfig:
             raise ValueError("several nodes need --rdzv-endpoint HOST[:PORT], where HOST is node 0 for all of them")
         check_token(self.token)
         _ = self.endpoint
-
-
-@dataclass(frozen=True, kw_only=True)
-class CoordinatorConfig(JobConfig):
-    """What to coordinate from a separate process.
-
-    Raises:
-        ValueError: the endpoint, the token or the port is invalid.
-    """
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_meeting()

@@ -13,7 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from importlib.metadata import version
 from pathlib import Path
@@ -27,7 +27,7 @@ from prometheus_client.registry import Collector
 
 from checkpointless.faults.spec import FaultKind
 from checkpointless.launcher.protocol.node_messages import RankState
-from checkpointless.observability.report.summary import build_report
+from checkpointless.observability.report.summary import Report, build_report
 from checkpointless.observability.telemetry.event_names import STAGES, EventName, Rung
 from checkpointless.observability.telemetry.events import Event, LineTail, parse_event
 
@@ -168,34 +168,6 @@ _CLOSE_TIMEOUT_S = 1.0
 _SHARE = 20  # an account is made in at most a twentieth of the time
 
 
-@dataclass(frozen=True)
-class _Account:
-    """What the run's time was spent on so far, as its report says it.
-
-    Attributes:
-        first_step: the first step of the job; None if not known.
-        last_step: the newest step that any event mentions; None if none does.
-        step_s: duration of an undisturbed step, in seconds; None if not known.
-        ettr: effective training time over wall-clock time; None if not known.
-        ettr_while_training: the same without start-up and shutdown; None if not known.
-        spent_s: seconds by what they were spent on; None for what is not known.
-    """
-
-    first_step: int | None = None
-    last_step: int | None = None
-    step_s: float | None = None
-    ettr: float | None = None
-    ettr_while_training: float | None = None
-    spent_s: Mapping[str, float | None] = field(default_factory=dict)
-
-    @property
-    def steps(self) -> int | None:
-        """How many optimizer steps the job has made, those that are repeated counted once; None if not known."""
-        if self.first_step is None or self.last_step is None:
-            return None
-        return max(0, self.last_step - self.first_step + 1)
-
-
 class RunLog:
     """Reads an event log in a thread, once per second, for :data:`ASKED_FOR_S` after each question.
 
@@ -216,9 +188,9 @@ class RunLog:
         self._newest = 0
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
-        self.account = _Account()
+        self._nothing = self.report = build_report(self._run_dir, [])
 
-    def ask(self, high_water: int | None, has_account: bool = True) -> _Account:
+    def ask(self, high_water: int | None, has_account: bool = True) -> Report:
         """Return at once what is known, and keep it up to date for a while; one thread at a time may call this.
 
         Args:
@@ -230,8 +202,9 @@ class RunLog:
         if self._thread is None and not self._closing.is_set():
             self._thread = threading.Thread(target=self._read, name="checkpointless-run-log", daemon=True)
             self._thread.start()
-        self._newest = max(self._newest, high_water or 0, self.account.last_step or 0)  # never less: it is counted
-        return replace(self.account, last_step=self._newest)
+        run = self.report.run
+        self._newest = max(self._newest, high_water or 0, run.last_step or 0)  # never less: it is counted
+        return replace(self.report, run=replace(run, last_step=self._newest))
 
     def look(self, now_s: float) -> None:
         """Read the lines that were appended, and make the account if that is due."""
@@ -249,9 +222,9 @@ class RunLog:
             logger.warning("the event log has over %d events: the metrics have no account any more", MAX_EVENTS)
             self._has_account = False
         if not self._has_account:
-            self._is_new, self._events, self.account = False, [], _Account()
+            self._is_new, self._events, self.report = False, [], self._nothing
         elif self._is_new and now_s >= self._again_at_s:
-            self.account, self._is_new = _account_of(self._run_dir, self._events), False
+            self.report, self._is_new = build_report(self._run_dir, self._events), False
             self._again_at_s = now_s + _SHARE * (time.perf_counter() - began_s)
 
     def close(self) -> None:
@@ -270,23 +243,6 @@ class RunLog:
                     return
         except Exception:
             logger.exception("the event log is read no more: the metrics that come from it stay as they are")
-
-
-def _account_of(run_dir: str, events: list[Event]) -> _Account:
-    """Return what the run's time was spent on, as its report says it."""
-    report = build_report(run_dir, events)
-    run, spent = report.run, report.spent
-    if spent is None:
-        return _Account()
-    activities = ("startup", "training", "recovery", "repeated", "shutdown")
-    return _Account(
-        first_step=run.first_step,
-        last_step=run.last_step,
-        step_s=run.step_s,
-        ettr=spent.ettr,
-        ettr_while_training=spent.ettr_while_training,
-        spent_s={name: getattr(spent, f"{name}_s") for name in activities},
-    )
 
 
 RECOVERY_BUCKETS_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
@@ -502,7 +458,7 @@ class Metrics:
             if sample.name.endswith(suffix)
         }
 
-    def page(self, now: Snapshot, account: _Account | None, has_log: bool = True) -> bytes:
+    def page(self, now: Snapshot, account: Report | None, has_log: bool = True) -> bytes:
         """Return the metrics of a node, or of a coordinator in a separate process; ``account`` may be left out."""
         is_node = now.node != OUTSIDE
         due = {
@@ -560,24 +516,45 @@ _OF_JOB: tuple[_Gauge[JobStatus], ...] = (
     _Gauge("job_ranks", "Ranks of the job.", lambda job: _states(job.ranks, _RANK_STATES), "state"),
     _Gauge("job_spares", "Nodes that wait to take a lost one's place.", lambda job: job.spares),
 )
-_OF_RUN: tuple[_Gauge[_Account], ...] = (
+
+
+def _spent(name: str) -> Callable[[Report], float | None]:
+    """Return what reads a figure from a report's account of time; None as long as there is none."""
+    return lambda report: getattr(report.spent, name, None)
+
+
+_ACTIVITIES = ("startup", "training", "recovery", "repeated", "shutdown")
+_OF_RUN: tuple[_Gauge[Report], ...] = (
     _Gauge(
         "steps",
         "Optimizer steps made; one that is repeated counts once.",
-        lambda run: run.steps,
+        lambda report: report.run.steps,
         kind=CounterMetricFamily,
     ),
-    _Gauge("step_seconds", "Seconds per optimizer step in undisturbed training.", lambda run: run.step_s),
-    _Gauge("ettr_ratio", "Effective training time over wall-clock time (ETTR, goodput).", lambda run: run.ettr),
-    _Gauge("ettr_while_training_ratio", "ETTR without start-up and shutdown.", lambda run: run.ettr_while_training),
-    _Gauge("time_seconds", "What the run's time was spent on so far.", lambda run: run.spent_s, "activity"),
+    _Gauge("step_seconds", "Seconds per optimizer step in undisturbed training.", lambda report: report.run.step_s),
+    _Gauge(
+        "ettr_ratio",
+        "Effective training time over wall-clock time (ETTR, goodput).",
+        _spent("ettr"),
+    ),
+    _Gauge(
+        "ettr_while_training_ratio",
+        "ETTR without start-up and shutdown.",
+        _spent("ettr_while_training"),
+    ),
+    _Gauge(
+        "time_seconds",
+        "What the run's time was spent on so far.",
+        lambda report: {name: _spent(f"{name}_s")(report) for name in _ACTIVITIES},
+        "activity",
+    ),
 )
 
 
 class _Gauges(Collector):
     """The metric families of one snapshot; a value that is not known yet has no sample."""
 
-    def __init__(self, whose: Mapping[str, str], names: JobNames, now: Snapshot, account: _Account | None) -> None:
+    def __init__(self, whose: Mapping[str, str], names: JobNames, now: Snapshot, account: Report | None) -> None:
         self._whose, self._names, self._now, self._account = whose, names, now, account
 
     def collect(self) -> Iterator[Family]:

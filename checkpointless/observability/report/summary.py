@@ -424,6 +424,13 @@ class _Run:
     caused: Mapping[str, int] | None = None
     lines_left_out: int = 0
 
+    @property
+    def steps(self) -> int | None:
+        """How many optimizer steps it has made, those that are repeated counted once; None if not known."""
+        if self.first_step is None or self.last_step is None:
+            return None
+        return max(0, self.last_step - self.first_step + 1)
+
 
 @dataclass(frozen=True)
 class _StageFigures:

@@ -13,16 +13,16 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, get_args
+from typing import Annotated, Any, Literal, NoReturn, TypeVar, get_args
 
 import msgspec
 
 from checkpointless.observability.telemetry.event_names import EventName, event_name
-from checkpointless.observability.telemetry.scribe import FLUSH_S, scribe
+from checkpointless.observability.telemetry.scribe import scribe
 from checkpointless.system.environment import NODE_RANK_ENV, RANK_ENV, own_run_dir
 
 Edge = Literal["begin", "end", "point"]
@@ -30,6 +30,7 @@ EDGES: tuple[Edge, ...] = get_args(Edge)
 _Whole = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 _Time = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 _Number = Annotated[int, msgspec.Meta(ge=-1, le=(1 << 31) - 1)]
+_Parsed = TypeVar("_Parsed")
 _Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e10)]
 logger = logging.getLogger(__name__)
 EVENTS_FILE = "events.jsonl"
@@ -197,18 +198,6 @@ def _append(path: Path, line: str, origin: Mapping[str, Any]) -> None:
     _losses.setdefault(path, _Losses()).append(path, line, origin)
 
 
-def _flush_events(timeout_s: float = FLUSH_S) -> bool:
-    """Wait until the events of this process are written.
-
-    Args:
-        timeout_s: longest wait, in seconds.
-
-    Returns:
-        Whether all of them are written.
-    """
-    return scribe.flush(timeout_s)
-
-
 def event_log() -> EventLog:
     """Return the log that this process's environment names: ``CHECKPOINTLESS_RUN_DIR``, ``RANK``, ``NODE_RANK``.
 
@@ -247,14 +236,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     has appended a line to it, the appended line is yielded. Lines that are broken in another way are skipped, with
     one warning for all of them.
     """
-    broken = []
-    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
-        record = _object_of(line)
-        if record is not None:
-            yield number, record
-        else:
-            broken.append(number)
-    _warn_of(path, broken, "JSON object")
+    yield from _parsed(path, _object_of, "JSON object")
 
 
 def read_events(run_dir: Path) -> list[Event]:
@@ -262,19 +244,11 @@ def read_events(run_dir: Path) -> list[Event]:
 
     Lines that are no events are left out, with one warning for all of them.
     """
-    _flush_events()
+    scribe.flush()
     path = run_dir / EVENTS_FILE
     if not path.exists():
         return []
-    events, odd = [], []
-    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
-        event = parse_event(line)
-        if event is not None:
-            events.append(event)
-        else:
-            odd.append(number)
-    _warn_of(path, odd, "event")
-    return events
+    return [event for _, event in _parsed(path, parse_event, "event")]
 
 
 def parse_event(line: bytes) -> Event | None:
@@ -298,11 +272,18 @@ def parse_event(line: bytes) -> Event | None:
     )
 
 
-def _warn_of(path: Path, numbers: Sequence[int], kind: str) -> None:
-    if numbers:
-        count = len(numbers)
-        which = f"line {numbers[0]} is" if count == 1 else f"{count} lines, from line {numbers[0]} on, are"
-        logger.warning("%s: %s no %s, and left out", path, which, kind if count == 1 else f"{kind}s")
+def _parsed(path: Path, parse: Callable[[bytes], _Parsed | None], kind: str) -> Iterator[tuple[int, _Parsed]]:
+    """Yield what ``parse`` makes of each whole line, after its number; leave other lines out, with one warning."""
+    odd = []
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+        found = parse(line)
+        if found is not None:
+            yield number, found
+        else:
+            odd.append(number)
+    if odd:
+        which = f"line {odd[0]} is" if len(odd) == 1 else f"{len(odd)} lines, from line {odd[0]} on, are"
+        logger.warning("%s: %s no %s, and left out", path, which, kind if len(odd) == 1 else f"{kind}s")
 
 
 def json_safe(value: object) -> JsonValue:

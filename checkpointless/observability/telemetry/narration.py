@@ -64,16 +64,6 @@ def recovered_line(
     return f"{INCIDENT}{incident}: {how} in {seconds:.2f} s ({level}){lost.get(steps_lost, many)}{left}{why}"
 
 
-def inexact_line(incident: str, why: str) -> str:
-    """Return the line that corrects that an incident was recovered from."""
-    return f"{INCIDENT}{incident}: resumed, not exact: {why}"
-
-
-def escalated_line(incident: str, following: str) -> str:
-    """Return the line that says that the next fault came before an incident was over."""
-    return f"{INCIDENT}{incident}: escalated: incident {following} came before a step was made"
-
-
 def _failed_save_line(event: Event) -> str:
     """Return the line that says that a checkpoint could not be saved."""
     ranks = event.fields.get("ranks") or [event.rank]

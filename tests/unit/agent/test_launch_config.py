@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from checkpointless.launcher.agent.launch_config import LaunchConfig
-from checkpointless.launcher.coordinator.job_config import DEFAULT_PORT, CoordinatorConfig
+from checkpointless.launcher.coordinator.job_config import DEFAULT_PORT, JobConfig
 
 TOKEN = "t" * 32
 
@@ -51,7 +51,5 @@ def test_a_node_runs_the_ranks_of_its_number_and_a_spare_runs_none(tmp_path: Pat
 
 
 def test_the_port_of_an_endpoint_without_one_is_that_of_torchrun() -> None:
-    assert CoordinatorConfig(nnodes=2, nproc_per_node=2, rdzv_endpoint="node0", token=TOKEN).endpoint == (
-        "node0",
-        DEFAULT_PORT,
-    )
+    config = JobConfig(nnodes=2, nproc_per_node=2, rdzv_endpoint="node0", token=TOKEN)
+    assert config.endpoint == ("node0", DEFAULT_PORT)

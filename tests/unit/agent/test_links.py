@@ -53,8 +53,9 @@ class Agent(SimpleNamespace):
     """Stands in for an agent, with as much of it as a link needs."""
 
     def __init__(self, *ranks: int) -> None:
-        super().__init__(ranks=dict.fromkeys(ranks), outcome=None, joined=True, grace_s=None)
-        self.has_ended_well = self.is_discarding = False
+        processes = SimpleNamespace(can_start=True, is_discarding=False)
+        super().__init__(ranks=dict.fromkeys(ranks), job=SimpleNamespace(outcome=None), processes=processes)
+        self.has_ended_well, self.grace_s = False, 0.0
 
     def joining(self) -> Joined:
         return Joined()
@@ -64,7 +65,7 @@ class Agent(SimpleNamespace):
         return STANDING
 
     def end(self, outcome: End, grace_s: float = 5.0) -> None:
-        self.outcome, self.grace_s = outcome, grace_s
+        self.job.outcome, self.grace_s = outcome, grace_s
 
 
 class Scene:
@@ -118,9 +119,9 @@ def test_a_search_in_vain_ends_the_ranks_and_at_once_if_others_have_their_place(
     scene = Scene(2, 3)
     scene.coordinators.refusal = refusal
     scene.coordinators.lose("no word")
-    scene.until(lambda: scene.agent.outcome)
-    assert scene.agent.outcome.code == 1
-    assert str(refusal) in scene.agent.outcome.last_words
+    scene.until(lambda: scene.agent.job.outcome)
+    assert scene.agent.job.outcome.code == 1
+    assert str(refusal) in scene.agent.job.outcome.last_words
     assert scene.agent.grace_s == grace_s
 
 
@@ -136,7 +137,7 @@ def test_an_agent_that_ends_does_not_offer_its_ranks_to_another_coordinator() ->
 
 def test_a_node_that_ends_its_ranks_does_not_offer_them_to_another_coordinator() -> None:
     scene = Scene(2, 3)
-    scene.agent.is_discarding = True
+    scene.agent.processes.is_discarding = True
     scene.coordinators.lose("it closed the connection")
     scene.until(lambda: scene.said[-1:] == ["the coordinator at node0:29400 is back"])
     assert scene.coordinators.heard == []
@@ -149,7 +150,7 @@ def test_ranks_that_ended_well_are_told_of_if_the_coordinator_is_found_in_time()
     scene.link.report(ENDED)
     scene.agent.has_ended_well = True
     scene.until(lambda: scene.coordinators.heard)
-    assert (scene.coordinators.heard, scene.agent.outcome) == ([ENDED, STANDING], None)
+    assert (scene.coordinators.heard, scene.agent.job.outcome) == ([ENDED, STANDING], None)
 
 
 @pytest.mark.parametrize("refusal", [_RefusedError("the job is over"), JoinError("it was not reached within 2 s")])
@@ -158,5 +159,5 @@ def test_ranks_that_ended_well_need_no_coordinator_to_say_so(refusal: JoinError)
     scene.coordinators.refusal = refusal
     scene.agent.has_ended_well = True
     scene.coordinators.lose("it closed the connection")
-    scene.until(lambda: scene.agent.outcome)
-    assert scene.agent.outcome == End(0, [])
+    scene.until(lambda: scene.agent.job.outcome)
+    assert scene.agent.job.outcome == End(0, [])

@@ -66,7 +66,7 @@ def test_a_process_that_ended_before_all_were_done_does_not_keep_the_agent(node:
     node.ends(1, 0)
     assert node.agent.alive() == []
     node.agent.obey(End(1, ["rank 0 killed by SIGKILL"]))
-    assert node.agent.outcome == End(1, ["rank 0 killed by SIGKILL"])
+    assert node.agent.job.outcome == End(1, ["rank 0 killed by SIGKILL"])
 
 
 def test_ranks_that_wait_for_the_next_block_are_not_ended_with_this_one(node: CommandedNode) -> None:
@@ -94,7 +94,7 @@ def test_an_inquiry_for_a_rank_that_is_not_here_is_refused(node: CommandedNode) 
 def test_a_rank_that_was_never_started_need_not_be_killed(node: CommandedNode) -> None:
     node.agent.obey(Kill(7, 0, 0))  # the command to start it was lost
     assert node.starter.signals == []
-    assert node.agent.outcome is None
+    assert node.agent.job.outcome is None
 
 
 @pytest.mark.parametrize("grace_s", [0.0, DEFAULT_TERM_GRACE_S])
@@ -138,7 +138,7 @@ def test_a_process_that_was_to_be_killed_before_it_was_there_is_killed_then(node
     node.ends(1)
     node.starter.coming.clear()
     node.agent.obey(Spawn(1, 1, 1, "1", {}))
-    node.agent.obey(Kill(1, 1, node.agent.generation))
+    node.agent.obey(Kill(1, 1, node.agent.job.generation))
     assert node.starter.signals == []
     node.tick()
     assert node.starter.signals == [(1001, signal.SIGKILL)]

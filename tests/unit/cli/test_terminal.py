@@ -9,9 +9,9 @@ import pytest
 
 from checkpointless.cli.terminal import Terminal
 from checkpointless.observability.telemetry.event_names import EventName
-from checkpointless.observability.telemetry.events import EVENTS_FILE, EventLog, _flush_events, read_events
+from checkpointless.observability.telemetry.events import EVENTS_FILE, EventLog, read_events
 from checkpointless.observability.telemetry.narration import Narrator, detected_line, recovered_line
-from checkpointless.observability.telemetry.scribe import keep_traceback, traceback_path
+from checkpointless.observability.telemetry.scribe import keep_traceback, scribe, traceback_path
 from checkpointless.system.environment import RUN_DIR_ENV
 from tests.waiting import wait_until
 
@@ -329,7 +329,7 @@ def test_the_incident_is_told_when_the_disk_is_back(tmp_path: Path, log: EventLo
     path = tmp_path / EVENTS_FILE
     begin(log)
     incident(log)
-    assert _flush_events()
+    assert scribe.flush()
     lines = path.read_bytes()
     path.unlink()
     os.mkfifo(path)
@@ -350,7 +350,7 @@ def test_a_traceback_is_kept_and_a_full_disk_is_no_fault(tmp_path: Path, monkeyp
     keep_traceback(0, 1, "nowhere")
     monkeypatch.setenv(RUN_DIR_ENV, str(tmp_path))
     keep_traceback(3, 1, "Traceback: \udc80")
-    assert _flush_events()
+    assert scribe.flush()
     assert traceback_path(tmp_path, 3, 1).read_text() == "Traceback: \\udc80"
     monkeypatch.setenv(RUN_DIR_ENV, str(tmp_path / "missing"))
     keep_traceback(3, 1, "nowhere")
@@ -371,7 +371,7 @@ def test_odd_lines_and_errors_do_not_silence_the_terminal(
 
     with Terminal(write, tmp_path, 0) as terminal:
         begin(log)
-        assert _flush_events()
+        assert scribe.flush()
         whole = (tmp_path / EVENTS_FILE).read_bytes()
         for odd in (b"Infinity", b"1" + b"0" * 400, b'"soon"'):
             with (tmp_path / EVENTS_FILE).open("ab") as file:

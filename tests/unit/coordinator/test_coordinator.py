@@ -56,7 +56,7 @@ def test_a_generation_begins_when_every_rank_is_ready_and_not_before() -> None:
     job.ready(1)
     begin = Begin(0, "", go_env(0), -1, 1)
     assert job.take(Begin) == [(0, begin), (1, begin)]
-    assert job.coordinator.generation == 0
+    assert job.coordinator.job.generation == 0
 
 
 def test_a_node_that_joins_twice_is_refused() -> None:
@@ -72,7 +72,7 @@ def test_a_node_that_does_not_fit_is_refused() -> None:
         job.admit(0, nproc=3)
     with pytest.raises(ValueError, match="there is no node 2 in a job of 2"):
         job.admit(2)
-    job.coordinator.end(0)
+    job.coordinator.job.end(0)
     with pytest.raises(ValueError, match="the job is over"):
         job.admit(0)
 
@@ -181,7 +181,7 @@ def test_a_node_that_gives_up_ends_the_job_everywhere() -> None:
     job.raises(0)
     job.ends(0)
     job.tick(1000)
-    job.coordinator.end(0)
+    job.coordinator.job.end(0)
     assert job.sent == []
 
 
@@ -263,7 +263,7 @@ class Observer:
         self.job.tell(rank, RankReady(rank, incarnation, committed, committed + 1))
 
     def is_away(self, node: Node) -> bool:
-        return bool(node.lost) or node.index in self.job.coordinator._job.roster.back_by_s
+        return bool(node.lost) or node.index in self.job.coordinator.job.roster.back_by_s
 
     def look(self) -> None:
         """Check what was sent since the last look."""
@@ -315,15 +315,15 @@ class Observer:
         elif kind == "all done":
             for each in coordinator.ranks:
                 if not (self.is_away(each.node) or each.node.is_back):
-                    job.tell(each.number, RankDone(each.number, coordinator.generation))
+                    job.tell(each.number, RankDone(each.number, coordinator.job.generation))
         elif kind == "ended":
             if self.incarnations.get(rank) == more[0]:
                 self.at_barrier.discard(rank)
             job.ends(rank, more[1], forgiven=more[2], incarnation=more[0])
         elif kind == "trouble":
-            job.raises(rank, more[1], generation=coordinator.generation - more[0])
+            job.raises(rank, more[1], generation=coordinator.job.generation - more[0])
         else:
-            job.tell(rank, _message(kind, rank, coordinator.generation, *more))
+            job.tell(rank, _message(kind, rank, coordinator.job.generation, *more))
 
 
 def _message(kind: str, rank: int, generation: int, number: int = 0, more: Any = None) -> NodeMessage:
@@ -367,7 +367,7 @@ def test_no_order_of_messages_makes_it_raise_or_begin_without_every_rank(begun: 
         observer.apply(event)
         observer.look()
     if observer.job.outcome is None:
-        observer.job.coordinator.end(0)
+        observer.job.coordinator.job.end(0)
     assert isinstance(observer.job.outcome, End)
 
 

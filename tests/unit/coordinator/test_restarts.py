@@ -28,7 +28,7 @@ LOST = "no living rank holds the shard of rank 2"
 
 def lose_state(job: Job) -> None:
     """Have every node say that no rank holds the state of this generation."""
-    generation = job.coordinator.generation
+    generation = job.coordinator.job.generation
     for node in job.coordinator.nodes:
         job.hear(node, JobOver(LOST, generation=generation, is_lost=True))
 
@@ -45,7 +45,7 @@ def begin_after_a_death(max_restarts: int, events: Path | None = None) -> Job:
 def test_a_job_whose_state_is_lost_begins_again_with_new_processes(tmp_path: Path) -> None:
     job = begin_after_a_death(1, tmp_path / "events.jsonl")
     lose_state(job)
-    assert job.coordinator.outcome is None
+    assert job.coordinator.job.outcome is None
     spawns = [spawn for _, spawn in job.take(Spawn)]
     assert [(spawn.rank, spawn.incarnation) for spawn in spawns] == [(0, 1), (1, 1), (2, 2), (3, 1)]
     assert all(spawn.afresh and spawn.generation == 2 and spawn.incident == "1" for spawn in spawns)
@@ -61,7 +61,7 @@ def test_a_job_whose_state_is_lost_begins_again_with_new_processes(tmp_path: Pat
     for node in job.coordinator.nodes:
         job.hear(node, Progress(5, 9, 10, 0, began_after=5, generation=2))
     assert job.said[-1] == "incident 1: the script itself brought step 5 back; step 7 had been committed"
-    assert job.coordinator.high_water == 9
+    assert job.coordinator.job.high_water == 9
     for node in job.coordinator.nodes:
         job.hear(node, Progress(9, 9, 10, 0, began_after=5, generation=2))
     assert job.said[-1].endswith("(job); 2 steps are made once more")
@@ -94,7 +94,7 @@ def test_a_job_without_a_restart_left_ends_with_the_reason(max_restarts: int) ->
     for _ in range(max_restarts):
         lose_state(job)
         job.ready(*job.ranks)
-    assert job.coordinator.outcome is None
+    assert job.coordinator.job.outcome is None
     lose_state(job)
     line = job.last_word
     assert line.startswith(LOST)
@@ -104,8 +104,8 @@ def test_a_job_without_a_restart_left_ends_with_the_reason(max_restarts: int) ->
 def test_an_exception_that_comes_again_and_again_is_worth_a_restart() -> None:
     job = Job(max_restarts=1).begin()
     for generation in range(2 * SAME_FAILURE_LIMIT):
-        assert job.coordinator.outcome is None
-        job.raises(0, generation=job.coordinator.generation)
+        assert job.coordinator.job.outcome is None
+        job.raises(0, generation=job.coordinator.job.generation)
         job.ready(*job.ranks)
         if generation == SAME_FAILURE_LIMIT - 1:
             assert len({spawn.rank for _, spawn in job.take(Spawn)}) == 4
@@ -130,13 +130,13 @@ def test_every_node_knows_of_the_first_rank_that_ends_well() -> None:
 
 def fail_before_the_first_step(job: Job, rank: int, error: str = "ValueError") -> None:
     cause = exception_cause(rank, error, "devices=4", "Traceback", -1, victim=False)
-    job.tell(rank, Trouble(job.coordinator.generation, cause, -1, -1))
+    job.tell(rank, Trouble(job.coordinator.job.generation, cause, -1, -1))
 
 
 def test_what_all_ranks_raise_before_the_first_step_ends_the_job_at_once() -> None:
     job = Job(max_restarts=3).begin()
     for rank in job.ranks:
-        assert job.coordinator.outcome is None
+        assert job.coordinator.job.outcome is None
         fail_before_the_first_step(job, rank)
     assert job.take(FaultNotice) == []
     reason = "all 4 ranks raised ValueError before the first step: devices=4"
@@ -158,7 +158,7 @@ def test_what_not_all_ranks_raise_before_the_first_step_is_tried_again(other: st
         job.tick(SAME_FAILURE_S + 1)
     assert len(job.take(FaultNotice)) == 2
     job.ready(*job.ranks)
-    assert job.coordinator.generation == 1
+    assert job.coordinator.job.generation == 1
     assert job.outcome is None
     job.tick(SAME_FAILURE_S + 1)
     assert len(job.take(FaultNotice)) == 2
@@ -179,10 +179,10 @@ def test_a_script_without_a_block_is_restarted_as_torchrun_does() -> None:
     for node in job.coordinator.nodes:
         job.join(node.index)
     job.ends(1, 3, incarnation=0)
-    assert job.coordinator.outcome is None
+    assert job.coordinator.job.outcome is None
     assert len([spawn for _, spawn in job.take(Spawn) if spawn.incarnation == 1]) == 4
     job.tick(10_000)  # nobody has entered a block, so nobody is waited for there
-    assert job.coordinator.phase is Phase.GATHERING
+    assert job.coordinator.job.phase is Phase.GATHERING
     for rank in job.ranks:
         job.tell(rank, RankEnded(rank, 1, 0, False, -1, -1, "log", []))
     assert job.outcome is not None

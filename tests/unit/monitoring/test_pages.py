@@ -6,7 +6,7 @@ import time
 from dataclasses import replace
 from importlib.metadata import version
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -142,12 +142,16 @@ def test_what_is_not_known_has_no_sample() -> None:
     assert json.loads(get(pages_of(Snapshot(1)), "/status")[1])["job"] is None
 
 
+def a_coordinator() -> Any:
+    """Return what stands in for a coordinator without nodes."""
+    job = SimpleNamespace(generation=2, high_water=7, outcome=None, incidents=SimpleNamespace(inexact=2))
+    return SimpleNamespace(nodes=[], ranks=[], spares=[], job=job)
+
+
 def test_a_coordinator_in_a_process_of_its_own_tells_of_the_job_alone() -> None:
     watch = Watch(OUTSIDE)
     watch.log(None).emit(EventName.DETECT, "point", generation=0, incident="1", how="hang")
-    job: dict[str, Any] = {"nodes": [], "ranks": [], "spares": [], "inexact": 2}
-    known = {"generation": 2, "high_water": 7, "outcome": None, **job}
-    watch.look_from_outside(cast(Any, SimpleNamespace(**known)), time.monotonic())
+    watch.look_from_outside(a_coordinator(), time.monotonic())
     assert get(watch, "/healthz") == (200, "ok, recovering from incident 1\n")
     found = samples(get(watch, "/metrics")[1])
     assert (found["generation", ""], found["high_water_step", ""]) == (2, 7)
@@ -188,18 +192,9 @@ def test_every_sample_says_whose_it_is() -> None:
 def test_the_status_counts_an_incident_by_its_last_cause_when_the_ranks_are_together_again() -> None:
     watch = Watch(OUTSIDE)
     log = watch.log(None)
-    known: dict[str, Any] = {
-        "generation": 2,
-        "high_water": 7,
-        "outcome": None,
-        "nodes": [],
-        "ranks": [],
-        "spares": [],
-        "inexact": 2,
-    }
 
     def status() -> dict[str, Any]:
-        watch.look_from_outside(cast(Any, SimpleNamespace(**known)), time.monotonic() + 1e6)
+        watch.look_from_outside(a_coordinator(), time.monotonic() + 1e6)
         return json.loads(get(watch, "/status")[1])["job"]
 
     log.emit(EventName.GO, "point", generation=0)
@@ -222,9 +217,8 @@ def test_the_status_counts_an_incident_by_its_last_cause_when_the_ranks_are_toge
 def test_the_snapshot_is_replaced_a_few_times_per_second(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "perf_counter", lambda: 0.0)  # however long a look takes on a busy machine
     watch = Watch(0)
-    knows = {"index": 0, "ranks": {}, "generation": -1, "began_after": -1, "incident": None, "outcome": None}
-    knows["clock"] = time.monotonic
-    node = cast(Any, SimpleNamespace(**knows))
+    job = SimpleNamespace(generation=-1, began_after=-1, outcome=None)
+    node: Any = SimpleNamespace(index=0, ranks={}, incident=None, clock=time.monotonic, job=job)
     found: list[Snapshot] = []
     for turn in range(1000):
         watch.look(node, None, 10.0 + turn / 1000)
@@ -233,6 +227,6 @@ def test_the_snapshot_is_replaced_a_few_times_per_second(monkeypatch: pytest.Mon
     assert 2 <= len(found) <= 4
     kept = watch.snapshot
     assert (kept.generation, kept.high_water, kept.ranks) == (None, None, ())
-    node.outcome = End(1, [])
+    job.outcome = End(1, [])
     watch.look(node, None, 20.0)
     assert (kept.exit_code, watch.snapshot.exit_code) == (None, 1)

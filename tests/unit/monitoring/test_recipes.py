@@ -13,7 +13,9 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from checkpointless.observability.monitoring.metrics import JobNames, Metrics, _Account
+from checkpointless.observability.monitoring.metrics import JobNames, Metrics
+from checkpointless.observability.report.summary import build_report
+from tests.unit.made_up_run import MadeUpRun
 from tests.unit.monitoring.http_exchange import SNAPSHOT
 
 FOLDER = Path(__file__).parents[3] / "recipes" / "monitoring"
@@ -29,8 +31,11 @@ EXPRESSIONS = {name: target["expr"] for name, target in TARGETS} | {rule["alert"
 
 def served() -> Mapping[str, dict[str, set[str]]]:
     """Return the values of each label of each metric of a node that runs the coordinator."""
-    account = _Account(1, 7, 0.5, 0.8, 0.9, dict.fromkeys(("startup", "training", "recovery", "repeated"), 1.0))
-    page = Metrics(0, JobNames("train", "/runs/one", "train.py")).page(SNAPSHOT, account).decode()
+    run = MadeUpRun()
+    run.start()
+    run.incident(31.0, "1", committed=21, resumed=15)
+    report = build_report("/runs/one", run.events)
+    page = Metrics(0, JobNames("train", "/runs/one", "train.py")).page(SNAPSHOT, report).decode()
     found: dict[str, dict[str, set[str]]] = {}
     for family in text_string_to_metric_families(page):
         for sample in family.samples:

@@ -15,18 +15,18 @@ from hypothesis import strategies as st
 
 from checkpointless.launcher.agent.watch import Watch
 from checkpointless.observability.monitoring import metrics as metrics_module
-from checkpointless.observability.monitoring.metrics import MEASURED_STAGES, RankStatus, RunLog, Snapshot, _Account
-from checkpointless.observability.report.summary import build_report
+from checkpointless.observability.monitoring.metrics import MEASURED_STAGES, RankStatus, RunLog, Snapshot
+from checkpointless.observability.report.summary import Report, build_report
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.events import (
     EVENTS_FILE,
     Event,
     EventLog,
     LineTail,
-    _flush_events,
     append_line,
     read_events,
 )
+from checkpointless.observability.telemetry.scribe import scribe
 from tests.unit.made_up_run import MadeUpRun
 from tests.waiting import wait_until
 
@@ -46,7 +46,7 @@ def counted(tmp_path: Path) -> Counted:
     watch.snapshot = Snapshot(1, ranks=tuple(map(rank, OWN)))
 
     def read() -> Watch:
-        assert _flush_events()
+        assert scribe.flush()
         assert watch.run_log is not None
         watch.run_log.look(time.monotonic())
         return watch
@@ -96,11 +96,11 @@ def test_what_is_no_longer_the_undisturbed_run_counts_once_per_incident(tmp_path
 
 def test_what_another_agent_wrote_before_is_not_counted(tmp_path: Path) -> None:
     emit(tmp_path, "fault_injected", "point", 2, 0, spec="hang")
-    assert _flush_events()
+    assert scribe.flush()
     taken: list[Event] = []
     reader = RunLog(tmp_path / EVENTS_FILE, 1, lambda: frozenset(OWN), taken.append)
     emit(tmp_path, "fault_injected", "point", 3, 0, spec="hang")
-    assert _flush_events()
+    assert scribe.flush()
     reader.look(0.0)
     assert [event.rank for event in taken] == [3]
 
@@ -139,8 +139,8 @@ def test_the_log_is_read_while_somebody_asks(
 ) -> None:
     write(tmp_path, disturbed_run().events, monkeypatch)
     time.sleep(0.05)
-    assert asked.account == _Account(), "nobody has asked"
-    wait_until(lambda: asked.ask(None).ettr is not None)
+    assert asked.report.spent is None, "nobody has asked"
+    wait_until(lambda: asked.ask(None).spent is not None)
 
 
 # ---- the account
@@ -159,7 +159,7 @@ def write(run_dir: Path, events: list[Event], monkeypatch: pytest.MonkeyPatch) -
                 incident=event.incident,
                 **event.fields,
             )
-    assert _flush_events()
+    assert scribe.flush()
 
 
 def disturbed_run() -> MadeUpRun:
@@ -181,14 +181,8 @@ def test_the_account_is_that_of_the_report(tmp_path: Path, monkeypatch: pytest.M
     reader.look(0.0)
     write(tmp_path, run.events[30:], monkeypatch)
     reader.look(1e9)
-    report = build_report(str(tmp_path), read_events(tmp_path))
-    assert report.spent is not None
-    found = reader.account
-    assert (found.ettr, found.ettr_while_training) == (report.spent.ettr, report.spent.ettr_while_training)
-    assert found.ettr is not None
-    assert found.step_s == report.run.step_s is not None
-    assert found.spent_s["recovery"] == report.spent.recovery_s > 0
-    assert found.spent_s["repeated"] == report.spent.repeated_s
+    assert reader.report == build_report(str(tmp_path), read_events(tmp_path))
+    found = reader.report.run
     assert (found.first_step, found.last_step, found.steps) == (1, 60, 60)
 
 
@@ -200,11 +194,11 @@ def test_steps_are_counted_from_the_first_one_of_the_job_and_never_less(
     write(tmp_path, run.events, monkeypatch)
     reader = reader_of(tmp_path)
     monkeypatch.setattr(reader, "_read", lambda: None)
-    assert reader.ask(None).steps is None
+    assert reader.ask(None).run.steps is None
     reader.look(0.0)
-    assert reader.ask(None).steps == 1
-    assert reader.ask(110).steps == 10
-    assert reader.ask(105).steps == 10  # the job fell back to storage
+    assert reader.ask(None).run.steps == 1
+    assert reader.ask(110).run.steps == 10
+    assert reader.ask(105).run.steps == 10  # the job fell back to storage
 
 
 def test_an_account_is_made_only_if_something_was_written_and_not_too_often(
@@ -212,12 +206,12 @@ def test_an_account_is_made_only_if_something_was_written_and_not_too_often(
 ) -> None:
     made: list[int] = []
 
-    def made_of(run_dir: str, events: list[Event]) -> _Account:
+    def made_of(run_dir: str, events: list[Event]) -> Report:
         made.append(len(events))
-        return _Account()
+        return build_report(run_dir, [])
 
-    monkeypatch.setattr(metrics_module, "_account_of", made_of)
     run, reader = disturbed_run(), reader_of(tmp_path)
+    monkeypatch.setattr(metrics_module, "build_report", made_of)
     write(tmp_path, run.events[:5], monkeypatch)
     for now_s in (0.0, 1e6, 2e6):
         reader.look(now_s)
@@ -239,7 +233,7 @@ def test_a_log_that_is_too_long_has_no_account(
     with caplog.at_level(logging.WARNING):
         for now_s in (0.0, 1e6):
             reader.look(now_s)
-    assert reader.account == _Account()
+    assert reader.report.spent is None
     assert caplog.text.count("over 10 events") == 1
 
 

@@ -11,7 +11,6 @@ OWN, WITH_INHERITED = 25, 30
 KNOWN = {
     "Board": (26, 26),
     "HPCallWrapper": (26, 26),
-    "NodeAgent": (29, 29),
     "PEFTCheckpointManager": (8, 34),
     "CheckpointlessMegatronStrategy": (28, 43),
     "CheckpointlessModelParallelStrategy": (5, 36),

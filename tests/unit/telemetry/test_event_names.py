@@ -13,10 +13,10 @@ from checkpointless.observability.telemetry.event_names import STAGES, EventName
 from checkpointless.observability.telemetry.events import (
     EVENTS_FILE,
     EventLog,
-    _flush_events,
     parse_event,
     read_events,
 )
+from checkpointless.observability.telemetry.scribe import scribe
 
 ROOT = Path(__file__).parents[3]
 FOLDERS = ("checkpointless", "callbacks", "strategies", "recipes", "benchmarks", "examples")
@@ -66,7 +66,7 @@ def test_no_module_writes_or_looks_for_a_name_of_its_own() -> None:
 @pytest.mark.parametrize("name", EventName)
 def test_a_member_is_written_as_its_name_and_read_as_itself(tmp_path: Path, name: EventName) -> None:
     EventLog(tmp_path / EVENTS_FILE).emit(name, "point", generation=0, again=name)
-    assert _flush_events()
+    assert scribe.flush()
     line = (tmp_path / EVENTS_FILE).read_bytes()
     assert re.search(rb'"incident":null,"stage":"([a-z_]+)","edge":"point","again":"\1"}\n$', line)
     assert json.loads(line)["stage"] == name.value == str(name) == f"{name}"

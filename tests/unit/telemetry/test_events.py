@@ -10,11 +10,11 @@ from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.events import (
     EVENTS_FILE,
     EventLog,
-    _flush_events,
     event_log,
     parse_event,
     read_events,
 )
+from checkpointless.observability.telemetry.scribe import scribe
 from checkpointless.observability.telemetry.steps import StepLog, StepRecord, read_steps
 from checkpointless.system.environment import RUN_DIR_ENV
 
@@ -69,7 +69,7 @@ def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
     log = EventLog(tmp_path / EVENTS_FILE)
     log.emit(EventName.INIT, "point", generation=0)
     log.emit(EventName.DATA, "point", generation=0)
-    assert _flush_events()
+    assert scribe.flush()
     data = (tmp_path / EVENTS_FILE).read_bytes()
     (tmp_path / EVENTS_FILE).write_bytes(data[:-5])
     assert [event.stage for event in read_events(tmp_path)] == ["init"]
@@ -81,7 +81,7 @@ def test_a_line_behind_the_beginning_of_one_whose_writer_was_killed_is_read(
 ) -> None:
     log = EventLog(tmp_path / EVENTS_FILE)
     log.emit(EventName.DATA, "point", generation=0, nested={"a": {"b": 1}})
-    assert _flush_events()
+    assert scribe.flush()
     torn = (tmp_path / EVENTS_FILE).read_bytes()[:-1][:kept]
     (tmp_path / EVENTS_FILE).write_bytes(torn)
     log.emit(EventName.INIT, "point", generation=1, nested={"a": {"b": 2}})
@@ -97,7 +97,7 @@ def test_a_line_behind_the_beginning_of_one_whose_writer_was_killed_is_read(
 def test_a_broken_line_is_left_out_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     log = EventLog(tmp_path / EVENTS_FILE)
     log.emit(EventName.INIT, "point", generation=0)
-    assert _flush_events()
+    assert scribe.flush()
     with (tmp_path / EVENTS_FILE).open("a") as file:
         file.write('{"half": \n[1]\n{"stage": "x"}\n')
     log.emit(EventName.DATA, "point", generation=0)
@@ -111,7 +111,7 @@ def test_a_log_that_cannot_be_written_does_not_stop_the_job(
 ) -> None:
     with caplog.at_level(logging.WARNING):
         EventLog(tmp_path / "gone" / EVENTS_FILE).emit(EventName.INIT, "point", generation=0)
-        assert _flush_events()
+        assert scribe.flush()
     assert "events are lost" in caplog.text
 
 

@@ -37,7 +37,7 @@ class CheckedNode(CommandedNode):
             clock=lambda: time.monotonic() + self.later_s,
             device_check_timeout_s=timeout_s,
         )
-        self.until(lambda: self.agent.joined)
+        self.until(lambda: self.agent.processes.can_start)
         self.spawn(0)
         self.until(lambda: self.is_started)
 

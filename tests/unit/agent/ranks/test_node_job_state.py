@@ -7,7 +7,8 @@ import pytest
 from checkpointless.launcher.agent.ranks import process_keeper
 from checkpointless.launcher.agent.ranks.process_keeper import NodeJobState
 from checkpointless.observability.telemetry.event_names import EventName
-from checkpointless.observability.telemetry.events import EVENTS_FILE, EventLog, _flush_events, read_events
+from checkpointless.observability.telemetry.events import EVENTS_FILE, EventLog, read_events
+from checkpointless.observability.telemetry.scribe import scribe
 
 
 def test_events_are_of_the_generation_and_the_incident_that_are_known(tmp_path: Path) -> None:
@@ -16,7 +17,7 @@ def test_events_are_of_the_generation_and_the_incident_that_are_known(tmp_path: 
     job.generation = 4
     job.interrupt("i7", 1.0)
     job.emit(EventName.RESPAWN, "begin", rank=1)
-    _flush_events()
+    scribe.flush()
     found = [(event.generation, event.incident, event.rank) for event in read_events(tmp_path)]
     assert found == [(0, None, None), (4, "i7", 1)]
 

@@ -12,9 +12,8 @@ from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.events import (
     EVENTS_FILE,
     EventLog,
-    _flush_events,
 )
-from checkpointless.observability.telemetry.scribe import traceback_path
+from checkpointless.observability.telemetry.scribe import scribe, traceback_path
 from tests.unit.made_up_run import MadeUpRun
 from tests.unit.report.reports import HOSTILE, simple_run
 
@@ -104,7 +103,7 @@ def test_an_incident_without_stages(tmp_path: Path, shown: Callable[..., str]) -
     log = EventLog(tmp_path / EVENTS_FILE, rank=0)
     log.emit(EventName.DETECT, "point", generation=0, incident="i1", cause="gone", culprit=0, how="exit")
     log.emit(EventName.RUNG, "point", generation=0, incident="i1", rung="node", why="node 1 was lost")
-    assert _flush_events()
+    assert scribe.flush()
     page = tmp_path / "r.html"
     text = shown(str(tmp_path), "--html", str(page))
     assert "failed" in text

@@ -168,7 +168,7 @@ def longest(job: Job, milliseconds: int) -> None:
 def stall(job: Job, ranks: Sequence[int], age_s: float) -> None:
     """Have ``ranks`` make no progress in step 4 and answer so; the others wait for them in a collective."""
     stack = 'File "/a/data.py", line 31, in read\n    file.read()\n'
-    if job.coordinator.outcome is not None or job.coordinator.phase is not Phase.RUNNING:
+    if job.coordinator.job.outcome is not None or job.coordinator.job.phase is not Phase.RUNNING:
         return
     for node in job.coordinator.nodes:
         mine = [rank for rank in job.ranks if rank // NPROC == node.index]

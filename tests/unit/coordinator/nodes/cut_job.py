@@ -188,22 +188,22 @@ class CutJob:
                 for number in agent.alive():
                     agent.goes_on(number)
             self.deliver_all()
-            if self.coordinator.outcome is not None:
+            if self.coordinator.job.outcome is not None:
                 break
             states = [state for agent in self.agents for state, _ in agent.ranks.values()]
             all_train = len(states) == len(self.coordinator.ranks) and set(states) <= set(IN_BLOCK)
-            if all_train and self.coordinator.phase is Phase.RUNNING:
+            if all_train and self.coordinator.job.phase is Phase.RUNNING:
                 return
             self.now_s += 0.5
             self.coordinator.tick(self.now_s)
-        self.fail(f"the job does not train: {self.coordinator.phase}, {self.coordinator.outcome}")
+        self.fail(f"the job does not train: {self.coordinator.job.phase}, {self.coordinator.job.outcome}")
 
     def finish(self) -> None:
         """Have all blocks return and all processes end, while connections are cut and made again."""
         for agent in self.agents:
             for number in agent.alive():
                 agent.returns(number)
-        while self.coordinator.outcome is None and self.now_s < 1e4:
+        while self.coordinator.job.outcome is None and self.now_s < 1e4:
             self.now_s += 0.01
             self.coordinator.tick(self.now_s)
             agent, chance = self.random.choice(self.agents), self.random.random()
@@ -222,13 +222,13 @@ class CutJob:
                     else:
                         agent.goes_on(number, has_next_block=False)
                         agent.returns(number)
-        if self.coordinator.outcome != End(0, []):
-            self.fail(f"the job did not end well: {self.coordinator.outcome}")
+        if self.coordinator.job.outcome != End(0, []):
+            self.fail(f"the job did not end well: {self.coordinator.job.outcome}")
 
     def happen(self) -> None:
         """Have one thing happen."""
         agent, chance = self.random.choice(self.agents), self.random.random()
-        alive = agent.alive()
+        alive, job = agent.alive(), self.coordinator.job
         if chance < 0.35:
             self.deliver_one(agent)
         elif chance < 0.60:
@@ -241,16 +241,16 @@ class CutJob:
             number = self.random.choice(alive)
             state, incarnation = agent.ranks[number]
             known = self.coordinator.ranks[number].state
-            if self.coordinator.generation < 0 or {state, known} & {DONE, FINISHED} or known is STARTING:
+            if job.generation < 0 or {state, known} & {DONE, FINISHED} or known is STARTING:
                 return  # too many that die before they enter the block end the job, as does one that dies after it
             self.story.append(f"rank {number}.{incarnation} dies as {state.value}")
             self.deaths += 1
             agent.dies(number)
-        elif chance < 0.88 and self.coordinator.generation >= 0:
+        elif chance < 0.88 and job.generation >= 0:
             self.cut(agent, says_so=self.random.random() < 0.8)
-        elif chance < 0.885 and self.coordinator.generation >= 0 and self.coordinator.phase is not Phase.FINISHING:
+        elif chance < 0.885 and job.generation >= 0 and job.phase is not Phase.FINISHING:
             self.replace(agent)
-        elif chance < 0.887 and self.coordinator.generation >= 0:
+        elif chance < 0.887 and job.generation >= 0:
             self.lose_coordinator()
         elif chance < 0.98:
             self.connect(agent)

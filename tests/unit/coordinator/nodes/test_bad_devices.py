@@ -149,7 +149,7 @@ def test_a_report_that_is_repeated_gets_the_same_answer_because_it_may_be_lost()
     job.join(-1)
     job.hear(job.coordinator.nodes[0], Holding([0, 1]))
     job.hear(job.coordinator.nodes[1], Holding([2, 3]))
-    job.coordinator._job.roster.fresh.clear()  # rank 3 is the only one with what it holds
+    job.coordinator.job.roster.fresh.clear()  # rank 3 is the only one with what it holds
     for _ in range(3):
         bad(job, 2)
     assert spawns(job) == [(1, 2, 1, True)] * 3

@@ -22,7 +22,7 @@ def test_whatever_is_cut_the_job_goes_on_with_every_process_that_lives(first_see
         job = CutJob(seed, nnodes=2 + seed % 3)
         for _ in range(job.random.randint(30, 400)):
             job.happen()
-            assert job.coordinator.outcome is None, (seed, job.story[-60:])
+            assert job.coordinator.job.outcome is None, (seed, job.story[-60:])
         job.train()
         job.finish()
         assert sum(agent.healthy_ended for agent in job.agents) == 0, seed

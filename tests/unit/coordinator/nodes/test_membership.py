@@ -286,7 +286,7 @@ def test_what_a_spare_says_of_progress_is_not_counted() -> None:
     job = Job().begin()
     spare = job.join(-1)
     job.hear(spare, Progress(9, 9, 10, 0))
-    assert job.coordinator.high_water == -1
+    assert job.coordinator.job.high_water == -1
     for node in job.coordinator.nodes:
         job.hear(node, Progress(3, 3, 4, 0))
     job.raises(0)

@@ -191,7 +191,7 @@ def test_ranks_of_the_next_block_that_did_not_hear_that_it_began_are_kept() -> N
     for rank in job.ranks:
         job.tell(rank, RankDone(rank, 0))
     job.ready(*job.ranks)  # the same processes, at the entry of another block
-    assert job.coordinator.generation == 1
+    assert job.coordinator.job.generation == 1
     goes_searching(job)
     job.sent.clear()
     back(job, 1, RankState.READY, RankState.READY, finished=True)
@@ -212,7 +212,7 @@ def test_ranks_that_missed_several_generations_are_kept_and_those_of_an_earlier_
         job.sent.clear()
         back(job, 1, RankState.READY, RankState.READY)
         assert job.take(Discard) == []
-    assert job.coordinator.generation == 2
+    assert job.coordinator.job.generation == 2
     job.lose(job.coordinator.nodes[1], "no word from it")
     job.lose(job.join(1), "another machine, which is lost, too")
     job.sent.clear()
@@ -279,16 +279,16 @@ def test_whatever_its_ranks_did_meanwhile_a_node_that_comes_back_keeps_those_tha
         job.lose(node, "no word from it")
         if interrupted:
             job.raises(0)
-        if others_ready and job.coordinator.phase is not Phase.RUNNING:
+        if others_ready and job.coordinator.job.phase is not Phase.RUNNING:
             job.ready(0, 1)
         job.sent.clear()
         back(job, 1, *states)
-        if job.coordinator.generation == 1:
+        if job.coordinator.job.generation == 1:
             break
     assert job.outcome is None
     assert job.take(Discard) == []
-    if job.coordinator.generation == 0:
-        if job.coordinator.phase is Phase.RUNNING:
+    if job.coordinator.job.generation == 0:
+        if job.coordinator.job.phase is Phase.RUNNING:
             assert set(states) <= {RUNNING, DONE, RankState.STARTING, RankState.LEAVING}
             job.raises(0)
         job.ready(*(rank.number for rank in job.coordinator.ranks if rank.state is not RankState.READY))

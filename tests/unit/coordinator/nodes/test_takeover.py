@@ -163,7 +163,7 @@ def test_a_node_that_goes_away_from_a_new_coordinator_keeps_its_place_for_a_whil
     assert job.take(Spawn) == []
     standing(job, 1, RUNNING, RUNNING)
     standing(job, 2, RUNNING, RUNNING)
-    assert (job.sent, job.coordinator.phase) == ([], Phase.RUNNING)
+    assert (job.sent, job.coordinator.job.phase) == ([], Phase.RUNNING)
 
 
 def test_a_spare_takes_the_place_of_a_node_that_stays_away_from_a_new_coordinator() -> None:
@@ -180,7 +180,7 @@ def test_ranks_that_wait_at_the_entry_of_the_next_block_are_not_taken_for_finish
     job = Job()
     standing(job, 0, RankState.READY, RankState.FINISHED, finished=True)
     standing(job, 1, RankState.READY, RankState.READY, finished=True)
-    assert job.coordinator.phase is Phase.FINISHING
+    assert job.coordinator.job.phase is Phase.FINISHING
     job.ready(1)
     assert [begin.generation for _, begin in job.take(Begin)] == [4, 4]
 

@@ -10,7 +10,8 @@ import pytest
 
 from checkpointless.integrations.lightning.recoverable_fit import _StoredPosition
 from checkpointless.launcher.protocol.board import Facts
-from checkpointless.observability.telemetry.events import _flush_events, read_events
+from checkpointless.observability.telemetry.events import read_events
+from checkpointless.observability.telemetry.scribe import scribe
 
 
 def sampler(**options: Any) -> Any:
@@ -42,7 +43,7 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def told(run_dir: Path) -> list[str]:
-    assert _flush_events()
+    assert scribe.flush()
     return [event.fields["reason"] for event in read_events(run_dir)] if (run_dir / "events.jsonl").exists() else []
 
 
