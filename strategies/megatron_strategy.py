@@ -6,8 +6,9 @@ import inspect
 import logging
 import os
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -19,6 +20,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 from nemo.lightning.ckpt_utils import ckpt_to_dir
+from nemo.lightning.megatron_parallel import MegatronStep
 from nemo.lightning.pytorch.callbacks import PEFT
 from nemo.lightning.pytorch.strategies import MegatronStrategy
 from typing_extensions import override
@@ -27,13 +29,12 @@ from checkpointless.callbacks.step_recorder import loss_of
 from checkpointless.inprocess import HPCallWrapper
 from checkpointless.inprocess.communicators import launch_bound
 from checkpointless.inprocess.finalize import register_cleanup
-from checkpointless.integrations.lightning.boundary.megatron_steps import KeptReduction, MegatronSteps
+from checkpointless.integrations.lightning.boundary.step_keeper import StepOutcome
 from checkpointless.integrations.lightning.checkpoints import saves as checkpoint_callbacks
 from checkpointless.integrations.lightning.checkpoints.copies import loading_from_copies
 from checkpointless.integrations.lightning.checkpoints.saves import (
     FailedSaves,
     OnSaveError,
-    PendingSaves,
     Saves,
     leave_unfinished,
     remove_whole,
@@ -45,9 +46,12 @@ from checkpointless.integrations.lightning.recoverable_strategy import Recoverab
 from checkpointless.integrations.megatron import cleanup as megatron_cleanup
 from checkpointless.integrations.megatron import cpu_platform
 from checkpointless.integrations.megatron.state import MegatronTensors, replicas
+from checkpointless.integrations.megatron.update import GuardedUpdate, NotedNorms
 from checkpointless.integrations.torch.repeated_steps import repeated_steps
+from checkpointless.recovery.guard import UpdateGuard
 from checkpointless.recovery.manager import BuildAnewError, manager_of
 from checkpointless.state.journal import FrontEnd, StepJournal
+from checkpointless.state.serialization.state_tree import Later, copy_of
 from checkpointless.strategies.warm_start import WarmStart
 from checkpointless.transfer.rank_groups import Group
 from checkpointless.transfer.tensor_entry import Key
@@ -128,11 +132,7 @@ class CheckpointlessMegatronStrategy(RecoverableStrategy, MegatronStrategy):
 
     @override
     def journal(self) -> StepJournal:
-        """Return the journal of the running trainer; before the adapters are added, that of the base model.
-
-        Raises:
-            RuntimeError: the strategy has not been set up.
-        """
+        """Return the journal of the running trainer; before the adapters are added, that of the base model."""
         if not self._awaits_adapters:
             return super().journal()
         manager = self.checkpoint_manager
@@ -186,11 +186,7 @@ class CheckpointlessMegatronStrategy(RecoverableStrategy, MegatronStrategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        """Set up model and optimizer, and install what recovery needs.
-
-        Args:
-            trainer: the trainer.
-        """
+        """Set up model and optimizer, and install what recovery needs."""
         super().setup(trainer)
         call = self._call
         fitting = trainer.state.fn == TrainerFn.FITTING
@@ -217,9 +213,6 @@ class CheckpointlessMegatronStrategy(RecoverableStrategy, MegatronStrategy):
         Args:
             whole: whether a checkpoint of the training itself is loaded, with its optimizer. That of a PEFT run
                 has only the adapters.
-
-        Raises:
-            BuildAnewError: everything has to be rebuilt, which the next entry does.
         """
         manager = self.checkpoint_manager
         if self.is_warm and (self.is_peft() or not (whole and self.ckpt_load_optimizer)):
@@ -228,10 +221,9 @@ class CheckpointlessMegatronStrategy(RecoverableStrategy, MegatronStrategy):
             raise BuildAnewError("memory does not suffice, and the model that was kept holds what was trained")
 
     def _take_hold(self) -> None:
-        """Take hold of model and optimizer, which are built."""
         assert self._fit is not None
         fit = self._fit
-        fit.take_hold(MegatronSteps(self.trainer, fit.fetched))
+        fit.take_hold(_MegatronSteps(self.trainer))
         bound = self._bound_launches()
         if fit.journal is not None and self._warm_start is not None:
             fit.journal.built = self._warm_start.built(bound)
@@ -278,19 +270,14 @@ class CheckpointlessMegatronStrategy(RecoverableStrategy, MegatronStrategy):
             self.adapters_added(peft.params_to_save)
 
     def adapters_added(self, params_to_save: Iterable[str]) -> None:
-        """Note that the adapters are in place with their values, unless memory is about to give them the values.
-
-        Args:
-            params_to_save: the names of the parameters that NeMo saves as adapters.
-        """
+        """Note that adapters, which NeMo saves under these names, are in place, unless memory is to fill them."""
         if self._fit is not None:
             self._fit.adapters_added({*params_to_save, *_trained_names(self.megatron_parallel)})
 
     def keep_saves(self) -> None:
         """Keep, after a fault, the checkpoints that are being written in the background, to finish them later."""
-        pending = PendingSaves.of(self._checkpoint_io)
-        if pending is not None and self.checkpoint_manager is not None:
-            self.checkpoint_manager.saves.pending = pending
+        if self.checkpoint_manager is not None:
+            self.checkpoint_manager.saves.keep_pending(self._checkpoint_io)
 
     @property
     def failed_saves(self) -> FailedSaves | None:
@@ -352,10 +339,9 @@ class CheckpointlessMegatronStrategy(RecoverableStrategy, MegatronStrategy):
 
     @override
     def training_step(self, dataloader_iter: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run one training step."""
         call, replayed = self._call, self._fit.replayed if self._fit is not None else None
         if replayed is not None:
-            return super().training_step(dataloader_iter, *args, loss_reduction=KeptReduction(replayed), **kwargs)
+            return super().training_step(dataloader_iter, *args, loss_reduction=_KeptReduction(replayed), **kwargs)
         if call is not None:
             dataloader_iter = _PhasedIterator(dataloader_iter, call)
         output = super().training_step(dataloader_iter, *args, **kwargs)
@@ -401,11 +387,7 @@ CheckpointlessMegatronStrategy.__signature__ = _signature()  # type: ignore[attr
 
 
 class _GivenModule:
-    """Notes what a module consists of.
-
-    Args:
-        module: the module, which no strategy has set up yet.
-    """
+    """Notes what a module consists of that no strategy has set up yet."""
 
     def __init__(self, module: pl.LightningModule) -> None:
         attributes = vars(module)
@@ -414,7 +396,6 @@ class _GivenModule:
         self._tables = {name: dict(attributes[name]) for name in _TABLES}
 
     def is_of(self, module: pl.LightningModule) -> bool:
-        """Return whether this is what was noted of ``module``."""
         return self._module() is module
 
     def put_back(self) -> None:
@@ -452,12 +433,7 @@ def _put_back() -> None:
 
 
 def _announce_gradient_sync(config: ModelParallelConfig, call: HPCallWrapper) -> None:
-    """Announce the phase ``sync`` before Megatron reduces the gradients, if the wrapper causes faults.
-
-    Args:
-        config: the model's configuration, whose ``finalize_model_grads_func`` reduces the gradients.
-        call: the running wrapper.
-    """
+    """Announce the phase ``sync`` before Megatron reduces the gradients, if the wrapper causes faults."""
     finalize = config.finalize_model_grads_func
     if call.faults is None or finalize is None:
         return
@@ -470,12 +446,7 @@ def _announce_gradient_sync(config: ModelParallelConfig, call: HPCallWrapper) ->
 
 
 class _PhasedIterator(Iterator[Any]):
-    """An iterator over batches that announces the phases of the step in the making, and notes what the step takes.
-
-    Args:
-        inner: the iterator that Lightning hands to the training step.
-        call: the running wrapper.
-    """
+    """Lightning's iterator over batches, which announces phases of the step and notes what the step takes."""
 
     def __init__(self, inner: Iterator[Any], call: HPCallWrapper) -> None:
         self._inner = inner
@@ -494,7 +465,6 @@ class _PhasedIterator(Iterator[Any]):
 
 
 def _peft_of(trainer: pl.Trainer) -> PEFT | None:
-    """Return NeMo's PEFT callback among those of ``trainer``, or None."""
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     return next((callback for callback in callbacks if isinstance(callback, PEFT)), None)
 
@@ -509,12 +479,7 @@ def _trained_names(chunks: Iterable[torch.nn.Module]) -> set[str]:
 
 
 class _TensorsBeforeAdapters(MegatronTensors):
-    """The tensors of a model whose adapters have not been added yet: enough to decide where to resume.
-
-    Args:
-        chunks: the model's chunks.
-        will_be_distributed: whether the optimizers will be Megatron's distributed ones.
-    """
+    """The tensors of a model whose adapters have not been added yet: enough to decide where to resume."""
 
     def __init__(self, chunks: Iterable[torch.nn.Module], will_be_distributed: bool) -> None:
         super().__init__(chunks, None)
@@ -524,3 +489,124 @@ class _TensorsBeforeAdapters(MegatronTensors):
     def replica_groups(self, keys: Iterable[Key]) -> Mapping[Group, Sequence[Key]]:
         """Return ``keys`` by the ranks that will hold the same under them."""
         return {replicas(True): list(keys)} if self._will_be_distributed else super().replica_groups(keys)
+
+
+# --- Steps as NeMo makes them with Megatron-core: guarded, noted, and replayed without computing anything ---------
+
+
+class _MegatronSteps:
+    """How NeMo's Megatron strategy makes steps (:class:`Steps`)."""
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        strategy: Any = trainer.strategy
+        self._models = strategy.megatron_parallel
+        self._optimizer = strategy.optimizers[0].mcore_optimizer
+        self.tensors = MegatronTensors(self._models, self._optimizer)
+        self._outcomes = _StepOutcomes(NotedNorms(self._optimizer), trainer.fit_loop)
+        self._models.callbacks.add(self._outcomes)
+        self.replayed: StepOutcome | None = None
+        self._update: GuardedUpdate | None = None
+        self._put_back: Callable[[], None]
+        self._done: Callable[[], None]
+
+    def guard(self, guard: UpdateGuard) -> None:
+        self._update = GuardedUpdate(self._optimizer, self._models, guard)
+
+    def outcome(self, accumulated: Later[dict[str, Any]]) -> tuple[bool, Callable[[], dict[str, Any]]]:
+        assert self._update is not None
+        succeeded = not self._update.overflow
+        return succeeded, self._outcomes.take(succeeded, accumulated)
+
+    @contextmanager
+    def replay(
+        self, outcome: StepOutcome, put_back: Callable[[], None], done: Callable[[], None]
+    ) -> Iterator[None]:
+        self._put_back, self._done = put_back, done
+        self.replayed = self._outcomes.replayed = outcome
+        try:
+            yield
+        finally:
+            self.replayed = self._outcomes.replayed = None
+
+    def update(self, make: Callable[[], object]) -> object:
+        outcome = self.replayed
+        if outcome is None:
+            return make()
+        kept = outcome.succeeded, outcome.grad_norm, outcome.num_zeros
+
+        def step() -> tuple[bool, float | None, float | None]:
+            """Stand in for the update: put back what forward and backward have logged, and compute nothing."""
+            self._put_back()
+            return kept
+
+        self._optimizer.step = step
+        try:
+            return make()
+        finally:
+            del self._optimizer.step
+            self._done()
+
+
+class _StepOutcomes:
+    """A Megatron callback that notes the outcome of each training step; one that is replayed computes nothing."""
+
+    def __init__(self, norms: NotedNorms, fit_loop: Any) -> None:
+        self._norms = norms
+        self._fit_loop = fit_loop
+        self._fetched_before = 0
+        self._reduced: object = None
+        self._has_outputs = False
+        self.replayed: StepOutcome | None = None
+
+    def _fetched(self) -> int:
+        fetcher = self._fit_loop._data_fetcher
+        return fetcher.fetched if fetcher is not None else 0
+
+    def on_megatron_step_start(self, step: MegatronStep) -> MegatronStep:
+        """Begin a step; a step that is replayed computes nothing."""
+        if step.forward_only:
+            return step
+        self._fetched_before = self._fetched()
+        self._norms.forget()
+        if self.replayed is None:
+            return step
+        known = {each.name: getattr(step, each.name) for each in fields(MegatronStep)}
+        return _ReplayedStep(**known, outcome=self.replayed)
+
+    def on_megatron_step_end(self, step: MegatronStep, microbatch_outputs: object, reduced: object) -> None:
+        """Note the reduced loss when forward and backward are over."""
+        if not step.forward_only:
+            self._reduced, self._has_outputs = reduced, bool(microbatch_outputs)
+
+    def take(self, succeeded: bool, accumulated: Later[dict[str, Any]]) -> Callable[[], dict[str, Any]]:
+        """Take the outcome of the step whose gradients are final now; return what makes plain data of it."""
+        reduced, has_outputs = copy_of(self._reduced), self._has_outputs
+        fetched = self._fetched() - self._fetched_before
+        norms = self._norms
+        grad_norm = copy_of(norms.grad_norm if succeeded else None)
+        num_zeros = copy_of(norms.num_zeros if succeeded else None)
+        return lambda: vars(
+            StepOutcome(reduced(), has_outputs, fetched, succeeded, grad_norm(), num_zeros(), accumulated())
+        )
+
+
+class _KeptReduction:
+    """Stands in for the loss reduction of a step that is replayed."""
+
+    def __init__(self, outcome: StepOutcome) -> None:
+        self._outcome = outcome
+
+    def reduce(self, microbatch_outputs: object) -> object:
+        return self._outcome.reduced
+
+
+@dataclass
+class _ReplayedStep(MegatronStep):
+    """A step that takes its batches from the loader and computes nothing."""
+
+    outcome: StepOutcome = field(default_factory=lambda: StepOutcome(None, False, 0, True, None, None))
+
+    def __call__(self) -> list[Any]:
+        for _ in range(self.outcome.fetched):
+            next(self.data)
+        return [self.outcome.reduced] if self.outcome.has_outputs else []

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,50 +14,52 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from checkpointless.inprocess import UnrecoverableError
+from checkpointless.callbacks.step_recorder import loss_of
+from checkpointless.inprocess import HPCallWrapper, UnrecoverableError
 from checkpointless.inprocess.communicators import launch_bound
-from checkpointless.integrations.lightning.boundary.torch_steps import TorchSteps
+from checkpointless.integrations.lightning.boundary.step_keeper import StepOutcome, take_state
 from checkpointless.integrations.lightning.frameworks import loggers
 from checkpointless.integrations.lightning.recoverable_strategy import RecoverableStrategy, unfit
 from checkpointless.integrations.torch.repeated_steps import repeated_steps
+from checkpointless.integrations.torch.torch_tensors import TorchTensors
 from checkpointless.recovery.decide import Verdict
+from checkpointless.recovery.guard import UpdateGuard
 from checkpointless.state.port import SnapshotPoint
+from checkpointless.state.serialization import state_tree
+from checkpointless.state.serialization.state_tree import Later
 from checkpointless.transfer.exchange import all_gather_json
 
 # --- Checkpoints that Lightning writes at once: those that ranks make again after a fault keep their names --------
 
 
-class LightningSaves:
+_Point = tuple[int, SnapshotPoint]
+
+
+class _LightningSaves:
     """What a rank knows of the saves of its newest step; it outlives restarts.
 
     After a fault the ranks may go back to before a save. It is repeated then, under the same name: Lightning's
     callbacks would choose another one for a path that exists.
-
-    Attributes:
-        unfinished: the background saves whose end this rank has not gone through: there are none.
     """
 
-    unfinished: tuple[()] = ()
+    unfinished: tuple[()] = ()  # saves in the background, of which there are none
 
     def __init__(self) -> None:
-        self._made: list[
-            tuple[str, tuple[int, SnapshotPoint]]
-        ] = []  # paths, and the newest point when they were saved to
+        self._made: list[tuple[str, _Point]] = []  # paths, and the newest point when they were saved to
         self._again: set[str] = set()
         self._resumed_step = -1
 
-    def save(self, path: str, after: tuple[int, SnapshotPoint], make: Callable[[], None]) -> None:
-        """Make a save.
-
-        Args:
-            after: the newest point of this rank.
-        """
+    def save(self, path: str, after: _Point, make: Callable[[], None]) -> None:
+        """Make a save ``after`` the newest point of this rank."""
         if after[0] != self._resumed_step:
             self._again = set()
         # This is noted first: a rank that is interrupted in the save may have written the file.
@@ -63,12 +67,8 @@ class LightningSaves:
         make()
         self._again.discard(path)
 
-    def agree(self, resumed_at: tuple[int, SnapshotPoint] | None, strategy: Strategy) -> None:
-        """Agree with the other ranks on what is saved again. Collective.
-
-        Args:
-            resumed_at: the point that all ranks were brought to; None: the state is not from memory.
-        """
+    def agree(self, resumed_at: _Point | None, strategy: Strategy) -> None:
+        """Agree with the other ranks on what is saved again after that point (None: all). Collective."""
         mine = [path for path, after in self._made if resumed_at is not None and after >= resumed_at]
         self._again = {path for each in all_gather_json(mine) for path in each}
         self._resumed_step = resumed_at[0] if resumed_at is not None else -1
@@ -108,16 +108,14 @@ class LightningSaves:
 
 
 def _callbacks_of(strategy: Strategy) -> Iterable[Any]:
-    """Return the callbacks of the trainer that ``strategy`` belongs to."""
     trainer: Any = strategy.lightning_module.trainer if strategy.lightning_module is not None else None
     return trainer.callbacks if trainer is not None else ()
 
 
 logger = logging.getLogger(__name__)
 
-_wrappers: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[DistributedDataParallel]] = (
-    weakref.WeakKeyDictionary()
-)  # of modules that were wrapped in this process: one from outside of the block is wrapped again after a fault
+#: Of modules that were wrapped in this process: one from outside of the block is wrapped again after a fault.
+_wrappers: weakref.WeakKeyDictionary[Any, weakref.ref[DistributedDataParallel]] = weakref.WeakKeyDictionary()
 
 
 class _TorchRecoverable(RecoverableStrategy):
@@ -132,7 +130,6 @@ class _TorchRecoverable(RecoverableStrategy):
 
     @override
     def setup_environment(self) -> None:
-        """Set up the process groups, and make new loggers continue where the old ones were."""
         super().setup_environment()
         self._resume_loggers()
 
@@ -145,29 +142,19 @@ class _TorchRecoverable(RecoverableStrategy):
         """
         call = self._call
         fitting = trainer.state.fn == TrainerFn.FITTING and call is not None
-        if fitting:
-            self._refuse(trainer, before=True)
+        if fitting and (reason := self._unfit_before(trainer)) is not None:
+            raise UnrecoverableError(reason)
         super().setup(trainer)
         self.trainer = trainer
         if call is None or not fitting:
             return
-        self._refuse(trainer, before=False)
-        self._begin_fit(trainer, LightningSaves, announces=True).take_hold(TorchSteps(trainer, call))
+        if (reason := self._unfit(trainer)) is not None:
+            raise UnrecoverableError(reason)
+        self._begin_fit(trainer, _LightningSaves, announces=True).take_hold(_TorchSteps(trainer, call))
         bound = launch_bound.from_environment()
         if bound is not None:
             assert self.model is not None
             bound.watch(self.model)
-
-    def _refuse(self, trainer: pl.Trainer, before: bool) -> None:
-        """Refuse what could not be recovered exactly.
-
-        Args:
-            trainer: the trainer.
-            before: whether model and optimizers are still to be set up.
-        """
-        reason = self._unfit_before(trainer) if before else self._unfit(trainer)
-        if reason is not None:
-            raise UnrecoverableError(reason)
 
     def _unfit_before(self, trainer: pl.Trainer) -> str | None:
         if not trainer.lightning_module.automatic_optimization:
@@ -190,7 +177,6 @@ class _TorchRecoverable(RecoverableStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run one training step."""
         if self._call is not None:
             repeated_steps.take(self._call.steps.making, args)
             self._call.enter_phase("forward", self._call.steps.making)
@@ -255,15 +241,10 @@ class CheckpointlessDDPStrategy(_TorchRecoverable, DDPStrategy):
     Inside a function wrapped with :class:`checkpointless.inprocess.HPWrapper` it finds the running wrapper and
     installs the rest. Elsewhere it behaves as ``DDPStrategy`` does with the same arguments. Each rank holds
     everything, so a rank that dies is filled by any other.
-
-    Args:
-        *args: the positional arguments of ``DDPStrategy``.
-        **options: the keyword arguments of ``DDPStrategy``.
     """
 
     @override
     def setup_distributed(self) -> None:
-        """Build the process groups of this generation."""
         self._build_groups(super().setup_distributed)
 
     @override
@@ -333,7 +314,6 @@ class CheckpointlessModelParallelStrategy(_TorchRecoverable, ModelParallelStrate
 
     @override
     def setup_environment(self) -> None:
-        """Set up the process groups and the mesh."""
         super().setup_environment()
         if self._replicas == 1:
             return
@@ -360,10 +340,255 @@ class CheckpointlessModelParallelStrategy(_TorchRecoverable, ModelParallelStrate
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Which part of the data this rank trains on."""
         if self._replicas == 1:
             kwargs: dict[str, Any] = super().distributed_sampler_kwargs
             return kwargs
         replica, shard, _ = self.device_mesh.get_coordinate() or (0, 0, 0)
         _, shards, _ = self.device_mesh.mesh.shape
         return {"num_replicas": self._replicas * shards, "rank": replica * shards + shard}
+
+
+# --- Steps as Lightning makes them with a torch optimizer: guarded, noted, and replayed without computing anything
+
+logger = logging.getLogger(__name__)
+
+_TWICE = (
+    "the module's optimizer_step() updates more than once in a step; one update of a step can be guarded: let it "
+    "call optimizer.step() once"
+)
+_ANOTHER = (
+    "the trainer has another optimizer than at the beginning, which a replaced rank does not have: let "
+    "configure_optimizers return the one that is used to the end"
+)
+_WITHIN = (
+    "accumulate_grad_batches was changed to {} within the batches of a step, or one of them was None: Lightning "
+    "sets gradients to zero at batches whose number is a multiple of it, and batch {} {}. Change it at the "
+    "beginning of an epoch, or behind a number of batches that the old and the new value divide"
+)
+_PLUGIN = "precision"
+
+
+class _TorchSteps:
+    """How Lightning makes steps with a torch optimizer, in automatic optimization (:class:`Steps`).
+
+    Automatic optimization runs forward, backward, hooks and clipping in a closure that the optimizer's ``step`` is
+    given. Here the closure runs first, then come the vote and the update, under the lock.
+    """
+
+    def __init__(self, trainer: pl.Trainer, call: HPCallWrapper) -> None:
+        strategy: Any = trainer.strategy
+        self._trainer = trainer
+        self._call = call
+        self._scaler: Any = getattr(trainer.precision_plugin, "scaler", None)
+        self.tensors = TorchTensors([strategy.model], strategy.optimizers, is_known=call.high_water > 0)
+        self.tensors.arrange()
+        self._loop = _ObservedOptimization.adopt(trainer, self)
+        self.replayed: StepOutcome | None = None
+        self._guard: UpdateGuard | None = None
+        self._is_updated = self._overflows = False
+        self._accumulates = False if call.high_water > 0 else None  # whether gradients wait for more; None: unknown
+        self._to_put_back: list[Callable[[], None]] = []
+
+    def guard(self, guard: UpdateGuard) -> None:
+        self._guard = guard
+
+    # --- a step that is computed ----------------------------------------------------------------------------------
+
+    def begin(self, batch_idx: int) -> None:
+        """Begin the computation of a batch; refuse gradients of two steps that would be mixed, or be dropped."""
+        self._is_updated = self._overflows = False
+        every = self._trainer.accumulate_grad_batches
+        if self.replayed is None and batch_idx and self._accumulates not in (None, bool(batch_idx % every)):
+            what = "is within the step" if self._accumulates else "is the first of its step"
+            raise UnrecoverableError(_WITHIN.format(every, batch_idx, what))
+
+    def end(self) -> None:
+        self._accumulates = self.replayed is None and not self._is_updated
+
+    def update(self, make: Callable[[], object]) -> object:
+        if self.replayed is not None:
+            self._put_back_once()
+            return None
+        made = make()
+        if not self._is_updated:  # gradients overflowed
+            self._overflows = True
+            self._update(lambda: None)
+        return made
+
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Guard every ``step`` of the optimizer in the context, whoever calls it; it has to make one update."""
+        if self.replayed is not None:
+            yield
+            self._put_back_once()
+            return
+        (optimizer,) = self.tensors.optimizers
+        if self._trainer.strategy.optimizers[0] is not optimizer:
+            raise UnrecoverableError(_ANOTHER)
+        own = vars(optimizer).get("step")  # a scheduler's
+        vars(optimizer)["step"] = partial(self._step, optimizer.step)
+        try:
+            yield
+        finally:
+            vars(optimizer).pop("step")
+            if own is not None:
+                vars(optimizer)["step"] = own
+        if not self._is_updated:  # the module's optimizer_step() has left the update out
+            self._overflows = True
+            self._update(lambda: None)
+
+    def _step(self, step: Callable[..., Any], closure: Callable[[], Any] | None = None, **options: Any) -> Any:
+        """Stand in for the optimizer's ``step``: gradients first, then the vote, then the update alone."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._update(partial(step, **options))
+        return loss
+
+    def _update(self, update: Callable[[], Any]) -> None:
+        assert self._guard is not None
+        if self._is_updated:
+            raise UnrecoverableError(_TWICE)
+
+        def apply() -> None:
+            with self.tensors.watched():
+                update()
+
+        self._guard(apply)
+        self._is_updated = True
+
+    def outcome(self, accumulated: Later[dict[str, Any]]) -> tuple[bool, Callable[[], dict[str, Any]]]:
+        taken, overflows = take_state(self._trainer), self._overflows
+        progress = self._loop.optim_progress.optimizer.zero_grad.state_dict()
+        scaler = self._scaler.state_dict() if self._scaler is not None else None
+        output = self._loop.output()
+        if "loss" in output:
+            self._call.steps.loss = loss_of(output)
+        plain = _plain(output)
+
+        def state() -> dict[str, Any]:
+            made = taken()
+            checkpoint = {**made["checkpoint"], "loops": progress}
+            if scaler is not None:
+                checkpoint[_PLUGIN] = scaler if overflows else _after_an_update(scaler)
+            return {"checkpoint": checkpoint, "kinds": made["kinds"], "output": plain}
+
+        return not overflows, lambda: vars(
+            StepOutcome(None, True, 1, not overflows, None, None, accumulated(), state())
+        )
+
+    # --- a step that is replayed ----------------------------------------------------------------------------------
+
+    @contextmanager
+    def replay(
+        self, outcome: StepOutcome, put_back: Callable[[], None], done: Callable[[], None]
+    ) -> Iterator[None]:
+        self.replayed = outcome
+        self._to_put_back = [put_back, partial(self._put_progress, outcome), done]
+        try:
+            yield
+        finally:
+            self.replayed = None
+
+    def _put_back_once(self) -> None:
+        """Put back what the step had left when its gradients were final."""
+        pending, self._to_put_back = self._to_put_back, []
+        for each in pending:
+            each()
+
+    def _put_progress(self, outcome: StepOutcome) -> None:
+        assert outcome.state is not None
+        checkpoint = outcome.state["checkpoint"]
+        self._loop.optim_progress.optimizer.zero_grad.load_state_dict(checkpoint["loops"])
+        if self._scaler is not None:
+            self._scaler.load_state_dict(checkpoint[_PLUGIN])
+
+
+class _ObservedOptimization(_AutomaticOptimization):
+    """Lightning's automatic optimization of a batch, which reports to :class:`_TorchSteps` what it does."""
+
+    steps: _TorchSteps
+    closure: Closure | None  # computes the batch; None: it is replayed, or there was none
+
+    @classmethod
+    def adopt(cls, trainer: pl.Trainer, steps: _TorchSteps) -> _ObservedOptimization:
+        loop: Any = trainer.fit_loop.epoch_loop.automatic_optimization
+        loop.__class__ = cls
+        loop.steps, loop.closure = steps, None
+        observed: _ObservedOptimization = loop
+        return observed
+
+    @override
+    def run(self, optimizer: torch.optim.Optimizer, batch_idx: int, kwargs: Any) -> dict[str, Any]:
+        self.steps.begin(batch_idx)
+        output: dict[str, Any] = super().run(optimizer, batch_idx, kwargs)
+        self.steps.end()
+        return output
+
+    @override
+    def _optimizer_step(self, batch_idx: int, train_step_and_backward_closure: Any) -> None:
+        with self.steps.guarded():
+            super()._optimizer_step(batch_idx, train_step_and_backward_closure)
+
+    @override
+    def _make_closure(self, kwargs: Any, optimizer: torch.optim.Optimizer, batch_idx: int) -> Any:
+        """Return what computes the batch, or stands for it."""
+        outcome = self.steps.replayed
+        if outcome is not None:
+            assert outcome.state is not None
+            device = self.trainer.strategy.root_device
+            return _KeptResult(move_data_to_device(outcome.state["output"], device))
+        self.closure = super()._make_closure(kwargs, optimizer, batch_idx)
+        return self.closure
+
+    def output(self) -> dict[str, Any]:
+        """Return the output of the batch that was computed last; its tensors are not changed any more."""
+        result: ClosureResult | None = getattr(self.closure, "_result", None)
+        return result.asdict() if result is not None and result.loss is not None else {}
+
+
+class _KeptResult:
+    """Stands for the computation of a batch that is replayed."""
+
+    def __init__(self, output: Any) -> None:
+        self._output: dict[str, Any] = output
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor | None:
+        return self._output.get("loss")
+
+    def consume_result(self) -> ClosureResult:
+        extra = {name: value for name, value in self._output.items() if name != "loss"}
+        return ClosureResult(self._output.get("loss"), extra)
+
+
+def _plain(output: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the part of a batch's output that another process could be given."""
+    plain = {}
+    for name, value in output.items():
+        try:
+            state_tree.check(value)
+        except state_tree.StateTreeError:
+            _warn_once(
+                f"training_step returns {name}, which no other process could be given: after a fault right behind "
+                "an update on_train_batch_end gets the output of that batch without it"
+            )
+        else:
+            plain[name] = apply_to_collection(value, torch.Tensor, torch.Tensor.detach)
+    return plain
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    logger.warning(message)
+
+
+def _after_an_update(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the ``state`` of a ``torch.amp.GradScaler`` is after an update without an overflow."""
+    if not state:
+        return {}
+    scale = torch.tensor(state["scale"], dtype=torch.float32)
+    tracker = torch.tensor(state["_growth_tracker"], dtype=torch.int32)
+    factors = state["growth_factor"], state["backoff_factor"], state["growth_interval"]
+    torch._amp_update_scale_(scale, tracker, torch.zeros(()), *factors)
+    return {**state, "scale": float(scale), "_growth_tracker": int(tracker)}

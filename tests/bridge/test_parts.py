@@ -19,7 +19,7 @@ from megatron.bridge.training import pretrain, train
 
 from checkpointless.inprocess import UnrecoverableError
 from checkpointless.integrations.compat.megatron import queues_of_writers
-from checkpointless.integrations.megatron_bridge import finetune, seams
+from checkpointless.integrations.megatron_bridge import entry, finetune
 from checkpointless.integrations.megatron_bridge.data import Loaders
 from checkpointless.integrations.megatron_bridge.entry import _REFUSALS, _copied, refusal
 from checkpointless.integrations.megatron_bridge.training import StepOutcome
@@ -162,19 +162,19 @@ def test_finetune_begins_with_a_checkpoint() -> None:
 def test_the_writers_of_a_save_report_to_this_process_in_a_block() -> None:
     generation: Any = SimpleNamespace()
     try:
-        with seams.entered(generation):
+        with entry._entered(generation):
             made = [getattr(module, name)() for module, name in queues_of_writers()]
             assert made
             assert all(type(each) is queue.Queue for each in made)
     finally:
-        seams._patches.undo()
+        entry._patches.undo()
 
 
 def test_a_version_without_a_seam_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(train, "train_step")
     generation: Any = SimpleNamespace()
     seam = r"^this Megatron-Bridge: there is no megatron\.bridge\.training\.train\.train_step, without"
-    with pytest.raises(UnrecoverableError, match=seam), seams.entered(generation):
+    with pytest.raises(UnrecoverableError, match=seam), entry._entered(generation):
         pass
 
 
@@ -182,12 +182,12 @@ def test_outside_of_a_block_bridge_is_its_own() -> None:
     originals = pretrain.train, train.train_step
     generation: Any = SimpleNamespace()
     try:
-        with seams.entered(generation):
+        with entry._entered(generation):
             assert train.train_step is not originals[1]
-            assert seams._running == [generation]
-        assert seams._running == []
+            assert entry._running == [generation]
+        assert entry._running == []
         with pytest.raises(TypeError, match="forward_step_func"):
             train.train_step()  # Bridge's own, which misses its arguments
     finally:
-        seams._patches.undo()
+        entry._patches.undo()
     assert (pretrain.train, train.train_step) == originals

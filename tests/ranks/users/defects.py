@@ -94,7 +94,7 @@ def batches_are_counted_anew() -> None:
     """Give number 0 to the first batch after a recovery."""
     from checkpointless.integrations.lightning.data import training
 
-    training.go_on_counting = lambda fetcher, position: None
+    training._go_on_counting = lambda fetcher, position: None
 
 
 def hooks_at_the_start_are_not_taken_back() -> None:

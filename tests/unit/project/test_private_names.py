@@ -30,11 +30,9 @@ LEFT = {
     "checkpointless/integrations/lightning/boundary/epoch_metrics.py": 9,
     "checkpointless/integrations/lightning/boundary/step_keeper.py": 2,
     "checkpointless/integrations/lightning/boundary/loops.py": 4,
-    "checkpointless/integrations/lightning/boundary/torch_steps.py": 3,
     "checkpointless/integrations/lightning/checkpoints/copies.py": 2,
     "checkpointless/integrations/lightning/checkpoints/saves.py": 2,
-    "checkpointless/integrations/lightning/data/position.py": 4,
-    "checkpointless/integrations/lightning/data/training.py": 3,
+    "checkpointless/integrations/lightning/data/training.py": 7,
     "checkpointless/integrations/lightning/frameworks/loggers.py": 1,
     "checkpointless/integrations/lightning/frameworks/nemo.py": 3,
     "checkpointless/integrations/lightning/recoverable_strategy.py": 1,
@@ -59,7 +57,7 @@ LEFT = {
     "checkpointless/testing/demo/text.py": 1,
     "recipes/runner.py": 1,
     "strategies/megatron_strategy.py": 2,
-    "strategies/torch_strategies.py": 6,
+    "strategies/torch_strategies.py": 9,
 }
 
 

@@ -53,26 +53,19 @@ _warned = False
 class _Bare(Metric):
     """A metric with nothing in it."""
 
-    def update(self) -> None:
-        """Do nothing."""
+    def update(self) -> None: ...
 
-    def compute(self) -> None:
-        """Do nothing."""
+    def compute(self) -> None: ...
 
 
 _OF_ANY = frozenset(vars(_Bare()))  # attributes that every metric has
 
 
 class _ResumableResults(ResultCollection):
-    """Lightning's collection of results, which can resume with entries that were put back.
+    """Lightning's collection of results, which can resume with entries that were put back."""
 
-    Attributes:
-        put_back: the keys of the entries that were put back and not logged since.
-        about: by key, how each entry is logged, as plain data that is not changed later.
-    """
-
-    put_back: set[str]
-    about: dict[str, dict[str, Any]]
+    put_back: set[str]  # the keys of the entries that were put back and not logged since
+    about: dict[str, dict[str, Any]]  # by key, how each entry is logged, as plain data that is not changed later
 
     def entries(self) -> list[tuple[str, ResultMetric, dict[str, Any]]]:
         """Return the key of each entry, the entry, and how it is logged."""
@@ -82,7 +75,6 @@ class _ResumableResults(ResultCollection):
 
     @override
     def log(self, fx: str, name: str, value: Any, *args: Any, **options: Any) -> None:
-        """Log a value as Lightning does."""
         key = f"{fx}.{name}"
         if key in self.put_back:  # the process group that it is reduced over is new
             self.put_back.discard(key)
@@ -104,11 +96,7 @@ def make_results_resumable(trainer: pl.Trainer) -> None:
 
 
 class Accumulated(Later[dict[str, Any]]):
-    """What was logged and accumulated in this epoch of ``trainer`` until now.
-
-    Attributes:
-        has_own: whether this rank alone has a part of it.
-    """
+    """What was logged and accumulated in this epoch until now; ``has_own``: this rank alone has a part of it."""
 
     __slots__ = ("has_own",)
 
@@ -134,8 +122,7 @@ class Accumulated(Later[dict[str, Any]]):
 def _take_result(metric: ResultMetric, about: dict[str, Any]) -> dict[str, Any]:
     """Take an entry as it is now.
 
-    Lightning changes neither a value nor the cache, but puts another in its place. A size is summed up over the
-    ranks in place.
+    Lightning puts another value or cache in the place of one, and changes none. A size is summed up in place.
     """
     values = vars(metric)
     taken = {
@@ -238,11 +225,7 @@ def _metrics_of(trainer: Any) -> list[tuple[str, Any]]:
 
 
 def own_part(kept: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the part of ``kept`` that this rank alone has.
-
-    Returns:
-        That part; None if it is too large to be kept outside of the process.
-    """
+    """Return the part of ``kept`` that this rank alone has; None if it is too large to be kept outside."""
     results = {key: entry for key, entry in kept["results"].items() if _accumulates(entry)}
     if not results and not kept["metrics"]:
         return {}
@@ -274,13 +257,9 @@ def _nbytes(states: Mapping[str, Any]) -> int:
 
 
 def with_own(kept: Mapping[str, Any], own: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return ``kept`` with what this rank alone has in place of a peer's.
+    """Return ``kept`` with what this rank alone has in place of a peer's; if ``own`` is None, that is lost.
 
-    Args:
-        own: the part that this rank alone has; None: it is lost.
-
-    Returns:
-        The whole. Entries stay in the peer's order, because some are reduced over all ranks, one after the other.
+    Entries stay in the peer's order, because some are reduced over all ranks, one after the other.
     """
     if own is None:
         metrics = {name: {**entry, "more": {}} for name, entry in kept["metrics"].items()}
@@ -291,11 +270,7 @@ def with_own(kept: Mapping[str, Any], own: Mapping[str, Any] | None) -> dict[str
 
 
 def warn_if_lost(kept: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
-    """Warn if something was accumulated and this rank's part of it is lost.
-
-    Args:
-        own: the part that this rank alone has; None: it is lost.
-    """
+    """Warn if something was accumulated and this rank's part of it, ``own``, is lost."""
     if own is None and (kept["metrics"] or any(map(_accumulates, kept["results"].values()))):
         logger.warning(
             "what this rank had accumulated of the metrics of this epoch is lost with its process: it goes on "
@@ -307,11 +282,7 @@ def warn_if_lost(kept: Mapping[str, Any], own: Mapping[str, Any] | None) -> None
 
 
 def put_accumulated(trainer: pl.Trainer, kept: Mapping[str, Any]) -> None:
-    """Put back what :class:`Accumulated` makes.
-
-    Args:
-        kept: what :class:`Accumulated` makes; it stays as it is.
-    """
+    """Put back what :class:`Accumulated` makes, which stays as it is."""
     connector: Any = trainer._logger_connector
     results: Any = trainer.fit_loop.epoch_loop._results
     for name, tracker in _parts_of(trainer, MetricTracker):

@@ -44,34 +44,24 @@ class Resumption:
 
 
 class _Observer(Protocol):
-    """What is notified of the points after a step (a recoverable fit)."""
+    """What is notified of the points after a step: a recoverable fit."""
 
-    def reached(self, stage: SnapshotPoint) -> None:
-        """Note that the loop is at ``stage`` after the step that it committed last."""
+    def reached(self, stage: SnapshotPoint) -> None: ...
 
-    def before_fetch(self) -> None:
-        """Note that a batch is asked for."""
+    def before_fetch(self) -> None: ...
 
-    def epoch_begins(self) -> None:
-        """Begin an epoch; the one before it was over when it was resumed."""
+    def epoch_begins(self) -> None: ...
 
-    def data_is_set_up(self, loaders: Sequence[Any]) -> None:
-        """Refuse training loaders that could not be brought back to where they stood."""
+    def data_is_set_up(self, loaders: Sequence[Any]) -> None: ...
 
 
 class _ResumableEpochLoop(TrainingEpochLoop):
-    """Lightning's loop over the batches of an epoch, which reports its points and can resume at each of them.
-
-    Attributes:
-        resumption: where to resume when the loop is run next; None: where Lightning would.
-        not_delivered: how many batches the fetcher counts that no iterator of this process delivered.
-        has_asked: whether a batch was asked for since the epoch was resumed.
-    """
+    """Lightning's loop over the batches of an epoch, which reports its points and can resume at each of them."""
 
     observer: _Observer
-    resumption: Resumption | None
-    not_delivered: int
-    has_asked: bool
+    resumption: Resumption | None  # where to resume when the loop is run next; None: where Lightning would
+    not_delivered: int  # how many batches the fetcher counts that no iterator of this process delivered
+    has_asked: bool  # whether a batch was asked for since the epoch was resumed
 
     @property
     @override
@@ -92,7 +82,6 @@ class _ResumableEpochLoop(TrainingEpochLoop):
 
     @override
     def on_run_start(self, data_fetcher: Any) -> None:
-        """Begin the epoch, or resume it."""
         resumption = self.resumption
         within = resumption is not None and not resumption.begins_epoch
         if not within and not self.has_asked:
@@ -135,31 +124,23 @@ class _ResumableEpochLoop(TrainingEpochLoop):
 
     @override
     def on_advance_end(self, data_fetcher: Any) -> None:
-        """Validate if that is due, and report the point."""
         super().on_advance_end(data_fetcher)
         self.observer.reached(SnapshotPoint.ACCUMULATED if self._should_accumulate() else SnapshotPoint.CHECKED)
 
     @override
     def _on_before_fetch(self) -> None:
-        """Announce that a batch is asked for."""
         self.observer.before_fetch()
         super()._on_before_fetch()
 
 
 class ResumableFitLoop(FitLoop):
-    """Lightning's loop over epochs, which can resume at each point after a step.
-
-    Attributes:
-        resumption: where to resume when the loop is run next; None: where Lightning would.
-        was_finished: whether the whole fit was over before the fault.
-        is_beginning: whether the loop does what precedes the first epoch.
-    """
+    """Lightning's loop over epochs, which can resume at each point after a step."""
 
     epoch_loop: _ResumableEpochLoop
-    resumption: Resumption | None
-    was_finished: bool
+    resumption: Resumption | None  # where to resume when the loop is run next; None: where Lightning would
+    was_finished: bool  # whether the whole fit was over before the fault
     made_at_step: int
-    is_beginning: bool
+    is_beginning: bool  # whether the loop does what precedes the first epoch
 
     @override
     def setup_data(self) -> None:
@@ -229,7 +210,6 @@ class ResumableFitLoop(FitLoop):
 
     @override
     def on_run_start(self) -> None:
-        """Begin training, or resume it."""
         self.is_beginning = True
         try:
             super().on_run_start()
@@ -243,7 +223,6 @@ class ResumableFitLoop(FitLoop):
 
     @override
     def on_advance_start(self) -> None:
-        """Begin an epoch, or resume it."""
         super().on_advance_start()
         if self.resumption is not None:
             self._restarting = False  # else Lightning leaves out what a plateau's scheduler does at the epoch's end
@@ -251,7 +230,6 @@ class ResumableFitLoop(FitLoop):
 
     @override
     def on_advance_end(self) -> None:
-        """End an epoch, and report the point."""
         super().on_advance_end()
         self.epoch_loop.observer.reached(SnapshotPoint.TURNED)
 

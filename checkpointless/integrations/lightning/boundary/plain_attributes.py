@@ -46,11 +46,7 @@ logger = logging.getLogger(__name__)
 
 
 def parts_of(trainer: pl.Trainer | None) -> Iterator[_Part]:
-    """Yield the parts of a trainer that users write, each with a name that it has at every entry of the block.
-
-    Args:
-        trainer: the trainer; None: it is gone.
-    """
+    """Yield the parts of a trainer that users write, each with a name that it has at every entry of the block."""
     if trainer is None:
         return
     for name, part, inherited in (

@@ -10,8 +10,10 @@ from __future__ import annotations
 import logging
 import operator
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import lightning.pytorch as pl
 import torch
@@ -36,7 +38,6 @@ from checkpointless.integrations.lightning.boundary.epoch_metrics import (
 )
 from checkpointless.integrations.lightning.boundary.loops import Resumption
 from checkpointless.integrations.lightning.boundary.plain_attributes import kept_states
-from checkpointless.integrations.lightning.boundary.steps import StepOutcome, Steps, with_own_loss
 from checkpointless.integrations.lightning.data.position import (
     DataPosition,
     begun_at,
@@ -44,18 +45,17 @@ from checkpointless.integrations.lightning.data.position import (
     put_sampler,
     take_sampler,
 )
-from checkpointless.integrations.lightning.data.stateful import without_worker_seeds
-from checkpointless.integrations.lightning.data.training import TrainingData
+from checkpointless.integrations.lightning.data.training import TrainingData, without_worker_seeds
 from checkpointless.integrations.torch.repeated_steps import repeated_steps
 from checkpointless.recovery import CheckpointManager
 from checkpointless.recovery.guard import UpdateGuard
 from checkpointless.state.journal import Captured, FrontEnd, StepBefore, StepJournal
-from checkpointless.state.port import DATA, SnapshotPoint
+from checkpointless.state.port import DATA, SnapshotPoint, TrainingState
 from checkpointless.state.rank_local.agreement import require_equal_replicas
 from checkpointless.state.rank_local.declared import put_declared, take_declared
 from checkpointless.state.rng import RngStates
 from checkpointless.state.serialization import state_tree
-from checkpointless.state.serialization.state_tree import copies_of
+from checkpointless.state.serialization.state_tree import Later, copies_of
 
 #: What Lightning itself writes, besides the states of precision plugin and data module under their names.
 _LIGHTNINGS = frozenset(
@@ -86,9 +86,6 @@ def take_state(trainer: pl.Trainer) -> Callable[[], dict[str, Any]]:
         What makes ``checkpoint``, ``kinds`` and ``sampler``, as they would be now: what Lightning itself writes
         into a checkpoint, what it does not (but for what is accumulated over an epoch), and what NeMo's sampler
         counts with.
-
-    Raises:
-        UnrecoverableError: a hook fails on a checkpoint without the model's tensors.
     """
     settings = _take_settings(trainer)
     checkpoint, stop, metrics = _take_checkpoint(trainer), bool(trainer.should_stop), _take_metrics(trainer)
@@ -107,9 +104,6 @@ def _take_checkpoint(trainer: Any) -> dict[str, Any]:
 
     These are loops, schedulers, callbacks, data module, precision plugin, and what the hooks ``on_save_checkpoint``
     of callbacks and module add.
-
-    Raises:
-        UnrecoverableError: a hook fails on a checkpoint without the model's tensors.
     """
     kept: dict[str, Any] = {
         "epoch": trainer.current_epoch,
@@ -133,14 +127,7 @@ def _take_checkpoint(trainer: Any) -> dict[str, Any]:
 
 
 def _of_save_hooks(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Find what ``on_save_checkpoint`` of module and callbacks has put into a checkpoint.
-
-    Args:
-        checkpoint: the ``checkpoint`` that :func:`take_state` makes.
-
-    Returns:
-        The values by their keys.
-    """
+    """Return what ``on_save_checkpoint`` of module and callbacks has put into a checkpoint."""
     if not _has_save_hooks(trainer):
         return {}
     parts = (trainer.precision_plugin, getattr(trainer, "datamodule", None))
@@ -149,10 +136,7 @@ def _of_save_hooks(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> dict[str,
 
 
 def _loops(trainer: pl.Trainer) -> dict[str, Any] | None:
-    """Return the loops' state; None: the loops are at the beginning.
-
-    Of None Lightning makes something else, once it is loaded.
-    """
+    """Return the loops' state; None, of which Lightning makes something else: they are at the beginning."""
     fit_loop: Any = trainer.fit_loop
     begun = fit_loop.epoch_progress.current.ready > 0
     if not begun and not fit_loop.restarting and not fit_loop.epoch_loop.restarting:
@@ -196,12 +180,7 @@ def _call_save_hooks(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> None:
 
 
 def _load_again(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> None:
-    """Make module, data module and callbacks load their state once more, because hooks have changed it since.
-
-    Args:
-        trainer: a trainer that has loaded ``checkpoint`` before.
-        checkpoint: what :func:`take_state` made; it stays as it is.
-    """
+    """Make module, data module and callbacks load their state once more, because hooks have changed it since."""
     checkpoint = copy_to_load(checkpoint)
     if is_overridden("on_load_checkpoint", trainer.lightning_module):
         call_module_hook(trainer, "on_load_checkpoint", checkpoint)
@@ -256,8 +235,6 @@ def _put_metrics(trainer: Any, state: dict[str, Any]) -> None:
 
 
 _METRICS = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
-
-
 _read_metrics = operator.attrgetter(*_METRICS)
 
 
@@ -367,7 +344,6 @@ class StepKeeper(FrontEnd):
 
     Args:
         manager: keeps what is captured; None: recovery from memory is switched off, and nothing is captured.
-        position: returns where the training stands in its data.
     """
 
     def __init__(
@@ -395,11 +371,7 @@ class StepKeeper(FrontEnd):
 
     @override
     def ready(self, step: int) -> Captured:
-        """Capture the outcome of ``step``, whose gradients are final.
-
-        Raises:
-            UnrecoverableError: something other than updates has changed parameters, or replicas have parted.
-        """
+        """Capture the outcome of ``step``, whose gradients are final."""
         self._computed += 1
         if self._call.generation == 0 and self._computed in _LOOKED_AT:
             reason = self.journal.changed()
@@ -481,11 +453,7 @@ logger = logging.getLogger(__name__)
 
 
 class Restoration:
-    """What memory gave one trainer besides its tensors, which are in place.
-
-    Args:
-        trainer: the trainer, in which Lightning loads its own part of ``objects``.
-    """
+    """What memory gave one trainer besides its tensors, which are in place; Lightning loads its own part of it."""
 
     def __init__(
         self,
@@ -505,7 +473,6 @@ class Restoration:
 
     @property
     def is_pending(self) -> bool:
-        """Whether something is still to be put back."""
         return self._waiting is not None
 
     # --- before the loops begin ---------------------------------------------------------------------------------
@@ -534,10 +501,11 @@ class Restoration:
         assert objects is not None
         step, stage = manager.resumed_at
         replays = stage is SnapshotPoint.COMMITTED
+        base = (step - 1, SnapshotPoint(objects["base"])) if replays else (step, stage)
         kept = objects["kinds"][ACCUMULATED]
         if manager.was_filled:
             warn_if_lost(objects["outcome"]["accumulated"] if replays else kept, manager.own.kept_at(step, stage))
-        kept = self._own_of(kept, *((step - 1, SnapshotPoint(objects["base"])) if replays else (step, stage)))
+        kept = self._own_of(kept, *base)
         objects = {**objects, "kinds": {**objects["kinds"], ACCUMULATED: kept}}
         _put_kinds(self._trainer, objects["kinds"])
         put_sampler(self._trainer, objects["sampler"])
@@ -547,7 +515,6 @@ class Restoration:
             self._waiting = None
             manager.restore_streams()
             return
-        base = (step - 1, SnapshotPoint(objects["base"])) if replays else (step, stage)
         # The beginning of the loops draws what it drew then, and makes loaders by the attributes that there were.
         manager.own.streams.restore(*base)
         self._trainer.fit_loop.resumption = Resumption(  # type: ignore[attr-defined]
@@ -614,7 +581,7 @@ class Restoration:
                 "rank's own is lost with its process",
                 step,
             )
-        replayed = with_own_loss(outcome, states.loss if states is not None else None)
+        replayed = _with_own_loss(outcome, states.loss if states is not None else None)
         with self._keeper.steps.replay(replayed, self._put_back_what_was_before, self._manager.restore_streams):
             run()
 
@@ -635,10 +602,8 @@ def skip_fit(trainer: pl.Trainer, objects: dict[str, Any] | None) -> dict[str, A
     """Skip a fit that was over before the fault, which came in a later fit of the same block.
 
     Args:
-        objects: the non-tensor state that the fit ended in; None if no rank knows it.
-
-    Returns:
-        The part of that state that Lightning loads.
+        objects: the non-tensor state that the fit ended in, of which Lightning's part is returned; None if no rank
+            knows it.
     """
     logger.warning(
         "this fit had ended before the fault and is not repeated; until the next fit of the block begins, the "
@@ -665,3 +630,77 @@ def _is_in_training(stage: SnapshotPoint, objects: Mapping[str, Any]) -> bool:
     return (
         SnapshotPoint(objects["base"]) if stage is SnapshotPoint.COMMITTED else stage
     ) is not SnapshotPoint.LOADED
+
+
+# --- How a framework makes the steps of a trainer -----------------------------------------------------------------
+#
+# A rank that was interrupted after the update of a step has committed the step. What Lightning and the callbacks do
+# at the end of the batch is still to come, and some ranks may have done it in part. All ranks go back to the state
+# before the step and let Lightning run through it again, with the outcome in place of forward, backward and update.
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """The outcome of a training step.
+
+    Attributes:
+        has_outputs: whether this pipeline stage had losses to reduce.
+        fetched: how many batches the step took from the loader.
+        succeeded: whether the update was made (with fp16, not if a gradient overflowed).
+        accumulated: what was logged and accumulated in this epoch up to the update of the step; None: not known.
+        state: what hooks of callbacks, module and data module had changed by then, as a framework's steps keep it;
+            None: the hooks are called again.
+    """
+
+    reduced: object
+    has_outputs: bool
+    fetched: int
+    succeeded: bool
+    grad_norm: float | None
+    num_zeros: float | None
+    accumulated: dict[str, Any] | None = None
+    state: dict[str, Any] | None = None
+
+
+def _with_own_loss(outcome: StepOutcome, loss: float | None) -> StepOutcome:
+    """Return a peer's ``outcome`` with this rank's loss, if it was kept: a reduction need not be over all ranks."""
+    reduced = outcome.reduced
+    if loss is None:
+        return outcome
+    if isinstance(reduced, torch.Tensor) and not reduced.dim():
+        return replace(outcome, reduced=torch.full_like(reduced, loss))
+    output = (outcome.state or {}).get("output", {})
+    if isinstance(output.get("loss"), torch.Tensor):
+        output = {**output, "loss": torch.full_like(output["loss"], loss)}
+        return replace(outcome, state={**(outcome.state or {}), "output": output})
+    return outcome
+
+
+class Steps(Protocol):
+    """How a framework makes the training steps of one trainer."""
+
+    @property
+    def tensors(self) -> TrainingState:
+        """The tensors of model and optimizer."""
+
+    @property
+    def replayed(self) -> StepOutcome | None:
+        """The outcome of the committed step that is replayed; None: a step is computed."""
+
+    def guard(self, guard: UpdateGuard) -> None:
+        """Guard every update from now on."""
+
+    def outcome(self, accumulated: Later[dict[str, Any]]) -> tuple[bool, Callable[[], dict[str, Any]]]:
+        """Take the outcome of the step whose gradients are final now, with what was accumulated in its epoch.
+
+        Returns:
+            Whether the update is made, and what makes plain data of the :class:`StepOutcome`.
+        """
+
+    def replay(
+        self, outcome: StepOutcome, put_back: Callable[[], None], done: Callable[[], None]
+    ) -> AbstractContextManager[None]:
+        """Give training steps ``outcome`` in the context; ``done`` puts back the streams from after the update."""
+
+    def update(self, make: Callable[[], object]) -> object:
+        """Make the update of a step with ``make``, as the framework does, or replay it."""

@@ -11,10 +11,10 @@ from typing_extensions import override
 
 from checkpointless.inprocess import StateLostError, UnrecoverableError, active_call_wrapper
 from checkpointless.inprocess.exceptions import is_victim, line_of
+from checkpointless.inprocess.wrap import emit_event
 from checkpointless.integrations.compat.lightning import CheckpointConnector
 from checkpointless.integrations.lightning.boundary.step_keeper import InMemoryCheckpoint, copy_to_load, skip_fit
 from checkpointless.observability.telemetry.event_names import EventName
-from checkpointless.observability.telemetry.events import event_log
 from checkpointless.observability.telemetry.wording import printable
 from checkpointless.recovery.decide import Verdict
 
@@ -41,7 +41,7 @@ class CheckpointlessCompatibleConnector(CheckpointConnector):
 
     @override
     def resume_start(self, checkpoint_path: str | Path | None = None, **options: Any) -> None:
-        """Load from memory if this is a restart and memory suffices, else from ``checkpoint_path``.
+        """Load from memory if this is a restart and memory suffices, else from storage.
 
         Args:
             checkpoint_path: the checkpoint on storage; None: the one that the delayed auto-resume finds.
@@ -102,14 +102,7 @@ class CheckpointlessCompatibleConnector(CheckpointConnector):
         require_anew = getattr(strategy, "require_anew", None)
         if require_anew is not None:
             require_anew(whole=bool(path))
-        event_log().emit(
-            EventName.FALLBACK,
-            "point",
-            generation=call.generation,
-            incident=call.incident,
-            reason=manager.refusal,
-            storage=str(path) if path else None,
-        )
+        emit_event(EventName.FALLBACK, reason=manager.refusal, storage=str(path) if path else None)
         try:
             self._load(path, options)
         except Exception as error:

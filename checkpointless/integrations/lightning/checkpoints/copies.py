@@ -57,7 +57,7 @@ class KeepCopies(Callback):
 
         Raises:
             ValueError: it saves no ``torch_dist`` checkpoints, or the ranks cannot be divided as asked.
-            OSError: the directory cannot be made, or other users can write to it.
+            OSError: the directory cannot be made, or others can write to it.
         """
         copies = _copies(self.disk, self.replication_jump, self.replication_factor)
         keep_copies(trainer.strategy.checkpoint_io, copies)
@@ -100,13 +100,10 @@ def keep_copies(checkpoint_io: CheckpointIO, copies: Copies | None = None) -> No
 
 @contextmanager
 def loading_from_copies(checkpoint_io: CheckpointIO) -> Iterator[CopiesLoadStrategy | None]:
-    """Return a context in which NeMo's checkpoint IO loads from the copies that it keeps, or else from storage.
-
-    Args:
-        checkpoint_io: ``strategy.checkpoint_io``. If it loads no ``torch_dist`` checkpoints, nothing is changed.
+    """Have NeMo's checkpoint IO load from the copies that it keeps, or else from storage, in the context.
 
     Yields:
-        The strategy that loads; None: nothing is changed.
+        The strategy that loads; None: nothing is changed, as ``torch_dist`` checkpoints are not loaded.
     """
     io = _megatrons(checkpoint_io)
     if io is None:
@@ -145,8 +142,6 @@ class CheckpointlessAutoResume(AutoResume):
         """Set the trainer's checkpoint path, or put that off.
 
         Args:
-            trainer: the trainer.
-            model: the model to load artifacts into.
             force_setup: whether to set the path now in any case. Collective, after a fault: the folder is rank 0's,
                 because NeMo's logger names one by the time on that rank only.
         """

@@ -91,14 +91,9 @@ class _Report:
 def _write_buckets(
     transforms: Sequence[Any], use_msc: bool, rank: int, buckets: Sequence[Any], results: Queue[Any]
 ) -> None:
-    """Write a rank's part of a checkpoint, each bucket in a separate process.
+    """Stand in for ``write_preloaded_data_multiproc``: write each bucket of a rank's part in a separate process.
 
-    It takes the place of ``FileSystemWriterAsync.write_preloaded_data_multiproc``.
-
-    Args:
-        transforms: what Megatron-core does to each item.
-        use_msc: whether NVIDIA's Multi-Storage Client opens the files.
-        results: the queue that gets what each writer says, by its number, or the first error.
+    ``results`` gets what each writer says, by its number, or the first error.
     """
     context = multiprocessing.get_context("fork")
     writers: list[tuple[Any, Connection]] = []
@@ -225,20 +220,15 @@ def _new_paths(callback: LightningModelCheckpoint, books: dict[str, Any]) -> lis
     return list(dict.fromkeys(path for path in now if path not in then))
 
 
-def replaced(callback: LightningModelCheckpoint, books: Mapping[str, Any]) -> Replaced:
+def _replaced(callback: LightningModelCheckpoint, books: Mapping[str, Any]) -> Replaced:
     """Return what a save of ``callback`` has replaced since its books were ``books``."""
     models = books["best_k_models"].items()
     gone = {path: float(score) for path, score in models if path not in callback.best_k_models}
     return {"models": gone, "best": str(books["best_model_path"]), "last": str(books["last_model_path"])}
 
 
-def undo(callback: object, path: str, was: Replaced) -> None:
-    """Strike a save that failed out of a callback's books, and take back what it replaced.
-
-    Args:
-        callback: any callback; one that keeps no such books stays as it is.
-        was: what the save has replaced; empty: nothing is known of it.
-    """
+def _undo(callback: object, path: str, was: Replaced) -> None:
+    """Strike a save that failed out of a callback's books, if it keeps any, and take back what it replaced."""
     if not isinstance(callback, LightningModelCheckpoint):
         return
     known = {*callback.best_k_models, callback.best_model_path, callback.last_model_path} - {""}
@@ -281,7 +271,7 @@ def _remove_unfinished(callbacks: Iterable[Any]) -> None:
             _REMOVE.__func__(each.dirpath)
 
 
-def remove(paths: Iterable[str]) -> None:
+def _remove(paths: Iterable[str]) -> None:
     """Remove checkpoints that will not be finished, and NeMo's markers; what cannot be removed stays marked."""
     for path in paths:
         if "://" in path:
@@ -299,9 +289,6 @@ def remove_whole(folder: Path) -> None:
     """Remove a whole checkpoint so that, whenever the process is killed, nothing half removed passes for one.
 
     It gets another name first, which NeMo takes for that of an unfinished checkpoint.
-
-    Raises:
-        OSError: it cannot be removed.
     """
     with _removing:
         gone = folder.with_name(f"{folder.name}-removed")
@@ -324,7 +311,7 @@ def wait_for_removals() -> None:
 
 OnSaveError = Literal["continue", "raise"]
 
-_HARDLY_ANY = 64 * 1024  # bytes
+_HARDLY_ANY = 64 * 1024  # bytes that are free on a file system which is full
 _UNKNOWN = {0: "a part of it could not be written"}
 
 
@@ -348,7 +335,6 @@ class FailedSaves:
 
     Attributes:
         active: the one that handles the errors of what is running; None: nothing does.
-        on_error: whether training continues after a failed save, or the job ends.
         errors: what went wrong on this rank and the others do not know of yet, by the checkpoint's folder.
         raised: the step after which this rank raised in a save, and why; None: it has not.
     """
@@ -415,24 +401,14 @@ class FailedSaves:
             self.fail(path, reasons)
 
     def end(self, path: str, finish: Callable[[], None] | None) -> None:
-        """End a background save with ``finish``, after all ranks have written what they had to. Collective.
-
-        Raises:
-            _SaveFailed: not all of them have.
-            UnrecoverableError: the same, if that ends the job.
-        """
+        """End a background save with ``finish``, if :meth:`agree` says that all ranks have written. Collective."""
         self.agree(path)
         if finish is not None:
             finish()
 
     @contextmanager
     def attempt(self, path: str) -> Iterator[None]:
-        """While the context lasts, the rank saves to ``path``. Collective.
-
-        Raises:
-            _SaveFailed: the save has failed, and every rank raises this.
-            UnrecoverableError: the same, if that ends the job.
-        """
+        """While the context lasts, save to ``path``; if that fails, all ranks :meth:`fail`. Collective."""
         step, reasons = self._given_up
         if reasons and step == self._step():  # a rank raised in a save of this step before the fault
             self.fail(path, reasons)
@@ -446,38 +422,24 @@ class FailedSaves:
             raise
 
     def note(self, error: Exception, path: str, step: int | None = None) -> None:
-        """Note that this rank raises ``error`` in a save, unless it follows from the loss of another rank.
-
-        Args:
-            step: the step after which the save was begun; None: the newest.
-        """
+        """Note that this rank raises ``error`` in a save of ``step`` (None: the newest), unless it is a victim."""
         if not is_victim(error):
             self.raised = (self._step() if step is None else step), _reason(error, path)
 
     def give_up(self, raised: Sequence[tuple[int, str] | None], resumed: int) -> None:
-        """Give up the saves of the step that training resumes at, if a rank raised in one of them.
-
-        Args:
-            raised: by rank, after which step it raised in a save, and why.
-            resumed: the step; -1: the state is not from memory.
-        """
+        """Give up the saves of the step that training resumes at (-1: at storage), if a rank raised in one."""
         reasons = {rank: each[1] for rank, each in enumerate(raised) if each is not None and each[0] == resumed}
         self._given_up, self.errors = (resumed, reasons), {}
         if self.raised is not None and self.raised[0] != resumed:
             self.raised = None
 
     def fail(self, path: str, reasons: dict[int, str]) -> None:
-        """End a save that has failed, as all ranks know.
-
-        Raises:
-            _SaveFailed: always, unless it ends the job.
-            UnrecoverableError: it ends the job.
-        """
+        """End a save that has failed, as all ranks know: raise ``_SaveFailed``, or what ends the job."""
         strategy, call = self._strategy(), active_call_wrapper()
         failure = _SaveFailed(path, reasons)
         self.errors.pop(_folder_of(path), None)
         if strategy.trainer.is_global_zero:
-            remove([path])
+            _remove([path])
         if strategy.trainer.global_rank == min(reasons):
             logger.warning("%s: training goes on, and the next one that is due is made", failure)
             event_log().emit(
@@ -493,7 +455,6 @@ class FailedSaves:
         raise failure
 
     def _step(self) -> int:
-        """Return the newest step of the rank."""
         return int(self._strategy().journal().newest[0])
 
 
@@ -503,15 +464,13 @@ def _reasons_by(error: CheckpointException) -> dict[str, str]:
 
 
 def _merged(reasons: Sequence[Mapping[str, str]]) -> dict[int, str]:
-    """Return what all ranks know of what went wrong in a save, by rank."""
     return {int(rank): reason for each in reasons for rank, reason in each.items()} or _UNKNOWN
 
 
 def _noting(where: Callable[..., str | Path]) -> Callable[[Any], Any]:
     """Return what makes a function keep its error for the others, and go on, while a save is made or ended.
 
-    Args:
-        where: returns where the function writes, from its arguments.
+    ``where`` returns where the function writes, from its arguments.
     """
 
     def make(original: Any) -> Any:
@@ -539,16 +498,11 @@ def _reason(error: BaseException, path: str = "") -> str:
     """Return in one line what went wrong."""
     if str(error) == "results_queue should not be empty":
         return "the process that wrote it in the background was lost"
-    if (
-        isinstance(error, RuntimeError) and path and _is_full(os.path.dirname(_folder_of(path)))
-    ):  # torch.save does not say so
-        return os.strerror(errno.ENOSPC)
+    if isinstance(error, RuntimeError) and path:  # torch.save does not say that the disk is full
+        folder = os.path.dirname(_folder_of(path))
+        if os.path.isdir(folder) and shutil.disk_usage(folder).free < _HARDLY_ANY:
+            return os.strerror(errno.ENOSPC)
     return " ".join(str(error).removeprefix("Worker failure: ").split()) or type(error).__name__
-
-
-def _is_full(folder: str) -> bool:
-    """Return whether hardly anything is free on the file system of ``folder``."""
-    return os.path.isdir(folder) and shutil.disk_usage(folder).free < _HARDLY_ANY
 
 
 logger = logging.getLogger(__name__)
@@ -556,29 +510,19 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class _Save:
-    """One save of this rank.
-
-    Attributes:
-        after: the newest point of the rank when the save began.
-        number: the number that Megatron's queue of background saves gives it; None: it is made at once.
-        finish: the caller's function that ends a background save; None: there is none.
-        is_made: whether this rank has done its part or, for a background save, begun it.
-        is_finished: whether this rank has gone through all that ends a background save.
-        replaced: what a background save has replaced in the books of its callback; empty: nothing.
-    """
+    """One save of this rank."""
 
     path: str
-    after: tuple[int, SnapshotPoint]
-    number: int | None
-    finish: Callable[[], None] | None
-    is_made: bool = False
-    is_finished: bool = False
+    after: tuple[int, SnapshotPoint]  # the newest point of the rank when the save began
+    number: int | None  # that Megatron's queue of background saves gives it; None: it is made at once
+    finish: Callable[[], None] | None  # the caller's, which ends a background save
+    is_made: bool = False  # whether this rank has done its part or, for a background save, begun it
+    is_finished: bool = False  # whether this rank has gone through all that ends a background save
     replaced: Replaced = field(default_factory=dict)
     spare: Callable[[], None] = lambda: None
 
     @property
     def is_unfinished(self) -> bool:
-        """Whether this is a background save whose end this rank has not gone through."""
         return self.number is not None and not self.is_finished
 
     def finished(self) -> None:
@@ -591,41 +535,26 @@ class _Agreement:
     """Which saves are repeated, which continue in the background, and which are lost, as all ranks conclude.
 
     Background saves go by the numbers that Megatron's queues gave them, which are the same on every rank.
-
-    Attributes:
-        whole: those of them that miss nothing, each with the number of its background save; None: it was made at
-            once.
-        failed: the background saves whose writer failed on some rank, and that are not started over.
-        forgotten: those of ``lost`` that no rank passes again.
-        lost_paths: the known paths of ``lost``, the newest first.
-        continues: whether the pending background saves of all ranks, if there are any, can continue.
-        is_cut_off: whether there are some that cannot, because a rank has lost its writer.
-        newest: the number that a queue assigned last; -1: none.
     """
 
     again: frozenset[str]
-    whole: Mapping[str, int | None]
+    whole: Mapping[str, int | None]  # those of ``again`` that miss nothing, with their numbers; None: made at once
     in_vain: frozenset[int | None]
-    failed: frozenset[int]
+    failed: frozenset[int]  # whose writer failed on some rank, and that are not started over
     lost: frozenset[int]
-    forgotten: frozenset[int]
-    lost_paths: tuple[str, ...]
+    forgotten: frozenset[int]  # those of ``lost`` that no rank passes again
+    lost_paths: tuple[str, ...]  # those that are known, the newest first
     going_on: frozenset[str]
-    continues: bool
-    is_cut_off: bool
-    newest: int
+    continues: bool  # whether the pending background saves of all ranks, if there are any, can continue
+    is_cut_off: bool  # whether there are some that cannot, because a rank has lost its writer
+    newest: int  # the number that a queue assigned last; -1: none
 
     @classmethod
     def of(cls, everyone: Sequence[Mapping[str, Any]], in_background: bool) -> _Agreement:
-        """Return what follows from what every rank says.
+        """Return what follows from what every rank says, as :meth:`Saves.agree` gathers it.
 
-        Args:
-            everyone: by rank, what it says: ``again``, for each save that it passes again its path, its number,
-                whether its part is made and whether its end is gone through; ``pending``, the numbers of its
-                pending background saves; ``newest``, the number that its queue assigned last (-1: none);
-                ``failed``, the numbers of its saves whose writer failed; ``paths``, number and path of each
-                unfinished save.
-            in_background: whether the new trainers can continue background saves.
+        ``again`` has, for each save that the rank passes again, its path, its number, whether the rank's part is
+        made and whether its end is gone through. ``in_background`` says whether new trainers can continue saves.
         """
         again = [{path: rest for path, *rest in each["again"]} for each in everyone]
         known = {path: rest for each in reversed(again) for path, rest in each.items()}  # the lowest rank's count
@@ -673,14 +602,10 @@ def _is_one_save(
 
 
 class Saves:
-    """What a rank knows of the saves of its newest step, and of saves that have not ended; it outlives restarts.
-
-    Attributes:
-        pending: the background saves that were not finished when the block was left; None: there are none.
-    """
+    """What a rank knows of the saves of its newest step, and of saves that have not ended; it outlives restarts."""
 
     def __init__(self) -> None:
-        self.pending: PendingSaves | None = None
+        self.pending: _PendingSaves | None = None  # background saves not finished when the block was left
         self.failed = FailedSaves()
         self._made: list[_Save] = []
         self._again: set[str] = set()  # paths that will be saved to again
@@ -702,9 +627,6 @@ class Saves:
             after: the newest point of this rank.
             calls: Megatron's queue of background saves; None: the save is made at once.
             finish: the present caller's function that ends the save; None: there is none.
-
-        Raises:
-            _SaveFailed: the save has failed, as all ranks know, and its caller makes up for that.
         """
         if after[0] != self._resumed_step:
             self._again, self._whole = set(), {}
@@ -737,18 +659,20 @@ class Saves:
         _report_separately()
 
     def keep(self, path: str, callback: ModelCheckpoint, books: Mapping[str, Any]) -> None:
-        """Keep what the background save to ``path`` has replaced in a callback's books, in case that it fails.
-
-        Args:
-            books: the callback's books before the save.
-        """
+        """Keep what the background save to ``path`` has replaced in the callback's ``books`` from before it."""
         for each in self._made:
             if each.path == path:
-                each.replaced = replaced(callback, books)
+                each.replaced = _replaced(callback, books)
                 each.spare = partial(_drop, callback, callback.deferred_ckpts_to_remove[-1])
 
+    def keep_pending(self, checkpoint_io: CheckpointIO | None) -> None:
+        """Keep, after a fault, what ``checkpoint_io`` writes in the background, to finish it later."""
+        queue = getattr(checkpoint_io, "async_calls_queue", None)
+        calls = tuple(getattr(queue, "async_calls", ()))
+        if queue is not None and calls:
+            self.pending = _PendingSaves(calls, queue.call_idx)
+
     def _forget(self, path: str) -> None:
-        """Forget the save to ``path``, which has failed."""
         self._made = [each for each in self._made if each.path != path]
 
     @property
@@ -811,11 +735,7 @@ class Saves:
         leave_unfinished(False)
 
     def _go_on(self, agreed: _Agreement, calls: Any, trainer: pl.Trainer) -> None:
-        """Let the background saves continue that can, and remove what is left of those that are lost.
-
-        Args:
-            calls: Megatron's queue of background saves, which is new; None: there is none.
-        """
+        """Let the background saves continue that can, and remove what is left of those that are lost."""
         pending = self.pending
         if agreed.failed:
             logger.warning("a checkpoint that was written in the background could not be finished, and is lost")
@@ -833,7 +753,7 @@ class Saves:
                 pending.end(pending.numbers())
         if agreed.lost and trainer.is_global_zero:
             if agreed.going_on:
-                remove(agreed.lost_paths)
+                _remove(agreed.lost_paths)
             else:
                 _remove_unfinished(trainer.callbacks)  # type: ignore[attr-defined]
 
@@ -871,15 +791,7 @@ class Saves:
     def _give_up(
         self, save: _Save | None, error: CheckpointException | _SaveFailed, callbacks: Sequence[Any]
     ) -> None:
-        """Give up a background save in whose end all ranks have raised. Collective.
-
-        Args:
-            save: the save; None: this rank does not know it.
-
-        Raises:
-            CheckpointException: no rank knows the save.
-            UnrecoverableError: a failed save ends the job.
-        """
+        """Give up a background save in whose end all ranks have raised; raise if no rank knows it. Collective."""
         mine: Json = None if save is None else [save.path, save.replaced]
         reasons = _reasons_by(error) if isinstance(error, CheckpointException) else {}
         everyone = all_gather_json({"save": mine, "reasons": reasons})
@@ -896,12 +808,18 @@ class Saves:
             save.spare()
         self._forget(path)
         for each in callbacks:
-            undo(each, path, was)
+            _undo(each, path, was)
 
     def let_go(self, trainer: pl.Trainer | None) -> None:
-        """Drop what the trainer of a generation that was left refers to, if what finishes a save refers to it."""
-        if self.pending is not None:
-            let_go(trainer)
+        """Drop the references to model, optimizer and data of a trainer that what finishes a save refers to."""
+        if self.pending is None or trainer is None:
+            return
+        strategy = trainer.strategy
+        for name in ("megatron_parallel", "model", "_model", "_lightning_module"):
+            if name in vars(strategy):
+                setattr(strategy, name, None)
+        strategy.optimizers = []
+        trainer.fit_loop._data_fetcher = trainer.fit_loop._combined_loader = None
 
     def forget_lost(self, callbacks: Iterable[Any]) -> None:
         """Make callbacks forget checkpoints that were lost but that the state they were given still knows.
@@ -910,7 +828,7 @@ class Saves:
         """
         for each in callbacks:
             for path, was in self._lost:
-                undo(each, path, was)
+                _undo(each, path, was)
 
     def _see_the_end_of(self, calls: Iterable[Any]) -> None:
         """Note the end of saves that continue, even if this rank was interrupted right after beginning one."""
@@ -945,10 +863,7 @@ def _is_there(save: _Save, first: bool) -> bool:
     """Return whether what was saved is where it was saved to, and whole.
 
     A callback may have moved it; NeMo's marker of an unfinished checkpoint may have stayed, and what is marked is
-    removed.
-
-    Args:
-        first: whether this is the rank that writes the markers. Other ranks may not see its files.
+    removed. Only the ``first`` rank writes markers, and others may not see its files.
     """
     if "://" in save.path or (save.number is not None and not (first and save.is_finished)):
         return True
@@ -962,20 +877,17 @@ class _Ended:
     process = None
 
     def is_current_async_call_done(self, blocking: bool = False, no_dist: bool = False) -> bool:
-        """Return True, on every rank alike."""
         return True
 
     def close(self, abort: bool = False) -> None:
-        """Do nothing, because nothing runs any more."""
+        pass
 
 
 def _finish_by(save: _Save, before: _Save | None, calls: AsyncCallsQueue) -> None:
     """Make ``save`` end what ``before`` began in the background; if that has ended, the next time saves are ended.
 
-    It is not ended at once, because NeMo's callback says only after the save what its end is to remove.
-
-    Args:
-        before: the same save before the fault, if it was this process that began it; None: it was another process.
+    It is not ended at once, because NeMo's callback says only after the save what its end is to remove. Without
+    ``before`` it was another process that began it.
     """
     for call in calls.async_calls:
         if call.idx == save.number:
@@ -996,18 +908,11 @@ _WRITER_ENDS_S = 5.0
 
 
 @dataclass(frozen=True)
-class PendingSaves:
+class _PendingSaves:
     """Saves that were not finished when the block was left."""
 
     calls: tuple[Any, ...]
     newest: int
-
-    @classmethod
-    def of(cls, checkpoint_io: CheckpointIO | None) -> PendingSaves | None:
-        """Return the pending saves of ``checkpoint_io``, or None if there are none."""
-        found = getattr(checkpoint_io, "async_calls_queue", None)
-        calls = tuple(getattr(found, "async_calls", ()))
-        return cls(calls, found.call_idx) if calls and found is not None else None
 
     def numbers(self) -> list[int]:
         """Return the numbers that Megatron's queue gave the saves, which are the same on every rank."""
@@ -1052,15 +957,3 @@ def _reset_reports() -> None:
     if reports is not None:
         vars(reports._tls).pop("connection", None)  # of this thread; multiprocessing makes another one
         _report_separately()
-
-
-def let_go(trainer: pl.Trainer | None) -> None:
-    """Drop a trainer's references to model, optimizer and data: what finishes a save refers to the trainer."""
-    if trainer is None:
-        return
-    strategy = trainer.strategy
-    for name in ("megatron_parallel", "model", "_model", "_lightning_module"):
-        if name in vars(strategy):
-            setattr(strategy, name, None)
-    strategy.optimizers = []
-    trainer.fit_loop._data_fetcher = trainer.fit_loop._combined_loader = None

@@ -16,8 +16,9 @@ import torch
 from torch.utils.data import DataLoader
 
 from checkpointless.integrations.lightning.data.position import is_megatrons
-from checkpointless.integrations.lightning.data.sampler_state import (
+from checkpointless.integrations.lightning.data.samplers import (
     SamplerState,
+    StandIn,
     place_of_sampler,
     sampler_of,
     samplers_of,
@@ -29,11 +30,7 @@ _aside = torch.Generator()  # of the numbers that iterators draw for workers, wh
 
 
 class ValidationData:
-    """Takes and puts back the state that a trainer's validation loaders carry over to the next validation.
-
-    Args:
-        trainer: the trainer. Only validations of its fit count, not one that is asked for by itself.
-    """
+    """Takes and puts back what the validation loaders of a trainer's fit carry over to the next validation."""
 
     def __init__(self, trainer: pl.Trainer) -> None:
         self._trainer = weakref.ref(trainer)
@@ -67,7 +64,9 @@ class ValidationData:
             return self._waiting
         found: dict[str, Any] = {}
         for index, each in enumerate(loaders):
-            found.update(_consumed_of(each, index))
+            sampler = sampler_of(each)
+            if is_megatrons(sampler):
+                found[f"{index}"] = sampler.consumed_samples
             found.update((f"{index}/{key}", state) for key, state in self._own_of(each).take().items())
         return found
 
@@ -77,11 +76,12 @@ class ValidationData:
         loaders = self._loaders()
         self._waiting, self._made = ({}, 0) if loaders else (state, 0)
         for index, loader in enumerate(loaders):
-            _put_consumed(loader, index, state)
+            sampler = sampler_of(loader)
+            if is_megatrons(sampler) and f"{index}" in state:
+                sampler.consumed_samples = state[f"{index}"]
             self._put_own(loader, index, state)
 
     def _own_of(self, loader: Any) -> SamplerState:
-        """Return what the loader's samplers keep from validation to validation."""
         is_aside = getattr(loader, "generator", None) is _aside
         return SamplerState([None if is_aside else loader, *samplers_of(loader)])
 
@@ -92,13 +92,12 @@ class ValidationData:
         )
 
     def _loaders(self) -> list[Any]:
-        """Return the loaders that are made already."""
         trainer = self._trainer()
         combined = trainer.fit_loop.epoch_loop.val_loop._combined_loader if trainer is not None else None
         return list(combined.flattened) if combined is not None else []
 
 
-class _GoesOn:
+class _GoesOn(StandIn):
     """A Megatron sampler whose first iterator begins where the sampler before the fault stood.
 
     The count is not put back earlier: Lightning asks for the sampler's length when the loader is made, and no
@@ -106,12 +105,11 @@ class _GoesOn:
     """
 
     def __init__(self, inner: Any, consumed: int) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._consumed: int | None = consumed
 
     @property
     def consumed_samples(self) -> int:
-        """The number of samples that the sampler counts as consumed."""
         return int(self._inner.consumed_samples) if self._consumed is None else self._consumed
 
     @consumed_samples.setter
@@ -122,23 +120,3 @@ class _GoesOn:
         if self._consumed is not None:
             self.consumed_samples = self._consumed
         yield from self._inner
-
-    def __len__(self) -> int:
-        return len(self._inner)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self._inner, name)
-
-
-def _consumed_of(loader: Iterable[object], index: int) -> Iterator[tuple[str, Any]]:
-    sampler = sampler_of(loader)
-    if is_megatrons(sampler):
-        yield f"{index}", sampler.consumed_samples
-
-
-def _put_consumed(loader: Iterable[object], index: int, state: Mapping[str, Any]) -> None:
-    sampler = sampler_of(loader)
-    if is_megatrons(sampler) and f"{index}" in state:
-        sampler.consumed_samples = state[f"{index}"]

@@ -30,24 +30,18 @@ class WorkerSeed:
 
     It is kept with the random streams of every rank, so that it outlives processes: a script need not use the same
     seed when it is entered again.
-
-    Attributes:
-        value: the seed; None before :meth:`agree`.
     """
 
     def __init__(self) -> None:
-        self.value: int | None = None
+        self.value: int | None = None  # before agree()
         value = functools.partial(getattr, self, "value")
         register_rng_source(_SOURCE, RngSource(value, lambda _: None))
 
     def agree(self, states: RngStates | None) -> None:
-        """Agree with the other ranks on the seed. Collective.
+        """Agree with the other ranks on the seed that ``states`` of the point to resume at have, or else a new one.
 
         All ranks use the same seed, because ranks that share a model must get the same batch, whereas Megatron
-        seeds pipeline stages differently.
-
-        Args:
-            states: this rank's random streams at the step that training resumes at; None: there are none.
+        seeds pipeline stages differently. Collective.
         """
         kept = states.of_source(_SOURCE) if states is not None else None
         answers = all_gather_json({"kept": kept, "fresh": _seed_of_this_process()})
@@ -62,12 +56,9 @@ def _seed_of_this_process() -> int:
 
 
 def repeat_worker_draws(loader: Iterable[object], seed: int, trainer: pl.Trainer, rank: int) -> None:
-    """Make the workers of ``loader`` draw after a fault what they would have drawn without it.
+    """Make the workers of ``loader``, for the trainer's stage, draw after a fault what they would have without it.
 
     If that is not possible, or not certain, a warning is emitted, once.
-
-    Args:
-        trainer: the trainer, in the stage that ``loader`` is for.
     """
     training, is_persistent = trainer.training, bool(getattr(loader, "persistent_workers", False))
     from_the_beginning = is_iterable(loader) and not keeps_its_position(loader)  # it is gone through once more

@@ -126,8 +126,6 @@ _patches = Patches()
 
 @dataclass
 class _Built:
-    """Datasets that were built."""
-
     arguments: object
     datasets: list[Any]
     generation: int

@@ -33,20 +33,19 @@ from nemo.lightning.pytorch.callbacks import ModelCheckpoint
 
 from checkpointless.integrations.lightning.checkpoints import saves
 from checkpointless.integrations.lightning.checkpoints.saves import (
-    PendingSaves,
     Saves,
     _Agreement,
     _books_of,
     _new_paths,
     _noting,
+    _remove,
+    _replaced,
     _report_separately,
     _reset_reports,
     _SaveFailed,
+    _undo,
     _write_buckets,
-    remove,
     remove_whole,
-    replaced,
-    undo,
 )
 
 pytestmark = pytest.mark.nemo
@@ -123,9 +122,7 @@ class Job:
 
     def leave(self) -> None:
         """Leave the block."""
-
-        pending = PendingSaves.of(self.strategy.checkpoint_io)
-        self.saves.pending = pending if pending is not None else self.saves.pending
+        self.saves.keep_pending(self.strategy.checkpoint_io)
         self.begin()
 
 
@@ -550,17 +547,17 @@ def test_a_background_save_that_fails_later_is_struck_out() -> None:
     callback = callback_with(good=0.5, bad=0.9)
     before = _books_of(callback)
     save(callback)
-    was = json.loads(json.dumps(replaced(callback, before)))  # another process gets it so
-    undo(callback, "/ckpt/new.ckpt", was)
+    was = json.loads(json.dumps(_replaced(callback, before)))  # another process gets it so
+    _undo(callback, "/ckpt/new.ckpt", was)
     assert books(callback) == RIGHT
-    undo(callback, "/ckpt/new.ckpt", was)  # there is nothing of it any more
+    _undo(callback, "/ckpt/new.ckpt", was)  # there is nothing of it any more
     assert books(callback) == RIGHT
 
 
 def test_the_last_checkpoint_is_the_one_before() -> None:
     callback = callback_with(good=0.5, bad=0.9)
     callback.last_model_path = "/ckpt/new-last.ckpt"
-    undo(callback, "/ckpt/new-last", {"last": "/ckpt/old-last.ckpt"})
+    _undo(callback, "/ckpt/new-last", {"last": "/ckpt/old-last.ckpt"})
     assert books(callback) == RIGHT
 
 
@@ -570,8 +567,8 @@ def test_the_first_save_of_all_is_struck_out_with_nothing_before_it(keeps_last: 
     callback: Any = ModelCheckpoint(dirpath="/ckpt", monitor=None, save_top_k=-1)
     callback.best_model_path = "/ckpt/new.ckpt"
     callback.last_model_path = "/ckpt/new-last.ckpt" if keeps_last else ""
-    undo(callback, "/ckpt/new", {})
-    undo(callback, "/ckpt/new-last", {})
+    _undo(callback, "/ckpt/new", {})
+    _undo(callback, "/ckpt/new-last", {})
     assert (callback.best_model_path, callback.last_model_path) == ("", "")
 
 
@@ -584,7 +581,7 @@ class Rank:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(saves, "all_gather_json", lambda value: [value, value])
         self.removed: list[str] = []
-        monkeypatch.setattr(saves, "remove", self.removed.extend)
+        monkeypatch.setattr(saves, "_remove", self.removed.extend)
         self.saves = saves.Saves()
         self.failed = self.saves.failed
         self.step = 3
@@ -665,9 +662,11 @@ def test_a_failed_save_ends_the_job_if_that_is_asked_for(rank: Rank) -> None:
         rank.failed.fail("/c/a.ckpt", {0: "full"})
 
 
-def test_an_error_of_torch_on_a_full_disk_is_said_to_be_that(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saves, "_is_full", lambda folder: folder == "/c")
-    rank.failed.note(RuntimeError("unexpected pos 64 vs 0"), "/c/a.ckpt")
+def test_an_error_of_torch_on_a_full_disk_is_said_to_be_that(
+    rank: Rank, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=0))
+    rank.failed.note(RuntimeError("unexpected pos 64 vs 0"), str(tmp_path / "a.ckpt"))
     assert rank.failed.raised == (3, "No space left on device")
 
 
@@ -711,9 +710,9 @@ def test_what_cannot_be_removed_stays_marked(tmp_path: Path, monkeypatch: pytest
     ModelCheckpoint.set_checkpoint_unfinished_marker(path)
     with monkeypatch.context() as here:
         here.setattr(shutil, "rmtree", lambda *_, **__: None)
-        remove([str(path)])
+        _remove([str(path)])
     assert ModelCheckpoint.is_checkpoint_unfinished(path)
-    remove([str(path)])
+    _remove([str(path)])
     assert not list(tmp_path.iterdir())
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from checkpointless.integrations.lightning.recoverable_fit import _StoredPosition
+from checkpointless.integrations.lightning.recoverable_strategy import _StoredPosition
 from checkpointless.launcher.protocol.board import Facts
 from checkpointless.observability.telemetry.events import read_events
 from checkpointless.observability.telemetry.scribe import scribe

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler
 
-from checkpointless.integrations.lightning.data.passes import one_pass
-from checkpointless.integrations.lightning.data.position import DataPosition, track
-from checkpointless.integrations.lightning.data.sampler_state import keep_own_state
+from checkpointless.integrations.lightning.data.position import DataPosition
+from checkpointless.integrations.lightning.data.samplers import keep_own_state, one_pass
+from checkpointless.integrations.lightning.data.training import _track
 from checkpointless.state import rng
 from checkpointless.state.rng import RngStates
 from tests.unit.strategies.data.starts import Starts
@@ -101,7 +101,7 @@ def test_a_pass_goes_on_and_the_next_ones_follow(make: tuple[Any, str], within: 
     build, how = make
     random.seed(1), torch.manual_seed(1)
     starts, loader = Starts(), build(how)
-    track(loader, starts, None)
+    _track(loader, starts, None)
     first = iter(loader.batch_sampler)
     trained(first, BATCHES)
     next(first, None)
@@ -117,7 +117,7 @@ def test_a_pass_goes_on_and_the_next_ones_follow(make: tuple[Any, str], within: 
     random.seed(5), torch.manual_seed(5)
     again, starts_again = build(how), Starts()
     starts_again.kept = kept
-    tracked = track(again, starts_again, DataPosition(within, within))
+    tracked = _track(again, starts_again, DataPosition(within, within))
     assert tracked is not None
     batches = iter(again.batch_sampler)
     if ahead:
@@ -136,7 +136,7 @@ def end_and_begin(batches: Iterator[Any], loader: Any) -> Iterator[Any]:
 def test_a_sampler_of_the_users_is_asked_for_one_item_ahead_and_once() -> None:
     sampler = Own("counts")
     loader: Any = DataLoader(torch.arange(SAMPLES), batch_sampler=sampler)  # type: ignore[arg-type]
-    track(loader, Starts(), None)
+    _track(loader, Starts(), None)
     batches = iter(loader.batch_sampler)
     asked = [(next(batches), sampler.asked)[1] for _ in range(4)]
     assert asked == [2, 2, 3, 4]
@@ -179,7 +179,7 @@ def test_a_length_bounds_what_is_drawn_at_the_beginning() -> None:
 
 def test_nothing_of_torchs_samplers_is_asked_for_ahead_or_kept() -> None:
     loader: Any = DataLoader(torch.arange(SAMPLES), batch_size=5, shuffle=True)  # type: ignore[arg-type]
-    track(loader, Starts(), None)
+    _track(loader, Starts(), None)
     assert "loader" not in rng._sources
     asked: list[int] = []
     inner = BatchSampler(map(lambda each: asked.append(each) or each, range(9)), 3, False)  # type: ignore[func-returns-value]

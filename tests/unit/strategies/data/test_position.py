@@ -41,14 +41,15 @@ def set_up(tracked: Any) -> tuple[int, int]:
 
 
 def test_the_lengths_at_set_up_are_the_same_after_a_fault() -> None:
-    from checkpointless.integrations.lightning.data.position import DataPosition, TrackedSampler
+    from checkpointless.integrations.lightning.data.position import DataPosition
+    from checkpointless.integrations.lightning.data.training import _TrackedSampler
 
     starts = SimpleNamespace(keep_data_start=lambda streams: None, data_start=lambda: None)
-    first = TrackedSampler(sampler_at(), starts, None)
+    first = _TrackedSampler(sampler_at(), starts, None)
     lengths = set_up(first)
     assert lengths == (8, 6)
     position = DataPosition(4, 4, first.began_at, 48, length=6, length_at_start=first.length_at_start)
-    again = TrackedSampler(sampler_at(), starts, position)
+    again = _TrackedSampler(sampler_at(), starts, position)
     assert set_up(again) == lengths
     assert again.consumed is not None
     assert len(again) == (SAMPLES - again.consumed) // PER_ITEM, "behind the set-up as ever"

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import RandomSampler, Sampler
 
-from checkpointless.integrations.lightning.data.sampler_state import SamplerState, samplers_within
+from checkpointless.integrations.lightning.data.samplers import SamplerState, samplers_within
 from checkpointless.state.serialization import state_tree
 
 pytestmark = pytest.mark.nemo

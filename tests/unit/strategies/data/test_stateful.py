@@ -20,11 +20,11 @@ from torch.utils.data import (
 
 from checkpointless.inprocess import UnrecoverableError
 from checkpointless.integrations.lightning.data.position import DataPosition
-from checkpointless.integrations.lightning.data.sampler_state import SamplerState, samplers_of
-from checkpointless.integrations.lightning.data.stateful import (
-    DrawnOrder,
-    begin_anew,
-    repeat_order,
+from checkpointless.integrations.lightning.data.samplers import SamplerState, samplers_of
+from checkpointless.integrations.lightning.data.training import (
+    _begin_anew,
+    _DrawnOrder,
+    _repeat_order,
     without_worker_seeds,
 )
 from checkpointless.state.rng import RngStates
@@ -73,7 +73,7 @@ def test_the_interrupted_pass_is_drawn_again_and_the_next_one_anew(wrap: Any) ->
     """The generator is made anew with its seed, as a script that is entered again does."""
     starts = Starts()
     loader = loader_of(wrap(weighted(seeded())))
-    assert repeat_order(loader, starts, None) is not None
+    assert _repeat_order(loader, starts, None) is not None
     batches: Any = loader.batch_sampler
     first, second, third = (list(batches) for _ in range(3))
     assert first != second != third
@@ -83,7 +83,7 @@ def test_the_interrupted_pass_is_drawn_again_and_the_next_one_anew(wrap: Any) ->
 
     own = seeded()
     entered = loader_of(wrap(weighted(own)))
-    order = repeat_order(entered, starts, DataPosition(3, 3))
+    order = _repeat_order(entered, starts, DataPosition(3, 3))
     assert order is not None
     batches = entered.batch_sampler
     assert list(batches) == list(batches) == third, "however often the loader begins it"
@@ -98,16 +98,16 @@ def test_the_interrupted_pass_is_drawn_again_and_the_next_one_anew(wrap: Any) ->
 def test_a_loader_that_begins_late_repeats_once_and_not_if_its_pass_was_over() -> None:
     starts = Starts()
     torch.manual_seed(1)
-    order = DrawnOrder(weighted(), starts, None)
+    order = _DrawnOrder(weighted(), starts, None)
     interrupted = list(order)
     torch.manual_seed(2)
-    late = DrawnOrder(weighted(), starts, DataPosition(3, 3))
+    late = _DrawnOrder(weighted(), starts, DataPosition(3, 3))
     late.resumed()
     before = torch.get_rng_state()
     assert list(late) == interrupted
     assert torch.equal(torch.get_rng_state(), before), "the training's streams stand where they stood"
     assert list(late) != interrupted
-    over = DrawnOrder(weighted(), starts, DataPosition(8, 8))
+    over = _DrawnOrder(weighted(), starts, DataPosition(8, 8))
     over.begin_anew()
     assert list(over) != interrupted
 
@@ -122,7 +122,7 @@ def test_a_loader_that_begins_late_repeats_once_and_not_if_its_pass_was_over() -
 )
 def test_an_order_that_follows_from_seed_and_epoch_needs_nothing(sampler: Any) -> None:
     loader = loader_of(sampler)
-    assert repeat_order(loader, Starts(), None) is None
+    assert _repeat_order(loader, Starts(), None) is None
     assert loader.sampler is sampler
 
 
@@ -138,7 +138,7 @@ def test_a_place_that_a_sampler_was_told_is_not_that_of_the_next_pass() -> None:
         next_yielded: int | None = 8
 
     sampler = Told(range(SAMPLES))
-    begin_anew(loader_of(sampler))
+    _begin_anew(loader_of(sampler))
     assert sampler.next_yielded is None
 
 
@@ -173,18 +173,18 @@ class Text(IterableDataset[int]):
 def test_an_iterable_dataset_has_no_order_to_draw() -> None:
     """Torch gives it a sampler that never ends."""
     loader = DataLoader(Text(), batch_size=4)
-    assert repeat_order(loader, Starts(), None) is None
+    assert _repeat_order(loader, Starts(), None) is None
     assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
 def test_an_endless_order_is_drawn_again_item_by_item() -> None:
     starts = Starts()
     loader = loader_of(Endless())
-    assert repeat_order(loader, starts, None) is not None
+    assert _repeat_order(loader, starts, None) is not None
     begun: Any = list(itertools.islice(loader.batch_sampler, 3))  # type: ignore[arg-type]
     torch.rand(7)
     entered = loader_of(Endless())
-    assert repeat_order(entered, starts, DataPosition(3, 3)) is not None
+    assert _repeat_order(entered, starts, DataPosition(3, 3)) is not None
     stand = torch.get_rng_state()
     assert list(itertools.islice(entered.batch_sampler, 3)) == begun  # type: ignore[arg-type]
     assert torch.equal(torch.get_rng_state(), stand)
@@ -192,7 +192,7 @@ def test_an_endless_order_is_drawn_again_item_by_item() -> None:
 
 def test_an_endless_order_that_draws_each_item_is_refused() -> None:
     loader = loader_of(Endless(draws_each=True))
-    assert repeat_order(loader, Starts(), None) is not None
+    assert _repeat_order(loader, Starts(), None) is not None
     with pytest.raises(UnrecoverableError, match="Endless draws random numbers of the training"):
         next(iter(loader))
 
@@ -200,10 +200,10 @@ def test_an_endless_order_that_draws_each_item_is_refused() -> None:
 def test_batches_of_ones_own_are_drawn_again() -> None:
     starts = Starts()
     loader: Any = DataLoader(torch.arange(SAMPLES), batch_sampler=OwnBatches())  # type: ignore[arg-type]
-    assert repeat_order(loader, starts, None) is not None
+    assert _repeat_order(loader, starts, None) is not None
     begun = [batch.tolist() for batch in loader]
     entered: Any = DataLoader(torch.arange(SAMPLES), batch_sampler=OwnBatches())  # type: ignore[arg-type]
-    assert repeat_order(entered, starts, DataPosition(3, 3)) is not None
+    assert _repeat_order(entered, starts, DataPosition(3, 3)) is not None
     assert [batch.tolist() for batch in entered] == begun
 
 

@@ -59,7 +59,7 @@ def test_before_anything_is_fetched_it_stands_at_the_beginning() -> None:
     from checkpointless.integrations.lightning.data.position import DataPosition
     from checkpointless.integrations.lightning.data.training import TrainingData
 
-    fit_loop = SimpleNamespace(_data_fetcher=None, epoch_loop=SimpleNamespace(not_delivered=0))
+    fit_loop: Any = SimpleNamespace(_data_fetcher=None, epoch_loop=SimpleNamespace(not_delivered=0))
     assert TrainingData().position(fit_loop) == DataPosition(0, 0)
 
 
