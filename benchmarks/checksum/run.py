@@ -24,7 +24,7 @@ import torch
 
 from benchmarks.common import interruptible, machine, progress, spread
 from checkpointless.state.serialization.digest import MemoryChecksumManager, _digest_on_device, digest_bytes
-from checkpointless.state.serialization.state_tree import tensor_bytes
+from checkpointless.state.serialization.tensor_memory import tensor_bytes
 
 MIB = 1 << 20
 SIZES_MIB = (1, 16, 128, 1024)

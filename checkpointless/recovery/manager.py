@@ -14,13 +14,14 @@ import torch.distributed as dist
 from checkpointless.inprocess import HPCallWrapper, ParameterUpdateLock, active_call_wrapper
 from checkpointless.inprocess.exceptions import make_room
 from checkpointless.inprocess.memory import peak_growth
-from checkpointless.inprocess.wrap import span
+from checkpointless.inprocess.parameter_update_lock import CommitState
+from checkpointless.inprocess.wrap import emit_event, span
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.recovery.decide import Decision, RankReport, Verdict, decide, reports_of
 from checkpointless.recovery.refill import BaseModel, Refill, announce_transfer
 from checkpointless.replication.handover import Saves, Snapshot, clear, hand_over, take_over
 from checkpointless.replication.tiers import Copies, Tier
-from checkpointless.state.held_state import HeldState, stays_built
+from checkpointless.state.held_state import HeldState
 from checkpointless.state.journal import Built, StepJournal
 from checkpointless.state.port import DATA, SnapshotPoint, TrainingState, groups_of, holders_of
 from checkpointless.state.rank_local.state import RankLocalKeeper, RankLocalState
@@ -419,7 +420,7 @@ class CheckpointManager(RankLocalKeeper):
         commit = self.parameter_update_lock.state()
         held = HeldState.of(journal, commit, self.checksum_manager, *self._attached_fit)
         self._held = held
-        built = stays_built(journal, held.commit, self.enable_offload)
+        built = _stays_built(journal, held.commit, self.enable_offload)
         self.kept = (self._attached_fit[0], built) if built is not None else None
         self._base_model.part_from(held)
         if held.digests is not None:
@@ -728,3 +729,21 @@ class PEFTCheckpointManager(CheckpointManager):
             return None
         self.bytes_received += self._base_model.restore(state, decision, self.memory_budget_bytes)
         return {"state_dict": dict(self.base_model_weights or {})}
+
+
+def _stays_built(journal: StepJournal, commit: CommitState, is_offloaded: bool) -> Built | None:
+    """Return what of a training stays built over the fault.
+
+    Args:
+        is_offloaded: whether the state is moved to host memory.
+    """
+    built = journal.built
+    if built is None:
+        return None
+    reason = "the update of a step is half made" if commit.torn else built.unfit()
+    if is_offloaded:
+        reason = "the state is moved to host memory"
+    if reason is None:
+        return built
+    emit_event(EventName.WARM, kept=False, reason=reason)
+    return None

@@ -13,12 +13,11 @@ from typing import Any
 import torch
 
 from checkpointless.inprocess.parameter_update_lock import CommitState
-from checkpointless.inprocess.wrap import emit_event
-from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.replication.host_memory import lock_pages
-from checkpointless.state.journal import Built, StepJournal
+from checkpointless.state.journal import StepJournal
 from checkpointless.state.port import SnapshotPoint, StepSnapshot, TrainingState, holders_of, shard_of, split
 from checkpointless.state.serialization.digest import MemoryChecksumManager, digest_value, samples
+from checkpointless.state.serialization.tensor_memory import is_on_host
 from checkpointless.transfer.rank_groups import Group
 from checkpointless.transfer.tensor_entry import Key
 
@@ -46,8 +45,8 @@ class HostMemory:
             without a dimension stay where they are.
         """
         # Numbers stay: where they lie tells an optimizer which kernel to use, and they take no room.
-        moved = {key: tensor for key, tensor in tensors.items() if tensor.dim() and not _is_on_host(tensor)}
-        sizes = {key: tensor.numel() * tensor.element_size() for key, tensor in moved.items()}
+        moved = {key: tensor for key, tensor in tensors.items() if tensor.dim() and not is_on_host(tensor)}
+        sizes = {key: tensor.nbytes for key, tensor in moved.items()}
         used = {tensor.untyped_storage().data_ptr() for key, tensor in tensors.items() if key not in moved}
         buffer = self._buffer(sum(_rounded(size) for size in sizes.values()), used) if moved else None
         copies, offset = dict(tensors), 0
@@ -69,10 +68,6 @@ class HostMemory:
         lock_pages(buffer)
         self._buffers.append(buffer)
         return buffer
-
-
-def _is_on_host(tensor: torch.Tensor) -> bool:
-    return tensor.device.type == "cpu"
 
 
 def _rounded(nbytes: int) -> int:
@@ -122,11 +117,7 @@ class HeldState:
     given_up: str = ""
 
     def go_back_to(self, stage: SnapshotPoint) -> dict[str, Any]:
-        """Hold the state as it was at ``stage``, and drop all other points.
-
-        Returns:
-            The non-tensor state of that point.
-        """
+        """Hold the state as it was at ``stage``, drop all other points, and return its non-tensor state."""
         moment = self.moments[stage]
         self.moments = {stage: moment}
         self.tensors.update({key: copy for key, copy in moment.buffers.items() if key in self.tensors})
@@ -199,11 +190,7 @@ class HeldState:
     def of(
         cls, journal: StepJournal, commit: CommitState, checksums: MemoryChecksumManager, fit: int, offset: int
     ) -> HeldState:
-        """Hold the state of a training, unless code outside the update has changed it.
-
-        Args:
-            checksums: computes the digests of the rank's shard, if it is enabled.
-        """
+        """Hold the state of a training, unless code outside the update has changed it."""
         changed = journal.changed() if not commit.torn else ""
         if changed:
             logger.error("this rank's state is given up: %s", changed)
@@ -255,8 +242,7 @@ class HeldState:
     def own_parts(self, journal: StepJournal, target: int | None, stage: SnapshotPoint) -> dict[str, str]:
         """Return the digests, by name, of the parts that ranks keep for themselves.
 
-        Args:
-            target: the step whose gradients this rank is still to apply; None: the state is that of its step.
+        ``target`` is the step whose gradients this rank is still to apply; None: the state is that of its step.
         """
         moments = self.moments
         if target is not None and self.journal is not None:
@@ -268,24 +254,6 @@ class HeldState:
     def offload(self, memory: HostMemory) -> None:
         """Move the tensors to ``memory``, in which nothing else lies."""
         self.tensors = memory.copies(self.tensors)
-
-
-def stays_built(journal: StepJournal, commit: CommitState, is_offloaded: bool) -> Built | None:
-    """Return what of a training stays built over the fault.
-
-    Args:
-        is_offloaded: whether the state is moved to host memory.
-    """
-    built = journal.built
-    if built is None:
-        return None
-    reason = "the update of a step is half made" if commit.torn else built.unfit()
-    if is_offloaded:
-        reason = "the state is moved to host memory"
-    if reason is None:
-        return built
-    emit_event(EventName.WARM, kept=False, reason=reason)
-    return None
 
 
 def _without_gradients(state: TrainingState) -> dict[Key, torch.Tensor]:

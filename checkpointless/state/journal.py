@@ -70,11 +70,7 @@ class Captured:
 
 
 class _Taken(Later[Objects]):
-    """The objects of a snapshot, which get their form when they are asked for.
-
-    Args:
-        seen: what was seen of the weights then; None: nothing.
-    """
+    """The objects of a snapshot, which get their form when they are asked for, and what was seen of the weights."""
 
     __slots__ = ("buffers", "seen")
 
@@ -94,20 +90,12 @@ class FrontEnd:
         return Captured()
 
     def updated(self, changes: bool) -> None:
-        """Make what belongs to an update that is applied. It is called inside the lock.
-
-        Args:
-            changes: whether the update was not skipped.
-        """
+        """Make, inside the lock, what belongs to an update that is applied; ``changes``: it was not skipped."""
 
     def committed(self, step: int, ready: Captured, before: StepBefore | None) -> Callable[[], Objects] | None:
-        """Capture what the commit of ``step`` leaves.
+        """Capture what the commit of ``step`` leaves; ``before`` is the newest snapshot of the step before.
 
-        Args:
-            before: the newest snapshot of the step before.
-
-        Returns:
-            What makes plain data of it; None: no snapshot can be made.
+        Return what makes plain data of it; None: no snapshot can be made.
         """
         return ready.objects
 
@@ -328,11 +316,7 @@ class StepJournal:
 
 
 class _WeightWatch:
-    """Shows whether weights, which nothing but an update may change, are those that they were.
-
-    Args:
-        weights: returns them, in the same order each time: tensors of any shape, dtype and device.
-    """
+    """Shows whether weights, which nothing but an update may change, are those that they were."""
 
     def __init__(self, weights: Callable[[], Iterable[torch.Tensor]]) -> None:
         self._weights = weights

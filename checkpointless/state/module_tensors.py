@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from checkpointless.state.port import PARAMETER
 from checkpointless.state.serialization import state_tree
@@ -30,66 +29,10 @@ def is_sharded(tensor: torch.Tensor) -> bool:
     return hasattr(tensor, "to_local")
 
 
-class HoldersByMesh:
-    """Finds the holders of each tensor of a rank, from the meshes and placements of DTensors.
-
-    A tensor that is no DTensor is held by the ranks that hold all DTensors of this rank. If only this rank does, it
-    is held by all ranks of the meshes: what is not divided over them is the same on all of them, or the parts would
-    not belong to one model.
-
-    Raises:
-        ValueError: a tensor is not fully reduced, or its mesh leaves ``rank`` out.
-
-    Attributes:
-        all: the ranks that hold the same as ``rank`` of all DTensors.
-    """
-
-    def __init__(self, tensors: Iterable[torch.Tensor], rank: int, world_size: int) -> None:
-        self._rank = rank
-        self._known: dict[tuple[int, Any], Group] = {}  # by the identity of the mesh, and by placements
-        spread: list[Any] = [tensor for tensor in tensors if is_sharded(tensor)]
-        self._meshes = [each.device_mesh for each in spread]  # whose identities are kept by it
-        groups = {self.of(each) for each in spread}
-        everybody = range(world_size)
-        self.all = tuple(sorted(set(everybody).intersection(*groups)))
-        meshes = ({*map(int, mesh.mesh.flatten())} for mesh in {id(each): each for each in self._meshes}.values())
-        self.plain = self.all if len(self.all) > 1 else tuple(sorted(set(everybody).intersection(*meshes)))
-
-    def of(self, tensor: torch.Tensor) -> Group:
-        """Return the ranks that hold the same as this rank of one tensor, in ascending order."""
-        if not is_sharded(tensor):
-            return self.plain
-        spread: Any = tensor
-        placements = tuple(spread.placements)
-        name = id(spread.device_mesh), placements
-        if name not in self._known:
-            self._known[name] = tuple(sorted(_replicas_in(spread.device_mesh, placements, self._rank)))
-        return self._known[name]
-
-
-def _replicas_in(mesh: Any, placements: tuple[Any, ...], rank: int) -> set[int]:
-    """Return the ranks of one mesh that hold the same part as ``rank``."""
-    ranks: torch.Tensor = mesh.mesh
-    places = (ranks == rank).nonzero()
-    if len(places) != 1:
-        raise ValueError(f"rank {rank} is not in the mesh {ranks.tolist()} of a parameter")
-    if any(placement.is_partial() for placement in placements):
-        raise ValueError(f"a parameter is still to be reduced: its placements are {placements}")
-    index = tuple(
-        slice(None) if placement.is_replicate() else int(place)
-        for placement, place in zip(placements, places[0].tolist(), strict=True)
-    )
-    return {int(each) for each in ranks[index].flatten().tolist()}
-
-
 def _spread_like(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """Return what an optimizer keeps for a parameter: ``part``, or a DTensor of it if the parameter is one.
 
-    Args:
-        part: a tensor of this rank, for example of the shape of its part of the parameter.
-
-    Returns:
-        ``part`` itself if the parameter is no DTensor or ``part`` has another shape than its part, as numbers have.
+    A ``part`` of another shape than this rank's part of the parameter, as numbers have, stays as it is.
     """
     if not is_sharded(parameter) or part.shape != local_part(parameter).shape:
         return part
@@ -105,9 +48,7 @@ _SMALL_BYTES = 1 << 20  # a larger buffer is copied again only if its version ha
 class BufferCopies:
     """Takes copies of modules' buffers. A large buffer that did not change between two copies is kept once.
 
-    Args:
-        modules: the modules whose buffers are copied. The buffers that exist now are copied, even if another tensor
-            takes the place of one.
+    The buffers that exist at the beginning are copied, even if another tensor takes the place of one.
     """
 
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
@@ -165,10 +106,7 @@ class BufferCopies:
         if not self._places:
             return copies
         with torch.no_grad():
-            for key, owner, attribute in self._places:
-                buffer = owner._buffers.get(attribute)
-                if buffer is None:
-                    continue
+            for key, buffer in self.present():
                 seen, version, copy = self._last.get(key, (None, -1, buffer))
                 part = local_part(buffer)
                 now = _version_of(buffer)
@@ -195,9 +133,8 @@ class BufferCopies:
         """Give the buffers that still exist the values of ``copies``, and their shapes."""
         self.shape({key: (tuple(copy.shape), copy.dtype) for key, copy in copies.items()})
         with torch.no_grad():
-            for key, owner, attribute in self._places:
-                buffer = owner._buffers.get(attribute)
-                if buffer is not None and key in copies:
+            for key, buffer in self.present():
+                if key in copies:
                     local_part(buffer).copy_(copies[key])
 
 
@@ -213,11 +150,7 @@ _MORE_PARAMETERS = (
 
 
 class _ParamGroups:
-    """Takes the values of all param groups of some optimizers, learning rates included, and finds the parameters.
-
-    Args:
-        optimizers: the optimizers; None stands for one that has nothing to update on this rank.
-    """
+    """Takes the values of all param groups of some optimizers, and finds the parameters."""
 
     def __init__(self, optimizers: Iterable[torch.optim.Optimizer | None]) -> None:
         self._optimizers = list(optimizers)
@@ -227,15 +160,14 @@ class _ParamGroups:
     def take(self) -> Callable[[], list[list[dict[str, Any]]]]:
         """Take the values as they are now; what can change in place, as a learning rate in a tensor, is copied.
 
-        Returns:
-            What makes them, without the parameters: by optimizer and group, by name. Nobody changes what it makes.
+        Return what makes them, without the parameters: by optimizer and group, by name. Nobody changes them.
         """
         taken = [
             [
                 {
                     name: value if is_fixed(value) else copy_of(value)
                     for name, value in group.items()
-                    if name != _PARAMS
+                    if name != "params"
                 }
                 for group in _groups(each)
             ]
@@ -248,73 +180,16 @@ class _ParamGroups:
 
     def parameters(self) -> list[torch.Tensor]:
         """Return the parameters in all groups, in order: the same list as long as the groups have the same."""
-        lists = [group[_PARAMS] for each in self._optimizers if each is not None for group in each.param_groups]
+        lists = [group["params"] for each in self._optimizers if each is not None for group in each.param_groups]
         now = [*map(id, lists), *map(len, lists)]
         if now != self._listed[0]:
             self._listed = now, lists, [parameter for each in lists for parameter in each]
         return self._listed[2]
 
 
-_PARAMS = "params"
-
-
-def plain_values(optimizers: Iterable[Any]) -> list[dict[str, Any]]:
-    """Return the values of each param group, learning rates among them, that cannot change in place; no tensors."""
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    return [{name: value for name, value in group.items() if is_fixed(value)} for group in groups]
-
-
-def changed_value(before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]]) -> str:
-    """Return the name of a value of param groups, as :func:`plain_values` returns them, that differs; "": none."""
-    for then, group in zip(before, now):
-        for name in then.keys() & group.keys():
-            if then[name] != group[name]:
-                return name
-    return ""
-
-
-def without_scheduler(optimizers: Iterable[Any], schedulers: Iterable[Any]) -> str | None:
-    """Return the class of an optimizer that has a scheduler of torch's, but none of ``schedulers``; None: all have.
-
-    A scheduler marks its optimizer's ``step`` when it is made; ``ReduceLROnPlateau`` does not.
-    """
-    known = [_optimizer_of(scheduler) for scheduler in schedulers]
-    if any(optimizer is None for optimizer in known):
-        return None  # of a kind that does not say whose it is
-    for optimizer in map(_unwrapped, optimizers):
-        is_scheduled = getattr(optimizer.step, "_wrapped_by_lr_sched", False)
-        if is_scheduled and not any(optimizer is each for each in known):
-            return type(optimizer).__name__
-    return None
-
-
-def plateaus(schedulers: Iterable[Any]) -> list[ReduceLROnPlateau]:
-    """Return the schedulers that step by a metric: the loop calls their ``step``, and not the update."""
-    return [inner for inner in map(_inner, schedulers) if isinstance(inner, ReduceLROnPlateau)]
-
-
-def _inner(scheduler: Any) -> Any:
-    return getattr(scheduler, "scheduler", scheduler)  # Accelerate's wrapper
-
-
-def _optimizer_of(scheduler: Any) -> Any:
-    optimizer = getattr(_inner(scheduler), "optimizer", None)
-    return None if optimizer is None else _unwrapped(optimizer)
-
-
-def _unwrapped(optimizer: Any) -> Any:
-    """Return what Accelerate has wrapped."""
-    return getattr(optimizer, "optimizer", optimizer)
-
-
 def _sizes_of(optimizers: Iterable[torch.optim.Optimizer | None]) -> list[int]:
     """Return how many parameters each param group of each optimizer has; of None, there are none."""
     return [len(group["params"]) for each in optimizers if each is not None for group in each.param_groups]
-
-
-def grown(optimizers: Iterable[torch.optim.Optimizer | None], sizes: list[int]) -> str:
-    """Return why no rank that is rebuilt has what the optimizers have; "" if it has."""
-    return _MORE_PARAMETERS if _sizes_of(optimizers) != sizes else ""
 
 
 _training = operator.attrgetter("training")
@@ -434,10 +309,8 @@ class TrainingTensors:
         """Let frozen parameters and the optimizer use ``tensors`` themselves, where they lie on the right device.
 
         A trained parameter may lie in a buffer with others (Megatron's, DDP's), and so may a main parameter that is
-        a part of it. Such tensors have to be copied, unless the model is the one that they were taken from.
-
-        Returns:
-            The keys of the tensors that are now in their place.
+        a part of it. Such tensors have to be copied, unless the model is the one that they were taken from. Return
+        the keys of the tensors that are now in their place.
         """
         adopted: set[Key] = set()
         frozen = {
@@ -599,7 +472,7 @@ class TrainingTensors:
 
     def grown(self) -> str:
         """Return why no rank that is replaced has what the optimizers have; "" if it has."""
-        return grown(self._torch_optimizers, self._sizes)
+        return _MORE_PARAMETERS if _sizes_of(self._torch_optimizers) != self._sizes else ""
 
     def _parameters(self) -> Iterator[tuple[Key, torch.optim.Optimizer, torch.Tensor]]:
         """Yield key, optimizer and parameter for every parameter that this rank updates."""

@@ -166,10 +166,6 @@ def holders_of(state: TrainingState, keys: Iterable[Key] = ()) -> Group:
 def split(state: TrainingState, tensors: Mapping[Key, torch.Tensor]) -> dict[Group, dict[Key, torch.Tensor]]:
     """Return ``tensors`` by part, in ascending order of the groups; the order inside a part stays as it is.
 
-    Args:
-        state: knows the parts.
-        tensors: tensors of the state.
-
     Raises:
         RuntimeError: a tensor is in no part, or in several: it would not come back, or could come from two places.
     """
@@ -188,10 +184,9 @@ def split(state: TrainingState, tensors: Mapping[Key, torch.Tensor]) -> dict[Gro
 
 
 def join_objects(state: TrainingState, objects: Mapping[Group, dict[str, Any]]) -> dict[str, Any]:
-    """Make the objects of one snapshot of several, where no rank holds all parts of a rank that is filled.
+    """Make the objects of one snapshot of those of a holder of each part, where no rank holds all parts.
 
-    Args:
-        objects: for each part the objects of one of its holders. What belongs to a tensor is right in those.
+    What belongs to a tensor is right in the objects of its part.
     """
     first = objects[min(objects)]
     joined: dict[Key, Any] = {}

@@ -167,10 +167,7 @@ _taken: dict[str, bytes] = {}  # what was taken last
 
 
 def _take_streams() -> dict[str, bytes]:
-    """Return the state of every stream, by name; the same objects as before where none has moved.
-
-    Nobody changes what is returned.
-    """
+    """Return the state of every stream; the same objects as before where none has moved. Nobody changes them."""
     global _taken
     before, states = _taken, {"python": _python_state(), "torch": torch.get_rng_state().numpy().tobytes()}
     numpy = _numpy_random()

@@ -27,7 +27,7 @@ from checkpointless.recovery import CheckpointManager, refill
 from checkpointless.state.journal import StepJournal
 from checkpointless.state.module_tensors import TrainingTensors
 from checkpointless.state.port import SnapshotPoint, StepSnapshot
-from checkpointless.state.serialization.state_tree import tensor_bytes
+from checkpointless.state.serialization.tensor_memory import tensor_bytes
 from checkpointless.transfer import transfer
 from checkpointless.transfer.tensor_entry import Key, TensorEntry
 from checkpointless.transfer.transfer import Bucket

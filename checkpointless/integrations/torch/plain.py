@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from typing_extensions import override
 
 from checkpointless.inprocess import HPCallWrapper, UnrecoverableError
@@ -14,13 +15,8 @@ from checkpointless.integrations.torch.loop import LoopTraining
 from checkpointless.integrations.torch.torch_tensors import TorchTensors
 from checkpointless.recovery.manager import running_block
 from checkpointless.state.journal import Captured, StepBefore
-from checkpointless.state.module_tensors import (
-    changed_value,
-    plain_values,
-    plateaus,
-    without_scheduler,
-)
 from checkpointless.state.port import SnapshotPoint
+from checkpointless.state.serialization.state_tree import is_fixed
 from checkpointless.state.serialization.tensor_memory import local_part
 from checkpointless.transfer.exchange import true_on_all
 from checkpointless.transfer.tensor_entry import Key
@@ -127,7 +123,7 @@ class PlainTraining(LoopTraining):
 
     @override
     def _restore(self, done: int) -> None:
-        left_out = without_scheduler(self._tensors.optimizers, self._schedulers)
+        left_out = _without_scheduler(self._tensors.optimizers, self._schedulers)
         if left_out is not None:
             raise UnrecoverableError(_LEFT_OUT.format(left_out))
         super()._restore(done)
@@ -135,7 +131,7 @@ class PlainTraining(LoopTraining):
     @override
     def _step_scheduler(self, scheduler: Any) -> None:
         """Make one step of a scheduler, but of one that steps by a metric: the loop does."""
-        if not plateaus([scheduler]):
+        if not _plateaus([scheduler]):
             super()._step_scheduler(scheduler)
 
     @override
@@ -168,8 +164,8 @@ class PlainTraining(LoopTraining):
 
     def _loops_part(self) -> tuple[list[bool], list[dict[str, Any]], list[int]]:
         """Return what a loop may change in a step only: what is trained, param groups, and plateaus."""
-        counts = [each.last_epoch for each in plateaus(self._schedulers)]
-        return self._tensors.trained(), plain_values(self._tensors.optimizers), counts
+        counts = [each.last_epoch for each in _plateaus(self._schedulers)]
+        return self._tensors.trained(), _plain_values(self._tensors.optimizers), counts
 
     def _is_young(self) -> bool:
         return max(self.step, self._call.high_water) - self._done < _WATCHED
@@ -199,7 +195,56 @@ def _late_change(before: Sequence[Any], now: Sequence[Any]) -> str:
     """Return what has changed of requires_grad, the values of param groups, and schedulers; "": nothing."""
     if before[0] != now[0]:
         return "requires_grad of parameters was changed"
-    changed = changed_value(before[1], now[1])
+    changed = _changed_value(before[1], now[1])
     if changed:
         return "learning rates were changed" if changed == "lr" else f"{changed} of param groups was changed"
     return "the step() of a ReduceLROnPlateau was called" if before[2] != now[2] else ""
+
+
+def _plain_values(optimizers: Iterable[Any]) -> list[dict[str, Any]]:
+    """Return the values of each param group, learning rates among them, that cannot change in place; no tensors."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    return [{name: value for name, value in group.items() if is_fixed(value)} for group in groups]
+
+
+def _changed_value(before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]]) -> str:
+    """Return the name of a value of param groups, as :func:`_plain_values` returns them, that differs; "": none."""
+    for then, group in zip(before, now):
+        for name in then.keys() & group.keys():
+            if then[name] != group[name]:
+                return name
+    return ""
+
+
+def _without_scheduler(optimizers: Iterable[Any], schedulers: Iterable[Any]) -> str | None:
+    """Return the class of an optimizer that has a scheduler of torch's, but none of ``schedulers``; None: all have.
+
+    A scheduler marks its optimizer's ``step`` when it is made; ``ReduceLROnPlateau`` does not.
+    """
+    known = [_optimizer_of(scheduler) for scheduler in schedulers]
+    if any(optimizer is None for optimizer in known):
+        return None  # of a kind that does not say whose it is
+    for optimizer in map(_unwrapped, optimizers):
+        is_scheduled = getattr(optimizer.step, "_wrapped_by_lr_sched", False)
+        if is_scheduled and not any(optimizer is each for each in known):
+            return type(optimizer).__name__
+    return None
+
+
+def _plateaus(schedulers: Iterable[Any]) -> list[ReduceLROnPlateau]:
+    """Return the schedulers that step by a metric: the loop calls their ``step``, and not the update."""
+    return [inner for inner in map(_inner, schedulers) if isinstance(inner, ReduceLROnPlateau)]
+
+
+def _inner(scheduler: Any) -> Any:
+    return getattr(scheduler, "scheduler", scheduler)  # Accelerate's wrapper
+
+
+def _optimizer_of(scheduler: Any) -> Any:
+    optimizer = getattr(_inner(scheduler), "optimizer", None)
+    return None if optimizer is None else _unwrapped(optimizer)
+
+
+def _unwrapped(optimizer: Any) -> Any:
+    """Return what Accelerate has wrapped."""
+    return getattr(optimizer, "optimizer", optimizer)

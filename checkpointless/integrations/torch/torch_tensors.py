@@ -19,7 +19,7 @@ from typing_extensions import override
 from checkpointless.inprocess import UnrecoverableError
 from checkpointless.inprocess.communicators.process_groups import process_groups
 from checkpointless.integrations.compat.precision import unabortable, unsupported_in_a_loop
-from checkpointless.state.module_tensors import HoldersByMesh, TrainingTensors, is_sharded, own_state_of
+from checkpointless.state.module_tensors import TrainingTensors, is_sharded, own_state_of
 from checkpointless.state.port import PARAMETER
 from checkpointless.state.rng import RngStates
 from checkpointless.state.serialization import state_tree
@@ -129,7 +129,7 @@ class TorchTensors(TrainingTensors):
         # A group that the user has given holds for all tensors.
         self._told = tuple(sorted(group)) if group is not None else None
         buffers = [buffer for module in modules for buffer in module.buffers()]
-        self._by_mesh = HoldersByMesh([*self._all_parameters, *buffers], dist.get_rank(), dist.get_world_size())
+        self._by_mesh = _HoldersByMesh([*self._all_parameters, *buffers], dist.get_rank(), dist.get_world_size())
         self._holders: dict[Key, Group] = {
             ("model", index, name): self._by_mesh.of(tensor)
             for index, module in enumerate(modules)
@@ -413,3 +413,55 @@ def _unfit_hooks(modules: Iterable[torch.nn.Module]) -> str | None:
                     "(fp16_compress_hook, bf16_compress_hook)"
                 )
     return None
+
+
+class _HoldersByMesh:
+    """Finds the holders of each tensor of a rank, from the meshes and placements of DTensors.
+
+    A tensor that is no DTensor is held by the ranks that hold all DTensors of this rank. If only this rank does, it
+    is held by all ranks of the meshes: what is not divided over them is the same on all of them, or the parts would
+    not belong to one model.
+
+    Raises:
+        ValueError: a tensor is not fully reduced, or its mesh leaves ``rank`` out.
+
+    Attributes:
+        all: the ranks that hold the same as ``rank`` of all DTensors.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor], rank: int, world_size: int) -> None:
+        self._rank = rank
+        self._known: dict[tuple[int, Any], Group] = {}  # by the identity of the mesh, and by placements
+        spread: list[Any] = [tensor for tensor in tensors if is_sharded(tensor)]
+        self._meshes = [each.device_mesh for each in spread]  # whose identities are kept by it
+        groups = {self.of(each) for each in spread}
+        everybody = range(world_size)
+        self.all = tuple(sorted(set(everybody).intersection(*groups)))
+        meshes = ({*map(int, mesh.mesh.flatten())} for mesh in {id(each): each for each in self._meshes}.values())
+        self.plain = self.all if len(self.all) > 1 else tuple(sorted(set(everybody).intersection(*meshes)))
+
+    def of(self, tensor: torch.Tensor) -> Group:
+        """Return the ranks that hold the same as this rank of one tensor, in ascending order."""
+        if not is_sharded(tensor):
+            return self.plain
+        spread: Any = tensor
+        placements = tuple(spread.placements)
+        name = id(spread.device_mesh), placements
+        if name not in self._known:
+            self._known[name] = tuple(sorted(_replicas_in(spread.device_mesh, placements, self._rank)))
+        return self._known[name]
+
+
+def _replicas_in(mesh: Any, placements: tuple[Any, ...], rank: int) -> set[int]:
+    """Return the ranks of one mesh that hold the same part as ``rank``."""
+    ranks: torch.Tensor = mesh.mesh
+    places = (ranks == rank).nonzero()
+    if len(places) != 1:
+        raise ValueError(f"rank {rank} is not in the mesh {ranks.tolist()} of a parameter")
+    if any(placement.is_partial() for placement in placements):
+        raise ValueError(f"a parameter is still to be reduced: its placements are {placements}")
+    index = tuple(
+        slice(None) if placement.is_replicate() else int(place)
+        for placement, place in zip(placements, places[0].tolist(), strict=True)
+    )
+    return {int(each) for each in ranks[index].flatten().tolist()}

@@ -48,9 +48,6 @@ def require_equal_replicas(state: TrainingState, step: int) -> None:
 
     Gradients that are not reduced, or weights that are averaged every few steps (local SGD), let ranks part.
 
-    Args:
-        state: the state after ``step``.
-
     Raises:
         UnrecoverableError: ranks that are to hold the same do not.
     """
@@ -71,10 +68,7 @@ def require_equal_replicas(state: TrainingState, step: int) -> None:
 
 
 def require_same_step(done: int) -> None:
-    """Refuse a job whose ranks begin at different steps. Collective.
-
-    Args:
-        done: how many steps were made before the job, as this rank was given it.
+    """Refuse a job whose ranks begin at different steps, of which ``done`` were made before it. Collective.
 
     Raises:
         UnrecoverableError: another rank was given another number.
@@ -95,12 +89,7 @@ def _require_the_same(
     digests: Sequence[Sequence[str | None]],
     reason: str,
 ) -> None:
-    """Raise if holders of a group have sent different digests. Collective, if they have.
-
-    Args:
-        known: the groups of each rank.
-        reason: what the error says then, with places for ``rank`` and ``first``.
-    """
+    """Raise, for ``reason``, if holders of a group have sent different digests. Collective, if they have."""
     found: dict[Group, tuple[int, str | None]] = {}
     for rank, mine in enumerate(digests):
         for group, digest in zip(known[rank], mine, strict=True):

@@ -65,15 +65,9 @@ class _Owner(Protocol):
 
 
 class _Taken:
-    """One value as it was captured last.
+    """One value as it was captured last: ``encoded`` as bytes; None: it is no plain data, or too large.
 
-    Args:
-        before: what was captured of it before, if anything.
-        limit: how many bytes it may have. What is certainly larger is not encoded.
-
-    Attributes:
-        encoded: the value as bytes; None: it is no plain data, or too large.
-        is_reference: whether it refers to parameters, which belong to the model and not to the value.
+    ``is_reference``: it refers to parameters, which belong to the model and not to the value.
     """
 
     __slots__ = ("_left_out", "_seen", "encoded", "is_reference")
@@ -123,8 +117,7 @@ class DeclaredState:
 
     Args:
         owners: returns the owners, in an order of their own.
-        limit: how many bytes are kept, the smallest values first. Default: ``CHECKPOINTLESS_RANK_STATE_BYTES``, or
-            1 MiB.
+        limit: how many bytes are kept, the smallest values first. Default: ``CHECKPOINTLESS_RANK_STATE_BYTES``.
     """
 
     def __init__(self, owners: Callable[[], Iterable[_Owner]], limit: int | None = None) -> None:
@@ -164,10 +157,7 @@ class DeclaredState:
         return self._streams
 
     def require_all(self) -> DeclaredState:
-        """Look whether everything can be kept.
-
-        Returns:
-            The state itself.
+        """Look whether everything can be kept, and return the state itself.
 
         Raises:
             ValueError: something is no plain data, or larger than the limit.
@@ -298,12 +288,7 @@ def _look(value: Any, limit: int) -> list[Any] | None:
 
 
 class _Found:
-    """What a look through a value has found; it ends as soon as the value is certainly too large.
-
-    Attributes:
-        is_larger: whether it certainly has more bytes than the limit when it is encoded.
-        has_parameters: whether parameters are in it.
-    """
+    """What a look through a value has found; it ends as soon as the value is certainly larger than the limit."""
 
     def __init__(self, value: Any, limit: int) -> None:
         self.is_larger = self.has_parameters = False

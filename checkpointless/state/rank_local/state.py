@@ -17,10 +17,9 @@ import os
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -81,8 +80,7 @@ _HELP = "torch.nn.SyncBatchNorm, or a broadcast before each update, makes them t
 class _OwnBuffers:
     """Keeps this rank's buffers at the points after its two newest steps, if they may be its own.
 
-    Attributes:
-        are_settled: whether it is kept that there are no buffers, so that :meth:`keep` need not look again.
+    ``are_settled`` says that it is kept that there are no buffers: :meth:`keep` need not look again.
     """
 
     def __init__(self) -> None:
@@ -117,11 +115,7 @@ class _OwnBuffers:
     def keep(
         self, step: int, stage: SnapshotPoint, buffers: Mapping[Key, torch.Tensor], board: Board | None
     ) -> None:
-        """Keep ``buffers`` as those of this rank at ``stage`` after ``step``.
-
-        Args:
-            board: this rank's board, if it has one.
-        """
+        """Keep ``buffers`` as those of this rank at ``stage`` after ``step``, here and on ``board``."""
         if not buffers and self._first is not None and not self._first[0] and not self._is_own:
             self._large = {}
             self._keep_nothing(board)
@@ -197,12 +191,9 @@ class _OwnBuffers:
     ) -> dict[int, str]:
         """Return the ranks that cannot be given their own buffers, and why. Collective.
 
-        Args:
-            held: this rank's buffers at the point that is resumed at, if it has them in memory.
-            record: the record of these buffers that was kept for this rank; None: there is none.
-            refills: maps each rank to fill to its sources.
-            alive: whether this rank is to be filled, but has its own buffers in memory.
-            updated: the keys of the buffers that an update writes to, which a peer gives.
+        ``held`` and ``record`` are this rank's buffers at the point that is resumed at, in memory and as kept;
+        ``alive``: it is to be filled, but has them in memory. A peer gives those under ``updated``, to which an
+        update writes.
         """
         kind = "lost" if record is None else "nothing" if record == NOTHING else "own"
         mine: dict[str, Json] = {"alive": alive, "record": kind, "differ": sorted(self._differ)}
@@ -260,12 +251,7 @@ class _OwnBuffers:
             )
 
 
-def decode(record: bytes) -> dict[Key, torch.Tensor]:
-    """Return the buffers of a record, on the host.
-
-    Raises:
-        ValueError: the record names an unknown dtype.
-    """
+def _decode(record: bytes) -> dict[Key, torch.Tensor]:
     if record == NOTHING:
         return {}
     (length,) = _LENGTH.unpack_from(record)
@@ -327,8 +313,7 @@ RANDOM_STREAM = "random stream"  # how the names of their digests begin
 class _OwnStreams:
     """Keeps this rank's random streams, also where its process does not take them along when it ends.
 
-    Attributes:
-        states: the streams by step and stage; None stands for none.
+    ``states`` has the streams by step and stage; None stands for none.
     """
 
     def __init__(self) -> None:
@@ -344,10 +329,8 @@ class _OwnStreams:
     def capture(self, step: int, loss: float | None, stage: SnapshotPoint, own: Mapping[str, Any] | None) -> None:
         """Keep the streams as they are now as those at ``stage`` after ``step``.
 
-        Args:
-            loss: the loss of that step; None: the one that was kept with the step before, if any.
-            own: what else this rank alone has at that point, as plain data that nobody changes. None: it is too
-                large to be kept.
+        Without a ``loss``, the one that was kept with the step is kept. ``own`` is what else this rank alone has at
+        that point, as plain data that nobody changes; None: it is too large to be kept.
         """
         if loss is None:
             committed = (self.states or {}).get((step, SnapshotPoint.COMMITTED))
@@ -411,11 +394,7 @@ class _OwnStreams:
         return known[max(known)] if known else None
 
     def restore(self, step: int, stage: SnapshotPoint) -> bool:
-        """Put back the streams at ``stage`` after ``step``.
-
-        Returns:
-            False if they are not known.
-        """
+        """Put back the streams at ``stage`` after ``step``; return False if they are not known."""
         states = self.at(step).get(stage)
         if states is not None:
             put_declared(states.streams)
@@ -476,13 +455,10 @@ def _decoded(snapshot: bytes | None) -> RngStates | None:
 _SERIES = Board.SERIES - 1  # the board's series for another rank's snapshots; a large one
 
 
-@dataclass(frozen=True)
-class _RankLocalRecord:
+class _RankLocalRecord(NamedTuple):
     """What is a rank's own at a point, as bytes for another node to keep.
 
-    Attributes:
-        data_start: the streams that the order of its data was drawn from; None if there are none.
-        buffers: the record of its buffers; None if there is none.
+    ``data_start`` has the streams that the order of its data was drawn from, ``buffers`` the record of its buffers.
     """
 
     streams: bytes
@@ -490,30 +466,18 @@ class _RankLocalRecord:
     buffers: bytes | None
 
     def to_bytes(self) -> bytes:
-        """Encode as plain data."""
-        return state_tree.dumps((self.streams, self.data_start, self.buffers))
+        return state_tree.dumps(tuple(self))
 
     @classmethod
     def from_bytes(cls, data: bytes) -> _RankLocalRecord:
-        """Decode what :meth:`to_bytes` made.
-
-        Raises:
-            ValueError: ``data`` was not made by :meth:`to_bytes`.
-        """
-        streams, data_start, buffers = state_tree.loads(data)
-        return cls(streams, data_start, buffers)
+        return cls(*state_tree.loads(data))
 
 
 class _OwnReplicas:
-    """Keeps what is another rank's own, and has this rank's kept.
+    """Keeps what is another rank's own, and has this rank's kept ``jump`` ranks further on.
 
-    Args:
-        jump: how many ranks further on a rank's streams are kept. None: on the next node, as ``LOCAL_WORLD_SIZE``
-            says; but nowhere in a job on one node, whose boards are lost only with the whole job, or under another
-            launcher than ours, which does not replace a node. 0: nowhere.
-
-    Raises:
-        ValueError: ``jump`` is negative.
+    None: on the next node, as ``LOCAL_WORLD_SIZE`` says; but nowhere in a job on one node, whose boards are lost
+    only with the whole job, or under another launcher than ours, which does not replace a node. 0: nowhere.
     """
 
     def __init__(self, jump: int | None = None) -> None:
@@ -538,13 +502,7 @@ class _OwnReplicas:
         """Send this rank's streams after ``step`` to the rank that keeps them, and keep another rank's. Collective.
 
         A rank that returns knows that its streams are kept only when the other ranks have returned, too: call this
-        method before the vote on the step.
-
-        Args:
-            streams: makes the streams' bytes; not called if they are kept nowhere.
-
-        Raises:
-            ValueError: the streams to be kept claim to be larger than 64 MiB.
+        method before the vote on the step. ``streams`` is not called if they are kept nowhere.
         """
         jump = self.jump
         if jump == 0:
@@ -563,8 +521,7 @@ class _OwnReplicas:
     def find(self, step: int, own: bool) -> tuple[bytes | None, list[int]]:
         """Give every rank that lacks its streams after ``step`` the copy that another rank keeps. Collective.
 
-        Returns:
-            The streams that this rank was given, if it lacked its own; and the ranks whose streams are nowhere.
+        Return the streams that this rank was given, if it lacked its own; and the ranks whose streams are nowhere.
         """
         rank, world, jump = dist.get_rank(), dist.get_world_size(), self.jump
         kept = self._of(step)
@@ -619,9 +576,7 @@ def _pass_on(mine: torch.Tensor, theirs: torch.Tensor, jump: int) -> None:
 class RankLocalState:
     """Keeps what is this rank's own, and gives it back when peers have given the rest.
 
-    Args:
-        replication_jump: how many ranks further on a copy is kept; see
-            :class:`~checkpointless.state.rank_local.state._OwnReplicas`.
+    ``replication_jump`` says how many ranks further on a copy is kept (:class:`_OwnReplicas`).
 
     Raises:
         ValueError: ``replication_jump`` is negative.
@@ -638,11 +593,7 @@ class RankLocalState:
         self.buffers.forget()
 
     def replicate(self, step: int, state: TrainingState | None) -> None:
-        """Have what is this rank's own after ``step`` kept on another node, too, if there is one. Collective.
-
-        Args:
-            state: the state, which knows whose buffers are to be the same; None: nothing has been trained yet.
-        """
+        """Have what is this rank's own after ``step`` kept on another node, too, if there is one. Collective."""
         if state is not None and not step & (step - 1):  # at ever fewer steps
             self.buffers.compare(step, holders_of(state, state.buffers.take()))
         if self.replicas.jump == 0:
@@ -749,15 +700,12 @@ class RankLocalState:
         """Put back this rank's own buffers, where they were kept, after a peer has filled the rank.
 
         What was kept may be from before the update of the step, because the rank was lost in it. The buffers that
-        an update writes to stay as the peer gave them.
-
-        Args:
-            held: this rank's buffers at that point, if it has them in memory.
+        an update writes to stay as the peer gave them. ``held`` has this rank's own, if it has them in memory.
         """
         updated = objects.get(UPDATED_BUFFERS, ())
         if held is None:
             record = self.buffers.record(*moment, own_board()) or NOTHING
-            held = decode(record)
+            held = _decode(record)
             if record == NOTHING:
                 self.buffers.begun_with(state.buffers.take())
         own = {key: buffer for key, buffer in held.items() if key not in updated}
@@ -767,7 +715,7 @@ class RankLocalState:
                 places[key].copy_(buffer)
 
 
-class Fits:
+class _Fits:
     """Counts the fits of a block, and keeps how those ended that are over.
 
     Attributes:
@@ -781,28 +729,16 @@ class Fits:
         self.finished: dict[int, dict[str, Any]] = {}
 
     def begin(self, committed: int) -> None:
-        """Begin a fit of the block. Its steps are counted on from those of the fits before it.
-
-        Args:
-            committed: the step that this rank has committed last.
-        """
+        """Begin a fit of the block, after ``committed``. Its steps are counted on from those before it."""
         self.number += 1
         self.offset = committed + 1 if self.number > 1 else 0
 
     def finish(self, objects: dict[str, Any]) -> None:
-        """Record that the fit under way is over, on all ranks.
-
-        Args:
-            objects: the non-tensor state in which the fit ended, for a block that is entered again later.
-        """
+        """Record that the fit under way is over, on all ranks, and in which non-tensor state."""
         self.finished = {**self.finished, self.number: objects}
 
     def share_finished(self) -> dict[str, Any] | None:
-        """Return the non-tensor state in which the fit under way ended before the fault. Collective.
-
-        Returns:
-            The state, from this rank's memory or a peer's; None if no rank has it.
-        """
+        """Return the non-tensor state in which the fit ended before the fault, if any rank has it. Collective."""
         objects: dict[str, Any] | None = share_plain(self.finished.get(self.number))
         if objects is not None:
             self.finish(objects)
@@ -818,7 +754,7 @@ class RankLocalKeeper(ABC):
 
     def __init__(self, own: RankLocalState) -> None:
         self.own = own
-        self.fits = Fits()
+        self.fits = _Fits()
         self.resumed_at: tuple[int, SnapshotPoint] | None = None
 
     @property
@@ -859,11 +795,7 @@ class RankLocalKeeper(ABC):
         self.own.streams.capture(step, loss, stage, own)
 
     def load_rng_states(self, step: int | None = None) -> bool:
-        """Put back the newest streams after ``step`` (default: the step that was resumed at).
-
-        Returns:
-            False if this rank has no streams for that step.
-        """
+        """Put back the newest streams after ``step`` (default: the committed step); return whether there are some."""
         step = self.parameter_update_lock.committed if step is None else step
         states = self.own.streams.newest(step)
         if states is not None:

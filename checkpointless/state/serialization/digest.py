@@ -37,11 +37,7 @@ def _digest_on_device(flat: torch.Tensor) -> int:
 
 
 def _digest_tensor(flat: torch.Tensor) -> torch.Tensor:
-    """Return :func:`_digest_on_device` of ``flat`` as a tensor, without waiting for the device.
-
-    Returns:
-        The digest as a signed number (:func:`_unsigned`), int64 of shape ``()`` on the device of ``flat``.
-    """
+    """Return :func:`_digest_on_device` of ``flat`` as a signed int64 tensor, without waiting for the device."""
     whole = flat.numel() // _LANE_BYTES * _LANE_BYTES
     body, tail = flat[:whole], flat[whole:]
     total = torch.full((), flat.numel(), dtype=torch.int64, device=flat.device)

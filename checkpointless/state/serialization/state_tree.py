@@ -56,13 +56,7 @@ class _Refused(Exception):
 
 
 class _PlainType(NamedTuple):
-    """How values of one type travel.
-
-    Attributes:
-        kind: the type; subclasses do not travel.
-        take_apart: returns the parts of a value.
-        make: makes a value from its parts.
-    """
+    """How values of one type travel; subclasses of ``kind`` do not."""
 
     kind: type
     parts: Any  # Any: a type that msgspec knows, such as a union
@@ -189,7 +183,6 @@ def is_named_tuple(kind: type) -> bool:
 
 
 def _registered_name(kind: type) -> str | None:
-    """Return the name under which a registered class travels; None if the class is not registered."""
     name = _name(kind)
     return name if _registered.get(name) is kind else None
 
@@ -206,11 +199,7 @@ def _parts_of(value: Tree) -> Tree:
 
 
 def _made_of(name: str, parts: Tree) -> Tree:
-    """Make the value that :func:`parts_of` took apart.
-
-    Raises:
-        ValueError: no class of that name is registered on this rank.
-    """
+    """Make the value that :func:`_parts_of` took apart; no class is imported by its name."""
     kind: Any = _registered.get(name)
     if kind is None:
         raise ValueError(f"{name} is not registered on this rank: call register_plain_type in a module it imports")
@@ -242,11 +231,7 @@ def is_fixed(value: object) -> bool:
 
 
 class Later(Generic[_State]):
-    """State of a point that is over, and what makes plain data of it.
-
-    Args:
-        make: makes the plain data, of nothing that changes after the point.
-    """
+    """State of a point that is over; ``make`` makes plain data of it, of nothing that changes after the point."""
 
     __slots__ = ("_made", "_make")
 
@@ -280,10 +265,8 @@ def copy_of(value: object) -> Callable[[], Any]:
 
 
 def copies_of(tensors: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
-    """Copy ``tensors`` as they are now: numbers on the host as Python's numbers, alike ones elsewhere in one call.
-
-    Returns:
-        What makes the copies, without gradients.
+    """Copy ``tensors`` as they are now, without gradients: numbers on the host as Python's numbers, alike ones
+    elsewhere in one call. Return what makes the copies.
     """
     taken = [_number_in(each) for each in tensors]
     others = [each for each, number in zip(tensors, taken) if number is None]
@@ -332,10 +315,7 @@ def copy(tree: _State) -> _State:
     """Return a deep copy of ``tree``: new containers, cloned tensors and arrays, shared immutable values.
 
     An object that is in two places is one object in the copy, too. An object of any other type is copied by
-    ``copy.deepcopy``, or kept as it is if it refuses that. Nothing is refused.
-
-    Args:
-        tree: any state.
+    ``copy.deepcopy``, or kept as it is if it refuses that.
     """
     return _copy(tree, {}, 0)
 
@@ -396,23 +376,6 @@ def _copy_unknown(value: Any, made: dict[int, Any]) -> Any:
     made[id(value)] = copied
     return copied
 
-
-__all__ = [
-    "INLINE_BYTES",
-    "MAX_BYTES",
-    "StateTreeError",
-    "Tree",
-    "check",
-    "copy",
-    "dtype_name",
-    "dtype_of",
-    "dumps",
-    "join",
-    "loads",
-    "register_plain_type",
-    "split",
-    "tensor_bytes",
-]
 
 INLINE_BYTES = 4096  # a tensor up to this size is copied into the skeleton: a separate message takes longer
 MAX_BYTES = 2 * 1024 * 1024 * 1024  # limit of everything but large tensors and arrays
@@ -490,11 +453,8 @@ def join(skeleton: bytes, tensors: Sequence[torch.Tensor]) -> Tree:
 def check(tree: object) -> None:
     """Check in advance that ``tree`` can travel. No tensor is read or copied.
 
-    Args:
-        tree: any state.
-
     Raises:
-        StateTreeError: ``tree`` cannot travel; the message is one line with the path, the type and what to do.
+        StateTreeError: it cannot; the message is one line with the path, the type and what to do.
     """
     checker = _Checker(INLINE_BYTES)
     _encoded(tree, checker)
@@ -545,16 +505,11 @@ class _Array(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 
 
 class _Encoder:
-    """Turns one tree into nodes.
+    """Turns one tree into nodes. A container inside itself is refused.
 
     A container or tensor that is met again becomes a reference to its first occurrence. Encoder and decoder number
-    all lists and all values with a name in the order in which they end. A container inside itself is refused.
-
-    Args:
-        inline_bytes: the size in bytes of the largest tensor that is encoded with the rest; None: all tensors are.
-
-    Attributes:
-        nbytes: how many bytes were found that are neither plain values nor in ``tensors``.
+    all lists and all values with a name in the order in which they end. ``nbytes`` counts bytes that are neither
+    plain values nor in ``tensors``; without ``inline_bytes`` all tensors are encoded with the rest.
     """
 
     def __init__(self, inline_bytes: int | None) -> None:
@@ -566,11 +521,6 @@ class _Encoder:
         self._in_key = False
 
     def encode(self, value: Tree) -> _Node:
-        """Return the node of ``value``.
-
-        Raises:
-            _Refused: ``value`` cannot travel.
-        """
         kind = type(value)
         if kind is str:
             if value.isascii() or _is_text(value):
@@ -597,7 +547,6 @@ class _Encoder:
         return parts if name == "list" else {name: parts}
 
     def _memory(self, nbytes: int, read: Callable[[], torch.Tensor]) -> bytes | int:
-        """Return what stands for the memory of a tensor."""
         if self._inline_bytes is None or nbytes <= self._inline_bytes:
             self.nbytes += nbytes
             return tensor_bytes(read()).cpu().numpy().tobytes()
@@ -605,7 +554,6 @@ class _Encoder:
         return len(self.tensors) - 1
 
     def _parts(self, value: Tree, kind: type) -> tuple[str, _Node]:
-        """Return the name of a type and the parts of a value of it."""
         name = kind.__name__
         if kind is list or kind is tuple:
             return name, self._items(value)
@@ -666,7 +614,7 @@ class _Encoder:
             self._in_key = outer
 
     def _head(self, mapping: Any) -> list[_Node]:
-        """Return what a dictionary has next to its items."""
+        """Return what a dictionary has in addition to its items."""
         if type(mapping) is defaultdict:
             names = [name for name, factory in FACTORIES.items() if factory is mapping.default_factory]
             if not names:
@@ -730,11 +678,6 @@ class _Decoder:
         self._made: list[Tree] = []  # in the order in which they were finished
 
     def decode(self, node: _Node) -> Tree:
-        """Return the value that ``node`` stands for.
-
-        Raises:
-            ValueError: it stands for none.
-        """
         if node is None or type(node) in (str, int, float, bool, bytes):
             return node
         if type(node) is list:

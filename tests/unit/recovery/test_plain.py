@@ -12,10 +12,9 @@ import torch.distributed as dist
 
 from checkpointless.inprocess import UnrecoverableError
 from checkpointless.integrations.torch import torch_tensors
-from checkpointless.integrations.torch.plain import PlainTraining
+from checkpointless.integrations.torch.plain import PlainTraining, _without_scheduler
 from checkpointless.recovery.manager import CheckpointManager
 from checkpointless.state.journal import Captured, _Taken
-from checkpointless.state.module_tensors import without_scheduler
 from checkpointless.state.port import SnapshotPoint
 
 
@@ -183,14 +182,14 @@ def test_a_scheduler_that_is_not_given_is_noticed() -> None:
 
     first, second, plain = optimizer(), optimizer(), optimizer()
     schedulers = [torch.optim.lr_scheduler.StepLR(each, 2) for each in (first, second)]
-    assert without_scheduler([plain, first, second], schedulers) is None
-    assert without_scheduler([plain, first, second], schedulers[:1]) == "SGD"
-    assert without_scheduler([first], []) == "SGD"
+    assert _without_scheduler([plain, first, second], schedulers) is None
+    assert _without_scheduler([plain, first, second], schedulers[:1]) == "SGD"
+    assert _without_scheduler([first], []) == "SGD"
     chain = torch.optim.lr_scheduler.SequentialLR(first, [schedulers[0]], [])
-    assert without_scheduler([first], [chain]) is None
+    assert _without_scheduler([first], [chain]) is None
     accelerate: Any = SimpleNamespace(scheduler=schedulers[0]), SimpleNamespace(optimizer=first)
-    assert without_scheduler([accelerate[1]], [accelerate[0]]) is None
-    assert without_scheduler([first], [SimpleNamespace()]) is None  # of a kind that is not known
+    assert _without_scheduler([accelerate[1]], [accelerate[0]]) is None
+    assert _without_scheduler([first], [SimpleNamespace()]) is None  # of a kind that is not known
 
 
 def test_an_optimizer_with_a_scaler_of_its_own_is_refused(train: Callable[..., PlainTraining]) -> None:

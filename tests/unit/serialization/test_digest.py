@@ -33,7 +33,7 @@ from checkpointless.state.serialization.digest import (
     digest_value,
     samples,
 )
-from checkpointless.state.serialization.state_tree import tensor_bytes
+from checkpointless.state.serialization.tensor_memory import tensor_bytes
 from tests.drawn import examples
 
 Digest = Callable[[torch.Tensor], int]

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from checkpointless.state.module_tensors import HoldersByMesh, TrainingTensors, _spread_like
+from checkpointless.integrations.torch.torch_tensors import _HoldersByMesh
+from checkpointless.state.module_tensors import TrainingTensors, _spread_like
 from checkpointless.state.port import groups_of, holders_of, split
 from checkpointless.state.serialization.tensor_memory import local_part
 from checkpointless.transfer.rank_groups import CompactGroups, Group, all_groups, compact, names
@@ -175,7 +176,7 @@ EVERYBODY = tuple(range(8))
 def test_the_ranks_along_dimensions_of_replicas_hold_the_same(
     layouts: list[Any], rank: int, each: list[Group], common: Group, plain: Group
 ) -> None:
-    holders = HoldersByMesh(layouts, rank, 8)
+    holders = _HoldersByMesh(layouts, rank, 8)
     assert [holders.of(tensor) for tensor in layouts] == each
     assert (holders.all, holders.plain) == (common, plain)
 
@@ -186,16 +187,16 @@ def test_all_ranks_tell_the_same_groups(replicated: set[int]) -> None:
     crossed += [spread(Shard(0), Replicate(), Shard(0)), torch.ones(2)]
     told = {}
     for rank in range(8):
-        holders = HoldersByMesh(crossed, rank, 8)
+        holders = _HoldersByMesh(crossed, rank, 8)
         told[rank] = tuple({holders.of(tensor) for tensor in crossed})
     assert all_groups(told)
 
 
 def test_a_layout_that_cannot_be_is_refused() -> None:
     with pytest.raises(ValueError, match="rank 9 is not in the mesh"):
-        HoldersByMesh([spread(Replicate(), Shard(0), Shard(1))], 9, 10)
+        _HoldersByMesh([spread(Replicate(), Shard(0), Shard(1))], 9, 10)
     with pytest.raises(ValueError, match="still to be reduced"):
-        HoldersByMesh([spread(Partial(), Shard(0), Shard(1))], 0, 8)
+        _HoldersByMesh([spread(Partial(), Shard(0), Shard(1))], 0, 8)
 
 
 @pytest.fixture

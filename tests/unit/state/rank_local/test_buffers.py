@@ -10,7 +10,7 @@ import torch
 from checkpointless.launcher.protocol.board import Board
 from checkpointless.state.port import SnapshotPoint
 from checkpointless.state.rank_local import state as own_buffers
-from checkpointless.state.rank_local.state import NOTHING, OWN_BUFFER_BYTES, _OwnBuffers, decode
+from checkpointless.state.rank_local.state import NOTHING, OWN_BUFFER_BYTES, _decode, _OwnBuffers
 from checkpointless.transfer.tensor_entry import Key
 
 NAME: Key = ("buffer", "norm.running_mean")
@@ -52,7 +52,7 @@ def test_what_has_changed_is_kept_from_then_on() -> None:
     for step, value in ((1, 2.0), (2, 1.0)):
         kept = own.record(step, SnapshotPoint.COMMITTED, None)
         assert kept is not None
-        assert decode(kept)[NAME].equal(torch.full((3,), value))
+        assert _decode(kept)[NAME].equal(torch.full((3,), value))
 
 
 def test_what_differs_in_the_beginning_is_kept(group: Answers) -> None:
@@ -119,7 +119,7 @@ def test_a_new_process_is_told_that_no_buffer_had_changed_before_the_first_one_d
         for step, stage, value in ((3, SnapshotPoint.CHECKED, 2.0), (4, SnapshotPoint.COMMITTED, 1.0)):
             kept = owner.record(step, stage, board)
             assert kept is not None
-            assert decode(kept)[NAME].equal(torch.full((3,), value))
+            assert _decode(kept)[NAME].equal(torch.full((3,), value))
         assert owner.record(4, SnapshotPoint.CHECKED, board) is None, "it was not reached"
     board.close()
 
