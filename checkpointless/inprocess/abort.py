@@ -30,8 +30,6 @@ from checkpointless.inprocess.generation import HPState
 from checkpointless.system import temp_folder
 
 if TYPE_CHECKING:
-    from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
-if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
 
     from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
@@ -47,9 +45,6 @@ def _end_workers(iterator: _MultiProcessingDataLoaderIter) -> None:
     """End the workers of one iterator, and free threads that would wait for what the workers held.
 
     This takes milliseconds, twelve seconds at most. Any thread may call it.
-
-    Args:
-        iterator: torch's iterator over a data loader with workers.
     """
     workers = list(iterator._workers)
     _watch_no_more(iterator)
@@ -126,11 +121,7 @@ def share_socket_folder() -> None:
 
 
 def _remove_unused_sockets() -> None:
-    """Remove the sockets in this process's folder whose creators have ended.
-
-    Raises:
-        OSError: there is no temporary folder, or the kernel does not report which sockets are bound.
-    """
+    """Remove the sockets in this process's folder whose creators have ended."""
     found = [str(path) for path in Path(util.get_temp_dir()).glob("listener-*")]
     if not found:
         return
@@ -209,18 +200,10 @@ class Abort(ABC):
 
     @abstractmethod
     def __call__(self, state: HPState) -> None:
-        """Stop the activity.
-
-        Args:
-            state: the rank's place in the job.
-        """
+        """Stop the activity."""
 
     def after_block(self, state: HPState) -> None:  # noqa: B027 - most have nothing to do then
-        """Stop, in the main thread after the block, what must not be touched while the block still runs.
-
-        Args:
-            state: the rank's place in the job.
-        """
+        """Stop, in the main thread after the block, what must not be touched while the block still runs."""
 
 
 class HPAbortTorchDistributed(Abort):
@@ -244,12 +227,7 @@ class _TrainerParts(Protocol):
 
 
 def register_trainer_parts(framework: str, parts: _TrainerParts) -> None:
-    """Register how to find the parts of a framework's trainer.
-
-    Args:
-        framework: the framework's name; registering a name again replaces what it stood for.
-        parts: finds nothing in a trainer of another framework.
-    """
+    """Register how to find the parts of a framework's trainer; they find nothing in another's trainer."""
     _known[framework] = parts
 
 

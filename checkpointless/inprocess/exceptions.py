@@ -33,11 +33,7 @@ class UnrecoverableError(RuntimeError):
 
 
 class StateLostError(UnrecoverableError):
-    """No rank holds the state any more.
-
-    Args:
-        reason: what is missing, in one line.
-    """
+    """No rank holds the state any more, for a ``reason`` in one line."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(
@@ -105,12 +101,9 @@ def is_victim(error: BaseException | None) -> bool:
 
 
 def make_room(error: BaseException | None) -> bool:
-    """Free what the block that ``error`` ended has built, if it got no more memory.
+    """Free what the block that ``error`` ended has built, if it got no more memory; return whether it got none.
 
     This is for a block whose training has not begun: what clears its frames also leaves its loops.
-
-    Returns:
-        Whether it got no more memory.
     """
     if not isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return False

@@ -138,8 +138,7 @@ class MainThread:
     def interrupt(self, waited_s: float = 0.0) -> None:
         """Raise :class:`RankShouldRestart` in the block, if the thread is still in it.
 
-        Args:
-            waited_s: for how many seconds the thread should have left already; no code is spared forever.
+        After ``waited_s`` seconds for which it should have left already, less code is spared: none forever.
         """
         entry = self._entered
         if self._left.is_set():
@@ -169,15 +168,10 @@ class MainThread:
             self._hearing = False
 
     def interrupt_until_left(self, timeout_s: float, free: Callable[[float], object]) -> bool:
-        """Interrupt the thread repeatedly until it has left the block.
+        """Interrupt the thread repeatedly until it has left the block; return whether it has within ``timeout_s``.
 
-        Args:
-            timeout_s: time limit in seconds.
-            free: called before each interruption with the seconds waited so far; frees what the thread may block
-                in by then.
-
-        Returns:
-            False if the thread has not left the block within ``timeout_s``.
+        ``free`` is called before each interruption with the seconds waited so far, and frees what the thread may
+        block in.
         """
         began = time.monotonic()
         told = False
@@ -221,16 +215,13 @@ def _is_in_block(frame: FrameType | None) -> bool:
 def _spared_s(frame: FrameType | None, importing_s: float) -> float:
     """Return for how many seconds the thread must not be interrupted in ``frame``; 0 almost everywhere.
 
-    ``logging`` and the import system can be interrupted, like any other code, between taking a lock and the ``try``
-    that releases it; every thread of the process would then wait for that lock. Code that is interrupted while it
-    closes descriptors or joins a child process does not do so later. Most of that code runs in destructors, from
-    which an exception does not even propagate. A module that is imported in the block and interrupted is half
-    imported: what it registered stays, and it cannot register that again (torch's operators, for example). A module
-    that trains while it is imported is interrupted where it waits for its peers.
-
-    Args:
-        frame: the innermost frame.
-        importing_s: for how many seconds imports are spared, if they take as long.
+    ``logging`` and the import system can be interrupted, like any other code, between taking a lock and the
+    ``try`` that releases it; every thread of the process would then wait for that lock. Code that is interrupted
+    while it closes descriptors or joins a child process does not do so later. Most of that code runs in
+    destructors, from which an exception does not even propagate. A module that is imported in the block and
+    interrupted is half imported: what it registered stays, and it cannot register that again (torch's operators,
+    for example); so imports are spared for ``importing_s``. A module that trains while it is imported is
+    interrupted where it waits for its peers.
     """
     spared_s = min(_IMPORTING_S, importing_s) if _is_importing(frame) else 0.0
     for _ in range(_INNERMOST):
@@ -280,15 +271,9 @@ def _is_in_collective(frame: FrameType) -> bool:
 class FaultResponder:
     """Makes the main thread leave its block when a fault notice arrives.
 
-    Args:
-        generation: the generation that this rank is in.
-        client: the agent's client, which brings the notices.
-        main: the main thread.
-        lock: brackets the optimizer update; it is closed before anything is aborted.
-        abort: the composition of aborts.
-        timeout: time limit of the update in progress, of the abort, and of the main thread's way out, each.
-        raise_before_abort: whether the main thread is interrupted before the abort runs rather than after it.
-        replace: ends this process, which a successor takes over, with a reason.
+    ``timeout`` limits the update in progress, the abort, and the main thread's way out, each.
+    ``raise_before_abort`` interrupts the main thread before the abort runs rather than after it. ``replace``
+    ends this process, which a successor takes over, with a reason.
 
     Attributes:
         aborted: the generation that was aborted last (-1: none).
@@ -342,10 +327,8 @@ class FaultResponder:
         return self._generation_mutex
 
     def note_fault(self, undetected_s: float = 0.0) -> None:
-        """Note that there is a fault; of several, the earliest counts.
-
-        Args:
-            undetected_s: for how many seconds nobody has noticed it.
+        """Note that there is a fault, which nobody has noticed for ``undetected_s``; of several, the earliest
+        counts.
         """
         at_s = time.monotonic() - undetected_s
         self.fault_at_s = at_s if self.fault_at_s is None else min(self.fault_at_s, at_s)
@@ -353,8 +336,7 @@ class FaultResponder:
     def abort(self, generation: int) -> bool:
         """Abort ``generation`` once, in whichever thread comes first; the other thread waits for it.
 
-        Returns:
-            False if the update in progress did not end in time.
+        Return False if the update in progress did not end in time.
         """
         with self._abort_mutex:
             if self.aborted >= generation:
@@ -412,9 +394,8 @@ class FaultResponder:
 class _FaultThread:
     """Handles the fault notices of one rank, in order of arrival, while the main thread may be blocked.
 
-    Args:
-        handle: called with the generation that is over; its run time must be bounded.
-        failed: called with the reason if ``handle`` raised; this process cannot be trusted to leave its block then.
+    The run time of ``handle`` must be bounded. ``failed`` is called with the reason if it raised; this process
+    cannot be trusted to leave its block then.
     """
 
     def __init__(self, handle: Callable[[int], None], failed: Callable[[str], None]) -> None:

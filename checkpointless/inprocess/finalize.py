@@ -35,9 +35,7 @@ _framework_cleanups: dict[str, Callable[[], None]] = {"accelerate": _forget_acce
 def register_cleanup(name: str, cleanup: Callable[[], None]) -> None:
     """Register ``cleanup``, which drops the globals of a framework at every restart of this process.
 
-    Args:
-        name: name of the clean-up; registering a name again replaces the earlier clean-up.
-        cleanup: idempotent function that runs before the process groups are destroyed.
+    It must be idempotent, and runs before the process groups are destroyed. A name can be registered again.
     """
     _framework_cleanups[name] = cleanup
 
@@ -50,11 +48,7 @@ class Finalize(ABC):
 
     @abstractmethod
     def __call__(self, state: HPState) -> None:
-        """Clean up.
-
-        Args:
-            state: the rank's place in the job.
-        """
+        """Clean up."""
 
 
 class CheckpointlessFinalizeCleanup(Finalize):
@@ -81,12 +75,7 @@ class CheckpointlessFinalizeCleanup(Finalize):
         self.trainer = trainer
 
     def __call__(self, *a: Any, **kw: Any) -> None:
-        """Clean up.
-
-        Args:
-            *a: any arguments are accepted and ignored; the engine passes the rank's :class:`HPState`.
-            **kw: any keyword arguments are accepted and ignored.
-        """
+        """Clean up. All arguments are ignored; the engine passes the rank's :class:`HPState`."""
         clean_up_frameworks()
 
 
@@ -108,10 +97,7 @@ def clean_up_frameworks() -> None:
 
 
 def collect_garbage() -> None:
-    """Free unreachable memory of this process, including what CUDA's caching allocator keeps of it.
-
-    This is for the thread that ran the block.
-    """
+    """Free unreachable memory of this process, in the thread that ran the block, and CUDA's cache of it."""
     _empty_backward_queue()
     gc.collect()
     if torch.cuda.is_initialized():

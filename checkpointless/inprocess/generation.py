@@ -53,14 +53,8 @@ class Generation:
 
 @dataclass(frozen=True)
 class HPState:
-    """A rank's place in the job while it restarts.
-
-    Attributes:
-        rank: global rank.
-        world_size: number of ranks in the job.
-        local_rank: rank within this node.
-        generation: the generation that is over.
-        incident: id of the incident being handled, or None.
+    """A rank's place in the job while it restarts: its global and local rank, the number of ranks, the generation
+    that is over, and the id of the incident that is handled, or None.
     """
 
     rank: int

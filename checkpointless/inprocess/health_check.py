@@ -19,10 +19,7 @@ from checkpointless.system.environment import LOCAL_RANK_ENV
 
 
 def time_limit(name: str, given: float | timedelta) -> timedelta:
-    """Return a time limit that a user gave.
-
-    Args:
-        given: the limit, as a number of seconds or as a ``timedelta``.
+    """Return a time limit that a user gave, in seconds or as a ``timedelta``.
 
     Raises:
         ValueError: the limit is not positive.
@@ -35,11 +32,10 @@ def time_limit(name: str, given: float | timedelta) -> timedelta:
 
 @contextmanager
 def bounded(what: str, limit_s: float, too_late: Callable[[str], object]) -> Iterator[None]:
-    """Bracket code that must end within ``limit_s`` seconds.
+    """Bracket code that must end within ``limit_s`` seconds; else ``too_late`` is called with the reason, in a
+    thread.
 
-    Args:
-        too_late: called with the reason, in a separate thread, if the code has not ended within the limit. It has
-            to end the process, because the thread that hangs cannot be freed.
+    It has to end the process, because the thread that hangs cannot be freed.
     """
     timer = threading.Timer(limit_s, too_late, [f"{what} did not end within {limit_s:g} s"])
     timer.daemon = True

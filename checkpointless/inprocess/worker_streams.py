@@ -133,10 +133,8 @@ def is_iterable(loader: object) -> bool:
 class _WorkerStreams:
     """The ``worker_init_fn`` that :func:`seed_data_workers` gives a loader. It acts in the worker that calls it.
 
-    Args:
-        key: what the streams depend on in addition to epoch and batch: seed, rank and stream.
-        place: returns where the iterator begins.
-        init: the loader's original ``worker_init_fn``; None if it had none.
+    The streams depend on ``key`` (seed, rank and stream), epoch and batch. ``init`` is the loader's original
+    function.
     """
 
     def __init__(
@@ -182,11 +180,9 @@ class _WorkerStreams:
 
 
 class _SeededFetcher:
-    """Torch's fetcher of one pass, with the streams set before each batch.
+    """Torch's fetcher of one pass, with the streams set before each batch, by ``key`` and the batch.
 
-    Args:
-        key: what the streams depend on in addition to the batch.
-        numbers: the numbers of this worker's batches; None: batches are identified by their indices.
+    ``numbers`` are those of this worker's batches; None: batches are identified by their indices.
     """
 
     def __init__(self, inner: Any, key: tuple[Any, ...], numbers: itertools.count[int] | None) -> None:

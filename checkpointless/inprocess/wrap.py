@@ -82,23 +82,16 @@ class StateKeeper(Protocol):
     """
 
     def hold(self, error: BaseException | None = None) -> None:
-        """Take hold of the state that the block leaves.
+        """Take hold of the state that the block leaves; ``error`` has ended it.
 
-        It runs in the main thread after the abort, before the frames of the block are cleared and before anything
-        is cleaned up.
-
-        Args:
-            error: the exception that ended the block.
+        It runs in the main thread after the abort, before the frames of the block are cleared and before
+        anything is cleaned up.
         """
 
     def hand_over(self, high_water: int) -> tuple[int, str]:
         """Hand the state to a successor of this process, which ends.
 
-        Args:
-            high_water: the highest optimizer step that any rank was ever seen to commit (-1: none).
-
-        Returns:
-            How many bytes that took (0: there is no state yet), and why it could not be done ("": it was).
+        Return how many bytes that took (0: there is no state yet), and why it could not be done ("": it was).
         """
 
     def end(self) -> None:
@@ -135,11 +128,7 @@ def _is_imported_by_child(fn: Callable[..., object]) -> bool:
 
 
 class _Blocks:
-    """Where a rank's script stands among its blocks, when one of them is entered.
-
-    Args:
-        facts: what outlives this process.
-    """
+    """Where a rank's script stands among its blocks when one is entered; ``facts`` outlive this process."""
 
     def __init__(self, facts: Facts) -> None:
         self._facts = facts
@@ -159,8 +148,7 @@ class _Blocks:
     def begin_training(self, when_left: Callable[[], None] = lambda: None) -> None:
         """Note that this block trains. Called on every entry.
 
-        Args:
-            when_left: is called when all ranks have left the block. It should hold no state of the training.
+        ``when_left`` is called when all ranks have left the block. It should hold no state of the training.
 
         Raises:
             UnrecoverableError: another block has.
@@ -188,36 +176,12 @@ _NO_SUCCESSORS = (
 _PACKAGE = str(Path(__file__).parents[1])
 
 
-def _restart_of(restart: str) -> str:
-    """Return the way of restarting, if there is such a one.
-
-    Raises:
-        ValueError: there is none.
-    """
-    if restart not in _RESTARTS:
-        raise ValueError(f"restart is {' or '.join(map(repr, _RESTARTS))}, and not {restart!r}")
-    return restart
-
-
 class _Succession:
     """Judges whether the block can be entered again in this process, and lets a successor take over.
 
     A function may do what a process can do only once. It is taken for one that does if its block, of which this
     process has made steps, is entered again and raises before it comes to its training, or twice in a row before
-    the first step.
-
-    Args:
-        generation: the generation that this rank is in.
-        client: the agent's client.
-        steps: how far training has come in this entry of the block.
-        blocks: where the block is among those of the script.
-        restart: the way of restarting, one of :data:`_RESTARTS`.
-
-    Raises:
-        ValueError: new processes are asked for under a launcher that starts none.
-
-    Attributes:
-        unfit: why this process cannot enter its block again, in one line ("": it can).
+    the first step. ``unfit`` says in one line why this process cannot enter its block again ("": it can).
     """
 
     def __init__(
@@ -236,12 +200,7 @@ class _Succession:
         self._failures = 0  # in a row
 
     def judge(self, error: BaseException | None, fn: Callable[..., Any]) -> None:
-        """Take into account how the block ended.
-
-        Args:
-            error: the exception that ended it.
-            fn: the block's function.
-        """
+        """Take into account how the block ended."""
         if self._steps.has_begun:
             self._has_trained, self._failures = self._has_trained or self._steps.since_entry > 0, 0
             return
@@ -261,10 +220,6 @@ class _Succession:
         """Wait at the barrier for the next generation; or hand the state to a successor, and end this process.
 
         A process whose state finds no room enters its block again, unless it is known that it cannot.
-
-        Args:
-            after_generation: the generation that this rank has left.
-            keeper: keeps the state; None: nothing does.
         """
         try:
             return self._client.wait_go(after_generation)
@@ -275,14 +230,8 @@ class _Succession:
         return self._client.wait_go(after_generation)
 
     def _hand_over(self, keeper: StateKeeper | None, high_water: int) -> str:
-        """Hand the state to a successor of this process, and end; return only if the process had better stay.
-
-        Args:
-            keeper: keeps the state; None: nothing does.
-            high_water: the highest optimizer step that any rank was ever seen to commit (-1: none).
-
-        Returns:
-            Why the state could not be handed over.
+        """Hand the state to a successor of this process, and end; return only if the process had better stay, with
+        why.
         """
         with self._generation.span(EventName.HAND_OVER) as fields:
             nbytes, problem = keeper.hand_over(high_water) if keeper is not None else (0, "")
@@ -366,14 +315,9 @@ def _wants_caller(parameter: inspect.Parameter) -> bool:
 class _EntryStreams:
     """The states of this process's random streams at the first entry of the block.
 
-    A process that re-enters its block has drawn from streams that were seeded before the block, at the top of the
-    script; a new process, which has just run that part, has not. Both have to draw the same numbers in the block.
-
-    Attributes:
-        python: state of the ``random`` module.
-        torch_cpu: state of torch's default CPU generator.
-        numpy: state of NumPy's global generator; None if NumPy was not imported.
-        cuda: state of the current device's generator; None if CUDA was not in use.
+    A process that re-enters its block has drawn from streams that were seeded before the block, at the top of
+    the script; a new process, which has just run that part, has not. Both have to draw the same numbers in the
+    block. ``numpy`` is None if NumPy was not imported, ``cuda`` if CUDA was not in use.
     """
 
     python: tuple[Any, ...]
@@ -383,7 +327,6 @@ class _EntryStreams:
 
     @classmethod
     def capture(cls) -> _EntryStreams:
-        """Capture the current states."""
         numpy = _numpy_random()
         return cls(
             random.getstate(),
@@ -393,9 +336,8 @@ class _EntryStreams:
         )
 
     def restore(self) -> None:
-        """Restore the captured states.
-
-        If CUDA was not in use at the capture, it is seeded as torch would seed it at the first use.
+        """Restore them. If CUDA was not in use at the capture, it is seeded as torch would seed it at the first
+        use.
         """
         random.setstate(self.python)
         torch.set_rng_state(self.torch_cpu)
@@ -431,11 +373,6 @@ class _EntryModes:
             self._folder = None
 
     def restore(self) -> None:
-        """Restore them.
-
-        Raises:
-            OSError: the working directory cannot be entered any more.
-        """
         if self._folder is not None:
             os.chdir(self._folder)
         torch.set_default_dtype(self._dtype)
@@ -479,16 +416,6 @@ class _SignalHandlers:
             if handler is not None and signal.getsignal(number) is not handler:
                 signal.signal(number, handler)
         torch_workers._SIGCHLD_handler_set = self._torch_listens
-
-
-def _require_tracer() -> None:
-    """Check that viztracer is installed.
-
-    Raises:
-        ValueError: viztracer is not installed.
-    """
-    if importlib.util.find_spec("viztracer") is None:
-        raise ValueError("trace_file_path needs VizTracer: pip install viztracer")
 
 
 @contextmanager
@@ -577,8 +504,10 @@ class HPWrapper:
         check_memory_status: bool = True,
         restart: str = "in-process",
     ) -> None:
-        if trace_file_path is not None:
-            _require_tracer()
+        if trace_file_path is not None and importlib.util.find_spec("viztracer") is None:
+            raise ValueError("trace_file_path needs VizTracer: pip install viztracer")
+        if restart not in _RESTARTS:
+            raise ValueError(f"restart is {' or '.join(map(repr, _RESTARTS))}, and not {restart!r}")
         abort = abort or CheckpointlessAbortManager.get_default_checkpointless_abort()
         self.abort: Callable[[HPState], object] = communicators_first(abort) if early_abort_communicator else abort
         self.finalize: Callable[..., object] = finalize or CheckpointlessFinalizeCleanup()
@@ -592,7 +521,7 @@ class HPWrapper:
         self.early_abort_communicator = early_abort_communicator
         self.checkpoint_manager = checkpoint_manager
         self.check_memory_status = check_memory_status
-        self.restart = _restart_of(restart)
+        self.restart = restart
 
     def __call__(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap ``fn``, or return it unchanged if the wrapper is disabled."""
@@ -769,11 +698,7 @@ class HPCallWrapper:
             self.parameter_update_lock.open()
 
     def launch(self, fn: Callable[..., _Result], *a: Any, **kw: Any) -> tuple[_Result | None, BaseException | None]:
-        """Run the block once.
-
-        Returns:
-            The block's return value and None, or None and the exception that the block raised.
-        """
+        """Run the block once; return its value and None, or None and the exception that it raised."""
         if self._entry is None:
             self._entry = _EntryStreams.capture(), _EntryModes()
         else:
@@ -794,9 +719,6 @@ class HPCallWrapper:
 
     def handle_fn_exception(self, call_ex: BaseException) -> None:
         """Report the block's exception to the agent, unless another rank's fault interrupted the block.
-
-        Args:
-            call_ex: the exception that the block raised.
 
         Raises:
             SystemExit: the job cannot continue.
@@ -825,10 +747,8 @@ class HPCallWrapper:
     def restart(self, term_ex: BaseException) -> None:
         """Abort, keep the state, clean up and check this process, so that it can re-enter the block.
 
-        Args:
-            term_ex: the exception that ended the block; its frames are cleared, because they hold the old state.
-
-        If this process cannot continue, it asks to be replaced and ends; this method does not return then.
+        The frames of ``term_ex``, which ended the block, are cleared, because they hold the old state. If this
+        process cannot continue, it asks to be replaced and ends; this method does not return then.
         """
         self.beat()  # it may have been taken for hung
         self._responder.adopt_incident()
@@ -852,11 +772,7 @@ class HPCallWrapper:
             self._succession.replace(exceptions.line_of(error))
 
     def _clean_up(self, state: HPState, term_ex: BaseException) -> None:
-        """Clean up after the block, and check this process. A part that takes too long has the process replaced.
-
-        Raises:
-            HealthCheckError: this process must be replaced.
-        """
+        """Clean up after the block, and check this process. A part that takes too long has the process replaced."""
         settings = self.wrapper
         abandon(waited_for() - self._threads)
         with self._now.span(EventName.FINALIZE) as fields:

@@ -33,7 +33,7 @@ def vote(ends: bool = False) -> bool:
         ends: whether this rank says that the step is to be the last.
 
     Returns:
-        Whether any rank reports it.
+        Whether any rank says so.
 
     Raises:
         RankShouldRestart: the groups were aborted before every rank had come.

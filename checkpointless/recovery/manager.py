@@ -45,14 +45,7 @@ def _decide_together(
 ) -> Decision:
     """Decide with all other ranks how the job resumes. Collective.
 
-    Args:
-        held: the state that this rank holds; None: it holds none.
-        compare_digests: report the digest of the held state, so that replicas are compared.
-        saves: the background saves whose end this rank has not gone through, as
-            :attr:`~checkpointless.recovery.decide.RankReport.saves` has them.
-
-    Raises:
-        ValueError: the reports contradict each other about the replica groups.
+    ``saves`` are the background saves whose end this rank has not gone through (:class:`RankReport`).
     """
     call = active_call_wrapper()
     high_water = call.high_water if call is not None else -1
@@ -122,11 +115,7 @@ def _find_loss(
 ) -> str:
     """Give every rank its random streams, and find out whether something is lost that it alone had. Collective.
 
-    Args:
-        held: the state that this rank holds; None: it holds none.
-
-    Returns:
-        Why the state cannot be had from memory; "" if it can.
+    Return why the state cannot be had from memory; "" if it can.
     """
     moment = target, SnapshotPoint(decision.stage)
     lost = own.find_streams(*moment)
@@ -154,14 +143,9 @@ def _find_loss(
 def _find_lost_parts(held: HeldState | None, journal: StepJournal, decision: Decision) -> list[str]:
     """Compare the parts of the state that ranks keep for themselves, if a rank has lost its parts. Collective.
 
-    A peer's part can replace a lost one only if the parts of all ranks are equal. Parts that do not belong to the
-    training data are taken from a peer nevertheless, and a warning is emitted: a callback may keep times of day.
-
-    Args:
-        held: the state that this rank holds; None: it holds none.
-
-    Returns:
-        The names of the lost parts of the training data.
+    A peer's part can replace a lost one only if the parts of all ranks are equal. Parts that do not belong to
+    the training data are taken from a peer nevertheless, and a warning is emitted: a callback may keep times of
+    day. Return the names of the lost parts of the training data.
     """
     if not decision.refills:
         return []
@@ -334,10 +318,8 @@ class CheckpointManager(RankLocalKeeper):
                 self.copies.begin(call.generation, step, call.facts, holders_of(journal.state))
 
     def make_copies(self, step: int) -> None:
-        """Begin to copy this rank's state into the tiers in which that is due. Collective.
-
-        Args:
-            step: the optimizer step that has just been committed.
+        """Begin to copy this rank's state after ``step``, just committed, into the tiers in which that is due.
+        Collective.
         """
         journal = self._attached
         if self.copies and journal is not None:
@@ -348,9 +330,6 @@ class CheckpointManager(RankLocalKeeper):
         """Have what is this rank's own after ``step`` kept on another node, too, if there is one. Collective.
 
         This includes its random streams, the streams that the order of its data is drawn from, and its buffers.
-
-        Args:
-            step: the optimizer step, whose streams and buffers have been stored.
         """
         if self._replicates or not step & (step - 1):
             self.own.replicate(step, self._attached.state if self._attached is not None else None)
@@ -361,20 +340,13 @@ class CheckpointManager(RankLocalKeeper):
     # --- when a fault comes -----------------------------------------------------------------------------------
 
     def save_checkpoint(self, trainer: _LiveTrainer) -> None:
-        """Hold the state of ``trainer`` as it is now, as references and not copies.
-
-        Args:
-            trainer: a trainer whose strategy has ``journal()``.
-        """
+        """Hold the state of ``trainer`` as it is now, as references and not copies."""
         self._hold(journal_of(trainer))
 
     def hold(self, error: BaseException | None = None) -> None:
-        """Hold the state of the generation that is over, after the block was left because of a fault.
+        """Hold the state of the generation that is over, after ``error`` has ended the block.
 
         If that generation had not got its state back yet, what was held before stays.
-
-        Args:
-            error: the exception that ended the block.
         """
         self.copies.leave()
         attached, self._attached = self._attached, None
@@ -511,8 +483,7 @@ class CheckpointManager(RankLocalKeeper):
     def _take_copies(self) -> bool:
         """Hold, on every rank, the state of the newest step of which tiers and living ranks have all. Collective.
 
-        Returns:
-            Whether there is such a step; if not, :attr:`refusal` says why.
+        Return whether there is such a step; if not, :attr:`refusal` says why.
         """
         snapshot, why = self.copies.take(self._held, self.refusal)
         if why:
@@ -554,11 +525,7 @@ class CheckpointManager(RankLocalKeeper):
         )
 
     def _restore(self, journal: StepJournal, decision: Decision, target: int) -> dict[str, Any]:
-        """Put tensors and objects in place as decided. Collective.
-
-        Returns:
-            The non-tensor state.
-        """
+        """Put tensors and objects in place as decided, and return the non-tensor state. Collective."""
         rank = dist.get_rank()
         moment = target, SnapshotPoint(decision.stage)
         is_filled = rank in decision.refills
@@ -605,13 +572,8 @@ class BuildAnewError(RuntimeError):
 
 
 def manager_of(call: HPCallWrapper | None) -> CheckpointManager | None:
-    """Return the manager that keeps the state of the running block.
-
-    Args:
-        call: the running wrapper, or None outside of a block.
-
-    Returns:
-        None outside of a block, and as long as nothing in the block keeps its state.
+    """Return the manager that keeps the state of the running block; None as long as nothing in it does, or outside
+    of it.
     """
     return cast("CheckpointManager | None", call.checkpoint_manager) if call is not None else None
 
@@ -700,11 +662,7 @@ class PEFTCheckpointManager(CheckpointManager):
         super().save_checkpoint(trainer)
 
     def maybe_save_base_model(self, trainer: _LiveTrainer) -> None:
-        """Keep references to the base model's weights, if they are not kept yet.
-
-        Args:
-            trainer: a trainer whose weights are whole and whose strategy has ``journal()``.
-        """
+        """Keep references to the base model's weights, which are whole, if they are not kept yet."""
         if self._base_model.weights is None:
             self._base_model.keep(journal_of(trainer).state.tensors())
 
@@ -732,11 +690,7 @@ class PEFTCheckpointManager(CheckpointManager):
 
 
 def _stays_built(journal: StepJournal, commit: CommitState, is_offloaded: bool) -> Built | None:
-    """Return what of a training stays built over the fault.
-
-    Args:
-        is_offloaded: whether the state is moved to host memory.
-    """
+    """Return what of a training stays built over the fault."""
     built = journal.built
     if built is None:
         return None

@@ -39,8 +39,7 @@ class Refill:
     """Moves tensors of the state, and remembers what an interrupted transfer brought.
 
     Args:
-        adopts: put the tensors that a rank to fill has already in their place first, without a copy where that is
-            possible, because most of them are right.
+        adopts: put the tensors that a rank to fill has already in their place first, without a copy where possible.
 
     Attributes:
         arrived: the tensors that a transfer had room for, filled or not, until :meth:`forget` is called.
@@ -92,7 +91,6 @@ class Refill:
     def _fill(
         self, state: TrainingState, parts: Parts, held: Mapping[Key, torch.Tensor], memory_budget_bytes: int
     ) -> tuple[Tree, TransferReport]:
-        """Receive every part from its sources, one after the other."""
         objects: dict[Group, Any] = {}
         reports = []
         for group, sources in sorted(parts):
@@ -134,8 +132,8 @@ class Refill:
     ) -> None:
         """Fill every rank that has this rank as a source of a part.
 
-        The non-tensor state goes with the first part of a rank, from a rank that holds all its parts, or, if there
-        is none, with each part.
+        The non-tensor state goes with the first part of a rank, from a rank that holds all its parts, or, if
+        there is none, with each part.
         """
         rank = dist.get_rank()
         fills: dict[Group, list[Fill]] = defaultdict(list)
@@ -168,7 +166,7 @@ class Refill:
                 if room[key] is not tensors[key]:
                     room[key].copy_(tensors[key])
                     tensors[key] = room[key]  # one by one: little of the state exists twice
-        kept = sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors.values())
+        kept = sum(tensor.nbytes for tensor in tensors.values())
         return TransferReport(kept=kept, seconds=time.monotonic() - began_s)
 
 
@@ -205,12 +203,8 @@ _MODEL = "model"  # the first word of the key of a parameter or buffer
 class BaseModel:
     """Keeps references to the frozen weights over all generations; as long as nothing is frozen, to none.
 
-    Args:
-        checksums: with it enabled, the weights of a rank that is refilled are compared with its sources'.
-
     Attributes:
-        trained: the names of all parameters and buffers that training may change; while it is empty, nothing is
-            frozen.
+        trained: the names of all parameters and buffers that training may change; empty: nothing is frozen.
         weights: the frozen weights by key, in the order in which they are sent, as references to the running
             model's weights or, offloaded, as copies; None before they were whole for the first time.
     """
@@ -224,11 +218,8 @@ class BaseModel:
         self._refill = Refill(adopts=True)
 
     def is_trained(self, key: str | tuple[Any, ...]) -> bool:
-        """Return whether a tensor belongs to what training changes, and not to the base model.
-
-        Args:
-            key: the tensor's name; or its key in the state, where everything that belongs to an optimizer is
-                trained; or a tuple of the name and the parameter itself.
+        """Return whether a tensor belongs to what training changes: by its name, its key, or its name and the
+        parameter.
         """
         if isinstance(key, tuple):
             if len(key) > 1 and isinstance(key[1], torch.Tensor):

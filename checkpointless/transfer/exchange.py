@@ -30,12 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Message:
-    """A message that is sent, or received.
-
-    Attributes:
-        tensor: the bytes, or the memory to receive them into.
-        is_sent: whether this rank sends it.
-    """
+    """A message that is sent, or received: its bytes, or the memory to receive them into."""
 
     tensor: torch.Tensor
     peer: int
@@ -175,11 +170,7 @@ def receive_bytes(source: int) -> bytes:
 
 
 def send_json(message: Json, destination: int) -> None:
-    """Send ``message`` as JSON to the global rank ``destination``.
-
-    Raises:
-        ValueError: the message is larger than :data:`MAX_MESSAGE_BYTES`.
-    """
+    """Send ``message`` as JSON to the global rank ``destination``."""
     send_bytes(json.dumps(message, separators=(",", ":")).encode(), destination)
 
 
@@ -193,13 +184,7 @@ def receive_json(source: int) -> Parsed:
 
 
 def share_plain(mine: _Plain | None) -> _Plain | None:
-    """Give every rank that has nothing what the first rank that has something has. Collective.
-
-    Args:
-        mine: what this rank has, as plain data that a state tree can hold; None: nothing.
-
-    Returns:
-        What this rank has, or was given; None if no rank has anything.
+    """Give every rank that has nothing (None) what the first rank that has something has, plain data. Collective.
 
     Raises:
         StateTreeError: what this rank is to give cannot travel.

@@ -35,6 +35,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -83,7 +84,6 @@ class _Slice:
 
     @property
     def nbytes(self) -> int:
-        """The slice's length in bytes."""
         return self.stop - self.start
 
 
@@ -93,14 +93,9 @@ Bucket = tuple[_Slice, ...]
 def _bucket_bytes_of(memory_budget_bytes: int, ahead: bool) -> int:
     """Return the size of a bucket with which the buffers of the buckets in flight stay within the budget.
 
-    On the CPU this is an eighth of the budget, because eight buckets are in flight. On a wire that runs ahead (see
-    :mod:`checkpointless.transfer.exchange`) a bucket may take the whole budget, up to 128 MiB: most need no buffer,
-    and the buffers of all others in flight take no more than one bucket
-    (:class:`_Window`).
-
-    Args:
-        memory_budget_bytes: how many bytes the buffers may take, at least 1.
-        ahead: whether the wire runs ahead.
+    On the CPU this is an eighth of the budget, because eight buckets are in flight. On a wire that runs ahead a
+    bucket may take the whole budget, up to 128 MiB: most need no buffer, and the buffers of all others in flight
+    take no more than one bucket (:class:`_Window`).
     """
     return min(AHEAD_BYTES, memory_budget_bytes) if ahead else max(1, memory_budget_bytes // IN_FLIGHT)
 
@@ -108,24 +103,16 @@ def _bucket_bytes_of(memory_budget_bytes: int, ahead: bool) -> int:
 def _shared_bytes_of(bucket_bytes: int, ahead: bool) -> int:
     """Return the size of a bucket that small tensors share: both ends find the same, as they use the same wire.
 
-    Args:
-        ahead: whether the wire runs ahead; then so many are in flight as fit into the buffers.
+    On one that runs ahead, so many are in flight as fit into the buffers.
     """
     return max(1, bucket_bytes // IN_FLIGHT) if ahead else min(PACKED_BYTES, bucket_bytes)
 
 
 def _plan_buckets(sizes: Sequence[int], bucket_bytes: int, ahead: bool = False) -> list[Bucket]:
-    """Cut tensors into buckets of at most ``bucket_bytes``. Empty tensors need no bucket.
+    """Cut tensors of ``sizes`` bytes into buckets of at most ``bucket_bytes``. Empty tensors need no bucket.
 
-    A large tensor gets separate buckets, so that it can be sent and received without a copy; small tensors share
-    buckets.
-
-    Args:
-        sizes: the tensors' sizes in bytes.
-        ahead: whether the wire runs ahead.
-
-    Raises:
-        ValueError: ``bucket_bytes`` is not positive.
+    A large tensor gets separate buckets, so that it can be sent and received without a copy; small ones share
+    some.
     """
     if bucket_bytes < 1:
         raise ValueError(f"a bucket of {bucket_bytes} bytes holds nothing")
@@ -154,18 +141,10 @@ def _size_of(bucket: Bucket) -> int:
     return sum(part.nbytes for part in bucket)
 
 
-def _stripe(count: int, place: int, places: int) -> list[int]:
-    """Return the numbers of the buckets that the holder at ``place`` of ``places`` sends in the first round."""
-    return list(range(place, count, places))
-
-
 @dataclass(frozen=True)
 class _Shares:
-    """All buckets of a transfer, and which holder sends which bucket.
-
-    Attributes:
-        buckets: the buckets of the shard, then those of the tensors inside the objects.
-        first: how many of them are of the shard.
+    """All buckets of a transfer, and which holder sends which bucket: first those of the shard, ``first`` in
+    number, then those of the tensors inside the objects.
     """
 
     buckets: list[Bucket]
@@ -177,13 +156,7 @@ class _Shares:
     def of(
         cls, shard: Sequence[int], inside: Sequence[int], bucket_bytes: int, places: int, ahead: bool = False
     ) -> _Shares:
-        """Plan the buckets of a shard and of the tensors inside the objects.
-
-        Args:
-            shard: sizes of the shard's tensors in bytes.
-            inside: sizes of the tensors inside the objects in bytes.
-            ahead: whether the wire runs ahead.
-        """
+        """Plan the buckets of a shard and of the tensors inside the objects, of the given sizes in bytes."""
         of_shard = _plan_buckets(shard, bucket_bytes, ahead)
         of_objects = [
             tuple(_Slice(len(shard) + part.index, part.start, part.stop) for part in bucket)
@@ -211,12 +184,8 @@ _GROUPS = 2  # on a wire that runs ahead: one under way, one that is packed or d
 
 @dataclass
 class _Parcel:
-    """A bucket under way.
-
-    Attributes:
-        payload: its bytes, or the memory for them, flat uint8.
-        messages: what is sent or received; several if several ranks want it.
-        slot: the buffer that it is packed in; None if it lies where it belongs.
+    """A bucket under way: its bytes, or the memory for them; and the buffer that it is packed in, unless it lies
+    where it belongs. It has several messages if several ranks want it.
     """
 
     index: int
@@ -226,7 +195,6 @@ class _Parcel:
 
     @property
     def staged_bytes(self) -> int:
-        """How many bytes of buffers it takes."""
         return 0 if self.slot is None else self.payload.numel()
 
 
@@ -245,18 +213,11 @@ class _Group:
 class _Window:
     """Launches parcels and finishes the oldest ones when too much is under way.
 
-    On the CPU each parcel is launched at once, with eight under way. On a wire that runs ahead they are
-    launched in groups of as many, so that messages with several ranks are done side by side, with two groups under
-    way.
-
-    Args:
-        buffer_bytes: how many bytes the buffers under way may take on a wire that runs ahead; a single larger one
-        goes
-            alone.
-        finish: called with each parcel, in the order in which they were added, when the wait for it is over; it
-        gives
-            back the parcel's slot. On a wire that runs ahead the bytes need not be there yet: whatever is launched
-            from now on finds them.
+    On the CPU each parcel is launched at once, with eight under way. On a wire that runs ahead they are launched
+    in groups of as many, so that messages with several ranks are done side by side, with two groups under way;
+    their buffers take ``buffer_bytes`` at most, but a single larger one goes alone. ``finish`` is called with
+    each parcel, in the order in which they were added, when the wait for it is over; it gives back the parcel's
+    slot. On a wire that runs ahead the bytes need not be there yet: whatever is launched from now on finds them.
     """
 
     def __init__(self, buffer_bytes: int, finish: Callable[[_Parcel], None]) -> None:
@@ -269,11 +230,7 @@ class _Window:
         self._launched: deque[_Group] = deque()
 
     def make_room(self, staged_bytes: int) -> None:
-        """Finish parcels until one more may be under way. Call this before a buffer is taken for it.
-
-        Args:
-            staged_bytes: how many bytes of buffers it will take.
-        """
+        """Finish parcels until one more may be under way. Call this before a buffer is taken for it."""
         if self._buffer_bytes is not None and staged_bytes:
             if self._open.staged_bytes and self._open.staged_bytes + staged_bytes > self._buffer_bytes // _GROUPS:
                 self._launch()
@@ -334,14 +291,7 @@ class _Order:
 
 
 def _send_buckets(tensors: Sequence[torch.Tensor], orders: Sequence[_Order], on_bucket: OnBucket | None) -> None:
-    """Send every order's buckets and their digests, and the damaged ones again until every destination has all.
-
-    Args:
-        orders: what each destination wants; the orders are used up.
-
-    Raises:
-        TransferError: a rank asks for what does not exist.
-    """
+    """Send every order's buckets and their digests, and the damaged ones again until every destination has all."""
     while orders:
         _send_round(tensors, orders, on_bucket)
         for order in orders:
@@ -359,14 +309,7 @@ def _receive_buckets(
 ) -> tuple[list[int], int]:
     """Receive every bucket; fetch a damaged one again from the next holder.
 
-    Args:
-        sources: the global ranks of the holders, in the order of their places.
-
-    Returns:
-        The digests of all buckets, and how many buckets were fetched again.
-
-    Raises:
-        TransferError: a bucket stayed damaged, or a holder sent another number of digests than of buckets.
+    Return the digests of all buckets, and how many buckets were fetched again.
     """
     buckets = shares.buckets
     wanted = shares.split(range(len(buckets)), 0)
@@ -392,11 +335,7 @@ def _receive_buckets(
 
 
 def _checked(indices: object, count: int) -> list[int]:
-    """Return ``indices`` of a message after checking that they are ascending numbers below ``count``.
-
-    Raises:
-        TransferError: they are something else.
-    """
+    """Return ``indices`` of a message after checking that they are ascending numbers below ``count``."""
     if (
         not isinstance(indices, list)
         or any(type(index) is not int or not 0 <= index < count for index in indices)
@@ -665,10 +604,10 @@ def receive_state(
     inside = [torch.empty(entry.shape, dtype=entry.dtype, device=own_device(entry.device)) for entry in told.inside]
     arriving = [*(room[told.entries[index].key] for index in missing), *inside]
     wanted_bytes = [told.entries[index].nbytes for index in missing]
-    inside_bytes = list(map(_nbytes, inside))
+    inside_bytes = [tensor.nbytes for tensor in inside]
     shares = _Shares.of(wanted_bytes, inside_bytes, bucket_bytes, len(sources), ahead)
     digests, again = _receive_buckets(sources, shares, arriving)
-    seconds, nbytes = time.monotonic() - began_s, sum(map(_nbytes, arriving))
+    seconds, nbytes = time.monotonic() - began_s, sum(tensor.nbytes for tensor in arriving)
     return state_tree.join(told.skeleton, inside), TransferReport(
         bytes=nbytes,
         kept=sum(entry.nbytes for entry in told.entries if entry.key in kept),
@@ -698,8 +637,7 @@ def _entries(tensors: Mapping[Key, torch.Tensor], digested: bool) -> list[Tensor
 def _hear_order(fill: Fill, tensors: Sequence[torch.Tensor], count: int, plans: dict[str, list[Bucket]]) -> _Order:
     """Receive what a destination wants. Destinations that want the same share a plan, and thereby their buckets.
 
-    Args:
-        tensors: the shard's ``count`` tensors, and then the tensors inside the objects.
+    ``tensors`` are the shard's ``count`` tensors, and then the tensors inside the objects.
     """
     order = receive_json(fill.destination)
     gives_objects = fill.place == 0
@@ -711,7 +649,7 @@ def _hear_order(fill: Fill, tensors: Sequence[torch.Tensor], count: int, plans: 
         plans[name] = of_shard + _numbered(tensors, inside, order["bucket_bytes"])
     buckets = plans[name]
     first = sum(bucket[0].index < count for bucket in buckets)
-    wanted = [*_stripe(first, fill.place, fill.places), *range(first, len(buckets))]
+    wanted = [*range(fill.place, first, fill.places), *range(first, len(buckets))]
     return _Order(fill.destination, buckets, wanted, order["bucket_bytes"])
 
 
@@ -719,15 +657,14 @@ def _numbered(tensors: Sequence[torch.Tensor], chosen: Sequence[int], bucket_byt
     """Return the buckets of the tensors with the numbers ``chosen``, in terms of these numbers."""
     return [
         tuple(_Slice(chosen[part.index], part.start, part.stop) for part in bucket)
-        for bucket in _plan_buckets([_nbytes(tensors[index]) for index in chosen], bucket_bytes, runs_ahead())
+        for bucket in _plan_buckets([tensors[index].nbytes for index in chosen], bucket_bytes, runs_ahead())
     ]
 
 
 # --- the side of the rank to fill -------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Metadata:
+class _Metadata(NamedTuple):
     """What the first holder says before anything moves."""
 
     entries: Sequence[TensorEntry]
@@ -736,7 +673,6 @@ class _Metadata:
 
 
 def _hear_metadata(sources: Sequence[int], wants_digests: bool) -> _Metadata:
-    """Ask the holders for the metadata."""
     for source in sources:
         send_json({"digests": wants_digests}, source)
     told = receive_json(sources[0])
@@ -774,10 +710,6 @@ def _keep(
 
 
 # --- both sides -------------------------------------------------------------------------------------------------
-
-
-def _nbytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _describe(tensor: torch.Tensor | None) -> str:

@@ -287,8 +287,8 @@ class LateNCCLGroup(_ProcessGroup):  # type: ignore[misc]
 
 
 #: The methods that torch's class has are counted; those of a class in Python take their place.
-_count = process_groups.counting_sends(lambda *_: None)
-_count_received = process_groups.counting_receipts(lambda *_: None)
+_count = process_groups.counting(True, lambda *_: None)
+_count_received = process_groups.counting(False, lambda *_: None)
 
 
 def create(device: Device) -> Callable[..., LateNCCLGroup]:

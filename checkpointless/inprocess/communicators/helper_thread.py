@@ -23,11 +23,7 @@ def awaited_thread() -> int | None:
 
 @contextmanager
 def awaiting(thread: int | None) -> Iterator[None]:
-    """Note, as long as the context lasts, that the main thread waits for another one.
-
-    Args:
-        thread: the identifier of that thread.
-    """
+    """Note, as long as the context lasts, that the main thread waits for the thread of that identifier."""
     global _awaited
     before, _awaited = _awaited, thread
     try:

@@ -32,11 +32,8 @@ class _Event(Protocol):
 
 
 class LaunchBound:
-    """Keeps the launches of a model's layers at most a number of layers ahead of the GPU.
-
-    Args:
-        layers: how many layers, in the forward or backward direction, may be launched and not done; at least 1.
-        make_event: makes an event.
+    """Keeps the launches of a model's layers at most ``layers`` ahead of the GPU, in the forward or backward
+    direction.
 
     Raises:
         ValueError: ``layers`` is less than 1.
@@ -55,16 +52,10 @@ class LaunchBound:
         self._recorded: deque[_Event] = deque()
 
     def watch(self, model: torch.nn.Module) -> int:
-        """Pass at each layer of ``model`` from now on, in both directions.
+        """Pass at each layer of ``model`` from now on, in both directions; return how many layers were found.
 
-        A model whose layers are captured in CUDA graphs must not be watched: capturing refuses modules with hooks.
-        A graph is one launch.
-
-        Args:
-            model: the model, whose parameters are in place; those that are frozen later end no backward pass.
-
-        Returns:
-            The number of layers that were found.
+        A model whose layers are captured in CUDA graphs must not be watched: capturing refuses modules with
+        hooks. A graph is one launch. Parameters that are frozen later end no backward pass.
         """
         found = _layers_of(model)
         for layer in found:

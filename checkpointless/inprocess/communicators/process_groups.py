@@ -75,11 +75,8 @@ class _GlooSockets:
 
     @contextlib.contextmanager
     def noting(self, *args: object, **kwargs: object) -> Iterator[None]:
-        """Record the sockets that are opened in this context.
-
-        Args:
-            *args: the arguments of torch's factory of groups, which is called in the context.
-            **kwargs: its keyword arguments.
+        """Record the sockets that are opened in this context, in which torch's factory is called with these
+        arguments.
         """
         if not _connects(*args, **kwargs):
             yield
@@ -102,14 +99,9 @@ class _GlooSockets:
         """Shut down every connected TCP socket of the recorded groups, of a group being created, and of the store.
 
         Repeat the call while the main thread is still creating a group, because it may continue to connect. The
-        groups' connections stay open until :meth:`release`; each is shut down and kept once, however often this is
-        called.
-
-        Args:
-            unmet: whether those at which communicators of NCCL's await their peers are shut down, too.
-
-        Returns:
-            The number of sockets that were shut down.
+        groups' connections stay open until :meth:`release`; each is shut down and kept once, however often this
+        is called. With ``unmet``, those at which communicators of NCCL's await their peers are shut down, too.
+        Return the number of sockets that were shut down.
         """
         present = _sockets()
         with self._mutex:
@@ -198,12 +190,10 @@ def _is_gloos(*args: object, **kwargs: object) -> bool:
 
 
 def _opened(present: dict[int, int], before: set[int], gloo: bool) -> set[int]:
-    """Return the inodes of the sockets that a group has opened.
+    """Return the inodes of the sockets that a group has opened, which gloo alone makes or not.
 
-    Args:
-        present: the inodes of this process's sockets, by descriptor.
-        before: the inodes of those that there were before.
-        gloo: whether gloo alone makes the group.
+    ``present`` has the inodes of this process's sockets, by descriptor, and ``before`` those that there were
+    before.
     """
     return {
         inode
@@ -213,11 +203,7 @@ def _opened(present: dict[int, int], before: set[int], gloo: bool) -> set[int]:
 
 
 def _is_backends(descriptor: int, gloo: bool) -> bool:
-    """Return whether a socket may be a backend's, and is not one of another thread that opens it at the same time.
-
-    Args:
-        gloo: whether it can only be gloo's.
-    """
+    """Return whether a socket may be a backend's, and is not one that another thread opens at the same time."""
     try:
         if fcntl.fcntl(descriptor, fcntl.F_GETFD) & fcntl.FD_CLOEXEC:
             return False
@@ -245,9 +231,8 @@ def _sockets() -> dict[int, int]:
 
 
 def _socket_inode(descriptor: int) -> int | None:
-    """Return the inode of ``descriptor``, or None if it is not a socket or is closed.
-
-    This takes a quarter of the time that reading the descriptor's link takes.
+    """Return the inode of ``descriptor``, or None if it is not a socket or is closed; its link would take four
+    times as long.
     """
     try:
         status = os.fstat(descriptor)
@@ -292,13 +277,7 @@ class _GraphGivenUpError(RankShouldRestart):
 
 
 class _Guard:
-    """Keeps a graph from being reset while it is replayed.
-
-    Attributes:
-        lock: held during a replay and during the reset.
-        device: the number of the GPU that the graph was captured on; None: there is none.
-        is_over: whether the graph was reset.
-    """
+    """Keeps a graph from being reset while it is replayed: the lock is held during both."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -331,9 +310,6 @@ class _CapturedGraphs:
         """Reset every graph, each as soon as no thread replays it; a later replay of it raises.
 
         A replay that waits for room in the GPU's queue ends when the kernels before it are aborted.
-
-        Raises:
-            RuntimeError: CUDA could not reset a graph.
         """
         with self._mutex:
             self._are_over = True
@@ -364,9 +340,8 @@ class _CapturedGraphs:
         return capture_end
 
     def replaying(self, original: Callable[[Any], None]) -> Callable[[Any], None]:
-        """Return torch's ``replay``, during which the graph is not reset.
-
-        A graph that is not known was captured before the block, and is replayed as it is.
+        """Return torch's ``replay``, during which the graph is not reset; one captured before the block is replayed
+        as it is.
         """
 
         @functools.wraps(original)
@@ -424,8 +399,12 @@ class _ProcessGroups:
             Patch(c10d, "_new_process_group_helper", self._recorded, "it makes every process group"),
             Patch(c10d.Work, "wait", interruptible_wait, "no interruption reaches it"),
             Patch(rendezvous, "_create_c10d_store", interruptible_store, "it makes every client of a store"),
-            Patch(dist.ProcessGroup, "send", self.counting_sends, "torch does not count messages"),
-            Patch(dist.ProcessGroup, "recv", self.counting_receipts, "torch does not count messages"),
+            Patch(
+                dist.ProcessGroup, "send", functools.partial(self.counting, True), "torch does not count messages"
+            ),
+            Patch(
+                dist.ProcessGroup, "recv", functools.partial(self.counting, False), "torch does not count messages"
+            ),
             Patch(graph, "capture_end", self._graphs.noting, "graphs hold communicators"),
             Patch(graph, "replay", self._graphs.replaying, "graphs hold communicators"),
         ]
@@ -441,8 +420,6 @@ class _ProcessGroups:
         self._sockets.release()
 
     def _recorded(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return torch's factory of process groups, which records each group and the sockets that it opens."""
-
         @functools.wraps(original)
         def make(*args: Any, **kwargs: Any) -> Any:
             with self._sockets.noting(*args, **kwargs):
@@ -453,39 +430,24 @@ class _ProcessGroups:
 
         return make
 
-    def counting_sends(self, send: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a group's ``send``, counted."""
+    def counting(self, is_send: bool, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a group's ``send`` or ``recv``, counted."""
 
-        @functools.wraps(send)
-        def counting(group: Any, tensors: Any, peer: int, *args: Any, **kwargs: Any) -> Any:
-            self._count(group, group.rank(), peer)
-            return send(group, tensors, peer, *args, **kwargs)
+        @functools.wraps(original)
+        def counted(group: Any, tensors: Any, peer: int, *args: Any, **kwargs: Any) -> Any:
+            source, target = (group.rank(), peer) if is_send else (peer, group.rank())
+            self.messages[f"{c10d._world.pg_names.get(group)}/{source}>{target}"] += 1
+            return original(group, tensors, peer, *args, **kwargs)
 
-        return counting
-
-    def counting_receipts(self, recv: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a group's ``recv``, counted."""
-
-        @functools.wraps(recv)
-        def counting(group: Any, tensors: Any, peer: int, *args: Any, **kwargs: Any) -> Any:
-            self._count(group, peer, group.rank())
-            return recv(group, tensors, peer, *args, **kwargs)
-
-        return counting
-
-    def _count(self, group: Any, source: int, target: int) -> None:
-        self.messages[f"{c10d._world.pg_names.get(group)}/{source}>{target}"] += 1
+        return counted
 
     def abort(self) -> None:
         """Free every thread that waits in a collective: NCCL's groups are aborted, gloo's connections cut.
 
-        All groups of NCCL's are aborted at the same time, each in a thread of its own. ``ncclCommAbort`` may wait
-        for the device, and so for a kernel that spins until another group is aborted, too
-        (https://github.com/NVIDIA/nccl/issues/1013). It also waits for CUDA graphs, which are given up meanwhile,
-        and for the making of a communicator, which is cut if it does not end soon.
-
-        Raises:
-            RuntimeError: NCCL could not abort a group, or CUDA could not reset a graph.
+        All groups of NCCL's are aborted at the same time, each in a thread of its own. ``ncclCommAbort`` may
+        wait for the device, and so for a kernel that spins until another group is aborted, too
+        (https://github.com/NVIDIA/nccl/issues/1013). It also waits for CUDA graphs, which are given up
+        meanwhile, and for the making of a communicator, which is cut if it does not end soon.
         """
         errors: list[Exception] = []
 
@@ -515,9 +477,8 @@ class _ProcessGroups:
     def cut(self, waited_s: float = 0.0) -> None:
         """Cut gloo's connections, also those of a group that is just being made.
 
-        Args:
-            waited_s: for how many seconds this rank has waited to be free. After a second, a communicator of NCCL's
-                that is just being made is cut, too; earlier, those that are just being aborted would report it.
+        After ``waited_s`` of over a second, in which this rank has waited to be free, a communicator of NCCL's
+        that is just being made is cut, too; earlier, those that are just being aborted would report it.
         """
         self._sockets.shutdown(unmet=waited_s > _PATIENCE_S)
 
@@ -568,9 +529,20 @@ class _ProcessGroups:
         """Close the connections that were cut, since every rank has left its block and no rank writes any more."""
         self._sockets.release()
 
-    def reap(self) -> None:
+    @staticmethod
+    def reap() -> None:
         """Release every group that nothing else refers to. Call this after the garbage collector has run."""
-        _reap()
+        index = 0
+        while index < len(_buried):
+            group = _buried[index]
+            if sys.getrefcount(group) > _REFERENCES:
+                index += 1
+                continue
+            holder = [_buried.pop(index)]
+            del (
+                group
+            )  # before the thread starts: whichever thread drops the last reference waits for the destructor
+            threading.Thread(target=_let_go, args=(holder,), name="checkpointless-reaper", daemon=True).start()
 
 
 def _prepare_nccl() -> None:
@@ -644,30 +616,17 @@ def _backend(group: Any, device: str) -> Any:
 # (see waits.py) does not end before the group's timeout, 30 minutes by default. A group is therefore held here
 # until nothing else refers to it, and then released in a separate thread.
 _buried: list[Any] = []
-_REFERENCES = 4  # this list, the one added by bury(), the variable of reap(), and the argument of getrefcount()
+_REFERENCES = 4  # this list, the one added by _bury(), the variable of reap(), and the argument of getrefcount()
 
 
 def _bury(groups: list[Any]) -> None:
-    """Hold ``groups`` until :func:`reap` finds no other reference, if necessary past the interpreter's end."""
+    """Hold ``groups`` until ``reap`` finds no other reference, if necessary past the interpreter's end."""
     held = {id(group) for group in _buried}
     for group in groups:
         if id(group) not in held:
             held.add(id(group))
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
             _buried.append(group)
-
-
-def _reap() -> None:
-    """Release every group that nothing else refers to any more. Call this after the garbage collector has run."""
-    index = 0
-    while index < len(_buried):
-        group = _buried[index]
-        if sys.getrefcount(group) > _REFERENCES:
-            index += 1
-            continue
-        holder = [_buried.pop(index)]
-        del group  # before the thread starts: whichever thread drops the last reference waits for the destructor
-        threading.Thread(target=_let_go, args=(holder,), name="checkpointless-reaper", daemon=True).start()
 
 
 def _let_go(holder: list[Any]) -> None:

@@ -795,7 +795,7 @@ class RankLocalKeeper(ABC):
         self.own.streams.capture(step, loss, stage, own)
 
     def load_rng_states(self, step: int | None = None) -> bool:
-        """Put back the newest streams after ``step`` (default: the committed step); return whether there are some."""
+        """Put back the newest streams after ``step`` (the committed one); return whether there are any."""
         step = self.parameter_update_lock.committed if step is None else step
         states = self.own.streams.newest(step)
         if states is not None:

@@ -187,7 +187,7 @@ def test_an_update_that_no_other_rank_can_have_is_kept_if_memory_is_short() -> N
 
 @pytest.fixture(autouse=True)
 def floats_lie_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(held_state, "_is_on_host", lambda tensor: tensor.dtype != torch.float32)
+    monkeypatch.setattr(held_state, "is_on_host", lambda tensor: tensor.dtype != torch.float32)
 
 
 def key(name: str) -> Key:

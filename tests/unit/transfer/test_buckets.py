@@ -22,7 +22,6 @@ from checkpointless.transfer.transfer import (
     _size_of,
     _Slice,
     _Staging,
-    _stripe,
     _unpack,
 )
 
@@ -48,13 +47,6 @@ def test_large_tensors_have_buckets_of_their_own_and_small_ones_share(sizes: lis
     packed = [bucket for bucket in buckets if sizes[bucket[0].index] * 2 < bucket_bytes]
     assert sum(_size_of(bucket) for bucket in packed) == shared
     assert len(packed) <= 2 * shared // bucket_bytes + 1  # every one but the last is more than half full
-
-
-@given(st.integers(0, 60), st.integers(1, 7))
-def test_stripes_are_a_partition(count: int, places: int) -> None:
-    stripes = [_stripe(count, place, places) for place in range(places)]
-    assert sorted(index for part in stripes for index in part) == list(range(count))
-    assert max(map(len, stripes)) - min(map(len, stripes)) <= 1
 
 
 @given(st.integers(1, 2**40))

@@ -3,7 +3,7 @@
 import sys
 import threading
 
-from checkpointless.inprocess.communicators.process_groups import _bury, _reap
+from checkpointless.inprocess.communicators.process_groups import _bury, process_groups
 from tests.waiting import wait_until
 
 
@@ -20,7 +20,7 @@ def test_the_last_reference_is_never_dropped_by_the_thread_that_reaps() -> None:
         groups = [Group() for _ in range(300)]
         _bury(groups)
         groups.clear()
-        _reap()
+        process_groups.reap()
         wait_until(lambda: len(ended_in) == 300)
     finally:
         sys.setswitchinterval(interval)
@@ -33,11 +33,11 @@ def test_a_group_that_somebody_still_refers_to_stays() -> None:
 
     kept = Group()
     _bury([kept])
-    _reap()
+    process_groups.reap()
     references = sys.getrefcount(kept)
-    _reap()
+    process_groups.reap()
     assert sys.getrefcount(kept) == references == 4
     holder = [kept]
     del kept
     holder.clear()
-    _reap()
+    process_groups.reap()

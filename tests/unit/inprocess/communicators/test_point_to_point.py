@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -50,7 +51,7 @@ def test_both_ends_count_the_same(torchs: Any) -> None:
     ends = []
     for rank, peer, name in ((0, 2, "send"), (2, 0, "recv")):
         groups, group = _ProcessGroups(), Group(rank)
-        counting = {"send": groups.counting_sends, "recv": groups.counting_receipts}[name]
+        counting = functools.partial(groups.counting, name == "send")
         for _ in range(3):
             assert counting(getattr(torchs, name))(group, [], peer, 7) == f"the work of a {name}"
         assert group.done == [(name, peer, 7)] * 3
