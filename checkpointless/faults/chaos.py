@@ -9,6 +9,7 @@ import enum
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from checkpointless.faults.spec import SETUP_PHASES, FaultKind, FaultPhase
 from checkpointless.observability.report.incidents import IncidentSummary
@@ -113,12 +114,9 @@ LIGHTNING_SHARDED = Scope("lightning-hsdp", _SHARDED, _ANNOUNCED)
 
 @dataclass(frozen=True)
 class Case:
-    """One run with faults.
+    """One run with faults, and the outcome that it must have.
 
-    Attributes:
-        outcome: outcome that the case must have.
-        checkpoint_every: optimizer steps between two of NeMo's own checkpoints (0: none).
-        dropout: dropout probability in [0, 1).
+    ``checkpoint_every`` are the optimizer steps between two of NeMo's own checkpoints (0: none).
     """
 
     seed: int
@@ -139,14 +137,12 @@ class Case:
 def draw(
     seed: int, number: int, *, steps: int = 6, overlap: bool = False, most_ranks: int = 8, scope: Scope = NEMO
 ) -> Case:
-    """Return the case with a given number.
+    """Return the case with a given number, from 0, which does not depend on the other cases.
 
     Args:
-        number: number of the case, from 0; the case does not depend on the other cases.
         steps: number of optimizer steps of the job; at least 6.
         overlap: let half of the cases have a second fault, either during the recovery from the first or at the same
             time on a rank of another replica group.
-        scope: what may be drawn.
 
     Raises:
         ValueError: no layout has so few ranks, or there are too few steps.
@@ -173,13 +169,8 @@ def draw_faults(
     """Draw faults for a job that is not ours, of whose shards and steps only the number is known.
 
     Only kinds are drawn that any job on one node survives as long as each shard has a second holder. At most one
-    rank loses its state at a time.
-
-    Args:
-        overlap: let half of the faults be followed by an exception during the recovery from them.
-
-    Returns:
-        The specs and the highest recovery level that the job needs.
+    rank loses its state at a time. With ``overlap``, half of the faults are followed by an exception during the
+    recovery from them. Return the specs and the highest recovery level that the job needs.
 
     Raises:
         ValueError: there are not enough steps to have one fault at a time.
@@ -310,33 +301,8 @@ class _Drawn:
     def _groups(self) -> list[frozenset[int]]:
         return sorted({self._layout.replicas(rank) for rank in range(self._layout.world_size)}, key=min)
 
-    def _case(
-        self,
-        *faults: str,
-        outcome: Outcome,
-        reason: str = "",
-        nodes: int = 1,
-        spares: int = 0,
-        workers: int = 0,
-        checksum: bool = False,
-        checkpoint_every: int = 0,
-        dropout: float = DROPOUT,
-    ) -> Case:
-        return Case(
-            self._seed,
-            self._number,
-            self._layout,
-            self._steps,
-            faults,
-            outcome,
-            reason,
-            nodes,
-            spares,
-            workers,
-            checksum,
-            checkpoint_every,
-            dropout,
-        )
+    def _case(self, *faults: str, outcome: Outcome, **more: Any) -> Case:  # Any: further fields of the case
+        return Case(self._seed, self._number, self._layout, self._steps, faults, outcome, **more)
 
 
 def _outcome(kind: FaultKind) -> Outcome:

@@ -41,12 +41,6 @@ _HANG_S = 3600.0
 # --- Faults of a node, which a rank causes through its agent ------------------------------------------------------
 
 
-def _agent_pid() -> int | None:
-    """Return the process id of this node's agent in a job of several nodes, or None in any other job."""
-    pid = os.environ.get(AGENT_PID_ENV)
-    return None if pid is None else int(pid)
-
-
 def _lose(agent: int) -> None:
     """Kill the agent, and with it this process."""
     os.kill(agent, signal.SIGKILL)
@@ -165,18 +159,14 @@ class FaultInjector:
         flush_all()  # the fault may end this process
 
     def _prepare(self, spec: FaultSpec, target: Callable[[], Any] | None) -> Callable[[], None]:
-        """Return the function that causes the fault.
-
-        Raises:
-            FaultSpecError: the fault cannot be caused here.
-        """
+        """Return the function that causes the fault, if it can be caused here."""
         text = spec.text or str(spec)
         if spec.kind is FaultKind.EXCEPTION:
             return lambda: _raise(InjectedFault(f"injected fault {text}"))
         if spec.kind is FaultKind.SLOW:
             return lambda: time.sleep(spec.duration_s)
         if spec.kind is FaultKind.OOM:
-            if not _has_torch():
+            if "torch" not in sys.modules:
                 raise _impossible(text, "this process has not imported torch, so torch cannot run out of memory")
             return lambda: _must_raise(_run_out_of_memory, text)
         if spec.kind is FaultKind.CUDA:
@@ -192,9 +182,10 @@ class FaultInjector:
             error = InjectedFault(f"injected fault {text}")
             return lambda: _must_raise(lambda: _raise_in_worker(batches, error), text)
         if spec.kind.is_of_node:
-            agent = _agent_pid()
-            if agent is None:
+            pid = os.environ.get(AGENT_PID_ENV)
+            if pid is None:
                 raise _impossible(text, "a node can only be lost in a job of several nodes")
+            agent = int(pid)
             if spec.kind is FaultKind.PARTITION:
                 return lambda: _cut_off(agent, spec.duration_s)
             return lambda: (_lose if spec.kind is FaultKind.NODE else _drop_coordinator)(agent)
@@ -270,12 +261,8 @@ def from_environment(rank: int) -> FaultInjector | None:
 
 
 def _flip_a_bit(tensor: Any) -> None:  # Any: a tensor, of a package that this room does not import
-    """Flip the lowest bit of the byte in the middle of ``tensor``.
-
-    Args:
-        tensor: a torch tensor of any dtype and shape, contiguous and not empty.
-    """
-    flat = tensor.detach().reshape(-1).view(sys.modules["torch"].uint8)
+    """Flip the lowest bit of the byte in the middle of a tensor that is contiguous and not empty."""
+    flat = tensor.detach().reshape(-1).view(_torch().uint8)
     flat[flat.numel() // 2] ^= 1
 
 
@@ -284,23 +271,14 @@ def _flip_a_bit(tensor: Any) -> None:  # Any: a tensor, of a package that this r
 # Torch is looked up, not imported, because a process that trains has imported it.
 
 
-def _has_torch() -> bool:
-    """Return whether this process has imported torch."""
-    return "torch" in sys.modules
-
-
 def _has_cuda() -> bool:
-    """Return whether this process can train on a GPU with CUDA."""
-    return _has_torch() and bool(_torch().cuda.is_available())
+    return "torch" in sys.modules and bool(_torch().cuda.is_available())
 
 
 def _run_out_of_memory() -> None:
     """Request more memory than exists: on the current GPU if CUDA is in use, otherwise on the host.
 
     No memory is kept, because it is requested in one piece, which is refused.
-
-    Raises:
-        RuntimeError: torch refused the memory; on a GPU this is ``torch.OutOfMemoryError``.
     """
     torch = _torch()
     if torch.cuda.is_available() and torch.cuda.is_initialized():
@@ -312,11 +290,7 @@ def _run_out_of_memory() -> None:
 
 
 def _fail_device_assert() -> None:
-    """Make a kernel read outside a tensor on the current GPU, and wait until it has done so.
-
-    Raises:
-        RuntimeError: torch reports the assertion that failed. This process's CUDA context is lost.
-    """
+    """Make a kernel read outside a tensor on the current GPU: this process's CUDA context is lost then."""
     torch = _torch()
     outside = torch.ones(1, dtype=torch.int64, device="cuda")
     torch.zeros(1, device="cuda")[outside]
@@ -365,29 +339,17 @@ class _BadBatch:
 
 
 def _raise_in_worker(iterator: WorkersIterator, error: Exception) -> None:
-    """Make a worker raise while it reads a batch.
+    """Make a worker raise while it reads a batch; torch then raises the same type with the worker's traceback in
+    its message.
 
-    Args:
-        iterator: torch's iterator over a ``DataLoader`` with workers.
-        error: exception that the worker raises; it is pickled, and its type must accept a message as only argument.
-
-    Raises:
-        Exception: an exception of the type of ``error``, which torch raises with the worker's traceback in its
-            message.
+    ``error`` is pickled, and its type must accept a message as only argument.
     """
     iterator._sampler_iter = itertools.repeat(_BadBatch(error))
     _use_up(iterator)
 
 
 def _kill_worker(iterator: WorkersIterator) -> None:
-    """Kill a worker with SIGKILL.
-
-    Args:
-        iterator: torch's iterator over a ``DataLoader`` with workers.
-
-    Raises:
-        RuntimeError: torch raises it when it finds the worker dead.
-    """
+    """Kill a worker with SIGKILL; torch raises when it finds it dead."""
     worker = next(each for each in iterator._workers if each.is_alive())
     os.kill(worker.pid, signal.SIGKILL)
     os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)  # torch's SIGCHLD handler asks how it ended

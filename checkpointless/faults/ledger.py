@@ -23,8 +23,7 @@ _in_memory: Counter[tuple[int, str]] = Counter()
 class FaultLedger:
     """Hands out each fault ``times`` times, counted over all processes of a job.
 
-    Args:
-        run_dir: the run directory, in which every claim is a file; None keeps the claims in this process's memory.
+    Every claim is a file in the run directory; None keeps the claims in this process's memory.
     """
 
     def __init__(self, run_dir: Path | None) -> None:
@@ -37,10 +36,8 @@ class FaultLedger:
         return all(path.exists() for path in self._claims(index, spec))
 
     def claim(self, index: int, spec: FaultSpec, **about: Any) -> bool:
-        """Return whether the fault is to be caused once more; if so, count it as caused from now on.
-
-        Args:
-            **about: other facts to record (rank, step, generation).
+        """Return whether the fault is to be caused once more; if so, count it as caused from now on, with facts
+        ``about`` it.
 
         Raises:
             OSError: the claim cannot be written.
@@ -71,11 +68,7 @@ class FaultLedger:
 
 
 def fired(run_dir: Path) -> dict[str, int]:
-    """Return how often each fault was caused in a run, by the spec's text.
-
-    Args:
-        run_dir: the run directory; if no fault was caused in it, the result is empty.
-    """
+    """Return how often each fault was caused in a run, by the spec's text."""
     counts: Counter[str] = Counter()
     for path in sorted((run_dir / FAULTS_DIR).glob("*.json")):
         try:

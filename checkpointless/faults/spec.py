@@ -153,10 +153,7 @@ class FaultSpec:
 
 
 def parse(text: str) -> FaultSpec:
-    """Read one fault spec.
-
-    Args:
-        text: ``KIND[@PHASE][:key=value,...]``; the phase defaults to ``forward``.
+    """Read one fault spec; the phase defaults to ``forward``.
 
     Raises:
         FaultSpecError: the spec is malformed, names something unknown, or asks for a fault that this version cannot
@@ -209,12 +206,11 @@ def parse(text: str) -> FaultSpec:
 def validate(
     specs: Iterable[FaultSpec], world_size: int | None, max_steps: int | None, cuda: bool | None = None
 ) -> None:
-    """Check that each fault can happen in this job.
+    """Check that each fault can happen in this job, as far as it is known (None: not).
 
     Args:
-        world_size: number of ranks; None if it is not known.
-        max_steps: last optimizer step of the run; None if it is not known.
-        cuda: whether the ranks train on GPUs with CUDA; None if that is not known.
+        max_steps: last optimizer step of the run.
+        cuda: whether the ranks train on GPUs with CUDA.
 
     Raises:
         FaultSpecError: a rank or a step is out of range, or a GPU is missing, so the fault could never happen.

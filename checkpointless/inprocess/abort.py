@@ -187,7 +187,11 @@ def _name(instance: Callable[..., object]) -> str:
 
 _FP8 = ("transformer_engine.pytorch.quantization", "transformer_engine.pytorch.fp8")  # 2.8 and later; earlier
 _MODULES = "transformer_engine.pytorch.module.base"
-_ATTENTION = "transformer_engine.pytorch.attention.dot_product_attention.utils"
+_CACHES = (
+    (_MODULES, "_multi_stream_cublas_workspace"),
+    (_MODULES, "_dummy_wgrads"),
+    ("transformer_engine.pytorch.attention.dot_product_attention.utils", "_cu_seqlens_cache"),
+)
 _FRAMEWORKS = "checkpointless.frameworks"  # group of entry points that register trainers' parts
 _known: dict[str, _TrainerParts] = {}
 
@@ -289,36 +293,26 @@ class AbortTransformerEngine(Abort):
         """Do nothing, because nothing can be dropped while the block still runs."""
 
     def after_block(self, state: HPState) -> None:
-        """Drop FP8 state, user buffers (``destroy_ub``) and workspaces."""
-        _drop()
+        """Drop FP8 state, user buffers (``destroy_ub``), workspaces and cached tensors (idempotent).
 
-
-def _drop() -> None:
-    """Reset FP8 state and drop the communicators of overlapped tensor parallelism, workspaces and cached tensors.
-
-    This is idempotent. Without it, ``initialize_ub`` fails because communicators exist, and makes the workspace
-    that it finds three times as large.
-    """
-    for name in _FP8:
-        manager = getattr(sys.modules.get(name), "FP8GlobalStateManager", None)
-        if manager is not None:
-            manager.reset()
-            break
-    modules: Any = sys.modules.get(_MODULES)
-    if modules is not None:
-        if getattr(modules, "_ub_communicators", None) or getattr(modules, "_ub_initialized", False):
-            modules.destroy_ub()
-        if hasattr(modules, "_cublas_workspace"):
-            modules._cublas_workspace = None
-    _empty(_MODULES, "_multi_stream_cublas_workspace")
-    _empty(_MODULES, "_dummy_wgrads")
-    _empty(_ATTENTION, "_cu_seqlens_cache")
-
-
-def _empty(module: str, cache: str) -> None:
-    cached: dict[Any, Any] | list[Any] | None = getattr(sys.modules.get(module), cache, None)
-    if cached is not None:
-        cached.clear()
+        Without it, ``initialize_ub`` fails because communicators exist, and makes the workspace that it finds three
+        times as large.
+        """
+        for name in _FP8:
+            manager = getattr(sys.modules.get(name), "FP8GlobalStateManager", None)
+            if manager is not None:
+                manager.reset()
+                break
+        modules: Any = sys.modules.get(_MODULES)
+        if modules is not None:
+            if getattr(modules, "_ub_communicators", None) or getattr(modules, "_ub_initialized", False):
+                modules.destroy_ub()
+            if hasattr(modules, "_cublas_workspace"):
+                modules._cublas_workspace = None
+        for module, cache in _CACHES:
+            cached: dict[Any, Any] | list[Any] | None = getattr(sys.modules.get(module), cache, None)
+            if cached is not None:
+                cached.clear()
 
 
 class CheckpointlessAbortManager:

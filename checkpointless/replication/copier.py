@@ -45,7 +45,6 @@ class _Lane:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no task is being done, and none waits that will be done."""
         return self._done >= self._asked or not self._thread.is_alive()
 
     @property
@@ -55,12 +54,10 @@ class _Lane:
 
     @property
     def thread(self) -> int | None:
-        """The identifier of the thread."""
         return self._thread.ident
 
     @property
     def is_left(self) -> bool:
-        """Whether no task is begun any more."""
         return self._left.is_set()
 
     def do(self, task: Callable[[], None]) -> None:
@@ -91,7 +88,6 @@ def within(seconds: float, call: Callable[[], _T]) -> _T:
 
     Raises:
         TimeoutError: it has not returned in time. Its thread is left running.
-        Exception: what the function raises.
     """
     outcome: list[_T | Exception] = []
     ended = threading.Event()
@@ -234,10 +230,8 @@ class Copier:
     ) -> Making:
         """Begin to copy. A place in which the save before is still being written is left out, with a warning.
 
-        Args:
-            take: returns this rank's state in host memory, in a thread; None: there is none. Nothing holds the
-                function any longer than that takes.
-            exchanges: whether all ranks can exchange parts.
+        ``take`` returns this rank's state in host memory, in a thread; None: there is none. Nothing holds the
+        function any longer than that takes. ``exchanges`` says whether all ranks can exchange parts.
         """
         making = self.making = Making(save)
         ready = [place for place in due if not place.is_busy]
@@ -256,8 +250,7 @@ class Copier:
     def wait(self, event: threading.Event, limit_s: float = math.inf) -> bool:
         """Wait interruptibly for an event of what is being made, or until nothing is made any more.
 
-        Returns:
-            Whether that was within the limit.
+        Return whether that was within the limit.
         """
         if event.is_set():
             return True

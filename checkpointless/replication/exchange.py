@@ -49,10 +49,7 @@ class CliqueExchange:
     def exchange(self, part: Part | None, pool: HostMemoryPool) -> Iterator[tuple[int, Part]]:
         """Give ``part`` to all other members, and yield each of theirs, with the global rank that it is of.
 
-        What a member cannot give, has no room for, or receives damaged costs that copy and a warning.
-
-        Args:
-            part: this rank's part; None: it has none this time.
+        What a member does not have (None), has no room for, or receives damaged costs that copy and a warning.
 
         Raises:
             RuntimeError: a member is gone, or the group was aborted.
@@ -152,13 +149,7 @@ def cliques_of(world_size: int, jump: int, factor: int) -> list[tuple[int, ...]]
 
     With J the jump and F the factor, cliques are ``n, n + J, ..., n + (F - 1) J`` for ``n = a J F + b``, with a
     from 0 to W / (J F) - 1 and b from 0 to J - 1 (the layout in the documentation of NVIDIA's
-    nvidia-resiliency-ext).
-
-    Args:
-        world_size: W, the number of ranks of the job; a multiple of J * F.
-        jump: J, at least 1: the distance between two members. If J is the size of a node, no two members are on the
-            same node.
-        factor: F, at least 1: the number of members of a clique.
+    nvidia-resiliency-ext). If J is the size of a node, no two members are on the same node.
 
     Raises:
         ValueError: the world cannot be divided that way; the message says what would be possible.
@@ -184,11 +175,8 @@ def clique_group(jump: int, factor: int) -> dist.ProcessGroup:
 
     All ranks make all groups. torch names a group that only its members make after the groups that each has made
     before, and these differ from rank to rank where Megatron has groups of single pipeline stages. Parts lie in
-    host memory, so the groups are gloo's. They have the timeout of the job's group, which none inherits.
-
-    Args:
-        jump: the distance between the ranks of a clique; 0: the number of ranks on a node.
-        factor: the number of its ranks.
+    host memory, so the groups are gloo's. They have the timeout of the job's group, which none inherits. A
+    ``jump`` of 0 stands for the number of ranks on a node.
 
     Raises:
         ValueError: the ranks ask for different cliques, or cannot be divided that way, or the size of the node is

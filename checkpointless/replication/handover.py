@@ -130,12 +130,8 @@ Saves = Sequence[tuple[int, int, int, bool]]
 
 @dataclass(frozen=True)
 class _RankLocal:
-    """What only this rank has.
-
-    Attributes:
-        streams: its random streams, each with its step.
-        data_start: the streams that the order of its data was drawn from; None: there are none.
-        records: the records of its own buffers, with step and stage.
+    """What only this rank has: its random streams, each with its step; those that the order of its data was drawn
+    from; and the records of its own buffers, with step and stage.
     """
 
     streams: Sequence[tuple[int, RngStates]] = ()
@@ -149,7 +145,6 @@ class _RankLocal:
         streams: Iterable[tuple[int, RngStates]],
         moments: Iterable[tuple[int, SnapshotPoint]],
     ) -> _RankLocal:
-        """Return what ``own`` has: streams, and the records of its buffers at some snapshots."""
         records = [(step, stage, own.buffers.record(step, stage, own_board())) for step, stage in moments]
         known = [(step, stage, record) for step, stage, record in records if record is not None]
         return cls(tuple(streams), own.streams.data_start(), known)
@@ -186,10 +181,8 @@ class Snapshot:
     def taken(cls, journal: StepJournal, own: RankLocalState, step: int, fit: int, offset: int) -> Snapshot | None:
         """Return the state of this rank after ``step``, its tensors as they live; None if it has no such snapshot.
 
-        The tensors are those from which, with all other ranks', model and optimizer can be rebuilt.
-
-        Args:
-            journal: that of the training, right after the update.
+        The tensors are those from which, with all other ranks', model and optimizer can be rebuilt. ``journal``
+        is that of the training, right after the update.
         """
         moment, streams = journal.snapshots(step).get(COPIED_AT), own.streams.at(step).get(COPIED_AT)
         if moment is None or streams is None:

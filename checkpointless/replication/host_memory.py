@@ -19,19 +19,17 @@ _WASTE = 2  # a piece is used again for parts of at least this fraction of its s
 
 
 class HostMemoryPool:
-    """Pieces of host memory, for one thread. One whose contents nobody holds any more is used again."""
+    """Pieces of host memory, for one thread. One whose contents nobody holds any more is used again.
+
+    Where there is no memory, its methods raise ``MemoryError``, or ``RuntimeError``, as torch says it.
+    """
 
     def __init__(self) -> None:
         self._free: list[_Piece] = []
         self._used = 0
 
     def content(self, structure: bytes, tensors: Sequence[torch.Tensor]) -> Content:
-        """Return a content with tensors like these, one after the other in one piece, which are still to be filled.
-
-        Raises:
-            MemoryError: there is no such memory.
-            RuntimeError: the same, as torch says it.
-        """
+        """Return a content with tensors like these, one after the other in one piece, still to be filled."""
         sizes = [_rounded(tensor.numel() * tensor.element_size()) for tensor in tensors]
         memory = _Use(self, self._piece(sum(sizes)), sum(sizes))
         rooms, start = [], 0
@@ -42,27 +40,14 @@ class HostMemoryPool:
         return Content(structure, tuple(rooms), memory)
 
     def room_for(self, data: bytes) -> Part:
-        """Return room for a part that another rank sends.
-
-        Raises:
-            PartError: it is none.
-            MemoryError: there is no such memory.
-            RuntimeError: the same, as torch says it.
-        """
+        """Return room for a part that another rank sends; raise ``PartError`` if it is none."""
         header = Header.parse(data)
         content = self.content(header.structure, header.empty())
         return Part.within(header, content.tensors, content.memory)
 
     def copy(self, content: Content, ready: torch.cuda.Event | None = None) -> Content:
-        """Return a copy of a content in one piece of memory.
-
-        Args:
-            content: the content.
-            ready: an event of CUDA, after which its tensors are what is to be copied; None: they are already.
-
-        Raises:
-            MemoryError: there is no such memory.
-            RuntimeError: the same, as torch says it.
+        """Return a copy of a content in one piece of memory, made after the event ``ready`` of CUDA, if there is
+        one.
         """
         copied = self.content(content.structure, content.tensors)
         _copy_into(copied, content.tensors, ready)
@@ -141,8 +126,7 @@ def _rounded(nbytes: int) -> int:
 def lock_pages(buffer: torch.Tensor) -> bool:
     """Lock the pages of ``buffer``, so that copies are quick; without it they are right, too.
 
-    Returns:
-        Whether they are locked, and have to be unlocked before the memory is given back.
+    Return whether they are locked, and have to be unlocked before the memory is given back.
     """
     if not torch.cuda.is_initialized() or buffer.numel() == 0:
         return False

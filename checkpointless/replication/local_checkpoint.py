@@ -130,13 +130,9 @@ class AsyncRequest(NamedTuple):
             self.async_fn(*self.async_fn_args, **self.async_fn_kwargs)
 
     def execute_finalize_fns(self, validate_matching_call_idx: bool = False) -> int:
-        """End the save, whose files are written on all ranks. Collective.
+        """End the save, whose files are written on all ranks, and return the number of the request. Collective.
 
-        Args:
-            validate_matching_call_idx: is accepted and not needed: the ranks compare the saves that they end.
-
-        Returns:
-            The number of the request.
+        ``validate_matching_call_idx`` is not needed: the ranks compare the saves that they end.
         """
         for each in self.finalize_fns:
             each()
@@ -144,11 +140,7 @@ class AsyncRequest(NamedTuple):
 
 
 class AsyncSave:
-    """Carries a request out in a thread of this process.
-
-    Args:
-        request: what :meth:`~checkpointless.replication.local_checkpoint.LocalCheckpointManager.save` has returned.
-    """
+    """Carries a request of :meth:`LocalCheckpointManager.save` out in a thread of this process."""
 
     def __init__(self, request: AsyncRequest) -> None:
         self._request = request.freeze()
@@ -337,10 +329,8 @@ class LocalCheckpointManager:
     def _open(self, call: str, iteration: int | None = None) -> tuple[str, set[SaveId]]:
         """Begin a call: all ranks learn that all make the same call.
 
-        A rank whose process is new may know less than the others; then no rank relies on what it knew.
-
-        Returns:
-            A token for a new save, the same on all ranks, and the saves that any rank takes for being made.
+        A rank whose process is new may know less than the others; then no rank relies on what it knew. Return a
+        token for a new save, the same on all ranks, and the saves that any rank takes for being made.
         """
         told = gather(
             {
@@ -383,8 +373,7 @@ class LocalCheckpointManager:
     def _prepare(self, state: Tree, iteration: int, is_async: bool) -> tuple[Content, Tree]:
         """Check what can be checked, and copy what must be copied, before other ranks are needed.
 
-        Returns:
-            The content, and the state of it for the peers, if there are any.
+        Return the content, and the state of it for the peers, if there are any.
         """
         if type(iteration) is not int or iteration < 0:
             raise ValueError(f"an iteration must be a whole number of at least 0, not {iteration!r}")
@@ -477,11 +466,7 @@ class ReplicationStrategy(ABC):
 
     @abstractmethod
     def retrieve_plan(self, globally_available_ids: Mapping[int, Sequence[str]], wanted: Sequence[str]) -> Plan:
-        """Plan how wanted checkpoints come from the ranks that have them.
-
-        Args:
-            globally_available_ids: the names of the checkpoints that each global rank has.
-            wanted: the names of the checkpoints that this rank asks for.
+        """Plan how the ``wanted`` checkpoints come to this rank from the global ranks that have them.
 
         Raises:
             NoReplicasAvailableError: no rank has a wanted checkpoint.
@@ -489,24 +474,15 @@ class ReplicationStrategy(ABC):
 
     @abstractmethod
     def retrieve_execute(self, plan: Plan, held: Mapping[str, Tree]) -> dict[str, Tree]:
-        """Carry a plan out.
+        """Carry a plan out, and return the checkpoints that this rank asked for, by name.
 
-        Args:
-            plan: the plan that :meth:`retrieve_plan` returned.
-            held: the checkpoints that this rank has, by name; at least those that it is to send.
-
-        Returns:
-            The checkpoints that this rank asked for, by name.
+        ``held`` has the checkpoints that this rank has, by name; at least those that it is to send.
         """
 
 
 @dataclass(frozen=True)
 class GroupWrapper:
-    """A process group and its members.
-
-    Attributes:
-        group: the process group; None: that of all ranks.
-    """
+    """A process group (None: that of all ranks) and its members."""
 
     group: dist.ProcessGroup | None = None
 

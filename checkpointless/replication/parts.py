@@ -37,7 +37,6 @@ class SaveId:
     """Names one save of all ranks. A later save is greater.
 
     Attributes:
-        iteration: the iteration that was saved, at least 0.
         token: 24 hexadecimal digits that all ranks share and no other save has; they order two saves of one
             iteration.
     """
@@ -50,11 +49,7 @@ class SaveId:
 
     @classmethod
     def parse(cls, text: str) -> SaveId:
-        """Parse what ``str`` made.
-
-        Raises:
-            ValueError: ``text`` names no save.
-        """
+        """Parse what ``str`` made; raise ``ValueError`` if ``text`` names no save."""
         found = _SAVE_NAME.fullmatch(text)
         if found is None:
             raise ValueError(f"{text!r} names no save")
@@ -78,11 +73,7 @@ class PartId:
 
     @classmethod
     def parse(cls, text: str) -> PartId:
-        """Parse what ``str`` made.
-
-        Raises:
-            ValueError: ``text`` does not name a part.
-        """
+        """Parse what ``str`` made; raise ``ValueError`` if ``text`` does not name a part."""
         found = _PART_NAME.fullmatch(text)
         if found is None:
             raise ValueError(f"{text!r} names no part of a save")
@@ -100,11 +91,7 @@ class _Memory(Protocol):
 
 @dataclass(frozen=True)
 class Content:
-    """A state, separated into structure and tensors.
-
-    Attributes:
-        memory: the piece in which all tensors lie, which nobody else uses; None: they lie anywhere.
-    """
+    """A state, separated into structure and tensors. They may lie in one piece of memory of their own."""
 
     structure: bytes
     tensors: tuple[torch.Tensor, ...]
@@ -135,11 +122,7 @@ class Content:
         return _with_tensors(state_tree.loads(self.structure), self.tensors)
 
     def on_host(self, copy: bool = False) -> Content:
-        """Return this content in host memory.
-
-        Args:
-            copy: share nothing with the original, not even tensors that lie in host memory already.
-        """
+        """Return this content in host memory; as a ``copy``, it shares nothing with the original."""
         moved = tuple(tensor.to("cpu", copy=copy) for tensor in self.tensors)
         return replace(self, tensors=moved, memory=None if copy else self.memory)
 
@@ -204,20 +187,12 @@ class Header(msgspec.Struct, forbid_unknown_fields=True):
     tensors: list[tuple[str, list[Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]], int]]
 
     def empty(self) -> Sequence[torch.Tensor]:
-        """Return tensors of the dtypes and shapes, without memory.
-
-        Raises:
-            ValueError, RuntimeError: there are no such tensors.
-        """
+        """Return tensors of the dtypes and shapes, without memory."""
         return [torch.empty(shape, dtype=dtype_of(dtype), device="meta") for dtype, shape, _ in self.tensors]
 
     @classmethod
     def parse(cls, data: bytes) -> Header:
-        """Return the header that ``data`` encodes.
-
-        Raises:
-            PartError: there is none.
-        """
+        """Return the header that ``data`` encodes; raise ``PartError`` if there is none."""
         try:
             header = msgspec.msgpack.decode(data, type=cls)
             PartId.parse(header.id)
@@ -259,11 +234,7 @@ class Part:
         return msgspec.msgpack.encode(Header(str(self.id), self.world_size, self.content.structure, tensors))
 
     def verify(self) -> None:
-        """Compare every digest.
-
-        Raises:
-            PartError: a tensor is damaged.
-        """
+        """Compare every digest; raise ``PartError`` if a tensor is damaged."""
         for index, (tensor, expected) in enumerate(zip(self.content.tensors, self.digests, strict=True)):
             if _digest(tensor) != expected:
                 raise PartError(f"{self.id.words} is damaged: tensor {index} has another digest")

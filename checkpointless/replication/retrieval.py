@@ -65,12 +65,7 @@ def choose(
     is_of_use: Callable[[SaveId], bool],
     unusable: Collection[Copy] = (),
 ) -> Choice:
-    """Choose the newest save of which every rank's part exists, and for each rank the cheapest copy.
-
-    Args:
-        holdings: what each rank has, in the order of the ranks.
-        is_of_use: returns whether a save may be used.
-    """
+    """Choose the newest save of use of which every rank's part exists, and for each rank the cheapest copy."""
     found: dict[SaveId, dict[int, list[Copy]]] = defaultdict(lambda: defaultdict(list))
     for copy in _usable_copies(holdings, places, unusable):
         if is_of_use(copy.part.save) and copy.part.part < len(holdings):
@@ -131,9 +126,6 @@ class Search(Generic[_T]):
         read: makes of a copy what is wanted of it, given whether this rank's own state comes from it; a
             ``PartError`` or an ``OSError`` says that it cannot be used.
         living: what else this rank has, by the name of the place: that need not be read.
-
-    Attributes:
-        holdings: what each rank has.
     """
 
     def __init__(
@@ -154,11 +146,8 @@ class Search(Generic[_T]):
     def read(self, choose: Callable[[Collection[Copy]], Choice]) -> tuple[Choice, dict[Copy, _T]]:
         """Choose copies and read them; choose again if some turn out to be damaged. Collective.
 
-        Args:
-            choose: chooses, without the copies that it is given, and on all ranks alike.
-
-        Returns:
-            The choice, and this rank's share of it: what was read.
+        ``choose`` chooses on all ranks alike, without the copies that it is given. Return the choice, and what
+        was read of this rank's share of it.
         """
         unusable: set[Copy] = set()
         found: dict[Copy, _T] = {}
@@ -223,9 +212,6 @@ def _shelf(name: str, store: PartStore, world_size: int) -> dict[PartId, Sequenc
 def bring(choice: Choice, read: Mapping[Copy, Part]) -> tuple[Content | None, int]:
     """Give every rank its part, in one order on all ranks. Collective.
 
-    Args:
-        choice: the copy that each rank is filled from.
-
     Returns:
         This rank's part, None if that need not be read; and how many bytes came from another rank.
 
@@ -262,8 +248,7 @@ def deliver(
     Args:
         deliveries: what is sent, the same on all ranks, which each go through them in this order.
         values: what this rank has to send, by name: tensors, contents, and what is made of plain values.
-        room: returns the tensor that one goes to; None: it goes to a new one.
-        device: where new tensors are made.
+        room: returns the tensor that one goes to; None: it goes to a new one, on ``device``.
 
     Returns:
         What has arrived, by name.

@@ -34,10 +34,7 @@ class StoredPart(Protocol):
     """One copy of a part in a store."""
 
     def read(self, is_shared: bool = False) -> Part:
-        """Return the part, after comparing every digest.
-
-        Args:
-            is_shared: the caller changes nothing of it, so that a store in memory need not copy it.
+        """Return the part, after comparing every digest. If ``is_shared``, the caller changes nothing of it.
 
         Raises:
             PartError: the copy cannot be used.
@@ -55,9 +52,7 @@ class PartStore(Protocol):
     def write(self, part: Part, holder: int) -> None:
         """Write a part durably: it is whole and survives a loss of power, or is not there at all.
 
-        Args:
-            part: a rank's own part or another rank's.
-            holder: the rank that writes it.
+        It may be the own part of ``holder``, the rank that writes it, or another rank's.
 
         Raises:
             OSError: it could not be written; nothing is left of it.
@@ -66,8 +61,7 @@ class PartStore(Protocol):
     def shelf(self, world_size: int) -> Shelf:
         """Return the copies that were written to their end, by save and part, whichever rank wrote them.
 
-        Args:
-            world_size: the number of ranks; parts of a job with another number are left out.
+        Parts of a job of another number of ranks are left out.
 
         Raises:
             OSError: the place cannot be read.
@@ -128,21 +122,13 @@ def register_store(scheme: str, open_: Callable[[str], PartStore]) -> None:
     """Let places whose names begin with ``scheme://`` be opened by a function.
 
     Such a name can be given wherever a directory can: to tiers, to local checkpoints and to copies of Megatron's
-    checkpoints.
-
-    Args:
-        scheme: the scheme.
-        open_: makes the store of a place from what follows the scheme; it may raise ``OSError``.
+    checkpoints. The function makes the store from what follows the scheme; it may raise ``OSError``.
     """
     _FACTORIES[scheme] = open_
 
 
 def open_store(place: str | os.PathLike[str], *folders: str) -> PartStore:
-    """Return the store of a place: a directory, or another one whose scheme is registered.
-
-    Args:
-        place: the path of the directory, or ``scheme://...``.
-        *folders: the names of folders in it.
+    """Return the store of a place, in some folders of it: a directory's path, or ``scheme://...``.
 
     Raises:
         OSError: the place cannot be used.
@@ -229,7 +215,6 @@ class _PartFile:
 
         Raises:
             PartError: the file is cut off or damaged, or is not the part that its name says.
-            OSError: the file cannot be read.
         """
         with open(self.path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -283,11 +268,7 @@ class DirectoryStore:
             )
 
     def write(self, part: Part, holder: int) -> None:
-        """Write a part. The file gets its name only when it is whole and on the disk.
-
-        Raises:
-            OSError: the part could not be written, or the disk has no room for it; nothing is left of it.
-        """
+        """Write a part. The file gets its name only when it is whole and on the disk."""
         self._make()
         about, needed = os.statvfs(self.root), part.content.nbytes
         if needed > about.f_bavail * about.f_frsize:
@@ -325,9 +306,6 @@ class DirectoryStore:
         """Return the finished files, by save and part, whichever rank wrote them.
 
         After a node was replaced, a rank may find its part under another rank's name.
-
-        Raises:
-            OSError: the directory cannot be read.
         """
         shelf: dict[SaveId, dict[int, list[_PartFile]]] = defaultdict(lambda: defaultdict(list))
         for name, is_finished, path in self._files():

@@ -70,13 +70,8 @@ class _Place:
 class BasicTensorAwareStateDict(TensorAwareStateDict):
     """A nested state as it is: dicts, lists and tuples of plain values and tensors on any device.
 
-    What needs the tensors while they are out raises a ``RuntimeError``, and so does putting them in twice.
-
-    Args:
-        state_dict: the state; dicts and lists are changed in place when tensors are taken out, put in or moved.
-
-    Attributes:
-        state_dict: the state.
+    What needs the tensors while they are out raises a ``RuntimeError``, and so does putting them in twice. Dicts
+    and lists are changed in place when tensors are taken out, put in or moved.
     """
 
     def __init__(self, state_dict: Tree) -> None:
@@ -154,11 +149,8 @@ class BasicTensorAwareStateDict(TensorAwareStateDict):
 
 @dataclass(frozen=True)
 class _Form:
-    """How states of a class are stored.
-
-    Attributes:
-        taken_apart: returns a tree of plain values and tensors; it must not change the state.
-        put_together: makes a state of the class from such a tree, whose tensors are in host memory.
+    """How states of a class are stored: taken apart, unchanged, into a tree of plain values and tensors; and put
+    together.
     """
 
     taken_apart: Callable[[Any], Tree]
@@ -183,8 +175,7 @@ def register_form(kind: type, taken_apart: Callable[[Any], Tree], put_together: 
 
     Args:
         kind: the class; not its subclasses.
-        taken_apart: returns a tree of plain values and tensors (nested dicts, lists and tuples); it must not change
-            the state.
+        taken_apart: returns a tree of plain values and tensors (nested dicts, lists and tuples); changes no state.
         put_together: makes a state of the class from such a tree, whose tensors are in host memory.
     """
     _forms[_name(kind)] = _Form(taken_apart, put_together)

@@ -86,18 +86,13 @@ class Tier(ABC):
 
         Args:
             job: names the job; a letter or digit each. Parts of other jobs must not be found.
-            rank: this rank.
 
         Raises:
             OSError: the place cannot be used.
         """
 
     def clear(self, store: PartStore) -> None:
-        """Remove what this rank keeps, since the job has ended well. A failure is only logged.
-
-        Args:
-            store: what :meth:`open` returned.
-        """
+        """Remove what this rank keeps in the store, since the job has ended well. A failure is only logged."""
         store.delete(lambda save: True)
 
     @property
@@ -111,10 +106,6 @@ class Tier(ABC):
 
     def distances(self, world_size: int, node_size: int) -> list[int]:
         """Return how many ranks apart the ranks may be that keep each other's copies, the best first.
-
-        Args:
-            world_size: the number of ranks of the job.
-            node_size: the number of ranks of a node.
 
         Raises:
             ValueError: the ranks cannot be divided like that; the message says what is possible.
@@ -248,11 +239,7 @@ TIERS: Mapping[str, type[Tier]] = {
 
 
 def make_tiers(settings: Mapping[str, Mapping[str, Any] | None]) -> list[Tier]:
-    """Return the tiers that a recipe asks for.
-
-    Args:
-        settings: the arguments of each tier by its name in :data:`TIERS`, or by the dotted name of a class of one's
-            own.
+    """Return the tiers that a recipe asks for, by names in :data:`TIERS`, or dotted names of classes of one's own.
 
     Raises:
         ValueError: a tier is not known, or not made in this way; the message is one line that says what to do.
@@ -291,9 +278,8 @@ _JOB = re.compile(r"[0-9a-f]{16}")
 class _Lineage:
     """The generations that made the steps which the running training comes from.
 
-    Attributes:
-        begun: the generations, and the step after which each began, both in ascending order. Those whose steps were
-            all redone are left out.
+    ``begun`` has the generations, and the step after which each began, both in ascending order. Those whose
+    steps were all redone are left out.
     """
 
     job: str
@@ -328,11 +314,7 @@ class _Lineage:
 
     @classmethod
     def from_json(cls, plain: Parsed) -> _Lineage:
-        """Return what :meth:`to_json` made.
-
-        Raises:
-            ValueError: it did not make this.
-        """
+        """Return what :meth:`to_json` made; raise ``ValueError`` if it did not make this."""
         try:
             job, begun = plain
             made = cls(str(job), tuple((int(generation), int(after)) for generation, after in begun))
@@ -351,12 +333,10 @@ _FACT = "lineage"
 class Copies:
     """Makes copies of this rank's state, and keeps its neighbors'. All ranks call each method together.
 
-    While training goes on, the state is copied to host memory in a thread, goes to the neighbors from there, and is
-    written to directories in another one. Training waits for the first of these before its next update, for the
-    second before copies are due again, and for the third never: if a directory is too slow, a save is left out.
-
-    Args:
-        tiers: where copies are kept.
+    While training goes on, the state is copied to host memory in a thread, goes to the neighbors from there, and
+    is written to directories in another one. Training waits for the first of these before its next update, for
+    the second before copies are due again, and for the third never: if a directory is too slow, a save is left
+    out.
 
     Raises:
         ValueError: two tiers have the same name.
@@ -391,8 +371,6 @@ class Copies:
         """Begin to make copies, in a generation whose training begins after ``step``. Collective.
 
         Args:
-            generation: the generation.
-            step: the optimizer step.
             facts: what outlives this process; None: nothing does.
             group: the ranks that hold the same shard as this one.
 
@@ -431,8 +409,7 @@ class Copies:
     def agree(self, facts: Facts | None) -> _Lineage:
         """Learn from the other ranks what the training comes from, and require the same tiers. Collective.
 
-        Returns:
-            The lineage that some rank knows, or a new one if the job has none yet.
+        The lineage is one that some rank knows, or a new one if the job has none yet.
 
         Raises:
             UnrecoverableError: the ranks have different tiers.
@@ -452,11 +429,8 @@ class Copies:
     def open(self, required: bool = False) -> None:
         """Open the stores of all tiers, unless that was done. Collective.
 
-        Args:
-            required: whether every tier has to be there. Else one that is not costs its copies, with a warning.
-
         Raises:
-            UnrecoverableError: a place that is required cannot be used on some rank.
+            UnrecoverableError: a place that is ``required`` cannot be used on some rank. Else it costs its copies.
         """
         assert self.lineage is not None
         problems = []
@@ -481,12 +455,10 @@ class Copies:
         """Find the newest step of which living ranks and tiers have all states, and get this rank's. Collective.
 
         Args:
-            held: the state that this rank holds; None: it holds none.
             refusal: why the living ranks alone cannot give the state back.
 
         Returns:
-            This rank's state, or None if it is the one that the rank holds; and why there is no such step ("" if
-            there is one).
+            This rank's state, or None if it is the one that the rank holds; and why there is no such step (or "").
 
         Raises:
             UnrecoverableError: a tier cannot be used on some rank.
@@ -523,14 +495,11 @@ class Copies:
     # --- while training -------------------------------------------------------------------------------------------
 
     def make(self, step: int, take: Callable[[], Snapshot | None]) -> None:
-        """Begin to make copies of the state after ``step`` in the tiers in which they are due. Collective.
+        """Begin to make copies of the state after ``step``, just committed, in the tiers in which they are due.
+        Collective.
 
-        Args:
-            step: the optimizer step that has just been committed.
-            take: returns the state, whose tensors are the live ones; None if this rank has none to copy.
-
-        Raises:
-            Exception: what has ended the copying.
+        ``take`` returns the state, whose tensors are the live ones; None if this rank has none to copy. What has
+        ended the copying before is raised.
         """
         copier, lineage = self._copier, self.lineage
         if copier is None or lineage is None:
@@ -548,11 +517,7 @@ class Copies:
             self._wait(copier, making.arrived)
 
     def settle(self, step: int) -> None:
-        """Wait until the update of ``step`` may change the state, and what is due after it may be begun.
-
-        Raises:
-            Exception: what has ended the copying.
-        """
+        """Wait until the update of ``step`` may change the state, and what is due after it may be begun."""
         copier = self._copier
         if copier is None or copier.making is None:
             return
@@ -605,10 +570,9 @@ class Copies:
             logger.warning("copies of the state did not arrive within %g s", _COPYING_S)
 
     def _wait(self, copier: Copier, event: Event) -> None:
-        """Wait interruptibly for an event of what is being made.
+        """Wait interruptibly for an event of what is being made, and raise what has ended the copying.
 
-        Raises:
-            Exception: what has ended the copying: a neighbor is gone, for example, whose fault will be known soon.
+        A neighbor is gone then, for example, whose fault will be known soon.
         """
         copier.wait(event)
         if copier.error is not None:
@@ -668,11 +632,8 @@ class _UnusableStore:
 def _neighborhoods(tiers: Sequence[Tier], group: Sequence[int]) -> Mapping[str, int]:
     """Return how many ranks apart each tier's copies are, by the name of the tier. Collective.
 
-    Ranks that hold the same shard are bad neighbors: if all holders of a shard are lost, so are its copies. Unless
-    a tier says itself how far apart its copies are, another distance is looked for then.
-
-    Raises:
-        UnrecoverableError: the ranks cannot be divided as a tier wants; the message says what is possible.
+    Ranks that hold the same shard are bad neighbors: if all holders of a shard are lost, so are its copies.
+    Unless a tier says itself how far apart its copies are, another distance is looked for then.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     sizes = gather(int(os.environ.get(LOCAL_WORLD_SIZE_ENV, world)))

@@ -67,9 +67,9 @@ def installed() -> bool:
 def install() -> None:
     """Install the platform, or, if it is installed already, forget a fork that was interrupted.
 
-    Imports parts of Megatron-core if it is installed (a few seconds, once per process or per zygote), because the
-    tracker is part of the platform. NeMo and Megatron-Bridge are not imported; a call after one of them has been
-    imported adds what it needs: NeMo to load a checkpoint and for LoRA, Bridge to train at all.
+    Imports parts of Megatron-core if it is installed (a few seconds, once per process or per zygote), because
+    the tracker is part of the platform. NeMo and Megatron-Bridge are not imported; a call after one of them has
+    been imported adds what it needs: NeMo to load a checkpoint and for LoRA, Bridge to train at all.
 
     Raises:
         RuntimeError: CUDA is available or in use in this process.
@@ -97,7 +97,6 @@ def uninstall() -> None:
 
 
 def _table() -> list[Patch]:
-    """Return every replacement that `install()` makes, but for those in what may be imported later."""
     return [*_cuda_rows(), *_placement_rows(), *_draw_rows(), *_core_rows()]
 
 
@@ -193,7 +192,6 @@ def _stream_bytes() -> bytes:
 
 
 def _set_stream_bytes(state: bytes) -> None:
-    """Set the stream's state to what `stream_bytes()` returned."""
     _stream.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
 
@@ -298,7 +296,6 @@ _DRAW_METHODS = (
 
 
 def _draw_rows() -> list[Patch]:
-    """Return the replacements in torch of what draws random numbers."""
     dropout = Patch(torch.nn.functional, "dropout", _device_dropout, "dropout draws from the device's stream")
     why = "draws in a tracker's fork are the tracker's"
     table = [dropout, *(Patch(torch, name, _drawn, why) for name in _DRAWS)]
@@ -343,7 +340,6 @@ _TENSOR_TYPES = (
 
 
 def _cuda_rows() -> list[Patch]:
-    """Return the replacements in `torch.cuda`."""
     cuda = torch.cuda
     table = [
         Patch(cuda, "current_device", _constant(_CPU), "tensors are created on `torch.cuda.current_device()`"),
@@ -419,7 +415,7 @@ _GET_STATES, _SET_STATES = "_get_main_param_and_optimizer_states", "_set_main_pa
 
 def _core_rows() -> list[Patch]:
     """Return the replacements in Megatron-core, whose parts are imported for it; none if it is not installed."""
-    if not _is_importable(_RANDOM):
+    if not _is_there(_RANDOM):
         return []
     tracker = importlib.import_module(_RANDOM)
     table = [
@@ -450,13 +446,6 @@ def _optimizer_rows() -> list[Patch]:
         Patch(distributed, _GET_STATES, _without_step, "the step is taken for a shard of a parameter"),
         Patch(distributed, _SET_STATES, _keeping_step, "as for the other direction"),
     ]
-
-
-def _is_importable(name: str) -> bool:
-    try:
-        return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:
-        return False
 
 
 def _forked(original: Callable[..., Any]) -> Callable[..., Any]:

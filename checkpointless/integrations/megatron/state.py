@@ -41,9 +41,7 @@ _DERIVED = (torch.bfloat16, torch.float16, torch.uint8)  # the last are the byte
 class MegatronTensors(TrainingTensors):
     """The tensors of one rank's model and optimizer; what a distributed optimizer owns is a shard.
 
-    Args:
-        chunks: the model's chunks (one, or several with virtual pipeline stages).
-        optimizer: Megatron's optimizer; None: there is none yet.
+    There are several chunks with virtual pipeline stages, and there may be no optimizer yet.
     """
 
     def __init__(self, chunks: Iterable[torch.nn.Module], optimizer: MegatronOptimizer | None) -> None:
@@ -192,9 +190,8 @@ class MegatronTensors(TrainingTensors):
 def _derived_parameters(optimizers: Iterable[Any]) -> list[torch.nn.Parameter]:
     """Return the parameters in 16 or 8 bits that are their main parameters, rounded; every step recomputes them.
 
-    Args:
-        optimizers: Megatron's optimizers, none of which chains others. With a precision-aware optimizer the main
-            parameters are torch's own state, and no parameter is derived here.
+    None of the optimizers chains others. With a precision-aware optimizer the main parameters are torch's own
+    state, and no parameter is derived here.
     """
     derived: list[torch.nn.Parameter] = []
     for optimizer in optimizers:
@@ -244,14 +241,7 @@ class _BuffersWithScales(BufferCopies):
 
 
 class _Scales:
-    """The scales of a model's layers, which are buffers of the layers from now on. Checkpoints do not get them.
-
-    Args:
-        chunks: the model's chunks, as Megatron's ``DistributedDataParallel`` wraps them.
-
-    Raises:
-        UnrecoverableError: a layer keeps its scales in a way that is not known here.
-    """
+    """The scales of a model's layers, which are buffers of the layers from now on. Checkpoints do not get them."""
 
     def __init__(self, chunks: Iterable[torch.nn.Module]) -> None:
         self._layers: list[Any] = []
@@ -326,9 +316,6 @@ def replicas(distributed_optimizer: bool) -> tuple[int, ...]:
 
     With the distributed optimizer these are the ranks of the inter-distributed-optimizer-instance group (only
     this rank if there is one instance); without it, all ranks of the data-parallel group.
-
-    Args:
-        distributed_optimizer: whether the optimizers are, or will be, Megatron's distributed ones.
     """
     if distributed_optimizer:
         group = parallel_state.get_inter_distributed_optimizer_instance_group(check_initialized=False)
@@ -345,9 +332,8 @@ def replicas(distributed_optimizer: bool) -> tuple[int, ...]:
 def _dense_and_experts() -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """Return, without the distributed optimizer, the holders of this rank's dense parameters, and of its experts.
 
-    Returns:
-        The ranks over which Megatron reduces the gradients of either; None without expert parallelism, where it
-        reduces all over the same.
+    Megatron reduces the gradients of either over these ranks; None without expert parallelism, where it reduces
+    all over the same.
     """
     if parallel_state.get_expert_model_parallel_world_size() == 1:
         return None

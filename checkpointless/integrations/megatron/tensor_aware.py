@@ -60,8 +60,7 @@ def _with_leaves(tree: Tree, leaves: list[Any]) -> Any:
 def _plain(name: str, leaf: Any) -> Tree:
     """Return a leaf as a dict: its fields, and on which device its tensor was.
 
-    Raises:
-        CheckpointingException: the fields of the leaf and its data do not belong together: it could not be loaded.
+    Megatron raises if fields and data do not belong together: it could not be loaded.
     """
     leaf.validate_metadata_integrity()
     fields = {field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf)}

@@ -75,10 +75,8 @@ class MegatronTraining(LoopTraining):
 
     @staticmethod
     def wrapper(wrapper: HPWrapper | None = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """Return a decorator: ``wrapper`` around a function that begins with :meth:`prepare`.
-
-        Args:
-            wrapper: None: ``HPWrapper()``.
+        """Return a decorator: ``wrapper`` (None: ``HPWrapper()``) around a function that begins with
+        :meth:`prepare`.
         """
 
         def decorate(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -32,8 +32,7 @@ def sub_optimizers(optimizer: MegatronOptimizer | None) -> list[Any]:
 def update_locally(optimizers: Sequence[Any]) -> bool:
     """Apply the gradients that the optimizers hold to this rank's shards, without communication.
 
-    Returns:
-        Whether every optimizer reports that it succeeded.
+    Return whether every optimizer reports that it succeeded.
     """
     succeeded = True
     for optimizer in optimizers:
@@ -61,14 +60,9 @@ def gather_parameters(optimizers: Sequence[Any], force: bool = False) -> None:
 
 
 def _unguardable(optimizer: MegatronOptimizer, models: Iterable[Any] = ()) -> str | None:
-    """Return why the update of ``optimizer`` cannot be guarded, or why its state cannot be carried over.
+    """Return why the update of ``optimizer`` cannot be guarded, or its state not be carried over, and what to set.
 
-    Args:
-        optimizer: the (chained) Megatron optimizer.
-        models: the model's chunks, as Megatron's ``DistributedDataParallel`` wraps them.
-
-    Returns:
-        One line that says what to set; None if there is no obstacle.
+    ``models`` are the model's chunks, as Megatron's ``DistributedDataParallel`` wraps them. None: it can.
     """
     models = list(models)
     for model in models:
@@ -124,12 +118,7 @@ def _unguardable(optimizer: MegatronOptimizer, models: Iterable[Any] = ()) -> st
 class NotedNorms:
     """Records the gradient norm and the zero count that one Megatron optimizer computes from its final gradients.
 
-    Args:
-        optimizer: the (chained) Megatron optimizer.
-
-    Attributes:
-        grad_norm: norm of all gradients; if it was not computed, what Megatron then returns (None or 0.0).
-        num_zeros: number of gradients that are zero; if they were not counted, what Megatron returns (None or 0).
+    What is not computed or counted is what Megatron then returns: None, 0.0 or 0.
     """
 
     def __init__(self, optimizer: MegatronOptimizer) -> None:
@@ -155,12 +144,10 @@ class NotedNorms:
 
 
 class GuardedUpdate:
-    """Replacement for ``prepare_grads`` and ``step_with_ready_grads`` of one Megatron optimizer.
+    """Replacement for ``prepare_grads`` and ``step_with_ready_grads`` of one (chained) Megatron optimizer.
 
     Args:
-        optimizer: the (chained) Megatron optimizer.
         models: the model's chunks, as Megatron's ``DistributedDataParallel`` wraps them.
-        guard: guards each update.
 
     Raises:
         UnrecoverableError: the update cannot be guarded; the message says what to set.
@@ -182,10 +169,8 @@ class GuardedUpdate:
 
     @torch.no_grad()
     def prepare_grads(self) -> bool:
-        """Make the gradients final; if they overflow, all ranks commit a step that applies nothing.
-
-        Returns:
-            Whether the gradients overflow.
+        """Make the gradients final, and return whether they overflow; then all ranks commit a step that applies
+        nothing.
         """
         self.overflow = bool(self._prepare_grads())
         if self.overflow:
@@ -255,15 +240,7 @@ def _quantize(optimizers: Sequence[object]) -> None:
 
 
 def _unsupported_optimizer(optimizer: object, recipe: str) -> str | None:
-    """Return why parameters in FP8 cannot be recovered exactly with one Megatron optimizer.
-
-    Args:
-        optimizer: the optimizer, which is not chained.
-        recipe: the name of the recipe of FP8 training.
-
-    Returns:
-        One line that says what to set; None if there is no obstacle.
-    """
+    """Return why parameters in FP8 cannot be recovered exactly with one unchained optimizer, and what to set."""
     if getattr(getattr(optimizer, "config", None), "use_precision_aware_optimizer", False):
         return (
             "checkpointless cannot derive parameters in FP8 from a precision-aware optimizer: "

@@ -51,7 +51,7 @@ def fingerprints(values: Mapping[str, object]) -> dict[str, object]:
     return {name: _fingerprint(value) for name, value in values.items()}
 
 
-def differing(then: Mapping[str, object], now: Mapping[str, object]) -> str | None:
+def _differing(then: Mapping[str, object], now: Mapping[str, object]) -> str | None:
     """Return the first name whose fingerprint differs, in alphabetical order; None: there is none."""
     missing = object()
     return next((name for name in sorted({*then, *now}) if then.get(name, missing) != now.get(name, missing)), None)
@@ -82,7 +82,6 @@ class _Builder:
         self._kept: list[object] = []  # so that no id is given to another object meanwhile
 
     def of(self, value: Any) -> object:
-        """Return the fingerprint of a part."""
         if value is None or isinstance(value, _PLAIN):
             return type(value), value
         if isinstance(value, _NAMED):
@@ -149,36 +148,27 @@ def _is_transparent(value: object) -> bool:
 
 def _pickled_digest(value: object) -> str | None:
     """Return a digest of what an object is pickled to; None if it cannot be pickled, or to too much."""
-    digest = _BoundedDigest()
+    file = _BoundedDigest()
     try:
-        pickle.Pickler(digest, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+        pickle.Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
     except Exception:  # noqa: BLE001 - any class may refuse in its own way
         return None
-    return digest.hexdigest()
+    return file.digest.hexdigest()
 
 
 class _BoundedDigest:
     """A file that keeps a digest of what is written, up to a size."""
 
     def __init__(self) -> None:
-        self._digest = xxhash.xxh3_128()
+        self.digest = xxhash.xxh3_128()
         self._size = 0
 
     def write(self, data: bytes) -> int:
-        """Take ``data`` into the digest.
-
-        Raises:
-            _TooLargeError: it is too much.
-        """
         self._size += len(data)
         if self._size > _MOST_PICKLED_BYTES:
             raise _TooLargeError
-        self._digest.update(data)
+        self.digest.update(data)
         return len(data)
-
-    def hexdigest(self) -> str:
-        """Return the digest of all that was written."""
-        return self._digest.hexdigest()
 
 
 #: A process group with its global ranks and its description.
@@ -222,9 +212,6 @@ class KeptModel:
         noted: for each chunk, the values of its configuration that were set while it was built, by name.
         bound: what bounds the launches of the model's layers, by hooks that the model has already; None: nothing.
         saved: the names of the parameters that are saved as adapters.
-
-    Attributes:
-        chunks, optimizer, streams, noted, bound, saved: the arguments.
     """
 
     def __init__(
@@ -287,11 +274,10 @@ class KeptModel:
     def mismatch(self, plans: Plans) -> str | None:
         """Return what the next generation's model would have otherwise, in a phrase; None: it is the same.
 
-        Args:
-            plans: fingerprints of its configurations, before anything is built.
+        ``plans`` are fingerprints of its configurations, before anything is built.
         """
         for what, then in self._plans.items():
-            name = differing(then, plans.get(what, {}))
+            name = _differing(then, plans.get(what, {}))
             if name is not None:
                 return f"{name} of the {what} is another one"
         now = [group[1:] for group in _groups_now()]
@@ -304,8 +290,7 @@ class KeptModel:
     def bind(self) -> int:
         """Bind everything to the groups of this generation, and undo what a half-made step has left.
 
-        Returns:
-            How many references to a group were replaced.
+        Return how many references to a group were replaced.
         """
         now = _groups_now()
         successors = {
@@ -342,9 +327,7 @@ class KeptModel:
     def in_place_of_new(self, everywhere: bool) -> Iterator[None]:
         """Have Megatron return the kept optimizer while the context lasts, where it would make one of these chunks.
 
-        Args:
-            everywhere: whether all ranks keep theirs. Otherwise this rank takes part in what those exchange who
-                make one.
+        Unless all ranks keep theirs (``everywhere``), this rank takes part in what those exchange who make one.
         """
         original = megatron_optimizer.get_megatron_optimizer
 
@@ -365,11 +348,7 @@ class KeptModel:
     def take_part(self, index: int, dtype: torch.dtype) -> None:
         """Take part in what ranks exchange that build a chunk: tied embeddings. Collective with the other stage.
 
-        The weight of the stage that builds is overwritten by the restore, whatever it gets here.
-
-        Args:
-            index: the chunk.
-            dtype: the type in which the parameters are built.
+        The weight of the stage that builds, in ``dtype``, is overwritten by the restore, whatever it gets here.
         """
         if self._ties[index]:
             weight = _inside(self.chunks[index]).shared_embedding_or_output_weight()
@@ -460,33 +439,22 @@ _LEAVES = (
 def _rebind(roots: Iterable[object], successors: Mapping[int, object]) -> int:
     """Replace every reference to an old group that can be reached from ``roots``, and methods bound to one.
 
-    Followed are the attributes of objects and tensors, the items of containers, bound methods, partial functions,
-    and the closures and defaults of functions. What only C++ refers to (hooks of a gradient's accumulation) is not.
-
-    Args:
-        roots: where to begin.
-        successors: the new group, or whatever else is replaced, by the ``id`` of the old one.
-
-    Returns:
-        How many references were replaced.
+    Followed are the attributes of objects and tensors, the items of containers, bound methods, partial
+    functions, and the closures and defaults of functions. What only C++ refers to (hooks of a gradient's
+    accumulation) is not. ``successors`` has what replaces it by the ``id`` of the old one. Return how many
+    references were replaced.
     """
-    walk = _Walk(successors)
-    walk.over(roots)
-    return walk.replaced
+    return _Walk(roots, successors).replaced
 
 
 class _Walk:
     """One walk over all objects that can be reached."""
 
-    def __init__(self, successors: Mapping[int, object]) -> None:
+    def __init__(self, roots: Iterable[object], successors: Mapping[int, object]) -> None:
         self._successors = successors
         self._seen: dict[int, object] = {}  # the objects, too: their ids must not be given to others meanwhile
-        self._due: list[Any] = []
+        self._due: list[Any] = list(roots)
         self.replaced = 0
-
-    def over(self, roots: Iterable[object]) -> None:
-        """Walk from ``roots``."""
-        self._due = list(roots)
         while self._due:
             each = self._due.pop()
             if id(each) not in self._seen:
@@ -650,11 +618,9 @@ def _kinds_of(module: torch.nn.Module) -> list[str]:
 class _Blueprint:
     """The structure of modules as they are now: classes, hooks, parameters, buffers, plain attributes.
 
-    Hooks are counted, attributes compared where they are plain numbers and words, and buffers by their shape, which
-    suffices for classes that are known to keep nothing else. What each forward pass sets again is left out.
-
-    Args:
-        modules: the modules.
+    Hooks are counted, attributes compared where they are plain numbers and words, and buffers by their shape,
+    which suffices for classes that are known to keep nothing else. What each forward pass sets again is left
+    out.
     """
 
     def __init__(self, modules: Sequence[torch.nn.Module]) -> None:

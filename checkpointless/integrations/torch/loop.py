@@ -67,18 +67,11 @@ logger = logging.getLogger(__name__)
 class JournaledTraining(FrontEnd):
     """A training in a block, with its journal, that records its steps: a loop of one's own, or Megatron-Bridge's.
 
-    Args:
-        state: modules and optimizer.
-        call: the running wrapper. Its ``checkpoint_manager`` is used; if there is none, one is made.
-        schedulers: the learning-rate schedulers.
-        declared: what else the training changes.
+    The checkpoint manager of ``call`` is used; if there is none, one is made. ``step`` is the newest committed
+    step.
 
     Raises:
         UnrecoverableError: a training has begun in this entry of the block before, or in another block.
-
-    Attributes:
-        state: modules and optimizer.
-        step: the newest committed step.
     """
 
     _how_to_get_replicas = "A second holder of each part helps"
@@ -122,11 +115,7 @@ class JournaledTraining(FrontEnd):
         return 0
 
     def _record(self, loss: float | None) -> None:
-        """Record the committed step, if that is requested (``--record-steps``).
-
-        Args:
-            loss: the loss of the step.
-        """
+        """Record the committed step, if that is requested (``--record-steps``)."""
         if self._log is None:
             return
         state, step, params = self.state, self.step, digest_parameters(self.state.modules)
@@ -165,8 +154,6 @@ class LoopTraining(JournaledTraining, ABC):
     """What loops of one's own have in common. A subclass knows the optimizer.
 
     Args:
-        state: modules and optimizer.
-        call: the running wrapper.
         schedulers: the learning-rate schedulers, which step with every update.
         declared: what else the loop changes, by name.
         known: objects that the training restores, in addition to its modules and parameters.
@@ -359,14 +346,7 @@ class LoopTraining(JournaledTraining, ABC):
         self._noted = samples({key: tensor.detach() for key, tensor in tensors if key not in buffers})
 
     def _refuse_changes(self, when: str) -> None:
-        """Refuse that something has changed since :meth:`_note`.
-
-        Args:
-            when: where the loop is, for people.
-
-        Raises:
-            UnrecoverableError: a tensor has, or is gone.
-        """
+        """Refuse that something has changed, or is gone, since :meth:`_note`."""
         noted = self._noted
         if noted:
             self._note()

@@ -55,21 +55,14 @@ logger = logging.getLogger(__name__)
 class Value:
     """A number or another plain value that a loop changes, as declared state::
 
-        average = Value(0.0)
-        training = PlainTraining(..., state={"average": average})
-        for step in training.steps(1000):
-            ...
-            average.value = 0.9 * average.value + 0.1 * loss.item()
-
-    Args:
-        value: the first value.
-
-    Attributes:
-        value: the value now.
+    average = Value(0.0)
+    training = PlainTraining(..., state={"average": average})
+    for step in training.steps(1000):
+        ...
+        average.value = 0.9 * average.value + 0.1 * loss.item()
     """
 
     def __init__(self, value: object = None) -> None:
-
         self.value = value
 
     def state_dict(self) -> dict[str, Any]:
@@ -126,10 +119,8 @@ class Undeclared:
         self._seen: dict[str, str] = {}
 
     def look(self, frame: FrameType | None) -> None:
-        """Look when a step begins; in the third, warn once of what was there before the first and has changed.
-
-        Args:
-            frame: the frame of the function. It is read only.
+        """Look when a step begins, at a frame; in the third, warn once of what was there before the first and has
+        changed.
         """
         self._looks += 1
         if frame is None or self._looks > _LOOKS:
@@ -167,12 +158,7 @@ class Undeclared:
 
 
 def warn_of_changes_between(step: int, has_drawn: bool, has_changed: bool) -> None:
-    """Warn, once each, of what a loop does between the update of ``step`` and the next step.
-
-    Args:
-        has_drawn: whether it has drawn random numbers.
-        has_changed: whether it has changed declared state.
-    """
+    """Warn, once each, of what a loop does between the update of ``step`` and the next step."""
     for happened, warning in ((has_drawn, _DRAWN_BETWEEN), (has_changed, _CHANGED_BETWEEN)):
         if happened and warning not in _warned:
             _warned.add(warning)

@@ -38,12 +38,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class _Step:
-    """What is known of a step.
-
-    Attributes:
-        batches: the batches that it took before it was computed.
-        loss: its loss; None: it is not known.
-    """
+    """What is known of a step: the batches that it took before it was computed, and its loss."""
 
     batches: list[_Parts] = field(default_factory=list)
     digests: list[str] = field(default_factory=list)
@@ -78,8 +73,7 @@ class RepeatedSteps:
     def begin_entry(self, is_first: bool) -> None:
         """Note that the block was entered: what was noted until now was before the fault.
 
-        Args:
-            is_first: whether nothing comes before this entry: there was another block, or the job begins again.
+        ``is_first``: nothing comes before this entry: there was another block, or the job begins again.
         """
         for number, step in self._steps.items():
             known = self._before.get(number)
@@ -94,9 +88,6 @@ class RepeatedSteps:
         """Note what modules are called with in the context: with gradients it is the step's, else a validation's.
 
         A loop that a fault has ended may be in its own context still; it notes nothing more.
-
-        Args:
-            modules: the trained modules.
         """
         for hook in self._hooks:
             hook.remove()
@@ -148,14 +139,10 @@ class RepeatedSteps:
             self._tell(step, " and ".join(others), **facts)
 
     def record(self, log: StepLog, step: int, loss: float | None, params: str, *more: Any) -> None:
-        """Record a step with ``log``, and compare its parameters with those recorded of it before a fault.
+        """Record a committed step with ``log``, and compare its parameters with those recorded of it before a
+        fault.
 
-        Args:
-            log: the log of recorded steps.
-            step: the step, which is committed.
-            loss: its loss on this rank; None if it is not known.
-            params: the digest of this rank's parameters after it.
-            *more: what :meth:`~checkpointless.observability.telemetry.steps.StepLog.record` takes besides.
+        ``more`` is what :meth:`~checkpointless.observability.telemetry.steps.StepLog.record` takes besides.
 
         Raises:
             UnrecoverableError: the step is another one, and the job is to end then (``--strict``).

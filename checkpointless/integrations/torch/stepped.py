@@ -30,11 +30,7 @@ _COMPARED = (1, 2)  # the steps after which replicas are compared
 
 
 class _Tensors(TorchTensors):
-    """Modules and optimizers, whose ``step`` is replaced.
-
-    Args:
-        is_known: see :class:`~checkpointless.integrations.torch.torch_tensors.TorchTensors`.
-    """
+    """Modules and optimizers, whose ``step`` is replaced."""
 
     def __init__(
         self, modules: Iterable[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer], is_known: bool
@@ -86,11 +82,8 @@ class SteppedTraining(JournaledTraining):
     def resume(self, step: int) -> dict[str, Any] | None:
         """Recover model, optimizers and schedulers from memory, if there is something to recover. Collective.
 
-        Args:
-            step: the step after which the trainer would begin.
-
-        Returns:
-            What :meth:`_capture` captured; None: nothing was recovered.
+        The trainer would begin after ``step``. Return what :meth:`_capture` captured; None: nothing was
+        recovered.
 
         Raises:
             StateLostError: steps were committed and no rank holds them any more.
@@ -158,10 +151,8 @@ class SteppedTraining(JournaledTraining):
         self._manager.restore_streams()
 
     def _update(self, is_first: bool, closure: None = None) -> None:
-        """Apply the gradients, on all ranks or on none; the ``step`` of an optimizer.
-
-        Args:
-            is_first: whether the optimizer is the first, which makes the update of all.
+        """Apply the gradients, on all ranks or on none; the ``step`` of an optimizer, of which the first updates
+        all.
         """
         if not is_first:
             return
@@ -211,8 +202,7 @@ class SteppedTraining(JournaledTraining):
 def led(target: object, seams: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
     """Have methods of an object lead elsewhere while the context lasts.
 
-    Args:
-        seams: by name of the method what is called instead, with the method before its arguments.
+    ``seams`` has by name of the method what is called instead, with the method before its arguments.
     """
     for name, seam in seams.items():
         setattr(target, name, functools.partial(seam, getattr(target, name)))

@@ -148,8 +148,7 @@ class TorchTensors(TrainingTensors):
         """Capture what belongs to modules and optimizers and is no tensor.
 
         Raises:
-            UnrecoverableError: the optimizers have other parameters than at the beginning, or what is trained was
-                changed in a way that a recovery could not repeat.
+            UnrecoverableError: something was changed in a way that a recovery could not repeat.
         """
         trained = self.trained()
         if trained != self._trained_at_first:
@@ -199,12 +198,7 @@ class TorchTensors(TrainingTensors):
 
     @override
     def finish_update(self) -> None:
-        """Make one step of every optimizer, without communication.
-
-        Raises:
-            UnrecoverableError: in the first step of the job, an optimizer communicates, or its state cannot be
-                carried over.
-        """
+        """Make one step of every optimizer, without communication (:meth:`watched`)."""
         with self.watched():
             for optimizer in self.optimizers:
                 optimizer.step()
@@ -284,14 +278,8 @@ class TorchTensors(TrainingTensors):
 def _settle_buckets(modules: Iterable[torch.nn.Module]) -> None:
     """Give each ``DistributedDataParallel`` among ``modules`` and their parts its lasting buckets. Collective.
 
-    Gradients are cleared. A module whose buckets stay as they are (``find_unused_parameters=True``), or are made
-    already, is left alone.
-
-    Args:
-        modules: modules of which no backward pass is under way.
-
-    Raises:
-        UnrecoverableError: a module's buckets follow from its first backward pass in another way.
+    No backward pass is under way, and gradients are cleared. A module whose buckets stay as they are
+    (``find_unused_parameters=True``), or are made already, is left alone.
     """
     for module in modules:
         for part in module.modules():
@@ -367,11 +355,7 @@ def _without_hooks(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
 
 
 class _ExtraState:
-    """Takes and puts back what modules return from ``get_extra_state``.
-
-    Args:
-        modules: the modules; those in them belong to them.
-    """
+    """Takes and puts back what modules, and those in them, return from ``get_extra_state``."""
 
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
         parts = [part for module in modules for part in module.modules()]
@@ -418,15 +402,9 @@ def _unfit_hooks(modules: Iterable[torch.nn.Module]) -> str | None:
 class _HoldersByMesh:
     """Finds the holders of each tensor of a rank, from the meshes and placements of DTensors.
 
-    A tensor that is no DTensor is held by the ranks that hold all DTensors of this rank. If only this rank does, it
-    is held by all ranks of the meshes: what is not divided over them is the same on all of them, or the parts would
-    not belong to one model.
-
-    Raises:
-        ValueError: a tensor is not fully reduced, or its mesh leaves ``rank`` out.
-
-    Attributes:
-        all: the ranks that hold the same as ``rank`` of all DTensors.
+    A tensor that is no DTensor is held by the ranks that hold all DTensors of this rank (``all``). If only this
+    rank does, it is held by all ranks of the meshes: what is not divided over them is the same on all of them,
+    or the parts would not belong to one model.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor], rank: int, world_size: int) -> None:

@@ -103,7 +103,6 @@ class Copies:
         Copies of other checkpoints are forgotten, but for the newest whole one and those still being written.
 
         Args:
-            save: the save.
             content: this rank's part, with the live tensors.
             exchanges: whether all ranks can exchange parts.
 
@@ -124,9 +123,7 @@ class Copies:
     def end(self, save: SaveId, is_whole: bool) -> None:
         """End a save: wait, not for long, until its copies are where they belong.
 
-        Args:
-            save: the save.
-            is_whole: whether all of the checkpoint is on storage. Otherwise its copies are of no use.
+        They are of no use unless all of the checkpoint is on storage.
         """
         # Checkpoints end in their order, and their tokens begin with the time: what began before never ends.
         ended = self._writing.get(save)

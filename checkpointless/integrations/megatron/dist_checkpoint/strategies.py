@@ -61,9 +61,6 @@ def _values_to_keep(leaves: Sequence[Leaf]) -> list[tuple[Leaf, Tree]]:
 
     A tensor of a special class (one in FP8), and an object that is not made of plain values, are left out: they
     will be loaded from storage.
-
-    Args:
-        leaves: what this rank writes, with its data.
     """
     kept = []
     for leaf in leaves:
@@ -74,21 +71,14 @@ def _values_to_keep(leaves: Sequence[Leaf]) -> list[tuple[Leaf, Tree]]:
 
 
 def _content_of(identity: _Identity, kept: Sequence[tuple[Leaf, Tree]]) -> Content:
-    """Return a part, whose tensors are referenced and not copied.
-
-    Args:
-        identity: of the checkpoint.
-        kept: what :func:`_values_to_keep` returned.
-    """
+    """Return a part of what :func:`_values_to_keep` returned, whose tensors are referenced and not copied."""
     about = msgspec.msgpack.encode((identity, [_Chunk.of(leaf) for leaf, _ in kept]))
     return Content.of({"about": about, "values": [value for _, value in kept]})
 
 
 def _values_of(content: Content, identity: _Identity) -> dict[str, Tree]:
-    """Return what a part has, by the ids of the chunks: tensors, and objects as :func:`_encoded` made them.
-
-    Raises:
-        PartError: the part is of another checkpoint, or is no such part.
+    """Return what a part has, by the ids of the chunks; raise ``PartError`` if it is of another checkpoint, or no
+    part.
     """
     try:
         state = content.state()
@@ -123,11 +113,7 @@ def _encoded(value: object) -> Tree | None:
 
 
 def _decoded(tree: Mapping[str, Tree]) -> Tree:
-    """Return the object that :func:`_encoded` encoded, which shares no memory with it.
-
-    Raises:
-        ValueError: it is no such encoding.
-    """
+    """Return the object that :func:`_encoded` encoded, which shares no memory with it."""
     if _STREAM in tree:
         stream = io.BytesIO(tree[_STREAM])
         stream.seek(tree["at"])
@@ -158,14 +144,8 @@ class _Kind(str, Enum):
 class _Chunk(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """One chunk. Replicas of it, on any ranks, have the same fields.
 
-    Attributes:
-        kind: whether it belongs to a tensor or an object.
-        key: the name of the global tensor or object.
-        global_shape: the shape of all of it.
-        global_offset: where the chunk begins, by axis.
-        local_shape: the shape of the chunk; () for an object.
-        flat: first and last element (exclusive) of the flattened chunk that it is restricted to; None: all of it.
-        dtype: the dtype without ``torch.``; "" for an object.
+    ``global_offset`` says where it begins, by axis; ``flat`` are first and last element (exclusive) of the
+    flattened chunk that it is restricted to (None: all of it). An object has no local shape and no dtype.
     """
 
     kind: _Kind
@@ -178,7 +158,6 @@ class _Chunk(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
     @classmethod
     def of(cls, leaf: Leaf) -> _Chunk:
-        """Return the chunk that a leaf stands for."""
         shape, offset = _numbers(leaf.global_shape), _numbers(leaf.global_offset)
         if isinstance(leaf, ShardedObject):
             return cls(_Kind.OBJECT, leaf.key, shape, offset)
@@ -195,7 +174,6 @@ class _Chunk(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
     @property
     def words(self) -> str:
-        """The chunk in words, for messages."""
         return f"{self.kind.value} {self.key} at {list(self.global_offset)}"
 
     @property
@@ -247,12 +225,8 @@ _VERSION = 1
 
 
 class _Identity(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The save that a checkpoint is the result of.
-
-    Attributes:
-        token: the name of the save.
-        name: the names of the checkpoint's directory and of the one around it.
-        world_size: how many ranks saved.
+    """The save that a checkpoint is the result of: its token, the names of the checkpoint's directory and of the
+    one around it, and how many ranks saved.
     """
 
     token: str
@@ -261,7 +235,6 @@ class _Identity(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 
     @property
     def save(self) -> SaveId:
-        """The save."""
         return SaveId.parse(self.token)
 
 
@@ -284,11 +257,7 @@ def _is_local(checkpoint_dir: str | os.PathLike[str]) -> bool:
 
 
 def _write_identity(identity: _Identity, checkpoint_dir: str | os.PathLike[str]) -> None:
-    """Write the identity of a checkpoint whose ``.metadata`` is written.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write the identity of a checkpoint whose ``.metadata`` is written."""
     folder = Path(checkpoint_dir)
     unfinished = folder / f".{FILE}.tmp"
     unfinished.write_bytes(msgspec.json.encode(_File(_VERSION, identity, _stamp(folder))))
@@ -328,13 +297,7 @@ class LoadError(CheckpointingException):
 
 @dataclass(frozen=True)
 class _LoadReport:
-    """Where the chunks of a load came from.
-
-    Attributes:
-        nbytes: the bytes of unique tensor chunks by where they came from: a place of copies, or ``storage``.
-        chunks: how many unique chunks there were.
-        seconds: how long the load took, in seconds.
-    """
+    """Where the chunks of a load came from: bytes of unique tensor chunks by a place of copies, or ``storage``."""
 
     nbytes: dict[str, int] = field(default_factory=dict)
     chunks: int = 0
@@ -375,7 +338,6 @@ class CopiesLoadStrategy:
 
         Args:
             sharded_state_dict: nested dicts and lists of Megatron-core's ``ShardedTensor`` and ``ShardedObject``.
-            checkpoint_dir: the checkpoint.
 
         Returns:
             The state, with the loaded tensors and objects in the places of the leaves.
@@ -448,13 +410,10 @@ def _default() -> Strategy:
 
 @dataclass
 class _Found:
-    """Chunks that were found. ``sources`` and ``places`` are the same on all ranks.
+    """Chunks that were found. ``sources`` (ranks) and ``places`` are the same on all ranks.
 
-    Attributes:
-        sources: by chunk, the rank that has it.
-        places: by chunk, the name of the place that it is from.
-        values: the chunks that this rank has, with their values. They are not to be changed.
-        parts: the parts that they are from, whose memory is not used again as long as somebody holds them.
+    ``values`` are those that this rank has, which are not to be changed, and ``parts`` what they are from, whose
+    memory is not used again as long as somebody holds them.
     """
 
     sources: dict[str, int] = field(default_factory=dict)
@@ -466,13 +425,8 @@ class _Found:
 def _find(stores: Mapping[str, PartStore], identity: _Identity, needs: Mapping[str, _Need]) -> _Found:
     """Find chunks of a checkpoint in places, the first places first. Collective.
 
-    A part is read by one rank, first by the one that wrote it. If its copy is damaged, another copy is read, with a
-    warning, on this rank, then on another one, then in the next place.
-
-    Args:
-        stores: the places, the same on all ranks by their names.
-        identity: of the checkpoint.
-        needs: what the ranks need.
+    A part is read by one rank, first by the one that wrote it. If its copy is damaged, another copy is read,
+    with a warning, on this rank, then on another one, then in the next place.
     """
 
     def read(copy: StoredPart, is_own: bool) -> tuple[Part, dict[str, Tree]]:
@@ -508,16 +462,7 @@ class _StorageError(RuntimeError):
 def _read(wrapped: Strategy, checkpoint_dir: str | os.PathLike[str], leaves: Mapping[str, Leaf]) -> dict[str, Any]:
     """Read this rank's share, if the checkpoint has those of all: Megatron's loads wait for each other. Collective.
 
-    Args:
-        wrapped: the load strategy.
-        checkpoint_dir: the checkpoint.
-        leaves: by chunk, what this rank reads.
-
-    Returns:
-        The values: tensors, in the leaves' own if they have any, and objects.
-
-    Raises:
-        LocalCheckpointError: on every rank, if something cannot be read on any rank.
+    Tensors are read into the leaves' own, if they have any.
     """
     folder, asked = Path(checkpoint_dir), {id_: copy.copy(leaf) for id_, leaf in leaves.items()}
     doing = f"loading {checkpoint_dir}"
@@ -537,11 +482,9 @@ def _look_up(wrapped: Strategy, folder: Path, leaves: Collection[Leaf]) -> None:
 
 
 def _of_megatron(do: Callable[[], _T]) -> _T:
-    """Return what a function of Megatron's returns.
+    """Return what a function of Megatron's returns; raise a ``_StorageError`` about what it raised.
 
-    Raises:
-        StorageError: it raised something; torch's exception for what several ranks raised is none that ``except
-            Exception`` catches.
+    torch's exception for what several ranks raised is none that ``except Exception`` catches.
     """
     try:
         return do()
@@ -566,13 +509,7 @@ def _line_of(error: BaseException) -> str:
 
 @dataclass
 class _Need:
-    """What ranks need of one chunk.
-
-    Attributes:
-        nbytes: the bytes of the chunk.
-        is_object: whether it is an object.
-        ranks: the ranks that need it, ascending.
-    """
+    """What ranks need of one chunk; the ranks are ascending."""
 
     nbytes: int
     is_object: bool
@@ -605,13 +542,9 @@ def _readers_of(needs: Mapping[str, _Need]) -> dict[str, int]:
 def _deliveries_of(sources: Mapping[str, int], needs: Mapping[str, _Need], world_size: int) -> list[Delivery]:
     """Return what has to be sent, so that every rank has each chunk that it needs, in the order of all ranks.
 
-    Every rank makes its deliveries in this order. So a rank that waits, waits for one that is not further, and no
-    ranks wait for each other in a circle. Pairs of the same sum come one after the other: they have no rank in
-    common, so that they work at the same time.
-
-    Args:
-        sources: by chunk, the rank that has it.
-        needs: what the ranks need.
+    Every rank makes its deliveries in this order. So a rank that waits, waits for one that is not further, and
+    no ranks wait for each other in a circle. Pairs of the same sum come one after the other: they have no rank
+    in common, so that they work at the same time.
     """
     chunks: dict[tuple[int, int], list[str]] = defaultdict(list)
     for id_, source in sources.items():
@@ -629,11 +562,7 @@ def _deliveries_of(sources: Mapping[str, int], needs: Mapping[str, _Need], world
 
 
 class _Wanted:
-    """What this rank wants: the leaves of a sharded state, by chunk.
-
-    Args:
-        state: the sharded state. It is not changed, but the tensors in it are loaded into.
-    """
+    """What this rank wants: the leaves of a sharded state, by chunk. The tensors in the state are loaded into."""
 
     def __init__(self, state: State) -> None:
         self._state = state
@@ -662,10 +591,8 @@ class _Wanted:
     def loaded(self, read: Mapping[str, Any], sent: Mapping[str, Tree], borrowed: Collection[str]) -> State:
         """Return the sharded state with values in the places of its leaves.
 
-        Args:
-            read: the chunks that were read from storage.
-            sent: the others: tensors, and encoded objects.
-            borrowed: the chunks whose tensors are somebody else's, and have to be copied.
+        They were ``read`` from storage, or ``sent``: tensors, and encoded objects. The tensors of ``borrowed``
+        chunks are somebody else's, and have to be copied.
         """
         given: set[str] = set()
 
@@ -729,7 +656,6 @@ class CopiesSaveStrategy(TorchDistSaveShardedStrategy):
 
         Args:
             sharded_state_dict: nested dicts and lists of Megatron-core's ``ShardedTensor`` and ``ShardedObject``.
-            checkpoint_dir: the directory to save to.
 
         Returns:
             A request that writes to storage, for an ``AsyncCallsQueue`` of Megatron-core. When it is scheduled, the
@@ -819,13 +745,7 @@ def _in_storage_of_its_own(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _with_copies(state: State, leaves: Sequence[Leaf], content: Content) -> State:
-    """Return a sharded state with copies of tensors in the place of the tensors.
-
-    Args:
-        state: the state.
-        leaves: those whose copies there are.
-        content: their part.
-    """
+    """Return a sharded state with the copies in ``content`` in the place of the tensors of ``leaves``."""
     data = {
         id(leaf): _in_storage_of_its_own(value)
         for leaf, value in zip(leaves, content.state()["values"], strict=True)
@@ -840,23 +760,15 @@ def _with_copies(state: State, leaves: Sequence[Leaf], content: Content) -> Stat
     return _replaced(state, with_copy)
 
 
+@dataclass(eq=False)
 class _Guarded:
-    """Calls a function on one rank for which others wait, and keeps what it raises.
+    """Calls a function on one rank for which others wait, and keeps what it raises."""
 
-    Args:
-        function: the function.
-
-    Attributes:
-        problem: what it raised.
-    """
-
-    def __init__(self, function: Callable[..., None]) -> None:
-        self._function = function
-        self.problem: Exception | None = None
+    function: Callable[..., None]
+    problem: Exception | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        """Call the function, and keep what it raises."""
-        _, self.problem = attempt(lambda: self._function(*args, **kwargs))
+        _, self.problem = attempt(lambda: self.function(*args, **kwargs))
 
 
 # --- Make the strategies the ones that Megatron-core uses for ``torch_dist`` if it is given none ------------------
@@ -869,10 +781,8 @@ _PATCHES = Patches()
 def register(copies: Copies | None = None) -> None:
     """Make ``dist_checkpointing.save`` and ``load`` use our strategies when they are given none.
 
-    A later call takes the place of an earlier one.
-
-    Args:
-        copies: the copies to keep and to load from; None: those of this process.
+    A later call takes the place of an earlier one. ``copies`` are those to keep and to load from; None: this
+    process's.
 
     Raises:
         ImportError: this Megatron-core has no default strategies.

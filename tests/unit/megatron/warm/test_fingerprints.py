@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("megatron.core", reason="needs Megatron-core")
 
-from checkpointless.integrations.megatron.warm import _fingerprint, differing, fingerprints
+from checkpointless.integrations.megatron.warm import _differing, _fingerprint, fingerprints
 
 pytestmark = pytest.mark.nemo
 
@@ -82,12 +82,12 @@ def hook(*_: object, key: int = 0) -> None:
 def test_what_is_alike(then: Any, now: Any, same: bool) -> None:
     assert (_fingerprint(then) == _fingerprint(now)) is same
     before, after = fingerprints({"a": 1, "b": then}), fingerprints({"a": 1, "b": now})
-    assert differing(before, after) == (None if same else "b")
+    assert _differing(before, after) == (None if same else "b")
 
 
 def test_a_value_that_is_missing_differs() -> None:
-    assert differing(fingerprints({"a": 1}), {}) == "a"
-    assert differing({}, fingerprints({"a": 1})) == "a"
+    assert _differing(fingerprints({"a": 1}), {}) == "a"
+    assert _differing({}, fingerprints({"a": 1})) == "a"
 
 
 def test_a_picture_stays_as_it_was() -> None:
