@@ -300,7 +300,7 @@ def _blamed(found: Sequence[Difference], messages: Iterable[str], is_lightning: 
     earliest = [each for each in found if each.step == step]
     points = []
     if any(each.quantity is Quantity.BATCH for each in earliest):
-        points.append(5)
+        points += [5, *_cited(messages)]  # what a loop keeps for itself may choose the batch
     of_state = [1 for each in earliest if each.quantity in _OF_HOOKS]
     for each in earliest:
         if each.quantity is Quantity.OWN and not _is_random(each.name):

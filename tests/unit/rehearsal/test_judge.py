@@ -46,6 +46,7 @@ def run(*params: str, batch: str = "x", own: Mapping[str, str] | None = None) ->
         ([differs(Quantity.PARAMS), differs(Quantity.OWN, "state.norms")], [], False, (3,)),
         ([differs(Quantity.PARAMS), differs(Quantity.OWN, "module.norms")], [], True, (2,)),
         ([differs(Quantity.LOSS), differs(Quantity.BATCH), differs(Quantity.OWN, "Mean.mean")], [], True, (5, 2)),
+        ([differs(Quantity.BATCH)], ["declare it: state=... (docs/contract.md, 3)"], False, (5, 3)),
         ([differs(Quantity.CALLBACK, "EMA")], [], True, (1,)),
         ([differs(Quantity.CALLBACK, "EMA"), differs(Quantity.LOSS)], [], True, (4, 1)),
         ([differs(Quantity.LOSS), differs(Quantity.OWN, "state.norms")], [], False, (4, 3)),
