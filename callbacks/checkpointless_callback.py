@@ -20,14 +20,10 @@ PREFIX = "checkpointless/"
 logger = logging.getLogger(__name__)
 
 
-class PeftCallback(Protocol):
-    """NeMo's callback for parameter-efficient fine-tuning.
+class _PeftCallback(Protocol):
+    """NeMo's callback for parameter-efficient fine-tuning."""
 
-    Attributes:
-        params_to_save: the names of the parameters that NeMo saves as adapters.
-    """
-
-    params_to_save: set[str]
+    params_to_save: set[str]  # the names of the parameters that NeMo saves as adapters
 
 
 class CheckpointlessCallback(Callback):
@@ -86,7 +82,7 @@ class CheckpointlessCallback(Callback):
             register_cleanup("lightning module", lambda: _clean_lightning_module(trainer_ref()))
 
     @staticmethod
-    def get_peft_callback(trainer: pl.Trainer) -> PeftCallback | None:
+    def get_peft_callback(trainer: pl.Trainer) -> _PeftCallback | None:
         """Return NeMo's PEFT callback among those of ``trainer``, or None."""
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         return next((each for each in callbacks if hasattr(each, "set_params_to_save")), None)
@@ -95,10 +91,6 @@ class CheckpointlessCallback(Callback):
         """Notify the strategy, once, that the adapters of a PEFT run are in place, so that the state can be kept.
 
         After a fault the strategy has added the adapters earlier, and memory has filled them already.
-
-        Args:
-            trainer: the trainer.
-            params_to_save: the names of the parameters that NeMo saves as adapters.
         """
         if self.tried_adapter_checkpointless:
             return
@@ -161,7 +153,6 @@ class CheckpointlessCallback(Callback):
 
 
 def _is_replaying(trainer: pl.Trainer) -> bool:
-    """Return whether a committed step is replayed for what follows its update, so that no step is in the making."""
     return bool(getattr(trainer.strategy, "replaying", False))
 
 
@@ -185,18 +176,11 @@ def _clean_lightning_module(trainer: pl.Trainer | None) -> None:
 
 
 def _incident_metrics(call: HPCallWrapper, step: int, now_s: float) -> dict[str, float]:
-    """Return what rank 0 knows of the incident that preceded this generation, without asking any other rank.
+    """Return what rank 0 knows of the incident that preceded ``step``, without asking any other rank.
 
-    Args:
-        call: the running wrapper.
-        step: the first optimizer step that was committed after the incident.
-        now_s: the time now on the monotonic clock, in seconds.
-
-    Returns:
-        The metrics by name: ``generation``; where they are known, ``incidents`` (of the job so far),
-        ``recovery_seconds`` from the fault until now (a hang counts from its last progress), ``steps_lost``, the
-        number of committed steps that had to be repeated, and ``bytes_received`` by this rank from
-        living replicas.
+    These are ``generation`` and, where they are known, ``incidents`` (of the job so far), ``recovery_seconds`` from
+    the fault until now (a hang counts from its last progress), ``steps_lost``, the number of committed steps that
+    had to be repeated, and ``bytes_received`` by this rank from living replicas.
     """
     found: dict[str, float] = {"generation": float(call.generation)}
     if call.incident is not None and call.incident.isdecimal():  # agents number incidents consecutively
@@ -212,15 +196,9 @@ def _incident_metrics(call: HPCallWrapper, step: int, now_s: float) -> dict[str,
 
 
 def _log_incident(trainer: pl.Trainer, call: HPCallWrapper, step: int) -> None:
-    """Log the incident to every logger of rank 0, in the row of the loss of ``step``.
+    """Log the incident to every logger of rank 0, in the row of the loss of ``step``, the first of its generation.
 
-    A logger that fails does not end the training: a warning with its traceback is logged. Nothing is communicated
-    and no random number is drawn.
-
-    Args:
-        trainer: the trainer, in ``on_train_batch_end`` of ``step``.
-        call: the running wrapper, in a generation that follows an incident.
-        step: the first optimizer step of the generation.
+    A logger that fails does not end the training. Nothing is communicated and no random number is drawn.
     """
     if not trainer.is_global_zero:
         return

@@ -1,7 +1,4 @@
-"""The callback that records what each rank computed, so that two runs can be compared bit by bit.
-
-What ``--record-steps`` records of a trainer besides loss and parameters.
-"""
+"""The callback that records what each rank computed, so that two runs can be compared bit by bit."""
 
 from __future__ import annotations
 
@@ -51,9 +48,6 @@ def _extras_of(trainer: pl.Trainer, step: int, batch: str | None = None) -> Step
     """Return what is recorded of a trainer as of now, besides loss and parameters.
 
     Every rank must call it at the same places, because a ``state_dict`` may be collective.
-
-    Args:
-        batch: digest of the last batch of that step; None if it is not known.
     """
     manager = manager_of(active_call_wrapper())
     strategy: Any = trainer.strategy
@@ -75,11 +69,7 @@ def _extras_of(trainer: pl.Trainer, step: int, batch: str | None = None) -> Step
 
 
 def _callback_digests(trainer: pl.Trainer) -> dict[str, str]:
-    """Return a digest of each callback's state by its state key.
-
-    Timers are left out, which differ in every run. So is the folder that a callback saves to, because where a run
-    writes is not what it computed.
-    """
+    """Return a digest of each callback's state by its state key, without timers and folders to save to."""
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     states = {each.state_key: _state_of(each) for each in callbacks if not isinstance(each, Timer)}
     return {key: digest_value(state) for key, state in states.items() if state}
@@ -99,7 +89,7 @@ def _validation_metrics(trainer: pl.Trainer) -> dict[str, float]:
 def _checkpoint_names(trainer: pl.Trainer) -> list[list[str]]:
     """Return the names of the checkpoints in each local folder that a callback of the trainer saves to.
 
-    With asynchronous saves NeMo removes checkpoints in separate threads, which are waited for.
+    NeMo's threads that remove checkpoints are waited for.
     """
     for thread in threading.enumerate():
         if _REMOVAL in thread.name:

@@ -1,9 +1,7 @@
-"""Checks that find, from a recipe's values, a run that cannot work, before any process is started.
+"""Checks that find, from a recipe's values, a run that cannot work, and what `train --dry-run` shows of it.
 
 NeMo and Megatron would say it in every rank, after half a minute of imports, with a traceback. Nothing heavy is
 imported here.
-
-What `checkpointless train --dry-run` shows: recipe, layout, replicas, and what is still to be given.
 """
 
 from __future__ import annotations
@@ -25,11 +23,7 @@ PLAIN_STRATEGY = "nemo.lightning.MegatronStrategy"
 
 
 def check_settings(config: DictConfig) -> None:
-    """Raise if the recipe cannot be trained in this way, as far as its values show.
-
-    Raises:
-        RecipeError: the recipe cannot be trained; the message is one line that says what to set.
-    """
+    """Raise a RecipeError that says what to set if the recipe cannot be trained, as far as its values show."""
     _check_steps(config)
     _check_callbacks(config)
     if checkpointless_enabled(config):
@@ -111,7 +105,7 @@ def layout_of(config: DictConfig, nodes: int | None = None, ranks_per_node: int 
     """
 
     def size(key: str, default: int = 1) -> int:
-        value = None if OmegaConf.is_missing(config, key) else OmegaConf.select(config, key)
+        value = _value(config, key)
         if value is None:
             return default
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -139,11 +133,7 @@ def layout_of(config: DictConfig, nodes: int | None = None, ranks_per_node: int 
 
 
 def check_layout(config: DictConfig, layout: Layout) -> None:
-    """Raise if the recipe's ranks cannot be laid out in this way, as far as is known.
-
-    Raises:
-        RecipeError: the layout cannot work; the message is one line that says why.
-    """
+    """Raise a RecipeError that says why if the recipe's ranks cannot be laid out in this way."""
     layers = OmegaConf.select(config, "model.config.num_layers")
     heads = OmegaConf.select(config, "model.config.num_attention_heads")
     try:
@@ -153,11 +143,7 @@ def check_layout(config: DictConfig, layout: Layout) -> None:
 
 
 def check_replicas(layout: Layout) -> None:
-    """Raise if a shard has only one holder, so that nothing is left of it when that rank dies.
-
-    Raises:
-        RecipeError: there is no replica; the message is one line that says what to set.
-    """
+    """Raise a RecipeError that says what to set if a shard has only one holder, with which it is lost."""
     if min(map(len, layout.replica_groups())) < 2:
         if layout.sharded and layout.instances == 1:
             raise RecipeError(
@@ -172,10 +158,8 @@ def check_replicas(layout: Layout) -> None:
 
 def _instances_by_default(config: DictConfig) -> int:
     """Return the strategy's default where the recipe says nothing: ours keeps two replicas, Megatron's one."""
-    ours = (
-        str(OmegaConf.select(config, "strategy._target_", default="")).rpartition(".")[2]
-        == "CheckpointlessMegatronStrategy"
-    )
+    strategy = str(OmegaConf.select(config, "strategy._target_", default=""))
+    ours = strategy.rpartition(".")[2] == "CheckpointlessMegatronStrategy"
     return 2 if ours or checkpointless_enabled(config) else 1
 
 
@@ -196,11 +180,7 @@ def _stages_are_uneven(config: DictConfig) -> bool:
 
 
 def tiers_of(config: DictConfig) -> list[Tier]:
-    """Return the tiers of a recipe, made from its values. Torch is imported if there are any.
-
-    Raises:
-        RecipeError: a tier is not known, or cannot be made from what the recipe gives it.
-    """
+    """Return the tiers of a recipe, made from its values. Torch is imported if there are any."""
     section = OmegaConf.select(config, "checkpointless.tiers")
     if not section:
         return []
@@ -221,11 +201,7 @@ def tiers_of(config: DictConfig) -> list[Tier]:
 
 
 def check_tiers(config: DictConfig, layout: Layout) -> None:
-    """Raise if the ranks cannot keep copies as the recipe's tiers want.
-
-    Raises:
-        RecipeError: a tier cannot be made, or the ranks cannot be divided; the message is one line.
-    """
+    """Raise a RecipeError if a tier cannot be made, or the ranks cannot keep copies as it wants."""
     for tier in tiers_of(config):
         try:
             tier.distances(layout.world_size, layout.ranks_per_node)
@@ -234,11 +210,6 @@ def check_tiers(config: DictConfig, layout: Layout) -> None:
 
 
 def _tier_lines(config: DictConfig, layout: Layout) -> list[str]:
-    """Describe the tiers of a recipe.
-
-    Raises:
-        RecipeError: a tier cannot be made.
-    """
     lines = []
     for tier in tiers_of(config):
         jump = tier.distances(layout.world_size, layout.ranks_per_node)[0]
@@ -267,7 +238,6 @@ def show(config: DictConfig, layout: Layout, console: Console) -> None:
 
 
 def _layout_lines(layout: Layout) -> list[str]:
-    """Describe the parallel sizes of a job."""
     model = f"TP {layout.tensor}, PP {layout.pipeline}, CP {layout.context}, DP {layout.data}"
     if layout.virtual_pipeline > 1:
         model += f", virtual stages {layout.virtual_pipeline}"
@@ -289,12 +259,7 @@ def _layout_lines(layout: Layout) -> list[str]:
 
 
 def _replica_lines(layout: Layout, enabled: bool, has_copies: bool = False) -> list[str]:
-    """Describe which ranks hold the same shard, and which losses the job survives.
-
-    Args:
-        enabled: whether the job recovers from faults.
-        has_copies: whether copies are kept in tiers.
-    """
+    """Describe which ranks hold the same shard, and which losses the job survives, with copies in tiers or not."""
     groups = layout.replica_groups()
     holders = sorted({len(group) for group in groups})
     lines = [] if enabled else ["checkpointless is off in this recipe: nothing is recovered from memory."]

@@ -58,8 +58,6 @@ OFFLINE_ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class _Job:
-    """The objects that a recipe describes."""
-
     model: pl.LightningModule
     data: pl.LightningDataModule
     optim: nl.OptimizerModule
@@ -95,12 +93,7 @@ def _with_checkpointless(config: DictConfig) -> DictConfig:
 
 
 def _completed(config: DictConfig) -> DictConfig:
-    """Return the recipe with everything that its objects are made of, which is the same each time they are made.
-
-    Raises:
-        RecipeError: the layout does not fit the ranks, or the recipe needs GPUs.
-        OmegaConfBaseException: a value cannot be resolved.
-    """
+    """Return the recipe with everything that its objects are made of, which is the same each time they are made."""
     check_layout(config, layout_of(config, 1, own_world_size()))
     if needs_gpu(config) and not torch.cuda.is_available():
         raise RecipeError("this recipe needs GPUs, and there is none here")
@@ -150,9 +143,6 @@ def _fit_if_it_can_be_made(config: DictConfig, generation: int) -> nl.Trainer:
     """Train a completed recipe; what it cannot make at the start of the job, it cannot make the next time either.
 
     What a network or a file system has failed at may pass, so that is tried again as after any other fault.
-
-    Raises:
-        UnrecoverableError: the recipe cannot be made, and no fault has come yet that could be to blame.
     """
     from checkpointless.inprocess import UnrecoverableError
 
@@ -281,10 +271,6 @@ def make(config: DictConfig, key: str, **objects: object) -> object:
 
     Returns:
         The object, or a new container of what its items describe; None if the recipe does not have the part.
-
-    Raises:
-        ObjectError: a target cannot be imported, cannot be called, or has raised.
-        OmegaConfBaseException: a value is missing or cannot be resolved.
     """
     part = OmegaConf.select(config, key)
     if not OmegaConf.is_config(part):

@@ -60,13 +60,7 @@ def remember(recipe: str | Path) -> DictConfig:
     """Read a recipe for processes that are forked from this one: there, :func:`load` does not read it again.
 
     So a rank that takes a lost one's place trains what the others train, whatever has become of the file. Nothing
-    is imported: what the user wrote belongs to the ranks.
-
-    Returns:
-        The recipe without overrides.
-
-    Raises:
-        RecipeError: the file does not exist or is not a recipe.
+    is imported: what the user wrote belongs to the ranks. The recipe is returned without overrides.
     """
     config = _remembered[str(recipe)] = _read(recipe)
     return config
@@ -83,11 +77,7 @@ def missing(config: DictConfig) -> list[str]:
 
 
 def require_complete(config: DictConfig, recipe: str | Path) -> None:
-    """Raise unless every key that the recipe leaves to its user has a value.
-
-    Raises:
-        RecipeError: keys have no value; the message names them in one line.
-    """
+    """Raise a RecipeError that names the keys that the recipe leaves to its user, if some have no value."""
     keys = missing(config)
     if keys:
         given = " ".join(f"{key}=..." for key in keys)
@@ -121,12 +111,8 @@ def _is_dotted(value: object) -> TypeGuard[str]:
     return isinstance(value, str) and "." in value and all(part.isidentifier() for part in value.split("."))
 
 
-def parameters(target: str) -> set[str]:
-    """Return the parameters that the callable `target` takes, including those that it passes on to base classes.
-
-    Raises:
-        RecipeError: `target` cannot be imported.
-    """
+def _parameters(target: str) -> set[str]:
+    """Return the parameters that the callable `target` takes, including those that it passes on to base classes."""
     from hydra.utils import get_object
 
     try:
@@ -191,7 +177,6 @@ def _override(config: DictConfig, override: str) -> None:
 
 
 def _parent(config: DictConfig, key: str) -> DictConfig:
-    """Return the node that holds the last part of `key`."""
     node: Any = config
     parts = key.split(".")
     for depth, part in enumerate(parts[:-1]):
@@ -207,17 +192,14 @@ def _parent(config: DictConfig, key: str) -> DictConfig:
 def _check_name(parent: DictConfig, key: str, name: str) -> None:
     """Raise unless `name` may be added to `parent`."""
     target = parent.get("_target_")
-    known = set(map(str, parent)) | (parameters(target) if target else set())
+    known = set(map(str, parent)) | (_parameters(target) if target else set())
     if name not in known:
         where = "the recipe" if target is None else f"the recipe, nor a parameter of {target}"
         raise RecipeError(f"no key {key} in {where}{_suggestion(name, known, key.split('.')[:-1])}")
 
 
 def _check_value(key: str, old: Any, new: Any) -> None:
-    """Raise if `new` is of another kind than the recipe's `old` value; null and any value may replace each other.
-
-    An object that is to be instantiated may replace any value: Lightning's `logger` is true, false or an object.
-    """
+    """Raise if `new` is of another kind than the recipe's `old` value; null and objects may replace any value."""
     if isinstance(new, dict) and "_target_" in new:
         return
     kinds = {bool: "true or false", int: "a whole number", float: "a number", str: "text", dict: "a mapping"}

@@ -30,11 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class Unbuilt:
-    """Holds a recipe so that Fiddle makes no objects of it: Fiddle does not look inside.
-
-    Args:
-        recipe: the recipe as NeMo made it.
-    """
+    """Holds a recipe so that Fiddle makes no objects of it: Fiddle does not look inside."""
 
     def __init__(self, recipe: run.Partial) -> None:
         self.recipe = recipe
@@ -83,12 +79,7 @@ class CheckpointlessRecipe(run.Partial):
 
     @classmethod
     def adopt(cls, recipe: run.Partial, wrapper: run.Config | None) -> CheckpointlessRecipe:
-        """Turn ``recipe`` itself into a ``CheckpointlessRecipe``.
-
-        Args:
-            recipe: any recipe.
-            wrapper: a configuration of :class:`HPWrapper`. None: the one it already has, or else ``HPWrapper()``.
-        """
+        """Turn ``recipe`` itself into one of these; without ``wrapper`` it keeps the one that it has."""
         object.__setattr__(recipe, "__class__", cls)
         if wrapper is not None or "_wrapper" not in vars(recipe):
             object.__setattr__(recipe, "_wrapper", wrapper)
@@ -187,25 +178,17 @@ _EARLY_GATHER = "overlap_param_gather_with_optimizer_step"
 
 
 def _switch_on(recipe: run.Partial, replicas: int | None = None, enable_checksum: bool = False) -> None:
-    """Change a recipe in place, after checking that all can be changed. A second call changes nothing more.
-
-    Args:
-        recipe: the recipe of a function that takes a ``trainer``.
-        replicas: the number of ranks that hold each shard, as for :func:`checkpointless.strategies.enable`.
-        enable_checksum: compare the replicas before a recovery.
-
-    Raises:
-        ValueError: the recipe cannot be made to recover; the message is one line that says what to change.
-    """
+    """Change a recipe in place, after checking that all can be changed. A second call changes nothing more."""
     strategy = _strategy_of(recipe)
     _check_optimizer(recipe)
     instances = _instances(recipe, strategy, replicas)
-    _swap(strategy, CheckpointlessMegatronStrategy)
+    if not _is(strategy, CheckpointlessMegatronStrategy):
+        fdl.update_callable(strategy, CheckpointlessMegatronStrategy)
     strategy.num_distributed_optimizer_instances = instances
     _set_callbacks(recipe.trainer, enable_checksum)
     resume = getattr(recipe, "resume", None)
-    if isinstance(resume, fdl.Buildable) and _is(resume, AutoResume):
-        _swap(resume, CheckpointlessAutoResume)
+    if isinstance(resume, fdl.Buildable) and _is(resume, AutoResume) and not _is(resume, CheckpointlessAutoResume):
+        fdl.update_callable(resume, CheckpointlessAutoResume)
 
 
 def _strategy_of(recipe: run.Partial) -> Any:
@@ -270,17 +253,12 @@ def _instances(recipe: run.Partial, strategy: Any, replicas: int | None) -> int:
     wanted = replicas if replicas is not None else max(present, _DEFAULT_REPLICAS)
     if wanted < 2:
         raise ValueError(f"replicas={wanted}: a rank that dies is filled by another holder, so 2 are needed")
-    distributed = _optimizer_is_distributed(recipe)
+    config = getattr(getattr(recipe, "optim", None), "config", None)  # in NeMo the optimizer's decides
+    distributed = config is None or bool(getattr(config, "use_distributed_optimizer", False))
     layout = _layout_of(recipe.trainer, strategy)
     if layout is not None:
         _require(layout, wanted if distributed else max(2, min(layout.holders())))
     return wanted if distributed else 1
-
-
-def _optimizer_is_distributed(recipe: run.Partial) -> bool:
-    """Return whether the optimizer will be Megatron's distributed one; in NeMo its configuration decides that."""
-    config = getattr(getattr(recipe, "optim", None), "config", None)
-    return True if config is None else bool(getattr(config, "use_distributed_optimizer", False))
 
 
 def _set_callbacks(trainer: Any, enable_checksum: bool) -> None:
@@ -309,12 +287,6 @@ def _callbacks_of(trainer: Any) -> list[Any]:
     return list(callbacks) if isinstance(callbacks, list | tuple) else [callbacks]
 
 
-def _swap(config: Any, cls: type) -> None:
-    """Make a configuration build ``cls`` with the arguments that it has, unless it builds one already."""
-    if not _is(config, cls):
-        fdl.update_callable(config, cls)
-
-
 def _is(value: Any, cls: type) -> bool:
     """Return whether ``value`` is an instance or a configuration of ``cls`` or of a subclass."""
     made = value.__fn_or_cls__ if isinstance(value, fdl.Buildable) else type(value)
@@ -330,39 +302,30 @@ def _name(value: Any) -> str:
 
 
 def _layout_of(trainer: object, strategy: object) -> Layout | None:
-    """Return the layout on the job's ranks, or on those that the recipe asks for; None if it leaves them open.
-
-    Args:
-        trainer: the configuration of the recipe's trainer.
-        strategy: the configuration of the trainer's strategy.
-    """
+    """Return the layout on the job's ranks, or on those that the recipe asks for; None if it leaves them open."""
     devices, nodes = getattr(trainer, "devices", None), getattr(trainer, "num_nodes", 1)
     if isinstance(devices, list | tuple):
         devices = len(devices)
     if not isinstance(devices, int) or not isinstance(nodes, int) or devices < 1:
         return None
-    tensor = _size(strategy, "tensor_model_parallel_size")
+
+    def size(of: str, default: int = 1) -> int:
+        return getattr(strategy, f"{of}_parallel_size", None) or default
+
+    tensor = size("tensor_model")
     return Layout(
         world_size=int(os.environ.get(WORLD_SIZE_ENV, devices * nodes)),
         ranks_per_node=devices,
         tensor=tensor,
-        pipeline=_size(strategy, "pipeline_model_parallel_size"),
-        context=_size(strategy, "context_parallel_size"),
-        expert=_size(strategy, "expert_model_parallel_size"),
-        expert_tensor=getattr(strategy, "expert_tensor_parallel_size", None) or tensor,
+        pipeline=size("pipeline_model"),
+        context=size("context"),
+        expert=size("expert_model"),
+        expert_tensor=size("expert_tensor", tensor),
     )
 
 
 def _require(layout: Layout, replicas: int) -> None:
-    """Raise unless each shard can be held by ``replicas`` ranks.
-
-    Args:
-        layout: the layout of the recipe's ranks.
-        replicas: the number of ranks that hold each shard of the optimizer.
-
-    Raises:
-        ValueError: the ranks cannot hold so many replicas; the message says what to change.
-    """
+    """Raise unless each shard can be held by ``replicas`` ranks."""
     dense, experts = layout.holders()
     if dense and dense % replicas == experts % replicas == 0:
         return
@@ -380,10 +343,6 @@ def _require(layout: Layout, replicas: int) -> None:
         f"hold {replicas} replicas: set num_nodes={layout.nodes_for(replicas)} with "
         f"{layout.ranks_per_node} devices each, or smaller parallel sizes"
     )
-
-
-def _size(strategy: object, name: str) -> int:
-    return getattr(strategy, name, None) or 1
 
 
 # --- Switches recovery on in a recipe of NeMo's collection ------------------------------------------------------

@@ -28,26 +28,17 @@ from checkpointless.transfer.exchange import true_on_all
 
 
 class _NotKept:
-    """A model that cannot be kept.
-
-    Args:
-        reason: why, in a phrase.
-    """
+    """A model that cannot be kept."""
 
     def __init__(self, reason: str) -> None:
         self._reason = reason
 
     def unfit(self) -> str:
-        """Return why it cannot be kept."""
         return self._reason
 
 
 class WarmStart:
-    """The set-up of one fit by a Megatron strategy, whose process groups are built and nothing else.
-
-    Args:
-        strategy: the strategy, of a trainer that fits a model.
-    """
+    """The set-up of one fit by a Megatron strategy, whose process groups are built and nothing else."""
 
     def __init__(self, strategy: MegatronStrategy) -> None:
         self._strategy: Any = strategy
@@ -67,11 +58,7 @@ class WarmStart:
         return self._kept is not None
 
     def agree(self, manager: CheckpointManager | None) -> None:
-        """Take what ``manager`` keeps for this fit, if it fits, and notify the other ranks. Collective.
-
-        Args:
-            manager: keeps the state over restarts; None: there is none yet.
-        """
+        """Take what ``manager`` keeps for this fit, if it fits, and notify the other ranks. Collective."""
         found = manager.kept if manager is not None else None
         if manager is not None and found is not None and found[0] == manager.fits.number + 1:
             kept, left = cast("tuple[KeptModel, tuple[RngStates, RngStates]]", (found[1], found[1].streams))  # type: ignore[attr-defined]
@@ -94,12 +81,7 @@ class WarmStart:
             emit_event(EventName.WARM, kept=False, reason=reason)
 
     def _configure(self, module: Any, vp_stage: int | None = None) -> None:
-        """Stand in for a module's ``configure_model``: have it build its model, unless that is kept.
-
-        Args:
-            module: the module, of the next virtual pipeline stage.
-            vp_stage: that stage, which it is given.
-        """
+        """Stand in for ``configure_model`` of the next virtual stage: have it build, unless it is kept."""
         vars(module).pop("configure_model", None)
         values = vars(module.config)
         if self._kept is not None:
@@ -164,11 +146,7 @@ class WarmStart:
 
     @contextmanager
     def add_adapters(self, peft: PEFT) -> Iterator[None]:
-        """Have NeMo find adapters and optimizer in place that were kept, while it adds them in the context.
-
-        Args:
-            peft: NeMo's callback, which adds them.
-        """
+        """Have NeMo's callback find adapters and optimizer in place that were kept, while it adds them."""
         kept = self._kept
         if kept is None:
             yield
@@ -197,11 +175,7 @@ class WarmStart:
         return self._kept.bound if self._kept is not None else None
 
     def built(self, bound: LaunchBound | None) -> KeptModel | _NotKept:
-        """Return what is built now, for the next fault.
-
-        Args:
-            bound: what bounds the launches of the model's layers; None: nothing.
-        """
+        """Return what is built now, for the next fault; ``bound``: what bounds the launches of its layers."""
         if self._obstacle is not None:
             return _NotKept(self._obstacle)
         strategy = self._strategy
@@ -222,9 +196,9 @@ def _put(chunk: Any, module: Any) -> None:
 def _obstacle(strategy: Any) -> str | None:
     """Return why the model that ``strategy`` is about to build cannot be one that was kept; None: it can."""
     module = strategy.lightning_module
-    early = _early(strategy)
-    if early:
-        return f"on_fit_start of {type(early[0]).__name__} would find a trained model"
+    for each in (module, *module.trainer.callbacks):
+        if _acts_before_the_restore(each):
+            return f"on_fit_start of {type(each).__name__} would find a trained model"
     if getattr(type(module), "configure_model", None) is not GPTModel.configure_model:
         return f"it is not known how {type(module).__name__} builds its model"
     if hasattr(module, "module"):
@@ -238,12 +212,6 @@ def _obstacle(strategy: Any) -> str | None:
     if not isinstance(strategy.ddp_config, DistributedDataParallelConfig):
         return "the model is not in Megatron's DistributedDataParallel"
     return None
-
-
-def _early(strategy: Any) -> list[object]:
-    """Return the callbacks and modules of the user's that act between the set-up of a model and its restore."""
-    module = strategy.lightning_module
-    return [each for each in (module, *module.trainer.callbacks) if _acts_before_the_restore(each)]
 
 
 def _acts_before_the_restore(part: object) -> bool:
@@ -269,8 +237,9 @@ def _plans(strategy: Any) -> dict[str, dict[str, object]]:
         "adapters": _settings(module.model_transform) if module.model_transform is not None else {},
         "tokenizer": {"class": type(module.tokenizer), "size": getattr(module.tokenizer, "vocab_size", None)},
     }
+    # The other names are a framework's notes of how a configuration was made.
     return {
-        what: fingerprints({name: value for name, value in each.items() if _is_own(name)})
+        what: fingerprints({name: value for name, value in each.items() if not name.startswith("__")})
         for what, each in values.items()
     }
 
@@ -288,8 +257,3 @@ def _saved(strategy: Any) -> Collection[str]:
 
 def _leave_as_it_is(model: object) -> None:
     """Stand in for what adds adapters, where they are in place."""
-
-
-def _is_own(name: str) -> bool:
-    """Return whether a value is the configuration's own, and not a framework's note of how it was made."""
-    return not name.startswith("__")

@@ -125,7 +125,6 @@ class _TitanTraining(SteppedTraining):
         original(*args)
 
     def compute(self, original: Callable[..., torch.Tensor], **batch: Any) -> torch.Tensor:
-        """Compute the gradients of a batch."""
         making = self._call.steps.making
         self._call.enter_phase("forward", making)
         repeated_steps.take(making, batch)

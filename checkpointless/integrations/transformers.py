@@ -122,11 +122,7 @@ def _refusal(trainer: Trainer) -> str | None:
 
 
 class _Attributes:
-    """Plain attributes of an object that training changes.
-
-    Args:
-        is_script: whether the script's own class made it, whose attributes are named if they cannot be kept.
-    """
+    """Plain attributes of an object that training changes; those of a script's class are named if not kept."""
 
     def __init__(self, name: str, target: Callable[[], Any], *, is_script: bool = False, leave: str = "") -> None:
         self.name = name
@@ -135,7 +131,6 @@ class _Attributes:
         self._leave = leave
 
     def values(self) -> Mapping[str, Any]:
-        """Return the attributes as they are now."""
         return {
             name: value
             for name, value in vars(self._target()).items()
@@ -149,31 +144,24 @@ class _Attributes:
             setattr(target, name, put_value(getattr(target, name, None), value))
 
 
-def _always(value: Any) -> Callable[[], Any]:
-    """Return a function that returns ``value``."""
-    return lambda: value
-
-
 def _is_script(value: object) -> bool:
-    """Return whether the class of an object is not one of transformers."""
     return type(value).__module__.partition(".")[0] != "transformers"
 
 
 class _TrainerTraining(SteppedTraining):
-    """The state of a Trainer's training, for :class:`~checkpointless.recovery.CheckpointManager`.
-
-    Attributes:
-        position: the epoch and how many of its batches precede the step in the making.
-        norm: of the gradients of the step in the making.
-    """
+    """The state of a Trainer's training, for :class:`~checkpointless.recovery.CheckpointManager`."""
 
     def __init__(self, call: HPCallWrapper, trainer: Trainer, state: Mapping[str, Any]) -> None:
         self._trainer = trainer
-        self.position = (0, 0)
-        self.norm: float | None = None
+        self.position = (0, 0)  # the epoch, and how many of its batches precede the step in the making
+        self.norm: float | None = None  # of the gradients of the step in the making
         self._objects: Mapping[str, Any] = {}
         callbacks = [
-            _Attributes(f"{number}.{type(each).__name__}", _always(each), is_script=_is_script(each))
+            _Attributes(
+                f"{number}.{type(each).__name__}",
+                functools.partial(lambda it: it, each),
+                is_script=_is_script(each),
+            )
             for number, each in enumerate(trainer.callback_handler.callbacks)
             if (_is_script(each) and not isinstance(each, _Entry)) or isinstance(each, ExportableState)
         ]
@@ -189,17 +177,7 @@ class _TrainerTraining(SteppedTraining):
         )
 
     def recover(self, position: tuple[int, int]) -> tuple[int, int]:
-        """Recover model, optimizer and scheduler from memory, if there is something to recover. Collective.
-
-        Args:
-            position: where the Trainer would begin: the epoch, and how many of its batches precede.
-
-        Returns:
-            The position to begin at.
-
-        Raises:
-            StateLostError: steps were committed and no rank holds them any more.
-        """
+        """Recover from memory, if there is something; return where to begin, else ``position``. Collective."""
         self.position = position
         objects = self.resume(self._trainer.state.global_step)
         if objects is not None:
@@ -213,13 +191,11 @@ class _TrainerTraining(SteppedTraining):
 
     @override
     def begin_step(self) -> None:
-        """Put back or take the state at a step boundary, the step's first batches being there already."""
         self.norm = None
         super().begin_step()
 
     @override
     def _put_back(self) -> None:
-        """Put back streams, declared state, and what the Trainer and its callbacks have apart from tensors."""
         super()._put_back()
         self._attributes.put(self.own["attributes"])
         self._trainer.state.log_history[:] = self._objects["history"]
@@ -230,22 +206,16 @@ class _TrainerTraining(SteppedTraining):
 
     @override
     def _noted(self) -> dict[str, Any]:
-        """Return what this rank alone has: attributes, and where the step in the making begins in the data."""
         return {"attributes": self._attributes.take(), "position": list(self.position), "norm": self.norm}
 
     @override
     def _capture(self, step: int) -> Callable[[], dict[str, Any]]:
-        """Capture the Trainer's log, in addition."""
         capture, history = super()._capture(step), list(self._trainer.state.log_history)
         return lambda: {**capture(), "history": history}
 
 
 class _Entry(TrainerCallback):  # type: ignore[misc]
-    """One call of ``trainer.train`` in a block: what is done at each of the Trainer's seams.
-
-    Attributes:
-        iterators: the iterators over loaders with workers, the newest first.
-    """
+    """One call of ``trainer.train`` in a block: what is done at each of the Trainer's seams."""
 
     _training: _TrainerTraining  # from the point at which the Trainer has made model and optimizer
 
@@ -256,7 +226,7 @@ class _Entry(TrainerCallback):  # type: ignore[misc]
         self._loader: Any = None
         self._epoch = self._taken = self._looks = 0
         self._is_first_of_pass = True
-        self.iterators: list[weakref.ref[Any]] = []
+        self.iterators: list[weakref.ref[Any]] = []  # over loaders with workers, the newest first
 
     @contextmanager
     def entered(self) -> Iterator[None]:
@@ -433,7 +403,7 @@ class _Parts:
         return (each for each in found if each is not None)
 
     def stop_saves(self, trainer: object) -> None:
-        """Do nothing: the Trainer saves in its own thread."""
+        """The Trainer saves in its own thread."""
 
 
 register_trainer_parts("transformers", _Parts())

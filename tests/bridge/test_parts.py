@@ -20,9 +20,9 @@ from megatron.bridge.training import pretrain, train
 from checkpointless.inprocess import UnrecoverableError
 from checkpointless.integrations.compat.megatron import queues_of_writers
 from checkpointless.integrations.megatron_bridge import entry, finetune
-from checkpointless.integrations.megatron_bridge.data import Loaders
-from checkpointless.integrations.megatron_bridge.entry import _REFUSALS, _copied, refusal
-from checkpointless.integrations.megatron_bridge.training import StepOutcome
+from checkpointless.integrations.megatron_bridge.entry import _REFUSALS, _copied, _refusal
+from checkpointless.integrations.megatron_bridge.generation import _Loaders
+from checkpointless.integrations.megatron_bridge.training import _StepOutcome
 from checkpointless.state.serialization import state_tree
 
 pytestmark = [pytest.mark.nemo]
@@ -53,7 +53,7 @@ def test_a_pass_goes_on_where_it_stood_wherever_that_was(kind: str, began: int) 
     each = RANKS if kind == "cyclic" else GLOBAL  # samples of all ranks in one batch of the loader
     expected = [batch.tolist() for batch in itertools.islice(cyclic_iter(made(kind, began)), 40)]
     for taken in range(30):
-        loaders = Loaders(True, {"train": began}, seed=1)
+        loaders = _Loaders(True, {"train": began}, seed=1)
         loaders.begin_build()
         loader = made(kind, began + taken * each)
         loaders.made(loader, 1)
@@ -67,7 +67,7 @@ def test_an_iterator_that_was_there_before_the_fault_draws_at_once_and_others_wh
     each = RANKS if kind == "cyclic" else GLOBAL
     length = (SAMPLES // GLOBAL * GLOBAL if kind == "batch" else SAMPLES // RANKS * RANKS) // each
     for resumes, taken in itertools.product((False, True), range(length + 2)):
-        loaders = Loaders(resumes, {"train": 0}, seed=1)
+        loaders = _Loaders(resumes, {"train": 0}, seed=1)
         loaders.begin_build()
         loader = made(kind, taken * each)
         loaders.made(loader, 1)
@@ -79,7 +79,7 @@ def test_an_iterator_that_was_there_before_the_fault_draws_at_once_and_others_wh
 
 @pytest.mark.parametrize(("consumed", "draws"), [(0, False), (SAMPLES, True)])
 def test_workers_that_persist_have_one_iterator_for_all_passes(consumed: int, draws: bool) -> None:
-    loaders = Loaders(True, {"train": 0}, seed=1)
+    loaders = _Loaders(True, {"train": 0}, seed=1)
     loaders.begin_build()
     loader = made("cyclic", consumed, workers=1)
     loaders.made(loader, 1)
@@ -91,8 +91,8 @@ def test_workers_that_persist_have_one_iterator_for_all_passes(consumed: int, dr
 
 @pytest.mark.parametrize("losses", [[], [[1.5], [2.25]], [[1.5, 3.0], [0.1, 7.0]]])
 def test_an_outcome_travels_as_plain_data(losses: list[list[float]]) -> None:
-    outcome = StepOutcome([{"lm loss": torch.tensor(each)} for each in losses], True, 0.1, None, 8)
-    again = StepOutcome.from_plain(state_tree.loads(state_tree.dumps(outcome.to_plain())))
+    outcome = _StepOutcome([{"lm loss": torch.tensor(each)} for each in losses], True, 0.1, None, 8)
+    again = _StepOutcome.from_plain(state_tree.loads(state_tree.dumps(outcome.to_plain())))
     assert [{name: each.tolist() for name, each in loss.items()} for loss in again.losses] == [
         {name: each.tolist() for name, each in loss.items()} for loss in outcome.losses
     ]
@@ -124,13 +124,13 @@ def configured(setting: str, value: object) -> Any:
 
 @pytest.mark.parametrize("setting", [each.setting for each in _REFUSALS])
 def test_what_cannot_be_carried_is_refused_in_one_line(setting: str) -> None:
-    reason = refusal(configured(setting, REFUSED.get(setting, True)))
+    reason = _refusal(configured(setting, REFUSED.get(setting, True)))
     assert reason is not None
     assert reason.startswith(f"{setting}: checkpointless ")
     assert ": set " in reason
     assert "\n" not in reason
-    assert refusal(configured(setting, ALLOWED.get(setting, False))) is None
-    assert refusal(configured(setting.partition(".")[0], None)) is None
+    assert _refusal(configured(setting, ALLOWED.get(setting, False))) is None
+    assert _refusal(configured(setting.partition(".")[0], None)) is None
 
 
 @dataclass

@@ -22,14 +22,7 @@ def installed(names: Iterable[str]) -> dict[str, str]:
 
 
 def untested(versions: Mapping[str, str]) -> str | None:
-    """Return which installed versions no test has run together.
-
-    Args:
-        versions: version of each installed package, by the name of its distribution.
-
-    Returns:
-        One line that says what was tested; None if there is nothing to say.
-    """
+    """Return in one line which ``versions`` of installed packages no test has run together; or None."""
     for framework, known in TESTED.items():
         found, core = versions.get(framework), versions.get(CORE, "missing")
         if found and not core.startswith(f"{known.get('.'.join(found.split('.')[:2]))}."):

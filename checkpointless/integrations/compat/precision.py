@@ -13,14 +13,11 @@ _WITHOUT_STATE = ("tensorwise", "blockwise", "mxfp8")
 
 
 def unsupported(config: object) -> str | None:
-    """Return why training at this precision cannot be recovered exactly.
+    """Return in one line why training at this precision cannot be recovered exactly, and what to set; or None.
 
     Args:
         config: Megatron's ``TransformerConfig``, NeMo's ``MegatronMixedPrecision`` or a recipe of either; what it
             does not have counts as not set.
-
-    Returns:
-        One line that says what to set; None if there is no obstacle.
     """
     if getattr(config, "fp4", None):
         return "checkpointless has not been proved with FP4 training: set fp4=None"
@@ -65,13 +62,10 @@ def _unsupported_parameters(config: object, name: str) -> str | None:
 
 
 def unsupported_in_a_loop(modules: Iterable[object]) -> str | None:
-    """Return why a loop of one's own cannot be recovered exactly with these modules.
+    """Return in one line why a loop of one's own cannot be recovered with these modules, and what to set; or None.
 
     Args:
         modules: the modules and all their parts; Megatron-core's have a ``config``.
-
-    Returns:
-        One line that says what to set; None if there is no obstacle in a ``config``.
     """
     for module in modules:
         config = getattr(module, "config", None)
@@ -104,7 +98,7 @@ _ASKED_WITH = (
 
 
 def unabortable(config: object) -> str | None:
-    """Return why a rank that waits for a lost one could not be freed.
+    """Return in one line why a rank that waits for a lost one could not be freed, and what to set; or None.
 
     DeepEP's kernels and those of TransformerEngine's user buffers read flags in a loop that peers write over NVLink
     or RDMA. Aborting NCCL's communicators does not end them; they end the process when their own limit is over.
@@ -112,9 +106,6 @@ def unabortable(config: object) -> str | None:
 
     Args:
         config: Megatron's ``TransformerConfig`` or a recipe of it; what it does not have counts as not set.
-
-    Returns:
-        One line that says what to set; None if there is no obstacle, or the user accepts it.
     """
     if os.environ.get(SPINNING_KERNELS_ENV) == YES:
         return None

@@ -70,7 +70,7 @@ def pretrain(
     if call is None:
         bridge.pretrain(config, forward_step_func, callbacks)
         return
-    reason = refusal(config)
+    reason = _refusal(config)
     if reason is not None:
         raise UnrecoverableError(reason)
     strange = untested(installed((BRIDGE, CORE)))
@@ -131,19 +131,12 @@ def _copied(config: ConfigContainer) -> ConfigContainer:
 
 @dataclass(frozen=True)
 class _Refusal:
-    """One setting that is refused.
+    """One setting that is refused."""
 
-    Attributes:
-        setting: path of the setting below the configuration.
-        why: what checkpointless cannot do with it.
-        instead: what to set.
-        refused: whether a value of it is refused.
-    """
-
-    setting: str
-    why: str
-    instead: str
-    refused: Callable[[Any], bool] = bool
+    setting: str  # its path below the configuration
+    why: str  # what checkpointless cannot do with it
+    instead: str  # what to set
+    refused: Callable[[Any], bool] = bool  # whether a value of it is refused
 
 
 def _is_given(value: object) -> bool:
@@ -202,15 +195,8 @@ _REFUSALS = (
 )
 
 
-def refusal(config: ConfigContainer) -> str | None:
-    """Return why a training with ``config`` cannot be recovered exactly.
-
-    Args:
-        config: the configuration that is given to ``pretrain``.
-
-    Returns:
-        One line that says what to set; None if there is no obstacle.
-    """
+def _refusal(config: ConfigContainer) -> str | None:
+    """Return in one line why a training with ``config`` cannot be recovered exactly, and what to set; or None."""
     for each in _REFUSALS:
         if each.refused(_value(config, each.setting)):
             return f"{each.setting}: checkpointless {each.why}: set {each.instead}"
@@ -272,11 +258,7 @@ def _rows() -> list[Patch]:
 
 
 def _in_a_block(act: Callable[[BridgeGeneration, Call], Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return what makes the replacement of a function of Bridge's, which stays what it is outside of a block.
-
-    Args:
-        act: what is done in a block, given the generation and the call of the original.
-    """
+    """Return what makes the replacement of a function of Bridge's: ``act`` in a block, itself outside."""
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -293,7 +275,6 @@ _signature = functools.cache(inspect.signature)
 
 
 def _named(call: Call) -> Mapping[str, Any]:
-    """Return the arguments of a call by name."""
     return _signature(call.func).bind(*call.args, **call.keywords).arguments
 
 
@@ -324,9 +305,8 @@ def _should_load_checkpoint(generation: BridgeGeneration, call: Call) -> bool:
 def _results_queue(generation: BridgeGeneration, call: Call) -> Any:
     """Return a queue of this process for what writers of a save report.
 
-    Megatron's is in a process of its own, which imports the script, and torch with the first report. A rank that is
-    interrupted while it talks to that process takes the old answer for that to its next question. Saves are not
-    made in the background here, so a queue of this process does.
+    Megatron's is in a separate process. A rank that is interrupted while it talks to that takes the old answer for
+    that to its next question. Saves are not made in the background here, so a queue of this process does.
     """
     return queue.Queue()
 

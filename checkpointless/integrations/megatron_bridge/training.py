@@ -31,7 +31,7 @@ from checkpointless.state.port import SnapshotPoint
 if TYPE_CHECKING:
     from megatron.bridge.training.state import GlobalState
 
-Losses = Sequence[Mapping[str, torch.Tensor]]
+_Losses = Sequence[Mapping[str, torch.Tensor]]
 logger = logging.getLogger(__name__)
 
 
@@ -54,13 +54,6 @@ class BridgeTraining(JournaledTraining):
 
     Raises:
         UnrecoverableError: the update cannot be guarded, or the state cannot be carried over.
-
-    Attributes:
-        recovered: whether the state was recovered from memory in this generation.
-        replayed: the outcome of the committed step that is gone through again; None: the next step is computed.
-        totals: what Bridge has added up since it logged last, by name; Bridge changes it.
-        kept_totals: what had been added up when the point was taken that training resumed at.
-        began: for each stream of samples how many were consumed when the training began.
     """
 
     _how_to_get_replicas = MegatronTraining._how_to_get_replicas
@@ -79,13 +72,13 @@ class BridgeTraining(JournaledTraining):
         self._update = GuardedUpdate(optimizer, chunks, UpdateGuard(call, self._journal))
         self._bridge = state
         self._norms = NotedNorms(optimizer)
-        self._losses: Losses = []
+        self._losses: _Losses = []
         self._objects: Mapping[str, Any] = {}
-        self.recovered = False
-        self.replayed: StepOutcome | None = None
-        self.totals: dict[str, Any] = {}
-        self.kept_totals: Mapping[str, Any] = {}
-        self.began: dict[str, int] = {}
+        self.recovered = False  # from memory, in this generation
+        self.replayed: _StepOutcome | None = None  # of the committed step that is gone through again
+        self.totals: dict[str, Any] = {}  # what Bridge has added up since it logged last; Bridge changes it
+        self.kept_totals: Mapping[str, Any] = {}  # what had been added up at the point that training resumed at
+        self.began: dict[str, int] = {}  # for each stream how many samples were consumed when training began
 
     # --- when the block is entered ----------------------------------------------------------------------------
 
@@ -96,7 +89,7 @@ class BridgeTraining(JournaledTraining):
             is_stored: returns whether Bridge will load a checkpoint if this is not possible.
 
         Raises:
-            UnrecoverableError: steps were committed, and neither memory nor storage holds them.
+            StateLostError: steps were committed, and neither memory nor storage holds them.
         """
         call, manager = self._call, self._manager
         if call.generation == 0:
@@ -137,7 +130,7 @@ class BridgeTraining(JournaledTraining):
             own = self._manager.own.kept_at(self.step, SnapshotPoint.COMMITTED)
             if not own:
                 raise UnrecoverableError(f"the outcome of step {self.step} of this rank is lost")
-            self.replayed = StepOutcome.from_plain(own["outcome"])
+            self.replayed = _StepOutcome.from_plain(own["outcome"])
             consumed += self.replayed.samples
         return consumed
 
@@ -171,16 +164,12 @@ class BridgeTraining(JournaledTraining):
         self._call.begin_step(self.step + 1)
         self._call.enter_phase("data", self.step + 1)
 
-    def note(self, losses: Losses) -> None:
+    def note(self, losses: _Losses) -> None:
         """Note what forward and backward report of the step in the making."""
         self._losses = losses
 
     def end_step(self, reduced: Mapping[str, torch.Tensor]) -> None:
-        """Record the step, whose update and schedulers are done.
-
-        Args:
-            reduced: the losses that Bridge reports, by name; none on a rank that is not in the last pipeline stage.
-        """
+        """Record the step, whose update and schedulers are done, with the losses that Bridge reports by name."""
         if self.replayed is None:
             if self._call.parameter_update_lock.committed < self._call.steps.making:
                 return
@@ -208,7 +197,7 @@ class BridgeTraining(JournaledTraining):
         self._manager.copies.finish()
 
     @contextmanager
-    def replay(self, outcome: StepOutcome) -> Iterator[None]:
+    def replay(self, outcome: _StepOutcome) -> Iterator[None]:
         """Let the optimizer's ``step`` give ``outcome`` and change nothing but the streams while this lasts."""
         kept = outcome.succeeded, outcome.grad_norm, outcome.num_zeros
         vars(self._bridge).update(outcome.flops)
@@ -246,9 +235,9 @@ class BridgeTraining(JournaledTraining):
         counters = {field.name: getattr(train_state, field.name) for field in dataclasses.fields(train_state)}
         return lambda: {**capture(), "counters": counters, "totals": totals, "began": began}
 
-    def _outcome(self) -> StepOutcome:
+    def _outcome(self) -> _StepOutcome:
         cfg, succeeded = self._bridge.cfg, not self._update.overflow
-        return StepOutcome(
+        return _StepOutcome(
             self._losses,
             succeeded,
             self._norms.grad_norm if succeeded else None,
@@ -281,25 +270,15 @@ def _gathers_late(optimizer: MegatronOptimizer) -> bool:
 
 
 @dataclass(frozen=True)
-class StepOutcome:
-    """What forward, backward and update of one step gave this rank.
+class _StepOutcome:
+    """What forward, backward and update of one step gave this rank."""
 
-    Attributes:
-        losses: for each microbatch the values to report, by name, each of one or two elements; empty on a rank
-            that is not in the last pipeline stage.
-        succeeded: whether the update was not skipped.
-        grad_norm: norm of all gradients, if it was computed.
-        num_zeros: number of gradients that are zero, if they were counted.
-        samples: number of samples that the step took, of all ranks.
-        flops: what forward has counted of its operations, by name.
-    """
-
-    losses: Losses
+    losses: _Losses  # of each microbatch, by name, of one or two elements; empty before the last pipeline stage
     succeeded: bool
     grad_norm: float | None
-    num_zeros: float | None
-    samples: int
-    flops: Mapping[str, int] = field(default_factory=dict)
+    num_zeros: float | None  # the number of gradients that are zero, if they were counted
+    samples: int  # that the step took, of all ranks
+    flops: Mapping[str, int] = field(default_factory=dict)  # what forward has counted of its operations, by name
 
     def to_plain(self) -> dict[str, Any]:
         """Return the outcome as plain data, with one tensor for each name."""
@@ -315,8 +294,7 @@ class StepOutcome:
         }
 
     @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> StepOutcome:
-        """Return the outcome that :meth:`to_plain` gave."""
+    def from_plain(cls, plain: Mapping[str, Any]) -> _StepOutcome:
         stacked = {name: tensor.to(device) for name, (device, tensor) in plain["losses"].items()}
         microbatches = len(next(iter(stacked.values()))) if stacked else 0
         losses = [{name: tensor[number] for name, tensor in stacked.items()} for number in range(microbatches)]
