@@ -21,8 +21,6 @@ logger = logging.getLogger(__name__)
 
 
 class _PeftCallback(Protocol):
-    """NeMo's callback for parameter-efficient fine-tuning."""
-
     params_to_save: set[str]  # the names of the parameters that NeMo saves as adapters
 
 

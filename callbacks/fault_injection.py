@@ -100,7 +100,6 @@ class HPFaultInjectionCallback(Callback):
 
     @override
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
-        """Enter the phase ``before_optimizer``: the gradients are available."""
         self.enter_phase("before_optimizer", self._step)
 
     @override
@@ -115,7 +114,6 @@ class HPFaultInjectionCallback(Callback):
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Remove the hook from the model."""
         if self._backward_hook is not None:
             self._backward_hook.remove()
             self._backward_hook = None

@@ -163,7 +163,6 @@ def _module_digest(trainer: pl.Trainer) -> str | None:
 
 
 def _data_digest(trainer: pl.Trainer) -> str | None:
-    """Return a digest of the data module's state, or None if it has no state."""
     datamodule: Any = getattr(trainer, "datamodule", None)
     state = datamodule.state_dict() if datamodule is not None else None
     return digest_value(state) if state else None

@@ -79,8 +79,6 @@ def _check_checkpointless(config: DictConfig) -> None:
 
 
 class _Section:
-    """Gives the values of a part of a recipe as attributes, None for what it does not have."""
-
     def __init__(self, section: DictConfig) -> None:
         self._section = section
 

@@ -112,7 +112,6 @@ def build(config: DictConfig) -> _Job:
 
 
 def _objects(config: DictConfig) -> _Job:
-    """Make the objects that a completed recipe describes."""
     data = _make(config, "data")
     model = _make(config, "model", tokenizer=data.tokenizer)
     made = [_make(config, f"callbacks.{name}") for name in config.get("callbacks") or ()]

@@ -190,7 +190,6 @@ def _parent(config: DictConfig, key: str) -> DictConfig:
 
 
 def _check_name(parent: DictConfig, key: str, name: str) -> None:
-    """Raise unless `name` may be added to `parent`."""
     target = parent.get("_target_")
     known = set(map(str, parent)) | (_parameters(target) if target else set())
     if name not in known:

@@ -158,7 +158,6 @@ class CheckpointlessMegatronStrategy(RecoverableStrategy, MegatronStrategy):
 
     @override
     def setup_distributed(self) -> None:
-        """Build the process groups of this generation."""
         self._build_groups(super().setup_distributed)
         if self._call is None:
             return

@@ -92,12 +92,10 @@ class CheckpointlessRecipe(run.Partial):
 
     @override
     def visualize(self, **kwargs: Any) -> Any:
-        """Visualize the recipe like any other."""
         return self.plain().visualize(**kwargs)
 
     @override
     def diff(self, old: Any, trim: bool = True, **kwargs: Any) -> Any:
-        """Compare the recipe with ``old`` like any other."""
         old = old.plain() if isinstance(old, CheckpointlessRecipe) else old
         return self.plain().diff(old, trim=trim, **kwargs)
 
@@ -192,7 +190,6 @@ def _switch_on(recipe: run.Partial, replicas: int | None = None, enable_checksum
 
 
 def _strategy_of(recipe: run.Partial) -> Any:
-    """Return the configuration of the recipe's Megatron strategy."""
     trainer = getattr(recipe, "trainer", None)
     strategy = getattr(trainer, "strategy", None)
     if not isinstance(trainer, fdl.Buildable) or strategy is None:
@@ -280,7 +277,6 @@ def _set_callbacks(trainer: Any, enable_checksum: bool) -> None:
 
 
 def _callbacks_of(trainer: Any) -> list[Any]:
-    """Return the trainer's callbacks, however they are given."""
     callbacks = getattr(trainer, "callbacks", None)
     if callbacks is None:
         return []

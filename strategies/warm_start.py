@@ -28,8 +28,6 @@ from checkpointless.transfer.exchange import true_on_all
 
 
 class _NotKept:
-    """A model that cannot be kept."""
-
     def __init__(self, reason: str) -> None:
         self._reason = reason
 

@@ -92,8 +92,6 @@ def _refusal(trainer: Trainer) -> str | None:
 
 
 class _TitanTraining(SteppedTraining):
-    """The state of a Trainer's training."""
-
     def __init__(self, call: HPCallWrapper, trainer: Trainer, state: Mapping[str, Any]) -> None:
         self._trainer = trainer
         loader = trainer.dataloader

@@ -374,7 +374,6 @@ class _Entry(TrainerCallback):  # type: ignore[misc]
         return loss
 
     def _announce_backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Announce the phase ``backward``, for faults on purpose."""
         result = original(*args, **kwargs)
         loss = result[0] if isinstance(result, tuple) else result
         if loss.requires_grad:

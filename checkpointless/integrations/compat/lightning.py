@@ -32,21 +32,3 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Metada
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection as ResultCollection
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric as ResultMetric
 from lightning.pytorch.trainer.connectors.logger_connector.result import _Sync as Sync
-
-__all__ = [
-    "CheckpointConnector",
-    "DataFetcher",
-    "FitLoop",
-    "Metadata",
-    "ResultCollection",
-    "ResultMetric",
-    "Stateful",
-    "Sync",
-    "TrainingEpochLoop",
-    "WrappingCheckpointIO",
-    "call_callbacks_load_state_dict",
-    "call_callbacks_on_load_checkpoint",
-    "call_datamodule_hook",
-    "call_module_hook",
-    "set_sampler_epoch",
-]

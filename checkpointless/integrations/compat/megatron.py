@@ -17,17 +17,6 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import _disabl
 # Keeps the graphs of captured layers (0.14 to 0.19).
 from megatron.core.transformer.cuda_graphs import _CudagraphGlobalRecord as CudagraphGlobalRecord
 
-__all__ = [
-    "ActiveAsyncRequest",
-    "CudagraphGlobalRecord",
-    "counted_flops",
-    "disable_gc",
-    "microbatches_calculator",
-    "queues_of_writers",
-    "require_checkpoint",
-    "samples_of_a_pass",
-]
-
 _WRITERS = (
     "megatron.core.dist_checkpointing.strategies.filesystem_async",
     "nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async",

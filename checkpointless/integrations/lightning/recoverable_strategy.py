@@ -193,7 +193,6 @@ class RecoverableStrategy(ParallelStrategy):
     # --- what Lightning calls -------------------------------------------------------------------------------------
 
     def _data_rank(self) -> int:
-        """Return this rank's number among the ranks with different data."""
         raise NotImplementedError
 
     @override

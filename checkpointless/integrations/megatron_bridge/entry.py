@@ -131,8 +131,6 @@ def _copied(config: ConfigContainer) -> ConfigContainer:
 
 @dataclass(frozen=True)
 class _Refusal:
-    """One setting that is refused."""
-
     setting: str  # its path below the configuration
     why: str  # what checkpointless cannot do with it
     instead: str  # what to set

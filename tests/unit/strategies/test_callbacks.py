@@ -20,13 +20,6 @@ from checkpointless.system.environment import FAULTS_ENV, RECORD_STEPS_ENV, RUN_
 pytestmark = pytest.mark.nemo
 
 
-def test_ours_is_added_behind_the_users() -> None:
-    users: list[Any] = [Callback()]
-    present = list(users)
-    added = _complete(present)
-    assert present == [*users, added]
-
-
 def test_a_callback_with_settings_stays_the_only_one() -> None:
     given = CheckpointlessCallback(enable_checksum=True)
     present: list[Any] = [given]

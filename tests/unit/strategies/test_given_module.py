@@ -43,19 +43,12 @@ def test_what_a_generation_added_is_gone_and_what_was_given_is_left() -> None:
     again.put_back()
     given.put_back()  # which has nothing left to do
     assert not hasattr(model, "module")
-    assert model.kept.weight is weight
     assert not hasattr(model, "table")
     assert model.configure_optimizers() == "the class's"
     assert model.kept.weight is weight
     assert [name for name, _ in model.named_parameters()] == ["kept.weight", "kept.bias"]
     assert model.norms == [1.0]
     assert model._trainer is None
-    again = _GivenModule(model)
-    set_up(model)
-    again.put_back()
-    given.put_back()  # which has nothing left to do
-    assert not hasattr(model, "module")
-    assert model.kept.weight is weight
 
 
 def test_all_modules_of_all_fits_are_as_they_were_before_the_first_one() -> None:

@@ -51,8 +51,6 @@ _warned = False
 
 
 class _Bare(Metric):
-    """A metric with nothing in it."""
-
     def update(self) -> None: ...
 
     def compute(self) -> None: ...

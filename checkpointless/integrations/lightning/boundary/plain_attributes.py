@@ -41,7 +41,6 @@ _NO_OBJECT = (
     "%s.%s had a state before the fault, and there is no such object now: make it where the block makes %s "
     "(docs/contract.md, 2)"
 )
-_slots_of: dict[type, list[str]] = {}
 logger = logging.getLogger(__name__)
 
 
@@ -74,8 +73,6 @@ def kept_states(trainer: pl.Trainer) -> set[str]:
 
 
 class _Part:
-    """One part with attributes."""
-
     def __init__(self, name: str, part: object, inherited: frozenset[str], trainer: pl.Trainer) -> None:
         self.name = name
         self._model: Any = trainer.lightning_module
@@ -193,7 +190,6 @@ def _is_code(value: object) -> bool:
 
 
 def _slots(kind: type) -> list[str]:
-    """Return the names of attributes that a class keeps in slots."""
     named = [vars(each).get("__slots__", ()) for each in kind.__mro__]
     names = [name for each in named for name in ([each] if isinstance(each, str) else each)]
     return [name for name in names if name not in ("__dict__", "__weakref__")]

@@ -297,7 +297,6 @@ state_tree.register_plain_type(GradClipAlgorithmType)
 
 
 def _take_settings(trainer: pl.Trainer) -> dict[str, Any]:
-    """Return the settings as they are now, as plain data."""
     return {**dict(zip((*_READ, *_MADE), _read(trainer))), _VALIDATES: vars(trainer).get(_VALIDATES)}
 
 
@@ -619,7 +618,6 @@ def skip_fit(trainer: pl.Trainer, objects: dict[str, Any] | None) -> dict[str, A
 
 
 def _begins_epoch(stage: SnapshotPoint, objects: Mapping[str, Any]) -> bool:
-    """Return whether an epoch begins where the loops resume."""
     return stage is SnapshotPoint.TURNED or (
         stage is SnapshotPoint.COMMITTED and objects["base"] == SnapshotPoint.TURNED
     )

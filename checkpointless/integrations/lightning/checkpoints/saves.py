@@ -316,8 +316,6 @@ _UNKNOWN = {0: "a part of it could not be written"}
 
 
 class _SaveFailed(Exception):
-    """A checkpoint could not be saved, as all ranks know."""
-
     def __init__(self, path: str, reasons: Mapping[int, str]) -> None:
         super().__init__(path, reasons)
         self.path = path
@@ -510,8 +508,6 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class _Save:
-    """One save of this rank."""
-
     path: str
     after: tuple[int, SnapshotPoint]  # the newest point of the rank when the save began
     number: int | None  # that Megatron's queue of background saves gives it; None: it is made at once

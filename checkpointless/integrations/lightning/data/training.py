@@ -43,8 +43,6 @@ class _CountingLoop(Protocol):
 
 
 class _FitLoop(Protocol):
-    """Lightning's loop over epochs, made resumable."""
-
     _data_fetcher: DataFetcher | None
     _combined_loader: CombinedLoader | None
 

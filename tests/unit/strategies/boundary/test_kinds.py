@@ -113,11 +113,16 @@ class OwnsAsData(Owns, pl.LightningDataModule):
         return torch.utils.data.DataLoader(RandomDataset(32, 4))
 
 
+def trainer_with(**options: Any) -> Any:
+    silent: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer: Any = pl.Trainer(accelerator="cpu", **silent, **options)
+    trainer.fit_loop.val_made, trainer.fit_loop.made_at_step = None, 0  # as resumable loops have
+    return trainer
+
+
 def fitted(**options: Any) -> Any:
     """Return a trainer whose loops have begun."""
-    silent: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    trainer: Any = pl.Trainer(accelerator="cpu", max_steps=2, limit_val_batches=0, **silent, **options)
-    trainer.fit_loop.val_made, trainer.fit_loop.made_at_step = None, 0  # as resumable loops have
+    trainer = trainer_with(max_steps=2, limit_val_batches=0, **options)
     trainer.fit(BoringModel(), datamodule=OwnsAsData())
     return trainer
 
@@ -197,12 +202,7 @@ class Stateful:
 
 def fit(loader: Any) -> tuple[pl.Trainer, Compares]:
     compares = Compares()
-    options: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    trainer = pl.Trainer(
-        accelerator="cpu", max_epochs=2, accumulate_grad_batches=2, callbacks=[compares], barebones=False, **options
-    )
-    fit_loop: Any = trainer.fit_loop
-    fit_loop.val_made, fit_loop.made_at_step = None, 0  # as resumable loops have
+    trainer = trainer_with(max_epochs=2, accumulate_grad_batches=2, callbacks=[compares])
     trainer.fit(BoringModel(), loader, torch.utils.data.DataLoader(RandomDataset(32, 4)))
     return trainer, compares
 
@@ -279,18 +279,16 @@ def test_hooks_that_save_see_the_whole_checkpoint_and_add_to_it(
 # --- What of a trainer is put back after hooks have changed it ----------------------------------------------------
 
 
+def trained() -> Any:
+    trainer = trainer_with(max_epochs=1, limit_train_batches=3)
+    trainer.fit(BoringModel(), torch.utils.data.DataLoader(RandomDataset(32, 4)))
+    return trainer
+
+
 @pytest.fixture
 def trainer() -> Any:
     """Return a trainer that has trained."""
     return trained()
-
-
-def trained() -> Any:
-    silent: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    trainer: Any = pl.Trainer(accelerator="cpu", max_epochs=1, limit_train_batches=3, **silent)
-    trainer.fit(BoringModel(), torch.utils.data.DataLoader(RandomDataset(32, 4)))
-    trainer.fit_loop.val_made, trainer.fit_loop.made_at_step = None, 0  # as resumable loops have
-    return trainer
 
 
 CHANGES: dict[str, Any] = {

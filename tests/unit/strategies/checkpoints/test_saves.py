@@ -180,46 +180,28 @@ def test_a_save_that_was_ended_is_not_made_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("alike")
-def test_a_save_of_a_life_that_is_not_gone_on_with_is_made_again(tmp_path: Path) -> None:
-    job = Job(at_once=True)
-    (tmp_path / "a").touch()
-    job.save(str(tmp_path / "a"), 100)
-    job.fault(None)
-    job.fault(70)
-    job.save(str(tmp_path / "a"), 100)
-    assert job.did == ["made", "made"]
-
-
-@pytest.mark.usefixtures("alike")
-@pytest.mark.parametrize("there", [True, False])
-def test_what_was_saved_at_once_is_looked_for(there: bool, tmp_path: Path) -> None:
-    job = Job(at_once=True)
-    job.save(str(tmp_path / "a"), 10)
+@pytest.mark.parametrize(
+    ("there", "faults", "step", "times"),
+    [
+        (True, [(10,)], 10, 1),
+        (False, [(10,)], 10, 2),
+        (True, [(None,), (7,)], 10, 2),  # its life is not gone on with
+        (True, [(10,)], 20, 2),  # a later save to the same path
+        (True, [(10, SnapshotPoint.CHECKED)], 10, 2),  # it was before the point
+    ],
+    ids=["there", "gone", "other-life", "later-step", "before-the-point"],
+)
+def test_what_was_saved_at_once_is_made_again_unless_it_is_there(
+    there: bool, faults: list[Any], step: int, times: int, tmp_path: Path
+) -> None:
+    job, path = Job(at_once=True), tmp_path / "a"
+    job.save(str(path), 10)
     if there:
-        (tmp_path / "a").touch()
-    job.fault(10)
-    job.save(str(tmp_path / "a"), 10)
-    assert job.did == ["made"] * (1 if there else 2)
-
-
-@pytest.mark.usefixtures("alike")
-def test_a_later_save_to_the_same_path_is_made(tmp_path: Path) -> None:
-    job = Job(at_once=True)
-    (tmp_path / "latest").touch()
-    job.save(str(tmp_path / "latest"), 10)
-    job.fault(10)
-    job.save(str(tmp_path / "latest"), 20)
-    assert job.did == ["made", "made"]
-
-
-@pytest.mark.usefixtures("alike")
-def test_a_save_before_the_moment_is_not_the_next_ones(tmp_path: Path) -> None:
-    job = Job(at_once=True)
-    (tmp_path / "a").touch()
-    job.save(str(tmp_path / "a"), 10)
-    job.fault(10, SnapshotPoint.CHECKED)
-    job.save(str(tmp_path / "a"), 10)
-    assert job.did == ["made", "made"]
+        path.touch()
+    for fault in faults:
+        job.fault(*fault)
+    job.save(str(path), step)
+    assert job.did == ["made"] * times
 
 
 @pytest.mark.usefixtures("alike")

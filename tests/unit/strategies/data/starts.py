@@ -16,4 +16,4 @@ class Starts:
 
     def data_start(self) -> RngStates | None:
         """Return the streams that were kept."""
-        return RngStates.from_bytes(self.kept)
+        return RngStates.from_bytes(self.kept) if self.kept else None

@@ -8,6 +8,10 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader
 
+from checkpointless.integrations.lightning.data.position import DataPosition, ahead_of_steps
+from checkpointless.integrations.lightning.data.training import _TrackedSampler
+from checkpointless.integrations.lightning.data.validation import ValidationData
+
 pytestmark = pytest.mark.nemo
 
 SAMPLES, PER_ITEM = 64, 8
@@ -41,9 +45,6 @@ def set_up(tracked: Any) -> tuple[int, int]:
 
 
 def test_the_lengths_at_set_up_are_the_same_after_a_fault() -> None:
-    from checkpointless.integrations.lightning.data.position import DataPosition
-    from checkpointless.integrations.lightning.data.training import _TrackedSampler
-
     starts = SimpleNamespace(keep_data_start=lambda streams: None, data_start=lambda: None)
     first = _TrackedSampler(sampler_at(), starts, None)
     lengths = set_up(first)
@@ -55,11 +56,7 @@ def test_the_lengths_at_set_up_are_the_same_after_a_fault() -> None:
     assert len(again) == (SAMPLES - again.consumed) // PER_ITEM, "behind the set-up as ever"
 
 
-def test_a_validation_loader_that_is_made_late_has_its_length_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    from checkpointless.integrations.lightning.data.validation import ValidationData
-    from checkpointless.state import rng
-
-    monkeypatch.setattr(rng, "_sources", {})
+def test_a_validation_loader_that_is_made_late_has_its_length_and_goes_on() -> None:
     val_loop = SimpleNamespace(_combined_loader=None)
     trainer: Any = Trainer()
     trainer.fit_loop = SimpleNamespace(epoch_loop=SimpleNamespace(val_loop=val_loop))
@@ -99,8 +96,6 @@ class Endless:
 
 
 def test_a_sampler_without_a_length_is_refused_where_lightning_fetches_ahead() -> None:
-    from checkpointless.integrations.lightning.data.position import ahead_of_steps
-
     for options in ({"sampler": Endless(), "batch_size": 2}, {"batch_sampler": Endless()}):
         loader: Any = DataLoader(range(8), **options)  # type: ignore[arg-type]
         assert (ahead_of_steps(loader) or "").startswith("the sampler Endless has no length")

@@ -28,23 +28,11 @@ from checkpointless.integrations.lightning.data.training import (
     without_worker_seeds,
 )
 from checkpointless.state.rng import RngStates
+from tests.unit.strategies.data.starts import Starts
 
 pytestmark = pytest.mark.nemo
 
 SAMPLES = 32
-
-
-class Starts:
-    """Keeps the streams of a pass, as a manager does."""
-
-    def __init__(self) -> None:
-        self.kept: RngStates | None = None
-
-    def keep_data_start(self, streams: RngStates) -> None:
-        self.kept = streams
-
-    def data_start(self) -> RngStates | None:
-        return self.kept
 
 
 def weighted(generator: torch.Generator | None = None) -> WeightedRandomSampler:
@@ -88,8 +76,7 @@ def test_the_interrupted_pass_is_drawn_again_and_the_next_one_anew(wrap: Any) ->
     batches = entered.batch_sampler
     assert list(batches) == list(batches) == third, "however often the loader begins it"
     assert starts.kept is kept
-    assert kept is not None
-    kept.restore()
+    RngStates.from_bytes(kept).restore()
     list(weighted(own))  # what is put back last: the streams behind the third pass
     order.resumed()
     assert list(batches) not in (first, second, third)

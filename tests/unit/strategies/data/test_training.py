@@ -8,17 +8,11 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader, IterableDataset
 
+from checkpointless.integrations.lightning.data.position import DataPosition
+from checkpointless.integrations.lightning.data.training import TrainingData
+from tests.unit.strategies.data.starts import Starts
+
 pytestmark = pytest.mark.nemo
-
-
-class Starts:
-    """Keeps no streams."""
-
-    def keep_data_start(self, streams: Any) -> None:
-        """Keep nothing."""
-
-    def data_start(self) -> None:
-        """Know nothing."""
 
 
 class Counting(IterableDataset):
@@ -34,9 +28,7 @@ class Counting(IterableDataset):
 
 
 def loop(loader: Any, fetched: int, not_delivered: int) -> Any:
-    iterator: Any = SimpleNamespace(_idx=0)
-    batches = iter(loader)
-    fetcher = SimpleNamespace(fetched=fetched, length=None, done=False, iterator=Batches(batches, iterator))
+    fetcher = SimpleNamespace(fetched=fetched, length=None, done=False, iterator=Batches(iter(loader)))
     return SimpleNamespace(
         _data_fetcher=fetcher,
         _combined_loader=SimpleNamespace(flattened=[loader]),
@@ -47,33 +39,25 @@ def loop(loader: Any, fetched: int, not_delivered: int) -> Any:
 class Batches:
     """Stands in for Lightning's iterator over a combined loader."""
 
-    def __init__(self, batches: Any, inner: Any) -> None:
+    def __init__(self, batches: Any) -> None:
         self._batches = batches
-        self._iterator = inner
+        self._iterator: Any = SimpleNamespace(_idx=0)
 
     def __next__(self) -> Any:
         return next(self._batches)
 
 
 def test_before_anything_is_fetched_it_stands_at_the_beginning() -> None:
-    from checkpointless.integrations.lightning.data.position import DataPosition
-    from checkpointless.integrations.lightning.data.training import TrainingData
-
     fit_loop: Any = SimpleNamespace(_data_fetcher=None, epoch_loop=SimpleNamespace(not_delivered=0))
     assert TrainingData().position(fit_loop) == DataPosition(0, 0)
 
 
 def test_batches_of_an_earlier_process_count_as_fetched_and_not_as_delivered() -> None:
-    from checkpointless.integrations.lightning.data.training import TrainingData
-
     position = TrainingData().position(loop(range(9), fetched=7, not_delivered=4))
     assert (position.fetched, position.delivered, position.consumed) == (7, 3, None)
 
 
 def test_a_dataset_that_alone_knows_its_batches_is_gone_through_again() -> None:
-    from checkpointless.integrations.lightning.data.position import DataPosition
-    from checkpointless.integrations.lightning.data.training import TrainingData
-
     dataset, data = Counting(), TrainingData()
     loader: Any = DataLoader(dataset, batch_size=None)
     data.made(loader, Starts(), None)
@@ -86,9 +70,6 @@ def test_a_dataset_that_alone_knows_its_batches_is_gone_through_again() -> None:
 
 
 def test_a_sampler_that_is_tracked_begins_behind_what_was_delivered() -> None:
-    from checkpointless.integrations.lightning.data.position import DataPosition
-    from checkpointless.integrations.lightning.data.training import TrainingData
-
     data = TrainingData()
     numbers: Any = list(range(8))
     loader: Any = DataLoader(numbers, batch_size=2)
