@@ -13,7 +13,7 @@ from torch import nn
 from checkpointless.recipes import runner
 from checkpointless.recipes.checks import layout_of
 from checkpointless.recipes.runner import make
-from checkpointless.recipes.settings import RecipeError, load, parameters
+from checkpointless.recipes.settings import RecipeError, _parameters, load
 from checkpointless.system.layout import Layout
 from tests.unit.megatron_groups import as_rank
 
@@ -96,7 +96,7 @@ def _without_kernels(config: DictConfig) -> DictConfig:
     target = OmegaConf.select(config, "model.config._target_")
     if target is None:
         return config
-    known = parameters(target)
+    known = _parameters(target)
     plain = config.copy()
     plain.model.config.update({kernel: False for kernel in _KERNELS if kernel in known})
     return plain
@@ -115,7 +115,7 @@ def unknown_names(recipe: str) -> list[str]:
         target = node.get("_target_")
         if target is not None:
             try:
-                known = parameters(target)
+                known = _parameters(target)
             except RecipeError as error:
                 wrong.append(str(error))
             else:
