@@ -339,8 +339,7 @@ class _BadBatch:
 
 
 def _raise_in_worker(iterator: WorkersIterator, error: Exception) -> None:
-    """Make a worker raise while it reads a batch; torch then raises the same type with the worker's traceback in
-    its message.
+    """Make a worker raise while it reads a batch; torch then raises the same type.
 
     ``error`` is pickled, and its type must accept a message as only argument.
     """

@@ -36,8 +36,9 @@ class FaultLedger:
         return all(path.exists() for path in self._claims(index, spec))
 
     def claim(self, index: int, spec: FaultSpec, **about: Any) -> bool:
-        """Return whether the fault is to be caused once more; if so, count it as caused from now on, with facts
-        ``about`` it.
+        """Return whether the fault is to be caused once more; if so, count it as caused from now on.
+
+        Facts ``about`` it are recorded.
 
         Raises:
             OSError: the claim cannot be written.

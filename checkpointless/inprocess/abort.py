@@ -353,15 +353,6 @@ class CheckpointlessAbortManager:
         return Compose(*(new_abort if isinstance(each, abort_type) else each for each in abort_compose.instances))
 
 
-def communicators_first(abort: Callable[[HPState], object]) -> Callable[[HPState], object]:
-    """Reorder a composition so that it aborts communicators first (``early_abort_communicator``)."""
-    if not isinstance(abort, Compose):
-        return abort
-    first = [each for each in abort.instances if isinstance(each, HPAbortTorchDistributed)]
-    rest = [each for each in abort.instances if not isinstance(each, HPAbortTorchDistributed)]
-    return Compose(*rest, *first)
-
-
 def after_block(abort: Callable[[HPState], object], state: HPState) -> None:
     """Run the ``after_block`` of an abort or of a composition's aborts, in the main thread, after the block."""
     for each in reversed(abort.instances) if isinstance(abort, Compose) else (abort,):

@@ -327,9 +327,7 @@ class FaultResponder:
         return self._generation_mutex
 
     def note_fault(self, undetected_s: float = 0.0) -> None:
-        """Note that there is a fault, which nobody has noticed for ``undetected_s``; of several, the earliest
-        counts.
-        """
+        """Note a fault that nobody has noticed for ``undetected_s``; of several, the earliest counts."""
         at_s = time.monotonic() - undetected_s
         self.fault_at_s = at_s if self.fault_at_s is None else min(self.fault_at_s, at_s)
 

@@ -53,9 +53,7 @@ class Generation:
 
 @dataclass(frozen=True)
 class HPState:
-    """A rank's place in the job while it restarts: its global and local rank, the number of ranks, the generation
-    that is over, and the id of the incident that is handled, or None.
-    """
+    """A rank's place in the job while it restarts: ``generation`` is over, for ``incident``, if that is known."""
 
     rank: int
     world_size: int

@@ -32,10 +32,9 @@ def time_limit(name: str, given: float | timedelta) -> timedelta:
 
 @contextmanager
 def bounded(what: str, limit_s: float, too_late: Callable[[str], object]) -> Iterator[None]:
-    """Bracket code that must end within ``limit_s`` seconds; else ``too_late`` is called with the reason, in a
-    thread.
+    """Bracket code that must end within ``limit_s`` seconds; else ``too_late`` is called with the reason.
 
-    It has to end the process, because the thread that hangs cannot be freed.
+    It runs in a thread, and has to end the process, because the thread that hangs cannot be freed.
     """
     timer = threading.Timer(limit_s, too_late, [f"{what} did not end within {limit_s:g} s"])
     timer.daemon = True

@@ -9,7 +9,6 @@ import psutil
 import torch
 
 _PROC = Path("/proc/self")
-_CONTROL_GROUP = Path("/sys/fs/cgroup")  # as a container sees its own, in version 2
 _RESET_PEAK = "5"  # see proc(5), clear_refs
 _before: dict[str, int] = {}  # bytes held when the peak was last reset
 
@@ -29,16 +28,6 @@ def memory_status() -> dict[str, int]:
         status["cuda_allocated_bytes"] = torch.cuda.memory_allocated()
         status["cuda_reserved_bytes"] = torch.cuda.memory_reserved()
     return status
-
-
-def free_host_memory() -> int:
-    """Return how many bytes of host memory can be taken, also within the limit of this container."""
-    free = int(psutil.virtual_memory().available)
-    with contextlib.suppress(OSError, ValueError, KeyError):  # no control group, or one without a limit
-        limit, used = (int((_CONTROL_GROUP / name).read_text()) for name in ("memory.max", "memory.current"))
-        about = dict(line.split() for line in (_CONTROL_GROUP / "memory.stat").read_text().splitlines())
-        free = min(free, limit - used + int(about["inactive_file"]))
-    return free
 
 
 def reset_peak() -> None:

@@ -33,8 +33,9 @@ from checkpointless.faults.spec import FaultPhase, FaultSpecError
 from checkpointless.inprocess import exceptions
 from checkpointless.inprocess.abort import (
     CheckpointlessAbortManager,
+    Compose,
+    HPAbortTorchDistributed,
     after_block,
-    communicators_first,
     share_socket_folder,
     taken,
 )
@@ -230,9 +231,7 @@ class _Succession:
         return self._client.wait_go(after_generation)
 
     def _hand_over(self, keeper: StateKeeper | None, high_water: int) -> str:
-        """Hand the state to a successor of this process, and end; return only if the process had better stay, with
-        why.
-        """
+        """Hand the state to a successor, and end; return, with the reason, only if the process had better stay."""
         with self._generation.span(EventName.HAND_OVER) as fields:
             nbytes, problem = keeper.hand_over(high_water) if keeper is not None else (0, "")
             fields.update(bytes=nbytes, reason=problem)
@@ -336,9 +335,7 @@ class _EntryStreams:
         )
 
     def restore(self) -> None:
-        """Restore them. If CUDA was not in use at the capture, it is seeded as torch would seed it at the first
-        use.
-        """
+        """Restore them. CUDA that was not in use at the capture is seeded as torch does at its first use."""
         random.setstate(self.python)
         torch.set_rng_state(self.torch_cpu)
         numpy = _numpy_random()
@@ -509,7 +506,7 @@ class HPWrapper:
         if restart not in _RESTARTS:
             raise ValueError(f"restart is {' or '.join(map(repr, _RESTARTS))}, and not {restart!r}")
         abort = abort or CheckpointlessAbortManager.get_default_checkpointless_abort()
-        self.abort: Callable[[HPState], object] = communicators_first(abort) if early_abort_communicator else abort
+        self.abort: Callable[[HPState], object] = _communicators_first(abort) if early_abort_communicator else abort
         self.finalize: Callable[..., object] = finalize or CheckpointlessFinalizeCleanup()
         self.health_check: Callable[[HPState, BaseException], object] = health_check or CudaHealthCheck()
         self.hp_api_factory: Callable[[], RankClient] = hp_api_factory or HPAgentK8sAPIFactory()
@@ -884,3 +881,12 @@ def putting_back() -> AbstractContextManager[None]:
     """Return a context in which a fault lets ``finally`` clauses run to their ends."""
     call = active_call_wrapper()
     return call._main.putting_back() if call is not None else nullcontext()
+
+
+def _communicators_first(abort: Callable[[HPState], object]) -> Callable[[HPState], object]:
+    """Reorder a composition so that it aborts communicators first (``early_abort_communicator``)."""
+    if not isinstance(abort, Compose):
+        return abort
+    first = [each for each in abort.instances if isinstance(each, HPAbortTorchDistributed)]
+    rest = [each for each in abort.instances if not isinstance(each, HPAbortTorchDistributed)]
+    return Compose(*rest, *first)

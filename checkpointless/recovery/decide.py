@@ -120,11 +120,9 @@ def _widest_of(parts: Parts) -> tuple[int, ...]:
 def reports_of(answers: Sequence[Mapping[str, Any]], jump: int) -> list[RankReport]:
     """Return the reports that the ranks have sent each other.
 
-    Args:
-        answers: by rank, the report as plain data (``report``) and the steps and stages for which the rank keeps
-            another rank's streams (``keeps``).
-        jump: how many ranks further on a rank's streams are kept; they count as the rank's own if it has lost all
-            that it had. 0: nowhere.
+    An answer has the report as plain data (``report``) and the steps and stages for which the rank keeps the
+    streams of the rank ``jump`` places before it (``keeps``); they count as that rank's own if it has lost all
+    that it had.
     """
     reports = []
     groups = CompactGroups(len(answers))

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from checkpointless.inprocess import HPCallWrapper, RankShouldRestart
+from checkpointless.inprocess.health_check import wait_for_device
 from checkpointless.state.journal import StepJournal
 from checkpointless.transfer.exchange import wire_device
 
@@ -27,19 +28,13 @@ _Result = TypeVar("_Result")
 
 
 def vote(ends: bool = False) -> bool:
-    """Wait until every rank of the job holds its final gradients.
-
-    Args:
-        ends: whether this rank says that the step is to be the last.
-
-    Returns:
-        Whether any rank says so.
+    """Wait until every rank of the job holds its final gradients; return whether any says that the step is the
+    last.
 
     Raises:
         RankShouldRestart: the groups were aborted before every rank had come.
     """
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
+    wait_for_device()
     votes = torch.tensor([1, ends], dtype=torch.int32, device=wire_device())
     dist.all_reduce(votes)
     counted, said = votes.tolist()
@@ -69,13 +64,10 @@ class UpdateGuard:
         self._committed = committed
 
     def __call__(self, update: Callable[[], _Result]) -> _Result:
-        """Make the update of the step in the making.
+        """Make the update of the step in the making, and return what ``update`` returned.
 
         Args:
             update: changes this rank's parameters from gradients that are final, without communication.
-
-        Returns:
-            What ``update`` returned.
 
         Raises:
             RankShouldRestart: a fault is being handled, so the update must not begin.

@@ -18,7 +18,7 @@ from checkpointless.inprocess.parameter_update_lock import CommitState
 from checkpointless.inprocess.wrap import emit_event, span
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.recovery.decide import Decision, RankReport, Verdict, decide, reports_of
-from checkpointless.recovery.refill import BaseModel, Refill, announce_transfer
+from checkpointless.recovery.refill import BaseModel, Refill
 from checkpointless.replication.handover import Saves, Snapshot, clear, hand_over, take_over
 from checkpointless.replication.tiers import Copies, Tier
 from checkpointless.state.held_state import HeldState
@@ -28,86 +28,9 @@ from checkpointless.state.rank_local.state import RankLocalKeeper, RankLocalStat
 from checkpointless.state.serialization.digest import MemoryChecksumManager
 from checkpointless.transfer.exchange import all_gather_json
 from checkpointless.transfer.tensor_entry import Key
-from checkpointless.transfer.transfer import MEMORY_BUDGET_BYTES
+from checkpointless.transfer.transfer import MEMORY_BUDGET_BYTES, OnBucket
 
 # --- What all ranks decide together -------------------------------------------------------------------------------
-
-
-def _decide_together(
-    state: TrainingState,
-    held: HeldState | None,
-    own: RankLocalState,
-    *,
-    compare_digests: bool,
-    fit: int,
-    begun: int,
-    saves: Saves,
-) -> Decision:
-    """Decide with all other ranks how the job resumes. Collective.
-
-    ``saves`` are the background saves whose end this rank has not gone through (:class:`RankReport`).
-    """
-    call = active_call_wrapper()
-    high_water = call.high_water if call is not None else -1
-    if call is not None:
-        call.steps.recovers = True
-    with span(EventName.DECIDE) as fields:
-        mine = _report(state, held, own, compare_digests, begun, saves).to_json()
-        answers = all_gather_json({"report": mine, "keeps": own.kept_streams()})
-        decision = decide(reports_of(answers, own.replicas.jump), high_water, fit)
-        fields.update(
-            verdict=decision.verdict.value,
-            target=decision.target,
-            redo=list(decision.redo),
-            refills={str(rank): list(sources) for rank, sources in decision.refills.items()},
-            reason=decision.reason,
-        )
-        if any(len(parts) > 1 for parts in decision.parts.values()):
-            fields.update(
-                parts={
-                    str(rank): [{"holders": len(group), "sources": list(sources)} for group, sources in parts]
-                    for rank, parts in decision.parts.items()
-                }
-            )
-    return decision
-
-
-def _report(
-    state: TrainingState,
-    held: HeldState | None,
-    own: RankLocalState,
-    compare_digests: bool,
-    begun: int,
-    saves: Saves,
-) -> RankReport:
-    named = groups_of(state)
-    groups = tuple(named)
-    report = RankReport(
-        dist.get_rank(),
-        None,
-        False,
-        False,
-        groups,
-        streams=own.streams.known(),
-        begun=begun,
-        examples=tuple(named.values()) if len(named) > 1 else (),
-        reduced=state.are_reduced,
-    )
-    if held is None or held.commit.committed < 0 or not (held.moments or held.commit.torn):
-        return report
-    digests = held.digests if compare_digests else None
-    return replace(
-        report,
-        committed=held.commit.committed,
-        ready=held.commit.ready,
-        torn=held.commit.torn,
-        digests=tuple(digests.get(group, "") for group in groups) if digests is not None else (),
-        stages=tuple(int(stage) for stage in sorted(held.moments)),
-        fit=held.fit,
-        offset=held.offset,
-        saves=tuple(saves),
-        given_up=held.given_up,
-    )
 
 
 def _find_loss(
@@ -188,7 +111,7 @@ class _LiveTrainer(Protocol):
         """The strategy."""
 
 
-def journal_of(trainer: _LiveTrainer) -> StepJournal:
+def _journal_of(trainer: _LiveTrainer) -> StepJournal:
     """Return the journal of a trainer whose strategy is set up."""
     return cast(_JournaledStrategy, trainer.strategy).journal()
 
@@ -341,7 +264,7 @@ class CheckpointManager(RankLocalKeeper):
 
     def save_checkpoint(self, trainer: _LiveTrainer) -> None:
         """Hold the state of ``trainer`` as it is now, as references and not copies."""
-        self._hold(journal_of(trainer))
+        self._hold(_journal_of(trainer))
 
     def hold(self, error: BaseException | None = None) -> None:
         """Hold the state of the generation that is over, after ``error`` has ended the block.
@@ -433,7 +356,7 @@ class CheckpointManager(RankLocalKeeper):
             The checkpoint for Lightning to load, with its tensors in place; None if there is nothing to recover or
             if recovery is refused (see :meth:`recover`).
         """
-        objects = self.recover(journal_of(trainer))
+        objects = self.recover(_journal_of(trainer))
         if objects is None or "checkpoint" not in objects:
             return objects
         cast(_JournaledStrategy, trainer.strategy).restored_from_memory(objects)
@@ -505,23 +428,69 @@ class CheckpointManager(RankLocalKeeper):
             trainer: a freshly built trainer whose strategy is set up.
             include_checksum_verification: also compare digests, if they are enabled.
         """
-        decision = self._decide(journal_of(trainer).state, include_checksum_verification)
+        decision = self._decide(_journal_of(trainer).state, include_checksum_verification)
         if decision.verdict is not Verdict.RESUME or decision.target is None:
             return False
         return not self.own.find_streams(decision.target, SnapshotPoint(decision.stage))
 
     def _decide(self, state: TrainingState, compare_digests: bool = True) -> Decision:
+        """Decide with all other ranks how the job resumes. Collective."""
         self.bytes_received = 0
         if self._held is None:
             self._take_over()
-        return _decide_together(
-            state,
-            self._held,
-            self.own,
-            compare_digests=compare_digests,
-            fit=max(self.fits.number, 1),
+        call, own = active_call_wrapper(), self.own
+        high_water = call.high_water if call is not None else -1
+        if call is not None:
+            call.steps.recovers = True
+        with span(EventName.DECIDE) as fields:
+            mine = self._report(state, compare_digests).to_json()
+            answers = all_gather_json({"report": mine, "keeps": own.kept_streams()})
+            decision = decide(reports_of(answers, own.replicas.jump), high_water, max(self.fits.number, 1))
+            fields.update(
+                verdict=decision.verdict.value,
+                target=decision.target,
+                redo=list(decision.redo),
+                refills={str(rank): list(sources) for rank, sources in decision.refills.items()},
+                reason=decision.reason,
+            )
+            if any(len(parts) > 1 for parts in decision.parts.values()):
+                fields.update(
+                    parts={
+                        str(rank): [{"holders": len(group), "sources": list(sources)} for group, sources in parts]
+                        for rank, parts in decision.parts.items()
+                    }
+                )
+        return decision
+
+    def _report(self, state: TrainingState, compare_digests: bool) -> RankReport:
+        """Return what this rank knows about itself."""
+        named, held = groups_of(state), self._held
+        groups = tuple(named)
+        report = RankReport(
+            dist.get_rank(),
+            None,
+            False,
+            False,
+            groups,
+            streams=self.own.streams.known(),
             begun=self._begun,
-            saves=self._unfinished_saves(),
+            examples=tuple(named.values()) if len(named) > 1 else (),
+            reduced=state.are_reduced,
+        )
+        if held is None or held.commit.committed < 0 or not (held.moments or held.commit.torn):
+            return report
+        digests = held.digests if compare_digests else None
+        return replace(
+            report,
+            committed=held.commit.committed,
+            ready=held.commit.ready,
+            torn=held.commit.torn,
+            digests=tuple(digests.get(group, "") for group in groups) if digests is not None else (),
+            stages=tuple(int(stage) for stage in sorted(held.moments)),
+            fit=held.fit,
+            offset=held.offset,
+            saves=tuple(self._unfinished_saves()),
+            given_up=held.given_up,
         )
 
     def _restore(self, journal: StepJournal, decision: Decision, target: int) -> dict[str, Any]:
@@ -550,7 +519,7 @@ class CheckpointManager(RankLocalKeeper):
                 held.tensors if held is not None else None,
                 own,
                 memory_budget_bytes=self.memory_budget_bytes,
-                on_bucket=announce_transfer(target),
+                on_bucket=_announce_transfer(target),
             )
             if is_filled:
                 self._refill.forget()
@@ -664,7 +633,7 @@ class PEFTCheckpointManager(CheckpointManager):
     def maybe_save_base_model(self, trainer: _LiveTrainer) -> None:
         """Keep references to the base model's weights, which are whole, if they are not kept yet."""
         if self._base_model.weights is None:
-            self._base_model.keep(journal_of(trainer).state.tensors())
+            self._base_model.keep(_journal_of(trainer).state.tensors())
 
     def try_base_model_checkpointless_load(self, trainer: _LiveTrainer) -> dict[str, Any] | None:
         """Put the base model's weights of ``trainer`` in place, from this rank's memory or a peer's. Collective.
@@ -680,7 +649,7 @@ class PEFTCheckpointManager(CheckpointManager):
             (:attr:`refusal` says why; "": there is no state yet).
         """
         self.refusal = ""
-        state = journal_of(trainer).state
+        state = _journal_of(trainer).state
         decision = self._decide(state)
         if decision.verdict is not Verdict.RESUME:
             self.refusal = decision.reason
@@ -701,3 +670,22 @@ def _stays_built(journal: StepJournal, commit: CommitState, is_offloaded: bool) 
         return built
     emit_event(EventName.WARM, kept=False, reason=reason)
     return None
+
+
+def _announce_transfer(target: int) -> OnBucket:
+    """Return what announces the phase ``transfer`` to fault specs when half of the buckets are sent."""
+
+    def on_bucket(position: int, count: int, payload: torch.Tensor) -> torch.Tensor:
+        call = active_call_wrapper()
+        if call is None or position != count // 2:
+            return payload
+        copies: list[torch.Tensor] = []
+
+        def copy() -> torch.Tensor:
+            copies.append(payload.clone())  # the bucket itself may be a part of the state
+            return copies[0]
+
+        call.enter_phase("transfer", target, copy)
+        return copies[0] if copies else payload
+
+    return on_bucket

@@ -20,13 +20,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from checkpointless.inprocess import active_call_wrapper
 from checkpointless.inprocess.communicators.helper_thread import run_in_helper_thread
 from checkpointless.inprocess.wrap import span
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.recovery.decide import Decision, Parts, peers_of
 from checkpointless.state.held_state import HeldState, HostMemory
-from checkpointless.state.port import TrainingState, join_objects, split
+from checkpointless.state.port import MODEL, PARAMETER, TrainingState, split
 from checkpointless.state.serialization.digest import MemoryChecksumManager
 from checkpointless.state.serialization.state_tree import Tree
 from checkpointless.transfer.exchange import all_gather_json
@@ -38,11 +37,9 @@ from checkpointless.transfer.transfer import Fill, OnBucket, TransferReport, rec
 class Refill:
     """Moves tensors of the state, and remembers what an interrupted transfer brought.
 
-    Args:
-        adopts: put the tensors that a rank to fill has already in their place first, without a copy where possible.
-
-    Attributes:
-        arrived: the tensors that a transfer had room for, filled or not, until :meth:`forget` is called.
+    With ``adopts``, the tensors that a rank to fill has already are put in their place first, without a copy
+    where possible. ``arrived`` are those that a transfer had room for, filled or not, until :meth:`forget` is
+    called.
     """
 
     def __init__(self, adopts: bool = False) -> None:
@@ -97,7 +94,7 @@ class Refill:
             ordered = _peers_first(sources, parts)
             objects[group], report = self._receive(state, ordered, held, memory_budget_bytes)
             reports.append(report)
-        whole = objects[min(objects)] if peers_of(parts) else join_objects(state, objects)
+        whole = objects[min(objects)] if peers_of(parts) else _join_objects(state, objects)
         return whole, reports[0] if len(reports) == 1 else TransferReport.of(reports)
 
     def _receive(
@@ -174,25 +171,6 @@ def _peers_first(sources: Sequence[int], parts: Parts) -> tuple[int, ...]:
     """Return the sources of a part in their places: first those that hold all parts, the first gives objects."""
     peers = {*peers_of(parts)}
     return tuple(sorted(sources, key=lambda source: (source not in peers, source)))
-
-
-def announce_transfer(target: int) -> OnBucket:
-    """Return what announces the phase ``transfer`` to fault specs when half of the buckets are sent."""
-
-    def on_bucket(position: int, count: int, payload: torch.Tensor) -> torch.Tensor:
-        call = active_call_wrapper()
-        if call is None or position != count // 2:
-            return payload
-        copies: list[torch.Tensor] = []
-
-        def copy() -> torch.Tensor:
-            copies.append(payload.clone())  # the bucket itself may be a part of the state
-            return copies[0]
-
-        call.enter_phase("transfer", target, copy)
-        return copies[0] if copies else payload
-
-    return on_bucket
 
 
 # --- The base model of a fine-tuning with adapters: frozen weights, kept and moved apart from the rest ------------
@@ -297,3 +275,18 @@ class BaseModel:
         has_weights = self.weights is not None and not self._checksums.enabled
         everybody = all_gather_json(has_weights)
         return {rank for rank in decision.refills if not everybody[rank]}
+
+
+def _join_objects(state: TrainingState, objects: Mapping[Group, dict[str, Any]]) -> dict[str, Any]:
+    """Make the objects of one snapshot of those of a holder of each part, where no rank holds all parts.
+
+    What belongs to a tensor is right in the objects of its part.
+    """
+    first = objects[min(objects)]
+    joined: dict[Key, Any] = {}
+    for group, theirs in objects.items():
+        plain = theirs[MODEL]["state"]
+        keys = {(*key, PARAMETER): key for key in plain}
+        for key in state.replica_groups(keys).get(group, ()):
+            joined[keys[key]] = plain[keys[key]]
+    return {**first, MODEL: {**first[MODEL], "state": joined}}

@@ -114,13 +114,9 @@ def within(seconds: float, call: Callable[[], _T]) -> _T:
 class Place:
     """A place that keeps copies, in one generation.
 
-    Attributes:
-        name: what messages call it.
-        store: the place.
-        is_memory: whether it is this process's memory, which answers at once and is lost with the process.
-        exchange: the ranks that keep copies for each other there; None: each rank keeps its own.
-        present: the saves of which all parts are there that this rank writes.
-        is_busy: whether a save is still to be written.
+    This process's memory (``is_memory``) answers at once and is lost with the process. Without an ``exchange``,
+    each rank keeps its own. ``present`` are the saves of which all parts are there that this rank writes;
+    ``is_busy``: one is still to be written.
     """
 
     name: str
@@ -152,11 +148,9 @@ class Making:
     Attributes:
         begun: whether the state is being copied to the host.
         void: whether training may have changed the state before it was copied.
-        error: what an exchange was ended by; None: none was.
         copied: set when training may change the state.
-        unwritten: the places to which parts are still to be written.
         arrived: set when the peers' parts are here, and this rank's part is there.
-        written: set when no place is left to which parts are to be written.
+        written: set when no place is left to which parts are to be written (``unwritten``).
     """
 
     save: SaveId
@@ -176,12 +170,9 @@ Keep = Callable[[Place, SaveId], Collection[SaveId] | None]
 class Copier:
     """Makes copies in one generation.
 
-    Args:
-        is_of_use: returns whether a save that lies in a place may be of use; None: nobody asks what lies there.
-
-    Attributes:
-        making: the copies that were begun last; None: none were.
-        error: what ended an exchange: what peers wait for is not known any more. None: nothing did.
+    ``is_of_use`` returns whether a save that lies in a place may be of use; None: nobody asks what lies there.
+    ``making`` are the copies that were begun last. ``error`` ended an exchange: what peers wait for is not known
+    any more.
     """
 
     def __init__(

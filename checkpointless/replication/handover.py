@@ -8,6 +8,7 @@ unpickled. The file stays until training goes on, so that a further process of t
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
@@ -17,10 +18,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from checkpointless.inprocess.exceptions import line_of
-from checkpointless.inprocess.memory import free_host_memory
 from checkpointless.inprocess.parameter_update_lock import CommitState
 from checkpointless.inprocess.wrap import own_board
 from checkpointless.observability.telemetry.wording import size
@@ -39,6 +40,7 @@ from checkpointless.transfer.tensor_entry import Key
 logger = logging.getLogger(__name__)
 
 
+_CONTROL_GROUP = Path("/sys/fs/cgroup")  # as a container sees its own, in version 2
 _NO_FOLDER = "the agent has no folder in shared memory for it"
 
 
@@ -113,7 +115,7 @@ def _root() -> Path | None:
 def _lacking_room(nbytes: int, folder: Path) -> str:
     """Return why ``folder`` has no room for so many bytes of each rank of the node; "" if it has."""
     about, ranks = os.statvfs(folder), int(os.environ.get(LOCAL_WORLD_SIZE_ENV, "1"))
-    free = min(about.f_bavail * about.f_frsize, free_host_memory())
+    free = min(about.f_bavail * about.f_frsize, _free_host_memory())
     if nbytes * ranks <= free:
         return ""
     return f"{size(nbytes * ranks)} are needed in {folder.parent} for the ranks of this node, {size(free)} are free"
@@ -292,3 +294,13 @@ class _Row:
     def keyed(self, tensors: Mapping[Key, torch.Tensor]) -> list[list[Any]]:
         """Return the keys of ``tensors``, each with its place."""
         return [list(pair) for pair in zip(tensors, self.put(tensors.values()), strict=True)]
+
+
+def _free_host_memory() -> int:
+    """Return how many bytes of host memory can be taken, also within the limit of this container."""
+    free = int(psutil.virtual_memory().available)
+    with contextlib.suppress(OSError, ValueError, KeyError):  # no control group, or one without a limit
+        limit, used = (int((_CONTROL_GROUP / name).read_text()) for name in ("memory.max", "memory.current"))
+        about = dict(line.split() for line in (_CONTROL_GROUP / "memory.stat").read_text().splitlines())
+        free = min(free, limit - used + int(about["inactive_file"]))
+    return free

@@ -34,11 +34,8 @@ class PartError(ValueError):
 
 @dataclass(frozen=True, order=True)
 class SaveId:
-    """Names one save of all ranks. A later save is greater.
-
-    Attributes:
-        token: 24 hexadecimal digits that all ranks share and no other save has; they order two saves of one
-            iteration.
+    """Names one save of all ranks, by 24 hexadecimal digits that they share and no other save has. A later save is
+    greater.
     """
 
     iteration: int
@@ -114,10 +111,8 @@ class Content:
         return cls(state_tree.dumps(skeleton), tuple(tensors))
 
     def state(self) -> Tree:
-        """Return the state, put together again.
-
-        Raises:
-            ValueError: structure and tensors do not belong together.
+        """Return the state, put together again; raise ``ValueError`` if structure and tensors do not belong
+        together.
         """
         return _with_tensors(state_tree.loads(self.structure), self.tensors)
 

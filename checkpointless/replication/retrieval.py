@@ -43,11 +43,9 @@ class Copy:
 
 @dataclass(frozen=True)
 class Choice:
-    """What the ranks are filled from.
+    """What the ranks are filled from; without a ``save``, there is none of which every rank's part exists.
 
-    Attributes:
-        save: the save; None: there is none of which every rank's part exists.
-        lacking: the ranks whose parts are missing in the saves that are newer, the newest first.
+    ``lacking`` are the ranks whose parts are missing in the saves that are newer, the newest first.
     """
 
     save: SaveId | None = None
@@ -122,10 +120,9 @@ def _cheapest(copies: Mapping[int, Sequence[Copy]], places: Sequence[str]) -> tu
 class Search(Generic[_T]):
     """Looks for parts in the places of all ranks. Making one, and each call, is a collective.
 
-    Args:
-        read: makes of a copy what is wanted of it, given whether this rank's own state comes from it; a
-            ``PartError`` or an ``OSError`` says that it cannot be used.
-        living: what else this rank has, by the name of the place: that need not be read.
+    ``read`` makes of a copy what is wanted of it, given whether this rank's own state comes from it; a
+    ``PartError`` or an ``OSError`` says that it cannot be used. ``living`` is what else this rank has, by the
+    name of the place: that need not be read.
     """
 
     def __init__(
@@ -212,8 +209,7 @@ def _shelf(name: str, store: PartStore, world_size: int) -> dict[PartId, Sequenc
 def bring(choice: Choice, read: Mapping[Copy, Part]) -> tuple[Content | None, int]:
     """Give every rank its part, in one order on all ranks. Collective.
 
-    Returns:
-        This rank's part, None if that need not be read; and how many bytes came from another rank.
+    Return this rank's part, None if that need not be read; and how many bytes came from another rank.
 
     Raises:
         TransferError: a part arrived damaged and could not be mended. All others were sent: their ranks wait.

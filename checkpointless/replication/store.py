@@ -211,10 +211,8 @@ class _PartFile:
     name: _FileName
 
     def read(self, is_shared: bool = False) -> Part:
-        """Read the file, and compare every digest.
-
-        Raises:
-            PartError: the file is cut off or damaged, or is not the part that its name says.
+        """Read the file, and compare every digest; raise ``PartError`` if it is damaged, or not the part that its
+        name says.
         """
         with open(self.path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -242,12 +240,9 @@ class _PartFile:
 
 
 class DirectoryStore:
-    """The part files in one directory, which the ranks of a node share.
+    """The part files in one directory, which the ranks of a node share (a :class:`PartStore`).
 
-    It is a :class:`~checkpointless.replication.store.PartStore`.
-
-    Args:
-        root: the directory, which is made if it does not exist, now and at each write: scratch may be purged.
+    The directory is made if it does not exist, now and at each write: scratch may be purged.
 
     Raises:
         OSError: the directory cannot be made, or other users can write to it.

@@ -84,8 +84,7 @@ class Tier(ABC):
     def open(self, job: str, rank: int) -> PartStore:
         """Return the store in which this rank keeps parts, its own and its neighbors'.
 
-        Args:
-            job: names the job; a letter or digit each. Parts of other jobs must not be found.
+        Parts of other jobs must not be found: ``job`` names this one, by a letter or digit each.
 
         Raises:
             OSError: the place cannot be used.
@@ -336,15 +335,10 @@ class Copies:
     While training goes on, the state is copied to host memory in a thread, goes to the neighbors from there, and
     is written to directories in another one. Training waits for the first of these before its next update, for
     the second before copies are due again, and for the third never: if a directory is too slow, a save is left
-    out.
+    out. Tiers are asked in the order of their costs.
 
     Raises:
         ValueError: two tiers have the same name.
-
-    Attributes:
-        tiers: the tiers, the cheapest first.
-        lineage: what the running training comes from; None: nothing has begun.
-        stores: the places of the tiers, by name.
     """
 
     def __init__(self, tiers: Sequence[Tier] = ()) -> None:

@@ -34,15 +34,11 @@ class HostMemory:
         self._buffers: list[torch.Tensor] = []
 
     def copies(self, tensors: Mapping[Key, torch.Tensor]) -> dict[Key, torch.Tensor]:
-        """Copy the tensors that lie on a device to the host, and wait until they are there.
+        """Return the tensors by their keys, with contiguous copies on the host, complete, of those that lie on a
+        device.
 
-        Args:
-            tensors: the tensors, all of those that lie in this memory already among them: the others overwrite
-                what else was copied before.
-
-        Returns:
-            All of the tensors by their keys, contiguous copies in the place of those that lie on a device. Tensors
-            without a dimension stay where they are.
+        Tensors without a dimension stay where they are. Those that lie in this memory already must all be given:
+        the others overwrite what else was copied before.
         """
         # Numbers stay: where they lie tells an optimizer which kernel to use, and they take no room.
         moved = {key: tensor for key, tensor in tensors.items() if tensor.dim() and not is_on_host(tensor)}
@@ -157,10 +153,9 @@ class HeldState:
     def outlive(self, memory_is_short: bool = False) -> None:
         """Stay what is held over a further fault, before the recovery was complete.
 
-        Args:
-            memory_is_short: whether memory did not suffice next to the held state. The old trainer takes as much of
-                it as the new one, so an update that is still to be made is given up if replicas have it. The state
-                itself is given up if they cannot fill the rank next to it. What may exist only here is kept.
+        If memory did not suffice next to the held state: the old trainer takes as much of it as the new one, so
+        an update that is still to be made is given up if replicas have it. The state itself is given up if they
+        cannot fill the rank next to it. What may exist only here is kept.
         """
         if memory_is_short and self.journal is not None and self.has_replicas:
             logger.warning("memory does not suffice beside a trainer that has an update to make: it is given up")
@@ -221,11 +216,7 @@ class HeldState:
         return held
 
     def redo(self, target: int) -> None:
-        """Apply the gradients of ``target`` that the old optimizer still holds, unless that was done before.
-
-        Raises:
-            RuntimeError: the gradients are gone.
-        """
+        """Apply the gradients of ``target`` that the old optimizer still holds, unless that was done before."""
         if self.commit.committed == target:
             return
         journal = self.journal

@@ -118,12 +118,8 @@ _Pending = tuple[int, Captured, _Taken]  # the step in the making, and model and
 class StepJournal:
     """Keeps what a rank needs to resume at its newest step boundaries.
 
-    Args:
-        keeper: keeps random streams and buffers of this rank, over faults, too.
-        front: what else belongs to the training.
-
-    Attributes:
-        built: what can stay built over a fault; None: nothing.
+    ``keeper`` keeps random streams and buffers of this rank, over faults, too; ``front`` what else belongs to
+    the training. ``built`` is what can stay built over a fault; None: nothing.
     """
 
     def __init__(self, state: TrainingState, keeper: RankLocalKeeper, front: FrontEnd) -> None:
@@ -174,11 +170,9 @@ class StepJournal:
             self._keeper.own.keep_buffers(step, SnapshotPoint.COMMITTED, buffers)
 
     def reached(self, step: int, point: SnapshotPoint, keeps_streams: bool = True) -> None:
-        """Capture the state of the point that the training has reached.
+        """Capture the state of the point after ``step`` that the training has reached.
 
-        Args:
-            point: the point after that step.
-            keeps_streams: whether streams may have moved since they were kept for this point.
+        Unless ``keeps_streams``, they have not moved since they were kept for this point.
 
         Raises:
             UnrecoverableError: the state has something in it that could not be given to a new process.

@@ -38,8 +38,7 @@ class SnapshotPoint(IntEnum):
 class StepSnapshot:
     """A rank's state at one point, in addition to its parameters and what its optimizer owns.
 
-    Attributes:
-        buffers: copies of the modules' buffers by key, in the order of the state's tensors.
+    ``buffers`` are copies of the modules' buffers by key, in the order of the state's tensors.
     """
 
     objects: dict[str, Any]
@@ -181,18 +180,3 @@ def split(state: TrainingState, tensors: Mapping[Key, torch.Tensor]) -> dict[Gro
     for key, tensor in tensors.items():
         ordered[group_of[key]][key] = tensor
     return ordered
-
-
-def join_objects(state: TrainingState, objects: Mapping[Group, dict[str, Any]]) -> dict[str, Any]:
-    """Make the objects of one snapshot of those of a holder of each part, where no rank holds all parts.
-
-    What belongs to a tensor is right in the objects of its part.
-    """
-    first = objects[min(objects)]
-    joined: dict[Key, Any] = {}
-    for group, theirs in objects.items():
-        plain = theirs[MODEL]["state"]
-        keys = {(*key, PARAMETER): key for key in plain}
-        for key in state.replica_groups(keys).get(group, ()):
-            joined[keys[key]] = plain[keys[key]]
-    return {**first, MODEL: {**first[MODEL], "state": joined}}

@@ -35,9 +35,7 @@ _NO_OWN = -1  # in the place of its length
 class RngSource:
     """A random stream of a framework, in addition to those of Python, NumPy and torch.
 
-    Attributes:
-        get: returns the state as a tree of plain data and tensors.
-        set: puts back a state that ``get`` returned.
+    ``get`` returns the state as a tree of plain data and tensors, which ``set`` puts back.
     """
 
     get: Callable[[], state_tree.Tree]

@@ -17,12 +17,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
-
-from checkpointless.state.serialization import state_tree
 
 if TYPE_CHECKING:
     from checkpointless.launcher.protocol.causes import Json, Parsed
@@ -75,8 +73,6 @@ def _exchange(message: Message) -> None:
 def _function(message: Message) -> Callable[[torch.Tensor, int], dist.Work | None]:
     return dist.isend if message.is_sent else dist.irecv
 
-
-_Plain = TypeVar("_Plain")
 
 MAX_BYTES = 64 * 1024 * 1024  # limit of a message that every rank gets from every other
 MAX_MESSAGE_BYTES = 2 * 1024 * 1024 * 1024 + 8 * 1024 * 1024  # between two ranks: the skeleton of a state fits
@@ -167,40 +163,6 @@ def receive_bytes(source: int) -> bytes:
         receive(part, source)
         chunks.append(to_bytes(part))
     return b"".join(chunks)
-
-
-def send_json(message: Json, destination: int) -> None:
-    """Send ``message`` as JSON to the global rank ``destination``."""
-    send_bytes(json.dumps(message, separators=(",", ":")).encode(), destination)
-
-
-def receive_json(source: int) -> Parsed:
-    """Receive what :func:`send_json` sent from the global rank ``source``.
-
-    Raises:
-        ValueError: the message is no JSON, claims to be empty, or is larger than :data:`MAX_MESSAGE_BYTES`.
-    """
-    return json.loads(receive_bytes(source))
-
-
-def share_plain(mine: _Plain | None) -> _Plain | None:
-    """Give every rank that has nothing (None) what the first rank that has something has, plain data. Collective.
-
-    Raises:
-        StateTreeError: what this rank is to give cannot travel.
-    """
-    have = all_gather_json(mine is not None)
-    if not any(have):
-        return None
-    giver = have.index(True)
-    if dist.get_rank() == giver:
-        payload = state_tree.dumps(mine)
-        for rank, has in enumerate(have):
-            if not has:
-                send_bytes(payload, rank)
-    elif mine is None:
-        mine = state_tree.loads(receive_bytes(giver))
-    return mine
 
 
 def to_tensor(data: bytes | memoryview, device: torch.device) -> torch.Tensor:

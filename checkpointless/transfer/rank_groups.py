@@ -16,8 +16,7 @@ Group = tuple[int, ...]  # global ranks in ascending order
 def all_groups(parts: Mapping[int, Sequence[Group]]) -> list[Group]:
     """Return all groups, each once and in ascending order, in time linear in the number of members of all groups.
 
-    Args:
-        parts: by rank, the groups that the rank says it is in. Groups that are one object are compared fastest.
+    ``parts`` has by rank the groups that it says it is in. Groups that are one object are compared fastest.
 
     Raises:
         ValueError: a rank is in no group, or says that it is in a group of which another member says nothing, or
@@ -80,11 +79,7 @@ class CompactGroups:
         self._known: dict[str, Group] = {}
 
     def read(self, told: Iterable[Parsed]) -> tuple[Group, ...]:
-        """Return the groups of one rank.
-
-        Raises:
-            ValueError: a group has more members than there are ranks.
-        """
+        """Return the groups of one rank; raise ``ValueError`` if one has more members than there are ranks."""
         return tuple(map(self._group, told))
 
     def _group(self, told: Parsed) -> Group:

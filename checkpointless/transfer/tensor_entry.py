@@ -18,12 +18,7 @@ Key = tuple[str | int, ...]
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """What another rank must know to make a tensor and check it.
-
-    Attributes:
-        device: the kind of device that the tensor lives on, ``cpu`` or ``cuda``.
-        digest: the digest of the tensor's bytes, or None if nobody asked for it.
-    """
+    """What another rank must know to make a tensor, on a kind of device (``cpu`` or ``cuda``), and check it."""
 
     key: Key
     dtype: torch.dtype
@@ -38,7 +33,6 @@ class TensorEntry:
 
     @property
     def nbytes(self) -> int:
-        """The tensor's size in bytes."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def fits(self, tensor: torch.Tensor | None) -> bool:
@@ -51,10 +45,6 @@ class TensorEntry:
 
     @classmethod
     def from_json(cls, data: Sequence[Parsed]) -> TensorEntry:
-        """Return the entry that :meth:`to_json` encoded.
-
-        Raises:
-            ValueError: the dtype is unknown.
-        """
+        """Return the entry that :meth:`to_json` encoded; raise ``ValueError`` if the dtype is unknown."""
         key, dtype, shape, device, digest = data
         return cls(tuple(key), dtype_of(dtype), tuple(shape), device, digest)

@@ -35,7 +35,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -55,13 +55,14 @@ from checkpointless.transfer.exchange import (
     Message,
     launch,
     receive_bytes,
-    receive_json,
     runs_ahead,
     send_bytes,
-    send_json,
     wire_device,
 )
 from checkpointless.transfer.tensor_entry import Key, TensorEntry
+
+if TYPE_CHECKING:
+    from checkpointless.launcher.protocol.causes import Json, Parsed
 
 # --- The plan: how bytes are cut into buckets; pure functions of the tensors' sizes, equal at both ends -----------
 
@@ -295,10 +296,10 @@ def _send_buckets(tensors: Sequence[torch.Tensor], orders: Sequence[_Order], on_
     while orders:
         _send_round(tensors, orders, on_bucket)
         for order in orders:
-            send_json(order.digests, order.destination)
+            _send_json(order.digests, order.destination)
         waiting, orders = orders, []
         for order in waiting:
-            again = receive_json(order.destination)
+            again = _receive_json(order.destination)
             if again is not None:
                 order.wanted, order.digests = _checked(again, len(order.buckets)), []
                 orders.append(order)
@@ -320,13 +321,13 @@ def _receive_buckets(
             digests[index] = digest
         bad: list[int] = []
         for place, source in enumerate(sources):
-            theirs = receive_json(source)
+            theirs = _receive_json(source)
             if len(theirs) != len(wanted[place]):
                 raise TransferError(f"rank {source} sent {len(theirs)} digests for {len(wanted[place])} buckets")
             bad += [index for index, digest in zip(wanted[place], theirs) if digests[index] != digest]
         wanted = shares.split(bad, attempt + 1)
         for place, source in enumerate(sources):
-            send_json(wanted[place] if bad and attempt < MAX_ROUNDS - 1 else None, source)
+            _send_json(wanted[place] if bad and attempt < MAX_ROUNDS - 1 else None, source)
         if not bad:
             return digests, fetched_again
         fetched_again += len(bad)
@@ -556,13 +557,13 @@ def send_state(
         StateTreeError: an object cannot travel.
         TransferError: a rank asks for what does not exist.
     """
-    asked = {fill: receive_json(fill.destination)["digests"] for fill in fills}
+    asked = {fill: _receive_json(fill.destination)["digests"] for fill in fills}
     skeleton, inside = state_tree.split(objects)
     of_objects = [TensorEntry.of((index,), tensor).to_json() for index, tensor in enumerate(inside)]
     for fill in fills:
         if fill.place == 0:
             of_shard = [entry.to_json() for entry in _entries(tensors, asked[fill])]
-            send_json({"shard": of_shard, "objects": of_objects}, fill.destination)
+            _send_json({"shard": of_shard, "objects": of_objects}, fill.destination)
             send_bytes(skeleton, fill.destination)
     ordered = [*tensors.values(), *inside]
     plans: dict[str, list[Bucket]] = {}
@@ -600,7 +601,7 @@ def receive_state(
     ahead = runs_ahead()
     bucket_bytes = _bucket_bytes_of(memory_budget_bytes, ahead)
     for source in sources:
-        send_json({"wanted": missing, "bucket_bytes": bucket_bytes}, source)
+        _send_json({"wanted": missing, "bucket_bytes": bucket_bytes}, source)
     inside = [torch.empty(entry.shape, dtype=entry.dtype, device=own_device(entry.device)) for entry in told.inside]
     arriving = [*(room[told.entries[index].key] for index in missing), *inside]
     wanted_bytes = [told.entries[index].nbytes for index in missing]
@@ -639,7 +640,7 @@ def _hear_order(fill: Fill, tensors: Sequence[torch.Tensor], count: int, plans: 
 
     ``tensors`` are the shard's ``count`` tensors, and then the tensors inside the objects.
     """
-    order = receive_json(fill.destination)
+    order = _receive_json(fill.destination)
     gives_objects = fill.place == 0
     name = json.dumps([order["wanted"], order["bucket_bytes"], gives_objects])
     if name not in plans:
@@ -674,8 +675,8 @@ class _Metadata(NamedTuple):
 
 def _hear_metadata(sources: Sequence[int], wants_digests: bool) -> _Metadata:
     for source in sources:
-        send_json({"digests": wants_digests}, source)
-    told = receive_json(sources[0])
+        _send_json({"digests": wants_digests}, source)
+    told = _receive_json(sources[0])
     entries, inside = (list(map(TensorEntry.from_json, told[name])) for name in ("shard", "objects"))
     return _Metadata(entries, inside, receive_bytes(sources[0]))
 
@@ -714,3 +715,17 @@ def _keep(
 
 def _describe(tensor: torch.Tensor | None) -> str:
     return "nothing" if tensor is None else f"{dtype_name(tensor.dtype)} {tuple(tensor.shape)}"
+
+
+def _send_json(message: Json, destination: int) -> None:
+    """Send ``message`` as JSON to the global rank ``destination``."""
+    send_bytes(json.dumps(message, separators=(",", ":")).encode(), destination)
+
+
+def _receive_json(source: int) -> Parsed:
+    """Receive what :func:`_send_json` sent from the global rank ``source``.
+
+    Raises:
+        ValueError: the message is no JSON, claims to be empty, or is larger than :data:`MAX_MESSAGE_BYTES`.
+    """
+    return json.loads(receive_bytes(source))

@@ -32,8 +32,7 @@ class _Event(Protocol):
 
 
 class LaunchBound:
-    """Keeps the launches of a model's layers at most ``layers`` ahead of the GPU, in the forward or backward
-    direction.
+    """Keeps the launches of a model's layers, in either direction, at most ``layers`` ahead of the GPU.
 
     Raises:
         ValueError: ``layers`` is less than 1.

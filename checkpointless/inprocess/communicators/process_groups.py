@@ -75,9 +75,7 @@ class _GlooSockets:
 
     @contextlib.contextmanager
     def noting(self, *args: object, **kwargs: object) -> Iterator[None]:
-        """Record the sockets that are opened in this context, in which torch's factory is called with these
-        arguments.
-        """
+        """Record the sockets that are opened in this context, in which torch's factory is called so."""
         if not _connects(*args, **kwargs):
             yield
             return
@@ -231,8 +229,8 @@ def _sockets() -> dict[int, int]:
 
 
 def _socket_inode(descriptor: int) -> int | None:
-    """Return the inode of ``descriptor``, or None if it is not a socket or is closed; its link would take four
-    times as long.
+    """Return the inode of ``descriptor``, or None if it is no open socket, in a quarter of the time that its link
+    takes.
     """
     try:
         status = os.fstat(descriptor)
@@ -340,8 +338,8 @@ class _CapturedGraphs:
         return capture_end
 
     def replaying(self, original: Callable[[Any], None]) -> Callable[[Any], None]:
-        """Return torch's ``replay``, during which the graph is not reset; one captured before the block is replayed
-        as it is.
+        """Return torch's ``replay``, during which the graph is not reset. One captured before the block is left
+        alone.
         """
 
         @functools.wraps(original)

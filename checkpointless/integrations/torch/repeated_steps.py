@@ -52,7 +52,7 @@ class _Step:
         return self.digests
 
 
-class RepeatedSteps:
+class _RepeatedSteps:
     """What steps took and computed, so that those that are repeated can be compared.
 
     One of a process is enough, since a block runs once at a time: :data:`repeated_steps`. A step is compared with
@@ -159,7 +159,7 @@ class RepeatedSteps:
             not_exact(step, f"step {step} {what}", **facts)
 
 
-repeated_steps = RepeatedSteps()
+repeated_steps = _RepeatedSteps()
 
 
 class _NotesInputs:

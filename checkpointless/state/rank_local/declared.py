@@ -222,39 +222,39 @@ def has_state(value: object) -> bool:
     return is_stateful or is_generator(value)
 
 
+#: How the state of each kind of generator of random numbers is taken and put back.
+_GENERATORS: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], object]]] = {
+    torch.Generator: (lambda each: each.get_state(), lambda each, state: each.set_state(state)),
+    random.Random: (lambda each: each.getstate(), lambda each, state: each.setstate(state)),
+    np.random.Generator: (
+        lambda each: each.bit_generator.state,
+        lambda each, state: setattr(each.bit_generator, "state", state),
+    ),
+    np.random.RandomState: (lambda each: each.get_state(legacy=False), lambda each, state: each.set_state(state)),
+}
+
+
 def is_generator(value: object) -> bool:
     """Return whether ``value`` generates random numbers."""
-    return isinstance(value, torch.Generator | random.Random | np.random.Generator | np.random.RandomState)
+    return isinstance(value, tuple(_GENERATORS))
 
 
 def take_object(value: object) -> object:
     """Return the state of an object that has one; another value is returned as it is."""
-    if isinstance(value, torch.Generator):
-        return value.get_state()
-    if isinstance(value, random.Random):
-        return value.getstate()
-    if isinstance(value, np.random.Generator):
-        return value.bit_generator.state
-    if isinstance(value, np.random.RandomState):
-        return value.get_state(legacy=False)
+    for kind, (take, _) in _GENERATORS.items():
+        if isinstance(value, kind):
+            return take(value)
     stateful: Any = value
     return stateful.state_dict() if has_state(value) else value
 
 
-def put_object(present: object, state: object) -> None:
+def put_object(present: Any, state: object) -> None:
     """Put back what :func:`take_object` returned of an object with state."""
-    stateful: Any = present
-    taken: Any = state
-    if isinstance(present, torch.Generator):
-        present.set_state(taken)
-    elif isinstance(present, random.Random):
-        present.setstate(taken)
-    elif isinstance(present, np.random.Generator):
-        present.bit_generator.state = taken
-    elif isinstance(present, np.random.RandomState):
-        present.set_state(taken)
+    put = next((put for kind, (_, put) in _GENERATORS.items() if isinstance(present, kind)), None)
+    if put is not None:
+        put(present, state)
     else:
-        stateful.load_state_dict(taken)
+        present.load_state_dict(state)
 
 
 def tensors_in(value: object) -> Iterable[torch.Tensor]:

@@ -19,7 +19,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import groupby
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -40,7 +40,6 @@ from checkpointless.transfer.exchange import (
     all_gather_json,
     receive_bytes,
     send_bytes,
-    share_plain,
     to_bytes,
     to_tensor,
     wire_device,
@@ -52,6 +51,7 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
+_Plain = TypeVar("_Plain")
 
 #: How many bytes of buffers are kept at each point, the smallest buffers first.
 OWN_BUFFER_BYTES = 4 * 1024 * 1024
@@ -644,11 +644,9 @@ class RankLocalState:
     def find_streams(self, target: int, stage: SnapshotPoint) -> list[int]:
         """Give every rank its own random streams after ``target``, for when the loop resumes. Collective.
 
-        What another node keeps comes with its buffers and with what the order of its data was drawn from.
-
-        Returns:
-            The ranks whose streams are nowhere: they would train on with different streams. No rank at step 0,
-            where the streams begin.
+        What another node keeps comes with its buffers and with what the order of its data was drawn from. Return
+        the ranks whose streams are nowhere: they would train on with different streams. (None at step 0, where
+        the streams begin.)
         """
         if target == 0:
             return []
@@ -677,10 +675,8 @@ class RankLocalState:
     ) -> dict[int, str]:
         """Return the ranks that cannot be given their own buffers, and why. Collective.
 
-        Args:
-            held: this rank's buffers at that point, if it has them in memory.
-            refills: maps each rank to fill to the sources of its buffers.
-            objects: the non-tensor state at that point, if this rank has it in memory.
+        ``held`` and ``objects`` are this rank's buffers and non-tensor state at that point, if it has them in
+        memory; ``refills`` maps each rank to fill to the sources of its buffers.
         """
         if not refills:
             return {}
@@ -739,7 +735,7 @@ class _Fits:
 
     def share_finished(self) -> dict[str, Any] | None:
         """Return the non-tensor state in which the fit ended before the fault, if any rank has it. Collective."""
-        objects: dict[str, Any] | None = share_plain(self.finished.get(self.number))
+        objects: dict[str, Any] | None = _share_plain(self.finished.get(self.number))
         if objects is not None:
             self.finish(objects)
         return objects
@@ -823,3 +819,23 @@ class RankLocalKeeper(ABC):
             and stage is not SnapshotPoint.LOADED
         ):
             raise RuntimeError(f"the random streams of this rank after step {step} ({stage.name}) are not known")
+
+
+def _share_plain(mine: _Plain | None) -> _Plain | None:
+    """Give every rank that has nothing (None) what the first rank that has something has, plain data. Collective.
+
+    Raises:
+        StateTreeError: what this rank is to give cannot travel.
+    """
+    have = all_gather_json(mine is not None)
+    if not any(have):
+        return None
+    giver = have.index(True)
+    if dist.get_rank() == giver:
+        payload = state_tree.dumps(mine)
+        for rank, has in enumerate(have):
+            if not has:
+                send_bytes(payload, rank)
+    elif mine is None:
+        mine = state_tree.loads(receive_bytes(giver))
+    return mine

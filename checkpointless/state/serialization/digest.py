@@ -277,11 +277,8 @@ def _join(head: str, parts: list[bytes]) -> bytes:
 def samples(tensors: Mapping[Any, torch.Tensor]) -> dict[Any, bytes]:
     """Return the bytes of a few elements of each of ``tensors``, by key, with one copy to the host per device.
 
-    They are enough to notice at little cost that other tensors have taken their places.
-
-    Args:
-        tensors: plain tensors of any shapes, dtypes and devices. One without storage on a device, or one that is
-            quantized, is left out.
+    They are enough to notice at little cost that other tensors have taken their places. A tensor without storage
+    on a device, or one that is quantized, is left out.
     """
     by_device: dict[torch.device, list[tuple[Any, torch.Tensor]]] = defaultdict(list)
     for key, tensor in tensors.items():

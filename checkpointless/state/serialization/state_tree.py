@@ -413,19 +413,14 @@ def dumps(tree: Tree) -> bytes:
 
 
 def loads(data: bytes) -> Tree:
-    """Decode what :func:`dumps` made.
-
-    Raises:
-        ValueError: ``data`` was not made by :func:`dumps`.
-    """
+    """Decode what :func:`dumps` made; raise ``ValueError`` if it was not."""
     return join(data, ())
 
 
 def split(tree: Tree, inline_bytes: int = INLINE_BYTES) -> tuple[bytes, list[torch.Tensor]]:
-    """Encode ``tree`` without its large tensors and arrays.
+    """Encode ``tree``, of the types that :func:`dumps` allows, without its large tensors and arrays.
 
     Args:
-        tree: a state of the types that :func:`dumps` allows.
         inline_bytes: the size in bytes up to which a tensor or array is encoded with the rest.
 
     Returns:

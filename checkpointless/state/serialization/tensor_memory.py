@@ -15,11 +15,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Return the dtype that :func:`dtype_name` named.
-
-    Raises:
-        ValueError: there is no dtype of that name.
-    """
+    """Return the dtype that :func:`dtype_name` named; raise ``ValueError`` if there is none."""
     if name not in _DTYPES:
         raise ValueError(f"unknown dtype {name!r}")
     return _DTYPES[name]
@@ -46,11 +42,7 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return the storage of this rank's part of ``tensor``: the local shard of a DTensor, else the tensor itself.
 
-    Args:
-        tensor: a parameter, a buffer, or a state of an optimizer, of any shape and dtype.
-
-    Returns:
-        A plain tensor that shares the memory and needs no gradient.
+    It is a plain tensor that shares the memory and needs no gradient.
     """
     if hasattr(tensor, "to_local"):
         with torch.no_grad():
@@ -62,11 +54,8 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 def own_device(kind: str) -> torch.device:
     """Return this process's device of a kind: a tensor of another rank's GPU belongs on this rank's GPU.
 
-    Args:
-        kind: the kind of device, ``cpu`` or ``cuda``.
-
     Raises:
-        ValueError: ``kind`` is something else, or this rank has no GPU.
+        ValueError: ``kind`` is neither ``cpu`` nor ``cuda``, or this rank has no GPU.
     """
     if kind == "cpu":
         return torch.device("cpu")

@@ -14,7 +14,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from checkpointless.inprocess import UnrecoverableError
-from checkpointless.integrations.torch.repeated_steps import RepeatedSteps, digest_batch, repeated_steps
+from checkpointless.integrations.torch.repeated_steps import _RepeatedSteps, digest_batch, repeated_steps
 from checkpointless.observability.telemetry.events import read_events
 from checkpointless.observability.telemetry.steps import StepLog, read_steps
 
@@ -22,7 +22,7 @@ NAN = float("nan")
 
 
 def again(first: float, batch: torch.Tensor, second: float, other: torch.Tensor) -> None:
-    steps = RepeatedSteps()
+    steps = _RepeatedSteps()
     for is_first, loss, taken in ((True, first, batch), (False, second, other)):
         steps.begin_entry(is_first)
         steps.take(3, {"x": [taken]})
@@ -103,7 +103,7 @@ def test_a_loss_that_is_no_number_twice_is_the_same(caplog: pytest.LogCaptureFix
 def test_the_batches_that_the_step_used_are_compared(
     before: list[int], now: list[int], differs: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    steps = RepeatedSteps()
+    steps = _RepeatedSteps()
     for is_first, taken in ((True, before), (False, now)):
         steps.begin_entry(is_first)
         for each in taken:
@@ -112,14 +112,14 @@ def test_the_batches_that_the_step_used_are_compared(
     assert ("takes another batch" in caplog.text) is differs
 
 
-def _make(steps: RepeatedSteps, step: int, batch: int, loss: float) -> None:
+def _make(steps: _RepeatedSteps, step: int, batch: int, loss: float) -> None:
     steps.take(step, torch.tensor(batch))
     steps.compute(step, loss)
 
 
 def test_every_step_that_is_made_again_is_compared(caplog: pytest.LogCaptureFixture) -> None:
     """A copy in a tier, or a checkpoint, is older than the newest step."""
-    steps = RepeatedSteps()
+    steps = _RepeatedSteps()
     steps.begin_entry(is_first=True)
     for step in range(1, 6):
         _make(steps, step, step, float(step))
@@ -132,7 +132,7 @@ def test_every_step_that_is_made_again_is_compared(caplog: pytest.LogCaptureFixt
 
 
 def test_a_step_is_compared_with_what_it_was_at_first(caplog: pytest.LogCaptureFixture) -> None:
-    steps = RepeatedSteps()
+    steps = _RepeatedSteps()
     steps.begin_entry(is_first=True)
     _make(steps, 3, 3, 1.0)
     for _ in range(2):
@@ -143,7 +143,7 @@ def test_a_step_is_compared_with_what_it_was_at_first(caplog: pytest.LogCaptureF
 
 
 def test_what_a_validation_takes_after_a_step_is_not_the_steps(caplog: pytest.LogCaptureFixture) -> None:
-    steps = RepeatedSteps()
+    steps = _RepeatedSteps()
     steps.begin_entry(is_first=True)
     _make(steps, 3, 3, 1.0)
     steps.take(3, torch.tensor(99))
@@ -154,7 +154,7 @@ def test_what_a_validation_takes_after_a_step_is_not_the_steps(caplog: pytest.Lo
 
 
 def test_another_block_makes_other_steps(caplog: pytest.LogCaptureFixture) -> None:
-    steps = RepeatedSteps()
+    steps = _RepeatedSteps()
     for batch in (3, 4):
         steps.begin_entry(is_first=True)
         _make(steps, 3, batch, float(batch))
@@ -175,7 +175,7 @@ def test_what_is_recorded_of_a_step_is_compared_with_what_was(
 ) -> None:
     """Of what another process computed, too."""
     StepLog(tmp_path, 0).record(4, 1.0, "a")
-    first, later = RepeatedSteps(), RepeatedSteps()
+    first, later = _RepeatedSteps(), _RepeatedSteps()
     first.begin_entry(is_first=True)
     first.record(StepLog(tmp_path, 0), 3, 1.0, "a")
     later.begin_entry(is_first=False)
@@ -250,7 +250,7 @@ def test_a_compiled_module_and_functional_transforms_work(net: torch.nn.Module) 
 
 
 def test_a_loop_that_a_fault_has_ended_notes_nothing_twice() -> None:
-    net, steps = torch.nn.Linear(2, 2), RepeatedSteps()
+    net, steps = torch.nn.Linear(2, 2), _RepeatedSteps()
     old, new = steps.listening([net]), steps.listening([net])
     old.__enter__()
     new.__enter__()
@@ -265,7 +265,7 @@ def test_the_module_in_ddp_is_listened_to() -> None:
     wrapped = DistributedDataParallel.__new__(DistributedDataParallel)
     torch.nn.Module.__init__(wrapped)
     wrapped.module = torch.nn.Linear(2, 2)
-    with RepeatedSteps().listening([wrapped]):
+    with _RepeatedSteps().listening([wrapped]):
         assert len(wrapped.module._forward_pre_hooks) == 1
 
 
@@ -281,7 +281,7 @@ def test_of_a_large_batch_the_first_elements_are_read(batch: torch.Tensor) -> No
 
 
 def test_a_batch_without_tensors_is_not_known() -> None:
-    steps = RepeatedSteps()
+    steps = _RepeatedSteps()
     steps.take(3, torch.ones(2))
     assert steps.batch_of(3) == digest_batch([torch.ones(2)]) != ""
     steps.take(3, iter([torch.ones(2)]))
@@ -290,7 +290,7 @@ def test_a_batch_without_tensors_is_not_known() -> None:
 
 
 def test_a_step_whose_loss_is_not_known_is_recorded(tmp_path: Path) -> None:
-    steps, log = RepeatedSteps(), StepLog(tmp_path, 0)
+    steps, log = _RepeatedSteps(), StepLog(tmp_path, 0)
     steps.begin_entry(is_first=True)
     steps.record(log, 1, None, "p")
     steps.begin_entry(is_first=False)

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from checkpointless.state.rank_local import state
 from checkpointless.state.serialization import state_tree
 from checkpointless.transfer import exchange
-from checkpointless.transfer.exchange import receive_bytes, send_bytes, share_plain
+from checkpointless.transfer.exchange import receive_bytes, send_bytes
 
 MINE = {"epoch": 3}
 
@@ -43,11 +44,11 @@ def test_who_gives_and_who_is_given(
         assert mine is have[rank]
         return have
 
-    monkeypatch.setattr(exchange, "all_gather_json", gather)
-    monkeypatch.setattr(exchange.dist, "get_rank", lambda: rank)
-    monkeypatch.setattr(exchange, "send_bytes", send)
-    monkeypatch.setattr(exchange, "receive_bytes", receive)
-    assert share_plain(MINE if have[rank] else None) == (MINE if any(have) else None)
+    monkeypatch.setattr(state, "all_gather_json", gather)
+    monkeypatch.setattr(state.dist, "get_rank", lambda: rank)
+    monkeypatch.setattr(state, "send_bytes", send)
+    monkeypatch.setattr(state, "receive_bytes", receive)
+    assert state._share_plain(MINE if have[rank] else None) == (MINE if any(have) else None)
     assert sent == receivers
     assert received == ([] if source is None else [source])
 
