@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from checkpointless.inprocess import memory
 from checkpointless.inprocess.parameter_update_lock import CommitState
 from checkpointless.observability.telemetry.wording import size
 from checkpointless.replication import handover
@@ -110,7 +109,7 @@ def test_nothing_is_written_without_room(folder: Path, monkeypatch: pytest.Monke
         group.mkdir()
         for name, value in {"max": "100000", "current": "90000", "stat": "anon 1\ninactive_file 9000"}.items():
             (group / f"memory.{name}").write_text(f"{value}\n")
-        monkeypatch.setattr(memory, "_CONTROL_GROUP", group)
+        monkeypatch.setattr(handover, "_CONTROL_GROUP", group)
     nbytes, problem = hand_over(Snapshot(held()), RankLocalState(0), 7)
     assert nbytes == 0
     assert "are needed in" in problem
