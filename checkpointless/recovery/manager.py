@@ -33,6 +33,44 @@ from checkpointless.transfer.transfer import MEMORY_BUDGET_BYTES, OnBucket
 # --- What all ranks decide together -------------------------------------------------------------------------------
 
 
+def _report(
+    state: TrainingState,
+    held: HeldState | None,
+    own: RankLocalState,
+    compare_digests: bool,
+    begun: int,
+    saves: Saves,
+) -> RankReport:
+    named = groups_of(state)
+    groups = tuple(named)
+    report = RankReport(
+        dist.get_rank(),
+        None,
+        False,
+        False,
+        groups,
+        streams=own.streams.known(),
+        begun=begun,
+        examples=tuple(named.values()) if len(named) > 1 else (),
+        reduced=state.are_reduced,
+    )
+    if held is None or held.commit.committed < 0 or not (held.moments or held.commit.torn):
+        return report
+    digests = held.digests if compare_digests else None
+    return replace(
+        report,
+        committed=held.commit.committed,
+        ready=held.commit.ready,
+        torn=held.commit.torn,
+        digests=tuple(digests.get(group, "") for group in groups) if digests is not None else (),
+        stages=tuple(int(stage) for stage in sorted(held.moments)),
+        fit=held.fit,
+        offset=held.offset,
+        saves=tuple(saves),
+        given_up=held.given_up,
+    )
+
+
 def _find_loss(
     journal: StepJournal, held: HeldState | None, own: RankLocalState, decision: Decision, target: int
 ) -> str:
@@ -443,7 +481,8 @@ class CheckpointManager(RankLocalKeeper):
         if call is not None:
             call.steps.recovers = True
         with span(EventName.DECIDE) as fields:
-            mine = self._report(state, compare_digests).to_json()
+            saves = self._unfinished_saves()
+            mine = _report(state, self._held, own, compare_digests, self._begun, saves).to_json()
             answers = all_gather_json({"report": mine, "keeps": own.kept_streams()})
             decision = decide(reports_of(answers, own.replicas.jump), high_water, max(self.fits.number, 1))
             fields.update(
@@ -461,37 +500,6 @@ class CheckpointManager(RankLocalKeeper):
                     }
                 )
         return decision
-
-    def _report(self, state: TrainingState, compare_digests: bool) -> RankReport:
-        """Return what this rank knows about itself."""
-        named, held = groups_of(state), self._held
-        groups = tuple(named)
-        report = RankReport(
-            dist.get_rank(),
-            None,
-            False,
-            False,
-            groups,
-            streams=self.own.streams.known(),
-            begun=self._begun,
-            examples=tuple(named.values()) if len(named) > 1 else (),
-            reduced=state.are_reduced,
-        )
-        if held is None or held.commit.committed < 0 or not (held.moments or held.commit.torn):
-            return report
-        digests = held.digests if compare_digests else None
-        return replace(
-            report,
-            committed=held.commit.committed,
-            ready=held.commit.ready,
-            torn=held.commit.torn,
-            digests=tuple(digests.get(group, "") for group in groups) if digests is not None else (),
-            stages=tuple(int(stage) for stage in sorted(held.moments)),
-            fit=held.fit,
-            offset=held.offset,
-            saves=tuple(self._unfinished_saves()),
-            given_up=held.given_up,
-        )
 
     def _restore(self, journal: StepJournal, decision: Decision, target: int) -> dict[str, Any]:
         """Put tensors and objects in place as decided, and return the non-tensor state. Collective."""

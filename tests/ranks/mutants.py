@@ -165,11 +165,11 @@ class StaleStreams(Callback):
 
     def __init__(self, steps: int = 1, only: str | None = None) -> None:
         def make(original: Any) -> Any:
-            def restore_streams(keeper: CheckpointManager, stage: SnapshotPoint | None = None) -> None:
+            def restore_streams(keeper: CheckpointManager) -> None:
                 if keeper.resumed_at is None:
                     return
-                step, resumed = keeper.resumed_at
-                right = keeper.own.streams.at(step)[resumed if stage is None else stage]
+                step, stage = keeper.resumed_at
+                right = keeper.own.streams.at(step)[stage]
                 stale = keeper.own.streams.newest(step - steps) if steps else right
                 assert stale is not None
                 assert steps == 0 or not right.same_streams(stale)

@@ -800,19 +800,15 @@ class RankLocalKeeper(ABC):
 
     # --- when training resumes ---------------------------------------------------------------------------------
 
-    def restore_streams(self, stage: SnapshotPoint | None = None) -> None:
-        """Put back the random streams that this rank had after the step that was resumed at.
-
-        Args:
-            stage: the point after that step; default: the point that was resumed at.
+    def restore_streams(self) -> None:
+        """Put back the random streams that this rank had at the point that was resumed at.
 
         Raises:
             RuntimeError: the streams are not known, and it is not the start of a fit.
         """
         if self.resumed_at is None:
             return
-        step, resumed = self.resumed_at
-        stage = resumed if stage is None else stage
+        step, stage = self.resumed_at
         if (
             not self.own.streams.restore(step, stage)
             and step > self.fits.offset

@@ -1,5 +1,7 @@
 """Test when a fault is due, and that it is caused no more often than asked for."""
 
+from __future__ import annotations
+
 import json
 import os
 import random
@@ -14,7 +16,7 @@ import torch
 
 from checkpointless.faults import inject, ledger
 from checkpointless.faults import inject as device
-from checkpointless.faults.inject import FaultInjector, InjectedFault, from_environment
+from checkpointless.faults.inject import FaultInjector, InjectedFault, _flip_a_bit, from_environment
 from checkpointless.faults.ledger import FaultLedger, fired, not_fired
 from checkpointless.faults.spec import FaultKind, FaultPhase, FaultSpecError, parse
 from checkpointless.observability.telemetry.event_names import EventName
@@ -242,3 +244,24 @@ def test_a_bit_is_flipped_in_what_the_phase_works_on_or_else_in_the_state(tmp_pa
     assert (state.any().item(), bucket.any().item()) == (False, True)
     mine.at(FaultPhase.DATA, 3, 1)
     assert state.any()
+
+
+# --- Test that a flipped bit is one bit, in any tensor ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool])
+@pytest.mark.parametrize("shape", [(), (1,), (3, 5)])
+def test_one_bit_is_flipped_and_flipped_back(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    tensor = torch.zeros(shape, dtype=dtype)
+    _flip_a_bit(tensor)
+    (changed,) = [byte for byte in tensor.reshape(-1).view(torch.uint8).tolist() if byte]
+    assert changed == 1
+    _flip_a_bit(tensor)
+    assert not tensor.reshape(-1).view(torch.uint8).any()
+
+
+def test_a_parameter_is_damaged_in_place() -> None:
+    parameter = torch.nn.Parameter(torch.ones(4))
+    before = parameter.detach().clone()
+    _flip_a_bit(parameter)
+    assert not torch.equal(parameter, before)
