@@ -159,7 +159,7 @@ class _WorkerStreams:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for a worker that is spawned: where to begin, not the trainer that knows it."""
-        return {**vars(self), "place": _Known(self.place())}
+        return {**vars(self), "place": functools.partial(_known, self.place())}
 
     def _seed_fetchers(self, worker_id: int, place: Place) -> None:
         """Make every fetcher that torch makes in this process (one per pass) set the streams before each batch."""
@@ -198,14 +198,8 @@ class _SeededFetcher:
         return self._inner.fetch(index)
 
 
-@dataclass(frozen=True)
-class _Known:
-    """A place that has been determined already."""
-
-    place: Place
-
-    def __call__(self) -> Place:
-        return self.place
+def _known(place: Place) -> Place:
+    return place
 
 
 def _set_streams(*key: Any) -> None:

@@ -14,7 +14,6 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
 
 from checkpointless.inprocess.communicators.helper_thread import awaiting
 from checkpointless.replication.agreement import own_rank, world_size
@@ -27,8 +26,6 @@ logger = logging.getLogger(__name__)
 
 _LEAVING_S = 5.0  # an error that is followed by a fault's notice belongs to that fault
 _TURN_S = 0.02
-
-_T = TypeVar("_T")
 
 
 class _Lane:
@@ -81,33 +78,6 @@ class _Lane:
             finally:
                 self._done += 1
             task = None  # it may hold a copy of the state
-
-
-def within(seconds: float, call: Callable[[], _T]) -> _T:
-    """Call a function that may block in the kernel, for example on a storage that is gone, in a thread of its own.
-
-    Raises:
-        TimeoutError: it has not returned in time. Its thread is left running.
-    """
-    outcome: list[_T | Exception] = []
-    ended = threading.Event()
-
-    def run() -> None:
-        try:
-            outcome.append(call())
-        except Exception as error:  # noqa: BLE001 - raised in the waiting thread
-            outcome.append(error)
-        ended.set()
-
-    deadline_s = time.monotonic() + seconds
-    threading.Thread(target=run, name="checkpointless-bounded", daemon=True).start()
-    while not ended.wait(_TURN_S):
-        if time.monotonic() > deadline_s:
-            raise TimeoutError(f"no answer within {seconds:g} s")
-    (found,) = outcome
-    if isinstance(found, Exception):
-        raise found
-    return found
 
 
 @dataclass(eq=False)

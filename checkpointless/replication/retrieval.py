@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from checkpointless.inprocess.communicators.helper_thread import run_in_helper_thread
 from checkpointless.replication.agreement import gather, own_rank
-from checkpointless.replication.copier import within
 from checkpointless.replication.parts import Content, Part, PartError, PartId, SaveId
 from checkpointless.replication.store import PartStore, StoredPart
 from checkpointless.state.serialization.state_tree import Tree
@@ -176,7 +175,7 @@ class Search(Generic[_T]):
             return next((value for value in read if value is not None), None)
 
         try:
-            return within(_READ_S, first)
+            return run_in_helper_thread(first, _READ_S)
         except TimeoutError as error:
             logger.warning("%s: %s is taken for missing: %s", copy.place, copy.part.words, error)
             return None
@@ -196,7 +195,7 @@ def _usable(read: Callable[[StoredPart], _T], copy: StoredPart) -> _T | None:
 def _shelf(name: str, store: PartStore, world_size: int) -> dict[PartId, Sequence[StoredPart]]:
     """Return the parts of a place that this rank can read; none, with a warning, if the place cannot be read."""
     try:
-        shelf = within(ANSWER_S, lambda: store.shelf(world_size))
+        shelf = run_in_helper_thread(lambda: store.shelf(world_size), ANSWER_S)
     except Exception as error:  # noqa: BLE001 - of a store of the user's own, too
         logger.warning("%s: rank %d cannot look at its copies: %s", name, own_rank(), error)
         return {}

@@ -27,11 +27,12 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from checkpointless.inprocess import UnrecoverableError, active_call_wrapper
+from checkpointless.inprocess.communicators.helper_thread import run_in_helper_thread
 from checkpointless.inprocess.wrap import span
 from checkpointless.launcher.protocol.board import Facts
 from checkpointless.observability.telemetry.event_names import LIVING, EventName
 from checkpointless.replication.agreement import attempt, by_rank, gather, words
-from checkpointless.replication.copier import Copier, Place, within
+from checkpointless.replication.copier import Copier, Place
 from checkpointless.replication.exchange import CliqueExchange, clique_group, cliques_of
 from checkpointless.replication.handover import COPIED_AT, Snapshot
 from checkpointless.replication.host_memory import recorded
@@ -40,6 +41,7 @@ from checkpointless.replication.retrieval import ANSWER_S, Choice, Search, bring
 from checkpointless.replication.store import DirectoryStore, MemoryStore, PartStore, Shelf, open_store
 from checkpointless.state.held_state import HeldState
 from checkpointless.system.environment import LOCAL_WORLD_SIZE_ENV
+from checkpointless.transfer.rank_groups import names as in_words
 
 if TYPE_CHECKING:
     from checkpointless.launcher.protocol.causes import Json, Parsed
@@ -432,7 +434,7 @@ class Copies:
             if tier.name in self.stores:
                 continue
             open_ = partial(tier.open, self.lineage.job, dist.get_rank())
-            store, problem = attempt(partial(within, ANSWER_S, open_))
+            store, problem = attempt(partial(run_in_helper_thread, open_, ANSWER_S))
             if store is None:
                 problems.append(f"{tier.name}: {words(problem)}")
                 store = _UnusableStore(words(problem))
@@ -535,7 +537,8 @@ class Copies:
             time.sleep(_TURN_S)
         for tier in self.tiers:
             if tier.name in self.stores:
-                _, problem = attempt(partial(within, ANSWER_S, partial(tier.clear, self.stores[tier.name])))
+                clear = partial(tier.clear, self.stores[tier.name])
+                _, problem = attempt(partial(run_in_helper_thread, clear, ANSWER_S))
                 if problem is not None:
                     logger.warning("%s: copies may be left: %s", tier.name, words(problem))
         self.stores, self._exchanges, self._places = {}, {}, {}
@@ -674,5 +677,5 @@ def _why(choice: Choice, tiers: list[str]) -> str:
     if not choice.lacking:
         return f"no tier ({names}) has a copy of the state"
     save, ranks = next(iter(choice.lacking.items()))
-    shown = ", ".join(map(str, ranks[:8])) + (f", ... ({len(ranks)} ranks)" if len(ranks) > 8 else "")
-    return f"no tier ({names}) has the state of rank{'s' * (len(ranks) > 1)} {shown} after step {save.iteration}"
+    of = f"rank{'s' * (len(ranks) > 1)} {in_words(ranks)}"
+    return f"no tier ({names}) has the state of {of} after step {save.iteration}"

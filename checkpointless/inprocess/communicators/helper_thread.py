@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar, cast
@@ -32,11 +34,14 @@ def awaiting(thread: int | None) -> Iterator[None]:
         _awaited = before
 
 
-def run_in_helper_thread(blocking: Callable[[], T]) -> T:
+def run_in_helper_thread(blocking: Callable[[], T], limit_s: float = math.inf) -> T:
     """Call ``blocking`` in a thread of its own, wait for it interruptibly and return its result.
 
     The thread works on this thread's CUDA device and stream. A call that an interruption leaves running ends when
-    its connections do.
+    its connections do; one that blocks in the kernel, for example on a storage that is gone, may never end.
+
+    Raises:
+        TimeoutError: it has not returned within ``limit_s``. Its thread is left running.
     """
     done, outcome = threading.Event(), list[Any]()
     stream: Any = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
@@ -51,9 +56,11 @@ def run_in_helper_thread(blocking: Callable[[], T]) -> T:
 
     thread = threading.Thread(target=call, name="checkpointless-helper", daemon=True)
     thread.start()
+    deadline_s = time.monotonic() + limit_s
     with awaiting(thread.ident):
         while not done.wait(_TURN_S):
-            pass
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(f"no answer within {limit_s:g} s")
     result = outcome.pop()
     try:
         if isinstance(result, BaseException):

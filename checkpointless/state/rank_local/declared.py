@@ -248,13 +248,14 @@ def take_object(value: object) -> object:
     return stateful.state_dict() if has_state(value) else value
 
 
-def put_object(present: Any, state: object) -> None:
+def put_object(present: object, state: object) -> None:
     """Put back what :func:`take_object` returned of an object with state."""
+    stateful: Any = present
     put = next((put for kind, (_, put) in _GENERATORS.items() if isinstance(present, kind)), None)
     if put is not None:
         put(present, state)
     else:
-        present.load_state_dict(state)
+        stateful.load_state_dict(state)
 
 
 def tensors_in(value: object) -> Iterable[torch.Tensor]:

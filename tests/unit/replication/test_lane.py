@@ -7,8 +7,9 @@ import threading
 
 import pytest
 
+from checkpointless.inprocess.communicators.helper_thread import run_in_helper_thread
 from checkpointless.replication import copier as lanes
-from checkpointless.replication.copier import _Lane, within
+from checkpointless.replication.copier import _Lane
 
 LIMIT_S = 30.0
 
@@ -67,11 +68,11 @@ def test_an_error_ends_it_and_is_told(monkeypatch: pytest.MonkeyPatch, caplog: p
 def test_a_call_that_does_not_return_is_not_waited_for_for_ever() -> None:
     go_on = threading.Event()
     with pytest.raises(TimeoutError, match="no answer within"):
-        within(0.05, lambda: go_on.wait(LIMIT_S))
+        run_in_helper_thread(lambda: go_on.wait(LIMIT_S), 0.05)
     go_on.set()
-    assert within(LIMIT_S, lambda: 3) == 3
+    assert run_in_helper_thread(lambda: 3, LIMIT_S) == 3
     with pytest.raises(OSError, match="gone"):
-        within(LIMIT_S, lambda: fail())
+        run_in_helper_thread(lambda: fail(), LIMIT_S)
 
 
 def fail() -> None:
