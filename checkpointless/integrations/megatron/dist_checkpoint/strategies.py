@@ -329,7 +329,7 @@ class CopiesLoadStrategy:
     """
 
     def __init__(self, wrapped: Strategy = None, copies: Copies | None = None) -> None:
-        self.wrapped = _default() if wrapped is None else wrapped
+        self.wrapped = torch_strategies.TorchDistLoadShardedStrategy() if wrapped is None else wrapped
         self.copies = process_copies() if copies is None else copies
         self.report: _LoadReport | None = None
 
@@ -397,12 +397,6 @@ class CopiesLoadStrategy:
         if name == "wrapped":
             raise AttributeError(name)
         return getattr(self.wrapped, name)
-
-
-def _default() -> Strategy:
-    from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
-
-    return TorchDistLoadShardedStrategy()
 
 
 # --- what copies have ---------------------------------------------------------------------------------------------
