@@ -181,18 +181,13 @@ class CheckpointManager(RankLocalKeeper):
             given twice.
 
     Attributes:
-        global_step: the optimizer step of the held state, or None.
-        rng_states: this rank's random streams at the points after its newest two steps; None: it has none.
-        resumed_at: the step and the stage that the last recovery resumed at; None if there was none.
         verdict: the verdict of the last recovery; None if there was none.
         was_filled: whether the last recovery gave this rank a peer's state.
         kept: what stays built over the fault, with the number of the fit that it belongs to, until training has
             resumed; None: nothing.
-        offset: how many steps of the job precede that fit: steps are counted over all fits of a block.
         saves: what a strategy knows about the checkpoints of its newest step.
         tiers_are_kept: whether copies are kept in tiers.
         checksum_manager: computes the digests of tensors.
-        parameter_update_lock: the lock of the running block.
         refusal: why the last recovery from memory was refused ("" if it was not).
         bytes_received: how many bytes of tensors were sent to this rank in the last recovery.
     """
@@ -588,14 +583,6 @@ class PEFTCheckpointManager(CheckpointManager):
 
     Raises:
         ValueError: as of ``CheckpointManager``, or ``tiers`` are given.
-
-    Attributes:
-        params_to_save: the names of all parameters and buffers that training may change; the strategy sets it when
-            the adapters have been added to the model.
-        base_model_weights: the frozen weights by key, as references to the running model's weights; None before
-            they were whole for the first time.
-        base_model_keys_to_extract: the keys of the frozen weights, in the order in which they are sent; None as
-            long as ``base_model_weights`` is None.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -605,7 +592,7 @@ class PEFTCheckpointManager(CheckpointManager):
 
     @property
     def params_to_save(self) -> set[str]:
-        """The names of all parameters and buffers that training may change."""
+        """The names of all parameters and buffers that training may change; the strategy sets it."""
         return self._base_model.trained
 
     @params_to_save.setter
@@ -614,7 +601,7 @@ class PEFTCheckpointManager(CheckpointManager):
 
     @property
     def base_model_weights(self) -> dict[Key, torch.Tensor] | None:
-        """The frozen weights by key; None before they were whole for the first time."""
+        """The frozen weights of the running model by key; None before they were whole for the first time."""
         return self._base_model.weights
 
     @property
