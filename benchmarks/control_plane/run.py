@@ -276,7 +276,7 @@ class World:
         for index, node in enumerate([*self.nodes, self.spare]):
             number = index if index < len(self.nodes) else -1
             with self._working():
-                node.place = self.coordinator.admit(number, NPROC, functools.partial(self._send, node))
+                node.place = self.coordinator.membership.admit(number, NPROC, functools.partial(self._send, node))
             yield node
 
     def _take_over(self) -> None:
@@ -321,7 +321,7 @@ class World:
         self.nodes[LOST], self.spare = self.spare, SimulatedNode()
         lost.wire.clear()
         with self._working():
-            self.coordinator.lose(lost.place, "it closed the connection")
+            self.coordinator.membership.lose(lost.place, "it closed the connection")
 
     def _check(self, case: Case, before: int) -> None:
         coordinator = self.coordinator

@@ -17,9 +17,6 @@ from pathlib import Path
 
 from checkpointless.observability.telemetry.events import EVENTS_FILE
 
-_FACTORS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-_LEAST_BYTES = 64 << 10
-
 
 class UsageError(Exception):
     """Raised if what was asked for cannot be done; the message is one line that says what to do instead."""
@@ -59,10 +56,6 @@ def nodes(text: str) -> int:
     return positive(most)
 
 
-def local_ranks(text: str) -> tuple[int, ...]:
-    return tuple(count(each.strip()) for each in text.split(","))
-
-
 def positive(text: str) -> int:
     return _at_least(text, 1)
 
@@ -82,13 +75,6 @@ def _at_least(text: str, minimum: int) -> int:
     if not text.isascii() or not text.isdecimal() or len(text) > 9 or int(text) < minimum:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {minimum}")
     return int(text)
-
-
-def nbytes(text: str) -> int:
-    number, factor = (text[:-1], _FACTORS[text[-1]]) if text[-1:] in _FACTORS else (text, 1)
-    if not number.isascii() or not number.isdecimal() or len(number) > 12 or int(number) * factor < _LEAST_BYTES:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of bytes of at least 64K, such as 1G")
-    return int(number) * factor
 
 
 def seconds(text: str) -> float:
@@ -166,28 +152,6 @@ def out(line: str) -> None:
     sys.stdout.flush()
 
 
-def write(path: Path, text: str) -> None:
-    """Write a command's result to a file, or to standard output (:data:`STDOUT`).
-
-    Raises:
-        UsageError: the file cannot be written.
-    """
-    if path == STDOUT:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-        return
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror}") from error
-
-
-def report_error(message: str) -> None:
-    """Print a message to standard error, in one line that says which program it comes from."""
-    with contextlib.suppress(OSError):
-        sys.stderr.write(f"{PROG}: error: {' '.join(message.split())}\n")
-
-
 @dataclass(frozen=True)
 class Command:
     """A command: what ``--help`` says of it, its options and its action.
@@ -208,22 +172,6 @@ class Command:
 # --- The run directory that a command reads or makes -------------------------------------------------------------
 
 RUNS_DIR = Path("runs")
-
-
-def check_run_dir(run_dir: Path) -> None:
-    """Raise a :class:`UsageError` unless there is such a run directory."""
-    if not run_dir.is_dir():
-        raise UsageError(f"there is no run directory {run_dir}")
-
-
-def check_can_be_made(run_dir: Path | None) -> None:
-    """Raise a :class:`UsageError` if it is known already that a run directory cannot be created."""
-    places = [] if run_dir is None else [run_dir, *run_dir.parents]
-    there = next((place for place in places if place.exists()), Path.cwd())
-    if not there.is_dir():
-        raise UsageError(f"cannot make run directory {run_dir}: {there} is a file")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise UsageError(f"cannot make run directory {run_dir}: nothing may be written into {there}")
 
 
 def new_run_dir(asked: Path | None, name: str, shared: bool = False) -> Path:

@@ -7,6 +7,7 @@ that ``--help`` and wrong options are answered at once.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import os
 import sys
@@ -14,7 +15,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from checkpointless.cli.command import PROG, UsageError, open_standard_streams, out, report_error, say
+from checkpointless.cli.command import PROG, UsageError, open_standard_streams, out, say
 from checkpointless.cli.commands import demo, rehearse, report, run, train
 
 COMMANDS = (
@@ -47,11 +48,17 @@ examples:
 """
 
 
+def _report_error(message: str) -> None:
+    """Print a message to standard error, in one line that says which program it comes from."""
+    with contextlib.suppress(OSError):
+        sys.stderr.write(f"{PROG}: error: {' '.join(message.split())}\n")
+
+
 class _Parser(argparse.ArgumentParser):
     """Argument parser that reports an error in one line."""
 
     def error(self, message: str) -> NoReturn:
-        report_error(f"{message} (see `{self.prog} --help`)")
+        _report_error(f"{message} (see `{self.prog} --help`)")
         sys.exit(USAGE_EXIT_CODE)
 
     def refuse(self, words: Sequence[str]) -> NoReturn:
@@ -113,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return command(options)
     except UsageError as error:
-        report_error(str(error))
+        _report_error(str(error))
         return USAGE_EXIT_CODE
     except KeyboardInterrupt:
         say("stopped by Ctrl-C")

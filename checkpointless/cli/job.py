@@ -19,7 +19,6 @@ from checkpointless.cli.command import (
     both,
     count,
     has_cuda,
-    nbytes,
     new_run_dir,
     nodes,
     port,
@@ -167,6 +166,17 @@ _DEVICE_CHECK_TIMEOUT_HELP = "seconds for --device-check, less than --regroup-ti
 _LOG_BYTES_HELP = "size of a rank's log, such as 200M, in four files; the oldest is deleted (default: 1G)"
 
 
+_FACTORS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+_LEAST_BYTES = 64 << 10
+
+
+def _nbytes(text: str) -> int:
+    number, factor = (text[:-1], _FACTORS[text[-1]]) if text[-1:] in _FACTORS else (text, 1)
+    if not number.isascii() or not number.isdecimal() or len(number) > 12 or int(number) * factor < _LEAST_BYTES:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of bytes of at least 64K, such as 1G")
+    return int(number) * factor
+
+
 @dataclass(frozen=True)
 class Program:
     """What every rank of a job runs: a script, or a module.
@@ -191,7 +201,7 @@ def add_job_options(parser: argparse.ArgumentParser, default_ranks: str = "1") -
     add("--cpu", action="store_true", help="let Megatron-core and NeMo train on CPUs")
     add("--run-dir", type=Path, metavar="D", help="directory of the run (default: runs/TIME-NAME)")
     add(*both("--log-dir"), type=Path, metavar="D", help="directory of the logs (default: RUN_DIR/logs)")
-    add("--log-bytes", type=nbytes, default=1 << 30, metavar="N", help=_LOG_BYTES_HELP)
+    add("--log-bytes", type=_nbytes, default=1 << 30, metavar="N", help=_LOG_BYTES_HELP)
     add("--log-level", choices=tuple(LEVELS), help="log level of ranks and agent (default: warning)")
     add("--device-check", default=os.environ.get(DEVICE_CHECK_ENV, ""), metavar="CMD", help=_DEVICE_CHECK_HELP)
     limit_s = os.environ.get(DEVICE_CHECK_TIMEOUT_ENV) or None

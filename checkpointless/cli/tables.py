@@ -74,7 +74,7 @@ def show_report(report: Report, page: Console) -> None:
     page.print(_time_table(report))
     if report.comparison is not None and report.comparison.restarts:
         page.print(_restart_table(report.comparison))
-    steps, samples = wording.number(report.steps_lost), wording.number(report.samples_lost)
+    steps, samples = _number(report.steps_lost), _number(report.samples_lost)
     step = "" if run.step_s is None else f"; a step takes {wording.duration(run.step_s)}"
     tracebacks = Path(run.path) / TRACEBACKS_DIR
     if tracebacks.is_dir():
@@ -96,6 +96,20 @@ def html_page(report: Report, tracebacks: Mapping[str, str]) -> str:
     return page.export_html()
 
 
+def _number(value: int | None) -> str:
+    """Format a number: ``12,345``, or that it is not known."""
+    return wording.UNKNOWN if value is None else f"{value:,}"
+
+
+def _share(value: float | None) -> str:
+    """Format a ratio as a percentage: ``98.7 %``; never 100 % if a little is missing."""
+    if value is None:
+        return wording.UNKNOWN
+    percent = 100 * value
+    digits = next((n for n in (1, 2, 3) if value >= 1 or round(percent, n) < 100), 4)
+    return f"{percent:.{digits}f} %"
+
+
 def _time_table(report: Report) -> Table:
     """Return a table of the run's time by activity."""
     table = Table("time", "", "", title="time of the run", title_justify="left")
@@ -105,7 +119,7 @@ def _time_table(report: Report) -> Table:
 
     def row(name: str, seconds: float | None, note: str = "") -> None:
         of = None if seconds is None or spent.wall_s <= 0 else seconds / spent.wall_s
-        table.add_row(name, wording.duration(seconds), note or wording.share(of))
+        table.add_row(name, wording.duration(seconds), note or _share(of))
 
     row("start-up", spent.startup_s)
     row("training", spent.training_s)
@@ -116,8 +130,8 @@ def _time_table(report: Report) -> Table:
         row("after the last step", spent.shutdown_s)
     row("wall clock", spent.wall_s, "from the first event to the end")
     table.add_section()
-    table.add_row("ETTR", wording.share(spent.ettr), "training / wall clock")
-    table.add_row("ETTR while training", wording.share(spent.ettr_while_training), "without start-up and shutdown")
+    table.add_row("ETTR", _share(spent.ettr), "training / wall clock")
+    table.add_row("ETTR while training", _share(spent.ettr_while_training), "without start-up and shutdown")
     return table
 
 
@@ -132,7 +146,7 @@ def _restart_table(comparison: Comparison) -> Table:
     table.add_row("restarts", wording.duration(comparison.restart_s), f"{count}, estimated from the figures above")
     factor = "" if comparison.factor is None else f"measured; restarts: {comparison.factor:.3g} times as much"
     table.add_row("recovery", wording.duration(comparison.recovered_s), factor)
-    table.add_row("ETTR with restarts", wording.share(comparison.ettr), "the same training, the same faults")
+    table.add_row("ETTR with restarts", _share(comparison.ettr), "the same training, the same faults")
     if comparison.incidents_left_out:
         table.add_row(
             "left out", str(comparison.incidents_left_out), "incidents that ended the job, or have not ended"

@@ -57,13 +57,7 @@ class Layout:
         As many ranks share an expert as share a layer.
         """
         return cls(
-            ranks,
-            ranks,
-            tensor=tensor,
-            pipeline=pipeline,
-            expert=expert,
-            expert_tensor=tensor,
-            instances=instances,
+            ranks, ranks, tensor=tensor, pipeline=pipeline, expert=expert, expert_tensor=tensor, instances=instances
         )
 
     @property

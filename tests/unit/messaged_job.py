@@ -83,7 +83,7 @@ class Job:
             else:
                 self.sent.append((place[0] if place else None, command))
 
-        place.append(self.coordinator.admit(index, nproc, send))
+        place.append(self.coordinator.membership.admit(index, nproc, send))
         return place[0]
 
     def hear(self, node: Node, message: NodeMessage) -> None:
@@ -93,7 +93,7 @@ class Job:
 
     def lose(self, node: Node, reason: str) -> None:
         """Tell the coordinator that a node is lost."""
-        self.coordinator.lose(node, reason)
+        self.coordinator.membership.lose(node, reason)
         self.open_stores()
 
     def open_stores(self) -> None:

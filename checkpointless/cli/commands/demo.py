@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,7 +15,6 @@ from checkpointless.cli.command import (
     RUNS_DIR,
     Command,
     UsageError,
-    check_can_be_made,
     count,
     new_run_dir,
     positive,
@@ -61,6 +61,16 @@ def _add_demo_options(parser: argparse.ArgumentParser) -> None:
     add("--chaos-case", type=count, metavar="I", help="run only case I of the N")
 
 
+def _check_can_be_made(run_dir: Path | None) -> None:
+    """Raise a :class:`UsageError` if it is known already that a run directory cannot be created."""
+    places = [] if run_dir is None else [run_dir, *run_dir.parents]
+    there = next((place for place in places if place.exists()), Path.cwd())
+    if not there.is_dir():
+        raise UsageError(f"cannot make run directory {run_dir}: {there} is a file")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise UsageError(f"cannot make run directory {run_dir}: nothing may be written into {there}")
+
+
 def _demo(options: argparse.Namespace) -> int:
     """Run the demo, or its jobs with drawn faults."""
     check_goes_with_chaos(options)
@@ -81,7 +91,7 @@ def _demo(options: argparse.Namespace) -> int:
     except DemoError as error:
         raise UsageError(str(error)) from error
     fault_specs(faults, nproc, steps, cpu=True)
-    check_can_be_made(options.run_dir)
+    _check_can_be_made(options.run_dir)
     stamp = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%SZ")
     return _run_demo(trainer, task, faults, options.run_dir or RUNS_DIR / f"{stamp}-demo")
 

@@ -75,13 +75,7 @@ def _add_rehearse_options(parser: argparse.ArgumentParser) -> None:
         help="optimizer steps to compare (default: 20); a longer job is stopped after them",
     )
     add("--faults", dest="trials", type=positive, default=4, metavar="K", help="runs with a fault (default: 4)")
-    add(
-        "--seed",
-        type=count,
-        default=0,
-        metavar="S",
-        help="seed of the draws (default: 0)",
-    )
+    add("--seed", type=count, default=0, metavar="S", help="seed of the draws (default: 0)")
     add("--timeout", type=seconds, default=900.0, metavar="S", help="limit of each job, in seconds (default: 900)")
     add("--json", action="store_true", help="print the result as JSON, and nothing else to standard output")
     add("--run-dir", type=Path, metavar="D", help="directory of all runs, which are kept (default: temporary)")
@@ -174,9 +168,5 @@ def _read_again(options: argparse.Namespace) -> None:
 
 
 COMMAND = Command(
-    "rehearse",
-    "prove on your own job that it is exact under faults",
-    _add_rehearse_options,
-    _rehearse,
-    _EPILOG,
+    "rehearse", "prove on your own job that it is exact under faults", _add_rehearse_options, _rehearse, _EPILOG
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,13 +11,11 @@ from checkpointless.cli.command import (
     STDOUT,
     Command,
     UsageError,
-    check_run_dir,
     modules,
     out,
     positive,
     say,
     seconds,
-    write,
 )
 
 if TYPE_CHECKING:
@@ -57,13 +56,19 @@ def _add_report_options(parser: argparse.ArgumentParser) -> None:
         add(option, type=kind, metavar="S", help=f"seconds {text}")
 
 
+def _check_run_dir(run_dir: Path) -> None:
+    """Raise a :class:`UsageError` unless there is such a run directory."""
+    if not run_dir.is_dir():
+        raise UsageError(f"there is no run directory {run_dir}")
+
+
 def _report_command(options: argparse.Namespace) -> int:
     """Show the report and write it to files."""
     from checkpointless.observability.report.summary import as_json, build_report
     from checkpointless.observability.telemetry.events import EVENTS_FILE, read_events
 
     run_dir: Path = options.run_dir
-    check_run_dir(run_dir)
+    _check_run_dir(run_dir)
     log = run_dir / EVENTS_FILE
     if not log.is_file():
         raise UsageError(f"{run_dir} has no {EVENTS_FILE}: it is not a run directory")
@@ -78,27 +83,39 @@ def _report_command(options: argparse.Namespace) -> int:
     named = {option: getattr(options, option[2:].replace("-", "_")) for option in _RESTART_OPTIONS}
     given = {option: value for option, value in named.items() if value is not None}
     report = build_report(
-        str(run_dir),
-        events,
-        caused=caused,
-        lines_left_out=max(0, lines - len(events)),
-        given=given,
+        str(run_dir), events, caused=caused, lines_left_out=max(0, lines - len(events)), given=given
     )
     if options.json is not None:
-        write(options.json, as_json(report) + "\n")
+        _write(options.json, as_json(report) + "\n")
     if options.html is not None:
         from checkpointless.cli.tables import html_page
 
-        write(options.html, html_page(report, _tracebacks(run_dir, report)))
+        _write(options.html, html_page(report, _tracebacks(run_dir, report)))
     if options.trace is not None:
         from checkpointless.observability.report.trace import write_trace
 
-        write(options.trace, write_trace(report, events))
+        _write(options.trace, write_trace(report, events))
     if STDOUT not in (options.json, options.html, options.trace):
         from checkpointless.cli.tables import console, show_report
 
         show_report(report, console())
     return 0
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a command's result to a file, or to standard output (:data:`STDOUT`).
+
+    Raises:
+        UsageError: the file cannot be written.
+    """
+    if path == STDOUT:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+        return
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}") from error
 
 
 def _tracebacks(run_dir: Path, report: Report) -> dict[str, str]:
@@ -123,11 +140,7 @@ def _at_least_zero(text: str) -> float:
 
 
 REPORT = Command(
-    "report",
-    "show a run's incidents and where its time went",
-    _add_report_options,
-    _report_command,
-    _REPORT_EPILOG,
+    "report", "show a run's incidents and where its time went", _add_report_options, _report_command, _REPORT_EPILOG
 )
 
 
@@ -151,7 +164,7 @@ def _verify(options: argparse.Namespace) -> int:
 
     steps, again = [], []
     for run_dir in (options.run_a, options.run_b):
-        check_run_dir(run_dir)
+        _check_run_dir(run_dir)
         try:
             steps.append(read_steps(run_dir))
             again.append(gone_back(read_events(run_dir)))
@@ -240,7 +253,7 @@ def _doctor(options: argparse.Namespace) -> int:
         progress=say,
     )
     if options.json is not None:
-        write(options.json, findings.as_json(found) + "\n")
+        _write(options.json, findings.as_json(found) + "\n")
     if options.json != STDOUT:
         from checkpointless.cli.tables import show_findings
 

@@ -21,7 +21,6 @@ from checkpointless.cli.command import (
     UsageError,
     both,
     count,
-    local_ranks,
     modules,
     nodes,
     out,
@@ -76,6 +75,10 @@ def _switch(text: str) -> bool:
     return bool(int(text))
 
 
+def _local_ranks(text: str) -> tuple[int, ...]:
+    return tuple(count(each.strip()) for each in text.split(","))
+
+
 #: How the variables of the options that have a meaning, or a check, are read; the others are kept as text.
 _TYPES: dict[str, Callable[[str], object]] = {
     "nnodes": nodes,
@@ -85,7 +88,7 @@ _TYPES: dict[str, Callable[[str], object]] = {
     "rdzv_endpoint": str,
     "master_addr": str,
     "master_port": port,
-    "local_ranks_filter": local_ranks,
+    "local_ranks_filter": _local_ranks,
     "rdzv_conf": str,
     "log_dir": Path,
     "shutdown_timeout": seconds,
@@ -115,7 +118,7 @@ def _add_torchrun_options(parser: argparse.ArgumentParser) -> None:
     add(*both("--master-port"), type=port, metavar="P", help="port of --master-addr")
     add(
         *both("--local-ranks-filter"),
-        type=local_ranks,
+        type=_local_ranks,
         metavar="I,...",
         help="show only the output of these local ranks",
     )
@@ -228,11 +231,7 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
         metavar="MODULE,...",
         help="import these once, before ranks are forked (default: the script's imports from installed packages)",
     )
-    add(
-        "--dry-run",
-        action="store_true",
-        help="show what would be started; start nothing",
-    )
+    add("--dry-run", action="store_true", help="show what would be started; start nothing")
     add_job_options(parser)
     _add_torchrun_options(parser)
     add("script", metavar="SCRIPT", help="the training script")
@@ -309,13 +308,8 @@ def _add_coordinator_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--nnodes", type=positive, required=True, metavar="M", help="nodes of the job")
     add("--nproc-per-node", "--nproc_per_node", type=positive, default=1, metavar="N", help="ranks (default: 1)")
-    add(
-        "--rdzv-endpoint",
-        "--rdzv_endpoint",
-        required=True,
-        metavar="H[:P]",
-        help="where to listen; the same for all nodes",
-    )
+    where = "where to listen; the same for all nodes"
+    add(*both("--rdzv-endpoint"), required=True, metavar="H[:P]", help=where)
     add("--run-dir", type=Path, metavar="D", help="run directory of the job (default: no events)")
     add_coordination_options(parser)
 

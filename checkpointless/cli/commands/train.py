@@ -29,9 +29,7 @@ def _add_train_options(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s [OPTIONS] RECIPE [KEY=VALUE ...]"
     add_job_options(parser, default_ranks="the recipe's")
     parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="show the resolved recipe, layout and replicas; start nothing",
+        "--dry-run", action="store_true", help="show the resolved recipe, layout and replicas; start nothing"
     )
     parser.add_argument("recipe", metavar="RECIPE", help="a YAML file, or the name of a bundled recipe")
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="value to set, by dotted key")

@@ -100,7 +100,7 @@ class _LocalCoordinatorLink(Link):
         self._reports: deque[NodeMessage] = deque()
         self.coordinator = self._coordinator = coordinator
         self._port = port
-        self._node = coordinator.admit(0, coordinator.nodes[0].nproc, self.commands.append)
+        self._node = coordinator.membership.admit(0, coordinator.nodes[0].nproc, self.commands.append)
         coordinator.host = self._node
         self._until_s: float | None = None
 
@@ -319,10 +319,7 @@ class _Joining:
             self._pause(_RETRY_S)
 
     def open(
-        self,
-        selector: selectors.BaseSelector,
-        on_message: Callable[[Any], None],
-        on_close: Callable[[str], None],
+        self, selector: selectors.BaseSelector, on_message: Callable[[Any], None], on_close: Callable[[str], None]
     ) -> Channel:
         """Return the connection as a channel in the loop of ``selector``."""
         return Channel(self._connection, selector, hears=FROM_COORDINATOR, on_message=on_message, on_close=on_close)

@@ -76,11 +76,7 @@ class _ExitWatch:
     """
 
     def __init__(
-        self,
-        grace_s: float,
-        silence_s: float,
-        send: Callable[[LocalRank, int], None],
-        say: Callable[[str], None],
+        self, grace_s: float, silence_s: float, send: Callable[[LocalRank, int], None], say: Callable[[str], None]
     ) -> None:
         self.elsewhere: int | None = None
         self._grace_s = grace_s

@@ -41,7 +41,7 @@ from checkpointless.launcher.protocol.messages import (
     encode,
 )
 from checkpointless.observability.telemetry.event_names import EventName
-from checkpointless.observability.telemetry.events import event_log
+from checkpointless.observability.telemetry.events import Edge, event_log
 from checkpointless.system.environment import (
     AGENT_FD_ENV,
     JOB_RESTART_COUNT_ENV,
@@ -229,6 +229,12 @@ class RankClient(abc.ABC):
         if isinstance(message, FaultNotice) and self.on_fault is not None:
             self.on_fault(message)
 
+    def _tell(self, generation: int, incident: str, cause: Cause) -> None:
+        """Log the cause of an incident that this rank has reported, where no agent does."""
+        said, culprit, how = str(cause), cause.culprit, cause.how
+        about: tuple[EventName, Edge] = EventName.DETECT, "point"
+        event_log().emit(*about, generation=generation, incident=incident, cause=said, culprit=culprit, how=how)
+
     def _lose(self, reason: str) -> None:
         with self._news:
             self._lost = self._lost or reason
@@ -358,19 +364,6 @@ class FaultLimits:
         return None if give_up is None else f"{give_up.reason}\n{give_up.last_words}".rstrip()
 
 
-def tell(generation: int, incident: str, cause: Cause) -> None:
-    """Log the cause of an incident where no agent does; the rank that reported the incident calls this."""
-    event_log().emit(
-        EventName.DETECT,
-        "point",
-        generation=generation,
-        incident=incident,
-        cause=str(cause),
-        culprit=cause.culprit,
-        how=cause.how,
-    )
-
-
 class StandaloneClient(RankClient):
     """Regroups the only rank of a job that consists of this process."""
 
@@ -390,7 +383,7 @@ class StandaloneClient(RankClient):
         elif isinstance(message, FaultReport):
             self._incidents += 1
             cause, reason = message.cause, self._limits.after(message.cause)
-            tell(message.generation, str(self._incidents), cause)
+            self._tell(message.generation, str(self._incidents), cause)
             self._hear(FaultNotice(message.generation, str(self._incidents), str(cause), self.rank))
             if reason is not None:
                 self._lose(reason)

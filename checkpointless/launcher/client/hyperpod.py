@@ -44,7 +44,7 @@ from typing import Any
 
 from torch.distributed import DistError, HashStore, PrefixStore, TCPStore
 
-from checkpointless.launcher.client.agent_client import AgentLostError, RankUnknownError, tell
+from checkpointless.launcher.client.agent_client import AgentLostError, RankUnknownError
 from checkpointless.launcher.client.store_client import CONNECT_TIMEOUT_S, StoreClient
 from checkpointless.launcher.protocol.messages import (
     Barrier,
@@ -272,7 +272,7 @@ class HyperPodClient(StoreClient):
         self._send_fault(cause.error, str(cause), in_place=last_word is None)
         if self.pending_fault(report.generation) is None:
             incident = str(report.generation + 1)
-            tell(report.generation, incident, cause)
+            self._tell(report.generation, incident, cause)
             self._hear(FaultNotice(report.generation, incident, str(cause), self.rank))
         if last_word is not None:
             self._lose(last_word)

@@ -10,7 +10,7 @@ from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from checkpointless.launcher.client.agent_client import FaultLimits, RankClient, tell
+from checkpointless.launcher.client.agent_client import FaultLimits, RankClient
 from checkpointless.launcher.protocol.messages import (
     FROM_RANK,
     Barrier,
@@ -155,7 +155,7 @@ class StoreClient(RankClient):
             self._done = None
             self._incidents += 1
             if cause.rank == self.rank:
-                tell(generation, str(self._incidents), cause)
+                self._tell(generation, str(self._incidents), cause)
             self._hear(FaultNotice(generation, str(self._incidents), str(cause), cause.rank))
             if reason is not None:
                 self._lose(reason)

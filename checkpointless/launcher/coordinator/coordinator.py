@@ -31,7 +31,6 @@ from checkpointless.launcher.protocol.node_messages import (
     AllDone,
     Answered,
     Ask,
-    Command,
     DeviceBad,
     Discard,
     Holding,
@@ -65,13 +64,7 @@ _AT_WORK = (*IN_BLOCK, RankState.LEAVING)
 class _Takeover:
     """Acts on what nodes report about ranks that run already."""
 
-    def __init__(
-        self,
-        job: Job,
-        membership: Membership,
-        processes: Processes,
-        regrouping: Regrouping,
-    ) -> None:
+    def __init__(self, job: Job, membership: Membership, processes: Processes, regrouping: Regrouping) -> None:
         self._job = job
         self._roster = job.roster
         self._membership = membership
@@ -359,6 +352,7 @@ class Coordinator:
 
     Attributes:
         job: the state of the job; only the parts of the coordinator change it.
+        membership: takes nodes in, and hears that their agents cannot be reached.
         host: the node whose agent runs this coordinator; None if it runs in a separate process.
     """
 
@@ -378,30 +372,10 @@ class Coordinator:
         hangs = HangWatch(config.heartbeat, len(self.ranks), config.nproc_per_node, *report)
         self._regrouping = Regrouping(job, self._processes, hangs)
         self._hangs = _HangResponse(job, hangs, self._regrouping, self._processes)
-        self._membership = Membership(job, self._processes, self._regrouping, self._all_nodes_are_here)
-        self._bad_devices = BadDevices(job, self._membership, self._processes)
-        self._takeover = _Takeover(job, self._membership, self._processes, self._regrouping)
+        self.membership = Membership(job, self._processes, self._regrouping, self._all_nodes_are_here)
+        self._bad_devices = BadDevices(job, self.membership, self._processes)
+        self._takeover = _Takeover(job, self.membership, self._processes, self._regrouping)
         self._note_progress_at_s = clock() + _NOTE_PROGRESS_EVERY_S
-
-    def admit(self, index: int, nproc: int, send: Callable[[Command], None]) -> Node:
-        """Admit the agent of a node, which must also report that it has joined once it can start processes.
-
-        Args:
-            index: the node's number; -1 for a spare, which gets a number when a node is lost.
-            send: sends the node a command; it must not call back.
-
-        Raises:
-            ValueError: the job has no place for the node; the message says why.
-        """
-        return self._membership.admit(index, nproc, send)
-
-    def lose(self, node: Node, reason: str, since_s: float | None = None) -> None:
-        """Note that the agent of ``node`` cannot be reached; its ranks are dead unless it is expected back.
-
-        Args:
-            since_s: when it was heard last, on the monotonic clock (None: it was lost just now).
-        """
-        self._membership.lose(node, reason, since_s)
 
     def hear(self, node: Node, message: NodeMessage) -> None:
         """Act on a message from the agent of ``node``.
@@ -417,7 +391,7 @@ class Coordinator:
             case Alive():
                 pass
             case Joined():
-                self._membership.joined(node)
+                self.membership.joined(node)
             case Standing():
                 self._takeover.standing(node, message)
             case StoreOpened():
@@ -431,7 +405,7 @@ class Coordinator:
             case Leaving() if node is self.host:  # and this coordinator ends with it
                 self.job.end(FAILED, message.reason)
             case Leaving():
-                self._membership.lose_for_good(node, message.reason)
+                self.membership.lose_for_good(node, message.reason)
             case RankInexact():
                 rank = self.job.roster.rank_of(message.rank, node)
                 self.job.incidents.not_exact(rank.number, message.generation, message.reason)
@@ -452,7 +426,7 @@ class Coordinator:
         """Act on the time that has passed."""
         if self.job.phase is Phase.OVER:
             return
-        self._membership.lose_those_that_stay_away(now_s)
+        self.membership.lose_those_that_stay_away(now_s)
         self._regrouping.tick(now_s)
         if self.job.phase is Phase.RUNNING:
             self._hangs.look(now_s)
@@ -461,7 +435,7 @@ class Coordinator:
         replace_at_s, gather_by_s = self.job.replace_at_s, self.job.gather_by_s
         if replace_at_s is not None and now_s >= replace_at_s:
             self.job.replace_at_s = None
-            self._membership.replace_missing("it did not find the new coordinator")
+            self.membership.replace_missing("it did not find the new coordinator")
         elif gather_by_s is not None and now_s >= gather_by_s:
             if self.job.phase is Phase.JOINING:
                 self._end_without_a_node()
@@ -473,7 +447,7 @@ class Coordinator:
         if self.job.phase is Phase.JOINING:
             self.job.enter(Phase.GATHERING)
             self.job.gather_by_s = self.job.replace_at_s = None
-            if self._membership.standings:
+            if self.membership.standings:
                 self._takeover.adopt()
         if self.job.phase is Phase.GATHERING:
             self._processes.start_missing()
@@ -481,7 +455,7 @@ class Coordinator:
     def _end_without_a_node(self) -> None:
         config = self.job.config
         missing = ", ".join(str(index) for index in sorted(self.job.roster.not_joined))
-        limit_s = config.regroup_timeout_s if self._membership.standings else config.join_timeout_s
+        limit_s = config.regroup_timeout_s if self.membership.standings else config.join_timeout_s
         self.job.end(FAILED, f"node {missing} did not join the job within {limit_s:g} s")
 
     def _on_store(self, node: Node, store: StoreOpened) -> None:
@@ -512,7 +486,7 @@ class Coordinator:
 
     def _on_rank(self, rank: Rank, message: RankReady | Trouble | RankEnded | RankDone) -> None:
         if self.job.phase is Phase.JOINING:
-            self._membership.standings.hear(rank, message)
+            self.membership.standings.hear(rank, message)
             return
         if not rank.node.joined:
             logger.info("rank %d: %s, of a process that its node has to end", rank.number, message.type)

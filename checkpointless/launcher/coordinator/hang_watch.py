@@ -57,7 +57,7 @@ class Heartbeat:
         return max(self.limit_s, PAUSE_TIMES * pause_s) if self.adapts else self.limit_s
 
 
-def grace_s(limit_s: float) -> float:
+def _grace_s(limit_s: float) -> float:
     """Return how many seconds a rank that was asked has to answer or to leave its block."""
     return min(MOST_GRACE_S, max(_LEAST_GRACE_S, limit_s / 2))
 
@@ -130,7 +130,7 @@ def _is_given_up(evidence: _Evidence, ceiling_s: float) -> bool:
     A process that computes holds the interpreter, as a long call into a C library does. One that is blocked in the
     kernel could neither answer nor be killed. One that a debugger holds is being looked at.
     """
-    if evidence.mute_s < grace_s(evidence.limit_s):
+    if evidence.mute_s < _grace_s(evidence.limit_s):
         return False
     if evidence.state is ProcessState.BUSY:
         return evidence.age_s >= BUSY_TIMES * evidence.limit_s
@@ -164,7 +164,7 @@ def _judge(
             return _Diagnosis(_Finding.ALL_WAIT)
         return _Diagnosis(_Finding.NOTHING)
     mute = [silent[rank] for rank in standing if silent[rank].stance is _Stance.MUTE]
-    if any(each.mute_s < grace_s(each.limit_s) for each in mute):
+    if any(each.mute_s < _grace_s(each.limit_s) for each in mute):
         return _Diagnosis(_Finding.ASK_AGAIN)
     if _is_shared(standing, world, nproc):
         if steady is not None:
@@ -530,7 +530,7 @@ class HangWatch:
                 silent[rank].making,
                 inquiry.stack(rank, f"no answer; {silent[rank].state.value}"),
                 silent[rank].beat,
-                0.0 if evidence[rank].stance is _Stance.MUTE else grace_s(silent[rank].limit_s),
+                0.0 if evidence[rank].stance is _Stance.MUTE else _grace_s(silent[rank].limit_s),
             )
             for rank in diagnosis.ranks
         ]

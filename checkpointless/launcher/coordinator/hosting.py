@@ -107,7 +107,7 @@ class CoordinatorPort:
             elif now_s >= guest.heard_at_s + self._silence_s:
                 self._show_out(guest)
                 why = f"no word from it for {self._silence_s:g} s"
-                self._coordinator.lose(guest.node, why, guest.last_word_s)
+                self._coordinator.membership.lose(guest.node, why, guest.last_word_s)
 
     def has_guests(self) -> bool:
         """Return whether an agent is still connected."""
@@ -153,7 +153,7 @@ class CoordinatorPort:
             return
         try:
             check_version(proof.version)
-            guest.node = self._coordinator.admit(proof.node, proof.nproc, channel.send)
+            guest.node = self._coordinator.membership.admit(proof.node, proof.nproc, channel.send)
         except ValueError as error:
             channel.send(Refused(str(error)))
             self._show_out(guest)
@@ -166,7 +166,7 @@ class CoordinatorPort:
         if guest in self._guests:
             self._guests.remove(guest)
         if guest.node is not None:
-            self._coordinator.lose(guest.node, reason)
+            self._coordinator.membership.lose(guest.node, reason)
 
     def _show_out(self, guest: _Guest) -> None:
         if guest in self._guests:

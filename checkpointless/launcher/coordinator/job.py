@@ -438,12 +438,7 @@ class Job:
     """
 
     def __init__(
-        self,
-        config: JobConfig,
-        *,
-        events: EventLog,
-        say: Callable[[str], None],
-        clock: Callable[[], float],
+        self, config: JobConfig, *, events: EventLog, say: Callable[[str], None], clock: Callable[[], float]
     ) -> None:
         self.config = config
         nnodes, nproc = config.nnodes, config.nproc_per_node

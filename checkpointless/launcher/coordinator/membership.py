@@ -130,11 +130,7 @@ class Membership:
     """
 
     def __init__(
-        self,
-        job: Job,
-        processes: Processes,
-        regrouping: Regrouping,
-        on_complete: Callable[[], None],
+        self, job: Job, processes: Processes, regrouping: Regrouping, on_complete: Callable[[], None]
     ) -> None:
         self._job = job
         self._roster = job.roster
@@ -144,7 +140,11 @@ class Membership:
         self._on_complete = on_complete
 
     def admit(self, index: int, nproc: int, send: Callable[[Command], None]) -> Node:
-        """Admit the agent of a node; see :meth:`Coordinator.admit`.
+        """Admit the agent of a node, which must also report that it has joined once it can start processes.
+
+        Args:
+            index: the node's number; -1 for a spare, which gets a number when a node is lost.
+            send: sends the node a command; it must not call back.
 
         Raises:
             ValueError: the job has no place for the node; the message says why.
@@ -187,7 +187,11 @@ class Membership:
             self._on_complete()
 
     def lose(self, node: Node, reason: str, since_s: float | None = None) -> None:
-        """Note that the agent of a node cannot be reached; see :meth:`Coordinator.lose`."""
+        """Note that the agent of ``node`` cannot be reached; its ranks are dead unless it is expected back.
+
+        Args:
+            since_s: when it was heard last, on the monotonic clock (None: it was lost just now).
+        """
         roster, job = self._roster, self._job
         if not self._comes_back(node):
             self.lose_for_good(node, reason, since_s)

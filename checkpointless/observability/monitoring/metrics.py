@@ -461,11 +461,7 @@ class Metrics:
     def page(self, now: Snapshot, account: Report | None, has_log: bool = True) -> bytes:
         """Return the metrics of a node, or of a coordinator in a separate process; ``account`` may be left out."""
         is_node = now.node != OUTSIDE
-        due = {
-            Source.AGENT: is_node,
-            Source.COORDINATOR: now.job is not None,
-            Source.RANKS: is_node and has_log,
-        }
+        due = {Source.AGENT: is_node, Source.COORDINATOR: now.job is not None, Source.RANKS: is_node and has_log}
         registry = CollectorRegistry()
         registry.register(_Gauges(self._whose, self.names, now, account))
         pages = [generate_latest(self._registries[source]) for source, is_due in due.items() if is_due]
@@ -532,16 +528,8 @@ _OF_RUN: tuple[_Gauge[Report], ...] = (
         kind=CounterMetricFamily,
     ),
     _Gauge("step_seconds", "Seconds per optimizer step in undisturbed training.", lambda report: report.run.step_s),
-    _Gauge(
-        "ettr_ratio",
-        "Effective training time over wall-clock time (ETTR, goodput).",
-        _spent("ettr"),
-    ),
-    _Gauge(
-        "ettr_while_training_ratio",
-        "ETTR without start-up and shutdown.",
-        _spent("ettr_while_training"),
-    ),
+    _Gauge("ettr_ratio", "Effective training time over wall-clock time (ETTR, goodput).", _spent("ettr")),
+    _Gauge("ettr_while_training_ratio", "ETTR without start-up and shutdown.", _spent("ettr_while_training")),
     _Gauge(
         "time_seconds",
         "What the run's time was spent on so far.",

@@ -325,11 +325,7 @@ def _irregular_validations(a: _Validations | None, b: _Validations | None) -> di
             if others:
                 (again if all(each == first for each in others) else repeated).append(_StepPlace(run, *place))
         missing += [_StepPlace(run, *place) for place in sorted(other.keys() - own.keys())]
-    return {
-        "repeated_validations": tuple(repeated),
-        "again": tuple(again),
-        "missing_validations": tuple(missing),
-    }
+    return {"repeated_validations": tuple(repeated), "again": tuple(again), "missing_validations": tuple(missing)}
 
 
 def _validations(run: Steps) -> _Validations | None:

@@ -14,13 +14,7 @@ from checkpointless.observability.telemetry.wording import plural
 
 #: Stages of the generation that begins; each is told as soon as all ranks have finished it. A loop of one's own has
 #: no `init` and no `rebuild`, and ranks that nobody decides for have no `transfer`: such a stage is left out.
-_STARTING = (
-    EventName.INIT,
-    EventName.REBUILD,
-    EventName.DECIDE,
-    EventName.TRANSFER,
-    EventName.FIRST_STEP,
-)
+_STARTING = (EventName.INIT, EventName.REBUILD, EventName.DECIDE, EventName.TRANSFER, EventName.FIRST_STEP)
 #: Stages of the generation that ended; they are told when all ranks have met again.
 _ENDING = (EventName.ABORT, EventName.FINALIZE, EventName.HAND_OVER)
 _PART = "base model"  # the transfer of a base model, which comes before that of the rest

@@ -166,7 +166,7 @@ class LogRelay(logging.Handler):
     def install(self) -> None:
         """Replace the package's handlers."""
         package = logging.getLogger(PACKAGE)
-        uninstall_relays()
+        _uninstall_relays()
         self._pid = os.getpid()
         self._handlers, self._propagates = package.handlers[:], package.propagate
         package.handlers[:] = [self]
@@ -211,7 +211,7 @@ class LogRelay(logging.Handler):
                 handler.handle(record)
 
 
-def uninstall_relays() -> None:
+def _uninstall_relays() -> None:
     """Uninstall the relay of the process that this one was forked from, which hides the handlers that there are."""
     for relay in [each for each in logging.getLogger(PACKAGE).handlers if isinstance(each, LogRelay)]:
         relay.uninstall()
@@ -233,7 +233,8 @@ def asked_for_level() -> int | None:
 
 
 def apply_log_level() -> None:
-    """Write the package's messages in this process, from the requested level on, to standard error."""
+    """Write the package's messages in this process to standard error, if a level was asked for; without a relay."""
+    _uninstall_relays()
     level = asked_for_level()
     if level is None:
         return

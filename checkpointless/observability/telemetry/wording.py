@@ -50,20 +50,6 @@ def size(nbytes: int) -> str:
     return f"{value:.0f} {_UNITS[power]}" if power == 0 or value >= 100 else f"{value:.3g} {_UNITS[power]}"
 
 
-def share(value: float | None) -> str:
-    """Format a ratio as a percentage: ``98.7 %``; never 100 % if a little is missing."""
-    if value is None:
-        return UNKNOWN
-    percent = 100 * value
-    digits = next((n for n in (1, 2, 3) if value >= 1 or round(percent, n) < 100), 4)
-    return f"{percent:.{digits}f} %"
-
-
-def number(value: int | None) -> str:
-    """Format a number: ``12,345``, or that it is not known."""
-    return UNKNOWN if value is None else f"{value:,}"
-
-
 def plural(count: int, noun: str) -> str:
     """Format a count and its noun: ``1 incident``, ``2 incidents``."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"

@@ -184,10 +184,7 @@ def test_the_demo_knows_what_its_recipe_is_made_of() -> None:
 
     recipe = load(demo.RECIPE)
     assert (recipe.model.config.num_layers, recipe.model.config.num_attention_heads) == (demo.LAYERS, demo.HEADS)
-    assert (recipe.data.micro_batch_size, recipe.data.global_batch_size) == (
-        demo.MICRO_BATCH,
-        demo.GLOBAL_BATCH,
-    )
+    assert (recipe.data.micro_batch_size, recipe.data.global_batch_size) == (demo.MICRO_BATCH, demo.GLOBAL_BATCH)
     for nproc, text in [(16, ""), (32, "pp=4"), (24, "tp=2"), (16, "ep=4"), (32, "pp=2,ep=4")]:
         task = Task(nproc, 3, parse_layout(text, TRAINERS["nemo"].keys), dropout=0.1)
         changed = load(demo.RECIPE, demo.overrides(task))

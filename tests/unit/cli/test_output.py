@@ -2,7 +2,8 @@
 
 import pytest
 
-from checkpointless.cli.command import out, report_error, say
+from checkpointless.cli.command import out, say
+from checkpointless.cli.command_line import _report_error
 
 
 def test_a_line_about_a_job_names_the_program_and_shows_what_cannot_be_printed(
@@ -13,7 +14,7 @@ def test_a_line_about_a_job_names_the_program_and_shows_what_cannot_be_printed(
 
 
 def test_an_error_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    report_error("cannot\n  listen")
+    _report_error("cannot\n  listen")
     assert capsys.readouterr() == ("", "checkpointless: error: cannot listen\n")
 
 

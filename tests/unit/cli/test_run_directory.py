@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from checkpointless.cli import command
-from checkpointless.cli.command import UsageError, check_can_be_made, check_run_dir, new_run_dir
+from checkpointless.cli.command import UsageError, new_run_dir
+from checkpointless.cli.commands.demo import _check_can_be_made
 
 
 @pytest.fixture(autouse=True)
@@ -92,14 +93,8 @@ def test_a_directory_that_cannot_be_made_is_said_in_one_line() -> None:
 
 
 def test_what_cannot_be_made_is_known_before() -> None:
-    check_can_be_made(None)
-    check_can_be_made(Path("not/there/yet"))
+    _check_can_be_made(None)
+    _check_can_be_made(Path("not/there/yet"))
     Path("file").write_text("")
     with pytest.raises(UsageError, match="file is a file"):
-        check_can_be_made(Path("file/below"))
-
-
-def test_a_run_directory_to_read_has_to_exist() -> None:
-    check_run_dir(Path())
-    with pytest.raises(UsageError, match="there is no run directory nowhere"):
-        check_run_dir(Path("nowhere"))
+        _check_can_be_made(Path("file/below"))

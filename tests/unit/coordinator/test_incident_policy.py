@@ -11,21 +11,10 @@ from checkpointless.launcher.coordinator.incident_policy import (
     certain_failure,
     may_be_certain,
 )
-from checkpointless.launcher.protocol.causes import (
-    Cause,
-    CauseKind,
-    attribute,
-    exception_cause,
-    exit_cause,
-)
+from checkpointless.launcher.protocol.causes import Cause, CauseKind, attribute, exception_cause, exit_cause
 
 CAUSES = st.builds(
-    Cause,
-    st.sampled_from(CauseKind),
-    st.integers(0, 7),
-    st.just("exit"),
-    st.text(max_size=5),
-    st.integers(-1, 9),
+    Cause, st.sampled_from(CauseKind), st.integers(0, 7), st.just("exit"), st.text(max_size=5), st.integers(-1, 9)
 )
 
 

@@ -133,12 +133,7 @@ def test_the_metrics_are_those_of_the_snapshot() -> None:
 def test_what_is_not_known_has_no_sample() -> None:
     found = samples(get(pages_of(Snapshot(1)), "/metrics")[1])
     names = {name for name, _ in found}
-    assert names == {
-        "incident_in_progress",
-        "ranks",
-        "respawns_total",
-        "device_checks_failed_total",
-    }
+    assert names == {"incident_in_progress", "ranks", "respawns_total", "device_checks_failed_total"}
     assert json.loads(get(pages_of(Snapshot(1)), "/status")[1])["job"] is None
 
 

@@ -6,9 +6,7 @@ from hypothesis import strategies as st
 
 from checkpointless.observability.report.summary import Report, build_report
 from checkpointless.observability.telemetry.event_names import STAGES
-from checkpointless.observability.telemetry.events import (
-    Event,
-)
+from checkpointless.observability.telemetry.events import Event
 from tests.unit.made_up_run import MadeUpRun
 
 

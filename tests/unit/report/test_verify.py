@@ -284,10 +284,7 @@ def test_a_validation_made_twice_is_equal_only_with_the_same_results() -> None:
     )
     other = recording(validated=(2, 2, 4))
     first, *rest = other.validations[1]
-    for changed in (
-        replace(first, metrics={"val_loss": (0.5).hex()}),
-        replace(first, callbacks={"Average": "2"}),
-    ):
+    for changed in (replace(first, metrics={"val_loss": (0.5).hex()}), replace(first, callbacks={"Average": "2"})):
         other.validations = {**other.validations, 1: [changed, *rest]}
         verdict = compare(recording(), other)
         assert not verdict.equal

@@ -10,12 +10,7 @@ import pytest
 
 from checkpointless.observability.monitoring.metrics import MEASURED_STAGES
 from checkpointless.observability.telemetry.event_names import STAGES, EventName, event_name
-from checkpointless.observability.telemetry.events import (
-    EVENTS_FILE,
-    EventLog,
-    parse_event,
-    read_events,
-)
+from checkpointless.observability.telemetry.events import EVENTS_FILE, EventLog, parse_event, read_events
 from checkpointless.observability.telemetry.scribe import scribe
 
 ROOT = Path(__file__).parents[3]

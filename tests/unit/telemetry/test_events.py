@@ -7,13 +7,7 @@ from pathlib import Path
 import pytest
 
 from checkpointless.observability.telemetry.event_names import EventName
-from checkpointless.observability.telemetry.events import (
-    EVENTS_FILE,
-    EventLog,
-    event_log,
-    parse_event,
-    read_events,
-)
+from checkpointless.observability.telemetry.events import EVENTS_FILE, EventLog, event_log, parse_event, read_events
 from checkpointless.observability.telemetry.scribe import scribe
 from checkpointless.observability.telemetry.steps import StepLog, StepRecord, read_steps
 from checkpointless.system.environment import RUN_DIR_ENV
@@ -142,11 +136,7 @@ def test_steps_are_kept_over_a_new_process_and_to_the_bit(tmp_path: Path) -> Non
     successor.record(2, float("nan"), "d2")
     successor.record(2, 0.1 + 0.2, "d2")
     assert read_steps(tmp_path) == {
-        3: [
-            StepRecord(1, (0.1).hex(), "d1"),
-            StepRecord(2, "nan", "d2"),
-            StepRecord(2, (0.1 + 0.2).hex(), "d2"),
-        ]
+        3: [StepRecord(1, (0.1).hex(), "d1"), StepRecord(2, "nan", "d2"), StepRecord(2, (0.1 + 0.2).hex(), "d2")]
     }
 
 

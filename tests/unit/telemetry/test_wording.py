@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointless.observability.telemetry.wording import duration, numbered, plural, printable, share, size
+from checkpointless.cli.tables import _share
+from checkpointless.observability.telemetry.wording import duration, numbered, plural, printable, size
 
 
 @pytest.mark.parametrize(
@@ -29,7 +30,7 @@ def test_durations_read_well(seconds: float | None, said: str) -> None:
 
 def test_other_figures_read_well() -> None:
     assert [size(n) for n in (0, 999, 1_629_284, 5 * 10**18)] == ["0 B", "999 B", "1.63 MB", "5000 PB"]
-    assert [share(x) for x in (None, 0.5, 0.9996, 1.0)] == ["unknown", "50.0 %", "99.96 %", "100.0 %"]
+    assert [_share(x) for x in (None, 0.5, 0.9996, 1.0)] == ["unknown", "50.0 %", "99.96 %", "100.0 %"]
     said = [numbered("rank", numbers) for numbers in ((), (3,), (5, 0, 1, 2))]
     assert said == ["no rank", "rank 3", "ranks 0-2, 5"]
     assert numbered("node", range(0, 40, 2)) == "nodes 0, 2, 4, 6, 8, 10, 12, 14 and 12 more"

@@ -105,10 +105,6 @@ class NodeJobState:
         generation = max(self.generation, 0)
         self._events.emit(stage, edge, generation=generation, incident=self.incident, rank=rank, **fields)
 
-    def emit_preload(self, seconds: float, failed: tuple[str, ...]) -> None:
-        """Write that this node has imported what its ranks need, before any generation."""
-        self._events.emit(EventName.PRELOAD, "point", generation=0, seconds=seconds, failed=failed)
-
 
 class _RankLink:
     """The agent's end of a socket pair, which it owns; nothing that is done with it blocks."""
@@ -598,7 +594,7 @@ class ProcessKeeper:
             rank.close()
 
     def _on_server_ready(self, ready: Ready) -> None:
-        self._job.emit_preload(ready.seconds, ready.failed)
+        self._job.emit(EventName.PRELOAD, "point", seconds=ready.seconds, failed=ready.failed)
         if self._job.outcome is not None:
             return
         if not ready.can_fork:
@@ -635,12 +631,7 @@ class ProcessKeeper:
             self.spawn(following)
 
     def _ended(
-        self,
-        rank: LocalRank,
-        code: int,
-        lines: list[str] | None = None,
-        *,
-        was_started: bool = True,
+        self, rank: LocalRank, code: int, lines: list[str] | None = None, *, was_started: bool = True
     ) -> None:
         """Report that a rank has no process any more."""
         rank.state = RankState.GONE

@@ -28,7 +28,6 @@ from checkpointless.observability.telemetry.scribe import (
     apply_log_level,
     flush_all,
     is_first_with,
-    uninstall_relays,
     without_own_frames,
 )
 from checkpointless.system.environment import RANK_ENV, own_generation
@@ -86,7 +85,6 @@ def run_script(script: Script) -> NoReturn:
 
     The process is named after its rank, and writes its stacks when the agent asks for them.
     """
-    uninstall_relays()
     apply_log_level()
     faulthandler.register(STACKS_SIGNAL, file=2)
     board = Board.from_environment()

@@ -9,10 +9,7 @@ import pytest
 
 from checkpointless.cli import main
 from checkpointless.observability.telemetry.event_names import EventName
-from checkpointless.observability.telemetry.events import (
-    EVENTS_FILE,
-    EventLog,
-)
+from checkpointless.observability.telemetry.events import EVENTS_FILE, EventLog
 from checkpointless.observability.telemetry.scribe import scribe, traceback_path
 from tests.unit.made_up_run import MadeUpRun
 from tests.unit.report.reports import HOSTILE, simple_run

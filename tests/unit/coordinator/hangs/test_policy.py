@@ -13,11 +13,11 @@ from checkpointless.launcher.coordinator.hang_watch import (
     Heartbeat,
     _Evidence,
     _Finding,
+    _grace_s,
     _is_shared,
     _judge,
     _stalled,
     _Stance,
-    grace_s,
 )
 from checkpointless.system.process_tree import ProcessState
 from tests.drawn import examples
@@ -100,7 +100,7 @@ def test_nobody_is_accused_who_is_one_of_many_or_waits_or_could_not_answer(
         each = silent[rank]
         assert each.age_s >= each.limit_s
         if each.stance is _Stance.MUTE:
-            assert each.mute_s >= grace_s(each.limit_s)
+            assert each.mute_s >= _grace_s(each.limit_s)
             assert each.state is not ProcessState.BUSY or each.age_s >= BUSY_TIMES * each.limit_s
             blocked = each.state in (ProcessState.BLOCKED, ProcessState.TRACED)
             assert not blocked or each.age_s >= CEILING_S
@@ -126,7 +126,7 @@ def test_where_nobody_shows_progress_one_look_is_no_evidence(
 
 
 def test_a_grace_is_short_and_in_proportion() -> None:
-    assert [grace_s(limit_s) for limit_s in (1.0, 4.0, 30.0, 600.0)] == [1.0, 2.0, MOST_GRACE_S, MOST_GRACE_S]
+    assert [_grace_s(limit_s) for limit_s in (1.0, 4.0, 30.0, 600.0)] == [1.0, 2.0, MOST_GRACE_S, MOST_GRACE_S]
 
 
 @pytest.mark.parametrize("unclear", [1, 2, 8])

@@ -88,9 +88,7 @@ def pairs(launched: Mapping[int, Mapping[str, int]], rank: int) -> list[tuple[in
 
 @given(
     st.dictionaries(
-        st.integers(0, 6),
-        st.dictionaries(st.sampled_from("abc"), st.integers(0, 3), max_size=3),
-        max_size=7,
+        st.integers(0, 6), st.dictionaries(st.sampled_from("abc"), st.integers(0, 3), max_size=3), max_size=7
     )
 )
 def test_who_is_behind_is_waited_for_and_waits_for_nobody(launched: Mapping[int, Mapping[str, int]]) -> None:

@@ -270,7 +270,7 @@ class CutJob:
         self.story.append(f"node {agent.index} is cut, says_so={says_so}")
         if says_so:
             self.coordinator.hear(node, Searching())
-        self.coordinator.lose(node, "it was cut")
+        self.coordinator.membership.lose(node, "it was cut")
         agent.inbox.clear()
         agent.outbox.clear()
 
@@ -293,7 +293,9 @@ class CutJob:
     def connect(self, agent: ModelAgent) -> None:
         """Have an agent that is cut off come to the coordinator."""
         if agent.node is None:
-            node = self.coordinator.admit(agent.index, NPROC, lambda command: agent.inbox.append(command))
+            node = self.coordinator.membership.admit(
+                agent.index, NPROC, lambda command: agent.inbox.append(command)
+            )
             self.story.append(f"node {agent.index} comes with {agent.ranks}")
             agent.connected(node)
 

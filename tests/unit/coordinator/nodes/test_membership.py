@@ -26,7 +26,7 @@ from tests.unit.messaged_job import HEARTBEAT_S, REGROUP_S, Job, go_env
 
 def test_a_node_that_fell_silent_was_lost_at_its_last_word() -> None:
     job = Job().begin()
-    job.coordinator.lose(job.coordinator.nodes[1], "no word from it for 10 s", time.monotonic() - 10)
+    job.coordinator.membership.lose(job.coordinator.nodes[1], "no word from it for 10 s", time.monotonic() - 10)
     ((_, notice),) = job.take(FaultNotice)
     assert 10_000 <= notice.undetected_ms < 70_000
 
