@@ -71,7 +71,6 @@ def fault_specs(
 
 
 def _add_job_chaos_options(parser: argparse._ActionsContainer) -> None:
-    """Add the chaos options of ``run`` and ``train``."""
     add = parser.add_argument
     add("--chaos", type=positive, metavar="N", help="inject N drawn faults, one after the other")
     add("--seed", type=count, metavar="K", help=SEED_HELP)

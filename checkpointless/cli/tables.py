@@ -111,7 +111,6 @@ def _share(value: float | None) -> str:
 
 
 def _time_table(report: Report) -> Table:
-    """Return a table of the run's time by activity."""
     table = Table("time", "", "", title="time of the run", title_justify="left")
     spent = report.spent
     if spent is None:
@@ -155,7 +154,6 @@ def _restart_table(comparison: Comparison) -> Table:
 
 
 def _device_table(report: Report) -> Table:
-    """Return a table of the failed device checks and their remedies."""
     table = Table("node", "rank", "why", "remedy", title="failed device checks", title_justify="left")
     for each in report.devices:
         row = (each.node, str(each.rank), each.why, each.remedy)
@@ -164,7 +162,6 @@ def _device_table(report: Report) -> Table:
 
 
 def _failed_save_table(report: Report) -> Table:
-    """Return a table of the checkpoints that could not be saved."""
     table = Table("checkpoint", "ranks", "why", title="not saved", title_justify="left")
     for each in report.failed_saves:
         why = wording.printable(each.reason, _LONGEST_CAUSE)

@@ -110,7 +110,6 @@ def _read_versions(cpu: bool = False) -> _Versions:
 
 
 def _has_driver() -> bool:
-    """Return whether NVIDIA's kernel module is loaded."""
     return _DRIVER.exists()
 
 
@@ -245,7 +244,6 @@ def _of_variable(name: str, value: str, source: str, cost: str) -> Finding:
 
 
 def _folders(environ: Mapping[str, str], run_dir: Path | None) -> list[Finding]:
-    """Look at the folders that a job needs."""
     asked = environ.get(TMPDIR_ENV)
     source = TMPDIR_ENV if asked else "the system's default"
     temporary = Path(asked or tempfile.gettempdir())
@@ -263,7 +261,6 @@ def _folders(environ: Mapping[str, str], run_dir: Path | None) -> list[Finding]:
 
 
 def _shared_memory(path: Path) -> Finding:
-    """Look at the folder for shared memory."""
     todo = (
         f"remove what ended jobs left in {path}, or give it {size(LEAST_SHARED_BYTES)} or more (docker --shm-size, "
         "a memory volume in Kubernetes): NCCL and data-loader workers die of SIGBUS when it is full"

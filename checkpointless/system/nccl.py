@@ -35,8 +35,6 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Setting:
-    """One variable."""
-
     value: str
     otherwise: str
 

@@ -72,7 +72,6 @@ def _check_can_be_made(run_dir: Path | None) -> None:
 
 
 def _demo(options: argparse.Namespace) -> int:
-    """Run the demo, or its jobs with drawn faults."""
     check_goes_with_chaos(options)
     if options.chaos is not None:
         return _chaos(options)

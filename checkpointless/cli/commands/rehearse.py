@@ -56,7 +56,6 @@ without faults, or two runs without faults differ.
 
 
 def _add_rehearse_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``rehearse``."""
     parser.usage = "%(prog)s [OPTIONS] SCRIPT [ITS ARGUMENTS] | RECIPE [KEY=VALUE ...]"
     add = parser.add_argument
     add("-m", "--module", action="store_true", help="SCRIPT is a module, as with `python -m`")
@@ -86,7 +85,6 @@ def _add_rehearse_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _rehearse(options: argparse.Namespace) -> int:
-    """Rehearse a job and show the result."""
     program = _program(options)
     from checkpointless.cli.tables import console
     from checkpointless.testing.rehearsal.rehearse import EXACT, as_json, show, without_folder

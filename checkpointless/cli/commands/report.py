@@ -45,7 +45,6 @@ _RESTART_OPTIONS = {
 
 
 def _add_report_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``report``."""
     add = parser.add_argument
     add("run_dir", type=Path, metavar="RUN_DIR", help="run directory")
     add("--json", type=Path, metavar="FILE", help="write JSON (-: to standard output, and nothing else)")
@@ -63,7 +62,6 @@ def _check_run_dir(run_dir: Path) -> None:
 
 
 def _report_command(options: argparse.Namespace) -> int:
-    """Show the report and write it to files."""
     from checkpointless.observability.report.summary import as_json, build_report
     from checkpointless.observability.telemetry.events import EVENTS_FILE, read_events
 
@@ -148,7 +146,6 @@ REPORT = Command(
 
 
 def _add_verify_options(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``verify``."""
     add = parser.add_argument
     add("run_a", type=Path, metavar="RUN_A", help="run directory of a run with --record-steps")
     add("run_b", type=Path, metavar="RUN_B", help="run directory of another one")
@@ -187,7 +184,6 @@ def _add_faults_options(_parser: argparse.ArgumentParser) -> None:
 
 
 def _faults(_options: argparse.Namespace) -> int:
-    """Show the kinds of faults, their phases and their expected outcomes."""
     from checkpointless.cli.tables import console, support_table
     from checkpointless.faults.spec import FaultPhase
 
@@ -215,7 +211,6 @@ Exit status: 0 if all is ok or advice, 1 if there is a warning or an error, 2 if
 
 
 def _add_doctor_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``doctor``."""
     add = parser.add_argument
     add("--nproc-per-node", "--nproc_per_node", type=positive, default=1, metavar="N", help="ranks (default: 1)")
     add("--run-dir", type=Path, metavar="D", help="check that a run can be recorded there")
@@ -233,7 +228,6 @@ def _add_doctor_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    """Show what to change on this machine."""
     from checkpointless.doctor import findings
     from checkpointless.doctor.node import examine
     from checkpointless.launcher.agent.ranks.rank_process import Script

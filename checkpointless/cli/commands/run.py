@@ -221,7 +221,6 @@ recovered in place or replaced, while the others keep their state.
 
 
 def _add_run_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``run``."""
     parser.usage = "%(prog)s [OPTIONS] SCRIPT [ITS ARGUMENTS]"
     add = parser.add_argument
     add("-m", "--module", action="store_true", help="SCRIPT is a module, as with `python -m`")
@@ -239,7 +238,6 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    """Run a script on every rank of this node."""
     settings = _settle_torchrun_options(options)
     if options.dry_run:
         return _dry_run(options)
@@ -260,7 +258,6 @@ def program_of(options: argparse.Namespace) -> Program:
 
 
 def _dry_run(options: argparse.Namespace) -> int:
-    """Show what `run` would start."""
     nodes = "this node" if options.nnodes == 1 else f"each of {options.nnodes} nodes"
     ranks = f"{options.nproc_per_node} rank{'' if options.nproc_per_node == 1 else 's'}"
     name = f"the module {options.script}" if options.module else options.script
@@ -304,7 +301,6 @@ node, node 0 included. Set {TOKEN_ENV} and the limits as on the nodes.
 
 
 def _add_coordinator_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``coordinator``."""
     add = parser.add_argument
     add("--nnodes", type=positive, required=True, metavar="M", help="nodes of the job")
     add("--nproc-per-node", "--nproc_per_node", type=positive, default=1, metavar="N", help="ranks (default: 1)")
@@ -315,7 +311,6 @@ def _add_coordinator_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _coordinate(options: argparse.Namespace) -> int:
-    """Coordinate a job until it is over."""
     from checkpointless.launcher.agent.launch import launch_coordinator
     from checkpointless.launcher.coordinator.job_config import JobConfig
     from checkpointless.system.environment import TOKEN_ENV

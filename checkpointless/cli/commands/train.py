@@ -25,7 +25,6 @@ examples:
 
 
 def _add_train_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``train``."""
     parser.usage = "%(prog)s [OPTIONS] RECIPE [KEY=VALUE ...]"
     add_job_options(parser, default_ranks="the recipe's")
     parser.add_argument(
@@ -37,7 +36,6 @@ def _add_train_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _train(options: argparse.Namespace) -> int:
-    """Train a recipe, or show what that would start."""
     config = _check_train(options, has_cuda)
     if options.dry_run:
         from checkpointless.cli.tables import console

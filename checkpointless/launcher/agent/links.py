@@ -105,7 +105,6 @@ class _LocalCoordinatorLink(Link):
         self._until_s: float | None = None
 
     def report(self, message: NodeMessage) -> None:
-        """Take what the agent reports to the coordinator."""
         self._reports.append(message)
 
     def deliver(self, agent: NodeAgent, now_s: float) -> None:
@@ -127,7 +126,6 @@ class _LocalCoordinatorLink(Link):
         self._coordinator.job.end(FAILED, "fault store: this agent coordinates, so it has no connection to be cut")
 
     def close(self) -> None:
-        """Close the port."""
         if self._port is not None:
             self._port.close()
 
@@ -176,7 +174,6 @@ class _RemoteCoordinatorLink(Link):
         self._channel = self._open(joining)
 
     def report(self, message: NodeMessage) -> None:
-        """Take what the agent reports to the coordinator."""
         if self._search is None:
             self._channel.send(message)
         elif isinstance(message, _KEPT):
@@ -218,7 +215,6 @@ class _RemoteCoordinatorLink(Link):
             self._lost = "cut on purpose"
 
     def close(self) -> None:
-        """Close the connection."""
         self._stopped.set()
         self._channel.close()
 
@@ -321,7 +317,6 @@ class _Joining:
     def open(
         self, selector: selectors.BaseSelector, on_message: Callable[[Any], None], on_close: Callable[[str], None]
     ) -> Channel:
-        """Return the connection as a channel in the loop of ``selector``."""
         return Channel(self._connection, selector, hears=FROM_COORDINATOR, on_message=on_message, on_close=on_close)
 
     def _connect(self, address: str, port: int) -> socket.socket:

@@ -90,7 +90,6 @@ class _ExitWatch:
         self._families: dict[int, list[int]] = {}
 
     def look(self, ranks: Collection[LocalRank], now_s: float) -> None:
-        """Act on what the processes have done since the last look."""
         if now_s < self._look_at_s:
             return
         self._look_at_s = now_s + _LOOK_EVERY_S
@@ -190,7 +189,6 @@ class _BeatWatch:
         self._told_progress, self._told_silent, self._told_shards = None, False, []
 
     def look(self, ranks: Collection[LocalRank], generation: int, now_s: float) -> None:
-        """Read the boards, and report what is due."""
         readings = {rank.number: rank.board.read() for rank in ranks}
         self.newest = max(self.newest, *(reading.committed for reading in readings.values()))
         self._tell_progress(readings, generation, now_s)
@@ -586,5 +584,4 @@ class _GenerationStore:
         )
 
     def close(self) -> None:
-        """Stop serving and drop every connection."""
         self._store = None

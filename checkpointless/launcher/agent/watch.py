@@ -148,7 +148,6 @@ class _WatchedLog(EventLog):
         rank: int | None = None,
         **fields: Any,
     ) -> None:
-        """Append one event, and count it."""
         super().emit(stage, edge, generation=generation, incident=incident, rank=rank, **fields)
         about = {"stage": stage, "edge": edge, "generation": generation, "incident": incident}
         self._metrics.take((Source.AGENT, Source.COORDINATOR), fields | about)

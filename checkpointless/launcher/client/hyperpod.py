@@ -91,7 +91,6 @@ class _Start:
 
     @classmethod
     def of(cls, reply: object) -> _Start:
-        """Return the start that ``hyperpod_barrier`` returned."""
         env = _worker_envs(reply, "job_start")
         return cls(int(env[JOB_RESTART_COUNT_ENV]), int(env[RANK_ENV]), int(env[WORLD_SIZE_ENV]), env)
 

@@ -271,7 +271,6 @@ def _reunite(known: RankState, said: RankState) -> _Reunion:
 
 
 def _ask(job: Job, inquiry: int, ranks: list[int]) -> None:
-    """Ask ranks where their main threads stand."""
     asked: defaultdict[int, list[int]] = defaultdict(list)
     for number in ranks:
         asked[job.roster.ranks[number].node.index].append(number)
@@ -324,7 +323,6 @@ class _HangResponse:
         self._hangs.pause_s = max(self._hangs.pause_s, progress.pause_ms / 1000)
 
     def look(self, now_s: float) -> None:
-        """Look for hangs in a running generation."""
         job = self._job
         running = (rank.number for rank in job.roster.ranks if rank.state is RankState.RUNNING)
         for hang in self._hangs.look(running, now_s):

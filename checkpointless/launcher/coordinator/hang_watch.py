@@ -87,8 +87,6 @@ class _Evidence:
 
 
 class _Finding(Enum):
-    """The outcome of an inquiry."""
-
     NOTHING = "nothing to do"
     ASK_AGAIN = "who has not answered may still do so"
     WAIT = "a stall that must be waited for"
@@ -99,8 +97,6 @@ class _Finding(Enum):
 
 @dataclass(frozen=True)
 class _Diagnosis:
-    """A finding and the ranks that it concerns."""
-
     finding: _Finding
     ranks: tuple[int, ...] = ()
 
@@ -282,7 +278,6 @@ class _Silence:
 
     @property
     def state(self) -> ProcessState:
-        """The state of the rank's process."""
         return state_of(self.first, self.look, self.heard_at_s - self.first_at_s)
 
     def is_fresh(self, now_s: float) -> bool:
@@ -479,7 +474,6 @@ class HangWatch:
     def _evidence(
         self, inquiry: _Inquiry, silent: Mapping[int, _Silence], now_s: float, running: Iterable[int]
     ) -> dict[int, _Evidence]:
-        """Return the evidence about the ranks that were asked and have not moved since."""
         found = {}
         stances = _stances_of(inquiry.answers, inquiry.answers.keys() >= set(running))
         for rank, beat in inquiry.beats.items():

@@ -299,7 +299,6 @@ class _IncidentTracker:
         return incident
 
     def regrouped(self, generation: int, target: int) -> None:
-        """Record that a generation begins."""
         self.generation = generation
         self.open, self.recovering = None, self.open
         if self.recovering is not None:
@@ -508,17 +507,14 @@ class _ProgressReports:
 
     @property
     def are_complete(self) -> bool:
-        """Whether every node has reported in this generation."""
         return len(self._said) == self._nnodes
 
     @property
     def oldest(self) -> int:
-        """The smallest committed step on any node."""
         return min(self._oldest)
 
     @property
     def newest(self) -> int:
-        """The largest committed step on any node."""
         return max(self._newest)
 
     @property
@@ -536,7 +532,6 @@ class _ProgressReports:
         return self.newest if newest == NO_STEP else newest
 
     def put(self, node: int, progress: Progress) -> None:
-        """Record a node's new report."""
         self.drop(node)
         self._said[node] = progress
         self._oldest[progress.oldest] += 1
@@ -581,7 +576,6 @@ class _Rendezvous:
 
     @property
     def is_open(self) -> bool:
-        """Whether the store is open."""
         return self._where is not None
 
     def ask(self, generation: int, host: int) -> None:

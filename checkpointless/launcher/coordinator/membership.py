@@ -41,12 +41,10 @@ class _StandingReports:
 
     @property
     def generation(self) -> int:
-        """The newest generation that began on any node."""
         return max(standing.generation for standing in self._standings.values())
 
     @property
     def incidents(self) -> int:
-        """The number of incidents that the job has had."""
         return max(standing.incident for standing in self._standings.values())
 
     @property
@@ -57,11 +55,9 @@ class _StandingReports:
 
     @property
     def run_id(self) -> str:
-        """The run id of the job."""
         return next(iter(self._standings.values())).run_id
 
     def put(self, node: Node, standing: Standing) -> None:
-        """Record where the ranks of a node stand."""
         self._standings[node.index] = standing
         for said in standing.ranks:
             rank = self._roster.rank_of(said.number, node)

@@ -48,8 +48,6 @@ PATHS = """\
 
 @dataclass(frozen=True)
 class _Page:
-    """An HTTP response."""
-
     status: HTTPStatus
     content_type: str
     body: bytes
@@ -114,7 +112,6 @@ class _StatusHandler(BaseHTTPRequestHandler):
         return True
 
     def do_GET(self) -> None:
-        """Send the page, or 404."""
         with self.server.turn:  # one client at a time is worked for, so the loop shares the interpreter with one
             page = _page_at(self.path.partition("?")[0], self.server.watch)
         if page is None:
@@ -123,7 +120,6 @@ class _StatusHandler(BaseHTTPRequestHandler):
             self._send(page)
 
     def do_HEAD(self) -> None:
-        """Send the headers of the page, or of 404."""
         self.do_GET()
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
@@ -138,7 +134,6 @@ class _StatusHandler(BaseHTTPRequestHandler):
         return "checkpointless"
 
     def log_message(self, format: str, *args: object) -> None:
-        """Log at debug level only."""
         logger.debug("HTTP: %r", args)
 
     def _send(self, page: _Page) -> None:

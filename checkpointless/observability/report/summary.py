@@ -19,8 +19,6 @@ _NS_PER_S = 1e9
 
 
 class _Activity(enum.Enum):
-    """What a run does during a period."""
-
     STARTUP = "start-up"
     TRAINING = "training"
     RECOVERY = "recovery"
@@ -37,7 +35,6 @@ class _Period:
 
     @property
     def seconds(self) -> float:
-        """The length of the period, in seconds."""
         return (self.end_ns - self.begin_ns) / _NS_PER_S
 
 
@@ -212,8 +209,6 @@ def _repeated_s(incidents: Iterable[IncidentSummary], step_s: float | None) -> f
 
 
 class _Source(enum.Enum):
-    """Where a figure comes from."""
-
     MEASURED = "measured in this run"
     GIVEN = "given"
     ASSUMED = "assumed"
@@ -553,7 +548,6 @@ def build_report(
 
 
 def _bad_devices(events: Sequence[Event]) -> tuple[_BadDevice, ...]:
-    """Return the device checks that failed, in their order."""
     return tuple(
         _BadDevice(str(fields.get("node_number")), rank, str(fields.get("why")), str(fields.get("remedy")))
         for rank, fields in _in_order(events, EventName.BAD_DEVICE)

@@ -263,7 +263,6 @@ def _by_place(records: Mapping[int, Sequence[_Record]]) -> dict[_Place, list[_Re
 
 
 def _values(record: StepRecord | ValidationRecord) -> _Values:
-    """Return everything that a record holds."""
     if isinstance(record, ValidationRecord):
         callbacks = {f"{_OF_CALLBACK}{key}": record.callbacks[key] for key in sorted(record.callbacks)}
         return {(Quantity.METRIC, name): value for name, value in {**record.metrics, **callbacks}.items()}
@@ -275,7 +274,6 @@ def _values(record: StepRecord | ValidationRecord) -> _Values:
 
 
 def _recorded(run: Steps) -> set[What]:
-    """Return what a run recorded of any step."""
     return {what for records in run.values() for record in records for what in _values(record)}
 
 
@@ -340,7 +338,6 @@ def _checkpoints(run: Steps) -> tuple[tuple[str, ...], ...] | None:
 
 
 def _one_sided(a: Steps, b: Steps) -> Iterator[str]:
-    """Yield what only one of two runs recorded."""
     names = []
     for run in (a, b):
         recorded = sorted(_recorded(run), key=lambda what: (_ORDER[what[0]], what[1]))

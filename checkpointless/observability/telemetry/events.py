@@ -163,7 +163,6 @@ class _Losses:
         self._has_complained = False
 
     def add(self) -> None:
-        """Count a line that was dropped."""
         next(self._left_out)
 
     def append(self, path: Path, line: str, origin: Mapping[str, Any]) -> None:

@@ -59,7 +59,6 @@ def recovered_line(
 
 
 def _failed_save_line(event: Event) -> str:
-    """Return the line that says that a checkpoint could not be saved."""
     ranks = event.fields.get("ranks") or [event.rank]
     where = f"{_ranks(set(ranks))}: {event.fields.get('reason')}"
     return f"checkpoint {event.fields.get('path')} could not be saved ({where}); training goes on"

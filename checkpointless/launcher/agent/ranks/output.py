@@ -118,7 +118,6 @@ class _LineCopy:
         self._put(lines)
 
     def close(self) -> None:
-        """Show what is left of the last line."""
         self._put([self._torn] * bool(self._torn))
         self._torn = b""
 

@@ -151,7 +151,6 @@ class _RankLink:
         return [FROM_RANK.decode(line) for line in self._lines.feed(data)]
 
     def close(self) -> None:
-        """Close the connection, and take it from the loop."""
         self._selector.unregister(self._connection)
         self._connection.close()
 
@@ -335,7 +334,6 @@ class _DeviceChecks:
             held.report_at_s = 0.0
 
     def close(self) -> None:
-        """Kill and reap all checks."""
         for rank in list(self._held):
             self.drop(rank)
         for process in self._ending:
@@ -681,7 +679,6 @@ class _RankReports:
         self._clock = clock
 
     def hear(self, rank: LocalRank) -> None:
-        """Take what the rank has said since the last call."""
         while rank.link is not None:
             try:
                 messages = rank.link.receive()

@@ -150,7 +150,6 @@ class _Zygote:
         self._end_all()
 
     def say(self, event: Event) -> None:
-        """Send an event to the agent."""
         try:
             self._connection.send(msgspec.json.encode(event))
         except OSError as error:
