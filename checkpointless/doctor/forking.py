@@ -192,11 +192,7 @@ class _Failures(logging.Handler):
 
 
 def main() -> None:
-    """Import, fork once, and write down what was seen.
-
-    The arguments are the descriptor to write to, the parent's process id, the platform and the script (each "" if
-    there is none), and the names to import.
-    """
+    """Import, fork once, and write down what was seen."""
     descriptor, parent, platform, given, *names = sys.argv[1:]
     die_with_parent(int(parent))
     os.set_inheritable(int(descriptor), False)

@@ -78,23 +78,19 @@ class LaunchConfig(JobConfig):
 
     Attributes:
         script: path of a script, or name of a module if ``module`` is set.
-        run_dir: directory for events and logs; created if it does not exist.
         preload: dotted names to import once before the ranks are forked; None: what the script imports from
             installed distributions.
         strict: whether the job ends if a redone step is not the one that it was.
-        record_steps: whether the ranks record the loss and digest of every step.
         fork_here: whether to fork the ranks' zygote from this process, which has imported what they need, instead
             of starting an interpreter; only in a process with one thread and no CUDA context.
-        stream_logs: whether to copy the ranks' output to stdout as it comes.
-        local_ranks_filter: the ranks of the node, from 0, whose output is copied (None: all).
+        local_ranks_filter: the ranks of the node, from 0, whose output is copied to stdout (None: all).
         log_dir: directory of the logs; None: ``logs`` in ``run_dir``.
         log_bytes: size of the log of each rank, with the older files that it was divided into.
         node_rank: this node's number, from 0; the number of a spare is ``nnodes`` or more.
-        term_grace_s: how many seconds the ranks have to end once the job has to end, or has failed.
-        exit_grace_s: how many seconds a rank's process may be idle once its script, or else its block, has ended.
+        term_grace_s: how long the ranks have to end once the job has to end, or has failed.
+        exit_grace_s: how long a rank's process may be idle once its script, or else its block, has ended.
         device_check: command that is run before a rank's process is started again, and that exits with 0 if the
             rank's device may be used ("": none).
-        device_check_timeout_s: how many seconds it may take, less than ``regroup_timeout_s``.
         job: name of the job, for its metrics (default: that of the script).
 
     Raises:

@@ -62,8 +62,7 @@ _KEPT = (Trouble, JobOver, RankInexact)  # while there is no coordinator; the ag
 class Link(abc.ABC):
     """Connects the agent of this node with the coordinator; messages wait until they are delivered.
 
-    Attributes:
-        coordinator: the job's coordinator if it runs in this loop, else None.
+    ``coordinator`` is the job's if it runs in this loop, else None.
     """
 
     def __init__(self, address: str) -> None:

@@ -379,11 +379,7 @@ class NodeAgent:
             self.processes.pass_on(number)
 
     def end(self, outcome: End, grace_s: float | None = None, number: int = signal.SIGTERM) -> None:
-        """Ask the remaining ranks to end because the job is over, and kill those that do not end in time.
-
-        Args:
-            grace_s: how many seconds the ranks may take to end (None: as configured).
-        """
+        """End the ranks because the job is over, and kill those that take longer than ``grace_s``."""
         if self.job.outcome is not None:
             return
         self.job.outcome = outcome
@@ -441,11 +437,7 @@ class NodeAgent:
     # ---- what the coordinator says
 
     def obey(self, command: Command) -> None:
-        """Do what the coordinator says.
-
-        Raises:
-            ValueError: the command is for a rank that this node does not run.
-        """
+        """Do what the coordinator says; ``ValueError`` if that is about a rank that this node does not run."""
         if self.job.outcome is not None:
             return
         if isinstance(command, OpenStore):

@@ -38,11 +38,9 @@ _BEATING = (RankState.RUNNING, RankState.LEAVING)
 
 
 class Watch:
-    """Keeps the snapshot of a loop up to date.
+    """Keeps the snapshot of a loop up to date, which is replaced and never changed.
 
-    Attributes:
-        snapshot: the newest snapshot; it is replaced, never changed.
-        run_log: reads what ranks measured and what the run's time was spent on; None before :meth:`log`.
+    ``run_log`` reads what ranks measured and what the run's time was spent on; None before :meth:`log`.
     """
 
     def __init__(self, node: int, names: JobNames | None = None) -> None:

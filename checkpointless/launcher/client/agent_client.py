@@ -65,8 +65,7 @@ class AgentLostError(ConnectionError):
 class SuccessorWantedError(Exception):
     """This process, which waits at the barrier, has to hand its state to a successor and end.
 
-    Args:
-        high_water: the highest optimizer step that any rank was ever seen to commit (-1: none).
+    ``high_water`` is the highest optimizer step that any rank was ever seen to commit (-1: none).
     """
 
     def __init__(self, high_water: int) -> None:
@@ -143,7 +142,7 @@ class RankClient(abc.ABC):
         self._send(FaultReport(generation, cause))
 
     def barrier(self, generation: int, unfit: str = "") -> None:
-        """Report that this rank has left ``generation``, is clean and healthy, and waits for ``go``.
+        """Report that this rank has left ``generation`` and waits for ``go``.
 
         Args:
             unfit: why this process cannot enter its block again, in one line ("": it can).
@@ -151,11 +150,7 @@ class RankClient(abc.ABC):
         self._send(Barrier(generation, unfit))
 
     def request_replacement(self, generation: int, reason: str, handed_over: bool = False) -> None:
-        """Report that this process must not be used again; it has to exit next.
-
-        Args:
-            handed_over: whether its successor finds its state in the node's memory.
-        """
+        """Report that this process exits next, and whether its successor finds its state in the node's memory."""
         self._send(Replace(generation, reason, handed_over))
 
     def done(self, generation: int) -> None:
@@ -167,11 +162,7 @@ class RankClient(abc.ABC):
         self._send(Inexact(generation, reason))
 
     def give_up(self, generation: int, reason: str, code: int = 1, is_lost: bool = False) -> None:
-        """End the job, with ``reason`` as its last message and ``code`` as its exit code.
-
-        Args:
-            is_lost: whether the job could continue if it began again, from the script's own checkpoint.
-        """
+        """End the job, with ``reason`` as its last message; if only the state ``is_lost``, it may begin again."""
         self._send(GiveUp(generation, reason, code, is_lost))
 
     def wait_finish_or_fault(self, generation: int, timeout_s: float | None = None) -> Finish | FaultNotice:

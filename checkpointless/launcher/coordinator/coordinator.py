@@ -376,11 +376,7 @@ class Coordinator:
         self._note_progress_at_s = clock() + _NOTE_PROGRESS_EVERY_S
 
     def hear(self, node: Node, message: NodeMessage) -> None:
-        """Act on a message from the agent of ``node``.
-
-        Raises:
-            ValueError: the message speaks of a rank that the node does not run.
-        """
+        """Act on a message from the agent of ``node``."""
         if self.job.phase is Phase.OVER:
             if isinstance(message, RankEnded):
                 self.job.roster.move(self.job.roster.rank_of(message.rank, node), RankState.GONE)

@@ -335,11 +335,7 @@ class _Hang:
 
 @dataclass(frozen=True)
 class Stall:
-    """A report on a stall that is waited for.
-
-    Attributes:
-        up_to_s: for how many seconds the stall is waited for at most; 0 if it is over.
-    """
+    """A report on a stall that is waited for, for ``up_to_s`` seconds at most (0: it is over)."""
 
     ranks: tuple[int, ...]
     running: int

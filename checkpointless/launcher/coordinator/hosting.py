@@ -54,11 +54,7 @@ class _Guest:
 
 
 class CoordinatorPort:
-    """Listens for the agents of other nodes.
-
-    Args:
-        port: port to bind to (0: any free port).
-        silence_s: after how many seconds of silence a node counts as lost.
+    """Listens for the agents of other nodes, of which one is lost after ``silence_s`` seconds of silence.
 
     Raises:
         OSError: the address cannot be bound to.

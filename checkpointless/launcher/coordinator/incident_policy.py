@@ -16,11 +16,9 @@ STILLBORN_LIMIT = 5  # successors in one incident that end before they enter the
 
 @dataclass(frozen=True)
 class GiveUpDecision:
-    """The decision that the job cannot go on.
+    """The decision that the job cannot go on; ``last_words`` are the user's traceback ("" without one).
 
-    Attributes:
-        last_words: the user's traceback ("" if there is none).
-        is_final: whether a restart of the whole job would be of no use, or would go over a limit.
+    It ``is_final`` if a restart of the whole job would be of no use, or would go over a limit.
     """
 
     reason: str
@@ -39,11 +37,7 @@ def may_be_certain(causes: Collection[Cause]) -> bool:
 
 
 def certain_failure(causes: Mapping[int, Cause], world_size: int) -> GiveUpDecision | None:
-    """Return the decision to end a job of which every rank raises the same before the first step.
-
-    Args:
-        causes: what is known of the first generation's fault, by rank.
-    """
+    """Return the decision to end a job of which every rank raises the same before the first step."""
     if len(causes) < world_size or not may_be_certain(causes.values()):
         return None
     first = min(causes.items())[1]
@@ -76,11 +70,7 @@ class History:
     failure: tuple[str, str, int] | None = None
 
     def after(self, cause: Cause, high_water: int) -> tuple[History, GiveUpDecision | None]:
-        """Return the history with one more incident, and the decision to give up if that is one too many.
-
-        Args:
-            high_water: the highest optimizer step that any rank was ever seen to commit (-1: none).
-        """
+        """Return the history with one more incident, and the decision to give up if that is one too many."""
         progress = self.high_water is None or high_water > self.high_water
         failure = (cause.error, cause.message, cause.step) if cause.kind is CauseKind.EXCEPTION else None
         if failure is None:
@@ -100,11 +90,7 @@ class History:
         return history, history._limit_reached(cause)
 
     def fell_back(self, lost: int, resumed: int) -> History:
-        """Return the history after a fallback to storage: progress counts from there, and the fallback counts, too.
-
-        Args:
-            lost: the newest step that was committed before the fallback.
-        """
+        """Return the history after a fallback to storage, which counts, too; progress counts from there."""
         further = self.best is None or lost > self.best
         return replace(
             self,

@@ -147,11 +147,7 @@ class Roster:
         return self.ranks[node.index * node.nproc : (node.index + 1) * node.nproc]
 
     def rank_of(self, number: int, node: Node) -> Rank:
-        """Return the rank with this number, which ``node`` speaks of.
-
-        Raises:
-            ValueError: the node does not run that rank.
-        """
+        """Return the rank with this number; ``ValueError`` if ``node``, which speaks of it, does not run it."""
         if not 0 <= number < len(self.ranks) or self.ranks[number].node is not node:
             raise ValueError(f"node {node.index} named rank {number}, which it does not run")
         return self.ranks[number]

@@ -16,24 +16,21 @@ class JobConfig:
     """What all nodes of a job, and its coordinator, are asked for.
 
     Attributes:
-        nproc_per_node: number of ranks on each node.
         rdzv_endpoint: ``HOST[:PORT]`` of the coordinator, as all nodes reach it; required if there are several
             nodes. Node 0 coordinates, unless HOST is not its own address or ``checkpointless coordinator`` listens
             there.
         token: secret that only the agents of this job know; required if there are several nodes.
         run_dir: directory for events and logs; None: no events are written.
-        heartbeat_timeout_s: how many seconds a rank in its block may show no progress (None: within a step, ten
-            times the longest silence of any rank so far, from 30 s to 10 minutes; elsewhere three times the longest
-            pause so far, but at least 10 minutes).
-        regroup_timeout_s: how many seconds ranks may take to reach the barrier of an incident.
+        heartbeat_timeout_s: how long a rank in its block may show no progress (None: within a step, ten times the
+            longest silence of any rank so far, from 30 s to 10 minutes; elsewhere three times the longest pause so
+            far, but at least 10 minutes).
+        regroup_timeout_s: how long ranks may take to reach the barrier of an incident.
         max_incidents: how many incidents the job may recover from (None: any number).
         max_restarts: how often the whole job may begin again, from the script's own checkpoint, where it would end.
-        node_timeout_s: after how many seconds of silence a node counts as lost, and how many seconds the nodes of a
-            running job may take to find a new coordinator.
-        join_timeout_s: how many seconds to try to reach the coordinator, and how many seconds the coordinator waits
-            for all nodes.
-        http_port: port on which health, status and metrics are served over HTTP (0: any free port; None: they are
-            not served).
+        node_timeout_s: after how much silence a node counts as lost, and how long the nodes of a running job may
+            take to find a new coordinator.
+        join_timeout_s: how long to try to reach the coordinator, and how long the coordinator waits for all nodes.
+        http_port: port on which health, status and metrics are served (0: any free port; None: they are not).
 
     Raises:
         ValueError: a value is out of range.
@@ -64,11 +61,7 @@ class JobConfig:
 
     @property
     def endpoint(self) -> tuple[str, int]:
-        """Address and port of the coordinator.
-
-        Raises:
-            ValueError: ``rdzv_endpoint`` is not ``HOST[:PORT]``.
-        """
+        """Address and port of the coordinator; ``ValueError`` if ``rdzv_endpoint`` is not ``HOST[:PORT]``."""
         host, colon, port = self.rdzv_endpoint.rpartition(":")
         if not colon:
             host, port = port, str(DEFAULT_PORT)
@@ -77,11 +70,7 @@ class JobConfig:
         return host.strip("[]"), int(port)
 
     def check_meeting(self) -> None:
-        """Check that several nodes can meet.
-
-        Raises:
-            ValueError: the endpoint or the token is invalid.
-        """
+        """Raise ``ValueError`` if several nodes could not meet, because of the endpoint or the token."""
         if not self.rdzv_endpoint:
             raise ValueError("several nodes need --rdzv-endpoint HOST[:PORT], where HOST is node 0 for all of them")
         check_token(self.token)

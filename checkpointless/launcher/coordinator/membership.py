@@ -121,8 +121,7 @@ class _StandingReports:
 class Membership:
     """Admits nodes to a job, and replaces those that are lost.
 
-    Attributes:
-        standings: what nodes reported about ranks that an earlier coordinator had them start.
+    ``standings`` is what nodes reported about ranks that an earlier coordinator had them start.
     """
 
     def __init__(

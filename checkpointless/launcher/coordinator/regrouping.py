@@ -177,11 +177,7 @@ class Regrouping:
     # ---- from a fault to the barrier
 
     def fault(self, cause: Cause, since_s: float | None = None) -> None:
-        """Open an incident, or add ``cause`` to the open one.
-
-        Args:
-            since_s: when the fault happened, on the monotonic clock (None: it was noticed at once).
-        """
+        """Open an incident, or add ``cause`` to the open one; ``since_s`` is when it happened (None: just now)."""
         if self._incidents.open is None:
             self._interrupt(cause, since_s)
         self._incidents.add_cause(cause, since_s)
@@ -437,11 +433,7 @@ class Regrouping:
     # ---- the end
 
     def done(self, rank: Rank, unmade: int = NO_STEP) -> None:
-        """Note that the block of ``rank`` has returned.
-
-        Args:
-            unmade: the step that it has begun and not made (-1: none that is known).
-        """
+        """Note that the block of ``rank`` has returned, perhaps with a step that it has begun and not made."""
         if rank.state is RankState.RUNNING:
             self._roster.move(rank, RankState.DONE)
             if unmade != NO_STEP and self._roster.in_state[RankState.DONE] == 1:

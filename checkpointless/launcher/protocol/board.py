@@ -45,7 +45,7 @@ class BoardReading:
         making: the optimizer step in progress, counted from 1 (-1: none).
         committed: the last optimizer step that this rank has applied (-1: not known yet).
         shard: the first of the ranks that hold the same state as this one (-1: not known yet).
-        began_after: the step whose state the rank's training began with in this generation (-1: it has not yet).
+        began_after: the step whose state training began with in this generation (-1: it has not yet).
     """
 
     beat: int
@@ -57,11 +57,7 @@ class BoardReading:
 
 
 class Board:
-    """A rank's board, backed by a memfd.
-
-    Args:
-        fd: an open memfd made by :meth:`create`; it must stay open while the board is in use.
-    """
+    """A rank's board, backed by a memfd of :meth:`create`, which must stay open while the board is in use."""
 
     SLOT_BYTES = 2 * 1024 * 1024
     #: The rank's random streams at each moment after a step, its streams at the start of the data, and its facts.
@@ -256,12 +252,9 @@ class Board:
 
 
 class Facts:
-    """The facts that a rank keeps on its board, by name, as plain data.
+    """The facts that a rank keeps on its board, by name, as plain data; without a board they end with the process.
 
     The fact ``environment`` holds environment variables that a successor is given.
-
-    Args:
-        board: this rank's board (None under another launcher: the facts live as long as this process).
     """
 
     def __init__(self, board: Board | None) -> None:

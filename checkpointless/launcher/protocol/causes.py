@@ -37,7 +37,6 @@ class Cause(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         rank: the rank at fault; None if it is not known.
         how: ``exception``, ``exit``, ``hang``, ``replace``, or the name of a signal.
         what: one line without the rank, for example "killed by SIGKILL".
-        step: the optimizer step in progress (-1: none).
         detail: the rest of the line, after the step.
         who: the name of what is at fault, where that is not a rank.
     """
@@ -65,11 +64,9 @@ class Cause(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def exit_cause(rank: int, code: int, step: int, when: str = "") -> Cause:
-    """Return the cause for the end of a process.
+    """Return the cause for the end of a process with an exit code, or minus the number of a signal.
 
-    Args:
-        code: the exit code of the process, or minus the number of the signal that killed it.
-        when: more about the time, where there is no step.
+    ``when`` says more about the time, where there is no step.
     """
     when = f" {when}" if when else ""
     if code < 0:
@@ -105,11 +102,7 @@ def signal_name(number: int) -> str:
 
 
 def attribute(causes: Sequence[Cause]) -> Cause:
-    """Return the cause that explains the others: the first of the strongest kind.
-
-    Raises:
-        ValueError: ``causes`` is empty.
-    """
+    """Return the cause that explains the others: the first of the strongest kind; there must be one."""
     if not causes:
         raise ValueError("an incident has a cause")
     return max(causes, key=lambda cause: _WEIGHTS[cause.kind])  # of equals, max() takes the first

@@ -62,11 +62,7 @@ class Challenge(Message, frozen=True, tag="challenge"):
 
 
 class Proof(Message, frozen=True, tag="proof"):
-    """The agent's answer to the challenge.
-
-    Attributes:
-        node: the number of the agent's node; :data:`SPARE` if it takes whichever number is free.
-    """
+    """The agent's answer to the challenge; ``node`` is :data:`SPARE` if it takes whichever number is free."""
 
     node: Int
     nproc: Int
@@ -92,11 +88,7 @@ BEFORE_WELCOME = Vocabulary("coordinator", Challenge, Welcome, Refused)
 
 
 def check_token(token: str) -> None:
-    """Check that a job of several nodes may use a token.
-
-    Raises:
-        ValueError: the token is too short to be a secret.
-    """
+    """Raise ``ValueError`` if the token of a job of several nodes is too short to be a secret."""
     if len(token) < MIN_TOKEN_CHARACTERS:
         raise ValueError(
             f"several nodes need a secret of at least {MIN_TOKEN_CHARACTERS} characters in {TOKEN_ENV}, "
@@ -105,11 +97,7 @@ def check_token(token: str) -> None:
 
 
 def check_version(version: int) -> None:
-    """Check that the other side has the messages of this one.
-
-    Raises:
-        ValueError: it has those of another version.
-    """
+    """Raise ``ValueError`` if the other side has the messages of another version."""
     if version != _PROTOCOL_VERSION:
         raise ValueError(
             f"it has version {version} of the protocol, and this side {_PROTOCOL_VERSION}: install the same "
@@ -127,11 +115,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def resolve(address: str) -> str:
-    """Return the numeric form of an address; a name is looked up.
-
-    Raises:
-        OSError: the name cannot be looked up.
-    """
+    """Return the numeric form of an address; a name is looked up, or ``OSError`` is raised."""
     return str(socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][4][0])
 
 
@@ -142,7 +126,6 @@ class Channel:
         connection: the connected socket; the channel owns it from now on.
         selector: the loop's selector; the loop calls the data of a key when something can be read or written.
         hears: the messages that may arrive.
-        on_message: called with each message.
         on_close: called once with the reason when the connection is over, unless :meth:`close` ended it. The call
             comes from the loop and never from inside :meth:`send`, whose caller may be in the middle of something.
     """

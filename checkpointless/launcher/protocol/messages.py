@@ -3,6 +3,11 @@
 msgspec checks what comes in against the types of the message's fields. A rank and its agent are of one
 installation; nodes and the coordinator compare their versions when they meet
 (:mod:`~checkpointless.launcher.protocol.channel`).
+
+In all messages ``high_water`` is the highest optimizer step that any rank was ever seen to commit; ``committed``
+and ``making`` are the last committed step and the one in the making on a rank's board; ``origin`` is the generation
+that began from nothing, 0 or that of the last restart of the whole job. -1 means that there is none. ``incident``
+is the one that led to the message; at the first start there is none.
 """
 
 from __future__ import annotations
@@ -41,32 +46,23 @@ class Hello(Message, frozen=True, tag="hello"):
 
 
 class FaultReport(Message, frozen=True, tag="fault"):
-    """Something went wrong in a rank.
-
-    Attributes:
-        cause: what went wrong; a victim, if the error is a broken collective or store connection.
-    """
+    """Something went wrong in a rank: a victim, if the error is a broken collective or store connection."""
 
     generation: Int
     cause: Cause
 
 
 class Barrier(Message, frozen=True, tag="barrier"):
-    """The rank has left ``generation``, is clean and healthy, and waits for ``go``.
-
-    Attributes:
-        unfit: why the rank's process cannot enter its block again, in one line ("": it can).
-    """
+    """The rank has left ``generation`` and waits for ``go``; if it is ``unfit``, why it cannot enter again."""
 
     generation: Int
     unfit: str = ""
 
 
 class Replace(Message, frozen=True, tag="replace"):
-    """The rank's process must not be used again; it exits next and asks for a successor.
+    """The rank's process exits next and asks for a successor.
 
-    Attributes:
-        handed_over: whether the successor finds the state of this process in the node's memory.
+    If it is ``handed_over``, the successor finds its state in the node's memory.
     """
 
     generation: Int
@@ -90,8 +86,7 @@ class Inexact(Message, frozen=True, tag="inexact"):
 class GiveUp(Message, frozen=True, tag="giveup"):
     """The job cannot continue; ``reason`` is its last message and ``code`` its exit code.
 
-    Attributes:
-        is_lost: whether the reason is that no rank holds the state any more.
+    ``is_lost``: the reason is that no rank holds the state any more, so it could begin again.
     """
 
     generation: Int
@@ -106,7 +101,7 @@ class Answer(Message, frozen=True, tag="answer"):
     Attributes:
         in_collective: whether the main thread waits in a collective.
         is_async: whether collectives return when they have been launched, before the peers have come.
-        launched: for each of the rank's process groups, by name, how many collectives the rank has launched in it.
+        launched: how many collectives the rank has launched in each of its process groups, by name.
     """
 
     id: Int
@@ -117,14 +112,7 @@ class Answer(Message, frozen=True, tag="answer"):
 
 
 class Go(Message, frozen=True, tag="go"):
-    """All ranks are present: the rank enters its block.
-
-    Attributes:
-        incident: the incident that led here (None at the first start).
-        env: variables to put into ``os.environ``.
-        high_water: the highest optimizer step that any rank was ever seen to commit (-1: none).
-        origin: the generation that began from nothing: 0, or that of the last restart of the whole job.
-    """
+    """All ranks are present: the rank enters its block."""
 
     generation: Int
     incident: str | None
@@ -137,10 +125,9 @@ class FaultNotice(Message, frozen=True, tag="fault"):
     """Generation ``generation`` is over: the coordinator notifies the nodes, and they notify their ranks in it.
 
     Attributes:
-        incident: the incident that ended it.
         cause: the cause in one line.
         rank: the rank to blame (None: not known).
-        undetected_ms: the milliseconds from the fault to this notice, where the fault was not noticed at once.
+        undetected_ms: from the fault to this notice, where the fault was not noticed at once.
     """
 
     generation: Int
@@ -154,9 +141,6 @@ class HandOver(Message, frozen=True, tag="hand-over"):
     """Processes at the barrier after ``generation`` hand their state to successors, and end.
 
     The coordinator notifies the nodes, and they notify their ranks.
-
-    Attributes:
-        high_water: the highest optimizer step that any rank was ever seen to commit (-1: none).
     """
 
     generation: Int

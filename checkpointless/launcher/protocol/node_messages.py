@@ -34,12 +34,7 @@ COUNTED = (RankState.READY, *IN_BLOCK, RankState.LEAVING)  # the end of their pr
 
 
 class RankStanding(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Where a rank stands.
-
-    Attributes:
-        committed: the last committed optimizer step on the rank's board (-1: none).
-        making: the step in the making on the rank's board (-1: none).
-    """
+    """Where a rank stands."""
 
     number: Int
     incarnation: Int
@@ -52,13 +47,10 @@ class SilentRank(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     """A rank that shows no progress.
 
     Attributes:
-        age_ms: the milliseconds since the beat changed, without those in which the agent did not run.
-        quiet_ms: all milliseconds since the beat changed.
-        making: the step in the making (-1: none).
-        in_step: whether the rank is in that step; otherwise it is between two steps.
-        letter: the code of the state of the rank's process, as in
-            :class:`~checkpointless.system.process_tree.ProcessLook` (0: not known).
-        cpu_ms: the milliseconds of processor time that the process has used.
+        age_ms: since the beat changed, without the time in which the agent did not run.
+        quiet_ms: all time since the beat changed.
+        in_step: whether the rank is in the step in the making; otherwise it is between two steps.
+        letter, cpu_ms: as in :class:`~checkpointless.system.process_tree.ProcessLook`.
     """
 
     number: Int
@@ -79,9 +71,7 @@ class Standing(Message, frozen=True, tag="standing"):
     """The node already runs ranks; a coordinator that has just begun needs to know this about them.
 
     Attributes:
-        generation: the generation that began last on this node (-1: none).
         incident: number of the last incident that the node heard of (0: none).
-        high_water: the highest optimizer step that any rank has committed, as the node has heard (-1: none).
         finished: whether every rank's block has returned.
     """
 
@@ -102,14 +92,7 @@ class StoreOpened(Message, frozen=True, tag="store"):
 
 
 class RankReady(Message, frozen=True, tag="ready"):
-    """A rank is at the barrier.
-
-    Attributes:
-        committed: the last committed optimizer step on the rank's board (-1: none).
-        making: the step in the making on the rank's board (-1: none).
-        entered: whether the rank's process was in its block before.
-        unfit: why the process cannot enter its block again, in one line ("": it can).
-    """
+    """A rank is at the barrier; ``unfit`` says why its process cannot enter its block again ("": it can)."""
 
     rank: Int
     incarnation: Int
@@ -120,11 +103,7 @@ class RankReady(Message, frozen=True, tag="ready"):
 
 
 class Trouble(Message, frozen=True, tag="trouble"):
-    """Something went wrong with a rank in ``generation``.
-
-    Attributes:
-        cause: what went wrong; the rank at fault is one that the node runs.
-    """
+    """Something went wrong with a rank in ``generation``; the cause names one that the node runs."""
 
     generation: Int
     cause: Cause
@@ -148,8 +127,7 @@ class RankEnded(Message, frozen=True, tag="ended"):
     Attributes:
         code: exit code of the process, or minus the number of the signal that killed it.
         forgiven: whether the end of the process follows from what is known already.
-        was_started: whether there was a process, or was to be one at once; otherwise it was still held back because
-            of its device.
+        was_started: False if it was still held back because of its device.
     """
 
     rank: Int
@@ -173,12 +151,7 @@ class DeviceBad(Message, frozen=True, tag="device"):
 
 
 class RankDone(Message, frozen=True, tag="rank-done"):
-    """The block of a rank has returned in ``generation``.
-
-    Attributes:
-        committed: the last committed optimizer step on the rank's board (-1: none).
-        making: the step in the making on the rank's board (-1: none).
-    """
+    """The block of a rank has returned in ``generation``."""
 
     rank: Int
     generation: Int
@@ -202,11 +175,7 @@ class Answered(Message, frozen=True, tag="answered"):
 
 
 class Silent(Message, frozen=True, tag="silent"):
-    """Lists the ranks of the node that have shown no progress for a good part of their limit.
-
-    Attributes:
-        ranks: the silent ranks; empty once no rank is silent any more.
-    """
+    """Lists the ranks of the node that have shown no progress for a good part of their limit (empty: no more)."""
 
     ranks: list[SilentRank]
 
@@ -215,12 +184,11 @@ class Progress(Message, frozen=True, tag="progress"):
     """Reports how far the ranks of the node have come.
 
     Attributes:
-        longest_ms: the longest time in milliseconds that a rank took from one beat to the next within a step of
-            this generation (0: not known yet).
-        pause_ms: the longest time in milliseconds that a rank took from one beat to the next outside of a step,
-            since this agent began.
+        longest_ms: the longest time that a rank took from one beat to the next within a step of this generation (0:
+            not known yet).
+        pause_ms: the same outside of a step, since this agent began.
         shows: whether any rank has ever shown progress after it entered its block.
-        began_after: the newest step whose state a rank's training began with in ``generation`` (-1: none has yet).
+        began_after: the newest step whose state a rank's training began with in ``generation``.
     """
 
     oldest: Int
@@ -234,11 +202,7 @@ class Progress(Message, frozen=True, tag="progress"):
 
 
 class Holding(Message, frozen=True, tag="holding"):
-    """Says which shards the ranks of the node hold.
-
-    Attributes:
-        shards: for each rank of the node, in their order, the first of the ranks that hold the same state.
-    """
+    """Says, for each rank of the node in their order, the first of the ranks that hold the same state."""
 
     shards: list[Int]
 
@@ -275,7 +239,6 @@ class Spawn(Message, frozen=True, tag="spawn"):
     """Start a process for ``rank``.
 
     Attributes:
-        incident: the incident that the start belongs to ("" at the first start).
         env: environment variables of the process, besides those that all ranks of the node get.
         anyway: whether to start it although its device is bad.
         afresh: whether the job begins again, so that nothing of the rank's earlier processes counts.
@@ -301,14 +264,7 @@ class Discard(Message, frozen=True, tag="discard"):
 
 
 class Begin(Message, frozen=True, tag="begin"):
-    """All ranks are present: let the ranks of the node enter their block.
-
-    Attributes:
-        incident: the incident that led here ("" at the first start).
-        high_water: the highest optimizer step that any rank was ever seen to commit (-1: none).
-        target: the step that was in the making; progress to it must be reported at once (-1: none).
-        origin: the generation that began from nothing: 0, or that of the last restart of the whole job.
-    """
+    """All ranks are present: let those of the node enter their block; ``target`` is reported when reached."""
 
     generation: Int
     incident: str
@@ -328,8 +284,7 @@ class Ask(Message, frozen=True, tag="ask"):
 class Kill(Message, frozen=True, tag="kill"):
     """End the process of ``rank`` if no generation after ``generation`` has begun; its end is no fault by itself.
 
-    Attributes:
-        beat: the process is ended only if its main thread is still stuck at this beat (-1: in any case).
+    With a ``beat``, it is ended only if its main thread is still stuck at it.
     """
 
     rank: Int

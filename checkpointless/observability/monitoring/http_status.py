@@ -235,11 +235,7 @@ class HttpStatus:
         self.close()
 
     def open(self, say: Callable[[str], None]) -> None:
-        """Start serving.
-
-        Raises:
-            OSError: the address cannot be bound to.
-        """
+        """Start serving; ``OSError`` if the address cannot be bound to."""
         host, port = self._where
         try:
             family, *_, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

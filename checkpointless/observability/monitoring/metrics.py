@@ -52,13 +52,7 @@ class JobNames:
 
 @dataclass(frozen=True)
 class RankStatus:
-    """A rank of this node.
-
-    Attributes:
-        committed: the last optimizer step that the rank's board shows (None: none yet).
-        making: the step in the making that the rank's board shows (None: none yet).
-        beat_age_s: seconds since the rank last showed progress; None while it is not in its block.
-    """
+    """A rank of this node, as its board shows it; ``beat_age_s`` is None while it is not in its block."""
 
     rank: int
     state: str
@@ -71,11 +65,7 @@ class RankStatus:
 
 @dataclass(frozen=True)
 class JobNode:
-    """A node, as the coordinator knows it.
-
-    Attributes:
-        state: ``joined``, ``loading`` (its agent is connected but cannot start ranks yet) or ``absent``.
-    """
+    """A node, as the coordinator knows it: ``joined``, ``loading`` (connected, without ranks yet) or ``absent``."""
 
     node: int
     state: str
@@ -119,16 +109,14 @@ class JobStatus:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One look at this node's part of the job.
+    """One look at this node's part of the job; None for what is not known yet.
 
     Attributes:
         node: number of the node; :data:`OUTSIDE` for a coordinator in a separate process.
         at_s: when the look was taken, in seconds since the epoch.
         looked_at_s: the same on the monotonic clock (None: the agent has not joined the job).
-        generation: the generation that began last (None: none yet).
-        high_water: the highest committed step that this node knows of (None: none yet).
+        high_water: the highest committed step that this node knows of.
         incident: the incident that the ranks are being brought together for (None: none).
-        exit_code: the job's exit code (None: the job has not ended).
         job: the whole job; None where the coordinator does not run.
     """
 
@@ -394,8 +382,7 @@ def _kind(spec: str) -> str:
 class Metrics:
     """Counts events, and makes the page.
 
-    Attributes:
-        open: how the cause came about, for each incident whose ranks have not met again.
+    ``open`` is how the cause came about, for each incident whose ranks have not met again.
     """
 
     def __init__(self, node: int, names: JobNames) -> None:
@@ -447,8 +434,7 @@ class Metrics:
     def values(self, name: str, suffix: str = "_total") -> dict[str, float]:
         """Return the values of a metric that is counted, by the value of its label ("" without one).
 
-        Args:
-            suffix: ``_total`` of a counter; ``_count`` or ``_sum`` of a histogram.
+        A counter's suffix is ``_total``; a histogram has ``_count`` and ``_sum``.
         """
         label = next(metric.label for metric in EVENT_METRICS if metric.name == name)
         return {

@@ -79,7 +79,7 @@ class Difference:
     """A difference between two runs.
 
     Attributes:
-        step: optimizer step; for a validation, the step that it came after; for checkpoints, the last step.
+        step: for a validation, the step that it came after; for checkpoints, the last step.
         by: distance of two losses or metrics; None for other quantities, or if a value is not finite.
     """
 

@@ -47,7 +47,6 @@ class Event:
         ts: UTC time, in nanoseconds since the epoch.
         mono: monotonic clock, in nanoseconds; comparable between the processes of one node.
         rank: rank that the event is about; None for an agent's own event.
-        incident: id of the incident that the event belongs to; None if it belongs to none.
         stage: what the event reports; a plain word if a newer version's log names what this version does not know.
         edge: ``begin`` or ``end`` of a span, or a ``point`` in time.
         fields: further fields of the line (bytes, sources, seconds, cause, ...).

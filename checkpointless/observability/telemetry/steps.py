@@ -52,11 +52,9 @@ NO_EXTRAS = StepExtras()
 
 @dataclass(frozen=True)
 class StepRecord:
-    """Record of one optimizer step on one rank.
+    """Record of one optimizer step on one rank; ``loss`` is as ``float.hex()`` gives it ("-": not known).
 
-    Attributes:
-        loss: as ``float.hex()`` gives it, so that it is compared bit by bit; "-" if it is not known.
-        fit: the fit of the block that made the step, counted from 1. Between two fits, numbers are left out.
+    ``fit`` is the fit of the block that made the step, counted from 1. Between two fits, numbers are left out.
     """
 
     step: int
@@ -68,10 +66,7 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class ValidationRecord:
-    """Record of one validation on one rank: its final metrics by name, each as ``float.hex()`` gives it.
-
-    ``callbacks`` has the digest of each callback's state after the validation, by the callback's state key.
-    """
+    """Record of one validation on one rank: its final metrics by name, each as ``float.hex()`` gives it."""
 
     step: int
     metrics: Mapping[str, str]
@@ -86,8 +81,7 @@ def exact_loss(loss: float | None) -> str:
 class Recording(dict[int, Sequence[StepRecord]]):
     """The steps of a run by rank, in the order in which they were written, and what else was recorded.
 
-    Attributes:
-        checkpoints: sorted names of those that each folder held at the end; None if none are kept.
+    ``checkpoints`` are the sorted names of those that each folder held at the end; None if none are kept.
     """
 
     def __init__(

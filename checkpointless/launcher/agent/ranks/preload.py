@@ -140,11 +140,7 @@ class PlatformMissingError(RuntimeError):
 
 
 def find_platform(name: str) -> EntryPoint:
-    """Return the entry point of a platform, without loading it.
-
-    Raises:
-        PlatformMissingError: there is none.
-    """
+    """Return the entry point of a platform without loading it; :class:`PlatformMissingError` if there is none."""
     for entry in entry_points(group=GROUP, name=name):
         return entry
     raise PlatformMissingError(
@@ -154,11 +150,7 @@ def find_platform(name: str) -> EntryPoint:
 
 
 def install_platform(name: str) -> None:
-    """Prepare this process for a platform.
-
-    Raises:
-        PlatformMissingError: no installed package offers it, or what does cannot be loaded or used.
-    """
+    """Prepare this process for a platform; :class:`PlatformMissingError` if that cannot be done."""
     entry = find_platform(name)
     try:
         entry.load()()

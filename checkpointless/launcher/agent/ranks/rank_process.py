@@ -42,11 +42,7 @@ _ORPHAN_EXIT_CODE = 1
 
 @dataclass(frozen=True)
 class Script:
-    """What the ranks run, as it is given to ``python``.
-
-    Attributes:
-        module: whether ``target`` is a module (``python -m``).
-    """
+    """What the ranks run, as it is given to ``python``: a script, or a module (``python -m``)."""
 
     target: str
     args: tuple[str, ...] = ()
