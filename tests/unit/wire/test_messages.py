@@ -51,7 +51,7 @@ def made_up(cls: type[Any]) -> st.SearchStrategy[Any]:
 
 
 def value_of(hint: Any) -> st.SearchStrategy[Any]:
-    return made_up(hint) if hint is Cause else st.from_type(hint)
+    return made_up(hint) if hint in (Cause, Answer) else st.from_type(hint)
 
 
 FROM_RANK = st.one_of(*(made_up(c) for c in (Hello, FaultReport, Barrier, Replace, Done, Inexact, GiveUp, Answer)))
