@@ -220,12 +220,6 @@ class RankClient(abc.ABC):
         if isinstance(message, FaultNotice) and self.on_fault is not None:
             self.on_fault(message)
 
-    def _tell(self, generation: int, incident: str, cause: Cause) -> None:
-        """Log the cause of an incident that this rank has reported, where no agent does."""
-        said, culprit, how = str(cause), cause.culprit, cause.how
-        about: tuple[EventName, Edge] = EventName.DETECT, "point"
-        event_log().emit(*about, generation=generation, incident=incident, cause=said, culprit=culprit, how=how)
-
     def _lose(self, reason: str) -> None:
         with self._news:
             self._lost = self._lost or reason
@@ -354,6 +348,12 @@ class FaultLimits:
         self._history, give_up = self._history.after(cause, self.high_water)
         return None if give_up is None else f"{give_up.reason}\n{give_up.last_words}".rstrip()
 
+    def tell(self, generation: int, incident: str, cause: Cause) -> None:
+        """Log the cause of an incident that this rank has reported, where no agent does."""
+        said, culprit, how = str(cause), cause.culprit, cause.how
+        about: tuple[EventName, Edge] = EventName.DETECT, "point"
+        event_log().emit(*about, generation=generation, incident=incident, cause=said, culprit=culprit, how=how)
+
 
 class StandaloneClient(RankClient):
     """Regroups the only rank of a job that consists of this process."""
@@ -374,7 +374,7 @@ class StandaloneClient(RankClient):
         elif isinstance(message, FaultReport):
             self._incidents += 1
             cause, reason = message.cause, self._limits.after(message.cause)
-            self._tell(message.generation, str(self._incidents), cause)
+            self._limits.tell(message.generation, str(self._incidents), cause)
             self._hear(FaultNotice(message.generation, str(self._incidents), str(cause), self.rank))
             if reason is not None:
                 self._lose(reason)

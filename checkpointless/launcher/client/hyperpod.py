@@ -271,7 +271,7 @@ class HyperPodClient(StoreClient):
         self._send_fault(cause.error, str(cause), in_place=last_word is None)
         if self.pending_fault(report.generation) is None:
             incident = str(report.generation + 1)
-            self._tell(report.generation, incident, cause)
+            self._limits.tell(report.generation, incident, cause)
             self._hear(FaultNotice(report.generation, incident, str(cause), self.rank))
         if last_word is not None:
             self._lose(last_word)

@@ -155,7 +155,7 @@ class StoreClient(RankClient):
             self._done = None
             self._incidents += 1
             if cause.rank == self.rank:
-                self._tell(generation, str(self._incidents), cause)
+                self._limits.tell(generation, str(self._incidents), cause)
             self._hear(FaultNotice(generation, str(self._incidents), str(cause), cause.rank))
             if reason is not None:
                 self._lose(reason)
