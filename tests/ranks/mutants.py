@@ -20,7 +20,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from checkpointless.inprocess import ParameterUpdateLock, active_call_wrapper
-from checkpointless.integrations.lightning.data.position import DataPosition
+from checkpointless.integrations.lightning.data.loaders import DataPosition
 from checkpointless.integrations.megatron.update import sub_optimizers
 from checkpointless.observability.telemetry.events import event_log
 from checkpointless.recovery import CheckpointManager, refill

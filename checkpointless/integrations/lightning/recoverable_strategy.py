@@ -31,15 +31,15 @@ from checkpointless.integrations.lightning.boundary.step_keeper import (
     Steps,
 )
 from checkpointless.integrations.lightning.checkpoints.connector import CheckpointlessCompatibleConnector
-from checkpointless.integrations.lightning.data.position import (
+from checkpointless.integrations.lightning.data.loaders import (
     DataPosition,
+    TrainingData,
+    ValidationData,
     ahead_of_steps,
     keeps_its_position,
     megatron_sampler,
     samples_per_step,
 )
-from checkpointless.integrations.lightning.data.training import TrainingData
-from checkpointless.integrations.lightning.data.validation import ValidationData
 from checkpointless.integrations.lightning.data.worker_streams import WorkerSeed, repeat_worker_draws
 from checkpointless.integrations.lightning.frameworks import loggers
 from checkpointless.integrations.lightning.frameworks.loggers import keep_loggers, resume_loggers

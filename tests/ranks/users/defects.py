@@ -92,9 +92,9 @@ def what_a_step_has_logged_is_lost() -> None:
 
 def batches_are_counted_anew() -> None:
     """Give number 0 to the first batch after a recovery."""
-    from checkpointless.integrations.lightning.data import training
+    from checkpointless.integrations.lightning.data import loaders
 
-    training._go_on_counting = lambda fetcher, position: None
+    loaders._go_on_counting = lambda fetcher, position: None
 
 
 def hooks_at_the_start_are_not_taken_back() -> None:

@@ -32,7 +32,7 @@ LEFT = {
     "checkpointless/integrations/lightning/boundary/loops.py": 4,
     "checkpointless/integrations/lightning/checkpoints/copies.py": 2,
     "checkpointless/integrations/lightning/checkpoints/saves.py": 2,
-    "checkpointless/integrations/lightning/data/training.py": 7,
+    "checkpointless/integrations/lightning/data/loaders.py": 7,
     "checkpointless/integrations/lightning/frameworks/loggers.py": 1,
     "checkpointless/integrations/lightning/frameworks/nemo.py": 3,
     "checkpointless/integrations/lightning/recoverable_strategy.py": 1,

@@ -94,9 +94,9 @@ def make_results_resumable(trainer: pl.Trainer) -> None:
 
 
 class Accumulated(Later[dict[str, Any]]):
-    """What was logged and accumulated in this epoch until now; ``has_own``: this rank alone has a part of it."""
+    """What was logged and accumulated in this epoch until now."""
 
-    __slots__ = ("has_own",)
+    __slots__ = ("_has_own",)
 
     def __init__(self, trainer: pl.Trainer) -> None:
         connector = trainer._logger_connector
@@ -110,11 +110,15 @@ class Accumulated(Later[dict[str, Any]]):
             else:
                 tracked[name] = len(each)
         first, fx = connector._first_loop_iter, connector._current_fx
-        self.has_own = bool(metrics) or any(map(_accumulates, taken.values()))
+        self._has_own = bool(metrics) or any(map(_accumulates, taken.values()))
 
         super().__init__(
             lambda: {"results": taken, "metrics": metrics, "tracked": tracked, "first": first, "fx": fx}
         )
+
+    def own(self) -> dict[str, Any] | None:
+        """Return the part that this rank alone has; None if it is too large to be kept outside of the process."""
+        return _own_part(self()) if self._has_own else {}
 
 
 def _take_result(metric: ResultMetric, about: dict[str, Any]) -> dict[str, Any]:
@@ -222,8 +226,7 @@ def _metrics_of(trainer: Any) -> list[tuple[str, Any]]:
 # --- what no peer has ---------------------------------------------------------------------------------------------
 
 
-def own_part(kept: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the part of ``kept`` that this rank alone has; None if it is too large to be kept outside."""
+def _own_part(kept: Mapping[str, Any]) -> dict[str, Any] | None:
     results = {key: entry for key, entry in kept["results"].items() if _accumulates(entry)}
     if not results and not kept["metrics"]:
         return {}

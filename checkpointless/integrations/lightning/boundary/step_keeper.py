@@ -31,21 +31,21 @@ from checkpointless.integrations.compat.lightning import (
 )
 from checkpointless.integrations.lightning.boundary.epoch_metrics import (
     Accumulated,
-    own_part,
     put_accumulated,
     warn_if_lost,
     with_own,
 )
 from checkpointless.integrations.lightning.boundary.loops import Resumption
 from checkpointless.integrations.lightning.boundary.plain_attributes import kept_states
-from checkpointless.integrations.lightning.data.position import (
+from checkpointless.integrations.lightning.data.loaders import (
     DataPosition,
+    TrainingData,
     begun_at,
     megatron_sampler,
     put_sampler,
     take_sampler,
+    without_worker_seeds,
 )
-from checkpointless.integrations.lightning.data.training import TrainingData, without_worker_seeds
 from checkpointless.integrations.torch.repeated_steps import repeated_steps
 from checkpointless.recovery import CheckpointManager
 from checkpointless.recovery.guard import UpdateGuard
@@ -73,7 +73,10 @@ _LIGHTNINGS = frozenset(
 
 
 class InMemoryCheckpoint(dict[str, Any]):
-    """A Lightning checkpoint whose model and optimizer tensors are already in place."""
+    """A copy of a Lightning checkpoint whose model and optimizer tensors are already in place."""
+
+    def __init__(self, checkpoint: dict[str, Any]) -> None:
+        super().__init__(_copy_to_load(checkpoint))
 
 
 _SAVE_HOOK = "on_save_checkpoint"
@@ -181,7 +184,7 @@ def _call_save_hooks(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> None:
 
 def _load_again(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> None:
     """Make module, data module and callbacks load their state once more, because hooks have changed it since."""
-    checkpoint = copy_to_load(checkpoint)
+    checkpoint = _copy_to_load(checkpoint)
     if is_overridden("on_load_checkpoint", trainer.lightning_module):
         call_module_hook(trainer, "on_load_checkpoint", checkpoint)
     datamodule = getattr(trainer, "datamodule", None)
@@ -206,7 +209,7 @@ def _empty_those_without_state(trainer: pl.Trainer, states: Mapping[str, Any]) -
             ) from error
 
 
-def copy_to_load(checkpoint: dict[str, Any]) -> dict[str, Any]:
+def _copy_to_load(checkpoint: dict[str, Any]) -> dict[str, Any]:
     """Return a copy of ``checkpoint`` that hooks may change; Lightning itself copies the callbacks' states."""
     return {name: part if name == "callbacks" else state_tree.copy(part) for name, part in checkpoint.items()}
 
@@ -381,7 +384,7 @@ class StepKeeper(FrontEnd):
         succeeded, outcome = self.steps.outcome(accumulated)
         loss = self._call.steps.loss
         repeated_steps.compute(step, loss)
-        return Captured(lambda: {"outcome": outcome()}, _own_of(accumulated), loss, not succeeded)
+        return Captured(lambda: {"outcome": outcome()}, accumulated.own(), loss, not succeeded)
 
     @override
     def committed(
@@ -419,7 +422,7 @@ class StepKeeper(FrontEnd):
                 "base": None,
             }
 
-        return Captured(objects, _own_of(accumulated))
+        return Captured(objects, accumulated.own())
 
     @override
     def own_parts(self, objects: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -439,11 +442,6 @@ class StepKeeper(FrontEnd):
         for key, value in _of_save_hooks(self._trainer, checkpoint).items():
             parts[f"what on_save_checkpoint puts into checkpoint[{key!r}]"] = value
         return parts
-
-
-def _own_of(accumulated: Accumulated) -> dict[str, Any] | None:
-    """Return the part that this rank alone has; None if it is too large to be kept outside of the process."""
-    return own_part(accumulated()) if accumulated.has_own else {}
 
 
 # --- After a fault: what memory gave is put back, part by part, until the loops go on -----------------------------

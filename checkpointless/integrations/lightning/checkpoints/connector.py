@@ -13,7 +13,7 @@ from checkpointless.inprocess import StateLostError, UnrecoverableError, active_
 from checkpointless.inprocess.exceptions import is_victim, line_of
 from checkpointless.inprocess.wrap import emit_event
 from checkpointless.integrations.compat.lightning import CheckpointConnector
-from checkpointless.integrations.lightning.boundary.step_keeper import InMemoryCheckpoint, copy_to_load, skip_fit
+from checkpointless.integrations.lightning.boundary.step_keeper import InMemoryCheckpoint, skip_fit
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.wording import printable
 from checkpointless.recovery.decide import Verdict
@@ -63,10 +63,10 @@ class CheckpointlessCompatibleConnector(CheckpointConnector):
         checkpoint = manager.try_checkpointless_load(self.trainer)
         if manager.verdict is Verdict.SKIP:
             finished = skip_fit(self.trainer, manager.fits.share_finished())
-            self._loaded_checkpoint = InMemoryCheckpoint(copy_to_load(finished))
+            self._loaded_checkpoint = InMemoryCheckpoint(finished)
             return
         if checkpoint is not None:
-            self._loaded_checkpoint = InMemoryCheckpoint(copy_to_load(checkpoint))
+            self._loaded_checkpoint = InMemoryCheckpoint(checkpoint)
             return
         self._from_storage(checkpoint_path, options, manager, call)
 

@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 import torch
 
 from checkpointless.inprocess.worker_streams import Place, is_iterable, seed_data_workers
-from checkpointless.integrations.lightning.data.position import keeps_its_position
+from checkpointless.integrations.lightning.data.loaders import keeps_its_position
 from checkpointless.state.rng import RngSource, RngStates, register_rng_source
 from checkpointless.transfer.exchange import all_gather_json
 

@@ -15,8 +15,8 @@ from checkpointless.integrations.lightning.boundary import epoch_metrics
 from checkpointless.integrations.lightning.boundary.epoch_metrics import (
     OWN_BYTES,
     Accumulated,
+    _own_part,
     make_results_resumable,
-    own_part,
     put_accumulated,
     warn_if_lost,
     with_own,
@@ -130,7 +130,7 @@ def test_a_peers_values_are_not_taken_for_ones_own() -> None:
     log(mine, 2.0)
     log(peer, 50.0)
     peer.fit_loop.epoch_loop._results.log("training_step", "of rank 0", torch.tensor(1.0), batch_size=1)
-    own = own_part(taken(mine))
+    own = _own_part(taken(mine))
     assert own is not None
     put_accumulated(resumed, with_own(taken(peer), state_tree.loads(state_tree.dumps(own))))
     assert ended(resumed) == ended(mine)
@@ -142,7 +142,7 @@ def test_nothing_is_kept_of_what_is_not_accumulated() -> None:
     trainer.fit_loop.epoch_loop._results.log(
         "training_step", "loss", torch.tensor(1.0), on_step=True, on_epoch=False
     )
-    assert own_part(taken(trainer)) == {}
+    assert _own_part(taken(trainer)) == {}
 
 
 def test_what_is_too_large_to_outlive_its_process_is_said_once(
@@ -153,14 +153,14 @@ def test_what_is_too_large_to_outlive_its_process_is_said_once(
     trainer.lightning_module.more["all"].update(torch.zeros(OWN_BYTES))
     kept = taken(trainer)
     with caplog.at_level(logging.WARNING):
-        assert own_part(kept) is None
-        assert own_part(kept) is None
+        assert _own_part(kept) is None
+        assert _own_part(kept) is None
     (said,) = caplog.messages
     assert "if its process is lost" in said
     caplog.clear()
     with caplog.at_level(logging.WARNING):
         assert with_own(kept, None)["metrics"].keys() == kept["metrics"].keys()
-        warn_if_lost(kept, own_part(taken(trainer_of())))
+        warn_if_lost(kept, _own_part(taken(trainer_of())))
         warn_if_lost(kept, None)
     (said,) = caplog.messages
     assert "is lost with its process" in said

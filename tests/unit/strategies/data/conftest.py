@@ -10,6 +10,6 @@ from checkpointless.state import rng
 @pytest.fixture(autouse=True)
 def no_sources(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rng, "_sources", {})
-    samplers = sys.modules.get("checkpointless.integrations.lightning.data.samplers")
+    samplers = sys.modules.get("checkpointless.integrations.lightning.data.loaders")
     if samplers is not None:
         monkeypatch.setattr(samplers, "_kept", [])

@@ -12,8 +12,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from checkpointless.inprocess import UnrecoverableError
-from checkpointless.integrations.lightning.data.position import DataPosition
-from checkpointless.integrations.lightning.data.training import _repeat_items
+from checkpointless.integrations.lightning.data.loaders import DataPosition, _repeat_items
 from checkpointless.state.rng import RngStates
 from tests.unit.strategies.data.starts import Starts
 

@@ -12,9 +12,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler
 
-from checkpointless.integrations.lightning.data.position import DataPosition
-from checkpointless.integrations.lightning.data.samplers import keep_own_state, one_pass
-from checkpointless.integrations.lightning.data.training import _track
+from checkpointless.integrations.lightning.data.loaders import DataPosition, _keep_own_state, _one_pass, _track
 from checkpointless.state import rng
 from checkpointless.state.rng import RngStates
 from tests.unit.strategies.data.starts import Starts
@@ -163,12 +161,12 @@ class NominallyFinite(Endless):
 
 
 def test_what_has_no_length_is_asked_for_two_items() -> None:
-    items = one_pass(Endless(100), Starts(), again=False)
+    items = _one_pass(Endless(100), Starts(), again=False)
     assert len(list(itertools.islice(items, 300))) == 300
 
 
 def test_a_length_bounds_what_is_drawn_at_the_beginning() -> None:
-    items = one_pass(NominallyFinite(1), Starts(), again=False)
+    items = _one_pass(NominallyFinite(1), Starts(), again=False)
     first = next(items)
     state = random.getstate()
     assert [first, *itertools.islice(items, 3)]
@@ -183,5 +181,5 @@ def test_nothing_of_torchs_samplers_is_asked_for_ahead_or_kept() -> None:
     assert "loader" not in rng._sources
     asked: list[int] = []
     inner = BatchSampler(map(lambda each: asked.append(each) or each, range(9)), 3, False)  # type: ignore[func-returns-value]
-    keep_own_state(DataLoader(torch.arange(SAMPLES), batch_sampler=inner))  # type: ignore[arg-type]
+    _keep_own_state(DataLoader(torch.arange(SAMPLES), batch_sampler=inner))  # type: ignore[arg-type]
     assert "loader" not in rng._sources

@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader
 
-from checkpointless.integrations.lightning.data.position import DataPosition, ahead_of_steps
-from checkpointless.integrations.lightning.data.training import _TrackedSampler
-from checkpointless.integrations.lightning.data.validation import ValidationData
+from checkpointless.integrations.lightning.data.loaders import (
+    DataPosition,
+    ValidationData,
+    _TrackedSampler,
+    ahead_of_steps,
+)
 
 pytestmark = pytest.mark.nemo
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import RandomSampler, Sampler
 
-from checkpointless.integrations.lightning.data.samplers import SamplerState, samplers_within
+from checkpointless.integrations.lightning.data.loaders import _samplers_within, _SamplerState
 from checkpointless.state.serialization import state_tree
 
 pytestmark = pytest.mark.nemo
@@ -33,7 +33,7 @@ class Other(Keeps):
 
 def taken(*owners: object) -> dict[str, Any]:
     """Return what is kept, as another process gets it."""
-    state: dict[str, Any] = state_tree.loads(state_tree.dumps(SamplerState([None, *owners]).take()))
+    state: dict[str, Any] = state_tree.loads(state_tree.dumps(_SamplerState([None, *owners]).take()))
     return state
 
 
@@ -64,17 +64,17 @@ def test_a_generator_of_each_kind(name: str) -> None:
     state = taken(sampler)
     expected = drawn(name, sampler.mine)
     fresh: Any = Keeps(mine=generators()[name])
-    SamplerState([None, fresh]).put(state)
+    _SamplerState([None, fresh]).put(state)
     assert drawn(name, fresh.mine) == expected
 
 
 def test_numbers_of_a_users_sampler() -> None:
     state = taken(Keeps(epoch=4, ratio=0.5, name="a"))
     fresh: Any = Keeps(epoch=0, ratio=1.0, name="b")
-    SamplerState([None, fresh]).put(state)
+    _SamplerState([None, fresh]).put(state)
     assert vars(fresh) == {"epoch": 4, "ratio": 0.5, "name": "b"}
     other: Any = Other(epoch=0)
-    SamplerState([None, other]).put(state)
+    _SamplerState([None, other]).put(state)
     assert other.epoch == 0, "it is of another class"
 
 
@@ -82,7 +82,7 @@ def test_samplers_that_items_are_taken_from_are_found() -> None:
     inner, base = Keeps(), RandomSampler([1])
     inner.sampler = base  # type: ignore[attr-defined]
     outer = Keeps(sampler=inner)
-    assert samplers_within(outer) == [outer, inner, base]
+    assert _samplers_within(outer) == [outer, inner, base]
 
 
 def test_generators_alone_are_kept_of_a_librarys_sampler() -> None:

@@ -19,12 +19,13 @@ from torch.utils.data import (
 )
 
 from checkpointless.inprocess import UnrecoverableError
-from checkpointless.integrations.lightning.data.position import DataPosition
-from checkpointless.integrations.lightning.data.samplers import SamplerState, samplers_of
-from checkpointless.integrations.lightning.data.training import (
+from checkpointless.integrations.lightning.data.loaders import (
+    DataPosition,
     _begin_anew,
     _DrawnOrder,
     _repeat_order,
+    _samplers_of,
+    _SamplerState,
     without_worker_seeds,
 )
 from checkpointless.state.rng import RngStates
@@ -48,7 +49,7 @@ def loader_of(sampler: Any) -> DataLoader[Any]:
 
 
 def generators_of(loader: DataLoader[Any]) -> list[torch.Generator]:
-    kept = SamplerState([loader, *samplers_of(loader)])._kept()
+    kept = _SamplerState([loader, *_samplers_of(loader)])._kept()
     return list({id(value): value for *_, value in kept}.values())
 
 

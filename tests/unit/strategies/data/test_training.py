@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader, IterableDataset
 
-from checkpointless.integrations.lightning.data.position import DataPosition
-from checkpointless.integrations.lightning.data.training import TrainingData
+from checkpointless.integrations.lightning.data.loaders import DataPosition, TrainingData
 from tests.unit.strategies.data.starts import Starts
 
 pytestmark = pytest.mark.nemo
