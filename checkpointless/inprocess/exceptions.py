@@ -7,7 +7,6 @@ import traceback
 
 import torch
 
-from checkpointless.launcher.protocol.causes import exit_code
 from checkpointless.observability.telemetry.wording import printable
 
 _NAME_CHARACTERS = 200
@@ -60,14 +59,6 @@ def line_of(error: BaseException) -> str:
     return f"{name_of(error)}: {text_of(error)}"
 
 
-def traceback_of(error: BaseException) -> str:
-    """Return an exception's traceback with those of its causes; without them if they cannot be written."""
-    try:
-        return "".join(traceback.format_exception(error))
-    except Exception:  # noqa: BLE001 - whatever a script's exception raises when it is asked for its notes and parts
-        return "".join([*traceback.format_tb(error.__traceback__), line_of(error)])
-
-
 _VICTIM_MARKS = (
     "gloo/transport",
     "Connection closed by peer",
@@ -76,14 +67,6 @@ _VICTIM_MARKS = (
     "TCPStore",
     "c10d",
 )
-
-
-def is_return(error: BaseException | None) -> bool:
-    """Return whether the block ended normally: it returned, or left by ``sys.exit()`` or ``sys.exit(0)``.
-
-    A subclass of ``SystemExit`` does not count: Lightning ends a process that received SIGTERM with one.
-    """
-    return error is None or (type(error) is SystemExit and exit_code(error) == 0)
 
 
 def is_victim(error: BaseException | None) -> bool:

@@ -47,7 +47,6 @@ from checkpointless.inprocess.exceptions import (
     StateLostError,
     UnrecoverableError,
     forget_frames,
-    is_return,
     is_victim,
     line_of,
 )
@@ -650,7 +649,7 @@ class HPCallWrapper:
         self.initialize_barrier()
         while True:
             result, error = self.launch(fn, *args, **kwargs)
-            if is_return(error):
+            if _is_return(error):
                 self.client.done(self.generation)
                 if isinstance(self.client.wait_finish_or_fault(self.generation), Finish):
                     self.blocks.leave()
@@ -730,7 +729,7 @@ class HPCallWrapper:
         if isinstance(call_ex, RankShouldRestart) and self.client.pending_fault(self.generation) is not None:
             return
         self._responder.note_fault()
-        text = exceptions.traceback_of(without_own_frames(call_ex))
+        text = _traceback_of(without_own_frames(call_ex))
         keep_traceback(self.generation, own_rank(), text)
         self.client.report_fault(
             self.generation,
@@ -890,3 +889,19 @@ def _communicators_first(abort: Callable[[HPState], object]) -> Callable[[HPStat
     first = [each for each in abort.instances if isinstance(each, HPAbortTorchDistributed)]
     rest = [each for each in abort.instances if not isinstance(each, HPAbortTorchDistributed)]
     return Compose(*rest, *first)
+
+
+def _traceback_of(error: BaseException) -> str:
+    """Return an exception's traceback with those of its causes; without them if they cannot be written."""
+    try:
+        return "".join(traceback.format_exception(error))
+    except Exception:  # noqa: BLE001 - whatever a script's exception raises when it is asked for its notes and parts
+        return "".join([*traceback.format_tb(error.__traceback__), line_of(error)])
+
+
+def _is_return(error: BaseException | None) -> bool:
+    """Return whether the block ended normally: it returned, or left by ``sys.exit()`` or ``sys.exit(0)``.
+
+    A subclass of ``SystemExit`` does not count: Lightning ends a process that received SIGTERM with one.
+    """
+    return error is None or (type(error) is SystemExit and exit_code(error) == 0)

@@ -16,7 +16,7 @@ from typing_extensions import override
 from checkpointless.inprocess import HPCallWrapper, StateLostError, UnrecoverableError
 from checkpointless.inprocess.worker_streams import epochs_begun
 from checkpointless.inprocess.wrap import putting_back
-from checkpointless.integrations.torch.loop_state import LoopState, Undeclared, warn_of_changes_between
+from checkpointless.integrations.torch.loop_state import LoopState, Undeclared
 from checkpointless.integrations.torch.repeated_steps import repeated_steps
 from checkpointless.observability.telemetry.steps import StepExtras, StepLog
 from checkpointless.recovery.guard import UpdateGuard, vote
@@ -308,7 +308,7 @@ class LoopTraining(JournaledTraining, ABC):
             has_drawn, has_changed = self._manager.own.streams.have_moved(known)
         has_moved = known is not None and (has_drawn or has_changed or known.own != self._own)
         self._journal.reached(self.step, SnapshotPoint.COMMITTED, has_moved)
-        warn_of_changes_between(self.step, has_drawn, has_changed)
+        self._undeclared.warn_of_changes(self.step, has_drawn, has_changed)
 
     def _restore(self, done: int) -> None:
         call, manager = self._call, self._manager

@@ -142,6 +142,12 @@ class Undeclared:
                 self._warn(first, _UNDECLARED, ", ".join(changed), first, how)
         self._seen = now
 
+    def warn_of_changes(self, step: int, has_drawn: bool, has_changed: bool) -> None:
+        """Warn, once each, of what the loop does between the update of ``step`` and the next step."""
+        for happened, warning in ((has_drawn, _DRAWN_BETWEEN), (has_changed, _CHANGED_BETWEEN)):
+            if happened:
+                self._warn(warning, warning, step)
+
     def _warn(self, name: str, message: str, *values: object) -> None:
         if name not in _warned:
             _warned.add(name)
@@ -155,14 +161,6 @@ class Undeclared:
         if isinstance(value, torch.nn.Module):
             return not any(id(each) in self._known for each in value.parameters())
         return has_state(value) or isinstance(value, (*_NUMBERS, *_CONTAINERS, tuple, np.generic))
-
-
-def warn_of_changes_between(step: int, has_drawn: bool, has_changed: bool) -> None:
-    """Warn, once each, of what a loop does between the update of ``step`` and the next step."""
-    for happened, warning in ((has_drawn, _DRAWN_BETWEEN), (has_changed, _CHANGED_BETWEEN)):
-        if happened and warning not in _warned:
-            _warned.add(warning)
-            logger.warning(warning, step)
 
 
 def _variables_of(frame: FrameType) -> dict[str, Any]:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from checkpointless.inprocess.exceptions import is_return, is_victim, line_of, make_room, text_of, traceback_of
+from checkpointless.inprocess.exceptions import is_victim, line_of, make_room, text_of
+from checkpointless.inprocess.wrap import _is_return, _traceback_of
 from checkpointless.launcher.protocol.causes import exit_code
 
 
@@ -70,7 +71,7 @@ def test_nothing_is_freed_for_another_error() -> None:
 )
 def test_only_nothing_and_0_are_a_success(code: Any, status: int) -> None:
     assert exit_code(SystemExit(code)) == status
-    assert is_return(SystemExit(code)) == (status == 0)
+    assert _is_return(SystemExit(code)) == (status == 0)
 
 
 class Unspeakable(RuntimeError):
@@ -93,7 +94,7 @@ def test_an_exception_need_not_be_able_to_say_anything() -> None:
     shown = "One checkpointless: the job has ended\\x1b[2J"
     assert text_of(error) == f"<its __str__ raised {shown}>"
     assert line_of(error) == f"{shown}: {text_of(error)}"
-    assert line_of(error) in traceback_of(error)
+    assert line_of(error) in _traceback_of(error)
     assert not is_victim(error)
 
 
