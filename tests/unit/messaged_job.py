@@ -16,6 +16,7 @@ from checkpointless.launcher.protocol.node_messages import (
     Joined,
     NodeMessage,
     OpenStore,
+    RankDone,
     RankEnded,
     RankReady,
     StoreOpened,
@@ -134,6 +135,11 @@ class Job:
         now = self.coordinator.ranks[rank].incarnation if incarnation is None else incarnation
         said = f"rank-{rank}.log", ["its last line"]
         self.tell(rank, RankEnded(rank, now, code, forgiven, 3, 4, *said, handed_over=handed_over))
+
+    def returns(self) -> None:
+        """Have the block of every rank return."""
+        for rank in self.ranks:
+            self.tell(rank, RankDone(rank, self.coordinator.job.generation))
 
     def begin(self) -> Job:
         """Have all nodes join and all ranks get to the barrier, and forget what was sent until then."""

@@ -20,21 +20,7 @@ from checkpointless.observability.telemetry.events import EVENTS_FILE
 from checkpointless.testing.demo import trainers as demo
 from checkpointless.testing.demo.trainers import TRAINERS, Task, parse_layout
 
-
-@pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[LaunchConfig]:
-    """Return what would have been launched, from a working directory that holds only ``train.py``."""
-    configs: list[LaunchConfig] = []
-
-    def record(config: LaunchConfig, *_more: Any) -> int:
-        configs.append(config)
-        return 7
-
-    monkeypatch.setattr(launch_module, "launch", record)
-    monkeypatch.delenv("CHECKPOINTLESS_CPU", raising=False)
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.py").write_text("")
-    return configs
+LAUNCH_CODE = 7  # of what would have been launched
 
 
 def refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:

@@ -2,31 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from checkpointless.cli import main
-from checkpointless.launcher.agent import launch as launch_module
 from checkpointless.launcher.agent.launch_config import LaunchConfig
 from checkpointless.launcher.agent.ranks.process_keeper import DeviceCheck
 
 COMMAND, LIMIT = "CHECKPOINTLESS_DEVICE_CHECK", "CHECKPOINTLESS_DEVICE_CHECK_TIMEOUT"
-
-
-@pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[LaunchConfig]:
-    """What would have been launched, from a working directory that holds only ``train.py``."""
-    configs: list[LaunchConfig] = []
-
-    def record(config: LaunchConfig, *_more: object) -> int:
-        configs.append(config)
-        return 0
-
-    monkeypatch.setattr(launch_module, "launch", record)
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.py").write_text("")
-    return configs
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import os
 import re
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from torch.distributed.run import get_args_parser
@@ -15,29 +14,10 @@ from torch.distributed.run import get_args_parser
 from checkpointless.cli import command, main
 from checkpointless.cli.commands import run
 from checkpointless.cli.commands.run import _ACCEPTED, _REFUSED
-from checkpointless.launcher.agent import launch as launch_module
 from checkpointless.launcher.agent.launch_config import LaunchConfig
 
 OF_TORCH_2_14 = {"--log-line-prefix-template", "--print-completion"}
 VALUES = {"--rdzv-backend": "c10d", "--numa-binding": "node"}
-
-
-@pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[LaunchConfig]:
-    """Return what would have been launched, from a working directory that holds only ``train.py``."""
-    configs: list[LaunchConfig] = []
-
-    def record(config: LaunchConfig, *_more: Any) -> int:
-        configs.append(config)
-        return 0
-
-    monkeypatch.setattr(launch_module, "launch", record)
-    monkeypatch.setenv("CHECKPOINTLESS_TOKEN", "x" * 32)
-    for name in [name for name in os.environ if name.startswith("PET_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.py").write_text("")
-    return configs
 
 
 def start(words: str) -> int:

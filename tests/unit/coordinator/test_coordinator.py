@@ -194,8 +194,7 @@ def test_a_job_that_was_given_up_does_not_end_well(code: int) -> None:
 
 def test_finished_ranks_may_enter_again() -> None:
     job = Job().begin()
-    for rank in job.ranks:
-        job.tell(rank, RankDone(rank, 0))
+    job.returns()
     job.ready(*job.ranks)
     assert [begin.generation for _, begin in job.take(Begin)] == [1, 1]
 

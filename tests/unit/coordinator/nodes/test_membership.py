@@ -14,7 +14,6 @@ from checkpointless.launcher.protocol.node_messages import (
     Kill,
     Leaving,
     Progress,
-    RankDone,
     RankEnded,
     RankReady,
     Searching,
@@ -106,8 +105,7 @@ def test_a_spare_that_is_lost_is_not_missed() -> None:
 
 def test_a_node_whose_processes_have_ended_well_is_not_missed() -> None:
     job = Job().begin()
-    for rank in job.ranks:
-        job.tell(rank, RankDone(rank, 0))
+    job.returns()
     job.ends(2, 0)
     job.ends(3, 0)
     job.lose(job.coordinator.nodes[1], "it is gone")
@@ -119,8 +117,7 @@ def test_a_node_whose_processes_have_ended_well_is_not_missed() -> None:
 
 def test_a_node_lost_before_its_processes_have_ended_is_no_success() -> None:
     job = Job().begin()
-    for rank in job.ranks:
-        job.tell(rank, RankDone(rank, 0))
+    job.returns()
     job.ends(2, 0)
     job.lose(job.coordinator.nodes[1], "it is gone")
     job.tick(9.9)
@@ -132,16 +129,14 @@ def test_a_node_lost_before_its_processes_have_ended_is_no_success() -> None:
 
 def test_a_node_that_leaves_before_its_processes_have_ended_is_not_waited_for() -> None:
     job = Job().begin()
-    for rank in job.ranks:
-        job.tell(rank, RankDone(rank, 0))
+    job.returns()
     job.hear(job.coordinator.nodes[1], Leaving("stopped by SIGTERM"))
     assert job.last_word == "node 1 was lost before its ranks had ended (stopped by SIGTERM)"
 
 
 def test_how_ranks_ended_while_their_node_was_away_is_heard() -> None:
     job = Job().begin()
-    for rank in job.ranks:
-        job.tell(rank, RankDone(rank, 0))
+    job.returns()
     job.lose(job.coordinator.nodes[1], "it closed the connection")
     job.ends(0, 0)
     job.ends(1, 0)

@@ -17,7 +17,6 @@ from checkpointless.launcher.protocol.node_messages import (
     End,
     FaultNotice,
     Joined,
-    RankDone,
     RankEnded,
     RankStanding,
     RankState,
@@ -151,8 +150,7 @@ def test_ranks_that_did_not_hear_that_a_generation_began_are_kept(searching: boo
 
 def test_a_node_that_did_not_hear_that_all_are_done_is_told() -> None:
     job = Job().begin()
-    for rank in job.ranks:
-        job.tell(rank, RankDone(rank, 0))
+    job.returns()
     goes_searching(job)
     job.sent.clear()
     node = back(job, 1, DONE, DONE)
@@ -188,8 +186,7 @@ def test_a_node_that_is_lost_before_it_has_spoken_is_not_waited_for_twice() -> N
 
 def test_ranks_of_the_next_block_that_did_not_hear_that_it_began_are_kept() -> None:
     job = Job().begin()
-    for rank in job.ranks:
-        job.tell(rank, RankDone(rank, 0))
+    job.returns()
     job.ready(*job.ranks)  # the same processes, at the entry of another block
     assert job.coordinator.job.generation == 1
     goes_searching(job)
@@ -309,8 +306,7 @@ def test_two_views_of_a_rank_meet(known: RankState, said: RankState) -> None:
 
 def test_a_rank_that_failed_after_its_block_while_its_node_was_away_fails_the_job() -> None:
     job = Job().begin()
-    for rank in job.ranks:
-        job.tell(rank, RankDone(rank, 0))
+    job.returns()
     goes_searching(job)
     failed = RankEnded(2, 0, 1, False, 3, 4, "rank-2.log", ["it could not save"])
     back(job, 1, RankState.GONE, RankState.FINISHED, before=failed, finished=True)
@@ -319,8 +315,7 @@ def test_a_rank_that_failed_after_its_block_while_its_node_was_away_fails_the_jo
 
 def test_a_rank_that_waits_for_the_next_block_and_dies_unheard_is_replaced() -> None:
     job = Job().begin()
-    for rank in job.ranks:
-        job.tell(rank, RankDone(rank, 0))
+    job.returns()
     job.ready(1, 2, 3)
     goes_searching(job)
     back(job, 1, RankState.GONE, RankState.READY, finished=True)
@@ -331,8 +326,7 @@ def test_a_rank_that_waits_for_the_next_block_and_dies_unheard_is_replaced() -> 
 
 def test_an_end_that_is_told_twice_counts_once() -> None:
     job = Job().begin()
-    for rank in job.ranks:
-        job.tell(rank, RankDone(rank, 0))
+    job.returns()
     job.ends(2, 0)
     job.ends(2, 0)
     for rank in (0, 1, 3):
