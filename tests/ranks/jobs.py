@@ -30,13 +30,7 @@ TOKEN = "a secret of the tests that is long enough"
 
 @dataclass(frozen=True)
 class Job:
-    """Describes how a job ended.
-
-    Attributes:
-        code: its exit code.
-        said: the agent's lines for the terminal.
-        run_dir: where it wrote.
-    """
+    """Describes how a job ended: its exit code, the agent's lines for the terminal, and where it wrote."""
 
     code: int
     said: tuple[str, ...]
@@ -77,16 +71,11 @@ def run_job(
     limit_s: float = 180.0,
     **settings: Any,
 ) -> Job:
-    """Run a job to its end.
+    """Run a job to its end; the test fails if that takes longer than ``limit_s``.
 
     Args:
         zygote: the process to fork from.
-        run_dir: a fresh directory.
-        nproc: number of ranks.
-        script: a script, or the recipe runner.
-        args: its arguments; for the runner the recipe's overrides.
-        faults: specs.
-        limit_s: the test fails if it takes longer.
+        script: a script, or the recipe runner, whose ``args`` are the recipe and its overrides.
         **settings: further fields of ``LaunchConfig``.
     """
     settings = {"limit_s": limit_s, **settings}
@@ -184,12 +173,7 @@ def _arguments(
 
 
 class OutsideCoordinator:
-    """Runs a coordinator in a process of its own, which can be killed and started again.
-
-    Args:
-        settings: those of the agents.
-        host: the namespace that it lives in, if it has one.
-    """
+    """Runs a coordinator in a process of its own, which can be killed and started again."""
 
     def __init__(self, settings: dict[str, Any], host: str | None = None) -> None:
         self._command = ["ip", "netns", "exec", host] if host else []
@@ -213,11 +197,7 @@ class OutsideCoordinator:
         self._process.communicate()
 
     def end(self) -> str:
-        """Wait for its good end.
-
-        Returns:
-            What it said.
-        """
+        """Wait for its good end, and return what it said."""
         _, said = self._process.communicate(timeout=60)
         assert self._process.returncode == 0, said
         return said
@@ -225,12 +205,7 @@ class OutsideCoordinator:
 
 @dataclass(frozen=True)
 class Scene:
-    """Represents a job of several nodes while it runs.
-
-    Attributes:
-        coordinator: where it has a process of its own.
-        network: where the nodes have one.
-    """
+    """Represents a job of several nodes while it runs."""
 
     run_dir: Path
     coordinator: OutsideCoordinator | None

@@ -15,12 +15,7 @@ STAGE_S = 0.1
 
 
 class MadeUpRun:
-    """Writes the events of a run, second by second.
-
-    Args:
-        ranks: how many ranks.
-        per_node: how many of them are on a node.
-    """
+    """Writes the events of a run, second by second."""
 
     def __init__(self, ranks: int = 2, per_node: int = 8) -> None:
         self.ranks = ranks

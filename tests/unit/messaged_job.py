@@ -32,13 +32,6 @@ AnyCommand = TypeVar("AnyCommand")
 class Job:
     """Drives a coordinator and notes what it says to whom.
 
-    Args:
-        nnodes: how many nodes the job has; :meth:`begin` admits them.
-        max_incidents: how many it may recover from.
-        events: where they are written; default: nowhere.
-        heartbeat: what ranks are held to.
-        max_restarts: how often it may begin again where it would end.
-
     Attributes:
         stores: which it had opened, and by which node.
         opens: whether the nodes open them at once.

@@ -209,27 +209,16 @@ def _numbers(ranks: Iterable[int]) -> str:
 _Launched = Mapping[int, Mapping[str, int]]  # for each rank, the number of collectives in each of its groups
 
 
-def _ahead(launched: _Launched) -> frozenset[int]:
-    """Return the ranks that have launched a collective to which another rank of its group has not come."""
-    least: dict[str, int] = {}
+def _ahead_and_behind(launched: _Launched) -> tuple[frozenset[int], frozenset[int]]:
+    """Return the ranks that wait for a peer in a collective, and those that are waited for and wait for nobody."""
+    counts: defaultdict[str, list[int]] = defaultdict(list)
     for groups in launched.values():
         for group, count in groups.items():
-            least[group] = min(count, least.get(group, count))
-    return frozenset(
-        rank for rank, groups in launched.items() if any(count > least[group] for group, count in groups.items())
-    )
-
-
-def _behind(launched: _Launched) -> frozenset[int]:
-    """Return the ranks that others wait for and that wait for nobody."""
-    most: dict[str, int] = {}
-    for groups in launched.values():
-        for group, count in groups.items():
-            most[group] = max(count, most.get(group, count))
-    late = {
-        rank for rank, groups in launched.items() if any(count < most[group] for group, count in groups.items())
-    }
-    return frozenset(late - _ahead(launched))
+            counts[group].append(count)
+    least, most = ({group: pick(each) for group, each in counts.items()} for pick in (min, max))
+    ahead = {rank for rank, groups in launched.items() if any(n > least[group] for group, n in groups.items())}
+    late = {rank for rank, groups in launched.items() if any(n < most[group] for group, n in groups.items())}
+    return frozenset(ahead), frozenset(late - ahead)
 
 
 def _stances_of(answers: Mapping[int, Answer], is_complete: bool) -> dict[int, _Stance]:
@@ -240,7 +229,7 @@ def _stances_of(answers: Mapping[int, Answer], is_complete: bool) -> dict[int, _
     all have answered, whoever is late may be ahead of one that has not.
     """
     launched = {rank: answer.launched for rank, answer in answers.items()}
-    waiting, late = _ahead(launched), _behind(launched)
+    waiting, late = _ahead_and_behind(launched)
     found = {}
     for rank, answer in answers.items():
         if answer.in_collective or (answer.is_async and rank in waiting):

@@ -82,20 +82,20 @@ def write_trace(report: Report, events: Sequence[Event]) -> str:
     begin_ns = report.run.begin_ns or 0
     found = _threads(event for event in events if event.stage != EventName.JOB)
     meta = [
-        _name("process_name", _JOB_PID, 0, f"job {report.run.path}"),
-        _sort("process_sort_index", _JOB_PID, 0, 0),
-        _name("thread_name", _JOB_PID, _RUN_TID, "run"),
-        _name("thread_name", _JOB_PID, _INCIDENTS_TID, "incidents"),
+        _meta("process_name", _JOB_PID, 0, f"job {report.run.path}"),
+        _meta("process_sort_index", _JOB_PID, 0, 0),
+        _meta("thread_name", _JOB_PID, _RUN_TID, "run"),
+        _meta("thread_name", _JOB_PID, _INCIDENTS_TID, "incidents"),
     ]
     for node in sorted({thread.node for thread in found}):
-        meta.append(_name("process_name", _FIRST_NODE_PID + node, 0, f"node {node}"))
-        meta.append(_sort("process_sort_index", _FIRST_NODE_PID + node, 0, 1 + node))
+        meta.append(_meta("process_name", _FIRST_NODE_PID + node, 0, f"node {node}"))
+        meta.append(_meta("process_sort_index", _FIRST_NODE_PID + node, 0, 1 + node))
     slices: list[dict[str, Any]] = []
     for tid, thread in enumerate(found, start=_FIRST_TID):
         pid = _FIRST_NODE_PID + thread.node
         name = "agent" if thread.rank is None else f"rank {thread.rank}"
-        meta.append(_name("thread_name", pid, tid, name))
-        meta.append(_sort("thread_sort_index", pid, tid, -1 if thread.rank is None else thread.rank))
+        meta.append(_meta("thread_name", pid, tid, name))
+        meta.append(_meta("thread_sort_index", pid, tid, -1 if thread.rank is None else thread.rank))
         slices += _nested(thread, pid, tid, begin_ns)
         slices += [_instant(event, pid, tid, begin_ns) for event in thread.points]
     slices += _of_job(report, begin_ns)
@@ -195,12 +195,10 @@ def _instant(event: Event, pid: int, tid: int, begin_ns: int) -> dict[str, Any]:
     }
 
 
-def _name(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
-    return {"name": kind, "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}}
-
-
-def _sort(kind: str, pid: int, tid: int, index: int) -> dict[str, Any]:
-    return {"name": kind, "ph": "M", "pid": pid, "tid": tid, "args": {"sort_index": index}}
+def _meta(kind: str, pid: int, tid: int, value: str | int) -> dict[str, Any]:
+    """Return the name of a process or thread, or its place among the others."""
+    args = {"name" if isinstance(value, str) else "sort_index": value}
+    return {"name": kind, "ph": "M", "pid": pid, "tid": tid, "args": args}
 
 
 def _us(ns: int, begin_ns: int) -> float:

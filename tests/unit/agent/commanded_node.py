@@ -52,15 +52,7 @@ class NoProcesses(ForkServer):
 
 
 class CommandedNode:
-    """Represents the agent of a node; its processes are started by commands, and none is real.
-
-    Args:
-        folder: where the ranks' logs are written.
-        heartbeat_timeout_s: how long a rank may show no progress (None: without end).
-        device_check: what is run before a rank is started again.
-        clock: the agent's clock.
-        **more: further settings of the node.
-    """
+    """Represents the agent of a node; its processes are started by commands, and none is real."""
 
     def __init__(
         self,

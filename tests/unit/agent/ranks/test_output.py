@@ -19,12 +19,7 @@ PLENTY = 20_000_000
 
 
 class Node:
-    """Provides the output of a node with two ranks.
-
-    Attributes:
-        said: what the agent says.
-        terminal: what reads the terminal.
-    """
+    """Provides the output of a node with two ranks."""
 
     def __init__(self, folder: Path, new_logs: tuple[int, ...] = (0, 1)) -> None:
         self.folder = folder

@@ -105,11 +105,7 @@ def test_a_log_whose_folder_is_gone_is_written_when_it_is_back(tmp_path: Path, c
 
 
 class Shown:
-    """Shows what one rank prints.
-
-    Attributes:
-        portions: what was written at once.
-    """
+    """Shows what one rank prints; ``portions`` is what was written at once."""
 
     def __init__(self) -> None:
         self.portions: list[bytes] = []

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointless.launcher.coordinator.hang_watch import _ahead, _behind, _Stance, _stances_of
+from checkpointless.launcher.coordinator.hang_watch import _ahead_and_behind, _Stance, _stances_of
 from checkpointless.launcher.protocol.messages import Answer
 
 WAITS, ELSEWHERE, UNCLEAR = _Stance.WAITS, _Stance.ELSEWHERE, _Stance.UNCLEAR
@@ -92,7 +92,7 @@ def pairs(launched: Mapping[int, Mapping[str, int]], rank: int) -> list[tuple[in
     )
 )
 def test_who_is_behind_is_waited_for_and_waits_for_nobody(launched: Mapping[int, Mapping[str, int]]) -> None:
-    waiting, late = _ahead(launched), _behind(launched)
+    waiting, late = _ahead_and_behind(launched)
     assert not waiting & late
     assert late <= set(launched)
     for rank in late:

@@ -40,14 +40,10 @@ STARTING, READY, RUNNING, LEAVING, DONE, FINISHED, GONE = RankState
 class ModelAgent:
     """Represents the agent of a node and its processes, without any process.
 
-    Args:
-        index: the node's number.
-
     Attributes:
         ranks: state and incarnation of each rank that was ever started here.
         node: the coordinator's end of the connection; None while there is none.
-        inbox: commands that are under way to this agent.
-        outbox: messages that are under way to the coordinator.
+        inbox, outbox: commands and messages that are under way.
         healthy_ended: how often a process was ended although it was well.
     """
 
@@ -85,11 +81,7 @@ class ModelAgent:
         )
 
     def obey(self, command: Command) -> None:
-        """Do what the coordinator says.
-
-        Raises:
-            AssertionError: the command would end the agent, or a process that is well.
-        """
+        """Do what the coordinator says, unless that would end the agent, or a process that is well."""
         match command:
             case OpenStore():
                 self.outbox.append(StoreOpened(command.generation, "10.0.0.1", 5000))
@@ -123,11 +115,7 @@ class ModelAgent:
                 self.outcome = command
 
     def goes_on(self, number: int, *, has_next_block: bool = True) -> None:
-        """Have a rank do what it does next if nothing happens to it, except that its block does not return.
-
-        Args:
-            has_next_block: whether the process runs another block once all ranks are done with this one.
-        """
+        """Have a rank do what it does next if nothing happens to it, except that its block does not return."""
         state, incarnation = self.ranks[number]
         if state in (STARTING, LEAVING) or (state is FINISHED and has_next_block):
             self.ranks[number] = READY, incarnation
@@ -158,16 +146,9 @@ class ModelAgent:
 
 
 class CutJob:
-    """Runs a job of model agents, in which one thing after another happens in a random order.
+    """Runs a job of model agents, in which one thing after another happens in an order that ``seed`` determines.
 
-    Args:
-        seed: determines all that happens.
-        nnodes: how many nodes train.
-
-    Attributes:
-        story: what happened, for a test that fails.
-        agents: the agents, by node.
-        deaths: how many processes the test ended itself.
+    ``story`` is what happened, for a test that fails; ``deaths`` is how many processes the test ended itself.
     """
 
     def __init__(self, seed: int, nnodes: int = 3) -> None:
