@@ -191,7 +191,7 @@ class _Failures(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def main() -> None:
+def _main() -> None:
     """Import, fork once, and write down what was seen."""
     descriptor, parent, platform, given, *names = sys.argv[1:]
     die_with_parent(int(parent))
@@ -221,4 +221,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    _main()

@@ -12,7 +12,7 @@ import pytest
 
 from checkpointless.launcher.agent.ranks.fork_server import ANSWER_LIMIT_S, ForkServer, ForkServerLostError
 from checkpointless.launcher.agent.ranks.rank_process import Script
-from checkpointless.launcher.agent.ranks.zygote import Exited, Ready, Start, Started
+from checkpointless.launcher.agent.ranks.zygote import Ready, Start, Started, _Exited
 from checkpointless.launcher.protocol.board import Board
 from tests.ranks.agent_job import SCRIPTS, is_alive
 from tests.waiting import wait_until
@@ -104,7 +104,7 @@ def test_what_it_cannot_take_now_is_not_lost(node: Node) -> None:
         node.starter.signal(pid, 0)
     node.starter.signal(pid, 9)
     node.process.resume()
-    node.hear(Exited)
+    node.hear(_Exited)
 
 
 def test_it_is_asked_whether_it_lives_and_not_blamed_for_a_pause_without_requests(node: Node) -> None:

@@ -16,7 +16,7 @@ from checkpointless.launcher.agent.node import NodeAgent
 from checkpointless.launcher.agent.ranks.fork_server import ForkServer
 from checkpointless.launcher.agent.ranks.output import Printed
 from checkpointless.launcher.agent.ranks.process_keeper import LocalRank
-from checkpointless.launcher.agent.ranks.zygote import Exited, News, Ready, Start, Started
+from checkpointless.launcher.agent.ranks.zygote import News, Ready, Start, Started, _Exited
 from checkpointless.launcher.protocol.board import Board
 from checkpointless.launcher.protocol.channel import LOOPBACK
 from checkpointless.launcher.protocol.node_messages import NodeMessage
@@ -97,5 +97,5 @@ class CommandedNode:
 
     def ends(self, rank: int, code: int = -9) -> None:
         """Have the living process of a rank end."""
-        self.starter.coming.append(Exited(rank, self.agent.ranks[rank].incarnation, 1000 + rank, code))
+        self.starter.coming.append(_Exited(rank, self.agent.ranks[rank].incarnation, 1000 + rank, code))
         self.tick()

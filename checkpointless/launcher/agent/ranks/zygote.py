@@ -97,7 +97,7 @@ class Started(msgspec.Struct, tag=True, frozen=True):
     pid: int
 
 
-class Exited(msgspec.Struct, tag=True, frozen=True):
+class _Exited(msgspec.Struct, tag=True, frozen=True):
     """A process has ended; ``code`` is its exit code, or minus the number of the signal that killed it.
 
     A process that the kernel has refused counts as one that ends at once (its ``pid`` is 0); its log says why.
@@ -110,7 +110,7 @@ class Exited(msgspec.Struct, tag=True, frozen=True):
 
 
 Request: TypeAlias = Start | Signal | Ping
-News: TypeAlias = Ready | Started | Exited
+News: TypeAlias = Ready | Started | _Exited
 Event: TypeAlias = News | Answered | Failed
 _REQUESTS = msgspec.json.Decoder(Request)
 
@@ -176,7 +176,7 @@ class _Zygote:
             pid = os.fork()
         except OSError as error:
             os.write(descriptors[0], (_NO_PROCESS % error.strerror).encode())
-            self.say(Exited(start.rank, start.incarnation, 0, _NO_PROCESS_CODE))
+            self.say(_Exited(start.rank, start.incarnation, 0, _NO_PROCESS_CODE))
             return
         if pid == 0:
             self._become_rank(zygote_pid, start.env, *descriptors)
@@ -234,7 +234,7 @@ class _Zygote:
         tree.kill()
         _, status = os.waitpid(ended.si_pid, 0)
         code = os.waitstatus_to_exitcode(status)
-        self.say(Exited(rank, incarnation, ended.si_pid, code))
+        self.say(_Exited(rank, incarnation, ended.si_pid, code))
         tree.clean()
         return True
 
