@@ -76,9 +76,7 @@ def undisturbed(tune: Tune) -> Job:
 
 
 def equal(undisturbed: Job, job: Job) -> None:
-    verdict = compare(undisturbed.steps, job.steps)
-    assert verdict.equal, f"{verdict.sentence}\n{job.story()}"
-    assert verdict.steps == STEPS
+    job.assert_same(undisturbed.steps, STEPS)
 
 
 def test_it_begins_with_the_weights_and_counts_from_one(tune: Tune, undisturbed: Job) -> None:
@@ -115,9 +113,7 @@ def test_in_passes_that_take_every_sample(tune: Tune) -> None:
     """The last batch of a pass is filled up with samples that count nothing."""
     faults = ("sigkill@forward:rank=1,step=4", "exception@between:rank=2,step=4", "sigkill@backward:rank=3,step=7")
     undisturbed, job = tune("epochs", "epochs=2"), tune("epochs-faults", "epochs=2", faults=faults)
-    verdict = compare(undisturbed.steps, job.steps)
-    assert verdict.equal, f"{verdict.sentence}\n{job.story()}"
-    assert verdict.steps == 2 * -(-SAMPLES // 8)
+    job.assert_same(undisturbed.steps, 2 * -(-SAMPLES // 8))
 
 
 @pytest.mark.parametrize("kind", ["exception", "sigkill"])

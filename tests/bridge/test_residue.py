@@ -11,7 +11,6 @@ import psutil
 import pytest
 
 from checkpointless.faults.ledger import fired
-from checkpointless.observability.report.verify import compare
 from checkpointless.observability.telemetry.event_names import EventName
 from tests.ranks.agent_job import is_alive
 from tests.ranks.conftest import short_folder  # noqa: F401 - a fixture
@@ -84,9 +83,7 @@ def test_ten_incidents_leave_nothing_behind(bridge_zygote: Zygote, tmp_path: Pat
 
     calm = train("calm")
     job = train("rough", *FAULTS, tmp=folder, meanwhile=census.take, limit_s=180.0)
-    verdict = compare(calm.steps, job.steps)
-    assert verdict.equal, f"{verdict.sentence}\n{job.story()}"
-    assert verdict.steps == STEPS
+    job.assert_same(calm.steps, STEPS)
     assert len(job.incidents) == INCIDENTS
 
     threads, descriptors, memory = zip(*residues(job, 0), strict=True)

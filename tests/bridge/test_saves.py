@@ -69,8 +69,7 @@ def contents(folder: Path) -> dict[str, object]:
 )
 def test_a_fault_in_a_save(saved: Run, undisturbed: Job, breaks: str) -> None:
     job = saved(breaks)
-    verdict = compare(undisturbed.steps, job.steps)
-    assert verdict.equal, f"{verdict.sentence}\n{job.story()}"
+    job.assert_same(undisturbed.steps)
     assert len(job.incidents) == 1
     expected, found = contents(undisturbed.run_dir.parent / "saved"), contents(job.run_dir.parent / "saved")
     assert found.keys() == expected.keys()

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from checkpointless.faults.ledger import fired
-from checkpointless.observability.report.verify import compare
 from tests.ranks.jobs import Job, run_job
 from tests.ranks.nemo_zygote import Zygote
 
@@ -48,9 +47,7 @@ def _left(job: Job, rank: int) -> list[object]:
 
 def require_same_steps(calm: Job, rough: Job, steps: int) -> None:
     """Require that two jobs have made the same steps, bit by bit."""
-    verdict = compare(calm.steps, rough.steps)
-    assert verdict.equal, f"{verdict.sentence}\n{rough.story()}"
-    assert verdict.steps == steps
+    rough.assert_same(calm.steps, steps)
 
 
 def _require_equal(calm: Job, rough: Job, steps: int, ranks: int = 4) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from checkpointless.faults.ledger import fired
-from checkpointless.observability.report.verify import Steps, compare
+from checkpointless.observability.report.verify import Steps
 from tests.ranks.jobs import Disturb, Job, known_steps, run_job
 from tests.ranks.nemo_zygote import Zygote
 
@@ -70,9 +70,7 @@ def disturb(nemo_zygote: Zygote, undisturbed: Callable[..., Steps], tmp_path: Pa
         job = run_job(nemo_zygote, tmp_path / "run", nproc, args=args, faults=faults, **settings)
         assert job.code == 0, job.story()
         assert fired(job.run_dir) == dict.fromkeys(faults, 1)
-        verdict = compare(reference, job.steps)
-        assert verdict.equal, f"{verdict.sentence}\n{job.story()}"
-        assert verdict.steps == steps
+        job.assert_same(reference, steps)
         return job
 
     return run

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from checkpointless.observability.report.incidents import IncidentSummary, summarize
-from checkpointless.observability.report.verify import Steps
+from checkpointless.observability.report.verify import Steps, compare
 from checkpointless.observability.telemetry.events import read_events
 from checkpointless.observability.telemetry.steps import Recording, read_steps
 from checkpointless.system.environment import TOKEN_ENV
@@ -47,6 +47,12 @@ class Job:
 
     def log(self, rank: int) -> str:
         return (self.run_dir / "logs" / f"rank-{rank}.log").read_text(errors="replace")
+
+    def assert_same(self, steps: Steps, count: int | None = None) -> None:
+        """Assert that every step is that of an undisturbed job, to the bit, and if asked how many there are."""
+        verdict = compare(steps, self.steps)
+        assert verdict.equal, f"{verdict.sentence}\n{self.story()}"
+        assert count is None or verdict.steps == count
 
     def story(self) -> str:
         """Return what to show when a test fails."""

@@ -46,8 +46,7 @@ def _equal(
     job = run_job(zygote, folder / "rough", 2, script=str(SCRIPTS / script), args=args, faults=faults)
     assert job.code == 0, job.story()
     assert fired(job.run_dir) == dict.fromkeys(faults, 1), job.story()
-    verdict = compare(calm(script, *args).steps, job.steps)
-    assert verdict.equal, f"{verdict.sentence}\n{job.story()}"
+    job.assert_same(calm(script, *args).steps)
     return job
 
 

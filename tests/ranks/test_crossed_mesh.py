@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from checkpointless.faults.ledger import fired
-from checkpointless.observability.report.verify import compare
 from tests.ranks.agent_job import SCRIPTS
 from tests.ranks.jobs import Job, run_job
 from tests.ranks.nemo_zygote import Zygote
@@ -43,9 +42,7 @@ def train(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Trai
         job = run(nemo_zygote, tmp_path_factory.mktemp("crossed") / "run", *faults, args=args)
         assert job.code == 0, job.story()
         assert fired(job.run_dir) == dict.fromkeys(faults, 1)
-        verdict = compare(undisturbed.steps, job.steps)
-        assert verdict.equal, f"{verdict.sentence}\n{job.story()}"
-        assert verdict.steps == STEPS
+        job.assert_same(undisturbed.steps, STEPS)
         assert ends(job) == ends(undisturbed)
         return job
 

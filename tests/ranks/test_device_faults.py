@@ -11,7 +11,6 @@ import pytest
 from checkpointless.faults.chaos import DEADLY, HANGING
 from checkpointless.faults.ledger import fired
 from checkpointless.faults.spec import SETUP_PHASES, FaultKind, FaultPhase
-from checkpointless.observability.report.verify import compare
 from tests.ranks.jobs import Job, run_job
 from tests.ranks.nemo_zygote import ROOT, Zygote
 
@@ -131,8 +130,6 @@ def test_no_fault_changes_a_bit_or_replaces_anybody_healthy(
     job = run(nemo_zygote, tmp_path_factory, case.layout, faults)
     assert job.code == 0, job.story()
     assert fired(job.run_dir) == dict.fromkeys(faults, 1)
-    verdict = compare(undisturbed(case.layout).steps, job.steps)
-    assert verdict.equal, f"{verdict.sentence}\n{job.story()}"
-    assert verdict.steps == STEPS
+    job.assert_same(undisturbed(case.layout).steps, STEPS)
     respawned = Counter(rank for incident in job.incidents for rank in incident.respawned)
     assert respawned == replaced, job.story()

@@ -45,9 +45,7 @@ def test_every_object_is_made_anew_and_every_bit_is_the_same(
     assert [incident.outcome for incident in disturbed.incidents] == [Outcome.RESUMED, Outcome.RESUMED]
     assert [incident.respawned for incident in disturbed.incidents] == [(), (0,)]
 
-    verdict = compare(undisturbed.steps, disturbed.steps)
-    assert verdict.equal, f"{verdict.sentence}\n{disturbed.story()}"
-    assert verdict.steps == STEPS
+    disturbed.assert_same(undisturbed.steps, STEPS)
 
 
 @pytest.mark.long

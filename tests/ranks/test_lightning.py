@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from checkpointless.faults.ledger import fired
-from checkpointless.observability.report.verify import compare
 from tests.ranks.agent_job import SCRIPTS
 from tests.ranks.jobs import Job, run_job
 from tests.ranks.nemo_zygote import Zygote
@@ -62,6 +61,11 @@ def logged(job: Job) -> list[dict[str, str]]:
     return list({tuple(row.items()): row for row in rows if row.keys() - {"epoch", "step"}}.values())
 
 
+def told(job: Job) -> str:
+    """Return what the agent and both ranks have said."""
+    return "\n".join([*job.said, *(job.log(rank) for rank in range(2))])
+
+
 @pytest.fixture(scope="module")
 def train(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Train:
     """Return a function that trains with faults, to the same end as without; without, only once for what it is."""
@@ -81,9 +85,7 @@ def train(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Trai
         if (ranks, args) not in undisturbed:
             undisturbed[ranks, args] = run(ranks, args)
         calm, job = undisturbed[ranks, args], run(ranks, args, *faults)
-        verdict = compare(calm.steps, job.steps)
-        assert verdict.equal, f"{verdict.sentence}\n{job.story()}"
-        assert verdict.steps == (steps if made is None else made)
+        job.assert_same(calm.steps, steps if made is None else made)
         assert len(job.incidents) == len(faults)
         assert logged(calm) == logged(job)
         return job
@@ -189,9 +191,7 @@ def test_loaders_that_are_made_in_each_epoch(nemo_zygote: Zygote, tmp_path: Path
     )
     assert (calm.code, job.code) == (0, 0), calm.story() + job.story()
     assert fired(job.run_dir) == dict.fromkeys(faults, 1), job.story()
-    verdict = compare(calm.steps, job.steps)
-    assert verdict.equal, f"{verdict.sentence}\n{job.story()}"
-    assert verdict.steps == 25
+    job.assert_same(calm.steps, 25)
 
 
 @pytest.mark.long
@@ -211,9 +211,7 @@ def test_lightnings_own_callbacks(nemo_zygote: Zygote, tmp_path: Path, kind: str
     calm = run_job(nemo_zygote, tmp_path / "calm", 2, script=SCRIPT, args=args)
     job = run_job(nemo_zygote, tmp_path / "run", 2, script=SCRIPT, args=(*args, "rich"), faults=faults)
     assert fired(job.run_dir) == dict.fromkeys(faults, 1), job.story()
-    verdict = compare(calm.steps, job.steps)
-    assert verdict.equal, f"{verdict.sentence}\n{job.story()}"
-    assert verdict.steps == 24
+    job.assert_same(calm.steps, 24)
     rates = [[row["lr-AdamW"] for row in logged(each) if "lr-AdamW" in row] for each in (calm, job)]
     assert rates[0] == rates[1]
     assert len(rates[0]) == 24
@@ -231,8 +229,7 @@ def saves(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Job:
 def test_a_fault_within_a_save(nemo_zygote: Zygote, saves: Job, tmp_path: Path, what: str) -> None:
     job = run_job(nemo_zygote, tmp_path / "run", 2, script=SCRIPT, args=("7", "ddp", "saves", what))
     assert job.code == 0, job.story()
-    verdict = compare(saves.steps, job.steps)
-    assert verdict.equal, f"{verdict.sentence}\n{job.story()}"
+    job.assert_same(saves.steps)
     assert len(job.incidents) == 1
     names = [sorted(path.name for path in (each.run_dir / "saved").iterdir()) for each in (saves, job)]
     assert names[0] == names[1]
@@ -271,7 +268,7 @@ def test_saves_validations_and_workers(train: Train) -> None:
 def test_what_cannot_be_exact_is_refused(nemo_zygote: Zygote, tmp_path: Path, features: str, reason: str) -> None:
     job = run_job(nemo_zygote, tmp_path / "run", 2, script=SCRIPT, args=("3", "ddp", *features.split(",")))
     assert job.code == 1
-    assert reason in "\n".join([*job.said, *(job.log(rank) for rank in range(2))])
+    assert reason in told(job)
     with pytest.raises(FileNotFoundError, match="no recorded steps"):
         assert job.steps
 
@@ -288,7 +285,7 @@ def test_what_the_second_step_shows_is_refused(nemo_zygote: Zygote, tmp_path: Pa
     script = str(SCRIPTS / "lightning_beside.py")
     job = run_job(nemo_zygote, tmp_path / "run", 2, script=script, args=(word,))
     assert job.code == 1
-    assert reason in "\n".join([*job.said, *(job.log(rank) for rank in range(2))])
+    assert reason in told(job)
     assert {len(steps) for steps in job.steps.values()} == {1}, "nothing was trained behind that"
 
 
@@ -315,7 +312,7 @@ def test_parameters_that_hooks_add_are_noticed_at_once(
     faults = (fault,) if fault is not None else ()
     job = run_job(nemo_zygote, tmp_path / "run", 2, script=SCRIPT, args=("12", "ddp", features), faults=faults)
     assert job.code == 1
-    assert reason in "\n".join([*job.said, *(job.log(rank) for rank in range(2))]), job.story()
+    assert reason in told(job), job.story()
     assert {record.step for record in job.steps[0]} == set(range(1, 9))
 
 
@@ -333,7 +330,7 @@ def test_what_hooks_change_in_the_trainer_and_cannot_be_put_back_is_noticed_at_o
     faults = (fault.format(steps),) if fault is not None else ()
     job = run_job(nemo_zygote, tmp_path / "run", 2, script=SCRIPT, args=("8", "ddp", features), faults=faults)
     assert job.code == 1, job.story()
-    assert reason in "\n".join([*job.said, *(job.log(rank) for rank in range(2))]), job.story()
+    assert reason in told(job), job.story()
     assert {record.step for record in job.steps[0]} == set(range(1, steps + 1))
 
 

@@ -61,9 +61,7 @@ def disturb(nemo_zygote: Zygote, undisturbed: Callable[..., Steps], tmp_path: Pa
         job = run_lora(nemo_zygote, tmp_path / "run", args, faults=faults, **settings)
         assert job.code == 0, job.story()
         assert fired(job.run_dir) == dict.fromkeys(faults, 1)
-        verdict = compare(reference, job.steps)
-        assert verdict.equal, f"{verdict.sentence}\n{job.story()}"
-        assert verdict.steps == steps
+        job.assert_same(reference, steps)
         return job
 
     return run

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from checkpointless.faults.ledger import fired
-from checkpointless.observability.report.verify import compare
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.events import read_events
 from tests.ranks.agent_job import SCRIPTS
@@ -40,9 +39,7 @@ def train(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Trai
         if args not in undisturbed:
             undisturbed[args] = run(ranks, args)
         job = run(ranks, args, *faults)
-        verdict = compare(undisturbed[args].steps, job.steps)
-        assert verdict.equal, f"{verdict.sentence}\n{job.story()}"
-        assert verdict.steps == steps
+        job.assert_same(undisturbed[args].steps, steps)
         return job
 
     return compared

@@ -102,9 +102,7 @@ def test_without_a_defect_every_bit_is_the_same(
     """These are the controls: what the mutants put into the product is made harmless."""
     job = run(nemo_zygote, tmp_path, scene, *harmless)
     assert job.code == 0, job.story()
-    verdict = compare(undisturbed(4, ARGS), job.steps)
-    assert verdict.equal, f"{verdict.sentence}\n{job.story()}"
-    assert verdict.steps == STEPS
+    job.assert_same(undisturbed(4, ARGS), STEPS)
     *earlier, last = (incident.outcome for incident in job.incidents)
     assert last is Outcome.RESUMED
     assert set(earlier) <= {Outcome.RESUMED, Outcome.ESCALATED}  # the next step's fault may come before all said so

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from checkpointless.faults.ledger import fired
-from checkpointless.observability.report.verify import Steps, compare
+from checkpointless.observability.report.verify import Steps
 from checkpointless.observability.telemetry.event_names import Rung
 from tests.ranks.jobs import Job, Scene, run_nodes
 from tests.ranks.layouts import DROPOUT, TP2
@@ -38,9 +38,7 @@ def disturb_nodes(nemo_zygote: Zygote, undisturbed: Callable[..., Steps], tmp_pa
         assert first.code == 0, first.story()
         assert all(job.code == 0 for job in others), first.story()
         assert fired(first.run_dir) == dict.fromkeys(faults, 1)
-        verdict = compare(reference, first.steps)
-        assert verdict.equal, f"{verdict.sentence}\n{first.story()}"
-        assert verdict.steps == STEPS
+        first.assert_same(reference, STEPS)
         return first
 
     return run

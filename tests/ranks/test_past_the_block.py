@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from checkpointless.faults.ledger import fired
-from checkpointless.observability.report.verify import compare
 from tests.ranks.agent_job import SCRIPTS
 from tests.ranks.jobs import Job, run_job
 from tests.ranks.nemo_zygote import Zygote
@@ -29,9 +28,7 @@ def require_equal(zygote: Zygote, folder: Path, word: str, *faults: str) -> Job:
     job = fit(zygote, folder / "run", word, *faults)
     assert job.code == 0, job.story()
     assert fired(job.run_dir) == dict.fromkeys(faults, 1)
-    verdict = compare(calm.steps, job.steps)
-    assert verdict.equal, f"{verdict.sentence}\n{job.story()}"
-    assert verdict.steps == STEPS
+    job.assert_same(calm.steps, STEPS)
     return job
 
 
@@ -57,8 +54,7 @@ def test_ranks_that_have_no_state_yet_begin_with_the_weights_of_the_first(
     """After a fault DDP wraps without its first broadcast, as ranks may hold the state; here none does."""
     calm, job = (fit(nemo_zygote, tmp_path / word, word) for word in ("apart", "apart-raises"))
     assert (calm.code, job.code, len(job.incidents)) == (0, 0, 1), job.story()
-    verdict = compare(calm.steps, job.steps)
-    assert verdict.equal, f"{verdict.sentence}\n{job.story()}"
+    job.assert_same(calm.steps)
     assert calm.steps[0][-1].params == calm.steps[1][-1].params, "or nothing was shown"
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from checkpointless.faults.ledger import fired
-from checkpointless.observability.report.verify import compare
 from tests.ranks.agent_job import SCRIPTS
 from tests.ranks.jobs import Job, run_job
 from tests.ranks.nemo_zygote import Zygote
@@ -34,9 +33,7 @@ def test_ddp_in_every_phase(zygote: Zygote, undisturbed: Job, tmp_path: Path) ->
         job = _train(zygote, tmp_path / kind, *faults)
         assert job.code == 0, job.story()
         assert fired(job.run_dir) == dict.fromkeys(faults, 1)
-        verdict = compare(undisturbed.steps, job.steps)
-        assert verdict.equal, f"{verdict.sentence}\n{job.story()}"
-        assert verdict.steps == STEPS
+        job.assert_same(undisturbed.steps, STEPS)
 
 
 def test_a_static_graph_is_refused(zygote: Zygote, tmp_path: Path) -> None:

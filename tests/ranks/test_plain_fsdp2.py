@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from checkpointless.faults.ledger import fired
-from checkpointless.observability.report.verify import compare
 from tests.ranks.agent_job import SCRIPTS
 from tests.ranks.jobs import Job, run_job
 from tests.ranks.nemo_zygote import Zygote
@@ -39,9 +38,7 @@ def train(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Train:
         if (mesh, steps) not in undisturbed:
             undisturbed[mesh, steps] = run(mesh, steps)
         job = run(mesh, steps, *faults, extra=extra)
-        verdict = compare(undisturbed[mesh, steps].steps, job.steps)
-        assert verdict.equal, f"{verdict.sentence}\n{job.story()}"
-        assert verdict.steps == steps
+        job.assert_same(undisturbed[mesh, steps].steps, steps)
         return job
 
     return compared

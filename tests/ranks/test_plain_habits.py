@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from checkpointless.faults.ledger import fired
-from checkpointless.observability.report.verify import compare
 from tests.ranks.agent_job import SCRIPTS
 from tests.ranks.jobs import Job, run_job
 from tests.ranks.nemo_zygote import Zygote
@@ -63,9 +62,7 @@ def _equal(zygote: Zygote, calm: Calm, folder: Path, habit: str, faults: Sequenc
     job = _train(zygote, folder / "rough", habit, *faults)
     assert job.code == 0, job.story()
     assert fired(job.run_dir) == dict.fromkeys(faults, 1), job.story()
-    verdict = compare(calm(habit).steps, job.steps)
-    assert verdict.equal, f"{verdict.sentence}\n{job.story()}"
-    assert verdict.steps == steps
+    job.assert_same(calm(habit).steps, steps)
     return job
 
 

@@ -41,9 +41,7 @@ def test_a_plain_adamw_is_protected(
     job = train(nemo_zygote, tmp_path / "run", *faults)
     assert job.code == 0, job.story()
     assert fired(job.run_dir) == dict.fromkeys(faults, 1)
-    verdict = compare(undisturbed.steps, job.steps)
-    assert verdict.equal, f"{verdict.sentence}\n{job.story()}"
-    assert verdict.steps == STEPS
+    job.assert_same(undisturbed.steps, STEPS)
 
 
 def test_a_filled_rank_has_used_its_groups_more_often_than_others(
@@ -74,9 +72,7 @@ def test_ranks_that_hold_different_parts_of_the_model_are_filled_from_their_own_
     assert disturbed.code == 0, disturbed.story()
     assert fired(disturbed.run_dir) == dict.fromkeys(faults, 1)
     assert [incident.sources for incident in disturbed.incidents] == [(2,), (1,)]
-    verdict = compare(undisturbed.steps, disturbed.steps)
-    assert verdict.equal, f"{verdict.sentence}\n{disturbed.story()}"
-    assert verdict.steps == STEPS
+    disturbed.assert_same(undisturbed.steps, STEPS)
 
     both = ("sigkill@before_optimizer:rank=1,step=3", "sigkill@recovery:rank=3,step=2")
     disturbed = train_two_halves("both-holders", *both)
@@ -108,9 +104,7 @@ def test_parameters_that_the_loop_frees_and_freezes(nemo_zygote: Zygote, tmp_pat
     job = run("rough", *faults)
     assert job.code == 0, job.story()
     assert fired(job.run_dir) == dict.fromkeys(faults, 1)
-    verdict = compare(calm.steps, job.steps)
-    assert verdict.equal, f"{verdict.sentence}\n{job.story()}"
-    assert verdict.steps == 10
+    job.assert_same(calm.steps, 10)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from checkpointless.faults.ledger import fired
-from checkpointless.observability.report.verify import compare
 from tests.ranks.jobs import Job, run_job
 from tests.ranks.nemo_zygote import ROOT, Zygote
 
@@ -33,7 +32,6 @@ def test_the_three_lines_suffice(nemo_zygote: Zygote, tmp_path: Path, args: tupl
     assert fired(disturbed.run_dir) == {fault: 1 for fault in FAULTS}
     assert len(disturbed.incidents) == len(FAULTS)
 
-    verdict = compare(undisturbed.steps, disturbed.steps)
-    assert verdict.equal, f"{verdict.sentence}\n{disturbed.story()}"
+    disturbed.assert_same(undisturbed.steps)
     for rank in range(4):
         assert [record.step for record in undisturbed.steps[rank]] == list(range(1, STEPS + 1))

@@ -202,8 +202,7 @@ def test_a_node_is_lost_whose_shards_nobody_else_trains_with(
     )
     job = next(job for job in jobs if job is not None)
     assert job.code == 0, job.story()
-    verdict = compare(undisturbed(4, args), job.steps)
-    assert verdict.equal, f"{verdict.sentence}\n{job.story()}"
+    job.assert_same(undisturbed(4, args))
     assert job.incidents[-1].resumed_after == 3
     assert {rank: holder for rank, (_, holder) in sources(job, 1).items()} == {0: 0, 1: 1, 2: 0, 3: 1}
 
@@ -235,8 +234,7 @@ def test_a_plain_loop(nemo_zygote: Zygote, tmp_path: Path, overlap: str) -> None
 
     both = ("sigkill@before_optimizer:rank=1,step=5", "sigkill@recovery:rank=3,step=4")
     job = train("disturbed", *both, args=(overlap,))
-    verdict = compare(train("undisturbed").steps, job.steps)
-    assert verdict.equal, f"{verdict.sentence}\n{job.story()}"
+    job.assert_same(train("undisturbed").steps)
     assert job.incidents[-1].resumed_after == 4
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from checkpointless.faults.ledger import fired
-from checkpointless.observability.report.verify import compare
 from tests.ranks.jobs import Job, run_job, run_nodes
 from tests.ranks.nemo_zygote import Zygote
 from tests.ranks.users.cases import (
@@ -231,5 +230,4 @@ def equal(run: Run, undisturbed: Job, job: Job, apart: Iterable[str] = ()) -> No
     assert not different, "\n".join([f"{len(different)} differences", *different[:12], job.story()])
     if not isinstance(run.steps, int):
         return  # the record of steps does not know of fits
-    verdict = compare(undisturbed.steps, job.steps)
-    assert verdict.equal, f"{verdict.sentence}\n{job.story()}"
+    job.assert_same(undisturbed.steps)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpointless.observability.report.verify import Steps, compare
+from checkpointless.observability.report.verify import Steps
 from tests.ranks.jobs import Disturb, known_steps, run_job
 from tests.ranks.nemo_zygote import Zygote
 from tests.ranks.test_warm import BF16, DROPOUT, EP2, OVERLAP, TP2, told
@@ -84,8 +84,7 @@ def test_survivors_keep_adapters_of_lora(nemo_zygote: Zygote, tmp_path: Path) ->
     assert calm.code == 0, calm.story()
     job = run_job(nemo_zygote, tmp_path / "run", 4, script_args=[*args, added], faults=FAULTS)
     assert job.code == 0, job.story()
-    verdict = compare(calm.steps, job.steps)
-    assert verdict.equal, f"{verdict.sentence}\n{job.story()}"
+    job.assert_same(calm.steps)
     assert [each["kept"] for each in told(job)] == [True] * 11, told(job)
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from checkpointless.faults.spec import FaultKind, parse
 from checkpointless.observability.report.incidents import Outcome
-from checkpointless.observability.report.verify import Steps, compare
+from checkpointless.observability.report.verify import Steps
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.events import read_events
 from tests.ranks.jobs import Disturb, Job, run_job
@@ -173,8 +173,7 @@ def test_faults_behind_the_loss_scaler(
     assert [incident.respawned for incident in job.incidents] == [(), (1,), ()]
     assert _overflows(job) == {1: True, 4: True, 6: False}
     assert [each["kept"] for each in told(job)] == [True] * 11, told(job)
-    verdict = compare(undisturbed(4, args), job.steps)
-    assert verdict.equal, f"{verdict.sentence}\n{job.story()}"
+    job.assert_same(undisturbed(4, args))
 
 
 # --- data ---------------------------------------------------------------------------------------------------------
