@@ -1,7 +1,7 @@
 """Test which parts of NeMo's recipes are kept, changed or refused when they are switched on. Nothing is trained."""
 
 import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -21,7 +21,8 @@ from nemo_run.core.serialization.zlib_json import ZlibJSONSerializer
 from checkpointless.callbacks import CheckpointlessCallback
 from checkpointless.inprocess import HPWrapper
 from checkpointless.strategies import CheckpointlessAutoResume, CheckpointlessMegatronStrategy, enable
-from checkpointless.strategies.nemo_run import CheckpointlessRecipe, Unbuilt, train
+from checkpointless.strategies.nemo_run import CheckpointlessRecipe, Unbuilt, _require, train
+from checkpointless.system.layout import Layout
 
 pytestmark = pytest.mark.nemo
 
@@ -336,3 +337,21 @@ def test_the_ranks_that_there_are_count_when_it_runs(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("WORLD_SIZE", "7")
     with pytest.raises(ValueError, match="7 ranks"):
         fdl.build(recipe)()
+
+
+@pytest.mark.parametrize(
+    ("layout", "replicas", "nodes"),
+    [
+        (Layout(8, 8, tensor=4, pipeline=2), 2, 2),
+        (Layout(8, 8, tensor=8), 2, 2),
+        (Layout(24, 8, tensor=8), 2, 4),
+        (Layout(64, 8, tensor=8, pipeline=4), 3, 12),
+        (Layout(16, 8, expert=16, tensor=2, expert_tensor=1), 2, 4),
+        (Layout(3, 1), 2, 4),
+        (Layout(8, 8, tensor=3), 2, 3),
+    ],
+)
+def test_a_layout_that_is_too_small_says_how_many_nodes_it_takes(layout: Layout, replicas: int, nodes: int) -> None:
+    with pytest.raises(ValueError, match=rf"set num_nodes={nodes} with {layout.ranks_per_node} devices"):
+        _require(layout, replicas)
+    _require(replace(layout, world_size=nodes * layout.ranks_per_node), replicas)
