@@ -16,8 +16,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 from train_bridge import configuration
 
 from checkpointless import HPWrapper
+from checkpointless.integrations.megatron.pretraining import Pretraining
 from checkpointless.integrations.megatron_bridge import pretrain
-from checkpointless.integrations.megatron_bridge.training import BridgeTraining
 
 # isort: split
 from megatron.bridge.training.callbacks import Callback
@@ -39,7 +39,7 @@ class Stopwatch(Callback):  # type: ignore[misc]
 
     def around(self, name: str) -> None:
         """Time a method of the training; it begins a step before the callback hears of the step."""
-        inner: Callable[..., Any] = getattr(BridgeTraining, name)
+        inner: Callable[..., Any] = getattr(Pretraining, name)
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             before = time.perf_counter_ns()
@@ -48,7 +48,7 @@ class Stopwatch(Callback):  # type: ignore[misc]
                 self.spent[-1][name] += time.perf_counter_ns() - before
             return result
 
-        setattr(BridgeTraining, name, timed)
+        setattr(Pretraining, name, timed)
 
 
 def main() -> None:

@@ -16,18 +16,25 @@ import torch
 from megatron.bridge.data.loaders import cyclic_iter
 from megatron.bridge.data.samplers import build_pretraining_data_loader
 from megatron.bridge.training import pretrain, train
+from megatron.core import parallel_state
 
 from checkpointless.inprocess import UnrecoverableError
 from checkpointless.integrations.compat.megatron import queues_of_writers
-from checkpointless.integrations.megatron_bridge import entry, finetune
-from checkpointless.integrations.megatron_bridge.entry import _REFUSALS, _copied, _refusal
-from checkpointless.integrations.megatron_bridge.generation import _Loaders
-from checkpointless.integrations.megatron_bridge.training import _StepOutcome
+from checkpointless.integrations.megatron import pretrain_generation
+from checkpointless.integrations.megatron.pretrain_loaders import Loaders
+from checkpointless.integrations.megatron.pretraining import StepOutcome
+from checkpointless.integrations.megatron_bridge import finetune, seams
+from checkpointless.integrations.megatron_bridge.entry import _REFUSALS, _copied, refusal
 from checkpointless.state.serialization import state_tree
 
 pytestmark = [pytest.mark.nemo]
 
 SAMPLES, GLOBAL, RANKS = 22, 4, 2
+
+
+@pytest.fixture(autouse=True)
+def _rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel_state, "get_data_parallel_rank", lambda: 1)
 
 
 def made(kind: str, consumed: int, workers: int = 0) -> Any:
@@ -53,10 +60,9 @@ def test_a_pass_goes_on_where_it_stood_wherever_that_was(kind: str, began: int) 
     each = RANKS if kind == "cyclic" else GLOBAL  # samples of all ranks in one batch of the loader
     expected = [batch.tolist() for batch in itertools.islice(cyclic_iter(made(kind, began)), 40)]
     for taken in range(30):
-        loaders = _Loaders(True, {"train": began}, seed=1)
-        loaders.begin_build()
+        loaders = Loaders(True, {"train": began}, seed=1)
         loader = made(kind, began + taken * each)
-        loaders.made(loader, 1)
+        loaders.made([loader, None, None])
         found = [batch.tolist() for batch in itertools.islice(loaders.passes(loader), 10)]
         assert found == expected[taken : taken + 10], f"after {taken} batches"
 
@@ -67,10 +73,9 @@ def test_an_iterator_that_was_there_before_the_fault_draws_at_once_and_others_wh
     each = RANKS if kind == "cyclic" else GLOBAL
     length = (SAMPLES // GLOBAL * GLOBAL if kind == "batch" else SAMPLES // RANKS * RANKS) // each
     for resumes, taken in itertools.product((False, True), range(length + 2)):
-        loaders = _Loaders(resumes, {"train": 0}, seed=1)
-        loaders.begin_build()
+        loaders = Loaders(resumes, {"train": 0}, seed=1)
         loader = made(kind, taken * each)
-        loaders.made(loader, 1)
+        loaders.made([loader, None, None])
         before = torch.get_rng_state()
         loaders.passes(loader)
         drawn = not torch.equal(before, torch.get_rng_state())
@@ -79,10 +84,9 @@ def test_an_iterator_that_was_there_before_the_fault_draws_at_once_and_others_wh
 
 @pytest.mark.parametrize(("consumed", "draws"), [(0, False), (SAMPLES, True)])
 def test_workers_that_persist_have_one_iterator_for_all_passes(consumed: int, draws: bool) -> None:
-    loaders = _Loaders(True, {"train": 0}, seed=1)
-    loaders.begin_build()
+    loaders = Loaders(True, {"train": 0}, seed=1)
     loader = made("cyclic", consumed, workers=1)
-    loaders.made(loader, 1)
+    loaders.made([loader, None, None])
     before = torch.get_rng_state()
     passes = loaders.passes(loader)
     assert draws != torch.equal(before, torch.get_rng_state())
@@ -91,8 +95,8 @@ def test_workers_that_persist_have_one_iterator_for_all_passes(consumed: int, dr
 
 @pytest.mark.parametrize("losses", [[], [[1.5], [2.25]], [[1.5, 3.0], [0.1, 7.0]]])
 def test_an_outcome_travels_as_plain_data(losses: list[list[float]]) -> None:
-    outcome = _StepOutcome([{"lm loss": torch.tensor(each)} for each in losses], True, 0.1, None, 8)
-    again = _StepOutcome.from_plain(state_tree.loads(state_tree.dumps(outcome.to_plain())))
+    outcome = StepOutcome([{"lm loss": torch.tensor(each)} for each in losses], True, 0.1, None, 8)
+    again = StepOutcome.from_plain(state_tree.loads(state_tree.dumps(outcome.to_plain())))
     assert [{name: each.tolist() for name, each in loss.items()} for loss in again.losses] == [
         {name: each.tolist() for name, each in loss.items()} for loss in outcome.losses
     ]
@@ -124,13 +128,13 @@ def configured(setting: str, value: object) -> Any:
 
 @pytest.mark.parametrize("setting", [each.setting for each in _REFUSALS])
 def test_what_cannot_be_carried_is_refused_in_one_line(setting: str) -> None:
-    reason = _refusal(configured(setting, REFUSED.get(setting, True)))
+    reason = refusal(configured(setting, REFUSED.get(setting, True)))
     assert reason is not None
     assert reason.startswith(f"{setting}: checkpointless ")
     assert ": set " in reason
     assert "\n" not in reason
-    assert _refusal(configured(setting, ALLOWED.get(setting, False))) is None
-    assert _refusal(configured(setting.partition(".")[0], None)) is None
+    assert refusal(configured(setting, ALLOWED.get(setting, False))) is None
+    assert refusal(configured(setting.partition(".")[0], None)) is None
 
 
 @dataclass
@@ -162,19 +166,19 @@ def test_finetune_begins_with_a_checkpoint() -> None:
 def test_the_writers_of_a_save_report_to_this_process_in_a_block() -> None:
     generation: Any = SimpleNamespace()
     try:
-        with entry._entered(generation):
+        with seams.SEAMS.entered(generation):
             made = [getattr(module, name)() for module, name in queues_of_writers()]
             assert made
             assert all(type(each) is queue.Queue for each in made)
     finally:
-        entry._patches.undo()
+        seams.SEAMS._patches.undo()
 
 
 def test_a_version_without_a_seam_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(train, "train_step")
     generation: Any = SimpleNamespace()
     seam = r"^this Megatron-Bridge: there is no megatron\.bridge\.training\.train\.train_step, without"
-    with pytest.raises(UnrecoverableError, match=seam), entry._entered(generation):
+    with pytest.raises(UnrecoverableError, match=seam), seams.SEAMS.entered(generation):
         pass
 
 
@@ -182,12 +186,12 @@ def test_outside_of_a_block_bridge_is_its_own() -> None:
     originals = pretrain.train, train.train_step
     generation: Any = SimpleNamespace()
     try:
-        with entry._entered(generation):
+        with seams.SEAMS.entered(generation):
             assert train.train_step is not originals[1]
-            assert entry._running == [generation]
-        assert entry._running == []
+            assert pretrain_generation._running == [generation]
+        assert pretrain_generation._running == []
         with pytest.raises(TypeError, match="forward_step_func"):
             train.train_step()  # Bridge's own, which misses its arguments
     finally:
-        entry._patches.undo()
+        seams.SEAMS._patches.undo()
     assert (pretrain.train, train.train_step) == originals

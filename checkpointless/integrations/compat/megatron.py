@@ -43,6 +43,12 @@ def samples_of_a_pass(sampler: object) -> int | None:
     return None if count is None else int(count())
 
 
+def samples_of_a_whole_batch(sampler: object) -> int | None:
+    """Return how many samples a batch of all ranks has for a sampler of whole batches; None for another one."""
+    size: int | None = getattr(sampler, "_global_batch_size", None)
+    return size
+
+
 def require_checkpoint(config: object) -> None:
     """Have Bridge's setup fail where it finds no checkpoint, as its ``finetune`` does (0.6.2)."""
     name = "_checkpoint_load_required"

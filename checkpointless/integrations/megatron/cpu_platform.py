@@ -102,7 +102,12 @@ def _table() -> list[Patch]:
 
 def _rows_of_what_is_imported() -> list[Patch]:
     """Return the replacements in NeMo and Megatron-Bridge, as far as they have been imported."""
-    return [*_rows(), *_bridge_rows()]
+    of_lm = _pretrain_rows("megatron.training.training", "initialize", "_compile_dependencies")
+    arguments = sys.modules.get("megatron.training.arguments")
+    if arguments is not None:
+        why = "it checks by the device's generation which settings fit"
+        of_lm.append(Patch(arguments, "get_device_arch_version", _constant(10), why))
+    return [*_rows(), *_bridge_rows(), *of_lm]
 
 
 # --- Replacements in NeMo -----------------------------------------------------------------------------------------
@@ -521,8 +526,6 @@ def _keeping_step(original: Callable[..., Any]) -> Callable[..., Any]:
 # --- Megatron-Bridge, which is to be imported without TransformerEngine -------------------------------------------
 
 
-_SETUP = "megatron.bridge.training.setup"
-_INITIALIZE = "megatron.bridge.training.initialize"
 _ENGINE = "transformer_engine"
 #: The modules that import TransformerEngine outside of any ``try``.
 _DEMANDING = (
@@ -548,15 +551,26 @@ def _bridge_rows() -> list[Patch]:
     if not _is_there("megatron.bridge") or _is_there(_ENGINE):
         return []
     table = [Patch(builtins, "__import__", _answering, "Bridge imports TransformerEngine outside of any `try`")]
-    setup, initialize = sys.modules.get(_SETUP), sys.modules.get(_INITIALIZE)
-    if setup is not None and initialize is not None:
-        table += [
-            Patch(setup, "initialize_megatron", _without_cuda, "it requires CUDA unless it is told not to"),
-            Patch(setup, "set_jit_fusion_options", _constant(None), "it compiles fusions for a device"),
-            Patch(initialize, "compile_helpers", _constant(None), "the wheel has what it makes, and no Makefile"),
-            Patch(torch.distributed, "barrier", _without_devices, "gloo's refuses `device_ids`"),
-        ]
-    return table
+    return [*table, *_pretrain_rows("megatron.bridge.training.setup", "initialize", "compile_helpers")]
+
+
+def _pretrain_rows(setup: str, initialize: str, compiles: str) -> list[Patch]:
+    """Return the replacements in a library whose ``pretrain`` is used, if it has been imported.
+
+    Args:
+        setup: the module that sets up.
+        initialize: the module next to it that initializes.
+        compiles: name of the function there that compiles what datasets need.
+    """
+    sets_up, initializes = (sys.modules.get(name) for name in (setup, f"{setup.rpartition('.')[0]}.{initialize}"))
+    if sets_up is None or initializes is None:
+        return []
+    return [
+        Patch(sets_up, "initialize_megatron", _without_cuda, "it requires CUDA unless it is told not to"),
+        Patch(sets_up, "set_jit_fusion_options", _constant(None), "it compiles fusions for a device"),
+        Patch(initializes, compiles, _constant(None), "the wheel has what it makes, and no Makefile"),
+        Patch(torch.distributed, "barrier", _without_devices, "gloo's refuses `device_ids`"),
+    ]
 
 
 def _is_there(name: str) -> bool:

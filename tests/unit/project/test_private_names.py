@@ -41,7 +41,6 @@ LEFT = {
     "checkpointless/integrations/megatron/update.py": 1,
     "checkpointless/integrations/megatron/state.py": 1,
     "checkpointless/integrations/megatron/warm.py": 6,
-    "checkpointless/integrations/megatron_bridge/generation.py": 1,
     "checkpointless/integrations/torch/loop.py": 1,
     "checkpointless/integrations/torch/plain.py": 1,
     "checkpointless/integrations/torch/torch_tensors.py": 3,

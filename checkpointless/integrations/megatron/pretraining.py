@@ -1,23 +1,20 @@
-"""The state of a training of Megatron-Bridge, and how its steps are noted, kept and gone through again."""
+"""The state of a training whose loop is Bridge's or Megatron-LM's: how steps are recorded, kept and replayed."""
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
-from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from typing_extensions import override
 
 from checkpointless.inprocess import HPCallWrapper, StateLostError, UnrecoverableError
-from checkpointless.integrations.compat.megatron import counted_flops
 from checkpointless.integrations.megatron.state import MegatronTensors
 from checkpointless.integrations.megatron.training import MegatronTraining
 from checkpointless.integrations.megatron.update import GuardedUpdate, NotedNorms, gather_parameters, sub_optimizers
@@ -28,32 +25,74 @@ from checkpointless.recovery.guard import UpdateGuard
 from checkpointless.state.journal import Captured
 from checkpointless.state.port import SnapshotPoint
 
-if TYPE_CHECKING:
-    from megatron.bridge.training.state import GlobalState
-
-_Losses = Sequence[Mapping[str, torch.Tensor]]
+Losses = Sequence[Mapping[str, torch.Tensor]]
 logger = logging.getLogger(__name__)
 
 
-class BridgeTraining(JournaledTraining):
-    """A training of Megatron-Bridge, for :class:`~checkpointless.recovery.CheckpointManager`.
+class Trainer(Protocol):
+    """The port to the library that has the loop.
 
-    Bridge has the loop. A step of the engine is an iteration of Bridge, counted from 1. Its state is kept at two
-    points: ``COMMITTED``, when the update is applied and nothing that follows it has happened, and ``CHECKED``,
+    Attributes:
+        name: the library, for messages.
+        seed: the seed of the job.
+        takes_whole_batches: whether the loop takes a step's batch before it computes the step.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def seed(self) -> int: ...
+    @property
+    def takes_whole_batches(self) -> bool: ...
+
+    def has_checkpoint(self) -> bool:
+        """Return whether the library will load a checkpoint."""
+
+    def counters(self) -> dict[str, Any]:
+        """Return what the library counts, as plain data; of it :data:`STEP`, :data:`TRAIN` and :data:`VALID`."""
+
+    def set_counters(self, values: Mapping[str, Any]) -> None:
+        """Set what :meth:`counters` returned, or a part of it."""
+
+    def samples(self) -> int:
+        """Return how many samples a step takes, of all ranks."""
+
+    def flops(self) -> Mapping[str, int]:
+        """Return what the forward pass has counted of its operations, by name."""
+
+    def set_flops(self, flops: Mapping[str, int]) -> None:
+        """Set what :meth:`flops` returned."""
+
+
+STEP, TRAIN, VALID = "step", "consumed_train_samples", "consumed_valid_samples"
+
+
+class Pretraining(JournaledTraining):
+    """A training whose loop is Megatron-Bridge's or Megatron-LM's, as the recovery sees it.
+
+    The library has the loop. A step of the engine is an iteration of the loop, counted from 1. Its state is kept at
+    two points: ``COMMITTED``, when the update is applied and nothing that follows it has happened, and ``CHECKED``,
     when the next iteration begins. What lies between (the scheduler's step, counters, logging, a validation, a
-    save) is gone through again if training resumes at the first: Bridge makes the step once more, and forward,
-    backward and update give what they gave before.
+    save) is replayed if training resumes at the first: the loop repeats the step, and forward, backward and
+    update return what they returned before.
 
     Args:
         call: the running wrapper. Its ``checkpoint_manager`` is used; if there is none, one is made.
         chunks: the model's chunks.
         optimizer: Megatron's optimizer.
         scheduler: the scheduler of learning rate and weight decay.
-        state: Bridge's global state.
+        trainer: the port to the library.
         declared: what callbacks and the forward step change from step to step, by name.
 
     Raises:
         UnrecoverableError: the update cannot be guarded, or the state cannot be carried over.
+
+    Attributes:
+        recovered: whether the state was recovered from memory in this generation.
+        replayed: the outcome of the committed step that is replayed; None: the next step is computed.
+        totals: what the library has added up since it logged last, by name; the library changes it.
+        kept_totals: what had been added up when the point was taken that training resumed at.
+        began: for each stream of samples how many were consumed when the training began.
     """
 
     _how_to_get_replicas = MegatronTraining._how_to_get_replicas
@@ -64,32 +103,29 @@ class BridgeTraining(JournaledTraining):
         chunks: Sequence[torch.nn.Module],
         optimizer: MegatronOptimizer,
         scheduler: OptimizerParamScheduler,
-        state: GlobalState,
+        trainer: Trainer,
         declared: Mapping[str, Any],
     ) -> None:
         super().__init__(MegatronTensors(chunks, optimizer), call, [scheduler], LoopState(declared))
         self._optimizer = optimizer
         self._update = GuardedUpdate(optimizer, chunks, UpdateGuard(call, self._journal))
-        self._bridge = state
+        self._trainer = trainer
         self._norms = NotedNorms(optimizer)
-        self._losses: _Losses = []
+        self._losses: Losses = []
         self._objects: Mapping[str, Any] = {}
-        self.recovered = False  # from memory, in this generation
-        self.replayed: _StepOutcome | None = None  # of the committed step that is gone through again
-        self.totals: dict[str, Any] = {}  # what Bridge has added up since it logged last; Bridge changes it
-        self.kept_totals: Mapping[str, Any] = {}  # what had been added up at the point that training resumed at
-        self.began: dict[str, int] = {}  # for each stream how many samples were consumed when training began
+        self.recovered = False
+        self.replayed: StepOutcome | None = None
+        self.totals: dict[str, Any] = {}
+        self.kept_totals: Mapping[str, Any] = {}
+        self.began: dict[str, int] = {}
 
     # --- when the block is entered ----------------------------------------------------------------------------
 
-    def recover(self, is_stored: Callable[[], bool]) -> None:
+    def recover(self) -> None:
         """Recover model, optimizer and scheduler from memory, if there is something to recover. Collective.
 
-        Args:
-            is_stored: returns whether Bridge will load a checkpoint if this is not possible.
-
         Raises:
-            StateLostError: steps were committed, and neither memory nor storage holds them.
+            UnrecoverableError: steps were committed, and neither memory nor storage holds them.
         """
         call, manager = self._call, self._manager
         if call.generation == 0:
@@ -103,8 +139,8 @@ class BridgeTraining(JournaledTraining):
         if call.high_water <= 0:
             return
         reason = manager.refusal or "no rank holds the state in memory"
-        if is_stored():
-            logger.error("%s: Bridge loads its own checkpoint", reason)
+        if self._trainer.has_checkpoint():
+            logger.error("%s: %s loads its own checkpoint", reason, self._trainer.name)
         elif manager.allow_restart_from_scratch:
             logger.error("%s: starting over at step 0, as allow_restart_from_scratch allows", reason)
         else:
@@ -112,25 +148,24 @@ class BridgeTraining(JournaledTraining):
         manager.delete_checkpoint()
 
     def note_counters(self) -> None:
-        """Note Bridge's counters as those that the training begins with."""
-        train_state = self._bridge.train_state
-        self.began = {"train": train_state.consumed_train_samples, "valid": train_state.consumed_valid_samples}
+        """Note the counters that the training begins with."""
+        counters = self._trainer.counters()
+        self.began = {"train": counters[TRAIN], "valid": counters[VALID]}
 
     def put_counters(self) -> int:
-        """Give Bridge's counters the values that they had at the point that training resumes at.
+        """Set the counters to their values at the point that training resumes at.
 
         Returns:
             The number of training samples that precede the batch to take next.
         """
-        train_state = self._bridge.train_state
-        for name, value in self._objects["counters"].items():
-            setattr(train_state, name, value)
-        consumed: int = train_state.consumed_train_samples
+        counters = self._objects["counters"]
+        self._trainer.set_counters(counters)
+        consumed: int = counters[TRAIN]
         if self._is_to_be_replayed:
             own = self._manager.own.kept_at(self.step, SnapshotPoint.COMMITTED)
             if not own:
                 raise UnrecoverableError(f"the outcome of step {self.step} of this rank is lost")
-            self.replayed = _StepOutcome.from_plain(own["outcome"])
+            self.replayed = StepOutcome.from_plain(own["outcome"])
             consumed += self.replayed.samples
         return consumed
 
@@ -141,7 +176,7 @@ class BridgeTraining(JournaledTraining):
             manager.restore_streams()
             self._put_largest()
         else:
-            self.step = self._bridge.train_state.step
+            self.step = self._trainer.counters()[STEP]
             self._journal.begin(self.step, SnapshotPoint.LOADED)
         manager.attach(self._journal, self.step)
         self._call.steps.begin_data()
@@ -164,12 +199,16 @@ class BridgeTraining(JournaledTraining):
         self._call.begin_step(self.step + 1)
         self._call.enter_phase("data", self.step + 1)
 
-    def note(self, losses: _Losses) -> None:
+    def note(self, losses: Losses) -> None:
         """Note what forward and backward report of the step in the making."""
         self._losses = losses
 
     def end_step(self, reduced: Mapping[str, torch.Tensor]) -> None:
-        """Record the step, whose update and schedulers are done, with the losses that Bridge reports by name."""
+        """Record the step, whose update and schedulers are done.
+
+        Args:
+            reduced: the losses that the loop reports, by name; none on a rank outside of the last pipeline stage.
+        """
         if self.replayed is None:
             if self._call.parameter_update_lock.committed < self._call.steps.making:
                 return
@@ -182,7 +221,7 @@ class BridgeTraining(JournaledTraining):
         self.replayed = None
 
     def _record_once(self, loss: float) -> None:
-        """Record the step, unless it is gone through again and was recorded before. Collective."""
+        """Record the step, unless it is replayed and was recorded before. Collective."""
         if self.replayed is None:
             with torch.no_grad():  # a gather that is left to the next forward pass would come too late
                 gather_parameters(
@@ -197,10 +236,10 @@ class BridgeTraining(JournaledTraining):
         self._manager.copies.finish()
 
     @contextmanager
-    def replay(self, outcome: _StepOutcome) -> Iterator[None]:
+    def replay(self, outcome: StepOutcome) -> Iterator[None]:
         """Let the optimizer's ``step`` give ``outcome`` and change nothing but the streams while this lasts."""
         kept = outcome.succeeded, outcome.grad_norm, outcome.num_zeros
-        vars(self._bridge).update(outcome.flops)
+        self._trainer.set_flops(outcome.flops)
 
         def step() -> tuple[bool, float | None, float | None]:
             self._manager.restore_streams()
@@ -216,7 +255,7 @@ class BridgeTraining(JournaledTraining):
 
     @override
     def ready(self, step: int) -> Captured:
-        """Capture the outcome of ``step``, with which Bridge can go through the rest of it again."""
+        """Capture the outcome of ``step``, with which the loop can replay the rest of it."""
         outcome = self._outcome().to_plain()
         losses = [float(values.sum()) for _, values in outcome["losses"].values()]
         repeated_steps.compute(step, sum(losses) if losses else None)
@@ -229,21 +268,20 @@ class BridgeTraining(JournaledTraining):
 
     @override
     def _capture(self, step: int) -> Callable[[], dict[str, Any]]:
-        """Capture Bridge's counters, and what it has added up to log, in addition."""
-        capture, train_state, began = super()._capture(step), self._bridge.train_state, self.began
-        totals = dict(self.kept_totals or self.totals)  # what is kept, until Bridge logs for the first time
-        counters = {field.name: getattr(train_state, field.name) for field in dataclasses.fields(train_state)}
+        """Capture the counters, and what has been added up to log, in addition."""
+        capture, counters, began = super()._capture(step), self._trainer.counters(), self.began
+        totals = dict(self.kept_totals or self.totals)  # what is kept, until the library logs for the first time
         return lambda: {**capture(), "counters": counters, "totals": totals, "began": began}
 
-    def _outcome(self) -> _StepOutcome:
-        cfg, succeeded = self._bridge.cfg, not self._update.overflow
-        return _StepOutcome(
+    def _outcome(self) -> StepOutcome:
+        succeeded = not self._update.overflow
+        return StepOutcome(
             self._losses,
             succeeded,
             self._norms.grad_norm if succeeded else None,
             self._norms.num_zeros if succeeded else None,
-            get_num_microbatches() * cfg.train.micro_batch_size * cfg.data_parallel_size,
-            counted_flops(self._bridge),
+            self._trainer.samples(),
+            self._trainer.flops(),
         )
 
     def _largest(self) -> dict[str, Any]:
@@ -266,19 +304,26 @@ def _gathers_late(optimizer: MegatronOptimizer) -> bool:
     return bool(getattr(getattr(optimizer, "ddp_config", None), "overlap_param_gather", False))
 
 
-# The outcome of a step whose update is applied, with which Megatron-Bridge can go through the rest of it again.
-
-
 @dataclass(frozen=True)
-class _StepOutcome:
-    """What forward, backward and update of one step gave this rank."""
+class StepOutcome:
+    """What forward, backward and update of one step gave this rank.
 
-    losses: _Losses  # of each microbatch, by name, of one or two elements; empty before the last pipeline stage
+    Attributes:
+        losses: for each microbatch the values to report, by name, each of one or two elements; empty on a rank
+            that is not in the last pipeline stage.
+        succeeded: whether the update was not skipped.
+        grad_norm: norm of all gradients, if it was computed.
+        num_zeros: number of gradients that are zero, if they were counted.
+        samples: number of samples that the step took, of all ranks.
+        flops: what forward has counted of its operations, by name.
+    """
+
+    losses: Losses
     succeeded: bool
     grad_norm: float | None
-    num_zeros: float | None  # the number of gradients that are zero, if they were counted
-    samples: int  # that the step took, of all ranks
-    flops: Mapping[str, int] = field(default_factory=dict)  # what forward has counted of its operations, by name
+    num_zeros: float | None
+    samples: int
+    flops: Mapping[str, int] = field(default_factory=dict)
 
     def to_plain(self) -> dict[str, Any]:
         """Return the outcome as plain data, with one tensor for each name."""
@@ -294,7 +339,8 @@ class _StepOutcome:
         }
 
     @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> _StepOutcome:
+    def from_plain(cls, plain: Mapping[str, Any]) -> StepOutcome:
+        """Return the outcome that :meth:`to_plain` gave."""
         stacked = {name: tensor.to(device) for name, (device, tensor) in plain["losses"].items()}
         microbatches = len(next(iter(stacked.values()))) if stacked else 0
         losses = [{name: tensor[number] for name, tensor in stacked.items()} for number in range(microbatches)]

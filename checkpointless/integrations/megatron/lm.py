@@ -1,0 +1,273 @@
+"""Megatron-LM's ``pretrain`` of Megatron-core 0.19's wheel, which recovers from faults inside a block."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.training import get_args, training
+from megatron.training.checkpointing import checkpoint_exists
+
+from checkpointless.inprocess import UnrecoverableError, active_call_wrapper
+from checkpointless.integrations.compat import megatron as compat
+from checkpointless.integrations.megatron import cleanup
+from checkpointless.integrations.megatron.pretrain_generation import (
+    Call,
+    PretrainGeneration,
+    Refusal,
+    Seams,
+    arguments_of,
+    first_refusal,
+    in_a_block,
+    is_given,
+)
+from checkpointless.integrations.megatron.pretraining import STEP, TRAIN, VALID
+from checkpointless.system.patches import Patch
+
+
+def pretrain(*args: Any, state: Mapping[str, Any] = MappingProxyType({}), **kwargs: Any) -> None:
+    """Train as ``megatron.training.pretrain`` does, and resume from memory after a fault.
+
+    Call it in a function that is wrapped with :class:`checkpointless.inprocess.HPWrapper`, and parse the arguments
+    in that function, too: Megatron's globals are dropped between two entries. Outside of a wrapped function it is
+    Megatron's own.
+
+    Args:
+        *args: those of Megatron's ``pretrain``.
+        state: what the script itself changes from step to step, by name, as
+            :class:`~checkpointless.PlainTraining` takes it. Outside of a wrapped function it is left alone.
+        **kwargs: those of Megatron's ``pretrain``.
+
+    Raises:
+        ValueError: an object in ``state`` has no state, or one that cannot be kept.
+        UnrecoverableError: an argument asks for what cannot be carried through a fault; or steps were committed and
+            neither memory nor storage holds them any more.
+    """
+    call = active_call_wrapper()
+    if call is None:
+        training.pretrain(*args, **kwargs)
+        return
+    reason = refusal(vars(get_args()))
+    if reason is not None:
+        raise UnrecoverableError(reason)
+    cleanup.install()
+    with SEAMS.entered(PretrainGeneration(call, state)):
+        training.pretrain(*args, **kwargs)
+
+
+class _MegatronLM:
+    """Megatron-LM, as :class:`~checkpointless.integrations.megatron.pretraining.Trainer`.
+
+    Its counters are arguments; of the iteration and the number of operations, which are variables of ``train``, the
+    arguments have the values at its start.
+
+    Attributes:
+        first: the iterations that were over when training began.
+        iteration: those that are over now.
+        operations: the floating-point operations of these.
+    """
+
+    name = "Megatron-LM"
+    takes_whole_batches = False
+
+    def __init__(self) -> None:
+        self._args = get_args()
+        self.first: int | None = None
+        self.iteration: int | None = None
+        self.operations: float | None = None
+
+    @property
+    def seed(self) -> int:
+        return int(self._args.seed)
+
+    def has_checkpoint(self) -> bool:
+        return bool(checkpoint_exists(self._args.load))
+
+    def counters(self) -> dict[str, Any]:
+        values = {name: getattr(self._args, name) for name in (TRAIN, VALID, "skipped_train_samples", *_VARIABLES)}
+        values[STEP] = values.pop("iteration")
+        values["first"] = self.first
+        if self.iteration is not None:
+            values[STEP] = self.iteration
+        if self.operations is not None:
+            values[_OPERATIONS] = self.operations
+        return values
+
+    def set_counters(self, values: Mapping[str, Any]) -> None:
+        values = dict(values)
+        self.first = values.pop("first", self.first)
+        for name, value in values.items():
+            setattr(self._args, "iteration" if name == STEP else name, value)
+
+    def samples(self) -> int:
+        return int(get_num_microbatches() * self._args.micro_batch_size * self._args.data_parallel_size)
+
+    def flops(self) -> dict[str, int]:
+        return {}
+
+    def set_flops(self, flops: Mapping[str, int]) -> None:
+        """Do nothing: packed sequences are counted in globals, for a line of the log."""
+
+
+_OPERATIONS = "num_floating_point_operations_so_far"
+_VARIABLES = ("iteration", _OPERATIONS)
+
+
+def _rows() -> tuple[list[Patch], list[Patch]]:
+    required = [
+        Patch(training, "get_megatron_optimizer", _get_optimizer, "has the model for which memory is asked"),
+        Patch(training, "get_optimizer_param_scheduler", _get_scheduler, "gives their state back to what was made"),
+        Patch(training, "load_checkpoint", _load_checkpoint, "storage is not asked for what memory had"),
+        Patch(training, "build_train_valid_test_data_iterators", _build_data, "positions the data"),
+        Patch(training, "build_train_valid_test_data_loaders", _build_loaders, "seeds workers by the batch"),
+        Patch(training, "cyclic_iter", _cyclic_iter, "begins in the middle of a pass"),
+        Patch(training, "train", _train, "adds what happens when the loop ends"),
+        Patch(training, "train_step", _train_step, "notes the outcome of a step, or gives it once more"),
+        Patch(training, "training_log", _training_log, "has what was added up before a fault"),
+        Patch(training, "checkpoint_and_decide_exit", _decide_exit, "has the number of operations"),
+    ]
+    queues = [
+        Patch(module, name, in_a_block(lambda *_: queue.Queue()), "no process is there to be interrupted")
+        for module, name in compat.queues_of_writers()
+    ]
+    return required, queues
+
+
+SEAMS = Seams("Megatron-LM", _rows)
+
+
+@in_a_block
+def _get_optimizer(generation: PretrainGeneration, call: Call) -> Any:
+    generation.begin(_MegatronLM())
+    generation.chunks = arguments_of(call)["model_chunks"]
+    return call()
+
+
+@in_a_block
+def _get_scheduler(generation: PretrainGeneration, call: Call) -> Any:
+    made = call()
+    generation.recover(generation.chunks, (arguments_of(call)["optimizer"], made))
+    return made
+
+
+@in_a_block
+def _load_checkpoint(generation: PretrainGeneration, call: Call) -> Any:
+    return (0, 0) if generation.recovered else call()  # build_data sets both
+
+
+@in_a_block
+def _build_data(generation: PretrainGeneration, call: Call) -> Any:
+    return generation.build_data(call)
+
+
+@in_a_block
+def _build_loaders(generation: PretrainGeneration, call: Call) -> Any:
+    return generation.seeded(call())
+
+
+@in_a_block
+def _cyclic_iter(generation: PretrainGeneration, call: Call) -> Any:
+    return call() if generation.loaders is None else generation.loaders.passes(*call.args)
+
+
+@in_a_block
+def _train(generation: PretrainGeneration, call: Call) -> Any:
+    trainer = _trainer(generation)
+    if trainer.first is None:
+        trainer.first = trainer.counters()[STEP]
+    result = call()
+    if not generation.is_started:  # there was no step left
+        generation.start()
+    generation.end()
+    return result
+
+
+@in_a_block
+def _train_step(generation: PretrainGeneration, call: Call) -> Any:
+    arguments = arguments_of(call)
+    if not generation.is_started:
+        generation.start()
+    _trainer(generation).iteration = arguments["iteration"]
+    generation.begin_step(arguments["model"])
+    return generation.train_step(call.func, arguments)
+
+
+@in_a_block
+def _training_log(generation: PretrainGeneration, call: Call) -> Any:
+    arguments = arguments_of(call)
+    generation.log(arguments["total_loss_dict"])
+    # After the first iteration of an entry, what is added up is not reset: after that of the training, it is not.
+    is_first = arguments["iteration"] - 1 == _trainer(generation).first
+    return call(is_first_iteration=is_first)
+
+
+@in_a_block
+def _decide_exit(generation: PretrainGeneration, call: Call) -> Any:
+    arguments = arguments_of(call)
+    trainer = _trainer(generation)
+    trainer.iteration, trainer.operations = arguments["iteration"], arguments[_OPERATIONS]
+    return call()
+
+
+def _trainer(generation: PretrainGeneration) -> _MegatronLM:
+    assert isinstance(generation.trainer, _MegatronLM)
+    return generation.trainer
+
+
+_FSDP = "does not know the shards of Megatron's FSDP and FSDP2", "it to False"
+_REFUSALS = (
+    Refusal("inprocess_restart", "shares a process with no other restart", "no --inprocess-restart"),
+    Refusal("enable_ft_package", "shares a process with no other watchdog", "no --enable-ft-package"),
+    Refusal("use_megatron_fsdp", *_FSDP),
+    Refusal("use_torch_fsdp2", *_FSDP),
+    Refusal(
+        "dataloader_type",
+        "does not know the position of an external data loader",
+        "--dataloader-type single or cyclic",
+        lambda value: value == "external",
+    ),
+    Refusal("full_validation", "does not know the pass of a whole validation", "--eval-iters"),
+    Refusal("hybrid_context_parallel", "does not know the position of its data", "no --hybrid-context-parallel"),
+    Refusal("iterations_to_skip", "counts no iteration without an update", "no --iterations-to-skip"),
+    Refusal("phase_transition_iterations", "does not know the position in a phase", "no phase transitions"),
+    Refusal("perform_rl_step", "does not know the state of rollouts", "no --perform-rl-step"),
+    Refusal("skip_train", "recovers trainings only", "no --skip-train"),
+    Refusal("moe_use_upcycling", "upcycles a model once only", "--load to the upcycled checkpoint"),
+    Refusal(
+        "moe_expert_rank_capacity_factor",
+        "does not know a step that is computed twice",
+        "no --moe-expert-rank-capacity-factor",
+        is_given,
+    ),
+    Refusal("qk_clip", "cannot guard parameters that change after the update", "no --qk-clip"),
+    Refusal(
+        "optimizer",
+        "cannot guard an optimizer that communicates in its step",
+        "--optimizer adam or sgd",
+        lambda value: value not in ("adam", "sgd"),
+    ),
+    Refusal("optimizer_cuda_graph", "cannot guard an update in a graph", "no --optimizer-cuda-graph"),
+    Refusal(
+        "rerun_mode",
+        "does not carry the statistics of determinism",
+        "--rerun-mode disabled or validate_results",
+        lambda value: value == "report_determinism_stats",
+    ),
+    Refusal("error_injection_rate", "repeats no injected error", "--error-injection-rate 0"),
+    Refusal("async_save", "does not go on with background saves", "no --async-save"),
+    Refusal("log_straggler", "cannot start its detector twice", "no --log-straggler"),
+    Refusal("run_workload_inspector_server", "cannot start its server twice", "no --run-workload-inspector-server"),
+    Refusal("use_pytorch_profiler", "cannot start a profiler twice", "no --use-pytorch-profiler"),
+)
+
+
+def refusal(arguments: Mapping[str, object]) -> str | None:
+    """Return why a training with these arguments of Megatron-LM cannot be recovered exactly.
+
+    Returns:
+        One line that says what to set; None if there is no obstacle.
+    """
+    return first_refusal(_REFUSALS, arguments.get)

@@ -1,0 +1,131 @@
+"""Test trainings with Megatron-LM's ``pretrain`` through faults, equal to the bit to those without."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from checkpointless.faults.ledger import fired
+from checkpointless.observability.report.verify import compare
+from tests.ranks.jobs import Job, run_job
+from tests.ranks.nemo_zygote import Zygote
+
+pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(400)]
+
+SCRIPT = str(Path(__file__).parent / "scripts" / "megatron_lm.py")
+PHASES = ("data", "forward", "backward", "sync", "before_optimizer", "optimizer", "after_optimizer", "between")
+Train = Callable[..., Job]
+
+
+@pytest.fixture(scope="module")
+def lm_zygote() -> Iterator[Zygote]:
+    zygote = Zygote(("checkpointless.megatron.pretrain", "tests.ranks.jobs"))
+    yield zygote
+    zygote.close()
+
+
+@pytest.fixture(scope="module")
+def train(lm_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Train:
+    """Return a function that trains with faults and compares; the undisturbed job is made once for each kind."""
+    undisturbed: dict[tuple[str, ...], Job] = {}
+
+    def run(args: tuple[str, ...], *faults: str) -> Job:
+        folder = tmp_path_factory.mktemp("lm")
+        args = tuple(each.replace("FOLDER", str(folder / "saved")) for each in args)
+        job = run_job(lm_zygote, folder / "run", 4, script=SCRIPT, args=args, faults=faults)
+        assert job.code == 0, job.story()
+        assert fired(job.run_dir) == {fault: 2 if fault.endswith("times=2") else 1 for fault in faults}
+        return job
+
+    def compared(steps: int, options: str, *faults: str, breaks: str = "") -> Job:
+        args = ("--train-iters", str(steps), *options.split())
+        if args not in undisturbed:
+            undisturbed[args] = run(args)
+        job = run((*args, f"--break={breaks}") if breaks else args, *faults)
+        verdict = compare(undisturbed[args].steps, job.steps)
+        assert verdict.equal, f"{verdict.sentence}\n{job.story()}"
+        assert verdict.steps == steps
+        assert len(job.incidents) >= bool(breaks)
+        assert logged(job) == logged(undisturbed[args])
+        return job
+
+    return compared
+
+
+def logged(job: Job) -> dict[str, str]:
+    """Return what Megatron has logged of each iteration and validation, the last time it did."""
+    log = job.log(3)
+    steps = re.findall(r"iteration +(\d+)/ +\d+ \| (consumed samples: +\d+) .*?(learning rate: .*)\n", log)
+    validations = re.findall(r"validation loss at (iteration \d+[\w ]*) \| (.*)\n", log)
+    assert steps
+    return {number: f"{samples} {rest}" for number, samples, rest in steps} | dict(validations)
+
+
+@pytest.mark.parametrize("kind", ["exception", "sigkill"])
+@pytest.mark.parametrize("layout", ["", "--tensor-model-parallel-size 2"], ids=["dp4", "tp2-dp2"])
+def test_every_phase(train: Train, layout: str, kind: str) -> None:
+    faults = [f"{kind}@{phase}:rank={place % 4},step={2 * place}" for place, phase in enumerate(PHASES, start=1)]
+    train(2 * len(PHASES) + 1, f"--num-distributed-optimizer-instances 2 --eval-interval 3 {layout}", *faults)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--pipeline-model-parallel-size 2 --bf16",
+        "--bf16 --overlap-grad-reduce --overlap-param-gather --global-batch-size 16",
+    ],
+    ids=["pp2", "overlap-accumulation"],
+)
+def test_layouts(train: Train, options: str) -> None:
+    faults = (
+        "sigkill@backward:rank=1,step=2",
+        "exception@optimizer:rank=0,step=4",
+        "exception@between:rank=2,step=5",
+    )
+    train(7, f"--num-distributed-optimizer-instances 2 --eval-interval 3 {options}", *faults)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_second_pass_over_the_data(train: Train, workers: int) -> None:
+    """There are five batches in a pass: the faults come in the second, at its ends, and in the third."""
+    faults = (
+        "exception@between:rank=0,step=5",
+        "sigkill@after_optimizer:rank=1,step=6",
+        "exception@backward:rank=2,step=8",
+        "sigkill@data:rank=3,step=11",
+    )
+    options = f"--few --dataloader-type cyclic --num-workers {workers} --log-interval 3 --eval-interval 4"
+    train(13, f"--num-distributed-optimizer-instances 2 {options}", *faults)
+
+
+@pytest.mark.parametrize("kind", ["exception", "sigkill"])
+@pytest.mark.parametrize("where", ["evaluate", "save_checkpoint"])
+def test_in_a_validation_and_in_a_save(train: Train, where: str, kind: str) -> None:
+    options = "--num-distributed-optimizer-instances 2 --eval-interval 2 --save FOLDER --save-interval 2"
+    train(6, options, breaks=f"{where}:{kind}:1:2")
+
+
+def test_a_checkpoint_that_was_loaded(train: Train, tmp_path: Path) -> None:
+    """After a fault, memory has more than the checkpoint with which the job began."""
+    options = f"--num-distributed-optimizer-instances 2 --save {tmp_path} --load {tmp_path} --save-interval 3"
+    train(3, options)
+    job = train(3, options)
+    assert "iteration" not in job.log(3) or job.steps
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ("--async-save", "async_save: checkpointless does not go on with background saves: set no --async-save"),
+        ("--full-validation", "full_validation: checkpointless does not know the pass of a whole validation"),
+    ],
+)
+def test_what_cannot_be_carried_through_a_fault_ends_the_job_at_once(
+    lm_zygote: Zygote, tmp_path: Path, options: str, reason: str
+) -> None:
+    job = run_job(lm_zygote, tmp_path / "run", 2, script=SCRIPT, args=("--train-iters", "3", options))
+    assert job.code == 1
+    assert reason in "\n".join(job.said)
