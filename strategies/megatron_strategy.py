@@ -132,7 +132,11 @@ class CheckpointlessMegatronStrategy(RecoverableStrategy, MegatronStrategy):
 
     @override
     def journal(self) -> StepJournal:
-        """Return the journal of the running trainer; before the adapters are added, that of the base model."""
+        """Return the journal of the running trainer; before the adapters are added, that of the base model.
+
+        Raises:
+            RuntimeError: the strategy has not been set up.
+        """
         if not self._awaits_adapters:
             return super().journal()
         manager = self.checkpoint_manager
@@ -185,7 +189,11 @@ class CheckpointlessMegatronStrategy(RecoverableStrategy, MegatronStrategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        """Set up model and optimizer, and install what recovery needs."""
+        """Set up model and optimizer, and install what recovery needs.
+
+        Args:
+            trainer: the trainer.
+        """
         super().setup(trainer)
         call = self._call
         fitting = trainer.state.fn == TrainerFn.FITTING
@@ -212,6 +220,9 @@ class CheckpointlessMegatronStrategy(RecoverableStrategy, MegatronStrategy):
         Args:
             whole: whether a checkpoint of the training itself is loaded, with its optimizer. That of a PEFT run
                 has only the adapters.
+
+        Raises:
+            BuildAnewError: everything has to be rebuilt, which the next entry does.
         """
         manager = self.checkpoint_manager
         if self.is_warm and (self.is_peft() or not (whole and self.ckpt_load_optimizer)):
@@ -269,7 +280,11 @@ class CheckpointlessMegatronStrategy(RecoverableStrategy, MegatronStrategy):
             self.adapters_added(peft.params_to_save)
 
     def adapters_added(self, params_to_save: Iterable[str]) -> None:
-        """Note that adapters, which NeMo saves under these names, are in place, unless memory is to fill them."""
+        """Note that the adapters are in place with their values, unless memory is about to give them the values.
+
+        Args:
+            params_to_save: the names of the parameters that NeMo saves as adapters.
+        """
         if self._fit is not None:
             self._fit.adapters_added({*params_to_save, *_trained_names(self.megatron_parallel)})
 

@@ -241,6 +241,10 @@ class CheckpointlessDDPStrategy(_TorchRecoverable, DDPStrategy):
     Inside a function wrapped with :class:`checkpointless.inprocess.HPWrapper` it finds the running wrapper and
     installs the rest. Elsewhere it behaves as ``DDPStrategy`` does with the same arguments. Each rank holds
     everything, so a rank that dies is filled by any other.
+
+    Args:
+        *args: the positional arguments of ``DDPStrategy``.
+        **options: the keyword arguments of ``DDPStrategy``.
     """
 
     @override

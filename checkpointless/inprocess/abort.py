@@ -207,7 +207,11 @@ class Abort(ABC):
         """Stop the activity."""
 
     def after_block(self, state: HPState) -> None:  # noqa: B027 - most have nothing to do then
-        """Stop, in the main thread after the block, what must not be touched while the block still runs."""
+        """Stop, in the main thread after the block, what must not be touched while the block still runs.
+
+        Args:
+            state: the rank's place in the job.
+        """
 
 
 class HPAbortTorchDistributed(Abort):

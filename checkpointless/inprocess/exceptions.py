@@ -32,7 +32,11 @@ class UnrecoverableError(RuntimeError):
 
 
 class StateLostError(UnrecoverableError):
-    """No rank holds the state any more, for a ``reason`` in one line."""
+    """No rank holds the state any more.
+
+    Args:
+        reason: what is missing, in one line.
+    """
 
     def __init__(self, reason: str) -> None:
         super().__init__(

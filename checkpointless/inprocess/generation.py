@@ -53,7 +53,15 @@ class Generation:
 
 @dataclass(frozen=True)
 class HPState:
-    """A rank's place in the job while it restarts: ``generation`` is over, for ``incident``, if that is known."""
+    """A rank's place in the job while it restarts.
+
+    Attributes:
+        rank: global rank.
+        world_size: number of ranks in the job.
+        local_rank: rank within this node.
+        generation: the generation that is over.
+        incident: id of the incident being handled, or None.
+    """
 
     rank: int
     world_size: int

@@ -694,7 +694,11 @@ class HPCallWrapper:
             self.parameter_update_lock.open()
 
     def launch(self, fn: Callable[..., _Result], *a: Any, **kw: Any) -> tuple[_Result | None, BaseException | None]:
-        """Run the block once; return its value and None, or None and the exception that it raised."""
+        """Run the block once.
+
+        Returns:
+            The block's return value and None, or None and the exception that the block raised.
+        """
         if self._entry is None:
             self._entry = _EntryStreams.capture(), _EntryModes()
         else:
@@ -715,6 +719,9 @@ class HPCallWrapper:
 
     def handle_fn_exception(self, call_ex: BaseException) -> None:
         """Report the block's exception to the agent, unless another rank's fault interrupted the block.
+
+        Args:
+            call_ex: the exception that the block raised.
 
         Raises:
             SystemExit: the job cannot continue.
@@ -743,8 +750,10 @@ class HPCallWrapper:
     def restart(self, term_ex: BaseException) -> None:
         """Abort, keep the state, clean up and check this process, so that it can re-enter the block.
 
-        The frames of ``term_ex``, which ended the block, are cleared, because they hold the old state. If this
-        process cannot continue, it asks to be replaced and ends; this method does not return then.
+        Args:
+            term_ex: the exception that ended the block; its frames are cleared, because they hold the old state.
+
+        If this process cannot continue, it asks to be replaced and ends; this method does not return then.
         """
         self.beat()  # it may have been taken for hung
         self._responder.adopt_incident()

@@ -274,8 +274,10 @@ class CheckpointManager(RankLocalKeeper):
                 self.copies.begin(call.generation, step, call.facts, holders_of(journal.state))
 
     def make_copies(self, step: int) -> None:
-        """Begin to copy this rank's state after ``step``, just committed, into the tiers in which that is due.
-        Collective.
+        """Begin to copy this rank's state into the tiers in which that is due. Collective.
+
+        Args:
+            step: the optimizer step that has just been committed.
         """
         journal = self._attached
         if self.copies and journal is not None:
@@ -286,6 +288,9 @@ class CheckpointManager(RankLocalKeeper):
         """Have what is this rank's own after ``step`` kept on another node, too, if there is one. Collective.
 
         This includes its random streams, the streams that the order of its data is drawn from, and its buffers.
+
+        Args:
+            step: the optimizer step, whose streams and buffers have been stored.
         """
         if self._replicates or not step & (step - 1):
             self.own.replicate(step, self._attached.state if self._attached is not None else None)
@@ -296,13 +301,20 @@ class CheckpointManager(RankLocalKeeper):
     # --- when a fault comes -----------------------------------------------------------------------------------
 
     def save_checkpoint(self, trainer: _LiveTrainer) -> None:
-        """Hold the state of ``trainer`` as it is now, as references and not copies."""
+        """Hold the state of ``trainer`` as it is now, as references and not copies.
+
+        Args:
+            trainer: a trainer whose strategy has ``journal()``.
+        """
         self._hold(_journal_of(trainer))
 
     def hold(self, error: BaseException | None = None) -> None:
-        """Hold the state of the generation that is over, after ``error`` has ended the block.
+        """Hold the state of the generation that is over, after the block was left because of a fault.
 
         If that generation had not got its state back yet, what was held before stays.
+
+        Args:
+            error: the exception that ended the block.
         """
         self.copies.leave()
         attached, self._attached = self._attached, None
@@ -583,6 +595,14 @@ class PEFTCheckpointManager(CheckpointManager):
 
     Raises:
         ValueError: as of ``CheckpointManager``, or ``tiers`` are given.
+
+    Attributes:
+        params_to_save: the names of all parameters and buffers that training may change; the strategy sets it when
+            the adapters have been added to the model.
+        base_model_weights: the frozen weights by key, as references to the running model's weights; None before
+            they were whole for the first time.
+        base_model_keys_to_extract: the keys of the frozen weights, in the order in which they are sent; None as
+            long as ``base_model_weights`` is None.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -626,7 +646,11 @@ class PEFTCheckpointManager(CheckpointManager):
         super().save_checkpoint(trainer)
 
     def maybe_save_base_model(self, trainer: _LiveTrainer) -> None:
-        """Keep references to the base model's weights, which are whole, if they are not kept yet."""
+        """Keep references to the base model's weights, if they are not kept yet.
+
+        Args:
+            trainer: a trainer whose weights are whole and whose strategy has ``journal()``.
+        """
         if self._base_model.weights is None:
             self._base_model.keep(_journal_of(trainer).state.tensors())
 

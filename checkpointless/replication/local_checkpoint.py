@@ -466,7 +466,11 @@ class ReplicationStrategy(ABC):
 
     @abstractmethod
     def retrieve_plan(self, globally_available_ids: Mapping[int, Sequence[str]], wanted: Sequence[str]) -> Plan:
-        """Plan how the ``wanted`` checkpoints come to this rank from the global ranks that have them.
+        """Plan how wanted checkpoints come from the ranks that have them.
+
+        Args:
+            globally_available_ids: the names of the checkpoints that each global rank has.
+            wanted: the names of the checkpoints that this rank asks for.
 
         Raises:
             NoReplicasAvailableError: no rank has a wanted checkpoint.
@@ -474,9 +478,14 @@ class ReplicationStrategy(ABC):
 
     @abstractmethod
     def retrieve_execute(self, plan: Plan, held: Mapping[str, Tree]) -> dict[str, Tree]:
-        """Carry a plan out, and return the checkpoints that this rank asked for, by name.
+        """Carry a plan out.
 
-        ``held`` has the checkpoints that this rank has, by name; at least those that it is to send.
+        Args:
+            plan: the plan that :meth:`retrieve_plan` returned.
+            held: the checkpoints that this rank has, by name; at least those that it is to send.
+
+        Returns:
+            The checkpoints that this rank asked for, by name.
         """
 
 

@@ -34,7 +34,10 @@ class StoredPart(Protocol):
     """One copy of a part in a store."""
 
     def read(self, is_shared: bool = False) -> Part:
-        """Return the part, after comparing every digest. If ``is_shared``, the caller changes nothing of it.
+        """Return the part, after comparing every digest.
+
+        Args:
+            is_shared: the caller changes nothing of it, so that a store in memory need not copy it.
 
         Raises:
             PartError: the copy cannot be used.
@@ -52,7 +55,9 @@ class PartStore(Protocol):
     def write(self, part: Part, holder: int) -> None:
         """Write a part durably: it is whole and survives a loss of power, or is not there at all.
 
-        It may be the own part of ``holder``, the rank that writes it, or another rank's.
+        Args:
+            part: a rank's own part or another rank's.
+            holder: the rank that writes it.
 
         Raises:
             OSError: it could not be written; nothing is left of it.
@@ -61,7 +66,8 @@ class PartStore(Protocol):
     def shelf(self, world_size: int) -> Shelf:
         """Return the copies that were written to their end, by save and part, whichever rank wrote them.
 
-        Parts of a job of another number of ranks are left out.
+        Args:
+            world_size: the number of ranks; parts of a job with another number are left out.
 
         Raises:
             OSError: the place cannot be read.
@@ -122,13 +128,21 @@ def register_store(scheme: str, open_: Callable[[str], PartStore]) -> None:
     """Let places whose names begin with ``scheme://`` be opened by a function.
 
     Such a name can be given wherever a directory can: to tiers, to local checkpoints and to copies of Megatron's
-    checkpoints. The function makes the store from what follows the scheme; it may raise ``OSError``.
+    checkpoints.
+
+    Args:
+        scheme: the scheme.
+        open_: makes the store of a place from what follows the scheme; it may raise ``OSError``.
     """
     _FACTORIES[scheme] = open_
 
 
 def open_store(place: str | os.PathLike[str], *folders: str) -> PartStore:
-    """Return the store of a place, in some folders of it: a directory's path, or ``scheme://...``.
+    """Return the store of a place: a directory, or another one whose scheme is registered.
+
+    Args:
+        place: the path of the directory, or ``scheme://...``.
+        *folders: the names of folders in it.
 
     Raises:
         OSError: the place cannot be used.
@@ -240,9 +254,12 @@ class _PartFile:
 
 
 class DirectoryStore:
-    """The part files in one directory, which the ranks of a node share (a :class:`PartStore`).
+    """The part files in one directory, which the ranks of a node share.
 
-    The directory is made if it does not exist, now and at each write: scratch may be purged.
+    It is a :class:`~checkpointless.replication.store.PartStore`.
+
+    Args:
+        root: the directory, which is made if it does not exist, now and at each write: scratch may be purged.
 
     Raises:
         OSError: the directory cannot be made, or other users can write to it.
@@ -263,7 +280,11 @@ class DirectoryStore:
             )
 
     def write(self, part: Part, holder: int) -> None:
-        """Write a part. The file gets its name only when it is whole and on the disk."""
+        """Write a part. The file gets its name only when it is whole and on the disk.
+
+        Raises:
+            OSError: the part could not be written, or the disk has no room for it; nothing is left of it.
+        """
         self._make()
         about, needed = os.statvfs(self.root), part.content.nbytes
         if needed > about.f_bavail * about.f_frsize:
@@ -301,6 +322,9 @@ class DirectoryStore:
         """Return the finished files, by save and part, whichever rank wrote them.
 
         After a node was replaced, a rank may find its part under another rank's name.
+
+        Raises:
+            OSError: the directory cannot be read.
         """
         shelf: dict[SaveId, dict[int, list[_PartFile]]] = defaultdict(lambda: defaultdict(list))
         for name, is_finished, path in self._files():

@@ -86,14 +86,20 @@ class Tier(ABC):
     def open(self, job: str, rank: int) -> PartStore:
         """Return the store in which this rank keeps parts, its own and its neighbors'.
 
-        Parts of other jobs must not be found: ``job`` names this one, by a letter or digit each.
+        Args:
+            job: names the job; a letter or digit each. Parts of other jobs must not be found.
+            rank: this rank.
 
         Raises:
             OSError: the place cannot be used.
         """
 
     def clear(self, store: PartStore) -> None:
-        """Remove what this rank keeps in the store, since the job has ended well. A failure is only logged."""
+        """Remove what this rank keeps, since the job has ended well. A failure is only logged.
+
+        Args:
+            store: what :meth:`open` returned.
+        """
         store.delete(lambda save: True)
 
     @property
@@ -107,6 +113,10 @@ class Tier(ABC):
 
     def distances(self, world_size: int, node_size: int) -> list[int]:
         """Return how many ranks apart the ranks may be that keep each other's copies, the best first.
+
+        Args:
+            world_size: the number of ranks of the job.
+            node_size: the number of ranks of a node.
 
         Raises:
             ValueError: the ranks cannot be divided like that; the message says what is possible.
@@ -405,7 +415,8 @@ class Copies:
     def agree(self, facts: Facts | None) -> _Lineage:
         """Learn from the other ranks what the training comes from, and require the same tiers. Collective.
 
-        The lineage is one that some rank knows, or a new one if the job has none yet.
+        Returns:
+            The lineage that some rank knows, or a new one if the job has none yet.
 
         Raises:
             UnrecoverableError: the ranks have different tiers.
@@ -425,8 +436,11 @@ class Copies:
     def open(self, required: bool = False) -> None:
         """Open the stores of all tiers, unless that was done. Collective.
 
+        Args:
+            required: whether every tier has to be there. Else one that is not costs its copies, with a warning.
+
         Raises:
-            UnrecoverableError: a place that is ``required`` cannot be used on some rank. Else it costs its copies.
+            UnrecoverableError: a place that is required cannot be used on some rank.
         """
         assert self.lineage is not None
         problems = []
@@ -491,11 +505,14 @@ class Copies:
     # --- while training -------------------------------------------------------------------------------------------
 
     def make(self, step: int, take: Callable[[], Snapshot | None]) -> None:
-        """Begin to make copies of the state after ``step``, just committed, in the tiers in which they are due.
-        Collective.
+        """Begin to make copies of the state after ``step`` in the tiers in which they are due. Collective.
 
-        ``take`` returns the state, whose tensors are the live ones; None if this rank has none to copy. What has
-        ended the copying before is raised.
+        Args:
+            step: the optimizer step that has just been committed.
+            take: returns the state, whose tensors are the live ones; None if this rank has none to copy.
+
+        Raises:
+            Exception: what has ended the copying.
         """
         copier, lineage = self._copier, self.lineage
         if copier is None or lineage is None:
@@ -513,7 +530,11 @@ class Copies:
             self._wait(copier, making.arrived)
 
     def settle(self, step: int) -> None:
-        """Wait until the update of ``step`` may change the state, and what is due after it may be begun."""
+        """Wait until the update of ``step`` may change the state, and what is due after it may be begun.
+
+        Raises:
+            Exception: what has ended the copying.
+        """
         copier = self._copier
         if copier is None or copier.making is None:
             return

@@ -75,8 +75,10 @@ class MegatronTraining(LoopTraining):
 
     @staticmethod
     def wrapper(wrapper: HPWrapper | None = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """Return a decorator: ``wrapper`` (None: ``HPWrapper()``) around a function that begins with
-        :meth:`prepare`.
+        """Return a decorator: ``wrapper`` around a function that begins with :meth:`prepare`.
+
+        Args:
+            wrapper: None: ``HPWrapper()``.
         """
 
         def decorate(function: Callable[..., Any]) -> Callable[..., Any]:

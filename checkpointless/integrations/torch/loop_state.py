@@ -55,11 +55,17 @@ logger = logging.getLogger(__name__)
 class Value:
     """A number or another plain value that a loop changes, as declared state::
 
-    average = Value(0.0)
-    training = PlainTraining(..., state={"average": average})
-    for step in training.steps(1000):
-        ...
-        average.value = 0.9 * average.value + 0.1 * loss.item()
+        average = Value(0.0)
+        training = PlainTraining(..., state={"average": average})
+        for step in training.steps(1000):
+            ...
+            average.value = 0.9 * average.value + 0.1 * loss.item()
+
+    Args:
+        value: the first value.
+
+    Attributes:
+        value: the value now.
     """
 
     def __init__(self, value: object = None) -> None:

@@ -11,12 +11,12 @@ from tests.unit.project.test_floors import MODULES, ROOT, tree_of
 
 #: The aim is 45,000 lines in 280 modules with 600 public names, and 200 KB of documentation.
 BUDGETS = {
-    "lines of the product": 53_256,
-    "modules of the product": 222,
-    "public names of the product": 779,
-    "lines of the tests": 59_863,
+    "lines of the product": 50_263,
+    "modules of the product": 215,
+    "public names of the product": 715,
+    "lines of the tests": 59_691,
     "bytes of docs/": 212_600,
-    "bytes of docs/architecture.md": 36_300,
+    "bytes of docs/architecture.md": 35_500,
     "bytes of docs/guarantees.md": 13_200,
     "lines of README.md": 130,
 }

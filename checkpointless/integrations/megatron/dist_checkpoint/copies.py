@@ -123,7 +123,9 @@ class Copies:
     def end(self, save: SaveId, is_whole: bool) -> None:
         """End a save: wait, not for long, until its copies are where they belong.
 
-        They are of no use unless all of the checkpoint is on storage.
+        Args:
+            save: the save.
+            is_whole: whether all of the checkpoint is on storage. Otherwise its copies are of no use.
         """
         # Checkpoints end in their order, and their tokens begin with the time: what began before never ends.
         ended = self._writing.get(save)

@@ -775,8 +775,10 @@ _PATCHES = Patches()
 def register(copies: Copies | None = None) -> None:
     """Make ``dist_checkpointing.save`` and ``load`` use our strategies when they are given none.
 
-    A later call takes the place of an earlier one. ``copies`` are those to keep and to load from; None: this
-    process's.
+    A later call takes the place of an earlier one.
+
+    Args:
+        copies: the copies to keep and to load from; None: those of this process.
 
     Raises:
         ImportError: this Megatron-core has no default strategies.
