@@ -30,6 +30,16 @@ def microbatches_calculator() -> num_microbatches_calculator.NumMicroBatchesCalc
     return num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR
 
 
+def startup_timestamps(training: ModuleType) -> dict[str, float | None]:
+    """Return the times of this process's start, by which ``pretrain`` chooses its first collectives (0.19).
+
+    Args:
+        training: the module ``megatron.training.training``.
+    """
+    timestamps: dict[str, float | None] = training._STARTUP_TIMESTAMPS
+    return timestamps
+
+
 # Megatron-Bridge (0.3.1, 0.6.2)
 
 

@@ -54,8 +54,23 @@ def pretrain(*args: Any, state: Mapping[str, Any] = MappingProxyType({}), **kwar
     if reason is not None:
         raise UnrecoverableError(reason)
     cleanup.install()
+    _put_back_timestamps()
     with SEAMS.entered(PretrainGeneration(call, state)):
         training.pretrain(*args, **kwargs)
+
+
+def _put_back_timestamps() -> None:
+    """Let this process enter ``pretrain`` with the timestamps of its first entry, which each entry changes.
+
+    A process that has entered it before would begin with a collective that a new one does not take part in.
+    """
+    timestamps = compat.startup_timestamps(training)
+    if not _first_timestamps:
+        _first_timestamps.update(timestamps)
+    timestamps.update(_first_timestamps)
+
+
+_first_timestamps: dict[str, float | None] = {}
 
 
 class _MegatronLM:

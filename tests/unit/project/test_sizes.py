@@ -11,9 +11,9 @@ from tests.unit.project.test_floors import MODULES, ROOT, tree_of
 
 #: The aim is 45,000 lines in 280 modules with 600 public names, and 200 KB of documentation.
 BUDGETS = {
-    "lines of the product": 50_263,
+    "lines of the product": 50_288,
     "modules of the product": 215,
-    "public names of the product": 715,
+    "public names of the product": 716,
     "lines of the tests": 59_691,
     "bytes of docs/": 212_600,
     "bytes of docs/architecture.md": 35_500,
