@@ -40,14 +40,14 @@ def train(lm_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Train:
         assert fired(job.run_dir) == {fault: 2 if fault.endswith("times=2") else 1 for fault in faults}
         return job
 
-    def compared(steps: int, options: str, *faults: str, breaks: str = "") -> Job:
+    def compared(steps: int, options: str, *faults: str, breaks: str = "", made: int | None = None) -> Job:
         args = ("--train-iters", str(steps), *options.split())
         if args not in undisturbed:
             undisturbed[args] = run(args)
         job = run((*args, f"--break={breaks}") if breaks else args, *faults)
         verdict = compare(undisturbed[args].steps, job.steps)
         assert verdict.equal, f"{verdict.sentence}\n{job.story()}"
-        assert verdict.steps == steps
+        assert verdict.steps == (steps if made is None else made)
         assert len(job.incidents) >= bool(breaks)
         assert logged(job) == logged(undisturbed[args])
         return job
@@ -108,24 +108,28 @@ def test_in_a_validation_and_in_a_save(train: Train, where: str, kind: str) -> N
     train(6, options, breaks=f"{where}:{kind}:1:2")
 
 
-def test_a_checkpoint_that_was_loaded(train: Train, tmp_path: Path) -> None:
+def test_a_checkpoint_that_was_loaded(lm_zygote: Zygote, train: Train, tmp_path: Path) -> None:
     """After a fault, memory has more than the checkpoint with which the job began."""
-    options = f"--num-distributed-optimizer-instances 2 --save {tmp_path} --load {tmp_path} --save-interval 3"
-    train(3, options)
-    job = train(3, options)
-    assert "iteration" not in job.log(3) or job.steps
+    common = f"--num-distributed-optimizer-instances 2 --load {tmp_path / 'saved'}"
+    saving = f"--train-iters 7 --save {tmp_path / 'saved'} --save-interval 100 --exit-interval 3 {common}"
+    job = run_job(lm_zygote, tmp_path / "run", 4, script=SCRIPT, args=tuple(saving.split()))
+    assert job.code == 0, job.story()
+    train(7, common, "sigkill@forward:rank=1,step=5", "exception@between:rank=2,step=6", made=4)
 
 
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ("--async-save", "async_save: checkpointless does not go on with background saves: set no --async-save"),
+        (
+            "--async-save --use-persistent-ckpt-worker",
+            "async_save: checkpointless does not go on with background saves: set no --async-save",
+        ),
         ("--full-validation", "full_validation: checkpointless does not know the pass of a whole validation"),
     ],
 )
 def test_what_cannot_be_carried_through_a_fault_ends_the_job_at_once(
     lm_zygote: Zygote, tmp_path: Path, options: str, reason: str
 ) -> None:
-    job = run_job(lm_zygote, tmp_path / "run", 2, script=SCRIPT, args=("--train-iters", "3", options))
+    job = run_job(lm_zygote, tmp_path / "run", 2, script=SCRIPT, args=("--train-iters", "3", *options.split()))
     assert job.code == 1
     assert reason in "\n".join(job.said)

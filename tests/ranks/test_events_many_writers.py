@@ -20,6 +20,7 @@ import sys, threading
 from pathlib import Path
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.events import EVENTS_FILE, EventLog
+from checkpointless.observability.telemetry.scribe import scribe
 rank, count = int(sys.argv[2]), int(sys.argv[3])
 log = EventLog(Path(sys.argv[1]) / EVENTS_FILE, rank=rank)
 
