@@ -103,7 +103,7 @@ def test_without_the_lines_of_its_diff_an_example_is_anybodys_script(
 
 
 def test_every_script_has_its_diff() -> None:
-    """NeMo's are in the README; the changed lines of Bridge's are marked in it; torchtitan's is its own."""
-    without = {"train_gpt", "train_bridge", "train_torchtitan"}
+    """NeMo's are in the README; the changed lines of Bridge's and Megatron-LM's are marked."""
+    without = {"train_gpt", "train_bridge", "train_megatron_lm", "train_torchtitan"}
     scripts = {path.stem for path in EXAMPLES.glob("train_*.py")} - without
     assert scripts == {*WITH_DIFF, *FULL, TRAINER}
