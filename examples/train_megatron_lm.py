@@ -35,6 +35,7 @@ DEFAULTS = shlex.split("""
 """)
 if not torch.cuda.is_available():
     DEFAULTS += ["--distributed-backend", "gloo"]
+sys.argv[1:1] = DEFAULTS  # arguments of the command line win
 
 
 def model_provider(pre_process=True, post_process=True, vp_stage=None, config=None, pg_collection=None):
@@ -87,7 +88,6 @@ def forward_step(data_iterator, model):
 
 @HPWrapper()  # in place of nothing
 def main():
-    sys.argv[1:1] = DEFAULTS
     args = parse_and_validate_args()
     pretrain(
         pretrain_cfg_container_from_args(args),
