@@ -49,6 +49,7 @@ def train(lm_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Train:
         assert verdict.equal, f"{verdict.sentence}\n{job.story()}"
         assert verdict.steps == (steps if made is None else made)
         assert len(job.incidents) >= bool(breaks)
+        assert "waited for each other" not in "\n".join(job.said), "ranks began differently"
         assert logged(job) == logged(undisturbed[args])
         return job
 

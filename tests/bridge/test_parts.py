@@ -195,3 +195,18 @@ def test_outside_of_a_block_bridge_is_its_own() -> None:
     finally:
         seams.SEAMS._patches.undo()
     assert (pretrain.train, train.train_step) == originals
+
+
+def test_an_abort_finds_the_workers_of_a_generation_that_has_left_the_block() -> None:
+    """Torch waits five seconds for each worker that is left to the garbage collector."""
+    generation: Any = SimpleNamespace(workers=lambda: ["an iterator with workers"])
+    found = pretrain_generation._Parts().loader_iterators
+    try:
+        with pytest.raises(KeyError), seams.SEAMS.entered(generation):
+            raise KeyError
+        assert found(None) == generation.workers()
+        with seams.SEAMS.entered(generation):
+            assert found(None) == generation.workers()
+        assert found(None) == []
+    finally:
+        seams.SEAMS._patches.undo()
