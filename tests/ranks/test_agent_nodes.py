@@ -115,7 +115,7 @@ def test_ranks_of_three_nodes_meet_and_end(tmp_path: Path) -> None:
     assert sorted(goes(nodes, 0)) == [0, 1, 2, 3, 4, 5]
 
 
-@pytest.mark.parametrize("rank", [0, pytest.param(3, marks=pytest.mark.long), 5])
+@pytest.mark.parametrize("rank", [*(pytest.param(rank, marks=pytest.mark.long) for rank in (0, 3)), 5])
 def test_a_rank_killed_on_any_node_is_respawned_alone(tmp_path: Path, rank: int) -> None:
     nodes = Nodes(tmp_path, 3, f"{rank}:4:0:SIGKILL")
     first, *others = nodes.end()

@@ -18,6 +18,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
 
 Calm = Callable[..., Job]
 STEPS = 14
+LONG = [pytest.param(kind, marks=pytest.mark.long) for kind in ("average", "draws")]
 #: In steps of the second and the third epoch; the last finds a rank whose process is new.
 FAULTS = (
     "exception@before_optimizer:rank=1,step=7",
@@ -50,7 +51,7 @@ def _equal(
     return job
 
 
-@pytest.mark.parametrize("kind", ["clip", "average", "scaler", "draws", "workers", "optimizer"])
+@pytest.mark.parametrize("kind", ["clip", "scaler", "workers", "optimizer", *LONG])
 def test_a_loop_gets_back_what_it_declares(nemo_zygote: Zygote, calm: Calm, tmp_path: Path, kind: str) -> None:
     job = _equal(nemo_zygote, calm, tmp_path, "contract_loop.py", (str(STEPS), kind), FAULTS)
     said = "\n".join(job.log(rank) for rank in range(2))
@@ -85,13 +86,14 @@ def test_an_optimizer_with_state_of_its_own_is_refused_where_it_is_not_registere
     [
         # Step 7 is the first of an epoch, whose persistent workers are started again.
         ("clip", ("exception@optimizer:rank=1,step=7", "sigkill@optimizer:rank=0,step=11")),
-        (
+        pytest.param(
             "average",
             (
                 "sigkill@forward:rank=0,step=4",
                 "exception@after_optimizer:rank=1,step=9",
                 "sigkill@between:rank=1,step=14",
             ),
+            marks=pytest.mark.long,
         ),
     ],
 )

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from checkpointless.faults.ledger import fired
-from checkpointless.observability.report.verify import compare
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.events import read_events
 from checkpointless.testing.demo.trainers import TRAINERS, Task
@@ -67,21 +66,3 @@ def test_many_incidents_leave_nothing_behind(
     assert threads[-1] <= threads[0], f"threads: {threads}"
     assert descriptors[-1] <= descriptors[0], f"descriptors: {descriptors}"
     assert memory[-1] - memory[1] < 64e6, f"bytes: {memory}"
-
-
-@pytest.mark.parametrize(
-    ("trainer", "layout"),
-    [
-        pytest.param("hsdp", {"tp": 2}, marks=pytest.mark.long),  # test_plain_fsdp2.py has a mesh of eight ranks
-        pytest.param("lightning-hsdp", {"tp": 2}, marks=pytest.mark.long),
-        pytest.param("megatron", {"tp": 2, "pp": 2}, marks=pytest.mark.long),
-    ],
-)
-def test_eight_ranks_share_models(
-    nemo_zygote: Zygote, tmp_path: Path, trainer: str, layout: dict[str, int]
-) -> None:
-    task = Task(nproc=8, steps=6, layout=layout, dropout=0.1)
-    faults = ("exception@backward:rank=5,step=3", "sigkill@optimizer:rank=2,step=5")
-    calm = train(nemo_zygote, tmp_path / "calm", trainer, 8, task)
-    verdict = compare(calm.steps, train(nemo_zygote, tmp_path / "rough", trainer, 8, task, *faults).steps)
-    assert verdict.equal, verdict.sentence

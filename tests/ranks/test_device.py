@@ -50,16 +50,26 @@ def train(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Call
 @pytest.mark.parametrize(
     ("layout", "faults", "replaced"),
     [
-        pytest.param(  # the next three have more of both
+        pytest.param(  # the others have both
             DP4,
             ("exception@backward:rank=2,step=3", "sigkill@before_optimizer:rank=1,step=5"),
             [(), (1,)],
             marks=pytest.mark.long,
         ),
-        (DP4, ("segfault@optimizer:rank=3,step=3", "exception@sync:rank=0,step=5"), [(3,), ()]),
+        pytest.param(
+            DP4,
+            ("segfault@optimizer:rank=3,step=3", "exception@sync:rank=0,step=5"),
+            [(3,), ()],
+            marks=pytest.mark.long,
+        ),
         (DP4, ("sigkill@backward:rank=1,step=4", "exception@recovery:rank=2,step=3"), [(1,), ()]),
         pytest.param(DP4, ("hang@forward:rank=1,step=4",), [(1,)], marks=pytest.mark.long),
-        (DP4_GRAPHS, ("sigkill@backward:rank=1,step=3", "exception@data:rank=2,step=5"), [(1,), ()]),
+        pytest.param(  # test_device_faults.py has graphs
+            DP4_GRAPHS,
+            ("sigkill@backward:rank=1,step=3", "exception@data:rank=2,step=5"),
+            [(1,), ()],
+            marks=pytest.mark.long,
+        ),
         pytest.param(
             TP2_PP2,
             ("sigkill@backward:rank=3,step=3", "hang@forward:rank=1,step=5"),

@@ -177,7 +177,7 @@ def test_a_save_goes_on_while_training_does(nemo_zygote: Zygote, tmp_path: Path)
     assert returned(outcomes, 6) == [[[rank], [rank]] for rank in range(2)]
 
 
-@pytest.mark.parametrize("fault", ["no_room", "kill_writer"])
+@pytest.mark.parametrize("fault", [pytest.param("no_room", marks=pytest.mark.long), "kill_writer"])
 def test_a_failed_write_to_storage_costs_that_checkpoint_only(job: Job, fault: str) -> None:
     before = [["no_room", "b"]] if fault == "no_room" else []
     after = [["kill_writer"]] if fault == "kill_writer" else []
@@ -225,6 +225,7 @@ def test_the_strategies_are_registered_by_one_call(job: Job) -> None:
     assert returned(job.run(["load_registered", "a", 1]), 0) == [True] * 2
 
 
+@pytest.mark.long  # test_recovery.py goes on from storage, and copies are loaded above
 def test_a_job_goes_on_from_the_copies_of_nemos_checkpoint(
     nemo_zygote: Zygote, undisturbed: Callable[..., Steps], tmp_path: Path
 ) -> None:

@@ -22,10 +22,11 @@ SCRIPTS = [
     # The script of HyperPod's documentation, with its imports changed as docs/coming-from-hyperpod.md says.
     (4, ["exception@backward:rank=1,step=3", "sigkill@forward:rank=2,step=4"], "hyperpod_documented"),
     (2, ["exception@backward:rank=1,step=6"], "lightning_ddp_by_name"),
-    (
+    pytest.param(
         3,
         ["exception@before_optimizer:rank=1,step=2", "sigkill@optimizer:rank=0,step=4"],
         "megatron_with_torch_optimizer",
+        marks=pytest.mark.long,
     ),
 ]
 
@@ -53,6 +54,7 @@ FEWER_STEPS = {
 # Their commands run in a folder of their own, because they name the same run directories.
 ALONE = {"your-own-job.md"}
 WORKPLACES = {
+    "quickstart": [document for document in DOCUMENTS if document.name in ("quickstart.md", "report.md")],
     "all": [document for document in DOCUMENTS if document.name not in ALONE],
     **{name: [document for document in DOCUMENTS if document.name == name] for name in sorted(ALONE)},
 }
@@ -74,7 +76,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(("ranks", "faults", "name"), SCRIPTS, ids=[name for _, _, name in SCRIPTS])
+@pytest.mark.parametrize(("ranks", "faults", "name"), SCRIPTS)
 def test_a_script_comes_through_its_faults(
     nemo_zygote: Zygote, folder: Path, ranks: int, faults: list[str], name: str
 ) -> None:
@@ -96,7 +98,7 @@ def test_a_script_comes_through_its_faults(
 
 
 @pytest.mark.parametrize(
-    "workplace", ["all", *(pytest.param(each, marks=pytest.mark.long) for each in sorted(ALONE))]
+    "workplace", ["quickstart", *(pytest.param(each, marks=pytest.mark.long) for each in ("all", *sorted(ALONE)))]
 )
 def test_the_commands_do_what_they_say(nemo_zygote: Zygote, folder: Path, workplace: str) -> None:
     done: dict[str, Any] = {}

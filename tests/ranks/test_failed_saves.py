@@ -148,6 +148,7 @@ def test_a_save_that_fails_costs_that_checkpoint(
     assert trained(job) == trained(calm.job(Run("", 13, nproc=NPROC)))  # saves change nothing of it
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("more", ["", pytest.param(",async-save", marks=pytest.mark.long)])
 def test_what_a_failed_save_would_have_replaced_stays(nemo_zygote: Zygote, run_dir: Path, more: str) -> None:
     """Two are kept, the best; each validation is better than the one before."""

@@ -16,8 +16,6 @@ from tests.ranks.example_diffs import EXAMPLES, FULL, ROOT, changed_lines, ranks
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
 
-#: Per commit test_examples.py has FSDP2 through faults.
-NAMES = [pytest.param(name, marks=pytest.mark.long if "fsdp2" in name else ()) for name in FULL]
 LIMIT_S = 240.0  # on a machine that is busy
 # Before an update; the rank that logs and saves is killed; in the step that begins with a validation.
 FAULTS = (
@@ -54,7 +52,8 @@ def _steps_shown(run_dir: Path) -> list[int]:
     return [each.step for each in shown.Scalars("loss")]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.long  # test_examples.py has the small ones
+@pytest.mark.parametrize("name", FULL)
 def test_a_full_example_comes_through_faults(tmp_path: Path, name: str) -> None:
     pytest.importorskip("tensorboard")
     script, calm, rough = EXAMPLES / f"{name}.py", tmp_path / "calm", tmp_path / "rough"
@@ -68,7 +67,7 @@ def test_a_full_example_comes_through_faults(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.long  # test_examples.py has the small ones
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FULL)
 def test_without_the_lines_of_its_diff_a_full_example_is_anybodys_script(tmp_path: Path, name: str) -> None:
     pytest.importorskip("tensorboard")
     _train(tmp_path / "run", stock_script(name, tmp_path))

@@ -31,8 +31,7 @@ def _train(zygote: Zygote, ranks: int, overrides: list[str], times: int = 1) -> 
 @pytest.mark.parametrize(
     "layout",
     [
-        # One has two replicas, stages and tensor-parallel ranks.
-        pytest.param(name, marks=pytest.mark.long if name in ("dp4", "tp2-dp2", "pp2-dp2", "ep2-dp4") else ())
+        pytest.param(name, marks=() if name == "pp2-dp2" else pytest.mark.long)  # below are tensor-parallel ranks
         for name in LAYOUTS
     ],
 )

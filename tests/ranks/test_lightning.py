@@ -41,11 +41,9 @@ def in_every_phase(kind: str, ranks: int = 4) -> list[str]:
 
 
 def calm_and_at_once(fault: str, *rows: tuple[Any, ...]) -> list[Any]:
-    """Return each row without a fault and with it; with it, all but the first are for make test-long."""
+    """Return each row without a fault, and with it for make test-long; test_plain_loop.py has one per commit."""
     calm = [pytest.param(*row, None, id=f"calm-{row[0]}") for row in rows]
-    marks = [() if at == 0 else pytest.mark.long for at in range(len(rows))]
-    again = [pytest.param(*row, fault, id=f"at-once-{row[0]}", marks=mark) for row, mark in zip(rows, marks)]
-    return calm + again
+    return calm + [pytest.param(*row, fault, id=f"at-once-{row[0]}", marks=pytest.mark.long) for row in rows]
 
 
 def logged(job: Job) -> list[dict[str, str]]:
@@ -175,6 +173,7 @@ def test_a_loader_that_follows_from_where_it_is_made(train: Train, features: str
     train("ddp", 28, *faults, features=features, ranks=2)
 
 
+@pytest.mark.long  # unit/strategies/data has loaders that are made again
 @pytest.mark.parametrize("every", ["1", pytest.param("2", marks=pytest.mark.long)])
 def test_loaders_that_are_made_in_each_epoch(nemo_zygote: Zygote, tmp_path: Path, every: str) -> None:
     """By an attribute that changes from epoch to epoch; epochs begin with steps 5 and 13. Hooks are counted."""
@@ -201,6 +200,7 @@ def test_a_state_of_the_data_that_is_emptied_with_each_epoch(train: Train, kind:
     train("ddp", 10, f"{kind}@backward:rank=1,step=9", features="emptied", ranks=2)
 
 
+@pytest.mark.long  # test_users_runs.py stops early, and has callbacks with state
 @pytest.mark.parametrize("kind", KILLS)
 def test_lightnings_own_callbacks(nemo_zygote: Zygote, tmp_path: Path, kind: str) -> None:
     """Those that go together, with a fault in the second epoch; training is stopped early, after the third.
@@ -225,7 +225,7 @@ def saves(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Job:
     )
 
 
-@pytest.mark.parametrize("what", ["raises-in-save", "killed-in-save"])
+@pytest.mark.parametrize("what", [pytest.param("raises-in-save", marks=pytest.mark.long), "killed-in-save"])
 def test_a_fault_within_a_save(nemo_zygote: Zygote, saves: Job, tmp_path: Path, what: str) -> None:
     job = run_job(nemo_zygote, tmp_path / "run", 2, script=SCRIPT, args=("7", "ddp", "saves", what))
     assert job.code == 0, job.story()
@@ -347,6 +347,7 @@ def test_a_step_of_the_modules_own(train: Train, features: str) -> None:
     train("ddp", 6, *faults, "exception@between:rank=0,step=5", features=features, ranks=2)
 
 
+@pytest.mark.long  # test_recovery.py has the first step
 @pytest.mark.parametrize(
     "fault",
     [

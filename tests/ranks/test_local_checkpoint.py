@@ -263,7 +263,7 @@ def test_nemos_own_callback_saves_and_resumes_although_a_node_is_lost(
     [
         pytest.param(2, {}, [6], marks=pytest.mark.long),
         pytest.param(2, {"is_async": True}, [6], marks=pytest.mark.long),
-        (2, {"resumes": ["two", "one"]}, [-1, 6]),
+        pytest.param(2, {"resumes": ["two", "one"]}, [-1, 6], marks=pytest.mark.long),
         pytest.param(4, {"replication": [2, 2], "lost": "node1"}, [6], marks=pytest.mark.long),
         (4, {"replication": [2, 2], "lost": "node0", "is_lazy": False, "is_async": True}, [6]),
         pytest.param(4, {"lost": "node1"}, [-1], marks=pytest.mark.long),

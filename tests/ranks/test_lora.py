@@ -99,18 +99,6 @@ def test_faults(disturb: Disturb) -> None:
             assert incident.target == 2 + 2 * index
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("kind", [pytest.param("exception", marks=pytest.mark.long), "sigkill"])
-def test_first_step(disturb: Disturb, kind: str) -> None:
-    job = disturb(3, f"{kind}@forward:rank=3,step=1", args=DROPOUT)
-    assert job.incidents[0].resumed_after == 0  # all ranks may have had their state by then, or not
-
-
-@pytest.mark.long
-def test_pipeline_stages_and_two_faults(disturb: Disturb) -> None:
-    disturb(5, "sigkill@backward:rank=3,step=2", "exception@between:rank=0,step=4", args=(*PP2, *DROPOUT))
-
-
 def test_a_new_process_is_given_the_base_model_once(disturb: Disturb) -> None:
     job = disturb(5, "sigkill@forward:rank=1,step=2", "exception@optimizer:rank=1,step=4")
     assert [incident.outcome for incident in job.incidents] == [Outcome.RESUMED, Outcome.RESUMED]
@@ -124,6 +112,7 @@ def test_a_new_process_is_given_the_base_model_once(disturb: Disturb) -> None:
         assert moved(job, rank) == [(0, 0), (0, 0)]
 
 
+@pytest.mark.long
 def test_the_base_model_is_kept_when_the_rest_of_a_recovery_fails(disturb: Disturb) -> None:
     job = disturb(5, "sigkill@between:rank=1,step=2", "exception@transfer:rank=3,step=2")
     assert len(job.incidents) == 2
@@ -234,6 +223,7 @@ def test_survivors_keep_base_model_and_adapters(disturb: Disturb, tmp_path: Path
         assert all(json.loads(line)["old"] == [] for line in lines), f"rank {rank}: {lines}"
 
 
+@pytest.mark.long
 def test_adapters_of_another_kind_are_added_anew(disturb: Disturb) -> None:
     dora = "peft._target_=nemo.collections.llm.peft.DoRA"
     job = disturb(4, "exception@backward:rank=2,step=3", args=(*DROPOUT, dora))

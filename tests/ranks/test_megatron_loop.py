@@ -58,9 +58,9 @@ def test_the_distributed_optimizer_in_every_phase(train: Train, kind: str) -> No
 @pytest.mark.parametrize(
     ("ranks", "layout"),
     [
-        (8, "tp=2 pp=2"),
+        pytest.param(8, "tp=2 pp=2", marks=pytest.mark.long),
         pytest.param(4, "tp=2 bf16=1 overlap=1", marks=pytest.mark.long),
-        pytest.param(4, "pp=2 distributed=0", marks=pytest.mark.long),
+        (4, "pp=2 distributed=0"),
         pytest.param(2, "distributed=0 bf16=1", marks=pytest.mark.long),
     ],
     ids=["tp2-pp2-dp2", "tp2-overlap", "pp2-fp32", "mixed-precision"],

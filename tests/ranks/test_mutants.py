@@ -119,60 +119,21 @@ def test_without_a_defect_every_bit_is_the_same(
 @pytest.mark.parametrize(
     ("scene", "defect", "quantity", "target"),
     [
-        pytest.param(
-            AFTER_UPDATE,
-            mutant("NoLock"),
-            Quantity.PARAMS,
-            3,
-            id="no-lock-and-an-update-made-again",
-            marks=pytest.mark.long,
-        ),
-        pytest.param(
-            FAILING,
-            mutant("LockWithoutTorn"),
-            Quantity.PARAMS,
-            3,
-            id="a-failed-update-not-noted",
-            marks=pytest.mark.long,
-        ),
         pytest.param(KILLED, mutant("StaleStreams"), Quantity.LOSS, 2, id="stale-streams"),
         *(
-            pytest.param(
-                KILLED,
-                mutant("StaleStreams", only=f"'{name}'"),
-                Quantity.LOSS,
-                2,
-                id=f"stale-{name}",
-                marks=pytest.mark.long,
+            pytest.param(scene, defect, quantity, target, id=name, marks=pytest.mark.long)
+            for name, scene, defect, quantity, target in (
+                ("no-lock-and-an-update-made-again", AFTER_UPDATE, mutant("NoLock"), Quantity.PARAMS, 3),
+                ("a-failed-update-not-noted", FAILING, mutant("LockWithoutTorn"), Quantity.PARAMS, 3),
+                ("stale-numpy", KILLED, mutant("StaleStreams", only="'numpy'"), Quantity.LOSS, 2),
+                ("stale-megatron", KILLED, mutant("StaleStreams", only="'source:megatron'"), Quantity.LOSS, 2),
+                ("no-streams", KILLED, mutant("LostStreams"), Quantity.LOSS, 2),
+                ("a-sample-skipped", KILLED, mutant("ShiftedData", samples=1), Quantity.LOSS, 2),
+                # What is left out of the plan has no digest that could be wrong: the losses show it.
+                ("a-tensor-not-offered", KILLED, left_out("source", "word_embeddings"), Quantity.LOSS, 2),
+                ("a-tensor-beside-its-place", KILLED, left_out("room", "word_embeddings"), Quantity.LOSS, 2),
+                ("a-tensor-not-taken-back", KILLED, left_out("own", "output_layer", 0), Quantity.LOSS, 2),
             )
-            for name in ("numpy", "source:megatron")
-        ),
-        pytest.param(KILLED, mutant("LostStreams"), Quantity.LOSS, 2, id="no-streams", marks=pytest.mark.long),
-        pytest.param(
-            KILLED,
-            mutant("ShiftedData", samples=1),
-            Quantity.LOSS,
-            2,
-            id="a-sample-skipped",
-            marks=pytest.mark.long,
-        ),
-        # What is left out of the plan has no digest that could be wrong: the losses show it.
-        pytest.param(KILLED, left_out("source", "word_embeddings"), Quantity.LOSS, 2, id="a-tensor-not-offered"),
-        pytest.param(
-            KILLED,
-            left_out("room", "word_embeddings"),
-            Quantity.LOSS,
-            2,
-            id="a-tensor-beside-its-place",
-            marks=pytest.mark.long,
-        ),
-        pytest.param(
-            KILLED,
-            left_out("own", "output_layer", 0),
-            Quantity.LOSS,
-            2,
-            id="a-tensor-not-taken-back",
-            marks=pytest.mark.long,
         ),
     ],
 )

@@ -73,7 +73,10 @@ def disturbed(
 
 @pytest.mark.parametrize(
     ("layout", "once", "call"),
-    [("ddp", "spawn", 'multiprocessing.set_start_method("spawn")'), ("sharded", "registry", 'register("model")')],
+    [
+        pytest.param("ddp", "spawn", 'multiprocessing.set_start_method("spawn")', marks=pytest.mark.long),
+        ("sharded", "registry", 'register("model")'),
+    ],
 )
 def test_every_rank_hands_its_state_to_a_new_process(
     calm: Calm, tmp_path: Path, layout: str, once: str, call: str
@@ -88,6 +91,7 @@ def test_every_rank_hands_its_state_to_a_new_process(
     assert job.out.count("found 600 in 700") == 4, job.out
 
 
+@pytest.mark.long  # above the two are on one node
 def test_ranks_of_two_nodes_hand_their_states_over(tmp_path: Path) -> None:
     """No two ranks hold the same, so that nothing else could restore them."""
     args = (str(STEPS), "sharded", "registry")

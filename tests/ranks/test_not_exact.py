@@ -48,6 +48,7 @@ def test_a_strict_job_ends_with_why(nemo_zygote: Zygote, tmp_path: Path, trainer
     assert not any("recovered" in line for line in job.said), job.story()
 
 
+@pytest.mark.long
 @TRAINERS
 def test_a_strict_job_that_is_exact_says_nothing(nemo_zygote: Zygote, tmp_path: Path, trainer: str) -> None:
     job = _train(nemo_zygote, tmp_path / "run", trainer, "nothing", strict=True)

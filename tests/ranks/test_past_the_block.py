@@ -14,6 +14,7 @@ from tests.ranks.nemo_zygote import Zygote
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
 
 STEPS = 6
+LONG = [pytest.param(word, marks=pytest.mark.long) for word in ("hparams", "buffer")]
 
 
 def fit(zygote: Zygote, run_dir: Path, word: str, *faults: str) -> Job:
@@ -32,7 +33,7 @@ def require_equal(zygote: Zygote, folder: Path, word: str, *faults: str) -> Job:
     return job
 
 
-@pytest.mark.parametrize("word", ["attribute", "hparams", "buffer"])
+@pytest.mark.parametrize("word", ["attribute", *LONG])
 def test_a_setup_that_tells_others_of_its_data(nemo_zygote: Zygote, tmp_path: Path, word: str) -> None:
     require_equal(nemo_zygote, tmp_path, word, "exception@backward:rank=1,step=3")
 

@@ -70,8 +70,8 @@ def _equal(zygote: Zygote, calm: Calm, folder: Path, habit: str, faults: Sequenc
 @pytest.mark.parametrize(
     "habit",
     [
-        "averages",
-        "modes",
+        pytest.param("averages", marks=pytest.mark.long),  # test_contract.py has averages
+        pytest.param("modes", marks=pytest.mark.long),  # test_megatron_loop.py has modes
         "extra-state",
         "validates",
         pytest.param("exchanges", marks=pytest.mark.long),

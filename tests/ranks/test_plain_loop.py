@@ -44,6 +44,7 @@ def test_a_plain_adamw_is_protected(
     job.assert_same(undisturbed.steps, STEPS)
 
 
+@pytest.mark.long
 def test_a_filled_rank_has_used_its_groups_more_often_than_others(
     nemo_zygote: Zygote, tmp_path: Path, undisturbed: Job
 ) -> None:
@@ -90,7 +91,7 @@ def test_nobody_left_ends_the_job_with_the_reason(nemo_zygote: Zygote, tmp_path:
     assert "no living rank holds the shard of ranks 0, 1, 2" in job.said[-1]
 
 
-@pytest.mark.parametrize("kind", ["exception", "sigkill"])
+@pytest.mark.parametrize("kind", [pytest.param("exception", marks=pytest.mark.long), "sigkill"])
 def test_parameters_that_the_loop_frees_and_freezes(nemo_zygote: Zygote, tmp_path: Path, kind: str) -> None:
     """It does so once, in steps 4 and 7: what is trained afterwards belongs to the state."""
 

@@ -61,6 +61,7 @@ def transfers(job: Job, rank: int) -> list[dict[str, object]]:
     ]
 
 
+@pytest.mark.long  # test_transfer.py has such reports
 def test_a_fill_says_what_came_from_where(disturb: Disturb) -> None:
     job = disturb(6, 4, "sigkill@forward:rank=1,step=2", args=(*THREE_HOLDERS, *SMALL_BUCKETS))
     (fill,) = transfers(job, 1)
@@ -80,6 +81,7 @@ def test_a_source_killed_in_the_middle_of_a_transfer(disturb: Disturb) -> None:
     assert job.incidents[-1].target == 2
 
 
+@pytest.mark.long  # one is killed above, and one raises below
 @pytest.mark.parametrize(
     "args",
     [
@@ -94,6 +96,7 @@ def test_a_source_that_raises_in_the_middle_of_a_transfer(disturb: Disturb, args
     assert job.incidents[-1].target == 2
 
 
+@pytest.mark.long  # test_transfer.py has damaged buckets
 @pytest.mark.parametrize("args", [pytest.param((), id="dp4"), pytest.param(EP2, id="ep2", marks=pytest.mark.long)])
 def test_a_bucket_damaged_on_the_way_is_fetched_again(disturb: Disturb, args: tuple[str, ...]) -> None:
     faults = ("sigkill@between:rank=0,step=2", "bitflip@transfer:rank=2,step=2")
@@ -118,14 +121,6 @@ def test_a_bit_that_flipped_in_one_of_many_replicas_is_mended_before_it_spreads(
     assert fill["sources"] == sources
 
 
-@pytest.mark.long
-def test_a_source_of_experts_killed_in_the_middle_of_a_transfer(disturb: Disturb) -> None:
-    faults = ("sigkill@between:rank=0,step=2", "sigkill@transfer:rank=4,step=2")
-    job = disturb(8, 4, *faults, args=(*EP2_FOUR_HOLDERS, *SMALL_BUCKETS))
-    assert job.incidents[-1].outcome is Outcome.RESUMED
-    assert job.incidents[-1].target == 2
-
-
 def test_a_bit_that_flipped_in_one_of_two_replicas_is_found_and_nobody_guesses(
     nemo_zygote: Zygote, tmp_path: Path
 ) -> None:
@@ -148,6 +143,7 @@ def test_a_second_fault_after_the_gradients_were_let_go(disturb: Disturb) -> Non
     assert job.incidents[-1].target == 2
 
 
+@pytest.mark.long  # test_users_runs.py loses a node with streams of its own
 @pytest.mark.parametrize("fault", ["sigkill@before_optimizer:rank=1,step=4"])
 def test_streams_lost_with_a_node_come_back_from_the_next(disturb: Disturb, fault: str) -> None:
     args = (*DROPOUT, *JUMP, LOST_BOARD.format(ranks="[1,3]"))
@@ -162,6 +158,7 @@ def test_streams_that_are_nowhere_are_not_replaced_by_others(nemo_zygote: Zygote
     assert "the random streams of rank 1 after step 3 are lost" in job.said[-1]
 
 
+@pytest.mark.long  # unit/recovery/test_decide.py decides so
 @pytest.mark.parametrize(
     "args",
     [

@@ -32,6 +32,7 @@ def test_where_an_epoch_begins_and_ends(train: Train, kind: str) -> None:
     train("ddp", STEPS, *at_the_edges(kind), features="positioned,weighted", ranks=2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["exception", pytest.param("sigkill", marks=pytest.mark.long)])
 def test_after_a_fault_in_the_first_step_each_epoch_has_an_order_of_its_own(train: Train, kind: str) -> None:
     train("ddp", STEPS, f"{kind}@forward:rank=1,step=1", features="positioned,weighted", ranks=2)

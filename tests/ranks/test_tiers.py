@@ -185,6 +185,7 @@ def test_a_rank_and_its_neighbor_are_lost_and_nothing_else_has_a_copy(nemo_zygot
     assert "no tier (neighbor memory) has the state of ranks 0, 1 after step 3" in job.said[-1]
 
 
+@pytest.mark.long  # test_nodes.py loses nodes
 def test_a_node_is_lost_whose_shards_nobody_else_trains_with(
     nemo_zygote: Zygote, undisturbed: Callable[..., Steps], tmp_path: Path
 ) -> None:

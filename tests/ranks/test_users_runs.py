@@ -154,46 +154,20 @@ def test_a_fault_outside_of_training(calm: Calm, tmp_path: Path, run: Run, where
 @pytest.mark.parametrize(
     ("defect", "run", "faults"),
     [
-        pytest.param(
-            "buffers_are_not_taken_back",
-            BATCHNORM,
-            ("exception@before_optimizer:rank=1,step=4",),
-            marks=pytest.mark.long,
-        ),
         ("buffers_are_a_peers", OWN_BUFFERS, ("sigkill@before_optimizer:rank=1,step=4",)),
         pytest.param("callbacks_are_a_step_ahead", KEEPERS, LATE, marks=pytest.mark.long),
-        pytest.param(
-            "validations_are_repeated",
-            STOPS,
-            ("exception@before_optimizer:rank=1,step=5",),
-            marks=pytest.mark.long,
-        ),
-        pytest.param(
-            "entry_streams_are_stale",
-            RANDPERM,
-            ("exception@before_optimizer:rank=1,step=4",),
-            marks=pytest.mark.long,
-        ),
-        pytest.param(
-            "accumulated_metrics_begin_anew", METRICS, ("exception@forward:rank=1,step=7",), marks=pytest.mark.long
-        ),
-        pytest.param(
-            "accumulated_metrics_are_a_peers", METRICS, ("sigkill@forward:rank=1,step=7",), marks=pytest.mark.long
-        ),
-        pytest.param(
-            "what_a_step_has_logged_is_lost",
-            METRICS,
-            ("exception@after_optimizer:rank=1,step=3",),
-            marks=pytest.mark.long,
-        ),
-        pytest.param(
-            "batches_are_counted_anew", STARTS, ("exception@forward:rank=1,step=4",), marks=pytest.mark.long
-        ),
-        pytest.param(
-            "hooks_at_the_start_are_not_taken_back",
-            STARTS,
-            ("exception@forward:rank=1,step=4",),
-            marks=pytest.mark.long,
+        *(
+            pytest.param(defect, run, (fault,), marks=pytest.mark.long)
+            for defect, run, fault in (
+                ("buffers_are_not_taken_back", BATCHNORM, "exception@before_optimizer:rank=1,step=4"),
+                ("validations_are_repeated", STOPS, "exception@before_optimizer:rank=1,step=5"),
+                ("entry_streams_are_stale", RANDPERM, "exception@before_optimizer:rank=1,step=4"),
+                ("accumulated_metrics_begin_anew", METRICS, "exception@forward:rank=1,step=7"),
+                ("accumulated_metrics_are_a_peers", METRICS, "sigkill@forward:rank=1,step=7"),
+                ("what_a_step_has_logged_is_lost", METRICS, "exception@after_optimizer:rank=1,step=3"),
+                ("batches_are_counted_anew", STARTS, "exception@forward:rank=1,step=4"),
+                ("hooks_at_the_start_are_not_taken_back", STARTS, "exception@forward:rank=1,step=4"),
+            )
         ),
     ],
 )

@@ -119,6 +119,7 @@ def test_scales_that_follow_from_earlier_steps(disturb: Disturb, layout: tuple[s
     assert not any(each["kept"] for each in told(job)), "scales belong to a step"
 
 
+@pytest.mark.long  # unit/megatron/test_scales.py has scales
 @pytest.mark.parametrize("recipe", ["delayed", pytest.param("tensorwise", marks=pytest.mark.long)])
 def test_parameters_in_fp8(disturb: Disturb, recipe: str) -> None:
     """They are quantised by a collective, for which no rank may wait behind the lock of an update.

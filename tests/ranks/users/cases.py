@@ -295,6 +295,9 @@ CASES = (
 LONG = frozenset(
     {
         "hooks at the start",
+        "batch norm, before the update",  # test_recorded.py has batch norm
+        "own buffers, in the update",
+        "an order drawn in the block",
         "large buffers that are equal, sigkill",
         "loggers' rows of a step that validates",
         "shuffled validations",

@@ -14,7 +14,7 @@ BUDGETS = {
     "lines of the product": 50_288,
     "modules of the product": 215,
     "public names of the product": 716,
-    "lines of the tests": 59_715,
+    "lines of the tests": 59_645,
     "bytes of docs/": 212_600,
     "bytes of docs/architecture.md": 35_500,
     "bytes of docs/guarantees.md": 13_200,
