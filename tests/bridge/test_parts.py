@@ -37,7 +37,7 @@ def _rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parallel_state, "get_data_parallel_rank", lambda: 1)
 
 
-def made(kind: str, consumed: int, workers: int = 0) -> Any:
+def made(kind: str, consumed: int, workers: int = 0, drop_last: bool = True) -> Any:
     return build_pretraining_data_loader(
         torch.arange(SAMPLES),
         consumed,
@@ -50,18 +50,19 @@ def made(kind: str, consumed: int, workers: int = 0) -> Any:
         global_batch_size=GLOBAL,
         pin_memory=False,
         persistent_workers=workers > 0,
+        drop_last=drop_last,
     )
 
 
 @pytest.mark.parametrize("began", [0, 8])
-@pytest.mark.parametrize("kind", ["cyclic", "batch"])
-def test_a_pass_goes_on_where_it_stood_wherever_that_was(kind: str, began: int) -> None:
-    """Bridge alone is right as long as it does not resume."""
-    each = RANKS if kind == "cyclic" else GLOBAL  # samples of all ranks in one batch of the loader
-    expected = [batch.tolist() for batch in itertools.islice(cyclic_iter(made(kind, began)), 40)]
+@pytest.mark.parametrize(("kind", "drop_last"), [("cyclic", True), ("batch", True), ("batch", False)])
+def test_a_pass_goes_on_where_it_stood_wherever_that_was(kind: str, drop_last: bool, began: int) -> None:
+    """Bridge alone is right as long as it does not resume. Without ``drop_last`` the last batch is filled up."""
+    size = RANKS if kind == "cyclic" else GLOBAL  # samples of all ranks in one batch of the loader
+    expected = [each.tolist() for each in itertools.islice(cyclic_iter(made(kind, began, 0, drop_last)), 40)]
     for taken in range(30):
         loaders = Loaders(True, {"train": began}, seed=1)
-        loader = made(kind, began + taken * each)
+        loader = made(kind, began + taken * size, 0, drop_last)
         loaders.made([loader, None, None])
         found = [batch.tolist() for batch in itertools.islice(loaders.passes(loader), 10)]
         assert found == expected[taken : taken + 10], f"after {taken} batches"
