@@ -71,6 +71,8 @@ def show_report(report: Report, page: Console) -> None:
         page.print(_device_table(report))
     if report.failed_saves:
         page.print(_failed_save_table(report))
+    if report.stragglers:
+        page.print(_straggler_table(report))
     page.print(_time_table(report))
     if report.comparison is not None and report.comparison.restarts:
         page.print(_restart_table(report.comparison))
@@ -158,6 +160,16 @@ def _device_table(report: Report) -> Table:
     for each in report.devices:
         row = (each.node, str(each.rank), each.why, each.remedy)
         table.add_row(*(wording.printable(text, _LONGEST_CAUSE) for text in row))
+    return table
+
+
+def _straggler_table(report: Report) -> Table:
+    columns = ("rank", "node", "slow in", "found after step", "work of a step", "usually", "lasted")
+    table = Table(*columns, title="slow ranks", title_justify="left")
+    for each in report.stragglers:
+        lasted = "to the end" if each.lasted_s is None else wording.duration(each.lasted_s)
+        where = (str(each.rank), str(each.node), each.why, str(each.step))
+        table.add_row(*where, wording.duration(each.own_s), wording.duration(each.usual_s), lasted)
     return table
 
 

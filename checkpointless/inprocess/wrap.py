@@ -55,6 +55,7 @@ from checkpointless.inprocess.finalize import CheckpointlessFinalizeCleanup, cle
 from checkpointless.inprocess.generation import Generation, HPState, StepTracker
 from checkpointless.inprocess.health_check import CudaHealthCheck, bounded, time_limit, wait_for_device
 from checkpointless.inprocess.memory import memory_status, reset_peak
+from checkpointless.inprocess.pace import StepPace
 from checkpointless.inprocess.parameter_update_lock import ParameterUpdateLock
 from checkpointless.launcher.client import (
     AgentClient,
@@ -552,6 +553,7 @@ class HPCallWrapper:
         facts: what this rank's block recorded for later generations and for a successor of this process.
         blocks: where this is among the blocks of the script.
         board: this rank's board (None under another launcher).
+        pace: measures what this rank does by itself in each step.
         restart_in_process: if False, this process is replaced after a fault instead of re-entering the block.
         faults: causes this generation's faults: the job's, or else a script's own (None: there are none).
     """
@@ -569,6 +571,7 @@ class HPCallWrapper:
         self.client: RankClient = wrapper.hp_api_factory()
         self._now = Generation(own_generation())
         self.steps = StepTracker(self._now, self.board)
+        self.pace = StepPace(self.board)
         self._succession = _Succession(self._now, self.client, self.steps, self.blocks, wrapper.restart)
         self._main = MainThread()
         self._responder = FaultResponder(
@@ -691,6 +694,7 @@ class HPCallWrapper:
             self.steps.enter()
             if self.board is not None:
                 self.board.set_generation(go.generation)
+                self.pace.restart()
             self.parameter_update_lock.open()
 
     def launch(self, fn: Callable[..., _Result], *a: Any, **kw: Any) -> tuple[_Result | None, BaseException | None]:
@@ -823,6 +827,7 @@ class HPCallWrapper:
     def begin_step(self, step: int) -> None:
         """Report that optimizer step ``step`` begins."""
         self.steps.begin(step)
+        self.pace.fetches()
 
     def committed(self, step: int) -> None:
         """Report that the rank's state is the state after ``step``."""
@@ -838,8 +843,12 @@ class HPCallWrapper:
 
     def enter_phase(self, phase: str, step: int, target: Callable[[], Any] | None = None) -> None:
         """Report ``phase`` of ``step``, as fault specs name it; ``target`` returns the tensor that it works on."""
+        if phase != FaultPhase.BEFORE_OPTIMIZER.value:
+            self.pace.enter(phase)
         if self.faults is not None:
             self.faults.at(FaultPhase(phase), step, self.generation, target)
+        if phase == FaultPhase.BEFORE_OPTIMIZER.value:  # what is injected there is work of the step
+            self.pace.enter(phase)
 
     # ---- the end
 

@@ -23,6 +23,7 @@ from checkpointless.replication.handover import Saves, Snapshot, clear, hand_ove
 from checkpointless.replication.tiers import Copies, Tier
 from checkpointless.state.held_state import HeldState
 from checkpointless.state.journal import Built, StepJournal
+from checkpointless.state.module_tensors import TrainingTensors
 from checkpointless.state.port import DATA, SnapshotPoint, TrainingState, groups_of, holders_of
 from checkpointless.state.rank_local.state import RankLocalKeeper, RankLocalState
 from checkpointless.state.serialization.digest import MemoryChecksumManager
@@ -270,6 +271,8 @@ class CheckpointManager(RankLocalKeeper):
         call = active_call_wrapper()
         if call is not None:
             call.steps.begin_after(step)
+            if isinstance(journal.state, TrainingTensors):
+                call.pace.begin(journal.state.modules, journal.state.wrappers)
             if self.copies:
                 self.copies.begin(call.generation, step, call.facts, holders_of(journal.state))
 

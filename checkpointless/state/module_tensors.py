@@ -251,7 +251,7 @@ class TrainingTensors:
         self._groups = _ParamGroups(self._torch_optimizers)
         self._sizes = _sizes_of(self._torch_optimizers)
         self._all_modules = [part for module in self.modules for part in module.modules()]
-        self._wrappers = [part for part in self._all_modules if isinstance(part, DistributedDataParallel)]
+        self.wrappers = [part for part in self._all_modules if isinstance(part, DistributedDataParallel)]
         # As they are now: while FSDP2 computes, whole parameters are in the places of the divided ones.
         self._all_parameters = [each for module in self.modules for each in module.parameters()]
 
@@ -374,7 +374,7 @@ class TrainingTensors:
     def capture(self) -> Callable[[], dict[str, Any]]:
         """Capture param groups, which modules train, which parameters are trained, and what DDP does next."""
         groups, modes = self._groups.take(), list(map(_training, self._all_modules))
-        trained, syncs = list(map(_requires_grad, self._all_parameters)), list(map(_syncs, self._wrappers))
+        trained, syncs = list(map(_requires_grad, self._all_parameters)), list(map(_syncs, self.wrappers))
         own = {
             number: state_tree.copy(each.get(optimizer))
             for number, optimizer in enumerate(self._torch_optimizers)
@@ -454,7 +454,7 @@ class TrainingTensors:
         modes, trained = captured.get("modes", ()), captured.get("trained", ())
         for part, mode in zip(self._all_modules, modes) if len(modes) == len(self._all_modules) else ():
             part.training = mode
-        for wrapper, syncs in zip(self._wrappers, captured.get("syncs", ())):
+        for wrapper, syncs in zip(self.wrappers, captured.get("syncs", ())):
             wrapper.require_forward_param_sync = syncs
         fits = len(trained) == len(self._all_parameters)
         for each, is_trained in zip(self._all_parameters, trained) if fits else ():

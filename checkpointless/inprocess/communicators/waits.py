@@ -32,6 +32,15 @@ logger = logging.getLogger(__name__)
 rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")  # Any: a module, private parts included
 
 _TURN = timedelta(milliseconds=50)
+
+
+class _Waited:
+    """For how many seconds the main thread of this process has waited for others in Python, over gloo."""
+
+    seconds = 0.0
+
+
+waited = _Waited()
 _TIMED_OUT = "Operation timed out"
 # The c10d::OpType of each work whose wait can be split into turns. Of the others, a send or receive fails if its
 # wait times out, and gloo's reduce-scatter (which has no separate type) waits until it completes, whatever the
@@ -55,9 +64,13 @@ def interruptible_wait(original: Callable[..., Any]) -> Callable[..., bool]:
             return bool(original(work))  # no other thread is interrupted
         if torch.cuda.is_initialized() and _is_of_nccl(work):
             return bool(original(work))
-        if work._get_op_type() in _IN_TURNS:
-            return _wait_in_turns(original, work)
-        return run_in_helper_thread(lambda: bool(original(work)))
+        began_s = time.perf_counter()
+        try:
+            if work._get_op_type() in _IN_TURNS:
+                return _wait_in_turns(original, work)
+            return run_in_helper_thread(lambda: bool(original(work)))
+        finally:
+            waited.seconds += time.perf_counter() - began_s
 
     return wait
 

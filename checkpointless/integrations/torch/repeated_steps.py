@@ -176,6 +176,7 @@ class _NotesInputs:
         if not (has_gradients and module.training):
             repeated_steps.was_validated = True
         if has_gradients and call is not None and call.steps.making > 0:
+            call.pace.computes()
             given = [each for each in _tensors_in([args, kwargs]) if each.grad_fn is None]
             repeated_steps.take(call.steps.making, given)
 

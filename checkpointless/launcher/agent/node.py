@@ -19,6 +19,7 @@ from checkpointless.launcher.agent.ranks.fork_server import ForkServer
 from checkpointless.launcher.agent.ranks.process_keeper import EXIT_GRACE_S, LocalRank, NodeJobState, ProcessKeeper
 from checkpointless.launcher.coordinator.coordinator import FAILED
 from checkpointless.launcher.coordinator.hang_watch import SHARING, Heartbeat
+from checkpointless.launcher.coordinator.stragglers import pace_of
 from checkpointless.launcher.protocol.board import NO_STEP, BoardReading
 from checkpointless.launcher.protocol.causes import signal_name
 from checkpointless.launcher.protocol.channel import LOOPBACK
@@ -38,6 +39,7 @@ from checkpointless.launcher.protocol.node_messages import (
     NodeMessage,
     OneEnded,
     OpenStore,
+    Paces,
     Progress,
     RankEnded,
     RankStanding,
@@ -158,6 +160,7 @@ def _has_only_to_end(rank: LocalRank) -> bool:
 _PROGRESS_EVERY_S = 0.25
 _SILENT_EVERY_S, _SILENT_RARELY_S = 0.2, 5.0  # the longer a silence is, the less its length in seconds means
 _SILENT_SHARE = 1 / 100
+_PACES_EVERY_S = 0.5
 _WARM_UP_STEPS = 2  # the first of a generation compile, connect and allocate
 
 
@@ -254,6 +257,26 @@ class _BeatWatch:
             self._report(Silent([_silence_of(rank, age_s, readings[rank.number]) for rank, age_s in silent]))
 
 
+class _PaceWatch:
+    """Reports what the ranks do by themselves in a step, now and then, to whoever compares them."""
+
+    def __init__(self, report: Callable[[NodeMessage], None]) -> None:
+        self._report = report
+        self._steps = -1
+        self._tell_at_s = 0.0
+
+    def look(self, ranks: Collection[LocalRank], generation: int, now_s: float) -> None:
+        if now_s < self._tell_at_s or any(rank.state is not RankState.RUNNING for rank in ranks):
+            return
+        self._tell_at_s = now_s + _PACES_EVERY_S
+        read = {rank.number: rank.board.pace.read() for rank in ranks}
+        paces = [pace_of(number, reading) for number, reading in read.items() if reading.own]
+        steps = sum(pace.steps for pace in paces)
+        if paces and steps != self._steps:
+            self._report(Paces(generation, paces))
+        self._steps = steps
+
+
 def _silence_of(rank: LocalRank, age_s: float, reading: BoardReading) -> SilentRank:
     look, beats = ProcessLook.at(rank.pid), rank.beats
     age_ms, quiet_ms = int(age_s * 1000), int((time.monotonic() - beats.seen_at_s) * 1000)
@@ -303,6 +326,7 @@ class NodeAgent:
         self._say = say
         self.job = NodeJobState(events)
         self._beats = _BeatWatch(config.heartbeat, self._report_boards)
+        self._paces = _PaceWatch(report)
         self._store: _GenerationStore | None = None
         self._term_grace_s = config.term_grace_s
         self._hosts = hosts
@@ -363,6 +387,7 @@ class NodeAgent:
             return
         if self.ranks:
             self._beats.look(self.ranks.values(), self.job.generation, now_s)
+            self._paces.look(self.ranks.values(), self.job.generation, now_s)
             self._exits.look(self.ranks.values(), now_s)
 
     def interrupted(self, number: int) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -23,6 +23,7 @@ from checkpointless.launcher.coordinator.job import FAILED, Job, Node, Phase, Ra
 from checkpointless.launcher.coordinator.job_config import JobConfig
 from checkpointless.launcher.coordinator.membership import BadDevices, Membership
 from checkpointless.launcher.coordinator.regrouping import Processes, Regrouping
+from checkpointless.launcher.coordinator.stragglers import StragglerRule
 from checkpointless.launcher.protocol.board import NO_STEP
 from checkpointless.launcher.protocol.causes import Cause, CauseKind
 from checkpointless.launcher.protocol.node_messages import (
@@ -39,10 +40,12 @@ from checkpointless.launcher.protocol.node_messages import (
     Leaving,
     NodeMessage,
     OpenStore,
+    Paces,
     Progress,
     RankDone,
     RankEnded,
     RankInexact,
+    RankPace,
     RankReady,
     RankStanding,
     RankState,
@@ -342,6 +345,46 @@ class _HangResponse:
                 self._processes.kill([rank], grace.beat)
 
 
+class _Stragglers:
+    """Reports slow ranks, each once until it is as fast as others again, or the generation is over."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._rule = StragglerRule()
+        self._generation = NO_STEP
+        self._paces: dict[int, RankPace] = {}
+
+    def hear(self, node: Node, message: Paces) -> None:
+        """Compare the ranks, of which a node has reported its own again."""
+        job = self._job
+        if message.generation != job.generation or job.phase is not Phase.RUNNING:
+            return
+        if self._generation != job.generation:
+            self._generation, self._paces = job.generation, {}
+            self._are_over(self._rule.forget())
+        for pace in message.ranks:
+            self._paces[job.roster.rank_of(pace.number, node).number] = pace
+        found, over = self._rule.look(self._paces)
+        for each in found:
+            index = job.roster.ranks[each.rank].node.index
+            job.incidents.emit(
+                EventName.STRAGGLER,
+                "begin",
+                rank=each.rank,
+                on_node=index,
+                step=job.high_water,
+                why=each.why,
+                own_s=each.own_us / 1e6,
+                usual_s=each.usual_us / 1e6,
+            )
+            job.say(each.line(index))
+        self._are_over(over)
+
+    def _are_over(self, ranks: Iterable[int]) -> None:
+        for rank in ranks:
+            self._job.incidents.emit(EventName.STRAGGLER, "end", rank=rank, step=self._job.high_water)
+
+
 _NOTE_PROGRESS_EVERY_S = 60.0  # in the event log, for a look at a run that has not ended
 
 
@@ -374,6 +417,7 @@ class Coordinator:
         self._bad_devices = BadDevices(job, self.membership, self._processes)
         self._takeover = _Takeover(job, self.membership, self._processes, self._regrouping)
         self._note_progress_at_s = clock() + _NOTE_PROGRESS_EVERY_S
+        self._stragglers = _Stragglers(job)
 
     def hear(self, node: Node, message: NodeMessage) -> None:
         """Act on a message from the agent of ``node``."""
@@ -407,6 +451,10 @@ class Coordinator:
                 self._bad_devices.note_holding(node, message)
             case Progress():
                 self._on_progress(node, message)
+            case Paces() if self.job.roster.is_in_place(node):
+                self._stragglers.hear(node, message)
+            case Paces():
+                logger.info("a node without ranks reported their paces")
             case DeviceBad() if self.job.roster.is_in_place(node):
                 self._bad_devices.hear(self.job.roster.rank_of(message.rank, node), message, self.host)
             case DeviceBad():

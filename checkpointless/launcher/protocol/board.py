@@ -30,6 +30,8 @@ _MAKING_OFFSET, _COMMITTED_OFFSET, _GENERATION_OFFSET, _SHARD_OFFSET = 16, 24, 3
 _EXIT_OFFSET, _BEGAN_OFFSET = 48, 56
 _SLOT = struct.Struct("<qIII")  # step, length, how many bytes have a checksum, and that: their crc32
 _EMPTY = _SLOT.pack(-1, 0, 0, 0)
+_ROLE_OFFSET, _PACES_OFFSET = 64, 72  # how many steps were measured, and the newest ones
+_PACE = struct.Struct("<ff")
 _BUFFERS_OFFSET, _SLOTS_OFFSET = 256, 512
 _BUFFERS = struct.Struct("<qq")
 _FACTS_SERIES = 6
@@ -56,6 +58,55 @@ class BoardReading:
     began_after: int = NO_STEP
 
 
+@dataclass(frozen=True)
+class PaceReading:
+    """What a rank did by itself in its newest steps, in seconds.
+
+    Attributes:
+        role: ranks of the same role do the same work in a step.
+        steps: how many steps were measured in this generation.
+        own: of each of the newest steps, without waits for other ranks; at most :attr:`PaceRing.SIZE`, in no order.
+        data: how much of it went by until the batch was there.
+    """
+
+    role: int
+    steps: int
+    own: tuple[float, ...] = ()
+    data: tuple[float, ...] = ()
+
+
+class PaceRing:
+    """What the newest steps took a rank by itself, in the memory of its board."""
+
+    SIZE = 16
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        self._memory = memory
+
+    def set_role(self, role: int) -> None:
+        """Record what identifies the work of this rank's steps."""
+        _FIELD.pack_into(self._memory, _ROLE_OFFSET, role)
+
+    def clear(self) -> None:
+        """Forget all steps, because another generation begins."""
+        _FIELD.pack_into(self._memory, _PACES_OFFSET, 0)
+
+    def add(self, own_s: float, data_s: float) -> None:
+        """Record what the rank did by itself in a step, and how much of it went by until the batch was there."""
+        (steps,) = _FIELD.unpack_from(self._memory, _PACES_OFFSET)
+        at = _PACES_OFFSET + _FIELD.size + steps % self.SIZE * _PACE.size
+        _PACE.pack_into(self._memory, at, own_s, data_s)
+        _FIELD.pack_into(self._memory, _PACES_OFFSET, steps + 1)
+
+    def read(self) -> PaceReading:
+        """Read what the newest steps took. An entry that is being written may be half of two steps."""
+        (role,) = _FIELD.unpack_from(self._memory, _ROLE_OFFSET)
+        (steps,) = _FIELD.unpack_from(self._memory, _PACES_OFFSET)
+        start, known = _PACES_OFFSET + _FIELD.size, min(max(steps, 0), self.SIZE)
+        entries = list(_PACE.iter_unpack(self._memory[start : start + known * _PACE.size]))
+        return PaceReading(role, steps, tuple(own for own, _ in entries), tuple(data for _, data in entries))
+
+
 class Board:
     """A rank's board, backed by a memfd of :meth:`create`, which must stay open while the board is in use."""
 
@@ -76,6 +127,7 @@ class Board:
         if self._memory[:8] != _MAGIC:
             self._memory.close()
             raise ValueError(f"file descriptor {fd} is not a board")
+        self.pace = PaceRing(self._memory)
 
     @classmethod
     def create(cls, rank: int) -> Board:
@@ -121,6 +173,7 @@ class Board:
 
     def set_generation(self, generation: int) -> None:
         """Record in which generation the rank runs; its training has not begun in it."""
+        self.pace.clear()
         _FIELD.pack_into(self._memory, _BEGAN_OFFSET, NO_STEP)
         _FIELD.pack_into(self._memory, _GENERATION_OFFSET, generation)
 

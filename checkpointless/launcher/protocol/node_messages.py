@@ -63,6 +63,25 @@ class SilentRank(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     cpu_ms: Int
 
 
+class RankPace(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What a rank does by itself in a step: medians of its newest steps, in microseconds.
+
+    Attributes:
+        role: ranks of the same role do the same work.
+        steps: how many steps were measured in this generation.
+        own_us: without waits for other ranks.
+        spread_us: how far steps are from it, as a standard deviation that a few steps do not change.
+        data_us: how much of it goes by until the batch is there.
+    """
+
+    number: Int
+    role: Int
+    steps: Int
+    own_us: Int
+    spread_us: Int
+    data_us: Int
+
+
 class Joined(Message, frozen=True, tag="joined"):
     """The node can start processes now."""
 
@@ -201,6 +220,13 @@ class Progress(Message, frozen=True, tag="progress"):
     generation: Int = -1
 
 
+class Paces(Message, frozen=True, tag="paces"):
+    """Says what the ranks of the node do by themselves in a step of ``generation``, as far as that is measured."""
+
+    generation: Int
+    ranks: list[RankPace]
+
+
 class Holding(Message, frozen=True, tag="holding"):
     """Says, for each rank of the node in their order, the first of the ranks that hold the same state."""
 
@@ -324,6 +350,7 @@ NodeMessage = (
     | Silent
     | Progress
     | Holding
+    | Paces
     | JobOver
     | Searching
     | Leaving

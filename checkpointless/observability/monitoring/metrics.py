@@ -332,6 +332,16 @@ EVENT_METRICS = (
         amount=lambda fields: fields.get("remedy") == "give_up",
     ),
     _EventMetric(
+        "stragglers",
+        Source.COORDINATOR,
+        "Ranks that were found to be slow.",
+        (EventName.STRAGGLER,),
+        "begin",
+        label="why",
+        of=lambda fields: str(fields["why"]),
+        values=("compute", "data"),
+    ),
+    _EventMetric(
         "stage_seconds",
         Source.RANKS,
         "How long a stage of an incident took a rank of this node.",

@@ -6,7 +6,7 @@ import enum
 import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from statistics import median
 from typing import Any
@@ -461,6 +461,25 @@ class _FailedSave:
 
 
 @dataclass(frozen=True)
+class _Straggler:
+    """A rank that was slow by itself; ``why`` is ``compute`` or ``data``.
+
+    Attributes:
+        own_s: what it did by itself in a step when it was found; usually it would have been ``usual_s``.
+        step: the newest committed step when it was found.
+        lasted_s: until it was as fast as others, or the generation was over; None: until the end of the run.
+    """
+
+    rank: int
+    node: int | None
+    why: str
+    step: int | None
+    own_s: float
+    usual_s: float
+    lasted_s: float | None
+
+
+@dataclass(frozen=True)
 class Report:
     """A run and its incidents; without events, ``spent`` and ``comparison`` are None."""
 
@@ -471,6 +490,7 @@ class Report:
     comparison: Comparison | None = None
     devices: tuple[_BadDevice, ...] = ()
     failed_saves: tuple[_FailedSave, ...] = ()
+    stragglers: tuple[_Straggler, ...] = ()
 
     @property
     def outcomes(self) -> Mapping[Outcome, int]:
@@ -543,8 +563,33 @@ def build_report(
         lines_left_out=lines_left_out,
     )
     return Report(
-        run, incidents, _stage_figures(incidents), spent, comparison, _bad_devices(events), _failed_saves(events)
+        run,
+        incidents,
+        _stage_figures(incidents),
+        spent,
+        comparison,
+        _bad_devices(events),
+        _failed_saves(events),
+        _stragglers(events),
     )
+
+
+def _stragglers(events: Sequence[Event]) -> tuple[_Straggler, ...]:
+    """Return the ranks that were slow, in the order in which they were found."""
+    found: list[_Straggler] = []
+    open_at: dict[int, tuple[int, int]] = {}  # by rank: its place in the list, and since when
+    of_ranks = [event for event in events if event.stage == EventName.STRAGGLER and event.rank is not None]
+    for event in sorted(of_ranks, key=lambda event: event.ts):
+        rank, fields = event.rank or 0, event.fields
+        if event.edge == "begin":
+            open_at[rank] = len(found), event.ts
+            own_s, usual_s = (float(fields.get(name) or 0.0) for name in ("own_s", "usual_s"))
+            why, step = str(fields.get("why")), fields.get("step")
+            found.append(_Straggler(rank, fields.get("on_node"), why, step, own_s, usual_s, None))
+        elif rank in open_at:
+            place, since_ns = open_at.pop(rank)
+            found[place] = replace(found[place], lasted_s=(event.ts - since_ns) / _NS_PER_S)
+    return tuple(found)
 
 
 def _bad_devices(events: Sequence[Event]) -> tuple[_BadDevice, ...]:
@@ -608,6 +653,7 @@ def as_json(report: Report) -> str:
         "stages": [asdict(each) for each in report.stages],
         "devices": [asdict(each) for each in report.devices],
         "failed_saves": [asdict(each) for each in report.failed_saves],
+        "stragglers": [asdict(each) for each in report.stragglers],
         "incidents": [_incident(number, each, report) for number, each in enumerate(report.incidents, start=1)],
         "restart_from_checkpoint": report.comparison and asdict(report.comparison),
     }

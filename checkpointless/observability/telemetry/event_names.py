@@ -21,6 +21,7 @@ class EventName(str, enum.Enum):
     BAD_DEVICE = "bad_device"  # a rank's device must not be used, and what is done about it
     TRAINED = "trained"  # a rank has made its last step
     INEXACT = "inexact"  # a step is another one when it is made again: so is what follows it
+    STRAGGLER = "straggler"  # a rank is slow by itself, and the others wait for it, from begin to end
     SAVE_FAILED = "save_failed"  # a checkpoint could not be saved, and why; training goes on
 
     # The stages of an incident, in their order.

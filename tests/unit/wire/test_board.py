@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointless.launcher.protocol.board import NO_STEP, Board, BoardReading
+from checkpointless.launcher.protocol.board import NO_STEP, Board, BoardReading, PaceReading, PaceRing
 
 
 @pytest.fixture(scope="module")
@@ -131,3 +131,21 @@ def test_nobody_can_cut_a_board_or_let_it_grow(board: Board, size: int) -> None:
     with pytest.raises(PermissionError):
         os.ftruncate(board.fd, size)
     assert os.fstat(board.fd).st_size == Board.SIZE
+
+
+def test_the_newest_paces_are_kept_until_another_generation_begins() -> None:
+    board = Board.create(0)
+    try:
+        assert board.pace.read() == PaceReading(0, 0)
+        board.pace.set_role(0xFFFFFFFF)
+        for step in range(1, PaceRing.SIZE + 3):
+            board.pace.add(float(step), 0.5)
+        found = board.pace.read()
+        assert (found.role, found.steps) == (0xFFFFFFFF, PaceRing.SIZE + 2)
+        assert sorted(found.own) == [float(step) for step in range(3, PaceRing.SIZE + 3)]
+        assert found.data == (0.5,) * PaceRing.SIZE
+        assert board.buffers_mark() == (-1, 0)
+        board.set_generation(1)
+        assert board.pace.read() == PaceReading(0xFFFFFFFF, 0)
+    finally:
+        board.close()

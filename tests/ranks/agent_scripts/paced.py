@@ -1,0 +1,58 @@
+"""Train in torch's DDP with steps that take what is asked for: ``STEPS WAY``.
+
+Ways: ``even``; ``uneven``: ranks 2 and 3 do other work, which takes four times as long; ``data``: rank 1 waits for
+its batches; ``throttled``: rank 1 is stopped most of the time; ``later``: rank 2 computes slowly in steps 30 to 59.
+"""
+
+import os
+import subprocess
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from checkpointless import HPCallWrapper, HPWrapper, PlainTraining
+
+STEPS, WAY = int(sys.argv[1]), sys.argv[2]
+UNIT_S = 0.02
+RANK = int(os.environ["RANK"])
+DUTY = 'while kill -STOP "$0"; do sleep 0.06; kill -CONT "$0"; sleep 0.02; done'
+
+
+def slows(step: int) -> float:
+    if WAY == "later" and RANK == 2 and 30 <= step < 60:
+        return 5
+    return 4 if WAY == "uneven" and RANK >= 2 else 1
+
+
+@HPWrapper()
+def main(caller: HPCallWrapper) -> None:
+    dist.init_process_group("gloo")
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])] if WAY == "uneven" else [None]
+    group = pairs[RANK // 2 if WAY == "uneven" else 0]
+    torch.manual_seed(1)
+    part = torch.nn.Linear(8, 16 if WAY == "uneven" and RANK >= 2 else 8)
+    model = DistributedDataParallel(part, process_group=group)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    same = dist.get_process_group_ranks(group) if group is not None else None
+    training = PlainTraining(caller, [model], [optimizer], group=same)
+    if WAY == "throttled" and RANK == 1:
+        subprocess.Popen(["/bin/sh", "-c", DUTY, str(os.getpid())])
+    for step in training.steps(STEPS):
+        if WAY == "data" and RANK == 1:
+            time.sleep(5 * UNIT_S)
+        loss = model(torch.randn(4, 8)).square().mean()
+        if WAY == "throttled":
+            until_s = time.thread_time() + UNIT_S
+            while time.thread_time() < until_s:
+                pass
+        else:
+            time.sleep(slows(step) * UNIT_S)
+        loss.backward()
+        training.update(loss.item())
+    dist.barrier()
+
+
+main()

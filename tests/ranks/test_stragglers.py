@@ -1,0 +1,58 @@
+"""Test that a slow rank is named, and what about it is slow, while training goes on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from checkpointless.observability.report.summary import as_json, build_report
+from checkpointless.observability.telemetry.events import read_events
+from tests.ranks.agent_job import SCRIPTS
+from tests.ranks.jobs import Job, run_job
+from tests.ranks.nemo_zygote import Zygote
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
+
+
+def _train(zygote: Zygote, run_dir: Path, way: str, steps: int = 60, nproc: int = 4, *faults: str) -> Job:
+    script = str(SCRIPTS / "paced.py")
+    job = run_job(zygote, run_dir / "run", nproc, script=script, args=(str(steps), way), faults=faults)
+    assert job.code == 0, job.story()
+    assert job.incidents == []
+    return job
+
+
+def _found(job: Job) -> list[tuple[int, str]]:
+    report = build_report(str(job.run_dir), read_events(job.run_dir))
+    assert json.loads(as_json(report))["stragglers"] == [vars(each) for each in report.stragglers]
+    for each in report.stragglers:
+        assert any(line.startswith(f"rank {each.rank} on node 0 is slow") for line in job.said)
+    return [(each.rank, each.why) for each in report.stragglers]
+
+
+def test_a_rank_that_waits_for_its_batches(zygote: Zygote, tmp_path: Path) -> None:
+    assert _found(_train(zygote, tmp_path, "data")) == [(1, "data")]
+
+
+def test_a_throttled_process(zygote: Zygote, tmp_path: Path) -> None:
+    assert _found(_train(zygote, tmp_path, "throttled", 80, 2)) == [(1, "compute")]
+
+
+def test_the_fault_kind_slow(zygote: Zygote, tmp_path: Path) -> None:
+    fault = "slow@between:rank=3,prob=1,seconds=0.1,times=1000"
+    assert _found(_train(zygote, tmp_path, "even", 60, 4, fault)) == [(3, "compute")]
+
+
+def test_it_is_told_once_and_is_over_when_the_rank_is_as_fast_as_others(zygote: Zygote, tmp_path: Path) -> None:
+    job = _train(zygote, tmp_path, "later", 110)
+    (found,) = build_report(str(job.run_dir), read_events(job.run_dir)).stragglers
+    assert (found.rank, found.why) == (2, "compute")
+    assert found.step is not None
+    assert found.step >= 30
+    assert found.lasted_s is not None
+
+
+def test_uneven_work_of_several_roles_is_not_slow(zygote: Zygote, tmp_path: Path) -> None:
+    assert _found(_train(zygote, tmp_path, "uneven")) == []
