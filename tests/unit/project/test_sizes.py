@@ -15,7 +15,7 @@ BUDGETS = {
     "modules of the product": 217,
     "public names of the product": 724,
     "lines of the tests": 59_877,
-    "bytes of docs/": 214_121,
+    "bytes of docs/": 215_472,
     "bytes of docs/architecture.md": 35_500,
     "bytes of docs/guarantees.md": 13_282,
     "lines of README.md": 130,
