@@ -61,7 +61,7 @@ test: $(STAMP) ## run all tests, three files at a time, since many wait (a quart
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not long"
 
 test-fast: $(STAMP) ## run the tests that need no NeMo, start no ranks and are quick (under a minute on 2 cores)
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(FAST)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --hypothesis-profile quick $(FAST)
 
 test-long: $(STAMP) ## run what takes longer: long tests, many more drawn inputs, users' runs through drawn faults (hours)
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m long

@@ -18,6 +18,7 @@ settings.register_profile("no-time", deadline=None, suppress_health_check=[Healt
 settings.load_profile("no-time")
 # make test-long loads it with --hypothesis-profile; it draws this many times as much (tests/drawn.py).
 settings.register_profile("nightly", settings.get_profile("no-time"), max_examples=20 * 100)
+settings.register_profile("quick", settings.get_profile("no-time"), max_examples=20)  # a fifth, for make test-fast
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

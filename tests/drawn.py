@@ -1,4 +1,4 @@
-"""How many inputs a test draws: few per commit, many more with ``--hypothesis-profile nightly``."""
+"""How many inputs a test draws: few per commit; ``--hypothesis-profile nightly`` draws more, ``quick`` fewer."""
 
 from __future__ import annotations
 

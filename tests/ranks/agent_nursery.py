@@ -17,15 +17,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, Any
 
-import torch._dynamo
-import torch.distributed  # noqa: F401 - this takes so long
-
 from checkpointless.launcher.agent.launch import launch
 from checkpointless.launcher.agent.launch_config import LaunchConfig
 from checkpointless.launcher.coordinator import hang_watch
 
 _nursery = multiprocessing.get_context("forkserver")
-_nursery.set_forkserver_preload([__name__])
+_nursery.set_forkserver_preload(["torch._dynamo", "torch.distributed", __name__])  # these take so long
 
 
 class ForkedAgent:

@@ -8,7 +8,7 @@ import pytest
 
 from checkpointless.faults.ledger import fired
 from checkpointless.observability.report.verify import Steps
-from tests.ranks.jobs import Disturb, Job, known_steps, run_job
+from tests.ranks.jobs import Disturb, Job, known_steps, run_job, small
 from tests.ranks.nemo_zygote import Zygote
 
 HAS_NEMO = find_spec("nemo") is not None
@@ -61,11 +61,11 @@ def short_folder() -> Iterator[Path]:
 def disturb(nemo_zygote: Zygote, undisturbed: Callable[..., Steps], tmp_path: Path) -> Disturb:
     """Return a function that runs with faults, and requires that each happened and nothing differs at the end.
 
-    The model has two layers, if ``args`` do not say otherwise.
+    The run is :func:`small`, if ``args`` do not say otherwise.
     """
 
     def run(nproc: int, steps: int, *faults: str, args: tuple[str, ...] = (), **settings: Any) -> Job:
-        args = (f"trainer.max_steps={steps}", "model.config.num_layers=2", *args)
+        args = (*small(nproc, steps), *args)
         reference = undisturbed(nproc, args)
         job = run_job(nemo_zygote, tmp_path / "run", nproc, args=args, faults=faults, **settings)
         assert job.code == 0, job.story()

@@ -104,6 +104,15 @@ def known_steps(zygote: Zygote, folders: pytest.TempPathFactory) -> Callable[...
     return steps
 
 
+def small(nproc: int, steps: int) -> tuple[str, ...]:
+    """Return overrides for few layers and microbatches: most of a step's time goes into their collectives."""
+    return (
+        f"trainer.max_steps={steps}",
+        "model.config.num_layers=2",
+        f"data.micro_batch_size={min(4, 16 // nproc)}",
+    )
+
+
 def run_nodes(
     zygote: Zygote,
     run_dir: Path,

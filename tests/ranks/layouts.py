@@ -2,7 +2,6 @@
 
 TP2 = (
     "strategy.tensor_model_parallel_size=2",
-    # Most of a step's time goes into the collectives of each layer and microbatch: make a fourth of them.
     "data.micro_batch_size=4",
     "model.config.num_layers=2",
 )

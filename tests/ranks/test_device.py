@@ -50,12 +50,6 @@ def train(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Call
 @pytest.mark.parametrize(
     ("layout", "faults", "replaced"),
     [
-        pytest.param(  # the others have both
-            DP4,
-            ("exception@backward:rank=2,step=3", "sigkill@before_optimizer:rank=1,step=5"),
-            [(), (1,)],
-            marks=pytest.mark.long,
-        ),
         pytest.param(
             DP4,
             ("segfault@optimizer:rank=3,step=3", "exception@sync:rank=0,step=5"),
@@ -78,7 +72,6 @@ def train(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Call
         ),
     ],
     ids=[
-        "exception-and-kill",
         "in-the-update",
         "while-communicators-are-made",
         "hang",

@@ -13,9 +13,8 @@ from checkpointless.observability.report.summary import _failed_saves
 from checkpointless.observability.telemetry.events import read_events
 from tests.ranks.jobs import Job, run_job
 from tests.ranks.nemo_zygote import Zygote
-from tests.ranks.users.end import read_ends
+from tests.ranks.users.end import SPOILS_ENV, read_ends
 from tests.ranks.users.runs import SCRIPTS, Calm, Run
-from tests.ranks.users.spoiler import SPOILS_ENV
 
 pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(400)]
 
@@ -149,7 +148,7 @@ def test_a_save_that_fails_costs_that_checkpoint(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("more", ["", pytest.param(",async-save", marks=pytest.mark.long)])
+@pytest.mark.parametrize("more", ["", ",async-save"])
 def test_what_a_failed_save_would_have_replaced_stays(nemo_zygote: Zygote, run_dir: Path, more: str) -> None:
     """Two are kept, the best; each validation is better than the one before."""
     run = Run(f"monitored{more}", 8, ("--validate-every", "2"), nproc=NPROC)

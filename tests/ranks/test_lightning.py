@@ -174,7 +174,7 @@ def test_a_loader_that_follows_from_where_it_is_made(train: Train, features: str
 
 
 @pytest.mark.long  # unit/strategies/data has loaders that are made again
-@pytest.mark.parametrize("every", ["1", pytest.param("2", marks=pytest.mark.long)])
+@pytest.mark.parametrize("every", ["1", "2"])
 def test_loaders_that_are_made_in_each_epoch(nemo_zygote: Zygote, tmp_path: Path, every: str) -> None:
     """By an attribute that changes from epoch to epoch; epochs begin with steps 5 and 13. Hooks are counted."""
     faults = (
@@ -351,7 +351,7 @@ def test_a_step_of_the_modules_own(train: Train, features: str) -> None:
 @pytest.mark.parametrize(
     "fault",
     [
-        pytest.param("exception@after_optimizer:rank=0,step=1", marks=pytest.mark.long),
+        "exception@after_optimizer:rank=0,step=1",
         "sigkill@optimizer:rank=0,step=1",
     ],
 )
@@ -360,6 +360,7 @@ def test_the_end_of_the_first_step_gets_the_batch_of_the_first_step(train: Train
     train("ddp", 5, fault, ranks=2)
 
 
+@pytest.mark.long
 def test_a_state_of_the_modules_that_differs_from_rank_to_rank_is_named(train: Train) -> None:
     """A new process gets a peer's, and this is said of what differs alone."""
     job = train("ddp", 5, "exception@forward:rank=0,step=2", "sigkill@forward:rank=2,step=4", features="own-state")

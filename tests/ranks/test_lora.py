@@ -200,10 +200,10 @@ def test_both_holders_gone_falls_back_to_base_and_adapter_checkpoints(
     "args",
     [
         pytest.param(DROPOUT, id="dp4"),
-        pytest.param((*TP2, *DROPOUT), id="tp2", marks=pytest.mark.long),
-        pytest.param((*PP2, *DROPOUT), id="pp2", marks=pytest.mark.long),
-        pytest.param((*VPP, *DROPOUT), id="vpp", marks=pytest.mark.long),
-        pytest.param((*BF16, *DROPOUT), id="bf16", marks=pytest.mark.long),
+        pytest.param((*TP2, *DROPOUT), id="tp2"),
+        pytest.param((*PP2, *DROPOUT), id="pp2"),
+        pytest.param((*VPP, *DROPOUT), id="vpp"),
+        pytest.param((*BF16, *DROPOUT), id="bf16"),
     ],
 )
 def test_survivors_keep_base_model_and_adapters(disturb: Disturb, tmp_path: Path, args: tuple[str, ...]) -> None:

@@ -14,7 +14,7 @@ from checkpointless.faults.ledger import fired
 from checkpointless.observability.report.verify import Steps
 from checkpointless.observability.telemetry.event_names import Rung
 from tests.ranks.jobs import Job, Scene, run_nodes
-from tests.ranks.layouts import DROPOUT, TP2
+from tests.ranks.layouts import DROPOUT
 from tests.ranks.nemo_zygote import Zygote
 from tests.ranks.network import Network, is_possible, network
 
@@ -60,7 +60,7 @@ def test_a_rank_killed_on_each_node(disturb_nodes: Run) -> None:
         "sigkill@backward:rank=2,step=4",
         "exception@optimizer:rank=3,step=5",
     )
-    job = disturb_nodes(*faults, args=(*TP2, *DROPOUT))
+    job = disturb_nodes(*faults)
     assert [incident.respawned for incident in job.incidents] == [(1,), (2,), ()]
     assert [incident.rung for incident in job.incidents] == [Rung.PROCESS, Rung.PROCESS, Rung.IN_PROCESS]
 
@@ -89,18 +89,21 @@ def test_ranks_of_two_nodes_lost_one_after_the_other(disturb_nodes: Run) -> None
     assert job.incidents[-1].target == 3
 
 
+@pytest.mark.long
 def test_a_node_lost_while_another_fault_is_handled(disturb_nodes: Run) -> None:
     job = disturb_nodes("exception@forward:rank=0,step=4", "node@recovery:rank=2,step=3", spares=1, lost=(1,))
     assert job.incidents[-1].target == 3
     assert job.incidents[-1].respawned == (2, 3)
 
 
+@pytest.mark.long  # with a network, below
 def test_node_0_killed_with_a_spare_and_a_coordinator_of_its_own(disturb_nodes: Run) -> None:
     job = disturb_nodes("node@optimizer:rank=1,step=4", spares=1, lost=(0,), outside=True)
     (incident,) = job.incidents
     assert incident.respawned == (0, 1)
 
 
+@pytest.mark.long
 def test_ranks_of_two_nodes_lost_in_the_same_step(disturb_nodes: Run) -> None:
     job = disturb_nodes("sigkill@forward:rank=0,step=4", "sigkill@forward:rank=3,step=4")
     assert {rank for incident in job.incidents for rank in incident.respawned} >= {0, 3}
@@ -118,6 +121,7 @@ def test_nodes_with_a_network_between_them(disturb_nodes: Run, hosts: Network | 
     assert [incident.respawned for incident in job.incidents] == [(2,), (0, 1)]
 
 
+@pytest.mark.long  # test_agent_nodes.py has one
 def test_a_coordinator_killed_and_started_again_while_the_ranks_train(
     disturb_nodes: Run, hosts: Network | None
 ) -> None:

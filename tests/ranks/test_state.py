@@ -33,9 +33,9 @@ CHECKSUM = ("checkpointless.enable_checksum=true",)
 @pytest.mark.parametrize(
     "args",
     [
-        pytest.param(BF16, id="bf16-distributed", marks=pytest.mark.long),
-        pytest.param((*BF16, *ONE_INSTANCE), id="bf16-every-rank-whole", marks=pytest.mark.long),
-        pytest.param((*EP2, *DROPOUT), id="experts", marks=pytest.mark.long),
+        pytest.param(BF16, id="bf16-distributed"),
+        pytest.param((*BF16, *ONE_INSTANCE), id="bf16-every-rank-whole"),
+        pytest.param((*EP2, *DROPOUT), id="experts"),
         pytest.param((*BF16, *EP2), id="bf16-experts"),
     ],
 )
@@ -86,8 +86,8 @@ def test_a_source_killed_in_the_middle_of_a_transfer(disturb: Disturb) -> None:
     "args",
     [
         pytest.param((), id="dp4"),
-        pytest.param(TP2, id="tp2", marks=pytest.mark.long),
-        pytest.param(EP2, id="ep2", marks=pytest.mark.long),
+        pytest.param(TP2, id="tp2"),
+        pytest.param(EP2, id="ep2"),
     ],
 )
 def test_a_source_that_raises_in_the_middle_of_a_transfer(disturb: Disturb, args: tuple[str, ...]) -> None:
@@ -97,7 +97,7 @@ def test_a_source_that_raises_in_the_middle_of_a_transfer(disturb: Disturb, args
 
 
 @pytest.mark.long  # test_transfer.py has damaged buckets
-@pytest.mark.parametrize("args", [pytest.param((), id="dp4"), pytest.param(EP2, id="ep2", marks=pytest.mark.long)])
+@pytest.mark.parametrize("args", [pytest.param((), id="dp4"), pytest.param(EP2, id="ep2")])
 def test_a_bucket_damaged_on_the_way_is_fetched_again(disturb: Disturb, args: tuple[str, ...]) -> None:
     faults = ("sigkill@between:rank=0,step=2", "bitflip@transfer:rank=2,step=2")
     job = disturb(4, 4, *faults, args=(*SMALL_BUCKETS, *args))
@@ -162,9 +162,9 @@ def test_streams_that_are_nowhere_are_not_replaced_by_others(nemo_zygote: Zygote
 @pytest.mark.parametrize(
     "args",
     [
-        pytest.param((), id="fp32", marks=pytest.mark.long),
+        pytest.param((), id="fp32"),
         pytest.param(BF16, id="bf16"),
-        pytest.param(EP2, id="ep2", marks=pytest.mark.long),
+        pytest.param(EP2, id="ep2"),
     ],
 )
 def test_a_healthy_rank_one_step_behind_is_filled(disturb: Disturb, args: tuple[str, ...]) -> None:

@@ -33,7 +33,7 @@ def test_where_an_epoch_begins_and_ends(train: Train, kind: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["exception", pytest.param("sigkill", marks=pytest.mark.long)])
+@pytest.mark.parametrize("kind", ["exception", "sigkill"])
 def test_after_a_fault_in_the_first_step_each_epoch_has_an_order_of_its_own(train: Train, kind: str) -> None:
     train("ddp", STEPS, f"{kind}@forward:rank=1,step=1", features="positioned,weighted", ranks=2)
 
@@ -57,10 +57,8 @@ def test_torchdata(train: Train, features: str, kind: str) -> None:
 
 @pytest.mark.long
 @with_torchdata
-@pytest.mark.parametrize("kind", ["exception", pytest.param("sigkill", marks=pytest.mark.long)])
-@pytest.mark.parametrize(
-    "features", ["torchdata,workers", pytest.param("torchdata,sharded", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("kind", ["exception", "sigkill"])
+@pytest.mark.parametrize("features", ["torchdata,workers", "torchdata,sharded"])
 def test_torchdata_where_an_epoch_begins_and_ends(
     train: Train,
     features: str,
@@ -94,8 +92,8 @@ def test_samplers_and_datasets_that_draw_or_count_for_themselves(train: Train, f
     "features",
     [
         "own-batches",
-        pytest.param("own-batches,own-draws", marks=pytest.mark.long),
-        pytest.param("shuffled", marks=pytest.mark.long),
+        "own-batches,own-draws",
+        "shuffled",
     ],
 )
 def test_where_an_epoch_of_ones_own_order_begins_and_ends(train: Train, features: str, kind: str) -> None:

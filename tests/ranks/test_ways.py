@@ -111,7 +111,7 @@ FP8 = (
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("layout", [(), pytest.param(TP2, marks=pytest.mark.long)], ids=["dp4", "tp2"])
+@pytest.mark.parametrize("layout", [(), TP2], ids=["dp4", "tp2"])
 def test_scales_that_follow_from_earlier_steps(disturb: Disturb, layout: tuple[str, ...]) -> None:
     validates = ("trainer.val_check_interval=2", "trainer.limit_val_batches=1")
     faults = ("sigkill@backward:rank=0,step=2", "exception@backward:rank=2,step=3", FAULTS[1])
@@ -120,7 +120,7 @@ def test_scales_that_follow_from_earlier_steps(disturb: Disturb, layout: tuple[s
 
 
 @pytest.mark.long  # unit/megatron/test_scales.py has scales
-@pytest.mark.parametrize("recipe", ["delayed", pytest.param("tensorwise", marks=pytest.mark.long)])
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
 def test_parameters_in_fp8(disturb: Disturb, recipe: str) -> None:
     """They are quantised by a collective, for which no rank may wait behind the lock of an update.
 

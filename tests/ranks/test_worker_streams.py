@@ -52,7 +52,7 @@ def test_augmentation_in_workers_is_repeated(disturb: Disturb, short_folder: Pat
     ("layout", "fault"),
     [
         ((*TP2, "data.persistent_workers=true"), "sigkill@between:rank=1,step=2"),
-        pytest.param(PP2, "sigkill@data:rank=3,step=3", marks=pytest.mark.long),
+        pytest.param(PP2, "sigkill@data:rank=3,step=3"),
     ],
     ids=["tp2-persistent", "pp2"],
 )

@@ -16,6 +16,7 @@ import torch
 from checkpointless.system.environment import RUN_DIR_ENV
 
 BREAKS_ENV = "CHECKPOINTLESS_TEST_BREAKS"  # it says where ``callbacks.Breaks`` fails
+SPOILS_ENV = "CHECKPOINTLESS_TEST_SPOILS"  # ``HOW FIRST LAST``, a kind and steps, any number with commas
 #: These parts of an end follow from the time of day, or from how often something was begun.
 _SKIPPED = frozenset({"pids"})
 

@@ -15,9 +15,8 @@ import lightning.pytorch as pl
 from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
-from tests.ranks.users.end import note, notes, run_dir
+from tests.ranks.users.end import SPOILS_ENV, note, notes, run_dir
 
-SPOILS_ENV = "CHECKPOINTLESS_TEST_SPOILS"  # ``HOW FIRST LAST``, a kind and steps, any number with commas
 FILLER = "filler"
 _LAST = "-last/"  # in the paths of the second of the two saves of a step, which are under way together
 

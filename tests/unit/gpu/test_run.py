@@ -45,6 +45,7 @@ def test_the_kit_comes_before_this_tree() -> None:
     assert environment(None)["PYTHONPATH"].split(os.pathsep)[0] == str(ROOT)
 
 
+@pytest.mark.slow
 def test_a_part_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
     script = "import subprocess, sys, time; subprocess.Popen(['sleep', '77'], start_new_session=True); print('on')"
     began_s = time.monotonic()
@@ -81,10 +82,12 @@ def test_a_part_that_crashes_is_a_failure(tmp_path: Path, monkeypatch: pytest.Mo
 # ---- functions in processes of their own
 
 
+@pytest.mark.slow
 def test_a_function_runs_in_each_rank() -> None:
     assert isolated.run_ranks(f"{HERE}rank", 2, 60.0, add=10) == [[0, 2, 10], [1, 2, 11]]
 
 
+@pytest.mark.slow
 def test_a_function_that_hangs_is_ended_with_its_stacks() -> None:
     began_s = time.monotonic()
     with pytest.raises(IsolatedError) as caught:
@@ -94,6 +97,7 @@ def test_a_function_that_hangs_is_ended_with_its_stacks() -> None:
     assert "in hang" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_function_that_raises_or_dies_fails_with_its_log() -> None:
     with pytest.raises(IsolatedError, match="ValueError: it failed"):
         isolated.run(f"{HERE}fail", 60.0)

@@ -314,6 +314,7 @@ def test_a_module_that_the_block_imports_is_imported_whole(tmp_path: Path, monke
         sys.modules.pop("slow_to_import", None)
 
 
+@pytest.mark.slow
 def test_an_import_that_does_not_end_is_spared_for_half_of_the_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -143,6 +143,7 @@ def test_a_killed_writer_costs_its_save(manager: LocalCheckpointManager, caplog:
     assert manager.load()[0] == {"n": 1}
 
 
+@pytest.mark.slow
 def test_another_process_carries_a_request_out(manager: LocalCheckpointManager) -> None:
     """As Megatron's persistent worker does it: what is to be done has to travel to a process that is not forked."""
     request = manager.save(state(0, 4), 4, is_async=True)

@@ -112,6 +112,7 @@ def test_a_server_that_others_reach_may_have_any_name() -> None:
         assert server.answers_to("job.namespace.svc:9400")
 
 
+@pytest.mark.slow
 def test_who_is_slow_keeps_nobody_waiting_and_loses_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_status._StatusHandler, "timeout", 3.0)
     with serving() as where:

@@ -17,6 +17,7 @@ SLEEPS = "import time; time.sleep(60)"
 PARENT = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [(WORKS,), (WRITES,), (PARENT, WORKS)])
 def test_what_computes_or_writes_or_has_a_child_that_does_is_not_idle(arguments: tuple[str, ...]) -> None:
     with subprocess.Popen([sys.executable, "-c", *arguments]) as process:

@@ -48,6 +48,7 @@ def test_everything_that_is_imported_is_declared() -> None:
     assert not undeclared, f"declare these in pyproject.toml: {undeclared}"
 
 
+@pytest.mark.slow
 def test_everything_that_the_base_declares_is_imported() -> None:
     installed = packages_distributions()
     tops = {name.partition(".")[0] for name, _ in all_imports()}

@@ -14,7 +14,7 @@ BUDGETS = {
     "lines of the product": 50_810,
     "modules of the product": 217,
     "public names of the product": 724,
-    "lines of the tests": 59_877,
+    "lines of the tests": 59_873,
     "bytes of docs/": 215_472,
     "bytes of docs/architecture.md": 35_500,
     "bytes of docs/guarantees.md": 13_282,

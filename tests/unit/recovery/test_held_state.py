@@ -36,6 +36,7 @@ def test_moments_and_digest_are_those_of_a_whole_state(torn: bool) -> None:
     assert (held.journal, held.fit, held.offset) == (None, 2, 7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("redone", [True, False])
 def test_no_gradient_is_held(redone: bool) -> None:
     live = MadeUpState(step=3)

@@ -4,6 +4,7 @@ import ast
 import json
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -18,29 +19,31 @@ FOLDERS = ("checkpointless", "callbacks", "strategies", "recipes", "benchmarks",
 EMITTERS = {"emit", "emit_event", "span", "_begin_stage"}
 
 
-def sources() -> Iterator[tuple[Path, ast.Module]]:
-    for folder in FOLDERS:
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            if path.name != "event_names.py":
-                yield path.relative_to(ROOT), ast.parse(path.read_text())
+@cache
+def nodes() -> list[tuple[Path, ast.AST]]:
+    """Return all nodes of the syntax trees of all sources but that of the names, each with its file."""
+    paths = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
+    paths = [path for path in paths if path.name != "event_names.py"]
+    return [(path.relative_to(ROOT), node) for path in paths for node in ast.walk(ast.parse(path.read_text()))]
 
 
-def emitted(tree: ast.AST) -> Iterator[ast.expr]:
+def last_name(expression: ast.expr) -> str | None:
+    """Return ``c`` of ``a.b.c``, and of ``c``."""
+    return getattr(expression, "attr", None) or getattr(expression, "id", None)
+
+
+def emitted(node: ast.AST) -> Iterator[ast.expr]:
     """Yield what is given to the log as an event's name."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and node.args and ast.unparse(node.func).rpartition(".")[2] in EMITTERS:
-            yield node.args[0]
-        elif isinstance(node, ast.Dict):
-            yield from (
-                value for key, value in zip(node.keys, node.values) if key and ast.unparse(key) == "'stage'"
-            )
+    if isinstance(node, ast.Call) and node.args and last_name(node.func) in EMITTERS:
+        yield node.args[0]
+    elif isinstance(node, ast.Dict):
+        yield from (value for key, value in zip(node.keys, node.values) if getattr(key, "value", None) == "stage")
 
 
-def compared(tree: ast.AST) -> Iterator[ast.expr]:
+def compared(node: ast.AST) -> Iterator[ast.expr]:
     """Yield what an event's name is compared with."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Compare) and ast.unparse(node.left).rpartition(".")[2] == "stage":
-            yield from node.comparators
+    if isinstance(node, ast.Compare) and last_name(node.left) == "stage":
+        yield from node.comparators
 
 
 def has_literal(expression: ast.AST) -> bool:
@@ -48,12 +51,12 @@ def has_literal(expression: ast.AST) -> bool:
 
 
 def test_every_name_is_emitted_somewhere() -> None:
-    found = {ast.unparse(name) for _, tree in sources() for name in emitted(tree)}
+    found = {ast.unparse(name) for _, node in nodes() for name in emitted(node)}
     assert found >= {f"EventName.{member.name}" for member in EventName}
 
 
 def test_no_module_writes_or_looks_for_a_name_of_its_own() -> None:
-    names = [(path, name) for path, tree in sources() for name in (*emitted(tree), *compared(tree))]
+    names = [(path, name) for path, node in nodes() for name in (*emitted(node), *compared(node))]
     assert len(names) > len(EventName)
     assert not [f"{path}:{name.lineno}" for path, name in names if has_literal(name)]
 

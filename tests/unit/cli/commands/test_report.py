@@ -108,6 +108,7 @@ def test_an_incident_without_stages(tmp_path: Path, shown: Callable[..., str]) -
     assert "node 1 was lost" in page.read_text()
 
 
+@pytest.mark.slow
 def test_of_hundreds_of_incidents_the_terminal_shows_the_newest(tmp_path: Path, shown: Callable[..., str]) -> None:
     run = MadeUpRun()
     run.start()

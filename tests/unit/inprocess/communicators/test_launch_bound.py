@@ -156,6 +156,7 @@ except RuntimeError as error:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_bound", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_the_thread_that_handles_a_fault_runs_while_launches_wait_for_a_lost_rank(is_bound: bool) -> None:
     """Without the bound a launch finds the queue full, and holds the interpreter lock."""

@@ -87,6 +87,7 @@ def test_the_train_job_tells_the_coordinator_its_numbers() -> None:
     assert [each["name"] for each in set_of("trainingruntime.yaml")["replicatedJobs"]] == ["coordinator", "node"]
 
 
+@pytest.mark.slow
 def test_both_ways_on_kubernetes_are_the_same() -> None:
     for key in ("network", "coordinator", "successPolicy", "failurePolicy"):
         assert set_of("jobset.yaml")[key] == set_of("trainingruntime.yaml")[key]
