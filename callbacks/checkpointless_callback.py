@@ -121,7 +121,7 @@ class CheckpointlessCallback(Callback):
                 wrapper.beat()  # one more batch of the step
             else:
                 self._making = wrapper.generation, step
-                wrapper.steps.begin(step)
+                wrapper.begin_step(step)
 
     @override
     def on_train_batch_end(

@@ -23,6 +23,7 @@ COMMANDS = (
     train.COMMAND,
     rehearse.COMMAND,
     run.COORDINATOR,
+    run.MOVE,
     demo.COMMAND,
     report.VERIFY,
     report.REPORT,

@@ -162,6 +162,8 @@ _TERM_GRACE_HELP = "seconds for ranks to end after SIGTERM, SIGINT or SIGHUP (de
 _EXIT_GRACE_HELP = "seconds that a rank may be idle after its script before it is ended (default: 30)"
 _DEVICE_CHECK_HELP = "command that must exit with 0 before a rank's process is started again (default: none)"
 _DEVICE_CHECK_TIMEOUT_HELP = "seconds for --device-check, less than --regroup-timeout (default: 30)"
+_ON_SIGTERM_HELP = "what SIGTERM to the agent does: end the job, or drain the node onto a spare (default: end)"
+_NOTICE_HELP = "command that is run every 5 s; when it exits with 0, the node is drained (default: none)"
 _LOG_BYTES_HELP = "size of a rank's log, such as 200M, in four files; the oldest is deleted (default: 1G)"
 
 
@@ -205,6 +207,8 @@ def add_job_options(parser: argparse.ArgumentParser, default_ranks: str = "1") -
     add("--device-check", default=os.environ.get(DEVICE_CHECK_ENV, ""), metavar="CMD", help=_DEVICE_CHECK_HELP)
     limit_s = os.environ.get(DEVICE_CHECK_TIMEOUT_ENV) or None
     add("--device-check-timeout", type=seconds, default=limit_s, metavar="S", help=_DEVICE_CHECK_TIMEOUT_HELP)
+    add("--on-sigterm", choices=("end", "drain"), default="end", help=_ON_SIGTERM_HELP)
+    add("--notice", default="", metavar="CMD", help=_NOTICE_HELP)
     add("--strict", action="store_true", help=_STRICT_HELP)
     add("--term-grace", *both("--shutdown-timeout"), type=seconds, metavar="S", help=_TERM_GRACE_HELP)
     add("--exit-grace", type=seconds, metavar="S", help=_EXIT_GRACE_HELP)
@@ -298,6 +302,8 @@ def _configured(options: argparse.Namespace, program: Program, more: Mapping[str
             record_steps=options.record_steps,
             strict=options.strict,
             device_check=options.device_check,
+            on_sigterm=options.on_sigterm,
+            notice=options.notice,
             job=program.name,
             script=program.script,
             script_args=program.script_args,

@@ -15,13 +15,14 @@ import random
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
 
 import torch
 from torch.nn.modules import module as modules
@@ -61,6 +62,7 @@ from checkpointless.launcher.client import (
     AgentClient,
     AgentLostError,
     HPAgentK8sAPIFactory,
+    OfferWantedError,
     RankClient,
     SuccessorWantedError,
 )
@@ -76,6 +78,20 @@ from checkpointless.system.threads import abandon, waited_for
 logger = logging.getLogger(__name__)
 
 
+class HandedOver(NamedTuple):
+    """What a successor finds, and why it finds nothing.
+
+    Attributes:
+        nbytes: how many bytes are in the node's memory (0: there is no state yet).
+        problem: why it could not be done ("": it was).
+        source: what a successor on another node needs to fetch the state ("": nothing is offered).
+    """
+
+    nbytes: int = 0
+    problem: str = ""
+    source: str = ""
+
+
 class StateKeeper(Protocol):
     """Keeps the state of training from one run of the block to the next.
 
@@ -89,10 +105,10 @@ class StateKeeper(Protocol):
         anything is cleaned up.
         """
 
-    def hand_over(self, high_water: int) -> tuple[int, str]:
+    def hand_over(self, high_water: int, address: str = "") -> HandedOver:
         """Hand the state to a successor of this process, which ends.
 
-        Return how many bytes that took (0: there is no state yet), and why it could not be done ("": it was).
+        With an ``address`` of this node, offer it there to a successor on another node, while this process waits.
         """
 
     def end(self) -> None:
@@ -223,17 +239,36 @@ class _Succession:
         A process whose state finds no room enters its block again, unless it is known that it cannot.
         """
         try:
-            return self._client.wait_go(after_generation)
+            return self._wait_or_offer(after_generation, keeper)
         except SuccessorWantedError as wanted:
             problem = self._hand_over(keeper, wanted.high_water)
         logger.error("rank %s stays in its process: %s", os.environ.get(RANK_ENV), problem)
         self._client.barrier(self._generation.number)
         return self._client.wait_go(after_generation)
 
+    def _wait_or_offer(self, after_generation: int, keeper: StateKeeper | None) -> Go:
+        """Wait for the next generation, and offer the state meanwhile if it is asked for."""
+        while True:
+            try:
+                return self._client.wait_go(after_generation)
+            except OfferWantedError as wanted:
+                with self._generation.span(EventName.HAND_OVER) as fields:
+                    left = HandedOver()
+                    if keeper is not None:
+                        left = keeper.hand_over(wanted.high_water, wanted.address)
+                    fields.update(reason=left.problem)
+                assert isinstance(self._client, AgentClient)
+                self._client.offered(self._generation.number, left.source, left.problem)
+            except SystemExit as leaving:
+                if leaving.code:  # the job is ending
+                    raise
+                flush_all()
+                os._exit(0)  # with the wait's event open: the wait of its successor counts
+
     def _hand_over(self, keeper: StateKeeper | None, high_water: int) -> str:
         """Hand the state to a successor, and end; return, with the reason, only if the process had better stay."""
         with self._generation.span(EventName.HAND_OVER) as fields:
-            nbytes, problem = keeper.hand_over(high_water) if keeper is not None else (0, "")
+            nbytes, problem, _ = keeper.hand_over(high_water) if keeper is not None else HandedOver()
             fields.update(bytes=nbytes, reason=problem)
         problem = f"its state could not be handed over: {problem}" if problem else ""
         if problem and self.unfit == _ASKED_FOR:
@@ -269,6 +304,45 @@ def _place_of(error: BaseException, fn: Callable[..., Any]) -> str:
     lines = [each for each in traceback.extract_tb(error.__traceback__) if each.filename in scripts]
     calls = [each for each in lines if each.line and not each.line.startswith(("raise", "assert"))]
     return f"line {calls[-1].lineno} of {Path(calls[-1].filename).name} ({calls[-1].line})" if calls else ""
+
+
+_PAUSE_LIMIT_S = 60.0
+_PAUSE_TICK_S = 0.005
+
+
+class Pause:
+    """The wait of all ranks at one step boundary, outside of any collective, on which they agree in a vote.
+
+    Attributes:
+        is_agreed: whether this rank waits at the beginning of the next step.
+    """
+
+    def __init__(self, generation: Generation, client: RankClient) -> None:
+        self.is_agreed = False
+        self._generation, self._client = generation, client
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether the ranks of this generation are to pause, as far as this one knows."""
+        return self._client.to_pause == self._generation.number
+
+    def wait(self, beat: Callable[[], None], leave_if_over: Callable[[], None]) -> None:
+        """Wait until the agent ends the generation; if it does not, its coordinator is lost, and training goes on.
+
+        Args:
+            beat: shows the agent that this rank does not hang.
+            leave_if_over: raises once the generation is over.
+        """
+        self.is_agreed = False
+        wait_for_device()
+        assert isinstance(self._client, AgentClient)  # no other is asked to pause, or for an offer
+        self._client.paused(self._generation.number)
+        until_s = time.monotonic() + _PAUSE_LIMIT_S
+        while time.monotonic() < until_s:
+            beat()
+            leave_if_over()
+            time.sleep(_PAUSE_TICK_S)
+        logger.warning("the move of a node has not begun within %g s: training goes on", _PAUSE_LIMIT_S)
 
 
 _DEVICES = ("cpu", "cuda")
@@ -556,6 +630,7 @@ class HPCallWrapper:
         pace: measures what this rank does by itself in each step.
         restart_in_process: if False, this process is replaced after a fault instead of re-entering the block.
         faults: causes this generation's faults: the job's, or else a script's own (None: there are none).
+        pause: the wait of all ranks at one step boundary, when a node is to be left.
     """
 
     def __init__(self, wrapper: HPWrapper) -> None:
@@ -570,6 +645,7 @@ class HPCallWrapper:
         self.blocks = _Blocks(self.facts)
         self.client: RankClient = wrapper.hp_api_factory()
         self._now = Generation(own_generation())
+        self.pause = Pause(self._now, self.client)
         self.steps = StepTracker(self._now, self.board)
         self.pace = StepPace(self.board)
         self._succession = _Succession(self._now, self.client, self.steps, self.blocks, wrapper.restart)
@@ -689,6 +765,7 @@ class HPCallWrapper:
         os.environ.update(go.env)
         with self._responder.between_generations():
             now, responder = self._now, self._responder
+            self.pause.is_agreed = False
             now.adopt(go)
             now.recovering_since_s, responder.fault_at_s = responder.fault_at_s, None
             self.steps.enter()
@@ -825,7 +902,9 @@ class HPCallWrapper:
             self.board.beat()
 
     def begin_step(self, step: int) -> None:
-        """Report that optimizer step ``step`` begins."""
+        """Report that optimizer step ``step`` begins; wait before it, if the ranks have agreed to do so."""
+        if self.pause.is_agreed:
+            self.pause.wait(self.beat, self.leave_if_over)
         self.steps.begin(step)
         self.pace.fetches()
 

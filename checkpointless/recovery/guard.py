@@ -19,7 +19,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from checkpointless.inprocess import HPCallWrapper, RankShouldRestart
+from checkpointless.inprocess import HPCallWrapper, RankShouldRestart, active_call_wrapper
 from checkpointless.inprocess.health_check import wait_for_device
 from checkpointless.state.journal import StepJournal
 from checkpointless.transfer.exchange import wire_device
@@ -29,17 +29,21 @@ _Result = TypeVar("_Result")
 
 def vote(ends: bool = False) -> bool:
     """Wait until every rank of the job holds its final gradients; return whether any says that the step is the
-    last.
+    last. If one was asked to pause, all wait before the step after this one.
 
     Raises:
         RankShouldRestart: the groups were aborted before every rank had come.
     """
     wait_for_device()
-    votes = torch.tensor([1, ends], dtype=torch.int32, device=wire_device())
+    call = active_call_wrapper()
+    asked = call is not None and call.pause.is_wanted
+    votes = torch.tensor([1, ends, asked], dtype=torch.int32, device=wire_device())
     dist.all_reduce(votes)
-    counted, said = votes.tolist()
+    counted, said, pauses = votes.tolist()
     if counted != dist.get_world_size():
         raise RankShouldRestart("a fault is being handled: the vote was aborted")
+    if call is not None and pauses:
+        call.pause.is_agreed = True
     return bool(said)
 
 

@@ -15,11 +15,11 @@ from checkpointless.inprocess import HPCallWrapper, ParameterUpdateLock, active_
 from checkpointless.inprocess.exceptions import make_room
 from checkpointless.inprocess.memory import peak_growth
 from checkpointless.inprocess.parameter_update_lock import CommitState
-from checkpointless.inprocess.wrap import emit_event, span
+from checkpointless.inprocess.wrap import HandedOver, emit_event, span
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.recovery.decide import Decision, RankReport, Verdict, decide, reports_of
 from checkpointless.recovery.refill import BaseModel, Refill
-from checkpointless.replication.handover import Saves, Snapshot, clear, hand_over, take_over
+from checkpointless.replication.handover import Saves, Snapshot, clear, hand_over, offer, take_over
 from checkpointless.replication.tiers import Copies, Tier
 from checkpointless.state.held_state import HeldState
 from checkpointless.state.journal import Built, StepJournal
@@ -328,20 +328,22 @@ class CheckpointManager(RankLocalKeeper):
         self.parameter_update_lock.forget()
         self.fits.number = self.fits.offset = 0
 
-    def hand_over(self, high_water: int) -> tuple[int, str]:
+    def hand_over(self, high_water: int, address: str = "") -> HandedOver:
         """Hand the state to a successor of this process, which ends.
 
         Args:
             high_water: the highest optimizer step that any rank was ever seen to commit (-1: none).
-
-        Returns:
-            How many bytes that took (0: there is no state yet), and why it could not be done ("": it was).
+            address: of this node, at which to offer the state to a successor on another one, while this process
+                waits ("": the successor is on this node).
         """
         begun, leaves = max(self._begun, self.fits.number), None
         if self._held is not None:
             base = self._base_model.kept()
             leaves = Snapshot(self._held, base, begun, self.fits.finished, self._unfinished_saves())
-        return hand_over(leaves, self.own, high_water)
+        if address:
+            source, problem = offer(leaves, self.own, high_water, address)
+            return HandedOver(0, problem, source)
+        return HandedOver(*hand_over(leaves, self.own, high_water))
 
     def _take_over(self) -> None:
         """Hold what the process before this one has handed over, if it has."""

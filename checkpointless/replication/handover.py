@@ -4,15 +4,23 @@ A process that cannot enter its block again writes what it holds into a part fil
 folder of shared memory that the agent has made for this user only. The successor reads it, compares every digest,
 and holds the state as if it had lived through the fault: the ranks decide on it like on any other. Nothing is
 unpickled. The file stays until training goes on, so that a further process of the rank finds it, too.
+
+If the successor is on another node, the process does not end: it waits and sends the same part over the network to
+whoever proves that it knows a secret, which the coordinator has passed on to the successor.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import hmac
+import json
 import logging
 import os
 import secrets
 import shutil
+import socket
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,7 +34,7 @@ from checkpointless.inprocess.parameter_update_lock import CommitState
 from checkpointless.inprocess.wrap import own_board
 from checkpointless.observability.telemetry.wording import size
 from checkpointless.replication.parts import Content, Part, PartError, PartId, SaveId
-from checkpointless.replication.store import DirectoryStore
+from checkpointless.replication.store import DirectoryStore, read_part, write_part
 from checkpointless.state.held_state import HeldState
 from checkpointless.state.journal import StepJournal
 from checkpointless.state.port import SnapshotPoint, StepSnapshot, essentials_of
@@ -34,7 +42,13 @@ from checkpointless.state.rank_local.state import RankLocalState
 from checkpointless.state.rng import RngStates
 from checkpointless.state.serialization import state_tree
 from checkpointless.state.serialization.tensor_memory import own_device
-from checkpointless.system.environment import HANDOVER_ENV, LOCAL_WORLD_SIZE_ENV, own_rank, own_world_size
+from checkpointless.system.environment import (
+    HANDOVER_ENV,
+    LOCAL_WORLD_SIZE_ENV,
+    SOURCES_ENV,
+    own_rank,
+    own_world_size,
+)
 from checkpointless.transfer.tensor_entry import Key
 
 logger = logging.getLogger(__name__)
@@ -64,28 +78,61 @@ def hand_over(leaves: Snapshot | None, own: RankLocalState, high_water: int) -> 
     held = leaves.held
     try:
         clear()
-        if held.commit.ready and held.commit.committed == high_water - 1:
-            held.redo(high_water)
-        if held.commit.torn:
-            return 0, held.given_up or "an update failed half-way"
-        streams = [(step, states) for (step, _), states in (own.streams.states or {}).items()]
-        content = replace(leaves, own=_RankLocal.of(own, streams, held.buffers)).content()
-        lacking = _lacking_room(content.nbytes, root.parent)
-        if lacking:
-            return 0, lacking
-        name = PartId(SaveId(max(held.commit.committed, 0), secrets.token_hex(12)), own_rank())
-        DirectoryStore(root).write(Part.sealed(name, own_world_size(), content), own_rank())
-    except (OSError, MemoryError, RuntimeError, ValueError, TypeError) as error:
+        content, problem = _content(leaves, own, high_water)
+        problem = problem or _lacking_room(content.nbytes, root.parent)
+        if problem:
+            return 0, problem
+        DirectoryStore(root).write(_sealed(held, content), own_rank())
+    except _ERRORS as error:
         clear()
         return 0, line_of(error)
     return content.nbytes, ""
+
+
+def offer(leaves: Snapshot | None, own: RankLocalState, high_water: int, address: str) -> tuple[str, str]:
+    """Offer what this process holds, at an ``address`` of this node, to a successor on another one.
+
+    Args:
+        leaves: as of :func:`hand_over`, and so are ``own`` and ``high_water``; None: it holds nothing.
+
+    Returns:
+        What the successor needs to fetch it ("": there is nothing), and why it could not be done ("": it was).
+    """
+    global _offering
+    clear()
+    if leaves is None:
+        return "", ""
+    try:
+        content, problem = _content(leaves, own, high_water)
+        if problem:
+            return "", problem
+        _offering = _Offering(_sealed(leaves.held, content), address)
+    except _ERRORS as error:
+        return "", line_of(error)
+    return _offering.source, ""
+
+
+def _content(leaves: Snapshot, own: RankLocalState, high_water: int) -> tuple[Content, str]:
+    """Return the whole state of this rank, and why it is of no use ("": it is of a step). See :func:`hand_over`."""
+    held = leaves.held
+    if held.commit.ready and held.commit.committed == high_water - 1:
+        held.redo(high_water)
+    if held.commit.torn:
+        return Content(b"", ()), held.given_up or "an update failed half-way"
+    streams = [(step, states) for (step, _), states in (own.streams.states or {}).items()]
+    return replace(leaves, own=_RankLocal.of(own, streams, held.buffers)).content(), ""
+
+
+def _sealed(held: HeldState, content: Content) -> Part:
+    name = PartId(SaveId(max(held.commit.committed, 0), secrets.token_hex(12)), own_rank())
+    return Part.sealed(name, own_world_size(), content)
 
 
 def take_over(own: RankLocalState) -> Snapshot | None:
     """Return what the process before this one has left; None, with a warning if it is damaged: it left nothing."""
     root, rank = _root(), own_rank()
     if root is None or not root.is_dir():
-        return None
+        return _fetch(own)
     try:
         shelf = DirectoryStore(root).shelf(own_world_size())
         for save in sorted(shelf, reverse=True):
@@ -101,10 +148,101 @@ def take_over(own: RankLocalState) -> Snapshot | None:
 
 
 def clear() -> None:
-    """Remove what was handed over, because training goes on with it or without it."""
+    """Remove what was handed over or offered, because training goes on with it or without it."""
+    global _offering
+    if _offering is not None:
+        _offering.close()
+        _offering = None
     root = _root()
     if root is not None:
         shutil.rmtree(root, ignore_errors=True)
+
+
+# --- Over the network: the successor is on another node -----------------------------------------------------------
+
+_NONCE = 32
+_PROOF_TIMEOUT_S = 5.0
+_TRANSFER_TIMEOUT_S = 60.0  # for each read from the other side, and each write to it
+_ERRORS = (OSError, MemoryError, RuntimeError, ValueError, TypeError)
+
+
+class _Offering:
+    """Sends a part to whoever knows the secret in ``source``, as often as it is asked, until it is closed."""
+
+    def __init__(self, part: Part, address: str) -> None:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._part, self._secret = part, secrets.token_bytes(_NONCE)
+        self._listener = socket.create_server((address, 0), family=family)
+        self.source = f"{address} {self._listener.getsockname()[1]} {self._secret.hex()}"
+        threading.Thread(target=self._serve, name="checkpointless-offering", daemon=True).start()
+
+    def close(self) -> None:
+        """Stop; ``shutdown`` wakes the thread."""
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:  # it is closed
+                return
+            try:
+                with connection:
+                    self._send(connection)
+            except (OSError, ValueError, RuntimeError) as error:
+                logger.warning("the state was not sent to a successor: %s", error)
+
+    def _send(self, connection: socket.socket) -> None:
+        connection.settimeout(_PROOF_TIMEOUT_S)
+        mine = secrets.token_bytes(_NONCE)
+        with connection.makefile("rwb") as stream:
+            stream.write(mine)
+            stream.flush()
+            theirs, proof = stream.read(_NONCE), stream.read(_NONCE)
+            if not hmac.compare_digest(proof, _mac(self._secret, b"fetch", mine, theirs)):
+                raise ValueError("who asks for it does not know the secret")
+            connection.settimeout(_TRANSFER_TIMEOUT_S)
+            stream.write(_mac(self._secret, b"offer", theirs, mine))
+            write_part(self._part, stream)
+
+
+_offering: _Offering | None = None
+
+
+def _fetch(own: RankLocalState) -> Snapshot | None:
+    """Return what the process before this one offers on another node; None, with an error unless it has nothing."""
+    source = json.loads(os.environ.get(SOURCES_ENV) or "{}").get(str(own_rank()))
+    if not source:
+        return None
+    try:
+        part = _receive(*source.split())
+        if (part.id.part, part.world_size) != (own_rank(), own_world_size()):
+            raise PartError(f"it is {part.id.words}, of {part.world_size} ranks")
+        found = Snapshot.of(part.content)
+        found.own.put_back(own)
+    except (OSError, PartError, ValueError) as error:
+        logger.error("what the process before this one offers cannot be used: %s", line_of(error))
+        return None
+    return found
+
+
+def _receive(address: str, port: str, secret: str) -> Part:
+    with socket.create_connection((address, int(port)), timeout=_PROOF_TIMEOUT_S) as connection:
+        mine, key = secrets.token_bytes(_NONCE), bytes.fromhex(secret)
+        with connection.makefile("rwb") as stream:
+            theirs = stream.read(_NONCE)
+            stream.write(mine + _mac(key, b"fetch", theirs, mine))
+            stream.flush()
+            connection.settimeout(_TRANSFER_TIMEOUT_S)  # it may be sending to another process
+            if not hmac.compare_digest(stream.read(_NONCE), _mac(key, b"offer", mine, theirs)):
+                raise PartError(f"what listens at {address}:{port} does not know the secret")
+            return read_part(stream, None, f"the part from {address}:{port}")
+
+
+def _mac(secret: bytes, *parts: bytes) -> bytes:
+    return hmac.new(secret, b"".join(parts), hashlib.sha256).digest()
 
 
 def _root() -> Path | None:

@@ -15,6 +15,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from io import BufferedIOBase
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -185,6 +186,7 @@ def write_parts(store: PartStore, parts: Sequence[Part], holder: int) -> int:
 
 _MAGIC = b"CKPTPRT2"
 _PREFACE = struct.Struct("<8sQQ")
+_MOST_OF_A_HEADER = 1 << 32
 _FILE_NAME = re.compile(
     r"(?P<hidden>\.?)(?P<save>iter_\d{10,}\.[0-9a-f]{24})\.of_(?P<world_size>\d+)\.part_(?P<part>\d+)"
     r"\.held_(?P<holder>\d+)\.ckpt(?P<unfinished>(\.tmp)?)"
@@ -217,6 +219,46 @@ class _FileName:
         return cls(id_, int(found["world_size"]), int(found["holder"])), not found["unfinished"]
 
 
+def write_part(part: Part, file: BufferedIOBase) -> None:
+    """Write a part as part files have it."""
+    header = part.header()
+    file.write(_PREFACE.pack(_MAGIC, len(header), xxhash.xxh3_64_intdigest(header)) + header)
+    for tensor in part.content.tensors:
+        for chunk in chunks(tensor):
+            file.write(chunk)
+
+
+def read_part(file: BufferedIOBase, size: int | None, name: str) -> Part:
+    """Return the part that :func:`write_part` wrote, after comparing every digest.
+
+    Args:
+        size: how many bytes there are (None: that is not known).
+        name: what it is read from, for messages.
+
+    Raises:
+        PartError: it is damaged, or was not written to its end.
+    """
+    preface = file.read(_PREFACE.size)
+    if len(preface) < _PREFACE.size or not preface.startswith(_MAGIC):
+        raise PartError(f"{name} is truncated, or no part file of this version")
+    _, length, digest = _PREFACE.unpack(preface)
+    data = file.read(length) if length < (size or _MOST_OF_A_HEADER) else b""
+    if len(data) < length or xxhash.xxh3_64_intdigest(data) != digest:
+        raise PartError(f"{name} is truncated or damaged: its header has another digest")
+    try:
+        header = Header.parse(data)
+        nbytes = sum(tensor.nbytes for tensor in header.empty())
+        if size not in (None, _PREFACE.size + length + nbytes):
+            raise PartError(f"it has {size} bytes, and not {_PREFACE.size + length + nbytes}")
+        part = Part.within(header, [torch.empty_like(each, device="cpu") for each in header.empty()])
+        for tensor in part.content.tensors:
+            file.readinto(tensor_bytes(tensor).numpy().data)
+        part.verify()
+    except PartError as error:
+        raise PartError(f"{name} is truncated or damaged: {error}") from error
+    return part
+
+
 @dataclass(frozen=True)
 class _PartFile:
     """A copy of a part as a file."""
@@ -229,25 +271,7 @@ class _PartFile:
         name says.
         """
         with open(self.path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            preface = file.read(_PREFACE.size)
-            if len(preface) < _PREFACE.size or not preface.startswith(_MAGIC):
-                raise PartError(f"{self.path} is truncated, or no part file of this version")
-            _, length, digest = _PREFACE.unpack(preface)
-            data = file.read(length) if length < size else b""
-            if len(data) < length or xxhash.xxh3_64_intdigest(data) != digest:
-                raise PartError(f"{self.path} is truncated or damaged: its header has another digest")
-            try:
-                header = Header.parse(data)
-                nbytes = sum(tensor.nbytes for tensor in header.empty())
-                if size != _PREFACE.size + length + nbytes:
-                    raise PartError(f"it has {size} bytes, and not {_PREFACE.size + length + nbytes}")
-                part = Part.within(header, [torch.empty_like(each, device="cpu") for each in header.empty()])
-                for tensor in part.content.tensors:
-                    file.readinto(tensor_bytes(tensor).numpy().data)  # type: ignore[attr-defined]
-                part.verify()
-            except PartError as error:
-                raise PartError(f"{self.path} is truncated or damaged: {error}") from error
+            part = read_part(file, os.fstat(file.fileno()).st_size, str(self.path))
         if (part.id, part.world_size) != (self.name.id, self.name.world_size):
             raise PartError(f"{self.path} is {part.id} of {part.world_size} ranks, and not what its name says")
         return part
@@ -296,11 +320,7 @@ class DirectoryStore:
         descriptor = os.open(unfinished, flags, 0o600)
         try:
             with open(descriptor, "wb") as file:
-                header = part.header()
-                file.write(_PREFACE.pack(_MAGIC, len(header), xxhash.xxh3_64_intdigest(header)) + header)
-                for tensor in part.content.tensors:
-                    for chunk in chunks(tensor):
-                        file.write(chunk)
+                write_part(part, file)
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(unfinished, self.root / str(name))

@@ -159,7 +159,7 @@ def run_nodes(
         hosts = [network.name(host) for host in range(agents + 1)]
         arguments["extra_env"] = {"GLOO_SOCKET_IFNAME": INTERFACE, **settings.get("extra_env", {})}
     coordinator = OutsideCoordinator(arguments, hosts[agents] if hosts else None) if outside else None
-    with _accompanied(Scene(run_dir, coordinator, network), meanwhile):
+    with _accompanied(Scene(run_dir, coordinator, network, arguments.get("rdzv_endpoint", "")), meanwhile):
         answers = zygote.run(
             agents,
             "tests.ranks.jobs:launch_here",
@@ -225,6 +225,7 @@ class Scene:
     run_dir: Path
     coordinator: OutsideCoordinator | None
     network: Network | None
+    endpoint: str = ""
 
     def wait_for_step(self, step: int, rank: int = 0, limit_s: float = 60.0) -> None:
         """Wait until a rank has committed ``step``."""

@@ -179,6 +179,7 @@ def go_env(generation: int, host: int = 0) -> dict[str, str]:
         "MASTER_PORT": str(5000 + generation),
         "TORCHELASTIC_RESTART_COUNT": count,
         "JOB_RESTART_COUNT": count,
+        "CHECKPOINTLESS_SOURCES": "{}",
     }
 
 

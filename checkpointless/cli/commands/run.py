@@ -332,6 +332,48 @@ def _coordinate(options: argparse.Namespace) -> int:
         raise UsageError(f"cannot listen at {options.rdzv_endpoint}: {error.strerror or error}") from error
 
 
+# --- A node that is to be left ------------------------------------------------------------------------------------
+
+_MOVE_EPILOG = f"""\
+examples:
+  checkpointless move --node 3 --rdzv-endpoint node0:29400
+
+A spare takes the ranks of the node over at the next step boundary; no step is repeated, and then the node is idle.
+Give the --rdzv-endpoint of the job, and its token in {TOKEN_ENV}. Exit status: 0 if the node has moved, else 1.
+"""
+
+
+def _add_move_options(parser: argparse.ArgumentParser) -> None:
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--node", type=count, metavar="N", help="number of the node")
+    which.add_argument("--rank", type=count, metavar="R", help="a rank of the node")
+    add = parser.add_argument
+    add(*both("--rdzv-endpoint"), required=True, metavar="H[:P]", help="where the job's coordinator listens")
+    add("--timeout", type=seconds, default=600.0, metavar="S", help="seconds to wait for the end (default: 600)")
+
+
+def _move(options: argparse.Namespace) -> int:
+    from checkpointless.launcher.agent.links import JoinError, move_node
+    from checkpointless.launcher.coordinator.job_config import JobConfig
+
+    try:
+        config = JobConfig(
+            nproc_per_node=1, rdzv_endpoint=options.rdzv_endpoint, token=os.environ.get(TOKEN_ENV, "")
+        )
+        config.check_meeting()
+        node, rank = (-1 if each is None else each for each in (options.node, options.rank))
+        return 0 if move_node(config, node, rank, say, options.timeout) else 1
+    except TimeoutError:
+        raise UsageError(f"the move is not over after {options.timeout:g} s, and goes on") from None
+    except (JoinError, OSError, ValueError) as error:
+        raise UsageError(str(error)) from error
+
+
+MOVE = Command(
+    "move", "move the ranks of a node to a spare, without a fault", _add_move_options, _move, _MOVE_EPILOG
+)
+
+
 COORDINATOR = Command(
     "coordinator",
     "coordinate a job of several nodes from outside of them",

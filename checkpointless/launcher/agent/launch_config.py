@@ -49,6 +49,20 @@ _LIMITS = (
 DEFAULT_DEVICE_CHECK_TIMEOUT_S = 30.0
 
 
+SIGTERM_ENDS, SIGTERM_DRAINS = "end", "drain"  # what SIGTERM does to an agent
+
+
+def _words(text: str, what: str) -> tuple[str, ...]:
+    """Divide a command line as a shell does; raise ``ValueError`` if there is no such program."""
+    try:
+        command = tuple(shlex.split(text))
+        if not command or shutil.which(command[0]) is None:
+            raise ValueError("there is no such program")
+    except ValueError as error:
+        raise ValueError(f"the {what} {text!r} cannot be run: {error}") from error
+    return command
+
+
 @dataclass(frozen=True)
 class DeviceCheck:
     """A command that exits with 0 if the device of a rank may be used."""
@@ -63,13 +77,7 @@ class DeviceCheck:
         Raises:
             ValueError: there is no such program, or a quotation does not end.
         """
-        try:
-            command = tuple(shlex.split(text))
-            if not command or shutil.which(command[0]) is None:
-                raise ValueError("there is no such program")
-        except ValueError as error:
-            raise ValueError(f"the device check {text!r} cannot be run: {error}") from error
-        return cls(command, timeout_s)
+        return cls(_words(text, "device check"), timeout_s)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +99,9 @@ class LaunchConfig(JobConfig):
         exit_grace_s: how long a rank's process may be idle once its script, or else its block, has ended.
         device_check: command that is run before a rank's process is started again, and that exits with 0 if the
             rank's device may be used ("": none).
+        on_sigterm: what SIGTERM to the agent does: ``end`` the job, or ``drain`` the node, whose ranks a spare
+            takes over; a second one ends the job.
+        notice: command that is run every few seconds, and whose exit code 0 drains the node, too ("": none).
         job: name of the job, for its metrics (default: that of the script).
 
     Raises:
@@ -118,6 +129,8 @@ class LaunchConfig(JobConfig):
     exit_grace_s: float = 30.0
     device_check: str = ""
     device_check_timeout_s: float = DEFAULT_DEVICE_CHECK_TIMEOUT_S
+    on_sigterm: str = SIGTERM_ENDS
+    notice: str = ""
     job: str = ""
 
     @property
@@ -140,6 +153,11 @@ class LaunchConfig(JobConfig):
     def check(self) -> DeviceCheck | None:
         """The device check (None: none)."""
         return DeviceCheck.of(self.device_check, self.device_check_timeout_s) if self.device_check else None
+
+    @property
+    def notice_command(self) -> tuple[str, ...]:
+        """The words of ``notice``; none without one."""
+        return _words(self.notice, "notice command") if self.notice else ()
 
     @property
     def own_ranks(self) -> range:
@@ -170,6 +188,10 @@ class LaunchConfig(JobConfig):
         if self.check is not None and limit_s >= regroup_s:
             said = f"{limit_s:g} s must be less than --regroup-timeout, {regroup_s:g} s"
             raise ValueError(f"--device-check-timeout, {said}")
+        if (self.notice_command or self.on_sigterm != SIGTERM_ENDS) and self.is_alone:
+            raise ValueError("--on-sigterm drain and --notice need several nodes, one of them a spare (--spares)")
+        if self.on_sigterm not in (SIGTERM_ENDS, SIGTERM_DRAINS):
+            raise ValueError(f"on_sigterm is {SIGTERM_ENDS} or {SIGTERM_DRAINS}, not {self.on_sigterm!r}")
         if self.module:
             if not _module_exists(self.script):
                 raise ValueError(f"there is no module {self.script!r}")

@@ -21,9 +21,11 @@ from checkpointless.launcher.agent.node import NodeAgent
 from checkpointless.launcher.coordinator.coordinator import Coordinator
 from checkpointless.launcher.coordinator.hosting import FAREWELL_S, CoordinatorPort, host
 from checkpointless.launcher.coordinator.job import FAILED
+from checkpointless.launcher.coordinator.job_config import JobConfig
 from checkpointless.launcher.protocol.channel import (
     BEFORE_WELCOME,
     LOOPBACK,
+    OPERATOR,
     SPARE,
     Challenge,
     Channel,
@@ -33,12 +35,14 @@ from checkpointless.launcher.protocol.channel import (
 )
 from checkpointless.launcher.protocol.messages import LineBuffer, ProtocolError, encode
 from checkpointless.launcher.protocol.node_messages import (
+    FOR_OPERATOR,
     FROM_COORDINATOR,
     Alive,
     Command,
     End,
     JobOver,
     Joined,
+    MoveNode,
     NodeMessage,
     RankInexact,
     Searching,
@@ -54,6 +58,7 @@ logger = logging.getLogger(__name__)
 _RETRY_S = 0.5
 _ANSWER_TIMEOUT_S = 10.0
 _PAUSE_S = 15.0  # no attempt takes this long: a longer pause means that this process was stopped
+_NEWS_BYTES = 4096
 _REFUSED_FOR_S = 2.0  # a refusal that lasts this long is final
 
 _KEPT = (Trouble, JobOver, RankInexact)  # while there is no coordinator; the agent tells the rest with its standing
@@ -199,8 +204,10 @@ class _RemoteCoordinatorLink(Link):
             agent.end(End(FAILED, [f"the coordinator at {self._where} does not keep to the protocol: {error}"]))
         if self._lost and agent.job.outcome is None:
             self._say(f"the coordinator at {self._where} was lost ({self._lost}): training goes on without it")
-            if agent.ranks:  # a spare got its number with its ranks
+            if agent.takes_part:  # a spare got its number with its ranks
                 self._number = min(agent.ranks) // self._nproc
+            elif agent.has_moved:
+                self._number = SPARE
             self._search = in_thread(partial(self._join, self._number, self._stopped.is_set), "join")
 
     def is_needed(self, now_s: float) -> bool:
@@ -297,9 +304,9 @@ class _Joining:
         refused_since_s: float | None = None
         while True:
             try:
-                self._connection = self._connect(address, port)
+                self.connection = self._connect(address, port)
                 self._prove(token, node, nproc)
-                self.own_address: str = self._connection.getsockname()[0]
+                self.own_address: str = self.connection.getsockname()[0]
                 return
             except JoinError:
                 refused_since_s = refused_since_s or clock()
@@ -316,7 +323,7 @@ class _Joining:
     def open(
         self, selector: selectors.BaseSelector, on_message: Callable[[Any], None], on_close: Callable[[str], None]
     ) -> Channel:
-        return Channel(self._connection, selector, hears=FROM_COORDINATOR, on_message=on_message, on_close=on_close)
+        return Channel(self.connection, selector, hears=FROM_COORDINATOR, on_message=on_message, on_close=on_close)
 
     def _connect(self, address: str, port: int) -> socket.socket:
         self._lines = LineBuffer()
@@ -332,7 +339,7 @@ class _Joining:
             except ValueError as error:
                 raise JoinError(f"the coordinator at {self.where} cannot be joined: {error}") from error
             proof = challenge.prove(token, node, nproc)
-            self._connection.sendall(encode(proof))
+            self.connection.sendall(encode(proof))
             try:
                 answer = self._hear()
             except ConnectionError as error:
@@ -342,7 +349,7 @@ class _Joining:
             if not isinstance(answer, Welcome) or not challenge.is_welcome(token, proof, answer):
                 raise JoinError(f"what listens at {self.where} does not know this job's token")
         except BaseException:
-            self._connection.close()
+            self.connection.close()
             raise
 
     def _hear(self) -> Any:
@@ -350,9 +357,9 @@ class _Joining:
         deadline_s = time.monotonic() + _ANSWER_TIMEOUT_S
         while time.monotonic() < deadline_s:
             self._pause(0.0)
-            if not select.select([self._connection], [], [], 0.1)[0]:
+            if not select.select([self.connection], [], [], 0.1)[0]:
                 continue
-            byte = self._connection.recv(1)
+            byte = self.connection.recv(1)
             if not byte:
                 raise ConnectionResetError("it closed the connection")
             lines = self._lines.feed(byte)
@@ -369,6 +376,42 @@ class _Joining:
             if left_s <= 0:
                 return
             time.sleep(min(left_s, 0.1))
+
+
+def move_node(
+    config: JobConfig, node: int, rank: int, say: Callable[[str], None], timeout_s: float, reach_s: float = 10.0
+) -> bool:
+    """Ask the coordinator of a job to move a node's ranks to a spare; return whether they have moved.
+
+    Args:
+        node: the node; -1: that of ``rank``.
+        say: prints what becomes of it.
+        timeout_s: how long to wait for that.
+        reach_s: how long to try to reach the coordinator.
+
+    Raises:
+        JoinError: the coordinator was not reached, does not know the token, or has ended.
+        TimeoutError: the move is not over in time; it goes on.
+    """
+    address, port = config.endpoint
+    asked = _Joining(
+        address, port, token=config.token, node=OPERATOR, nproc=0, timeout_s=reach_s, stopped=lambda: False
+    )
+    deadline_s = time.monotonic() + timeout_s
+    with asked.connection as connection:
+        connection.sendall(encode(MoveNode(node, rank)))
+        lines = LineBuffer()
+        while (left_s := deadline_s - time.monotonic()) > 0:
+            connection.settimeout(left_s)
+            data = connection.recv(_NEWS_BYTES)
+            if not data:
+                raise JoinError(f"the coordinator at {asked.where} has ended")
+            for line in lines.feed(data):
+                news = FOR_OPERATOR.decode(line)
+                say(news.line)
+                if news.is_over:
+                    return bool(news.is_moved)
+    raise TimeoutError
 
 
 def link_to_coordinator(

@@ -14,7 +14,10 @@ import time
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
-from checkpointless.launcher.agent.launch_config import LaunchConfig
+import msgspec
+
+from checkpointless.launcher.agent.launch_config import SIGTERM_DRAINS, LaunchConfig
+from checkpointless.launcher.agent.notice import Notice
 from checkpointless.launcher.agent.ranks.fork_server import ForkServer
 from checkpointless.launcher.agent.ranks.process_keeper import EXIT_GRACE_S, LocalRank, NodeJobState, ProcessKeeper
 from checkpointless.launcher.coordinator.coordinator import FAILED
@@ -23,7 +26,7 @@ from checkpointless.launcher.coordinator.stragglers import pace_of
 from checkpointless.launcher.protocol.board import NO_STEP, BoardReading
 from checkpointless.launcher.protocol.causes import signal_name
 from checkpointless.launcher.protocol.channel import LOOPBACK
-from checkpointless.launcher.protocol.messages import FaultNotice, Finish, Go, HandOver, Inquire
+from checkpointless.launcher.protocol.messages import FaultNotice, Finish, Go, HandOver, Inquire, Offer, Pause
 from checkpointless.launcher.protocol.node_messages import (
     IN_BLOCK,
     AllDone,
@@ -36,6 +39,8 @@ from checkpointless.launcher.protocol.node_messages import (
     JobOver,
     Kill,
     Leaving,
+    MoveRefused,
+    MoveWanted,
     NodeMessage,
     OneEnded,
     OpenStore,
@@ -300,6 +305,8 @@ class NodeAgent:
 
     Attributes:
         job: what this node knows of the job.
+        takes_part: whether the node's ranks were in a generation, and are still the job's.
+        has_moved: whether another node has taken their place.
         processes: the processes of the node's ranks.
     """
 
@@ -330,6 +337,10 @@ class NodeAgent:
         self._store: _GenerationStore | None = None
         self._term_grace_s = config.term_grace_s
         self._hosts = hosts
+        self._drains_at_sigterm = config.on_sigterm == SIGTERM_DRAINS
+        self._notice = Notice(config.notice_command, say)
+        self._is_draining = False  # a spare is to take the ranks over, and the agent ends once it has
+        self.takes_part = self.has_moved = False
         self._farewell: Leaving | None = None  # what the coordinator is told when the first rank has ended
         self._ends_since_s = self._kill_all_at_s = float("inf")
         self._too_late = ""  # for what the ranks that are killed then were too late
@@ -385,6 +396,11 @@ class NodeAgent:
             if now_s >= self._kill_all_at_s:
                 self._kill_all()
             return
+        if self.has_moved and self._is_draining and not self.alive():
+            self.end(End(0, [f"node {self.index} is drained: another node has taken its ranks over"]))
+            return
+        if self._notice.has_come(now_s):
+            self._drain("its notice command has exited with 0")
         if self.ranks:
             self._beats.look(self.ranks.values(), self.job.generation, now_s)
             self._paces.look(self.ranks.values(), self.job.generation, now_s)
@@ -395,7 +411,11 @@ class NodeAgent:
 
         One that ends a job gives them the time to end in; a later SIGINT while a job ends has them killed at once.
         """
-        if self.job.outcome is None and number in ENDING:
+        drains = number == signal.SIGTERM and self._drains_at_sigterm and self.takes_part and not self._hosts
+        if self.job.outcome is None and drains:
+            self._drains_at_sigterm = False  # the next one ends the job
+            self._drain("its agent got SIGTERM")
+        elif self.job.outcome is None and number in ENDING:
             self._leave(f"stopped by {signal_name(number)}", number)
         elif number == signal.SIGINT:
             if self.clock() - self._ends_since_s > _ONE_PRESS_S:
@@ -416,8 +436,15 @@ class NodeAgent:
 
     def close(self) -> None:
         """Kill and reap the remaining processes, and release all resources."""
+        self._notice.close()
         self.processes.close()
         self._close_store()
+
+    def _drain(self, reason: str) -> None:
+        """Ask for a spare to take this node's ranks over."""
+        if self.takes_part and not self._is_draining:
+            self._is_draining = True
+            self._report(MoveWanted(reason))
 
     def _leave(self, reason: str, number: int = signal.SIGTERM) -> None:
         """End the job on this node, and report to the coordinator that the node no longer takes part.
@@ -468,7 +495,7 @@ class NodeAgent:
         if isinstance(command, OpenStore):
             self._open_store(command.generation)
         elif isinstance(command, Discard):
-            self._discard()
+            self._discard(command.moved)
         elif isinstance(command, Spawn):
             if command.afresh:
                 self._exits.elsewhere = None
@@ -479,6 +506,16 @@ class NodeAgent:
             self._interrupt(command)
         elif isinstance(command, HandOver):
             self.processes.hand_over(command)
+        elif isinstance(command, Pause):
+            for rank in self.ranks.values():
+                if rank.state in IN_BLOCK:
+                    rank.send(command)
+        elif isinstance(command, MoveRefused):
+            self._is_draining = False
+            if not self._hosts:  # else it has said so as the coordinator
+                self._say(command.reason)
+        elif isinstance(command, Offer):
+            self.processes.offer(msgspec.structs.replace(command, address=self._address()))
         elif isinstance(command, Ask):
             for number in command.ranks:
                 self._rank(number).send(Inquire(command.id))
@@ -521,11 +558,13 @@ class NodeAgent:
             rank.forgiven = True
             self.processes.kill(rank)
 
-    def _discard(self) -> None:
-        """End the ranks, which a coordinator has declared dead, and join again without them."""
-        self._say("this node was declared lost: its ranks are killed, and it joins the job again")
+    def _discard(self, moved: bool) -> None:
+        """End the ranks, which have moved or were declared dead, and join again without them."""
+        if not moved:
+            self._say("this node was declared lost: its ranks are killed, and it joins the job again")
+        self.takes_part, self.has_moved = False, moved
         self._close_store()
-        self.processes.discard()
+        self.processes.discard(self._term_grace_s if moved else 0.0)
 
     def _open_store(self, generation: int) -> None:
         self._close_store()
@@ -544,6 +583,7 @@ class NodeAgent:
 
     def _begin(self, begin: Begin) -> None:
         job = self.job
+        self.takes_part, self.has_moved = True, False
         job.generation, job.began_after = begin.generation, begin.high_water
         job.incident, job.finished = begin.incident or None, False
         self._beats.begin(begin.target, begin.high_water)

@@ -14,6 +14,7 @@ import os
 from checkpointless.launcher.client.agent_client import (
     AgentClient,
     AgentLostError,
+    OfferWantedError,
     RankClient,
     RankUnknownError,
     StandaloneClient,
@@ -37,6 +38,7 @@ __all__ = [
     "AgentLostError",
     "FaultNotice",
     "HPAgentK8sAPIFactory",
+    "OfferWantedError",
     "RankClient",
     "StandaloneClient",
     "SuccessorWantedError",

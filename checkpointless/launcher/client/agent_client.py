@@ -35,6 +35,10 @@ from checkpointless.launcher.protocol.messages import (
     Inexact,
     Inquire,
     LineBuffer,
+    Offer,
+    Offered,
+    Pause,
+    Paused,
     ProtocolError,
     RankMessage,
     Replace,
@@ -73,6 +77,19 @@ class SuccessorWantedError(Exception):
         self.high_water = high_water
 
 
+class OfferWantedError(Exception):
+    """This process, which waits at the barrier, has to offer its state to a successor on another node.
+
+    Attributes:
+        high_water: the highest optimizer step that any rank was ever seen to commit (-1: none).
+        address: the address of this node at which to offer it.
+    """
+
+    def __init__(self, high_water: int, address: str) -> None:
+        super().__init__("this process has to offer its state to a successor")
+        self.high_water, self.address = high_water, address
+
+
 class RankUnknownError(AssertionError, RuntimeError):
     """It is not known which rank this process is (an ``AssertionError``, as in HyperPod's ``wait_rank``)."""
 
@@ -87,6 +104,7 @@ class RankClient(abc.ABC):
         has_launcher: whether a launcher started this process; if not, nothing is recovered from.
         on_inquire: called on the listening thread with the number of an inquiry; returns the answer to it.
         is_ending: whether the job is ending, so that no block is entered again.
+        to_pause: the newest generation whose ranks are to agree on a step boundary to wait at (-1: none).
     """
 
     def __init__(self, rank: int) -> None:
@@ -95,10 +113,12 @@ class RankClient(abc.ABC):
         self.rank = rank
         self.is_ending = False
         self.has_launcher = True
+        self.to_pause = -1
         self._news = threading.Condition()
         self._generation = 0
         self._go: Go | None = None
         self._hand_over: HandOver | None = None
+        self._offer: Offer | None = None
         self._faults: dict[int, FaultNotice] = {}
         self._finish: Finish | None = None
         self._lost: str | None = None
@@ -120,7 +140,8 @@ class RankClient(abc.ABC):
         Raises:
             AgentLostError: the connection was closed before the ``go`` came.
             SuccessorWantedError: the process has to hand its state to a successor instead.
-            SystemExit: the job is ending.
+            OfferWantedError: the process has to offer its state, and to go on waiting.
+            SystemExit: the job is ending, or a successor on another node has taken this process's place.
             TimeoutError: the ``go`` did not come within ``timeout_s`` seconds.
         """
 
@@ -130,6 +151,11 @@ class RankClient(abc.ABC):
             if self._hand_over is not None and self._hand_over.generation == after_generation:
                 wanted, self._hand_over = self._hand_over, None
                 raise SuccessorWantedError(wanted.high_water)
+            if self._offer is not None and self._offer.generation == after_generation:
+                offer, self._offer = self._offer, None
+                raise OfferWantedError(offer.high_water, offer.address)
+            if self._finish is not None:
+                raise SystemExit(0)
             return self._go if self._go is not None and self._go.generation > after_generation else None
 
         return self._wait(arrived, timeout_s, f"a go after generation {after_generation}")
@@ -206,6 +232,10 @@ class RankClient(abc.ABC):
                 self._move_to(message.generation)
             elif isinstance(message, HandOver):
                 self._hand_over = message
+            elif isinstance(message, Offer):
+                self._offer = message
+            elif isinstance(message, Pause):
+                self.to_pause = message.generation
             elif isinstance(message, Finish):
                 self._finish = message
             elif isinstance(message, Ending):
@@ -272,6 +302,14 @@ class AgentClient(RankClient):
             os.set_inheritable(fd, False)
             _of_this_process = cls(socket.socket(fileno=fd), rank=int(os.environ[RANK_ENV]))
         return _of_this_process
+
+    def paused(self, generation: int) -> None:
+        """Report that this rank stands at the step boundary that all have agreed on."""
+        self._send(Paused(generation))
+
+    def offered(self, generation: int, source: str, problem: str) -> None:
+        """Report from where a successor can fetch this rank's state ("": it has none), or why it cannot."""
+        self._send(Offered(generation, source, problem))
 
     def close(self) -> None:
         """Close the connection and end the reader thread."""

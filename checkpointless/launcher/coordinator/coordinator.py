@@ -22,6 +22,7 @@ from checkpointless.launcher.coordinator.hang_watch import HangWatch, Stall
 from checkpointless.launcher.coordinator.job import FAILED, Job, Node, Phase, Rank
 from checkpointless.launcher.coordinator.job_config import JobConfig
 from checkpointless.launcher.coordinator.membership import BadDevices, Membership
+from checkpointless.launcher.coordinator.moves import Moves, Tell
 from checkpointless.launcher.coordinator.regrouping import Processes, Regrouping
 from checkpointless.launcher.coordinator.stragglers import StragglerRule
 from checkpointless.launcher.protocol.board import NO_STEP
@@ -38,6 +39,7 @@ from checkpointless.launcher.protocol.node_messages import (
     JobOver,
     Joined,
     Leaving,
+    MoveWanted,
     NodeMessage,
     OpenStore,
     Paces,
@@ -45,7 +47,9 @@ from checkpointless.launcher.protocol.node_messages import (
     RankDone,
     RankEnded,
     RankInexact,
+    RankOffered,
     RankPace,
+    RankPaused,
     RankReady,
     RankStanding,
     RankState,
@@ -411,9 +415,12 @@ class Coordinator:
         self._processes = Processes(job)
         report = partial(_ask, job), partial(_report_stall, job)
         hangs = HangWatch(config.heartbeat, len(self.ranks), config.nproc_per_node, *report)
-        self._regrouping = Regrouping(job, self._processes, hangs)
+        self._regrouping = Regrouping(job, self._processes, hangs, lambda: self._moves.holds_up())
+        self._moves = Moves(job, self._processes, self._regrouping)
         self._hangs = _HangResponse(job, hangs, self._regrouping, self._processes)
-        self.membership = Membership(job, self._processes, self._regrouping, self._all_nodes_are_here)
+        self.membership = Membership(
+            job, self._processes, self._regrouping, self._all_nodes_are_here, self._moves.lost
+        )
         self._bad_devices = BadDevices(job, self.membership, self._processes)
         self._takeover = _Takeover(job, self.membership, self._processes, self._regrouping)
         self._note_progress_at_s = clock() + _NOTE_PROGRESS_EVERY_S
@@ -425,8 +432,10 @@ class Coordinator:
             if isinstance(message, RankEnded):
                 self.job.roster.move(self.job.roster.rank_of(message.rank, node), RankState.GONE)
             return
+        if self._moves.hear(node, message, self.host):
+            return
         match message:
-            case Alive():
+            case Alive() | MoveWanted() | RankPaused() | RankOffered():
                 pass
             case Joined():
                 self.membership.joined(node)
@@ -464,12 +473,17 @@ class Coordinator:
             case _:
                 self._on_rank(self.job.roster.rank_of(message.rank, node), message)
 
+    def move(self, node: int, why: str, tell: Tell) -> None:
+        """Have a spare take the ranks of ``node`` over, or refuse to; ``tell`` hears what becomes of it."""
+        self._moves.ask(node, why, tell, self.host)
+
     def tick(self, now_s: float) -> None:
         """Act on the time that has passed."""
         if self.job.phase is Phase.OVER:
             return
         self.membership.lose_those_that_stay_away(now_s)
         self._regrouping.tick(now_s)
+        self._moves.tick(now_s)
         if self.job.phase is Phase.RUNNING:
             self._hangs.look(now_s)
             return

@@ -17,6 +17,7 @@ from checkpointless.launcher.coordinator.job_config import JobConfig
 from checkpointless.launcher.protocol.causes import signal_name
 from checkpointless.launcher.protocol.channel import (
     BEFORE_PROOF,
+    OPERATOR,
     Challenge,
     Channel,
     Proof,
@@ -24,7 +25,7 @@ from checkpointless.launcher.protocol.channel import (
     check_version,
     resolve,
 )
-from checkpointless.launcher.protocol.node_messages import FROM_NODE, Alive
+from checkpointless.launcher.protocol.node_messages import FROM_NODE, FROM_OPERATOR, Alive, MoveNews, MoveNode
 from checkpointless.observability.telemetry.events import EventLog
 from checkpointless.system.awake_clock import AwakeClock
 
@@ -41,6 +42,7 @@ class _Guest:
 
     Attributes:
         node: the node at the other end, once it has proved that it knows the token.
+        has_asked: whether it is an operator's, which has proved that, too, and waits for what it has asked for.
         heard_at_s: when ``heard`` bytes had come; until the proof, when the connection was made.
         last_word_s: when something was received last, on the monotonic clock.
     """
@@ -49,6 +51,7 @@ class _Guest:
     heard_at_s: float
     channel: Channel | None = None
     node: Node | None = None
+    has_asked: bool = False
     heard: int = 0
     last_word_s: float = field(default_factory=time.monotonic)
 
@@ -95,6 +98,8 @@ class CoordinatorPort:
         for guest in list(self._guests):
             channel = guest.channel
             assert channel is not None
+            if guest.has_asked:
+                continue  # its connection says whether it is still there
             if guest.node is None:
                 if now_s >= guest.heard_at_s + _PROOF_TIMEOUT_S:
                     self._show_out(guest)
@@ -122,7 +127,7 @@ class CoordinatorPort:
                 connection, _ = self._listener.accept()
             except OSError:  # nobody waits, or the client has gone
                 return
-            unproved = [guest for guest in self._guests if guest.node is None]
+            unproved = [guest for guest in self._guests if guest.node is None and not guest.has_asked]
             if len(unproved) >= _MAX_UNPROVED:
                 self._show_out(unproved[0])
             guest = _Guest(Challenge(), self._clock())
@@ -139,6 +144,8 @@ class CoordinatorPort:
     def _hear(self, guest: _Guest, message: Any) -> None:
         if guest.node is not None:
             self._coordinator.hear(guest.node, message)
+        elif isinstance(message, MoveNode) and not guest.has_asked:
+            self._on_operator(guest, message)
         elif isinstance(message, Proof) and guest.channel is not None:
             self._on_proof(guest, guest.channel, message)
 
@@ -149,6 +156,10 @@ class CoordinatorPort:
             return
         try:
             check_version(proof.version)
+            if proof.node == OPERATOR:
+                channel.hears = FROM_OPERATOR
+                channel.send(guest.challenge.welcome(self._token, proof))
+                return
             guest.node = self._coordinator.membership.admit(proof.node, proof.nproc, channel.send)
         except ValueError as error:
             channel.send(Refused(str(error)))
@@ -157,6 +168,18 @@ class CoordinatorPort:
         guest.heard_at_s = self._clock()
         channel.hears = FROM_NODE
         channel.send(guest.challenge.welcome(self._token, proof))
+
+    def _on_operator(self, guest: _Guest, asked: MoveNode) -> None:
+        """Move a node as an operator asks, who hears what becomes of it."""
+        guest.has_asked = True
+        job = self._coordinator.job
+        node = asked.node if asked.rank < 0 else asked.rank // job.config.nproc_per_node
+
+        def tell(line: str, ok: bool | None) -> None:
+            if guest.channel is not None:
+                guest.channel.send(MoveNews(line, ok is not None, bool(ok)))
+
+        self._coordinator.move(node, "checkpointless move", tell)
 
     def _lost(self, guest: _Guest, reason: str) -> None:
         if guest in self._guests:

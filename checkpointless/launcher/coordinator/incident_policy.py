@@ -70,7 +70,12 @@ class History:
     failure: tuple[str, str, int] | None = None
 
     def after(self, cause: Cause, high_water: int) -> tuple[History, GiveUpDecision | None]:
-        """Return the history with one more incident, and the decision to give up if that is one too many."""
+        """Return the history with one more incident, and the decision to give up if that is one too many.
+
+        What was planned is none.
+        """
+        if cause.kind is CauseKind.PLANNED:
+            return self, None
         progress = self.high_water is None or high_water > self.high_water
         failure = (cause.error, cause.message, cause.step) if cause.kind is CauseKind.EXCEPTION else None
         if failure is None:

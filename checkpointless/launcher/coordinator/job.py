@@ -13,6 +13,7 @@ from its last progress, a node that is silent from its last word. All figures fo
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
 from collections import Counter
@@ -43,6 +44,7 @@ from checkpointless.system.environment import (
     ROLE_NAME_ENV,
     ROLE_RANK_ENV,
     ROLE_WORLD_SIZE_ENV,
+    SOURCES_ENV,
     TORCHELASTIC_MAX_RESTARTS_ENV,
     TORCHELASTIC_RESTART_COUNT_ENV,
     TORCHELASTIC_RUN_ID_ENV,
@@ -64,6 +66,7 @@ class Node:
         back_by_s: until when it had to come back, on the coordinator's clock; if it is gone again before it has
             said what its ranks do, it has no longer than that.
         speaks_by_s: until when a node that is back has to say so, on the coordinator's clock.
+        is_retired: whether its ranks have moved to another node, so that it is idle and takes nobody's place.
         tried: the ranks of which a process was started although their device is bad, with its incarnation and the
             highest committed step of that time.
     """
@@ -77,6 +80,7 @@ class Node:
     is_back: bool = False
     back_by_s: float = 0.0
     speaks_by_s: float = 0.0
+    is_retired: bool = False
     tried: dict[int, tuple[int, int]] = field(default_factory=dict)
 
 
@@ -137,6 +141,10 @@ class Roster:
         self.lost.discard(index)
         for rank in self.ranks_of(node):
             rank.node = node
+
+    def free_spare(self) -> Node | None:
+        """Return a node that can take another one's place; None: there is none."""
+        return next((each for each in self.spares if each.joined and not each.is_retired), None)
 
     def is_in_place(self, node: Node) -> bool:
         """Return whether ``node`` is one of the job's nodes: neither a spare nor replaced."""
@@ -560,12 +568,15 @@ class _Rendezvous:
     """Where the ranks of the coming generation meet, and the environment variables that lead there.
 
     They meet at a store in the agent of node ``host``, so they do not notice if the coordinator is lost.
+
+    ``sources`` is from where ranks that have moved fetch their state, by rank.
     """
 
     def __init__(self, nnodes: int, nproc: int) -> None:
         self.nnodes = nnodes
         self.nproc = nproc
         self.run_id = uuid.uuid4().hex
+        self.sources: dict[str, str] = {}
         self.generation = -1
         self.host = -1
         self._where: tuple[str, int] | None = None
@@ -595,6 +606,7 @@ class _Rendezvous:
             MASTER_PORT_ENV: str(port),
             TORCHELASTIC_RESTART_COUNT_ENV: str(self.generation),
             JOB_RESTART_COUNT_ENV: str(self.generation),
+            SOURCES_ENV: json.dumps(self.sources),
         }
 
     def rank_env(self, rank: int, node: int) -> dict[str, str]:
@@ -614,5 +626,5 @@ class _Rendezvous:
             TORCHELASTIC_RUN_ID_ENV: self.run_id,
             TORCHELASTIC_MAX_RESTARTS_ENV: "0",
             TORCHELASTIC_USE_AGENT_STORE_ENV: "True",
-            **self.go_env(),
+            **(self.go_env() if self.is_open else {}),  # a coordinator that took the job over has opened none yet
         }

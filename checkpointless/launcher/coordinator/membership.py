@@ -121,11 +121,17 @@ class _StandingReports:
 class Membership:
     """Admits nodes to a job, and replaces those that are lost.
 
-    ``standings`` is what nodes reported about ranks that an earlier coordinator had them start.
+    ``standings`` is what nodes reported about ranks that an earlier coordinator had them start. ``on_loss`` is
+    called with a node that is lost, before anything follows from that.
     """
 
     def __init__(
-        self, job: Job, processes: Processes, regrouping: Regrouping, on_complete: Callable[[], None]
+        self,
+        job: Job,
+        processes: Processes,
+        regrouping: Regrouping,
+        on_complete: Callable[[], None],
+        on_loss: Callable[[Node], None],
     ) -> None:
         self._job = job
         self._roster = job.roster
@@ -133,6 +139,7 @@ class Membership:
         self._processes = processes
         self._regrouping = regrouping
         self._on_complete = on_complete
+        self._on_loss = on_loss
 
     def admit(self, index: int, nproc: int, send: Callable[[Command], None]) -> Node:
         """Admit the agent of a node, which must also report that it has joined once it can start processes.
@@ -203,7 +210,10 @@ class Membership:
         node.send, node.lost, node.joined, node.is_back = _drop, reason, False, False
         if node in roster.spares:
             roster.spares.remove(node)
-        if job.phase is Phase.OVER or not roster.is_in_place(node):
+        if job.phase is Phase.OVER:
+            return
+        self._on_loss(node)
+        if not roster.is_in_place(node):
             return
         roster.lost.add(node.index)
         roster.not_joined.add(node.index)
@@ -287,7 +297,7 @@ class Membership:
     def _replace(self, lost: Node) -> None:
         """Have a spare take the place of a lost node, if one is ready."""
         roster, job = self._roster, self._job
-        spare = next((each for each in roster.spares if each.joined), None)
+        spare = roster.free_spare()
         if spare is None:
             left_s = (job.gather_by_s or 0.0) - job.clock()
             job.say(f"no spare is ready: waiting up to {max(left_s, 0):.0f} s for another node {lost.index}")
@@ -345,7 +355,7 @@ class BadDevices:
             return
         was_tried = tried >= 0 and job.high_water <= tried_after  # no step was committed since
         can_go = was_tried or not _is_last_holder(node, job.roster.ranks, job.roster.fresh)
-        gives_up = can_go and node is not host and any(spare.joined for spare in job.roster.spares)
+        gives_up = can_go and node is not host and job.roster.free_spare() is not None
         why = f"the device of rank {rank.number} must not be used: {message.why}"
         job.incidents.emit(
             EventName.BAD_DEVICE,

@@ -6,7 +6,7 @@ The processes of ranks are asked for once their generation's store is open, and 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from checkpointless.launcher.coordinator.hang_watch import HangWatch
 from checkpointless.launcher.coordinator.incident_policy import (
@@ -161,14 +161,20 @@ _RETURNED = (
 
 
 class Regrouping:
-    """Takes a job from a fault to the next generation, and from its last block to its end."""
+    """Takes a job from a fault to the next generation, and from its last block to its end.
 
-    def __init__(self, job: Job, processes: Processes, hangs: HangWatch) -> None:
+    ``is_held_up`` returns whether a generation has to wait although all ranks are at the barrier.
+    """
+
+    def __init__(
+        self, job: Job, processes: Processes, hangs: HangWatch, is_held_up: Callable[[], bool] = lambda: False
+    ) -> None:
         self._job = job
         self._roster = job.roster
         self._incidents = job.incidents
         self._processes = processes
         self._hangs = hangs
+        self._is_held_up = is_held_up
         self._notify_at_s: float | None = None  # when ranks are interrupted that might raise the same by themselves
         self._began_over = NO_STEP  # the newest step that was committed when the generation began
         self._returned: tuple[float, str] | None = None  # a rank within a step: when to say so, and what
@@ -394,7 +400,7 @@ class Regrouping:
             assert incident is not None
             self._give_up(incident.cause, decision)
             return
-        if self._processes.hand_over():
+        if self._is_held_up() or self._processes.hand_over():
             return
         self._incidents.regrouped(job.coming, job.target)
         job.enter(Phase.RUNNING)

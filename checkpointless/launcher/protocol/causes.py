@@ -22,6 +22,7 @@ Parsed: TypeAlias = Any
 class CauseKind(Enum):
     """How much a cause explains; a later kind beats an earlier one."""
 
+    PLANNED = "planned"  # a node's ranks move to another node, as somebody has asked for
     VICTIM = "victim"  # an error that says that a peer or the store went away
     EXCEPTION = "exception"
     LOSS = "loss"  # a process ended, hung, or asked to be replaced
@@ -35,7 +36,7 @@ class Cause(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         rank: the rank at fault; None if it is not known.
-        how: ``exception``, ``exit``, ``hang``, ``replace``, or the name of a signal.
+        how: ``exception``, ``exit``, ``hang``, ``replace``, ``planned``, or the name of a signal.
         what: one line without the rank, for example "killed by SIGKILL".
         detail: the rest of the line, after the step.
         who: the name of what is at fault, where that is not a rank.
@@ -61,6 +62,11 @@ class Cause(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         who = self.who or ("ranks" if self.rank is None else f"rank {self.rank}")
         at = f" at step {self.step}" if self.step >= 0 else ""
         return f"{who} {self.what}{at}" + (f": {self.detail}" if self.detail else "")
+
+
+def planned_cause(node: int, step: int, why: str) -> Cause:
+    """Return the cause for a node whose ranks move to a spare after ``step``; ``why`` is for people."""
+    return Cause(CauseKind.PLANNED, None, "planned", "moves to a spare", step, why, who=f"node {node}")
 
 
 def exit_cause(rank: int, code: int, step: int, when: str = "") -> Cause:

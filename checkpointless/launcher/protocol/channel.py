@@ -26,8 +26,9 @@ from checkpointless.system.environment import TOKEN_ENV
 
 logger = logging.getLogger(__name__)
 
-_PROTOCOL_VERSION = 9
+_PROTOCOL_VERSION = 10
 MIN_TOKEN_CHARACTERS = 16
+OPERATOR = -2  # in the place of a node number: a command of the command line, which is no node
 SPARE = -1  # the node number of an agent that waits until it is needed
 
 
@@ -62,7 +63,9 @@ class Challenge(Message, frozen=True, tag="challenge"):
 
 
 class Proof(Message, frozen=True, tag="proof"):
-    """The agent's answer to the challenge; ``node`` is :data:`SPARE` if it takes whichever number is free."""
+    """The agent's answer to the challenge; ``node`` is :data:`SPARE` if it takes whichever number is free, and
+    :data:`OPERATOR` if it is no agent.
+    """
 
     node: Int
     nproc: Int

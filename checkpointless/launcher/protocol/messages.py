@@ -95,6 +95,25 @@ class GiveUp(Message, frozen=True, tag="giveup"):
     is_lost: bool = False
 
 
+class Paused(Message, frozen=True, tag="paused"):
+    """The rank stands at the step boundary that all ranks have agreed on, outside of any collective."""
+
+    generation: Int
+
+
+class Offered(Message, frozen=True, tag="offered"):
+    """The rank, which waits at the barrier, offers its state to a successor on another node.
+
+    Attributes:
+        source: what the successor needs to fetch it ("": the rank has no state).
+        problem: why it cannot be offered ("": it is).
+    """
+
+    generation: Int
+    source: str
+    problem: str = ""
+
+
 class Answer(Message, frozen=True, tag="answer"):
     """The reply to ``inquire``: where the rank stands.
 
@@ -148,6 +167,28 @@ class HandOver(Message, frozen=True, tag="hand-over"):
     ranks: list[Int]
 
 
+class Pause(Message, frozen=True, tag="pause"):
+    """The ranks of ``generation`` agree on the next step boundary, and wait there to be interrupted.
+
+    The coordinator sends it to the nodes, and they to their ranks; one rank that knows of it is enough.
+    """
+
+    generation: Int
+
+
+class Offer(Message, frozen=True, tag="offer"):
+    """Processes at the barrier after ``generation`` offer their state over the network, and go on waiting.
+
+    Attributes:
+        address: where to listen; the node fills it in.
+    """
+
+    generation: Int
+    high_water: Int
+    ranks: list[Int]
+    address: str = ""
+
+
 class Inquire(Message, frozen=True, tag="inquire"):
     """Ask where the rank's main thread is."""
 
@@ -155,15 +196,15 @@ class Inquire(Message, frozen=True, tag="inquire"):
 
 
 class Finish(Message, frozen=True, tag="finish"):
-    """All ranks are done."""
+    """All ranks are done; for one that waits at the barrier: a successor on another node has taken its place."""
 
 
 class Ending(Message, frozen=True, tag="ending"):
     """The job is ending: a block that has returned is let go, and none is entered again."""
 
 
-RankMessage = Hello | FaultReport | Barrier | Replace | Done | Inexact | GiveUp | Answer
-AgentMessage = Go | FaultNotice | HandOver | Inquire | Finish | Ending
+RankMessage = Hello | FaultReport | Barrier | Replace | Done | Inexact | GiveUp | Paused | Offered | Answer
+AgentMessage = Go | FaultNotice | HandOver | Pause | Offer | Inquire | Finish | Ending
 
 
 class Vocabulary:

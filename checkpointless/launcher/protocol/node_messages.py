@@ -13,7 +13,15 @@ from typing import Annotated, get_args
 import msgspec
 
 from checkpointless.launcher.protocol.causes import Cause, Int
-from checkpointless.launcher.protocol.messages import Answer, FaultNotice, HandOver, Message, Vocabulary
+from checkpointless.launcher.protocol.messages import (
+    Answer,
+    FaultNotice,
+    HandOver,
+    Message,
+    Offer,
+    Pause,
+    Vocabulary,
+)
 
 
 class RankState(Enum):
@@ -186,6 +194,28 @@ class RankInexact(Message, frozen=True, tag="rank-inexact"):
     reason: str
 
 
+class RankPaused(Message, frozen=True, tag="rank-paused"):
+    """A rank stands at the agreed step boundary of ``generation``."""
+
+    rank: Int
+    generation: Int
+
+
+class RankOffered(Message, frozen=True, tag="rank-offered"):
+    """A rank at the barrier offers its state; the fields are those of the rank's ``offered``."""
+
+    rank: Int
+    incarnation: Int
+    source: str
+    problem: str = ""
+
+
+class MoveWanted(Message, frozen=True, tag="move-wanted"):
+    """The node asks for a spare to take its ranks over; ``reason`` is for people."""
+
+    reason: str
+
+
 class Answered(Message, frozen=True, tag="answered"):
     """A rank has answered an inquiry."""
 
@@ -286,7 +316,18 @@ class OpenStore(Message, frozen=True, tag="open-store"):
 
 
 class Discard(Message, frozen=True, tag="discard"):
-    """End the ranks of this node, which were declared dead, and join as a node that has none."""
+    """End the ranks of this node, and join as a node that has none.
+
+    They were declared dead; or, if they ``moved``, successors on another node have taken their place.
+    """
+
+    moved: bool = False
+
+
+class MoveRefused(Message, frozen=True, tag="move-refused"):
+    """The node's ranks stay where they are, and why; training goes on."""
+
+    reason: str
 
 
 class Begin(Message, frozen=True, tag="begin"):
@@ -346,6 +387,9 @@ NodeMessage = (
     | DeviceBad
     | RankDone
     | RankInexact
+    | RankPaused
+    | RankOffered
+    | MoveWanted
     | Answered
     | Silent
     | Progress
@@ -357,8 +401,41 @@ NodeMessage = (
     | Alive
 )
 Command = (
-    Spawn | OpenStore | Discard | Begin | FaultNotice | HandOver | Ask | Kill | AllDone | OneEnded | End | Alive
+    Spawn
+    | OpenStore
+    | Discard
+    | Begin
+    | FaultNotice
+    | HandOver
+    | Pause
+    | Offer
+    | MoveRefused
+    | Ask
+    | Kill
+    | AllDone
+    | OneEnded
+    | End
+    | Alive
 )
+
+
+class MoveNode(Message, frozen=True, tag="move"):
+    """An operator has a spare take the ranks of ``node`` over, or of the node of ``rank``; the other is -1."""
+
+    node: Int
+    rank: Int
+
+
+class MoveNews(Message, frozen=True, tag="move-news"):
+    """What becomes of a move that an operator has asked for; it is the last line if ``is_over``."""
+
+    line: str
+    is_over: bool
+    is_moved: bool = False
+
+
+FROM_OPERATOR = Vocabulary("operator", MoveNode)
+FOR_OPERATOR = Vocabulary("coordinator", MoveNews)
 
 FROM_NODE = Vocabulary("node", *get_args(NodeMessage))
 FROM_COORDINATOR = Vocabulary("coordinator", *get_args(Command))

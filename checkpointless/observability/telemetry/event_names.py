@@ -18,6 +18,7 @@ class EventName(str, enum.Enum):
     ADOPT = "adopt"  # a new coordinator has taken over the job in progress
     BACK = "back"  # a node that was not connected is connected again
     DEVICE_CHECK = "device_check"  # a rank is to be started again, and its device has passed the check, or not
+    MOVED = "moved"  # a spare has taken the ranks of a node over, which is idle now
     BAD_DEVICE = "bad_device"  # a rank's device must not be used, and what is done about it
     TRAINED = "trained"  # a rank has made its last step
     INEXACT = "inexact"  # a step is another one when it is made again: so is what follows it

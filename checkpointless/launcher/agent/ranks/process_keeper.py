@@ -32,11 +32,15 @@ from checkpointless.launcher.protocol.messages import (
     Done,
     Ending,
     FaultReport,
+    Finish,
     GiveUp,
     HandOver,
     Hello,
     Inexact,
     LineBuffer,
+    Offer,
+    Offered,
+    Paused,
     ProtocolError,
     RankMessage,
     Replace,
@@ -54,6 +58,8 @@ from checkpointless.launcher.protocol.node_messages import (
     RankDone,
     RankEnded,
     RankInexact,
+    RankOffered,
+    RankPaused,
     RankReady,
     RankState,
     Spawn,
@@ -546,6 +552,13 @@ class ProcessKeeper:
                 if not rank.send(command):
                     self.kill(rank)
 
+    def offer(self, command: Offer) -> None:
+        """Have processes that wait at the barrier offer their state to successors on another node."""
+        for number in command.ranks:
+            rank = self.ranks.get(number)
+            if rank is not None and rank.state is RankState.READY and not rank.send(command):
+                self.kill(rank)
+
     def signal(self, rank: LocalRank, number: int) -> None:
         """Send a signal to a rank's process, if it has one."""
         if rank.pid is not None:
@@ -575,11 +588,17 @@ class ProcessKeeper:
                 rank.disconnect()
                 rank.state = RankState.GONE
 
-    def discard(self) -> None:
-        """Kill all processes, report nothing of their ends, and join the job again without them."""
+    def discard(self, grace_s: float = 0.0) -> None:
+        """End all processes, report nothing of their ends, and join the job again without them.
+
+        Those that wait at the barrier are asked to end, and killed after ``grace_s`` seconds; the others at once.
+        """
         self.is_discarding = True
         self._next.clear()
         for rank in self.alive():
+            if grace_s and rank.state is RankState.READY and rank.send(Finish()):
+                rank.kill_at_s = self._clock() + grace_s
+                continue
             rank.disconnect()
             self.kill(rank)
         self._join_when_empty()
@@ -702,12 +721,16 @@ class _RankReports:
             self._report(JobOver(message.reason, message.code, message.generation, message.is_lost))
         elif isinstance(message, Replace):
             self._on_replace(rank, message)
+        elif isinstance(message, Offered):
+            self._report(RankOffered(rank.number, rank.incarnation, message.source, message.problem))
         elif message.generation != self._job.generation or rank.state not in (*IN_BLOCK, RankState.LEAVING):
             logger.info("rank %d: %s of generation %d is stale", rank.number, message.type, message.generation)
         elif isinstance(message, FaultReport):
             self._trouble(rank, msgspec.structs.replace(message.cause, rank=rank.number))
         elif isinstance(message, Inexact):
             self._report(RankInexact(rank.number, message.generation, message.reason))
+        elif isinstance(message, Paused):
+            self._report(RankPaused(rank.number, message.generation))
         elif isinstance(message, Barrier):
             self._is_ready(rank, entered=True, unfit=message.unfit)
         elif isinstance(message, Done) and rank.state is RankState.RUNNING:

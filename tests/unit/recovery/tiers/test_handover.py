@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,16 +12,17 @@ import pytest
 import torch
 
 from checkpointless.inprocess.parameter_update_lock import CommitState
+from checkpointless.launcher.protocol.channel import LOOPBACK
 from checkpointless.observability.telemetry.wording import size
 from checkpointless.replication import handover
-from checkpointless.replication.handover import Snapshot, clear, hand_over, take_over
+from checkpointless.replication.handover import Snapshot, clear, hand_over, offer, take_over
 from checkpointless.replication.parts import Content
 from checkpointless.state.held_state import HeldState
 from checkpointless.state.port import SnapshotPoint, StepSnapshot
 from checkpointless.state.rank_local.state import RankLocalState
 from checkpointless.state.rng import RngStates
 from checkpointless.state.serialization import state_tree
-from checkpointless.system.environment import HANDOVER_ENV
+from checkpointless.system.environment import HANDOVER_ENV, SOURCES_ENV
 from checkpointless.transfer.tensor_entry import Key
 
 WEIGHT, BUFFER = ("model", 0, "weight"), ("model", 0, "running")
@@ -162,3 +164,41 @@ def test_without_a_folder_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_no_state_of_a_rank_is_refused(structure: Any) -> None:
     with pytest.raises(ValueError, match="state of a rank"):
         Snapshot.of(Content(state_tree.dumps(structure), ()))
+
+
+# --- over the network ---------------------------------------------------------------------------------------------
+
+
+def fetch_from(source: str, monkeypatch: pytest.MonkeyPatch) -> Snapshot | None:
+    monkeypatch.setenv(SOURCES_ENV, json.dumps({"0": source}))
+    return take_over(RankLocalState(0))
+
+
+def test_a_successor_on_another_node_fetches_it_as_often_as_it_likes(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = held()
+    source, problem = offer(Snapshot(state), RankLocalState(0), 7, LOOPBACK)
+    assert (source.split()[0], problem) == (LOOPBACK, "")
+    for _ in range(2):
+        found = fetch_from(source, monkeypatch)
+        assert found is not None
+        assert all(torch.equal(found.held.tensors[key], each) for key, each in state.tensors.items())
+    clear()
+    assert fetch_from(source, monkeypatch) is None
+
+
+def test_only_who_knows_the_secret_gets_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    source, _ = offer(Snapshot(held()), RankLocalState(0), 7, LOOPBACK)
+    address, port, secret = source.split()
+    assert fetch_from(f"{address} {port} {'0' * len(secret)}", monkeypatch) is None
+    assert "offers cannot be used" in caplog.text
+    assert fetch_from(source, monkeypatch) is not None, "the stranger is shown out"
+    clear()
+
+
+def test_what_is_of_no_step_or_not_there_is_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert offer(None, RankLocalState(0), 7, LOOPBACK) == ("", "")
+    source, problem = offer(Snapshot(held(torn=True)), RankLocalState(0), 7, LOOPBACK)
+    assert (source, problem) == ("", "an update failed half-way")
+    assert take_over(RankLocalState(0)) is None

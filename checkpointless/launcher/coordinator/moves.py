@@ -1,0 +1,311 @@
+"""Planned moves: the ranks of a node go on on a spare, while the node still lives, and no step is repeated.
+
+A move has stages. Successors of the node's ranks are started on the spare, and come to their block while training
+goes on (*warming*). All ranks agree, in their vote, on a step boundary, and wait there (*pausing*). Once all do,
+the generation ends as by a fault, which interrupts nothing (*leaving*). At the barrier the node's ranks offer what
+they hold, and the spare takes the node's place: the next generation begins with the successors, which fetch the
+state (*filling*). When all ranks have made a step, the old processes end, and the node is idle.
+
+A node that is lost meanwhile is a lost node like any other. Whatever else goes wrong, its ranks stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+
+from checkpointless.launcher.coordinator.job import Job, Node, Phase
+from checkpointless.launcher.coordinator.regrouping import Processes, Regrouping
+from checkpointless.launcher.protocol.board import NO_STEP
+from checkpointless.launcher.protocol.causes import exit_cause, planned_cause
+from checkpointless.launcher.protocol.messages import Offer, Pause
+from checkpointless.launcher.protocol.node_messages import (
+    DeviceBad,
+    Discard,
+    MoveRefused,
+    MoveWanted,
+    NodeMessage,
+    RankEnded,
+    RankOffered,
+    RankPaused,
+    RankReady,
+    Spawn,
+)
+from checkpointless.observability.telemetry.event_names import EventName, Rung
+
+#: Hears what becomes of a move: a line, and how it ended (None: it goes on).
+Tell = Callable[[str, bool | None], None]
+
+
+_GOES_ON = "; training goes on"
+
+
+class _Stage(Enum):
+    WARMING = "successors come to their block"
+    PAUSING = "ranks come to a step boundary"
+    LEAVING = "ranks come to the barrier, and offer their state"
+    FILLING = "successors fetch the state, and all make a step"
+
+
+@dataclass
+class _Move:
+    """A move that is not over.
+
+    Attributes:
+        node, spare: from where, and to where.
+        why: why it is made, for people.
+        origin: that of the job when it began.
+        successors: the incarnation of each of the node's ranks on the spare.
+        here: the ranks whose successors wait at the entry of their block.
+        paused: the ranks that wait at the step boundary in generation ``paused_in``.
+        asked, offers: the processes that were asked for their state, and what they have answered.
+        by_s: until when the stage has to be over, on the coordinator's clock (None: training decides).
+        problem: why the ranks stay after all; they may have agreed on a boundary already.
+    """
+
+    node: Node
+    spare: Node
+    why: str
+    tell: Tell
+    began_s: float
+    by_s: float | None
+    origin: int
+    stage: _Stage = _Stage.WARMING
+    successors: dict[int, int] = field(default_factory=dict)
+    here: set[int] = field(default_factory=set)
+    paused: set[int] = field(default_factory=set)
+    paused_in: int = NO_STEP
+    asked: dict[int, int] = field(default_factory=dict)
+    offers: dict[int, RankOffered] = field(default_factory=dict)
+    problem: str = ""
+
+
+class Moves:
+    """Moves the ranks of one node after the other to spares."""
+
+    def __init__(self, job: Job, processes: Processes, regrouping: Regrouping) -> None:
+        self._job = job
+        self._roster = job.roster
+        self._processes = processes
+        self._regrouping = regrouping
+        self._move: _Move | None = None
+
+    # ---- what is asked for
+
+    def ask(self, index: int, why: str, tell: Tell, host: Node | None) -> None:
+        """Begin to move the ranks of node ``index``, or refuse to.
+
+        Args:
+            why: for people.
+            tell: hears what becomes of it.
+            host: the node whose agent runs the coordinator, which cannot be moved.
+        """
+        job = self._job
+        problem = self._obstacle(index, host)
+        spare = self._roster.free_spare()
+        if not problem and spare is None:
+            problem = "no spare is free: start one more agent with --spares, and ask again"
+        if problem or spare is None:
+            line = f"node {index} is not moved: {problem}{_GOES_ON}"
+            job.say(line)
+            tell(line, False)
+            return
+        now_s = job.clock()
+        node = self._roster.nodes[index]
+        self._move = move = _Move(node, spare, why, tell, now_s, now_s + job.config.regroup_timeout_s, job.origin)
+        for rank in self._roster.ranks_of(node):
+            move.successors[rank.number] = rank.incarnation + 1
+            env = job.rendezvous.rank_env(rank.number, index)
+            spare.send(Spawn(rank.number, rank.incarnation + 1, job.coming, "", env))
+        self._say(f"moves to a spare ({why}): its successors start while training goes on")
+
+    def _obstacle(self, index: int, host: Node | None) -> str:
+        """Return why node ``index`` cannot be moved now; "" if it can, given a spare."""
+        job, nodes = self._job, self._roster.nodes
+        if not 0 <= index < len(nodes):
+            return f"the job has nodes 0 to {len(nodes) - 1}"
+        if self._move is not None:
+            return f"node {self._move.node.index} is being moved: ask again when that is over"
+        if nodes[index] is host:
+            return (
+                "its agent coordinates the job; with `checkpointless coordinator` elsewhere any node can be moved"
+            )
+        if job.phase is not Phase.RUNNING or job.incidents.open is not None or job.incidents.recovering is not None:
+            return "the job is not training, but begins, recovers or ends: ask again when it trains"
+        node = nodes[index]
+        if node.lost or not node.joined or node.searching or node.is_back or index in self._roster.back_by_s:
+            return "it is not connected"
+        return ""
+
+    # ---- what happens meanwhile
+
+    def hear(self, node: Node, message: NodeMessage, host: Node | None) -> bool:
+        """Act on a message of a node if it is about a move; return whether it is."""
+        move = self._move
+        if isinstance(message, MoveWanted):
+            self._wanted(node, message, host)
+        elif isinstance(message, RankPaused):
+            self._paused(message)
+        elif isinstance(message, RankOffered):
+            if move is not None and node is move.node and move.asked.get(message.rank) == message.incarnation:
+                move.offers[message.rank] = message
+                self._regrouping.begin_if_all_are_here()
+        elif node not in self._roster.spares or getattr(message, "rank", None) is None:
+            return False
+        elif move is not None and node is move.spare:
+            self._of_successor(move, message)
+        return True  # of a process whose place another one has taken
+
+    def _wanted(self, node: Node, message: MoveWanted, host: Node | None) -> None:
+        if self._roster.is_in_place(node):
+            self.ask(node.index, message.reason, lambda line, ok: _tell_node(node, line, ok), host)
+
+    def _of_successor(self, move: _Move, message: NodeMessage) -> None:
+        """Act on what has become of a process on the spare that has no place in the job yet."""
+        if isinstance(message, RankReady) and move.stage is _Stage.WARMING:
+            move.here.add(message.rank)
+            if len(move.here) == len(move.successors):
+                seconds = self._job.clock() - move.began_s
+                move.stage, move.by_s = _Stage.PAUSING, None
+                self._say(f"has successors on the spare ({seconds:.1f} s): ranks pause at the next step boundary")
+        elif isinstance(message, RankEnded):
+            ended = exit_cause(message.rank, message.code, NO_STEP, "on the spare")
+            self._stay(f"{ended}; its log: {message.log_path}")
+        elif isinstance(message, DeviceBad):
+            self._stay(f"a device of the spare must not be used: {message.why}")
+
+    def _paused(self, message: RankPaused) -> None:
+        move = self._move
+        if move is None or move.stage is not _Stage.PAUSING or message.generation != self._job.generation:
+            return
+        move.paused.add(message.rank)
+        if len(move.paused) == len(self._roster.ranks) and self._job.phase is Phase.RUNNING:
+            move.stage = _Stage.LEAVING
+            why = f"{move.why}, but it stays: {move.problem}" if move.problem else move.why
+            self._regrouping.fault(planned_cause(move.node.index, self._job.high_water, why))
+
+    def holds_up(self) -> bool:
+        """Return whether the next generation has to wait for a move, although all ranks are at the barrier.
+
+        Once the node's ranks have offered their state, the spare takes the node's place.
+        """
+        move, job = self._move, self._job
+        if move is None or move.stage is not _Stage.LEAVING:
+            return False
+        if move.problem:
+            self._end(move.problem + _GOES_ON)
+            return False
+        ranks = self._roster.ranks_of(move.node)
+        new = [rank for rank in ranks if move.asked.get(rank.number) != rank.incarnation]
+        if new:
+            move.by_s = job.gather_by_s = job.clock() + job.config.regroup_timeout_s
+            for rank in new:
+                move.asked[rank.number] = rank.incarnation
+                move.offers.pop(rank.number, None)
+            move.node.send(Offer(job.generation, job.high_water, [rank.number for rank in new]))
+        if len(move.offers) < len(ranks):
+            return True
+        problem = next((offer.problem for offer in move.offers.values() if offer.problem), "")
+        if problem:
+            self._end(f"its state cannot be offered: {problem}{_GOES_ON}")
+            return False
+        self._swap(move)
+        return not job.rendezvous.is_open
+
+    def _swap(self, move: _Move) -> None:
+        """Let the spare take the node's place, with the successors, which wait at the barrier."""
+        job, roster, index = self._job, self._roster, move.node.index
+        move.stage, move.by_s = _Stage.FILLING, None
+        roster.spares.remove(move.spare)
+        move.node.is_retired = True
+        roster.spares.append(move.node)  # it hears of the job's end
+        roster.put_in_place(move.spare, index)
+        for rank in roster.ranks_of(move.spare):
+            rank.incarnation, rank.entered, rank.unfit = move.successors[rank.number], False, ""
+            roster.fresh.add(rank.number)
+        job.rendezvous.sources = {str(rank): offer.source for rank, offer in move.offers.items() if offer.source}
+        job.incidents.step_up(Rung.OWN_STATE, f"a spare takes the place of node {index}")
+        job.say(f"a spare takes the place of node {index}, whose ranks hand their state over")
+        job.gather_by_s = job.clock() + job.config.regroup_timeout_s
+        if job.rendezvous.host == index:
+            self._processes.ask_for_store()
+
+    def lost(self, node: Node) -> None:
+        """Note that a node is lost, before anything follows from it."""
+        move = self._move
+        if move is None or move.stage is _Stage.FILLING:
+            return  # who has not fetched the state yet has lost it with the node
+        if node is move.node:
+            self._end("it was lost")
+        elif node is move.spare:
+            self._stay("the spare was lost")
+
+    def tick(self, now_s: float) -> None:
+        """Act on the time that has passed."""
+        move, job = self._move, self._job
+        if move is None:
+            return
+        is_new = move.stage is _Stage.PAUSING and job.phase is Phase.RUNNING and move.paused_in != job.generation
+        if is_new and move.problem:
+            self._end(move.problem + _GOES_ON)
+        elif is_new:
+            move.paused_in = job.generation
+            move.paused.clear()
+            job.tell_nodes(Pause(job.generation))
+        elif move.stage is _Stage.FILLING:
+            if job.incidents.open is None and job.incidents.recovering is None:
+                self._settle(move)
+        elif job.phase is Phase.FINISHING:
+            self._end("the ranks' blocks have returned")
+        elif job.origin != move.origin:
+            self._end("the job begins again")
+        elif move.by_s is not None and now_s >= move.by_s:
+            who = "its successors" if move.stage is _Stage.WARMING else "its ranks' state"
+            self._stay(f"{who} did not come within {job.config.regroup_timeout_s:g} s")
+
+    # ---- the end
+
+    def _settle(self, move: _Move) -> None:
+        """End the processes that have moved, since all ranks have made a step without them."""
+        self._job.rendezvous.sources = {}
+        move.node.send(Discard(moved=True))
+        seconds, step = self._job.clock() - move.began_s, self._job.high_water
+        self._move = None
+        self._job.incidents.emit(EventName.MOVED, "point", node_number=move.spare.index, seconds=seconds, step=step)
+        line = f"node {move.spare.index} has moved to a spare in {seconds:.1f} s: the old node is idle"
+        self._job.say(line)
+        move.tell(line, True)
+
+    def _stay(self, problem: str) -> None:
+        """Give the move up; ranks that may have agreed to pause already do so, and go on together."""
+        move = self._move
+        assert move is not None
+        if move.stage is _Stage.PAUSING:
+            move.problem = move.problem or problem
+            self._job.say(f"node {move.node.index} stays: {problem}")
+        else:
+            self._end(problem + _GOES_ON)
+            self._regrouping.begin_if_all_are_here()
+
+    def _end(self, why: str) -> None:
+        """End a move that was not made, and its successors."""
+        move, self._move = self._move, None
+        assert move is not None
+        if not move.spare.lost:
+            move.spare.joined = False  # until they have ended
+            move.spare.send(Discard(moved=True))
+        line = f"node {move.node.index} was not moved: {why}"
+        self._job.say(line)
+        move.tell(line, False)
+
+    def _say(self, what: str) -> None:
+        assert self._move is not None
+        line = f"node {self._move.node.index} {what}"
+        self._job.say(line)
+        self._move.tell(line, None)
+
+
+def _tell_node(node: Node, line: str, ok: bool | None) -> None:
+    if ok is False:
+        node.send(MoveRefused(line))

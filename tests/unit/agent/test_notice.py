@@ -1,0 +1,77 @@
+"""Test the command that gives notice of the end of a node: it is run again and again, and never waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from checkpointless.launcher.agent import notice
+from checkpointless.launcher.agent.notice import Notice
+from tests.waiting import wait_until
+
+
+class Polled:
+    """A notice that is looked at, at times of the test's own."""
+
+    def __init__(self, *command: str) -> None:
+        self.said: list[str] = []
+        self.notice = Notice(command, self.said.append)
+        self.now_s = 100.0
+        self.came = 0
+
+    def look(self, after_s: float = 0.0) -> int:
+        self.now_s += after_s
+        self.came += self.notice.has_come(self.now_s)
+        return self.came
+
+    def ends(self) -> None:
+        """Wait until the run has ended, and take that in."""
+        wait_until(lambda: self.notice._process is None, meanwhile=self.look)
+
+
+@pytest.fixture
+def polled() -> Iterator[list[Polled]]:
+    made: list[Polled] = []
+    yield made
+    for each in made:
+        each.notice.close()
+
+
+def test_exit_code_0_is_a_notice_and_any_other_is_none(polled: list[Polled]) -> None:
+    polled += [Polled("true"), Polled("false")]
+    for each in polled:
+        each.look()
+        each.ends()
+    assert [each.came for each in polled] == [1, 0]
+    for each in polled:
+        each.look(notice._EVERY_S + 1)
+    assert [each.notice._process is None for each in polled] == [True, False], "after a notice there is time"
+
+
+def test_a_command_that_hangs_is_killed_and_named_once(polled: list[Polled]) -> None:
+    hangs = Polled("sleep", "1000")
+    polled.append(hangs)
+    for _ in range(2):
+        hangs.look(notice._AGAIN_S)
+        assert hangs.notice._process is not None
+        hangs.look(notice._LIMIT_S + 1)
+        hangs.ends()
+    assert hangs.came == 0
+    assert hangs.said == ["the notice command is killed, since it was not over within 30 s"]
+
+
+def test_a_command_that_cannot_be_run(polled: list[Polled]) -> None:
+    absent = Polled("/there/is/no/such/program")
+    polled.append(absent)
+    absent.look()
+    absent.look(notice._EVERY_S)
+    assert absent.came == 0
+    assert len(absent.said) == 1
+
+
+def test_without_a_command_nothing_is_run(polled: list[Polled]) -> None:
+    nothing = Polled()
+    polled.append(nothing)
+    assert nothing.look() == 0
+    assert nothing.notice._process is None

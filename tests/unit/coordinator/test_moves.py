@@ -1,0 +1,218 @@
+"""Test how the coordinator moves the ranks of a node to a spare, and when it refuses to."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from checkpointless.launcher.coordinator.job import Node
+from checkpointless.launcher.protocol.messages import Offer, Pause
+from checkpointless.launcher.protocol.node_messages import (
+    Begin,
+    DeviceBad,
+    Discard,
+    End,
+    FaultNotice,
+    Joined,
+    Leaving,
+    MoveRefused,
+    MoveWanted,
+    RankEnded,
+    RankOffered,
+    RankPaused,
+    RankReady,
+    Spawn,
+)
+from tests.unit.messaged_job import REGROUP_S, Job
+
+WHY = "an operator"
+
+
+class Moving:
+    """A job of two nodes and a spare, whose node 1 moves."""
+
+    def __init__(self, spares: int = 1) -> None:
+        self.job = Job().begin()
+        self.spares = [self.job.join(-1) for _ in range(spares)]
+        self.job.sent.clear()
+        self.left = self.job.coordinator.nodes[1]
+        self.news: list[tuple[str, bool | None]] = []
+
+    def ask(self, node: int = 1) -> Moving:
+        self.job.coordinator.move(node, WHY, lambda line, ok: self.news.append((line, ok)))
+        return self
+
+    def warm(self) -> Moving:
+        for rank in (2, 3):
+            self.job.hear(self.spares[0], RankReady(rank, 1, -1, -1))
+        self.job.tick()
+        return self
+
+    def pause(self, generation: int = 0) -> Moving:
+        for rank in self.job.ranks:
+            self.job.tell(rank, RankPaused(rank, generation))
+        return self
+
+    def gather(self) -> Moving:
+        self.job.ready(*self.job.ranks, committed=4, entered=True)
+        return self
+
+    def offer(self, *problems: str) -> Moving:
+        for rank in (2, 3):
+            self.job.hear(self.left, RankOffered(rank, 0, f"10.0.0.1 70{rank} secret", *problems))
+        return self
+
+    def sent_to(self, node: Node, kind: type) -> list[object]:
+        return [command for to, command in self.job.sent if to is node and isinstance(command, kind)]
+
+    @property
+    def outcome(self) -> str:
+        (line,) = [line for line, ok in self.news if ok is not None]
+        return line
+
+
+def test_a_move_from_its_begin_to_its_end() -> None:
+    moving = Moving().ask()
+    job, (spare,) = moving.job, moving.spares
+    spawned = [(each.rank, each.incarnation, each.generation) for _, each in job.take(Spawn)]
+    assert spawned == [(2, 1, 1), (3, 1, 1)]
+    assert job.take(Pause) == []
+    moving.warm()
+    assert job.take(Pause) == [(0, Pause(0)), (1, Pause(0))]
+    moving.pause()
+    assert [notice.generation for _, notice in job.take(FaultNotice)] == [0, 0]
+    assert any("node 1 moves to a spare: an operator; recovering" in line for line in job.said)
+    moving.gather()
+    assert moving.sent_to(moving.left, Offer) == [Offer(0, 4, [2, 3])]
+    assert job.take(Begin) == []
+    moving.offer()
+    begun = {id(node): command for node, command in job.sent if isinstance(command, Begin)}
+    assert {id(spare), id(job.coordinator.nodes[0])} == begun.keys()
+    sources = json.loads(begun[id(spare)].env["CHECKPOINTLESS_SOURCES"])
+    assert sources == {"2": "10.0.0.1 702 secret", "3": "10.0.0.1 703 secret"}
+    assert moving.sent_to(moving.left, Discard) == []
+    job.coordinator.job.incidents.recovered(5)
+    job.tick()
+    assert moving.sent_to(moving.left, Discard) == [Discard(True)]
+    assert moving.outcome.startswith("node 1 has moved to a spare")
+    job.hear(moving.left, Joined())
+    assert job.coordinator.job.roster.free_spare() is None, "a node that was left takes nobody's place"
+    job.coordinator.job.end(0)
+    assert moving.sent_to(moving.left, End)
+
+
+@pytest.mark.parametrize(
+    ("node", "why"),
+    [(2, "the job has nodes 0 to 1"), (0, "its agent coordinates the job"), (1, "no spare is free")],
+)
+def test_what_cannot_be_moved(node: int, why: str) -> None:
+    moving = Moving(spares=0)
+    moving.job.coordinator.host = moving.job.coordinator.nodes[0]
+    moving.ask(node)
+    assert f"node {node} is not moved: {why}" in moving.outcome
+    assert moving.job.sent == []
+
+
+def test_a_second_move_and_one_while_the_job_recovers_are_refused() -> None:
+    moving = Moving(spares=2).ask()
+    moving.ask(0)
+    assert "node 0 is not moved: node 1 is being moved: ask again when that is over" in moving.outcome
+    recovering = Moving()
+    recovering.job.raises(0)
+    assert "the job is not training" in recovering.ask().outcome
+
+
+def test_a_node_asks_by_itself_and_hears_why_not() -> None:
+    moving = Moving(spares=0)
+    moving.job.hear(moving.left, MoveWanted("maintenance"))
+    (refused,) = moving.sent_to(moving.left, MoveRefused)
+    assert isinstance(refused, MoveRefused)
+    assert "no spare is free" in refused.reason
+    moving = Moving()
+    moving.job.hear(moving.left, MoveWanted("maintenance"))
+    assert len(moving.job.take(Spawn)) == 2
+
+
+def test_an_ordinary_fault_comes_first_and_the_move_follows_in_the_next_generation() -> None:
+    moving = Moving().ask().warm()
+    job = moving.job
+    job.raises(0)
+    moving.gather()
+    assert [begin.generation for _, begin in job.take(Begin)] == [1, 1]
+    assert moving.sent_to(moving.left, Offer) == []
+    job.sent.clear()
+    job.tick()
+    assert [command.generation for _, command in job.take(Pause)] == [1, 1]
+    moving.pause(0)
+    assert job.take(FaultNotice) == [], "they have paused in an older generation"
+    moving.pause(1)
+    assert len(job.take(FaultNotice)) == 2
+
+
+@pytest.mark.parametrize("stages", range(4))
+def test_a_node_that_is_lost_is_a_lost_node(stages: int) -> None:
+    moving = Moving().ask()
+    for go_on in (moving.warm, moving.pause, moving.gather)[:stages]:
+        go_on()
+    (spare,) = moving.spares
+    moving.job.hear(moving.left, Leaving("its power is off"))
+    assert moving.outcome == "node 1 was not moved: it was lost"
+    assert moving.sent_to(spare, Discard) == [Discard(True)]
+    moving.job.hear(spare, Joined())
+    assert moving.job.coordinator.nodes[1] is spare
+    assert any("node 1 was lost" in line for line in moving.job.said)
+
+
+def test_a_spare_that_is_lost_early_leaves_training_undisturbed_and_later_costs_one_regrouping() -> None:
+    moving = Moving().ask()
+    moving.job.lose(moving.spares[0], "gone")
+    assert moving.outcome == "node 1 was not moved: the spare was lost; training goes on"
+    moving = Moving().ask().warm()
+    moving.job.lose(moving.spares[0], "gone")  # ranks may have agreed on a boundary
+    moving.pause().gather()
+    assert moving.outcome == "node 1 was not moved: the spare was lost; training goes on"
+    assert [begin.generation for _, begin in moving.job.take(Begin)] == [1, 1]
+    assert moving.sent_to(moving.left, Offer) == []
+    moving = Moving().ask().warm().pause().gather()
+    moving.job.lose(moving.spares[0], "gone")
+    assert [begin.generation for _, begin in moving.job.take(Begin)] == [1, 1]
+
+
+def test_a_state_that_cannot_be_offered_stays() -> None:
+    moving = Moving().ask().warm().pause().gather().offer("no memory")
+    assert "node 1 was not moved: its state cannot be offered: no memory" in moving.outcome
+    assert [begin.generation for _, begin in moving.job.take(Begin)] == [1, 1]
+    assert moving.job.coordinator.nodes[1] is moving.left
+
+
+def test_successors_that_do_not_come() -> None:
+    moving = Moving().ask()
+    moving.job.hear(moving.spares[0], RankEnded(2, 1, 7, False, -1, -1, "rank-2.log", []))
+    assert "rank 2 exited with code 7 on the spare; its log: rank-2.log" in moving.outcome
+    moving = Moving().ask()
+    moving.job.hear(moving.spares[0], DeviceBad(2, 1, "it is hot"))
+    assert "a device of the spare must not be used: it is hot" in moving.outcome
+    moving = Moving().ask()
+    moving.job.tick(REGROUP_S + 1)
+    assert "its successors did not come within 30 s" in moving.outcome
+
+
+def test_a_rank_that_ends_while_its_state_is_offered_is_asked_again() -> None:
+    moving = Moving().ask().warm().pause().gather()
+    moving.job.ends(2)
+    moving.job.hear(moving.left, RankOffered(3, 0, "10.0.0.1 703 secret"))
+    moving.job.ready(2)
+    assert moving.sent_to(moving.left, Offer) == [Offer(0, 4, [2, 3]), Offer(0, 4, [2])]
+    moving.job.hear(moving.left, RankOffered(2, 1, ""))
+    sources = [json.loads(begin.env["CHECKPOINTLESS_SOURCES"]) for _, begin in moving.job.take(Begin)]
+    assert sources == [{"3": "10.0.0.1 703 secret"}] * 2
+
+
+def test_a_planned_move_counts_as_no_incident() -> None:
+    moving = Moving()
+    moving.job = Job(max_incidents=0).begin()
+    moving.spares, moving.left = [moving.job.join(-1)], moving.job.coordinator.nodes[1]
+    moving.ask().warm().pause().gather().offer()
+    assert moving.job.outcome is None
+    assert len(moving.job.take(Begin)) == 2
