@@ -16,7 +16,6 @@ import signal
 import statistics
 import subprocess
 import sys
-import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,17 +25,17 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: sums would depend on the ranks of a node
+
 from benchmarks.common import ROOT, interruptible, machine, progress, search_path
 from checkpointless.faults.chaos import DEADLY, HANGING, NODES
-from checkpointless.faults.ledger import fired, not_fired
-from checkpointless.faults.spec import parse, parse_all
+from checkpointless.faults.ledger import fired
+from checkpointless.faults.spec import parse
 from checkpointless.launcher.agent.launch_config import LaunchConfig
-from checkpointless.observability.report.incidents import summarize
 from checkpointless.observability.report.verify import compare
-from checkpointless.observability.telemetry.events import read_events
 from checkpointless.observability.telemetry.steps import Recording, read_steps
-from checkpointless.testing.demo.chaos import _Ended, _Nursery
-from checkpointless.testing.demo.trainers import TRAINERS
+from checkpointless.testing.demo.trainers import TRAINERS, Task
+from checkpointless.testing.jobs import Ended, Job, import_once, run_jobs
 from tests.ports import free_port
 from tests.ranks.users.draw import UsersCase, draw
 from tests.ranks.users.end import IN_ALL, Difference, compare_ends, read_ends
@@ -86,12 +85,12 @@ class Calm:
     """Undisturbed runs, each kind made once, also over several calls of this program.
 
     Args:
-        nursery: has imported NeMo.
+        base: configuration of jobs that are forked from this process, which has imported NeMo.
         directory: where they are kept.
     """
 
-    def __init__(self, nursery: _Nursery, directory: Path) -> None:
-        self.nursery = nursery
+    def __init__(self, base: LaunchConfig, directory: Path) -> None:
+        self.base = base
         self._directory = directory
 
     def run(self, case: UsersCase) -> tuple[Path, int | None, str]:
@@ -102,8 +101,9 @@ class Calm:
         ended = directory / "ended.json"
         if not ended.exists():
             shutil.rmtree(directory, ignore_errors=True)
-            (result,) = self.nursery.run(_configs(case, directory, self.checkpoint(case), faulty=False), LIMIT_S)
-            ended.write_text(json.dumps({"code": result.code, "said": result.said}))
+            configs = _configs(self.base, case, directory, self.checkpoint(case), faulty=False)
+            (result,) = run_jobs([Job(name, configs, LIMIT_S)])
+            ended.write_text(json.dumps({"code": result.code if result.in_time else None, "said": result.lines}))
         found = json.loads(ended.read_text())
         return directory, found["code"], found["said"][-1] if found["said"] else ""
 
@@ -126,7 +126,9 @@ class Calm:
         return found[0]
 
 
-def _configs(case: UsersCase, directory: Path, checkpoint: Path | None, *, faulty: bool) -> list[LaunchConfig]:
+def _configs(
+    base: LaunchConfig, case: UsersCase, directory: Path, checkpoint: Path | None, *, faulty: bool
+) -> list[LaunchConfig]:
     nodes, spares = (case.nodes, case.spares) if faulty else (1, 0)
     meeting: dict[str, Any] = {}
     if nodes + spares > 1:
@@ -134,20 +136,17 @@ def _configs(case: UsersCase, directory: Path, checkpoint: Path | None, *, fault
     hangs = any(parse(text).kind in HANGING for text in case.faults)
     resume = () if checkpoint is None else ("--resume-from", str(checkpoint))
     return [
-        LaunchConfig(
+        replace(
+            base,
             nproc_per_node=case.layout.world_size // nodes,
             script=str(SCRIPTS / case.script),
             script_args=(*case.words, *resume),
+            module=False,
             run_dir=directory,
-            preload=(),
-            cpu=True,
             heartbeat_timeout_s=HANG_HEARTBEAT_S if hangs and faulty else HEARTBEAT_S,
             regroup_timeout_s=REGROUP_S,
             node_timeout_s=NODE_TIMEOUT_S,
             faults=case.faults if faulty else (),
-            record_steps=True,
-            stream_logs=False,
-            fork_here=True,
             nnodes=nodes,
             node_rank=node,
             spares=spares,
@@ -181,10 +180,10 @@ def run_case(case: UsersCase, calm: Calm, directory: Path) -> Result:
         why = f"without faults it ended with code {code}: {said}"
         return Result(Outcome.REFUSED if refused else Outcome.WRONG, (why,))
     shutil.rmtree(directory, ignore_errors=True)
-    began_s = time.monotonic()
     with busy_loops(LOOPS if case.busy else 0):
-        ended = calm.nursery.run(_configs(case, directory, checkpoint, faulty=True), LIMIT_S)[0]
-    return judge(case, ended, directory, reference, time.monotonic() - began_s)
+        configs = _configs(calm.base, case, directory, checkpoint, faulty=True)
+        (ended,) = run_jobs([Job("disturbed", configs, LIMIT_S)])
+    return judge(case, ended, reference)
 
 
 def _has_steps(directory: Path) -> bool:
@@ -197,22 +196,22 @@ def _has_steps(directory: Path) -> bool:
 # --- judging ------------------------------------------------------------------------------------------------------
 
 
-def judge(case: UsersCase, ended: _Ended, directory: Path, reference: Path, took_s: float) -> Result:
+def judge(case: UsersCase, ended: Ended, reference: Path) -> Result:
     """Hold a run against the undisturbed one."""
-    incidents = summarize(read_events(directory))
+    directory, incidents = ended.run_dir, ended.incidents
     seconds = None
     if incidents and incidents[-1].end_ns is not None:
         seconds = (incidents[-1].end_ns - incidents[0].start_ns) / 1e9
     why = []
-    if ended.code != 0:
-        how = "it did not end in time" if ended.code is None else f"it ended with code {ended.code}"
-        why.append(f"{how}: {ended.said[-1] if ended.said else ''}")
+    if not ended.is_good:
+        how = f"it ended with code {ended.code}" if ended.in_time else "it did not end in time"
+        why.append(f"{how}: {ended.lines[-1] if ended.lines else ''}")
     else:
         why += _differences(case, directory, reference)
-    why += [f"fault {text} did not happen" for text in not_fired(parse_all(case.faults, None, None), directory)]
+    why += [f"fault {text} did not happen" for text in ended.missing]
     healthy = replaced_healthy(directory, _ranks_of_living_nodes(case, directory))
     outcome = Outcome.WRONG if why else Outcome.EQUAL
-    return Result(outcome, tuple(why), healthy, len(incidents), seconds, took_s)
+    return Result(outcome, tuple(why), healthy, len(incidents), seconds, ended.seconds)
 
 
 def _differences(case: UsersCase, directory: Path, reference: Path) -> list[str]:
@@ -365,7 +364,8 @@ def main() -> int:
     progress(f"{len(cases)} cases of seed {args.seed}; faults will be injected; importing NeMo once")
     results: list[tuple[UsersCase, Result]] = []
     with interruptible():
-        calm = Calm(_Nursery(TRAINERS["nemo"]), args.run_dir / "calm")
+        base = TRAINERS["nemo"].config(Task(2, 1), args.run_dir)
+        calm = Calm(import_once(base, args.run_dir / "imports.txt"), args.run_dir / "calm")
         for case in cases:
             result = known.get(case.number) if args.case is None else None
             if result is None or (args.again and result.outcome is Outcome.WRONG):

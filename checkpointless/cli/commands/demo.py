@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import shutil
 from collections.abc import Sequence
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
 TRAINER_NAMES = ("nemo", "ddp", "hsdp", "megatron", "bridge", "lightning-ddp", "lightning-hsdp")
 _DEFAULT, _WITHOUT_NEMO = "nemo", "ddp"
 _CHAOS_STEPS, _CHAOS_RANKS = 6, 8
-_HEARTBEAT_TIMEOUT_S = 20.0  # a step of the demo takes a tenth of a second; its set-up a few seconds
-_STOPPED = "stopped by "  # how the last line of a job begins that a signal has ended
 _EPILOG = """\
 examples:
   checkpointless demo
@@ -98,70 +97,40 @@ def _demo(options: argparse.Namespace) -> int:
 def _run_demo(trainer: Trainer, task: Task, faults: Sequence[str], run_dir: Path) -> int:
     """Train twice, compare and show all; return 0 if the runs are equal and every fault happened, else 1."""
     from checkpointless.cli.tables import console, loss_table, show_report, verdict_table
-    from checkpointless.faults.ledger import not_fired
-    from checkpointless.faults.spec import parse_all
     from checkpointless.observability.report.summary import build_report
-    from checkpointless.observability.report.verify import compare
-    from checkpointless.observability.telemetry.events import read_events
     from checkpointless.observability.telemetry.steps import read_steps
     from checkpointless.testing.demo.trainers import GLOBAL_BATCH, global_batch
+    from checkpointless.testing.jobs import Job, import_once, run_jobs
 
     page = console()
     layout = ", ".join(f"{key}={size}" for key, size in task.layout.items()) or "data parallel"
     page.print(f"{trainer.what}: {task.nproc} CPU ranks ({layout}), dropout {task.dropout:g}, in {run_dir}")
     if trainer.name == _DEFAULT and (samples := global_batch(task)) != GLOBAL_BATCH:
         page.print(f"a step takes {samples} samples, not the recipe's {GLOBAL_BATCH}: whole microbatches for all")
-    calm, rough = run_dir / "undisturbed", run_dir / "disturbed"
-    for directory, specs in ((calm, ()), (rough, faults)):
-        code, last = _train(trainer, task, directory, specs)
-        if code != 0:
-            if not last.startswith(_STOPPED):
-                say(f"the {directory.name} run ended with exit code {code}; its logs: {directory / 'logs'}")
+    say("importing the frameworks once, about 10 s")
+    run_dir.mkdir(parents=True, exist_ok=True)
+    config, ended = import_once(trainer.config(task, run_dir), run_dir / "imports.txt"), []
+    for name, specs in (("undisturbed", ()), ("disturbed", tuple(faults))):
+        directory = run_dir / name
+        say(f"the {name} run: {' '.join(specs) or 'no faults'}")
+        shutil.rmtree(directory, ignore_errors=True)
+        ended += run_jobs([Job(name, [replace(config, run_dir=directory, faults=specs)], math.inf)], tell=say)
+        if not ended[-1].is_good:
+            say(f"the {name} run ended with exit code {ended[-1].code}; its logs: {directory / 'logs'}")
             return 1
-    a, b = (read_steps(directory) for directory in (calm, rough))
-    verdict = compare(a, b)
-    show_report(build_report(str(rough), read_events(rough)), page)
+    calm, rough = ended
+    a, b = (read_steps(each.run_dir) for each in ended)
+    verdict = rough.compare(a, b)
+    show_report(build_report(str(rough.run_dir), rough.events), page)
     page.print(verdict_table(verdict, a, b, (calm.name, rough.name)))
     page.print(loss_table(a, b))
-    missing = not_fired(parse_all(faults, None, None), rough)
-    for fault in missing:
+    for fault in rough.missing:
         page.print(f"the fault {fault} never happened")
     is_complete = verdict.steps == task.steps and len(verdict.ranks) == task.nproc
     if not is_complete:
         page.print(f"not every one of the {task.steps} steps was recorded on every rank")
     page.print(verdict.sentence)
-    return 0 if verdict.equal and is_complete and not missing else 1
-
-
-def _train(trainer: Trainer, task: Task, directory: Path, faults: Sequence[str]) -> tuple[int, str]:
-    """Return the exit code of a job, and its last line."""
-    from checkpointless.launcher.agent.launch import launch
-    from checkpointless.launcher.agent.launch_config import LaunchConfig
-
-    lines = [""]
-
-    def tell(line: str) -> None:
-        lines.append(line)
-        say(line)
-
-    shutil.rmtree(directory, ignore_errors=True)
-    directory.mkdir(parents=True)
-    say(f"the {directory.name} run: {' '.join(faults) or 'no faults'} (imports the frameworks once, about 10 s)")
-    module, arguments = trainer.program(task)
-    config = LaunchConfig(
-        nproc_per_node=task.nproc,
-        script=module,
-        script_args=arguments,
-        module=True,
-        run_dir=directory,
-        cpu=True,
-        preload=trainer.preload(),
-        heartbeat_timeout_s=_HEARTBEAT_TIMEOUT_S,
-        faults=tuple(faults),
-        record_steps=True,
-        stream_logs=False,
-    )
-    return launch(config, tell), lines[-1]
+    return 0 if verdict.equal and is_complete and not rough.missing else 1
 
 
 def _demo_trainer(options: argparse.Namespace) -> Trainer:
@@ -187,7 +156,7 @@ def _chaos(options: argparse.Namespace) -> int:
     if options.chaos_case is not None and options.chaos_case >= options.chaos:
         raise UsageError(f"--chaos-case must be below {options.chaos}, not {options.chaos_case}")
     from checkpointless.cli.tables import console
-    from checkpointless.testing.demo.chaos import ChaosConfig, run_chaos
+    from checkpointless.testing.chaos import ChaosConfig, run_chaos
 
     config = ChaosConfig(
         cases=options.chaos,

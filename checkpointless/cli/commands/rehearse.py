@@ -29,7 +29,7 @@ from checkpointless.cli.job import Program
 from checkpointless.system.environment import LOG_LEVEL_ENV, REHEARSAL_ENV, YES
 
 if TYPE_CHECKING:
-    from checkpointless.testing.rehearsal.rehearse import Rehearsal
+    from checkpointless.testing.rehearsal import Rehearsal
 
 _TERM_GRACE_S = 5.0
 _YAML = (".yaml", ".yml")
@@ -87,14 +87,13 @@ def _add_rehearse_options(parser: argparse.ArgumentParser) -> None:
 def _rehearse(options: argparse.Namespace) -> int:
     program = _program(options)
     from checkpointless.cli.tables import console
-    from checkpointless.testing.rehearsal.rehearse import EXACT, as_json, show, without_folder
-    from checkpointless.testing.rehearsal.rehearse import rehearse as run
+    from checkpointless.testing.rehearsal import EXACT, as_json, rehearse, show, without_folder
 
     rehearsal = _configured(options, program)
-    folder = rehearsal.plan.folder
+    folder = rehearsal.folder
     is_kept = options.run_dir is not None
     try:
-        found = run(rehearsal, say)
+        found = rehearse(rehearsal, say)
         is_kept = is_kept or found.status != EXACT
         found = found if is_kept else without_folder(found)
         if options.json:
@@ -108,8 +107,7 @@ def _rehearse(options: argparse.Namespace) -> int:
 
 def _configured(options: argparse.Namespace, program: Program) -> Rehearsal:
     from checkpointless.launcher.agent.launch_config import LaunchConfig
-    from checkpointless.testing.rehearsal.jobs import Plan
-    from checkpointless.testing.rehearsal.rehearse import Rehearsal
+    from checkpointless.testing.rehearsal import Rehearsal
 
     try:
         config = LaunchConfig(
@@ -133,9 +131,18 @@ def _configured(options: argparse.Namespace, program: Program) -> Rehearsal:
         folder = new_run_dir(options.run_dir, program.name)
     else:
         folder = Path(tempfile.mkdtemp(prefix=f"checkpointless-rehearsal-{program.name}-"))
-    plan = Plan(config, options.steps, options.timeout, folder.resolve(), options.in_place)
-    at_once = 1 if uses_gpu or options.in_place else 2
-    return Rehearsal(program.name, plan, options.trials, options.seed, at_once, imports=not uses_gpu)
+    return Rehearsal(
+        program.name,
+        config,
+        options.steps,
+        options.timeout,
+        folder.resolve(),
+        options.in_place,
+        options.trials,
+        options.seed,
+        at_once=1 if uses_gpu or options.in_place else 2,
+        imports=not uses_gpu,
+    )
 
 
 def _program(options: argparse.Namespace) -> Program:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,8 +18,10 @@ from checkpointless.faults.chaos import (
     SHARDED,
     Scope,
 )
+from checkpointless.launcher.agent.launch_config import LaunchConfig
 from checkpointless.system.layout import Layout, LayoutError
 
+HEARTBEAT_TIMEOUT_S = 20.0  # a step of the demo takes a tenth of a second; its set-up a few seconds
 MOST_RANKS = 32  # more ranks than that, on one machine's CPUs, spend their time waiting for each other
 LAYERS, HEADS, _EXPERTS = 4, 4, 4  # of all models, the recipe's among them
 MICRO_BATCH, MICRO_BATCHES = 2, 2  # samples of a microbatch, and microbatches of a rank in each step
@@ -135,6 +137,23 @@ class Trainer:
         arguments = [text for name, value in options.items() for text in (name, str(value))]
         more = ["--checksum"] if task.checksum else []
         return "checkpointless.testing.demo.script", (self.name, *arguments, *more)
+
+    def config(self, task: Task, run_dir: Path, faults: Sequence[str] = ()) -> LaunchConfig:
+        """Return the configuration of a job that does a task on CPU ranks and records its steps."""
+        module, arguments = self.program(task)
+        return LaunchConfig(
+            nproc_per_node=task.nproc,
+            script=module,
+            script_args=arguments,
+            module=True,
+            run_dir=run_dir,
+            cpu=True,
+            preload=self.preload(),
+            heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S,
+            faults=tuple(faults),
+            record_steps=True,
+            stream_logs=False,
+        )
 
     def preload(self) -> tuple[str, ...]:
         """Return the names of modules that are worth importing once, before the ranks are forked."""

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from checkpointless.faults.chaos import LAYOUTS, draw
-from checkpointless.testing.demo.chaos import _Result, _write
+from checkpointless.testing.chaos import _Result, _write
 
 
 def test_the_file_says_ranks_parallel_sizes_and_holders_of_each_case(tmp_path: Path) -> None:

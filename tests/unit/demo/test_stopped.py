@@ -1,37 +1,32 @@
-"""Test what the demo says when it is stopped, or fails."""
+"""Test what the demo says when a run fails."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 from checkpointless.cli.commands.demo import _run_demo
-from checkpointless.launcher.agent.launch_config import LaunchConfig
+from checkpointless.testing import jobs
 from checkpointless.testing.demo.trainers import TRAINERS, Task
+from checkpointless.testing.jobs import Ended, Job
 
 
-@pytest.mark.parametrize(
-    ("last", "asks_to_look"), [("stopped by SIGINT", False), ("rank 1 raised ValueError", True)]
-)
-def test_a_demo_that_was_stopped_is_not_a_demo_that_failed(
-    last: str,
-    asks_to_look: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+def test_a_demo_whose_first_run_fails_makes_no_second_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    started = []
+    started: list[Job] = []
 
-    def end(config: LaunchConfig, say: Callable[[str], None]) -> int:
-        started.append(config.run_dir)
-        say(last)
-        return 1
+    def fail(jobs_to_run: Sequence[Job], tell: Callable[[str], None]) -> list[Ended]:
+        started.extend(jobs_to_run)
+        tell("rank 1 raised ValueError")
+        return [Ended(jobs_to_run[0].name, jobs_to_run[0].configs[0].run_dir, 1, 0, 1.0)]
 
-    monkeypatch.setattr("checkpointless.launcher.agent.launch.launch", end)
+    monkeypatch.setattr(jobs, "run_jobs", fail)
+    monkeypatch.setattr(jobs, "import_once", lambda config, _: config)
     assert _run_demo(TRAINERS["ddp"], Task(nproc=2, steps=3), [], tmp_path / "runs") == 1
-    said = capsys.readouterr().err
-    assert len(started) == 1  # and no second one
-    assert last in said
-    assert ("ended with exit code 1; its logs" in said.replace("\n", " ")) == asks_to_look
+    said = capsys.readouterr().err.replace("\n", " ")
+    assert [job.name for job in started] == ["undisturbed"]
+    assert "rank 1 raised ValueError" in said
+    assert "ended with exit code 1; its logs" in said

@@ -58,6 +58,8 @@ FLOORS = {
     "megatron": 12,
     "testing.demo": 12,
     "testing.rehearsal": 12,
+    "testing.chaos": 12,
+    "testing.jobs": 12,
     "recipes": 12,
     "cli": 13,
     "__main__": 14,

@@ -9,9 +9,9 @@ import pytest
 
 from checkpointless.observability.report.verify import Difference, Quantity
 from checkpointless.observability.telemetry.steps import Recording, StepExtras, StepLog, StepRecord, read_steps
-from checkpointless.testing.rehearsal import rehearse as pages
-from checkpointless.testing.rehearsal.jobs import Ended
-from checkpointless.testing.rehearsal.rehearse import (
+from checkpointless.testing import rehearsal as pages
+from checkpointless.testing.jobs import Ended
+from checkpointless.testing.rehearsal import (
     _blamed,
     _Course,
     _cut,
@@ -100,7 +100,8 @@ class Job:
         self.run_dir = run_dir
 
     def judged(self, code: int | None = None, *, in_time: bool = True) -> _Result:
-        ended = Ended("fault-1", self.run_dir, code, 4, 1.0, in_time, ("rank 0 raised KeyError: 'x'",))
+        said = ("rank 0 raised KeyError: 'x'",)
+        ended = Ended("fault-1", self.run_dir, code, 4, 1.0, in_time, said, (FAULT,))
         return _judge(_Trial(FAULT), ended, _cut(run(*"pqrs"), COURSE, False), COURSE, frozenset(), False)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpointless.testing.rehearsal.jobs import _linked_folder
+from checkpointless.testing.jobs import _linked_folder
 
 
 @pytest.fixture

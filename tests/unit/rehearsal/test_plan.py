@@ -6,7 +6,7 @@ import pytest
 
 from checkpointless.faults.spec import FaultKind, FaultPhase, parse
 from checkpointless.observability.telemetry.steps import Recording, StepExtras, StepRecord, ValidationRecord
-from checkpointless.testing.rehearsal.rehearse import _Course, _course_of, _draw
+from checkpointless.testing.rehearsal import _Course, _course_of, _draw
 
 OF_UPDATE = {
     FaultPhase.BEFORE_OPTIMIZER,

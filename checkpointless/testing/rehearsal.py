@@ -6,7 +6,7 @@ import enum
 import json
 import random
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
@@ -14,16 +14,15 @@ from typing import TypeVar
 from rich.console import Console
 from rich.table import Table
 
-from checkpointless.faults.ledger import not_fired
 from checkpointless.faults.spec import FaultKind, FaultPhase, FaultSpec, parse
+from checkpointless.launcher.agent.launch_config import LaunchConfig
 from checkpointless.launcher.agent.ranks.preload import PlatformMissingError
-from checkpointless.observability.report.incidents import IncidentSummary, gone_back, summarize
+from checkpointless.observability.report.incidents import IncidentSummary
 from checkpointless.observability.report.verify import Difference, Quantity, What, compare, differences
 from checkpointless.observability.telemetry import wording
-from checkpointless.observability.telemetry.events import read_events
 from checkpointless.observability.telemetry.steps import Recording, read_steps
 from checkpointless.observability.telemetry.wording import plural
-from checkpointless.testing.rehearsal.jobs import Ended, Plan, import_once, run_jobs
+from checkpointless.testing.jobs import Ended, Job, import_once, run_jobs
 
 # --- The plan of a rehearsal: its faults, drawn from a seed and from what a run without faults has shown ----------
 
@@ -263,13 +262,11 @@ def _judge(
         without: what is not compared.
         whole: whether the run without faults ended by itself.
     """
-    run_dir = ended.run_dir
-    events = read_events(run_dir)
-    incidents = summarize(events)
+    run_dir, incidents = ended.run_dir, ended.incidents
     last = incidents[-1] if incidents else None
     took_s = last.headline_s if last is not None else None
     rung = last.rung.label if last is not None and took_s is not None else ""
-    if not_fired([parse(trial.fault)], run_dir):
+    if ended.missing:
         return _Result(trial, _Outcome.NOT_TRIED, "the run never reached that point", run_dir=run_dir)
     messages = _messages_of([run_dir])
     if not ended.is_good:
@@ -277,7 +274,7 @@ def _judge(
         points = _cited([why, *messages]) or ((6,) if _fails_at_reentry(incidents) else ())
         return _Result(trial, _Outcome.NOT_RECOVERED, why, points, _citing(points, messages), run_dir=run_dir)
     run = _cut(read_steps(run_dir), course, whole and ended.code is not None)
-    verdict = compare(calm, run, without, gone_back=(frozenset(), gone_back(events)))
+    verdict = ended.compare(calm, run, without)
     if verdict.equal:
         steps = len({place.step for place in verdict.made_again})
         again = f"went back, and made {plural(steps, 'step')} again" if steps else ""
@@ -537,7 +534,11 @@ class Rehearsal:
 
     Attributes:
         name: name of the script, module or recipe.
-        plan: what its jobs have in common.
+        config: the configuration of its jobs; run directory and faults are each job's own.
+        steps: the largest number of steps that are compared.
+        limit_s: how many seconds a job may take.
+        folder: where run directories and working directories are made.
+        in_place: whether jobs run in this process's working directory.
         faults: the number of faults.
         seed: seed of the draws.
         at_once: the largest number of jobs that run at a time.
@@ -545,11 +546,21 @@ class Rehearsal:
     """
 
     name: str
-    plan: Plan
+    config: LaunchConfig
+    steps: int
+    limit_s: float
+    folder: Path
+    in_place: bool
     faults: int
     seed: int
     at_once: int
     imports: bool = True
+
+    def job(self, name: str, fault: str = "") -> Job:
+        """Return the job of a name, with a fault or without."""
+        config = replace(self.config, run_dir=self.folder / name, faults=(fault,) if fault else ())
+        folder = None if self.in_place else self.folder / "folders" / name
+        return Job(name, (config,), self.limit_s, self.steps, folder)
 
 
 class _NotRehearsed(Exception):
@@ -566,39 +577,33 @@ def rehearse(rehearsal: Rehearsal, say: Callable[[str], None]) -> _Page:
     Raises:
         KeyboardInterrupt: Ctrl-C came; all jobs have been ended.
     """
-    plan, name = rehearsal.plan, rehearsal.name
+    name, folder, seed = rehearsal.name, rehearsal.folder, rehearsal.seed
     if rehearsal.imports:
         say("importing what the ranks need, once for all jobs")
         try:
-            plan = replace(plan, config=import_once(plan.config, plan.folder / "imports.txt"))
+            rehearsal = replace(rehearsal, config=import_once(rehearsal.config, folder / "imports.txt"))
         except PlatformMissingError as error:
-            return _Page(name, str(error), None, folder=plan.folder, seed=rehearsal.seed)
-
-    def run(jobs: Mapping[str, Sequence[str]]) -> list[Ended]:
-        return run_jobs(plan, jobs, rehearsal.at_once, say)
-
-    calm = run({each: () for each in _CALM})
+            return _Page(name, str(error), None, folder=folder, seed=seed)
+    calm = run_jobs([rehearsal.job(each) for each in _CALM], rehearsal.at_once, say)
     course: _Course | None = None
     try:
         recordings = [_read(each) for each in calm]
-        course = _course_of(recordings[0], plan.steps)
+        course = _course_of(recordings[0], rehearsal.steps)
         _require_begin(recordings[1], course.first)
         whole = all(each.code is not None for each in calm)
         reference, other = (_cut(each, course, whole) for each in recordings)
         without = _require_steady(reference, other)
-        trials = {
-            f"fault-{number}": each
-            for number, each in enumerate(_draw(course, rehearsal.faults, rehearsal.seed), 1)
-        }
+        trials = _draw(course, rehearsal.faults, seed)
     except (_NotRehearsed, ValueError) as error:
         warnings = tuple(_messages_of([each.run_dir for each in calm]))
-        return _Page(name, str(error), course, warnings=warnings, folder=plan.folder, seed=rehearsal.seed)
-    ended = run({each: (trial.fault,) for each, trial in trials.items()})
+        return _Page(name, str(error), course, warnings=warnings, folder=folder, seed=seed)
+    jobs = [rehearsal.job(f"fault-{number}", trial.fault) for number, trial in enumerate(trials, 1)]
+    ended = run_jobs(jobs, rehearsal.at_once, say)
     results: list[_Result] = []
     try:
         for each in ended:
             _require_begin(_read(each, may_fail=True), course.first)
-        pairs = zip(trials.values(), ended, strict=True)
+        pairs = zip(trials, ended, strict=True)
         results += [_judge(trial, each, reference, course, without, whole) for trial, each in pairs]
         is_tried = any(each.outcome is not _Outcome.NOT_TRIED for each in results)
         problem = "" if is_tried else "none of the faults came: the runs never reached those points"
@@ -611,8 +616,8 @@ def rehearse(rehearsal: Rehearsal, say: Callable[[str], None]) -> _Page:
         tuple(results),
         tuple(sorted(f"{each.value}{name and ' '}{name}" for each, name in without if not _is_random(name))),
         tuple(_messages_of(each.run_dir for each in (*calm, *ended))),
-        plan.folder,
-        rehearsal.seed,
+        folder,
+        seed,
     )
 
 
@@ -623,7 +628,7 @@ def _read(ended: Ended, may_fail: bool = False) -> Recording:
         NotRehearsed: it failed, or recorded nothing, and may not.
     """
     if not ended.is_good and not may_fail:
-        why = _why_ended(ended, summarize(read_events(ended.run_dir)))
+        why = _why_ended(ended, ended.incidents)
         raise _NotRehearsed(f"{ended.name}, which has no fault, failed: {why}")
     try:
         return read_steps(ended.run_dir)

@@ -1,48 +1,55 @@
-"""Runs the jobs of a rehearsal: at most a few at a time, watched, and stopped after the last step to compare."""
+"""Runs whole jobs for the demo, chaos and rehearsals: forked from one process, watched, and judged afterwards."""
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
+from checkpointless.faults.ledger import not_fired
+from checkpointless.faults.spec import parse_all
 from checkpointless.launcher.agent.launch import AgentProcess
 from checkpointless.launcher.agent.launch_config import LaunchConfig, import_environment
-from checkpointless.launcher.agent.ranks.preload import preload, preloads_of
+from checkpointless.launcher.agent.ranks.preload import CPU, install_platform, preload, preloads_of
 from checkpointless.launcher.agent.ranks.rank_process import Script
-from checkpointless.observability.telemetry.steps import STEPS_DIR
+from checkpointless.observability.report.incidents import IncidentSummary, gone_back, summarize
+from checkpointless.observability.report.verify import Steps, Verdict, What, compare
+from checkpointless.observability.telemetry.events import Event, read_events
+from checkpointless.observability.telemetry.steps import STEPS_DIR, read_steps
 
 _MOST_ENTRIES = 20_000
-_LOOK_EVERY_S = 0.1
+_LOOK_EVERY_S = 0.05
 _TELL_EVERY_S = 10.0
 _END_S = 20.0  # for a job that was told to end
 _TAIL_BYTES = 1 << 18
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What the jobs of a rehearsal have in common.
+class Job:
+    """A job that is to be run.
 
     Attributes:
-        config: their configuration; run directory and faults are each job's own.
-        steps: the largest number of steps that are compared.
-        timeout_s: how many seconds a job may take.
-        folder: where run directories and working directories are made.
-        in_place: whether jobs run in this process's working directory.
+        name: its name.
+        configs: the configuration of each of its nodes, the first of which says how it ended.
+        limit_s: how many seconds it may take.
+        steps: the number of steps after which it is stopped; None: it ends by itself.
+        folder: where its working directory is made, with links to what is in this one; None: it has this one.
     """
 
-    config: LaunchConfig
-    steps: int
-    timeout_s: float
-    folder: Path
-    in_place: bool = False
+    name: str
+    configs: Sequence[LaunchConfig]
+    limit_s: float
+    steps: int | None = None
+    folder: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -52,11 +59,12 @@ class Ended:
     Attributes:
         name: its name.
         run_dir: its run directory.
-        code: its exit status; None if it was stopped after the last step to compare.
+        code: its exit status; None if it was stopped after its steps.
         newest: the newest step that all ranks have recorded (0: none).
         seconds: how long it took.
         in_time: whether it ended in time.
         lines: what its agent said.
+        faults: the specs of its faults.
     """
 
     name: str
@@ -66,11 +74,38 @@ class Ended:
     seconds: float
     in_time: bool = True
     lines: tuple[str, ...] = ()
+    faults: tuple[str, ...] = ()
 
     @property
     def is_good(self) -> bool:
         """Whether it ended well, or made all steps that are compared."""
         return self.in_time and not self.code
+
+    @cached_property
+    def events(self) -> list[Event]:
+        """Its events."""
+        return read_events(self.run_dir)
+
+    @cached_property
+    def incidents(self) -> list[IncidentSummary]:
+        """Its incidents."""
+        return summarize(self.events)
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """The faults that did not happen."""
+        return not_fired(parse_all(self.faults, None, None), self.run_dir)
+
+    def compare(self, calm: Steps, run: Steps | None = None, without: Set[What] = frozenset()) -> Verdict:
+        """Compare what it recorded with a run without faults.
+
+        Args:
+            calm: what that run recorded.
+            run: what is compared of this job; None: all that it recorded.
+            without: what is not compared.
+        """
+        run = read_steps(self.run_dir) if run is None else run
+        return compare(calm, run, without, gone_back=(frozenset(), gone_back(self.events)))
 
 
 def import_once(config: LaunchConfig, log: Path) -> LaunchConfig:
@@ -90,11 +125,11 @@ def import_once(config: LaunchConfig, log: Path) -> LaunchConfig:
     names = preloads_of(script) if config.preload is None else config.preload
     with _printing_into(log):
         if config.cpu:
-            from checkpointless.launcher.agent.ranks.preload import CPU, install_platform
-
             install_platform(CPU)
         preload(names, script)
         importlib.import_module("torch.distributed")  # of the agents; it takes longest
+    gc.collect()
+    gc.freeze()  # each job's fork server would go through all of it
     return replace(config, preload=names, fork_here=True)
 
 
@@ -113,40 +148,33 @@ def _printing_into(log: Path) -> Iterator[None]:
             os.close(descriptor)
 
 
-class _Job:
-    """A job that runs.
+class _Running:
+    """A job that runs."""
 
-    Args:
-        plan: what it has in common with others.
-        name: its name, which its folders have, too.
-        faults: specs of its faults.
-    """
-
-    def __init__(self, plan: Plan, name: str, faults: Sequence[str]) -> None:
-        self.name = name
-        self.run_dir = plan.folder / name
-        self._plan = plan
+    def __init__(self, job: Job) -> None:
+        self.job, self.run_dir = job, job.configs[0].run_dir
         self._began_s = self._told_s = time.monotonic()
         self._kill_at_s: float | None = None
         self._in_time = True
-        folder = None if plan.in_place else _linked_folder(Path.cwd(), plan.folder / "folders" / name)
-        self._agent = AgentProcess(replace(plan.config, run_dir=self.run_dir, faults=tuple(faults)), folder)
+        self._shown = 0
+        folder = None if job.folder is None else _linked_folder(Path.cwd(), job.folder)
+        self._agents = [AgentProcess(config, folder) for config in job.configs]
 
     def look(self) -> Ended | None:
         """Return how the job ended; None if it runs."""
-        code, now_s = self._agent.poll(), time.monotonic()
+        runs, now_s = any([agent.poll() is None for agent in self._agents]), time.monotonic()
         first, newest = self.progress()
-        if code is not None:
-            was_stopped = self._kill_at_s is not None and self._in_time
-            seconds = now_s - self._began_s
-            code = None if was_stopped else code
-            return Ended(self.name, self.run_dir, code, newest, seconds, self._in_time, self._agent.lines())
+        steps, seconds = self.job.steps, now_s - self._began_s
+        if not runs:
+            code = None if self._kill_at_s is not None and self._in_time else self._agents[0].code
+            lines, faults = self._agents[0].lines(), self.job.configs[0].faults
+            return Ended(self.job.name, self.run_dir, code, newest, seconds, self._in_time, lines, faults)
         if self._kill_at_s is not None:
             if now_s > self._kill_at_s:
-                self._agent.kill()
-        elif first is not None and newest >= first + self._plan.steps:  # all before are complete
+                self.kill()
+        elif steps is not None and first is not None and newest >= first + steps:  # all before are complete
             self.end()
-        elif now_s - self._began_s > self._plan.timeout_s:
+        elif seconds > self.job.limit_s:
             self._in_time = False
             self.end()
         return None
@@ -154,7 +182,19 @@ class _Job:
     def end(self) -> None:
         """Ask the job to end; :meth:`look` kills it if it does not."""
         self._kill_at_s = time.monotonic() + _END_S
-        self._agent.send(signal.SIGTERM)
+        for agent in self._agents:
+            agent.send(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Kill what is left of the job."""
+        for agent in self._agents:
+            agent.kill()
+
+    def new_lines(self) -> Sequence[str]:
+        """Return what the first agent has said since the last call."""
+        lines = self._agents[0].lines()[self._shown :]
+        self._shown += len(lines)
+        return lines
 
     def news(self) -> str:
         """Return where the job stands, if it is time to say so; else ""."""
@@ -164,11 +204,12 @@ class _Job:
         self._told_s = now_s
         _, newest = self.progress()
         where = f"step {newest} is made" if newest else "no step is made"
-        return f"{self.name}: {where} after {now_s - self._began_s:.0f} s"
+        return f"{self.job.name}: {where} after {now_s - self._began_s:.0f} s"
 
     def progress(self) -> tuple[int | None, int]:
         """Return the first step that was recorded (None: none), and the newest that all ranks have recorded."""
-        files = [self.run_dir / STEPS_DIR / f"rank-{rank}.jsonl" for rank in self._plan.config.own_ranks]
+        ranks = [rank for config in self.job.configs for rank in config.own_ranks]
+        files = [self.run_dir / STEPS_DIR / f"rank-{rank}.jsonl" for rank in ranks]
         steps = [found for found in map(_steps_in, files) if found is not None]
         if len(steps) < len(files):
             return None, 0
@@ -187,14 +228,23 @@ def _steps_in(path: Path) -> tuple[int, int] | None:
         return None
 
 
-def run_jobs(plan: Plan, jobs: Mapping[str, Sequence[str]], most: int, say: Callable[[str], None]) -> list[Ended]:
+def _silent(_: str) -> None:
+    """Say nothing."""
+
+
+def run_jobs(
+    jobs: Sequence[Job],
+    most: int = 1,
+    say: Callable[[str], None] = _silent,
+    tell: Callable[[str], None] = _silent,
+) -> list[Ended]:
     """Run jobs until all have ended.
 
     Args:
-        plan: what they have in common.
-        jobs: the faults of each job by its name.
+        jobs: the jobs.
         most: the largest number of jobs that run at a time.
         say: called with a line when a job begins, ends, and every few seconds.
+        tell: called with each line of a job's first agent.
 
     Returns:
         How they ended, in their order.
@@ -202,28 +252,30 @@ def run_jobs(plan: Plan, jobs: Mapping[str, Sequence[str]], most: int, say: Call
     Raises:
         KeyboardInterrupt: Ctrl-C came; all jobs have been ended.
     """
-    due, running, ended = deque(jobs.items()), list[_Job](), dict[str, Ended]()
+    due, running, ended = deque(jobs), list[_Running](), dict[str, Ended]()
     try:
         while due or running:
             while due and len(running) < most:
-                name, faults = due.popleft()
-                say(f"{name} begins" + (f": {' '.join(faults)}" if faults else ", without faults"))
-                running.append(_Job(plan, name, faults))
-            for job in list(running):
-                found = job.look()
+                job, faults = due[0], due[0].configs[0].faults
+                say(f"{job.name} begins" + (f": {' '.join(faults)}" if faults else ", without faults"))
+                running.append(_Running(due.popleft()))
+            for each in list(running):
+                found = each.look()
+                for line in each.new_lines():
+                    tell(line)
                 if found is not None:
-                    running.remove(job)
-                    ended[job.name] = found
-                news = _said_of(found) if found is not None else job.news()
+                    running.remove(each)
+                    ended[found.name] = found
+                news = _said_of(found) if found is not None else each.news()
                 if news:
                     say(news)
             time.sleep(_LOOK_EVERY_S)
     finally:
-        for job in running:
-            job.end()
-        while any([job.look() is None for job in running]):
+        for each in running:
+            each.end()
+        while any([each.look() is None for each in running]):
             time.sleep(_LOOK_EVERY_S)
-    return [ended[name] for name in jobs]
+    return [ended[job.name] for job in jobs]
 
 
 def _said_of(ended: Ended) -> str:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import gc
-import importlib
 import json
 import os
 import secrets
 import shutil
-import signal
 import socket
 import statistics
-import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -22,19 +18,15 @@ from rich.console import Console
 from rich.table import Table
 
 from checkpointless.faults.chaos import HANGING, Case, Outcome, draw, outcome_of
-from checkpointless.faults.ledger import not_fired
-from checkpointless.faults.spec import parse, parse_all
-from checkpointless.launcher.agent.launch import AgentProcess
+from checkpointless.faults.spec import parse
 from checkpointless.launcher.agent.launch_config import LaunchConfig
-from checkpointless.observability.report.incidents import IncidentSummary, summarize
-from checkpointless.observability.report.verify import Steps, compare
-from checkpointless.observability.telemetry.events import read_events
+from checkpointless.observability.report.incidents import IncidentSummary
+from checkpointless.observability.report.verify import Steps
 from checkpointless.observability.telemetry.steps import read_steps
-from checkpointless.system.environment import CPU_ENV, OMP_NUM_THREADS_ENV, YES
+from checkpointless.system.environment import OMP_NUM_THREADS_ENV
 from checkpointless.testing.demo.trainers import TRAINERS, Task, Trainer
+from checkpointless.testing.jobs import Ended, Job, import_once, run_jobs
 
-_REAP_EVERY_S = 0.02
-_LEAVE_S = 10.0  # for agents that were interrupted together with this process
 LIMIT_S = 150.0
 _HEARTBEAT_S, _HANG_HEARTBEAT_S = 20.0, 6.0
 _NODE_TIMEOUT_S, _REGROUP_S = 3.0, 60.0
@@ -143,35 +135,22 @@ def run_chaos(config: ChaosConfig, console: Console) -> int:
     return 1 if wrong else 0
 
 
-def _judge(case: Case, ended: _Ended, run_dir: Path, calm: Steps) -> _Result:
-    """Compare a job with its expected outcome and with a run without faults.
-
-    Args:
-        ended: how the agent of node 0 ended.
-    """
-    incidents = summarize(read_events(run_dir))
-    outcome = None if ended.code is None else outcome_of(ended.code, incidents)
+def _judge(case: Case, ended: Ended, calm: Steps) -> _Result:
+    """Compare a job with its expected outcome and with a run without faults."""
+    outcome = outcome_of(ended.code, ended.incidents) if ended.in_time and ended.code is not None else None
     problems = []
     if outcome is not case.outcome:
-        found = "it did not end in time" if ended.code is None else f"it ended with code {ended.code}"
+        found = f"it ended with code {ended.code}" if ended.in_time else "it did not end in time"
         found = outcome.value if outcome is not None else found
         problems.append(f"expected: {case.outcome.value}; found: {found}")
-    if case.reason and case.reason not in "\n".join(ended.said):
+    if case.reason and case.reason not in "\n".join(ended.lines):
         problems.append(f"it does not say {case.reason!r}")
-    problems += [f"fault {text} did not happen" for text in not_fired(parse_all(case.faults, None, None), run_dir)]
-    problems += _differences(case, read_steps(run_dir), calm)
-    return _Result(case, outcome, "; ".join(problems), _seconds(incidents))
-
-
-def _differences(case: Case, steps: Steps, calm: Steps) -> list[str]:
-    verdict = compare(calm, steps)
-    if verdict.difference is not None:
-        return [verdict.sentence]
-    if case.outcome is Outcome.REFUSED:
-        return []  # the job ended early, and its steps until then are the same
-    if verdict.missing or (verdict.repeated and case.outcome is not Outcome.STORAGE):
-        return [verdict.sentence]
-    return []
+    problems += [f"fault {text} did not happen" for text in ended.missing]
+    verdict = ended.compare(calm)
+    # A job that is refused ends early, and its steps until then are the same.
+    if not verdict.equal and (case.outcome is not Outcome.REFUSED or verdict.difference is not None):
+        problems.append(verdict.sentence)
+    return _Result(case, outcome, "; ".join(problems), _seconds(ended.incidents), ended.seconds)
 
 
 def _seconds(incidents: Sequence[IncidentSummary]) -> float | None:
@@ -181,12 +160,14 @@ def _seconds(incidents: Sequence[IncidentSummary]) -> float | None:
 
 
 class _Runner:
-    """Runs the cases, each kind also once without faults."""
+    """Runs the cases, each kind also once without faults, in processes that are forked from this one."""
 
     def __init__(self, config: ChaosConfig) -> None:
         self._config = config
-        self._nursery = _Nursery(config.trainer)
         self._calm: dict[object, Steps] = {}
+        os.environ[OMP_NUM_THREADS_ENV] = "1"  # otherwise sums would depend on the number of ranks of a node
+        base = config.trainer.config(Task(2, config.steps), config.run_dir)
+        self._base = replace(import_once(base, config.run_dir / "imports.txt"), regroup_timeout_s=_REGROUP_S)
 
     def run(self, case: Case) -> _Result:
         """Run a case.
@@ -196,57 +177,45 @@ class _Runner:
         """
         reference, directory = self._reference(case), self.directory(case)
         shutil.rmtree(directory, ignore_errors=True)
-        began_s = time.monotonic()
-        ended = self._nursery.run(_configs(self._config.trainer, case, directory, faulty=True), LIMIT_S)
-        took_s = time.monotonic() - began_s
-        return replace(_judge(case, ended[0], directory, reference), took_s=took_s)
+        (ended,) = run_jobs([Job(directory.name, self._configs(case, directory, faulty=True), LIMIT_S)])
+        return _judge(case, ended, reference)
 
     def directory(self, case: Case) -> Path:
         """Return the run directory of a case."""
         return self._config.run_dir / f"case-{case.number}"
 
     def _reference(self, case: Case) -> Steps:
-        trainer = self._config.trainer
-        key = case.layout.world_size, trainer.program(_task(case, None))
+        key = case.layout.world_size, self._config.trainer.program(_task(case, None))
         if key not in self._calm:
             directory = self._config.run_dir / "calm" / str(len(self._calm))
-            (ended,) = self._nursery.run(_configs(trainer, case, directory, faulty=False), LIMIT_S)
-            if ended.code != 0:
+            (ended,) = run_jobs([Job("calm", self._configs(case, directory, faulty=False), LIMIT_S)])
+            if not ended.is_good:
                 raise RuntimeError(f"the undisturbed run of {case.layout.text} failed; its logs: {directory}")
             self._calm[key] = read_steps(directory)
         return self._calm[key]
 
-
-def _configs(trainer: Trainer, case: Case, directory: Path, *, faulty: bool) -> list[LaunchConfig]:
-    nodes, spares = (case.nodes, case.spares) if faulty else (1, 0)
-    meeting: Mapping[str, Any] = {}
-    if nodes + spares > 1:
-        meeting = {"rdzv_endpoint": f"127.0.0.1:{_port()}", "token": secrets.token_hex(32)}
-    hangs = any(parse(text).kind in HANGING for text in case.faults)
-    module, arguments = trainer.program(_task(case, directory / "nemo" if faulty else None))
-    return [
-        LaunchConfig(
-            nproc_per_node=case.layout.world_size // nodes,
-            script=module,
-            script_args=arguments,
-            module=True,
-            run_dir=directory,
-            preload=(),
-            cpu=True,
-            heartbeat_timeout_s=_HANG_HEARTBEAT_S if hangs else _HEARTBEAT_S,
-            regroup_timeout_s=_REGROUP_S,
-            node_timeout_s=_NODE_TIMEOUT_S,
-            faults=case.faults if faulty else (),
-            record_steps=True,
-            stream_logs=False,
-            fork_here=True,
-            nnodes=nodes,
-            node_rank=node,
-            spares=spares,
-            **meeting,
-        )
-        for node in range(nodes + spares)
-    ]
+    def _configs(self, case: Case, directory: Path, *, faulty: bool) -> list[LaunchConfig]:
+        nodes, spares = (case.nodes, case.spares) if faulty else (1, 0)
+        meeting: Mapping[str, Any] = {}
+        if nodes + spares > 1:
+            meeting = {"rdzv_endpoint": f"127.0.0.1:{_port()}", "token": secrets.token_hex(32)}
+        hangs = any(parse(text).kind in HANGING for text in case.faults)
+        return [
+            replace(
+                self._base,
+                nproc_per_node=case.layout.world_size // nodes,
+                script_args=self._config.trainer.program(_task(case, directory / "nemo" if faulty else None))[1],
+                run_dir=directory,
+                heartbeat_timeout_s=_HANG_HEARTBEAT_S if hangs else _HEARTBEAT_S,
+                node_timeout_s=_NODE_TIMEOUT_S,
+                faults=case.faults if faulty else (),
+                nnodes=nodes,
+                node_rank=node,
+                spares=spares,
+                **meeting,
+            )
+            for node in range(nodes + spares)
+        ]
 
 
 def _task(case: Case, checkpoints: Path | None) -> Task:
@@ -314,62 +283,3 @@ def _entry(result: _Result) -> dict[str, Any]:
         "seconds": result.seconds,
         "took_s": round(result.took_s, 2),
     }
-
-
-# A process that has imported the frameworks once and forks the agents of whole jobs, one job after the other.
-
-
-@dataclass(frozen=True)
-class _Ended:
-    """How an agent ended.
-
-    Attributes:
-        code: exit code, or the negative number of the signal that killed the agent; None if it was still running.
-    """
-
-    code: int | None
-    said: tuple[str, ...]
-
-
-class _Nursery:
-    """Turns this process into one that forks agents, with a trainer's modules imported and with one thread.
-
-    Raises:
-        ImportError: one of the trainer's modules is not installed.
-    """
-
-    def __init__(self, trainer: Trainer) -> None:
-        os.environ[CPU_ENV] = YES
-        os.environ[OMP_NUM_THREADS_ENV] = "1"  # otherwise sums would depend on the number of ranks of a node
-        if trainer.name == "nemo":
-            from checkpointless.recipes.runner import prepare_process
-
-            prepare_process()
-        for name in ("torch.distributed", *trainer.preload()):
-            importlib.import_module(name)
-        import torch
-
-        torch.set_num_threads(1)
-        gc.collect()
-        gc.freeze()
-
-    def run(self, configs: Sequence[LaunchConfig], limit_s: float) -> list[_Ended]:
-        """Run the agents of one job until all have ended."""
-        agents = [AgentProcess(config) for config in configs]
-        try:
-            _wait(agents, time.monotonic() + limit_s)
-        except KeyboardInterrupt:
-            for agent in agents:
-                agent.send(signal.SIGINT)
-            _wait(agents, time.monotonic() + _LEAVE_S)
-            raise
-        finally:
-            codes = [agent.poll() for agent in agents]
-            for agent in agents:
-                agent.kill()
-        return [_Ended(code, agent.lines()) for code, agent in zip(codes, agents, strict=True)]
-
-
-def _wait(agents: Sequence[AgentProcess], until_s: float) -> None:
-    while any([agent.poll() is None for agent in agents]) and time.monotonic() < until_s:
-        time.sleep(_REAP_EVERY_S)
