@@ -9,9 +9,9 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from checkpointless.cli.command import (
     RUNS_DIR,
@@ -29,14 +29,15 @@ from checkpointless.cli.command import (
 )
 from checkpointless.observability.telemetry.scribe import LEVELS, LOG_LEVEL_ENV, apply_log_level
 from checkpointless.observability.telemetry.wording import plural
-from checkpointless.system.environment import DEVICE_CHECK_ENV, DEVICE_CHECK_TIMEOUT_ENV
+from checkpointless.system.environment import DEVICE_CHECK_ENV, DEVICE_CHECK_TIMEOUT_ENV, TOKEN_ENV
 
 if TYPE_CHECKING:
     from checkpointless.faults.chaos import Outcome
     from checkpointless.faults.spec import FaultSpec
     from checkpointless.launcher.agent.launch import LaunchConfig
+    from checkpointless.launcher.coordinator.job_config import JobConfig
 
-
+_Config = TypeVar("_Config", bound="JobConfig")
 SEED_HELP = "seed of the draws (default: 0)"
 _NEEDS_CHAOS = {"seed": None, "overlap": False, "chaos_case": None, "chaos_steps": None}
 
@@ -128,28 +129,32 @@ def add_coordination_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("limits").add_argument
     add("--max-incidents", type=count, metavar="K", help="end the job after K incidents (default: no limit)")
     add(*both("--max-restarts"), type=count, metavar="N", help=_RESTARTS_HELP)
-    add("--heartbeat-timeout", type=seconds, metavar="S", help=_HEARTBEAT_HELP)
-    add("--node-timeout", type=seconds, metavar="S", help=_NODE_HELP)
-    add("--regroup-timeout", type=seconds, metavar="S", help=_REGROUP_HELP)
+    add("--heartbeat-timeout", dest="heartbeat_timeout_s", type=seconds, metavar="S", help=_HEARTBEAT_HELP)
+    add("--node-timeout", dest="node_timeout_s", type=seconds, metavar="S", help=_NODE_HELP)
+    add("--regroup-timeout", dest="regroup_timeout_s", type=seconds, metavar="S", help=_REGROUP_HELP)
     add = parser.add_argument_group("monitoring").add_argument
     add("--http-port", type=port, metavar="P", help="serve health and metrics over HTTP (0: any free port)")
     add("--http-host", metavar="H", help="address for --http-port (default: 127.0.0.1, this machine only)")
 
 
-def coordination_settings(options: argparse.Namespace) -> dict[str, Any]:  # Any: of different types
-    """Return the given ones of these options, as arguments of ``JobConfig``."""
-    if options.http_host is not None and options.http_port is None:
+def config_of(kind: type[_Config], options: argparse.Namespace, **more: Any) -> _Config:  # Any: of its fields
+    """Return the configuration of a job: an option of a field's name gives that field, if it was given.
+
+    Args:
+        kind: class of the configuration.
+        options: the options.
+        **more: fields that are known otherwise.
+
+    Raises:
+        UsageError: a value is out of range.
+    """
+    if getattr(options, "http_host", None) is not None and options.http_port is None:
         raise UsageError("--http-host requires --http-port")
-    settings = {
-        "max_incidents": options.max_incidents,
-        "max_restarts": options.max_restarts,
-        "heartbeat_timeout_s": options.heartbeat_timeout,
-        "regroup_timeout_s": options.regroup_timeout,
-        "node_timeout_s": options.node_timeout,
-        "http_port": options.http_port,
-        "http_host": options.http_host,
-    }
-    return {name: value for name, value in settings.items() if value is not None}
+    given = {each.name: getattr(options, each.name, None) for each in fields(kind)}
+    try:
+        return kind(**{name: value for name, value in given.items() if value is not None} | more)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
 
 
 _WORST = 2  # findings that are said before a job
@@ -161,7 +166,7 @@ _ENDPOINT_HELP = "address of node 0, or of the coordinator, for all nodes (defau
 _TERM_GRACE_HELP = "seconds for ranks to end after SIGTERM, SIGINT or SIGHUP (default: 30)"
 _EXIT_GRACE_HELP = "seconds that a rank may be idle after its script before it is ended (default: 30)"
 _DEVICE_CHECK_HELP = "command that must exit with 0 before a rank's process is started again (default: none)"
-_DEVICE_CHECK_TIMEOUT_HELP = "seconds for --device-check, less than --regroup-timeout (default: 30)"
+_CHECK_TIMEOUT_HELP = "seconds for --device-check, less than --regroup-timeout (default: 30)"
 _ON_SIGTERM_HELP = "what SIGTERM to the agent does: end the job, or drain the node onto a spare (default: end)"
 _NOTICE_HELP = "command that is run every 5 s; when it exits with 0, the node is drained (default: none)"
 _LOG_BYTES_HELP = "size of a rank's log, such as 200M, in four files; the oldest is deleted (default: 1G)"
@@ -183,11 +188,12 @@ class Program:
     """What every rank of a job runs: a script, or a module.
 
     Attributes:
+        job: the name of the job.
         preload: dotted names to import once before the ranks are forked; None: what the script imports from
             installed packages.
     """
 
-    name: str
+    job: str
     script: str
     script_args: tuple[str, ...]
     module: bool
@@ -206,12 +212,14 @@ def add_job_options(parser: argparse.ArgumentParser, default_ranks: str = "1") -
     add("--log-level", choices=tuple(LEVELS), help="log level of ranks and agent (default: warning)")
     add("--device-check", default=os.environ.get(DEVICE_CHECK_ENV, ""), metavar="CMD", help=_DEVICE_CHECK_HELP)
     limit_s = os.environ.get(DEVICE_CHECK_TIMEOUT_ENV) or None
-    add("--device-check-timeout", type=seconds, default=limit_s, metavar="S", help=_DEVICE_CHECK_TIMEOUT_HELP)
+    dest = "device_check_timeout_s"
+    add("--device-check-timeout", dest=dest, type=seconds, default=limit_s, metavar="S", help=_CHECK_TIMEOUT_HELP)
     add("--on-sigterm", choices=("end", "drain"), default="end", help=_ON_SIGTERM_HELP)
     add("--notice", default="", metavar="CMD", help=_NOTICE_HELP)
     add("--strict", action="store_true", help=_STRICT_HELP)
-    add("--term-grace", *both("--shutdown-timeout"), type=seconds, metavar="S", help=_TERM_GRACE_HELP)
-    add("--exit-grace", type=seconds, metavar="S", help=_EXIT_GRACE_HELP)
+    names = ("--term-grace", *both("--shutdown-timeout"))
+    add(*names, dest="term_grace_s", type=seconds, metavar="S", help=_TERM_GRACE_HELP)
+    add("--exit-grace", dest="exit_grace_s", type=seconds, metavar="S", help=_EXIT_GRACE_HELP)
     add = parser.add_argument_group("several nodes").add_argument
     add("--nnodes", type=nodes, default=1, metavar="M", help="nodes of the job (default: 1)")
     add(*both("--node-rank"), type=count, default=0, metavar="I", help="this node's number, from 0")
@@ -245,7 +253,7 @@ def launch_job(
     specs = fault_specs(options.faults, world_size, steps, options.nnodes, options.cpu)
     config = _configured(options, program, more or {})
     run_dir = config.run_dir
-    _announce(config, program.name)
+    _announce(config)
     _say_worst(config)
     with Terminal(say, run_dir, config.node_rank, config.logs) as terminal:
         status = launch(config, terminal.say)
@@ -277,49 +285,18 @@ def _why_not(text: str, is_script: bool) -> str:
 
 def _configured(options: argparse.Namespace, program: Program, more: Mapping[str, Any]) -> LaunchConfig:
     from checkpointless.launcher.agent.launch import LaunchConfig
-    from checkpointless.launcher.protocol.channel import TOKEN_ENV
 
-    settings = coordination_settings(options)
-    limits = {"term_grace_s": options.term_grace, "exit_grace_s": options.exit_grace}
-    limits["device_check_timeout_s"] = options.device_check_timeout
-    settings |= {name: value for name, value in limits.items() if value is not None}
     if options.log_level is not None:
         os.environ[LOG_LEVEL_ENV] = options.log_level  # the ranks inherit it
         apply_log_level()
-    try:
-        config = LaunchConfig(
-            nproc_per_node=options.nproc_per_node,
-            nnodes=options.nnodes,
-            node_rank=options.node_rank,
-            spares=options.spares,
-            rdzv_endpoint=options.rdzv_endpoint,
-            token=os.environ.pop(TOKEN_ENV, ""),  # not for the ranks
-            run_dir=options.run_dir or RUNS_DIR,
-            log_dir=options.log_dir,
-            log_bytes=options.log_bytes,
-            cpu=options.cpu,
-            faults=tuple(options.faults),
-            record_steps=options.record_steps,
-            strict=options.strict,
-            device_check=options.device_check,
-            on_sigterm=options.on_sigterm,
-            notice=options.notice,
-            job=program.name,
-            script=program.script,
-            script_args=program.script_args,
-            module=program.module,
-            preload=program.preload,
-            **settings,
-            **more,
-        )
-    except ValueError as error:
-        raise UsageError(str(error)) from error
+    known = {"run_dir": options.run_dir or RUNS_DIR, "faults": tuple(options.faults), **vars(program), **more}
+    config = config_of(LaunchConfig, options, token=os.environ.pop(TOKEN_ENV, ""), **known)  # not for the ranks
     try:
         if config.log_dir is not None:
             config.log_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"cannot make the directory of the logs {config.log_dir}: {error.strerror}") from error
-    return replace(config, run_dir=new_run_dir(options.run_dir, program.name, shared=not config.is_alone))
+    return replace(config, run_dir=new_run_dir(options.run_dir, program.job, shared=not config.is_alone))
 
 
 def _say_worst(config: LaunchConfig) -> None:
@@ -331,10 +308,10 @@ def _say_worst(config: LaunchConfig) -> None:
         say(f"{headline(each)} (all findings: checkpointless doctor)")
 
 
-def _announce(config: LaunchConfig, name: str) -> None:
+def _announce(config: LaunchConfig) -> None:
     where = "" if config.is_alone else f" on node {config.node_rank} of {config.nnodes}"
     ranks = plural(config.nproc_per_node, "rank")
-    say(f"{ranks} of {name}{where}; events in {config.run_dir}")
+    say(f"{ranks} of {config.job}{where}; events in {config.run_dir}")
     if config.record_steps:
         say("each step is recorded for `checkpointless verify`: one pass over the model each")
     if config.faults:

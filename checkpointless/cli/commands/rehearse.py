@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from checkpointless.cli.command import (
     Command,
-    UsageError,
     both,
     count,
     has_cuda,
@@ -25,7 +24,7 @@ from checkpointless.cli.command import (
 )
 from checkpointless.cli.commands.run import program_of
 from checkpointless.cli.commands.train import recipe_program
-from checkpointless.cli.job import Program
+from checkpointless.cli.job import Program, config_of
 from checkpointless.system.environment import LOG_LEVEL_ENV, REHEARSAL_ENV, YES
 
 if TYPE_CHECKING:
@@ -109,30 +108,22 @@ def _configured(options: argparse.Namespace, program: Program) -> Rehearsal:
     from checkpointless.launcher.agent.launch_config import LaunchConfig
     from checkpointless.testing.rehearsal import Rehearsal
 
-    try:
-        config = LaunchConfig(
-            nproc_per_node=options.nproc_per_node,
-            script=program.script,
-            script_args=program.script_args,
-            module=program.module,
-            preload=program.preload,
-            run_dir=Path(),
-            cpu=options.cpu,
-            record_steps=True,
-            stream_logs=False,
-            term_grace_s=_TERM_GRACE_S,
-            job=program.name,
-            extra_env={LOG_LEVEL_ENV: os.environ.get(LOG_LEVEL_ENV, "warning"), REHEARSAL_ENV: YES},
-        )
-    except ValueError as error:
-        raise UsageError(str(error)) from error
+    config = config_of(
+        LaunchConfig,
+        options,
+        **vars(program) | {"run_dir": Path()},
+        record_steps=True,
+        stream_logs=False,
+        term_grace_s=_TERM_GRACE_S,
+        extra_env={LOG_LEVEL_ENV: os.environ.get(LOG_LEVEL_ENV, "warning"), REHEARSAL_ENV: YES},
+    )
     uses_gpu = not options.cpu and has_cuda()
     if options.run_dir is not None:
-        folder = new_run_dir(options.run_dir, program.name)
+        folder = new_run_dir(options.run_dir, program.job)
     else:
-        folder = Path(tempfile.mkdtemp(prefix=f"checkpointless-rehearsal-{program.name}-"))
+        folder = Path(tempfile.mkdtemp(prefix=f"checkpointless-rehearsal-{program.job}-"))
     return Rehearsal(
-        program.name,
+        program.job,
         config,
         options.steps,
         options.timeout,

@@ -34,7 +34,7 @@ from checkpointless.cli.job import (
     Program,
     add_coordination_options,
     add_job_options,
-    coordination_settings,
+    config_of,
     launch_job,
 )
 from checkpointless.system.environment import TOKEN_ENV
@@ -68,7 +68,7 @@ _REFUSED = {
     "--virtual-local-rank": "each rank sees all GPUs of its node and takes the one of its LOCAL_RANK",
 }
 _JOIN_TIMEOUT = "join_timeout"  # the key of --rdzv-conf that has a meaning
-_OTHER_NAMES = {"shutdown_timeout": "term_grace"}  # options that are called by another name here
+_OTHER_NAMES = {"shutdown_timeout": "term_grace_s"}  # options that are called by another name here
 
 
 def _switch(text: str) -> bool:
@@ -153,10 +153,7 @@ def _settle_torchrun_options(options: argparse.Namespace) -> dict[str, Any]:  # 
         if getattr(options, _dest(flag)):
             _no_meaning(flag, why)
     _settle_master(options, several)
-    settings = _rendezvous_settings(options.rdzv_conf or "")
-    if options.local_ranks_filter is not None:
-        settings["local_ranks_filter"] = options.local_ranks_filter
-    return settings
+    return _rendezvous_settings(options.rdzv_conf or "")
 
 
 def _read_variables(options: argparse.Namespace) -> None:
@@ -249,7 +246,7 @@ def program_of(options: argparse.Namespace) -> Program:
     script_dir = Path.cwd() if options.module else Path(options.script).resolve().parent
     _check_importable(options.preload or (), script_dir)
     return Program(
-        name=options.script.rpartition(".")[2] if options.module else Path(options.script).stem,
+        job=options.script.rpartition(".")[2] if options.module else Path(options.script).stem,
         script=options.script,
         script_args=tuple(options.script_args),
         module=options.module,
@@ -313,18 +310,9 @@ def _add_coordinator_options(parser: argparse.ArgumentParser) -> None:
 def _coordinate(options: argparse.Namespace) -> int:
     from checkpointless.launcher.agent.launch import launch_coordinator
     from checkpointless.launcher.coordinator.job_config import JobConfig
-    from checkpointless.system.environment import TOKEN_ENV
 
-    settings = coordination_settings(options)
+    config = config_of(JobConfig, options, token=os.environ.pop(TOKEN_ENV, ""))
     try:
-        config = JobConfig(
-            nnodes=options.nnodes,
-            nproc_per_node=options.nproc_per_node,
-            rdzv_endpoint=options.rdzv_endpoint,
-            token=os.environ.pop(TOKEN_ENV, ""),
-            run_dir=options.run_dir,
-            **settings,
-        )
         return launch_coordinator(config, say)
     except ValueError as error:
         raise UsageError(str(error)) from error

@@ -57,7 +57,7 @@ def _program(options: argparse.Namespace, config: DictConfig) -> Program:
     from checkpointless.recipes.settings import RECIPE_RUNNER, preloads_of
 
     return Program(
-        name=Path(options.recipe).stem,
+        job=Path(options.recipe).stem,
         script=RECIPE_RUNNER,
         script_args=(options.recipe, *options.overrides),
         module=True,

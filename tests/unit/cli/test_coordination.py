@@ -5,21 +5,22 @@ import argparse
 import pytest
 
 from checkpointless.cli.command import UsageError
-from checkpointless.cli.job import add_coordination_options, coordination_settings
+from checkpointless.cli.job import add_coordination_options, config_of
+from checkpointless.launcher.coordinator.job_config import JobConfig
 
 
-def settings(*words: str) -> dict[str, object]:
+def config(*words: str) -> JobConfig:
     parser = argparse.ArgumentParser()
     add_coordination_options(parser)
-    return coordination_settings(parser.parse_args(words))
+    return config_of(JobConfig, parser.parse_args(words), nproc_per_node=1)
 
 
 def test_only_what_was_given_is_set() -> None:
-    assert settings() == {}
-    assert settings("--max-incidents", "0", "--node-timeout", "2.5") == {"max_incidents": 0, "node_timeout_s": 2.5}
-    assert settings("--http-port", "0", "--http-host", "::1") == {"http_port": 0, "http_host": "::1"}
+    assert config() == JobConfig(nproc_per_node=1)
+    found = config("--max-incidents", "0", "--node-timeout", "2.5", "--http-port", "0", "--http-host", "::1")
+    assert (found.max_incidents, found.node_timeout_s, found.http_port, found.http_host) == (0, 2.5, 0, "::1")
 
 
 def test_an_address_without_a_port_is_refused() -> None:
     with pytest.raises(UsageError, match="--http-port"):
-        settings("--http-host", "::1")
+        config("--http-host", "::1")

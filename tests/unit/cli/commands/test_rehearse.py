@@ -36,7 +36,7 @@ def test_what_follows_a_script_is_its_own(tmp_path: Path, monkeypatch: pytest.Mo
     assert (program.script, program.script_args) == ("train.py", ("--steps", "100", "lr=1"))
     assert (options.steps, options.nproc_per_node) == (8, 2)
     program = rehearse._program(parsed("--nproc-per-node", "4", "-m", "package.train", "--cpu"))
-    assert (program.name, program.module, program.script_args) == ("train", True, ("--cpu",))
+    assert (program.job, program.module, program.script_args) == ("train", True, ("--cpu",))
 
 
 def test_options_may_follow_a_recipe(trained: list[argparse.Namespace]) -> None:

@@ -162,10 +162,12 @@ def test_the_coordinator_may_be_away_for_as_long_as_all_agree(tmp_path: Path, bi
     assert run_pod(tmp_path, 1) == 0
     assert run_coordinator(tmp_path) == 0
     node, coordinator = options_of(tmp_path / "argv-1"), options_of(tmp_path / "coordinated")
-    assert node.regroup_timeout == coordinator.regroup_timeout
+    assert node.regroup_timeout_s == coordinator.regroup_timeout_s
     # what Kubernetes takes to give up a machine that does not answer, and a pod's start, have to fit in
     tolerated = job_of("jobset.yaml", "coordinator")["template"]["spec"]["tolerations"]
-    assert max(each["tolerationSeconds"] for each in tolerated) + NODE_MONITOR_GRACE_S + 120 < node.regroup_timeout
+    assert (
+        max(each["tolerationSeconds"] for each in tolerated) + NODE_MONITOR_GRACE_S + 120 < node.regroup_timeout_s
+    )
 
 
 @pytest.fixture
