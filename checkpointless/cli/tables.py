@@ -14,9 +14,10 @@ from rich.text import Text
 from checkpointless.doctor.findings import Finding, Severity, worst_first
 from checkpointless.faults.spec import FaultKind, FaultPhase
 from checkpointless.observability.report.incidents import IncidentSummary
-from checkpointless.observability.report.summary import PHASE_OF, PHASES, Comparison, Report, RunState
+from checkpointless.observability.report.summary import Comparison, Report, RunState
 from checkpointless.observability.report.verify import Quantity, Steps, Verdict
 from checkpointless.observability.telemetry import wording
+from checkpointless.observability.telemetry.event_names import PHASES
 from checkpointless.observability.telemetry.scribe import TRACEBACKS_DIR
 from checkpointless.observability.telemetry.steps import NO_LOSS
 
@@ -215,13 +216,14 @@ def _incident_table(report: Report) -> Table:
 def _bar_table(report: Report) -> Table:
     """Return a table with each incident's time as a bar of its stages, on one scale; of many, only the newest."""
     key = "  ".join(f"{_MARKS[phase][0]} {phase}" for phase in PHASES)
+    marks = {str(stage): _MARKS[phase] for phase, stages in PHASES.items() for stage in stages}
     table = Table("#", key, "took", title="stages of each incident", title_justify="left")
     shown = list(enumerate(report.incidents, start=1))[-_MOST_INCIDENTS:]
     longest_s = max((sum(incident.tiles_s.values()) for _, incident in shown), default=0.0) or 1.0
     for number, incident in shown:
         bar, at_s = Text(), 0.0
         for stage, seconds in incident.tiles_s.items():
-            mark, colour = _MARKS[PHASE_OF[stage]]
+            mark, colour = marks[stage]
             at_s += seconds
             bar.append(mark * (round(_LONG_BAR * at_s / longest_s) - len(bar)), colour)
         took = incident.outcome.value if incident.headline_s is None else wording.duration(incident.headline_s)

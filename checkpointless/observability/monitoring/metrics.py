@@ -28,7 +28,7 @@ from prometheus_client.registry import Collector
 from checkpointless.faults.spec import FaultKind
 from checkpointless.launcher.protocol.node_messages import RankState
 from checkpointless.observability.report.summary import Report, build_report
-from checkpointless.observability.telemetry.event_names import STAGES, EventName, Rung
+from checkpointless.observability.telemetry.event_names import PHASES, STAGES, EventName, Rung
 from checkpointless.observability.telemetry.events import Event, LineTail, parse_event
 
 OUTSIDE = -1  # in place of a node's number: a coordinator in a separate process is no node
@@ -242,8 +242,6 @@ _KINDS = tuple(kind.value for kind in FaultKind)
 _OTHER = "other"
 _NODE_STATES = ("absent", "joined", "loading")
 _RANK_STATES = tuple(state.value for state in RankState)
-#: In these stages the rank may not know the incident's name yet.
-_WITHOUT_INCIDENT = (EventName.ABORT, EventName.FINALIZE, EventName.HEALTH)
 _Fields = Mapping[str, Any]  # Any: what an event's fields are
 _Part = TypeVar("_Part")
 
@@ -381,7 +379,7 @@ EVENT_METRICS = (
 
 
 def _of_incident(fields: _Fields) -> bool:
-    return fields["incident"] is not None or fields["stage"] in _WITHOUT_INCIDENT
+    return fields["incident"] is not None or fields["stage"] in PHASES["stop"]  # which may not know its name yet
 
 
 def _kind(spec: str) -> str:

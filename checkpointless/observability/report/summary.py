@@ -371,17 +371,6 @@ def _chains(incidents: Sequence[IncidentSummary]) -> tuple[list[list[IncidentSum
 #: Version of the JSON format; it changes when a field changes its meaning or is removed.
 FORMAT = 1
 SAMPLES_PER_STEP = "samples_per_step"
-#: Groups of stages, in order; each group has one colour in the bars.
-PHASES: Mapping[str, tuple[EventName, ...]] = {
-    "notice": (EventName.DETECT, EventName.NOTIFY),
-    "stop": (EventName.ABORT, EventName.FINALIZE, EventName.HEALTH),
-    "meet": (EventName.RESPAWN, EventName.BARRIER),
-    "rebuild": (EventName.ENTER, EventName.INIT, EventName.REBUILD),
-    "restore": (EventName.DECIDE, EventName.TRANSFER, EventName.VERIFY),
-    "resume": (EventName.DATA, EventName.FIRST_STEP),
-}
-PHASE_OF: Mapping[str, str] = {stage: phase for phase, stages in PHASES.items() for stage in stages}
-
 _OF_STEPS_IN_PROGRESS = (EventName.FAULT_INJECTED, EventName.STALL, EventName.INEXACT)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 
 
 class EventName(str, enum.Enum):
@@ -63,23 +64,16 @@ class EventName(str, enum.Enum):
 #: In the place of a tier's name: a rank needs no copy, since it lives and has the very state.
 LIVING = "living rank"
 
-#: The stages of an incident, in the order in which they occur.
-STAGES = (
-    EventName.DETECT,
-    EventName.NOTIFY,
-    EventName.ABORT,
-    EventName.FINALIZE,
-    EventName.HEALTH,
-    EventName.BARRIER,
-    EventName.ENTER,
-    EventName.INIT,
-    EventName.REBUILD,
-    EventName.DECIDE,
-    EventName.TRANSFER,
-    EventName.VERIFY,
-    EventName.DATA,
-    EventName.FIRST_STEP,
-)
+#: The stages of an incident, in the order in which they occur, by phase; each phase has one colour in the bars.
+PHASES: Mapping[str, tuple[EventName, ...]] = {
+    "notice": (EventName.DETECT, EventName.NOTIFY),
+    "stop": (EventName.ABORT, EventName.FINALIZE, EventName.HEALTH),
+    "meet": (EventName.BARRIER,),
+    "rebuild": (EventName.ENTER, EventName.INIT, EventName.REBUILD),
+    "restore": (EventName.DECIDE, EventName.TRANSFER, EventName.VERIFY),
+    "resume": (EventName.DATA, EventName.FIRST_STEP),
+}
+STAGES = tuple(stage for stages in PHASES.values() for stage in stages)
 
 
 def event_name(word: str) -> EventName | str:
