@@ -82,15 +82,7 @@ class ChaosConfig:
 
 @dataclass(frozen=True)
 class _Result:
-    """Result of a case.
-
-    Attributes:
-        outcome: outcome of the job; None if it is none of the known outcomes.
-        problem: what is wrong with the result ("" if nothing is).
-        seconds: time from the first fault to the end of the first step after the last incident; None if there was
-            no such step.
-        took_s: duration of the job, in seconds.
-    """
+    """Result of a case; ``outcome`` is None if no job may have it, and ``seconds`` are those of its incidents."""
 
     case: Case
     outcome: Outcome | None
@@ -170,11 +162,7 @@ class _Runner:
         self._base = replace(import_once(base, config.run_dir / "imports.txt"), regroup_timeout_s=_REGROUP_S)
 
     def run(self, case: Case) -> _Result:
-        """Run a case.
-
-        Raises:
-            RuntimeError: the run without faults failed.
-        """
+        """Run a case; ``RuntimeError`` if the run without faults failed."""
         reference, directory = self._reference(case), self.directory(case)
         shutil.rmtree(directory, ignore_errors=True)
         (ended,) = run_jobs([Job(directory.name, self._configs(case, directory, faulty=True), LIMIT_S)])

@@ -297,14 +297,6 @@ def _linked_folder(folder: Path, at: Path, most: int = _MOST_ENTRIES) -> Path:
 
     Folders in it are real, and files are links, so that a new file is never in the user's folder. A path such as
     ``../data`` leads to the user's data. Hidden folders, and those beyond a limit, are links as a whole.
-
-    Args:
-        folder: the user's working directory.
-        at: where to make it; the path of ``folder`` is appended.
-        most: the largest number of entries that are made; what lies deeper is linked as a whole.
-
-    Returns:
-        The path of the new folder.
     """
     folder, at = folder.resolve(), at.resolve()
     twin = Path(f"{at}{folder}")

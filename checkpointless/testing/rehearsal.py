@@ -41,16 +41,7 @@ _KINDS = (FaultKind.EXCEPTION, FaultKind.SIGKILL)
 
 @dataclass(frozen=True)
 class _Course:
-    """What a run without faults did.
-
-    Attributes:
-        first: its first optimizer step; above 1 if the script resumed from a checkpoint.
-        last: the last step that is compared.
-        ranks: the number of ranks.
-        epoch_ends: steps after which an epoch ended.
-        validations: steps after which a validation came.
-        is_lightning: whether Lightning trained.
-    """
+    """What a run without faults did; ``epoch_ends`` and ``validations`` are the steps that these came after."""
 
     first: int
     last: int
@@ -72,24 +63,14 @@ class _Course:
 
 @dataclass(frozen=True)
 class _Trial:
-    """One run with a fault.
-
-    Attributes:
-        fault: the spec of the fault.
-        after: what comes right before its step ("" if nothing was looked for).
-    """
+    """One run with a fault, right after what ``after`` names ("": nothing was looked for)."""
 
     fault: str
     after: str = ""
 
 
 def _course_of(recording: Recording, steps: int) -> _Course:
-    """Return what a run without faults did.
-
-    Args:
-        recording: what it recorded.
-        steps: the largest number of steps that are compared.
-    """
+    """Return what a run without faults did in its first ``steps`` steps."""
     records = [record for each in recording.values() for record in each]
     first = min(record.step for record in records)
     last = min(max(record.step for record in records), first + steps - 1)
@@ -118,14 +99,6 @@ def _draw(course: _Course, count: int, seed: int) -> list[_Trial]:
 
     The first is an exception and the second a SIGKILL. The third comes in the first step after an epoch's end and
     the fourth in the first step after a validation, if there are such steps; else they are drawn like the others.
-
-    Args:
-        course: what a run without faults did.
-        count: the number of faults.
-        seed: seed of the draws.
-
-    Raises:
-        ValueError: the run had too few steps.
     """
     if course.steps < LEAST_STEPS:
         raise ValueError(f"a rehearsal needs at least {LEAST_STEPS} steps, and this run made {course.steps}")
@@ -195,18 +168,7 @@ class _Outcome(enum.Enum):
 
 @dataclass(frozen=True)
 class _Result:
-    """What came of one run with a fault.
-
-    Attributes:
-        trial: the fault.
-        outcome: in a word.
-        why: what differs first, why the job ended, or what else is to be said ("" if nothing is).
-        points: the points of the contract that this points to, the most likely first.
-        said: the messages that name these points.
-        took_s: how long the recovery took, in seconds; None if training did not resume.
-        rung: the level of the recovery ("" if there was none).
-        run_dir: the run directory.
-    """
+    """What came of one run with a fault, why, and which points of the contract it points to."""
 
     trial: _Trial
     outcome: _Outcome
@@ -219,13 +181,7 @@ class _Result:
 
 
 def _cut(recording: Recording, course: _Course, is_whole: bool) -> Recording:
-    """Return what is compared of a run.
-
-    Args:
-        recording: all that it recorded.
-        course: which steps are compared.
-        is_whole: whether the run ended by itself, so that its checkpoints at the end can be compared.
-    """
+    """Return what is compared of a run: its checkpoints at the end only if it ended by itself."""
     return Recording(
         {rank: [each for each in records if each.step <= course.last] for rank, records in recording.items()},
         {
@@ -237,12 +193,7 @@ def _cut(recording: Recording, course: _Course, is_whole: bool) -> Recording:
 
 
 def _unsteady(first: Recording, second: Recording) -> tuple[Difference | None, frozenset[What]]:
-    """Compare two runs without faults.
-
-    Returns:
-        The first difference in what they computed (None: there is none), and what else differs between them, such
-        as a time that a callback keeps. That cannot be compared with other runs.
-    """
+    """Return the first difference in what two runs without faults computed, and what else differs."""
     found = list(differences(first, second))
     computed = [each for each in found if each.quantity in _COMPUTED]
     earliest = min(computed, key=lambda each: each.step, default=None)
@@ -252,16 +203,7 @@ def _unsteady(first: Recording, second: Recording) -> tuple[Difference | None, f
 def _judge(
     trial: _Trial, ended: Ended, calm: Recording, course: _Course, without: Set[What], whole: bool
 ) -> _Result:
-    """Judge a run with a fault.
-
-    Args:
-        trial: the fault.
-        ended: how the job ended.
-        calm: what is compared of a run without faults.
-        course: what that run did.
-        without: what is not compared.
-        whole: whether the run without faults ended by itself.
-    """
+    """Judge a run with a fault; ``whole`` says whether the run without faults ended by itself."""
     run_dir, incidents = ended.run_dir, ended.incidents
     last = incidents[-1] if incidents else None
     took_s = last.headline_s if last is not None else None
@@ -286,13 +228,7 @@ def _judge(
 
 
 def _blamed(found: Sequence[Difference], messages: Iterable[str], is_lightning: bool) -> tuple[int, ...]:
-    """Return the points of the contract that differences point to, the most likely first.
-
-    Args:
-        found: all differences.
-        messages: what the engine said in the run.
-        is_lightning: whether Lightning trained.
-    """
+    """Return the points of the contract that differences point to, the most likely first."""
     step = min((each.step for each in found), default=0)
     earliest = [each for each in found if each.step == step]
     points = []
@@ -362,18 +298,7 @@ _LONGEST = 500
 
 @dataclass(frozen=True)
 class _Page:
-    """What a rehearsal found.
-
-    Attributes:
-        name: name of the script, module or recipe.
-        problem: why it could not be rehearsed ("" if it was).
-        course: what the runs without faults did; None if they failed.
-        results: what came of each fault.
-        not_compared: what differs between two runs without faults, and is left out.
-        warnings: what the engine said in the runs.
-        folder: where the runs are; None if they are not kept.
-        seed: seed of the draws.
-    """
+    """What a rehearsal found, or the ``problem`` for which it could not be made."""
 
     name: str
     problem: str = ""
@@ -622,11 +547,7 @@ def rehearse(rehearsal: Rehearsal, say: Callable[[str], None]) -> _Page:
 
 
 def _read(ended: Ended, may_fail: bool = False) -> Recording:
-    """Return what a run recorded.
-
-    Raises:
-        NotRehearsed: it failed, or recorded nothing, and may not.
-    """
+    """Return what a run recorded; :class:`_NotRehearsed` if it failed, or recorded nothing, and may not."""
     if not ended.is_good and not may_fail:
         why = _why_ended(ended, ended.incidents)
         raise _NotRehearsed(f"{ended.name}, which has no fault, failed: {why}")
@@ -639,11 +560,7 @@ def _read(ended: Ended, may_fail: bool = False) -> Recording:
 
 
 def _require_begin(recording: Recording, step: int) -> None:
-    """Require that a run begins at the step at which another one began.
-
-    Raises:
-        NotRehearsed: it does not.
-    """
+    """Require that a run begins at the step at which another one began."""
     begin = min((each.step for records in recording.values() for each in records), default=step)
     if begin != step:
         raise _NotRehearsed(
@@ -653,11 +570,7 @@ def _require_begin(recording: Recording, step: int) -> None:
 
 
 def _require_steady(first: Recording, second: Recording) -> frozenset[What]:
-    """Return what differs between two runs without faults, and is not computed.
-
-    Raises:
-        NotRehearsed: they computed different things.
-    """
+    """Return what differs between two runs without faults, which must have computed the same things."""
     difference, without = _unsteady(first, second)
     unseeded = [name.rpartition(" ")[2] for _, name in without if _is_random(name)]
     if difference is not None:
