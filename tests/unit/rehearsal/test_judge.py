@@ -100,8 +100,7 @@ class Job:
         self.run_dir = run_dir
 
     def judged(self, code: int | None = None, *, in_time: bool = True) -> _Result:
-        said = ("rank 0 raised KeyError: 'x'",)
-        ended = Ended("fault-1", self.run_dir, code, 4, 1.0, in_time, said, (FAULT,))
+        ended = Ended("fault-1", self.run_dir, code, 4, 1.0, in_time, ("rank 0 raised KeyError: 'x'",), (FAULT,))
         return _judge(_Trial(FAULT), ended, _cut(run(*"pqrs"), COURSE, False), COURSE, frozenset(), False)
 
 
