@@ -72,8 +72,15 @@ def _check_can_be_made(run_dir: Path | None) -> None:
 
 def _demo(options: argparse.Namespace) -> int:
     check_goes_with_chaos(options)
-    if options.chaos is not None:
-        return _chaos(options)
+    from checkpointless.launcher.agent.ranks.preload import PlatformMissingError
+
+    try:
+        return _twice(options) if options.chaos is None else _chaos(options)
+    except PlatformMissingError as error:
+        raise UsageError(str(error)) from error
+
+
+def _twice(options: argparse.Namespace) -> int:
     from checkpointless.testing.demo.trainers import DemoError, Task, parse_layout
 
     nproc, steps = options.nproc or 4, options.steps or 10
