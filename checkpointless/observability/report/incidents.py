@@ -11,6 +11,7 @@ from checkpointless.observability.telemetry.event_names import LIVING, PHASES, S
 from checkpointless.observability.telemetry.events import Event
 
 _NS_PER_S = 1e9
+_NOTICING, _CLEANING_UP = PHASES["notice"], PHASES["stop"]
 #: Their reasons are why something was noticed or was not kept, and not why a recovery did not finish.
 _WITH_OTHER_REASONS = frozenset({EventName.DETECT, EventName.WARM, EventName.DATASETS, EventName.INEXACT})
 #: Stages that belong to the new generation; the earlier stages belong to the generation that ended.
@@ -151,7 +152,7 @@ class _Log:
                 self.first_steps[event.generation] = max(step, self.first_steps.get(event.generation, step))
             named = event.incident
             # A rank begins to clean up before the agent has told it the incident's id.
-            incident = ended_by.get(event.generation, named) if event.stage in PHASES["stop"] else named
+            incident = ended_by.get(event.generation, named) if event.stage in _CLEANING_UP else named
             if incident is not None:
                 self.groups[incident].append(event)
 
@@ -161,7 +162,7 @@ def _summary(incident: str, events: Sequence[Event], log: _Log, superseded: bool
     generation = _generation(events)
     about = _detection(events).fields
     culprit = about["culprit"] if isinstance(about.get("culprit"), int) else None
-    noticed = next((event for event in events if event.stage in PHASES["notice"]), events[0])
+    noticed = next((event for event in events if event.stage in _NOTICING), events[0])
     injected = _fault_behind(log.injected, generation, culprit, noticed.ts)
     fault_ns = _fault_ns(events, injected)
     start_ns = events[0].ts if fault_ns is None else fault_ns
