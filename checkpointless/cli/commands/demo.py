@@ -107,21 +107,19 @@ def _run_demo(trainer: Trainer, task: Task, faults: Sequence[str], run_dir: Path
     from checkpointless.observability.report.summary import build_report
     from checkpointless.observability.telemetry.steps import read_steps
     from checkpointless.testing.demo.trainers import GLOBAL_BATCH, global_batch
-    from checkpointless.testing.jobs import Job, import_once, run_jobs
+    from checkpointless.testing.jobs import Job, run_jobs
 
     page = console()
     layout = ", ".join(f"{key}={size}" for key, size in task.layout.items()) or "data parallel"
     page.print(f"{trainer.what}: {task.nproc} CPU ranks ({layout}), dropout {task.dropout:g}, in {run_dir}")
     if trainer.name == _DEFAULT and (samples := global_batch(task)) != GLOBAL_BATCH:
         page.print(f"a step takes {samples} samples, not the recipe's {GLOBAL_BATCH}: whole microbatches for all")
-    say("importing the frameworks once, about 10 s")
-    run_dir.mkdir(parents=True, exist_ok=True)
-    config, ended = import_once(trainer.config(task, run_dir), run_dir / "imports.txt"), []
+    ended = []
     for name, specs in (("undisturbed", ()), ("disturbed", tuple(faults))):
         directory = run_dir / name
-        say(f"the {name} run: {' '.join(specs) or 'no faults'}")
+        say(f"the {name} run: {' '.join(specs) or 'no faults'} (imports the frameworks once, about 10 s)")
         shutil.rmtree(directory, ignore_errors=True)
-        ended += run_jobs([Job(name, [replace(config, run_dir=directory, faults=specs)], math.inf)], tell=say)
+        ended += run_jobs([Job(name, [trainer.config(task, directory, specs)], math.inf)], tell=say)
         if not ended[-1].is_good:
             say(f"the {name} run ended with exit code {ended[-1].code}; its logs: {directory / 'logs'}")
             return 1

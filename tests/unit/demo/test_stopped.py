@@ -24,7 +24,6 @@ def test_a_demo_whose_first_run_fails_makes_no_second_one(
         return [Ended(jobs_to_run[0].name, jobs_to_run[0].configs[0].run_dir, 1, 0, 1.0)]
 
     monkeypatch.setattr(jobs, "run_jobs", fail)
-    monkeypatch.setattr(jobs, "import_once", lambda config, _: config)
     assert _run_demo(TRAINERS["ddp"], Task(nproc=2, steps=3), [], tmp_path / "runs") == 1
     said = capsys.readouterr().err.replace("\n", " ")
     assert [job.name for job in started] == ["undisturbed"]
