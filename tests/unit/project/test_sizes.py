@@ -11,11 +11,11 @@ from tests.unit.project.test_floors import MODULES, ROOT, tree_of
 
 #: The aim is 45,000 lines in 280 modules with 600 public names, and 200 KB of documentation.
 BUDGETS = {
-    "lines of the product": 51_856,
-    "modules of the product": 219,
+    "lines of the product": 51_653,
+    "modules of the product": 218,
     "public names of the product": 744,
-    "lines of the tests": 60_503,
-    "bytes of docs/": 220_100,
+    "lines of the tests": 60_496,
+    "bytes of docs/": 220_099,
     "bytes of docs/architecture.md": 37_100,
     "bytes of docs/guarantees.md": 13_300,
     "lines of README.md": 130,
