@@ -56,6 +56,7 @@ class Agent(SimpleNamespace):
         processes = SimpleNamespace(can_start=True, is_discarding=False)
         super().__init__(ranks=dict.fromkeys(ranks), job=SimpleNamespace(outcome=None), processes=processes)
         self.has_ended_well, self.grace_s = False, 0.0
+        self.takes_part, self.has_moved = bool(ranks), False
 
     def joining(self) -> Joined:
         return Joined()
@@ -100,6 +101,16 @@ def test_what_went_wrong_meanwhile_is_told_before_the_standing_and_a_spare_keeps
     assert scene.coordinators.heard == [TROUBLE, ENDED, STANDING]
     assert scene.coordinators.numbers == [-1, 1]
     assert scene.said[-1] == "the coordinator at node0:29400 is back"
+
+
+def test_a_node_whose_ranks_have_moved_joins_again_as_a_spare() -> None:
+    scene = Scene(2, 3)
+    scene.coordinators.lose("it closed the connection")
+    scene.until(lambda: scene.coordinators.heard)
+    scene.agent.takes_part, scene.agent.has_moved = False, True
+    scene.coordinators.lose("it closed the connection")
+    scene.until(lambda: len(scene.coordinators.numbers) == 3)
+    assert scene.coordinators.numbers == [-1, 1, -1]
 
 
 def test_a_node_without_ranks_joins_again_as_what_it_was() -> None:

@@ -9,12 +9,14 @@ from typing import Any, cast
 import pytest
 
 from checkpointless.inprocess import HPWrapper, wrap
+from checkpointless.inprocess.exceptions import RankShouldRestart
 from checkpointless.inprocess.generation import Generation, StepTracker
-from checkpointless.inprocess.wrap import _Blocks, _Succession
+from checkpointless.inprocess.wrap import HandedOver, Pause, _Blocks, _Succession
 from checkpointless.launcher.client import RankClient
 from checkpointless.launcher.protocol.board import Facts
 from checkpointless.launcher.protocol.messages import Barrier as BarrierMessage
-from checkpointless.launcher.protocol.messages import Go, HandOver, RankMessage, Replace
+from checkpointless.launcher.protocol.messages import Go, HandOver, Offer, Offered, Paused, RankMessage, Replace
+from checkpointless.launcher.protocol.messages import Pause as PauseMessage
 
 
 @pytest.fixture(autouse=True)
@@ -92,25 +94,31 @@ def test_what_the_engine_raises_says_nothing_of_the_script() -> None:
 
 
 class Barrier(RankClient):
-    """An agent that wants a successor once, and then begins the next generation."""
+    """An agent that wants something once, by default a successor, and then begins the next generation."""
 
-    def __init__(self) -> None:
+    def __init__(self, wanted: HandOver | Offer | PauseMessage = HandOver(0, 5, [0])) -> None:  # noqa: B008
         super().__init__(0)
         self.sent: list[RankMessage] = []
-        self._hear(HandOver(0, 5, [0]))
+        self._hear(wanted)
+
+    def paused(self, generation: int) -> None:
+        self._send(Paused(generation))
+
+    def offered(self, generation: int, source: str, problem: str) -> None:
+        self._send(Offered(generation, source, problem))
 
     def close(self) -> None:
         pass
 
     def _send(self, message: RankMessage) -> None:
         self.sent.append(message)
-        if isinstance(message, BarrierMessage):
+        if isinstance(message, BarrierMessage | Offered):
             self._hear(Go(1, None, {}, 5))
 
 
 def test_a_process_whose_state_finds_no_room_stays_if_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
     client, ended = Barrier(), []
-    keeper = SimpleNamespace(hand_over=lambda high_water: (0, f"no room at {high_water}"))
+    keeper = SimpleNamespace(hand_over=lambda high_water: HandedOver(0, f"no room at {high_water}"))
     monkeypatch.setattr(wrap, "AgentClient", Barrier)
     it = _Succession(Generation(0), client, StepTracker(Generation(0), None), _Blocks(Facts(None)), "process")
     assert it.unfit
@@ -128,6 +136,36 @@ def test_a_process_whose_state_finds_no_room_stays_if_it_can(monkeypatch: pytest
         it.wait_go(0, cast(Any, keeper))
     assert client.sent == [Replace(0, "its state could not be handed over: no room at 5")]
     assert ended == [75]
+
+
+def test_a_process_offers_its_state_and_waits_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = Barrier(Offer(0, 5, [0], "10.0.0.1"))
+    keeper = SimpleNamespace(hand_over=lambda *where: HandedOver(source=f"{where}"))
+    monkeypatch.setattr(wrap, "AgentClient", Barrier)
+    it = _Succession(Generation(0), client, StepTracker(Generation(0), None), _Blocks(Facts(None)), "in-process")
+    assert it.wait_go(0, cast(Any, keeper)).generation == 1
+    assert client.sent == [Offered(0, "(5, '10.0.0.1')")]
+
+
+def test_a_rank_waits_at_the_agreed_boundary_until_its_generation_ends(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    client, beats = Barrier(PauseMessage(0)), list[int]()
+    monkeypatch.setattr(wrap, "AgentClient", Barrier)
+    assert [Pause(Generation(of), client).is_wanted for of in (0, 1)] == [True, False]
+    pause = Pause(Generation(0), client)
+    pause.is_agreed = True
+
+    def end() -> None:
+        if len(beats) == 3:
+            raise RankShouldRestart
+
+    with pytest.raises(RankShouldRestart):
+        pause.wait(lambda: beats.append(1), end)
+    assert (client.sent, pause.is_agreed) == ([Paused(0)], False)
+    monkeypatch.setattr(wrap, "_PAUSE_LIMIT_S", 0.0)
+    pause.wait(lambda: None, end)  # there is no coordinator any more
+    assert "training goes on" in caplog.text
 
 
 @pytest.mark.parametrize("has_launcher", [True, False], ids=["torchrun", "none"])
