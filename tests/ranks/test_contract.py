@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
 
 Calm = Callable[..., Job]
 STEPS = 14
-LONG = [pytest.param(kind, marks=pytest.mark.long) for kind in ("average", "draws")]
+LONG = [pytest.param(kind, marks=pytest.mark.long) for kind in ("average", "draws", "scaler")]
 #: In steps of the second and the third epoch; the last finds a rank whose process is new.
 FAULTS = (
     "exception@before_optimizer:rank=1,step=7",
@@ -51,7 +51,7 @@ def _equal(
     return job
 
 
-@pytest.mark.parametrize("kind", ["clip", "scaler", "workers", "optimizer", *LONG])
+@pytest.mark.parametrize("kind", ["clip", "workers", "optimizer", *LONG])
 def test_a_loop_gets_back_what_it_declares(nemo_zygote: Zygote, calm: Calm, tmp_path: Path, kind: str) -> None:
     job = _equal(nemo_zygote, calm, tmp_path, "contract_loop.py", (str(STEPS), kind), FAULTS)
     said = "\n".join(job.log(rank) for rank in range(2))

@@ -65,9 +65,13 @@ def test_two_deaths_that_leave_every_part_a_holder(train: Train) -> None:
     assert job.incidents[-1].sources == (1, 2)
 
 
-def test_each_part_is_compared_among_its_holders(train: Train, nemo_zygote: Zygote, tmp_path: Path) -> None:
-    """Parts of different holders are not compared. A flipped bit is found, but not which holder is right."""
+@pytest.mark.long
+def test_parts_of_different_holders_are_not_compared(train: Train) -> None:
     train("exception@forward:rank=2,step=3", "sigkill@optimizer:rank=1,step=6", extra=("checksum",))
+
+
+def test_each_part_is_compared_among_its_holders(nemo_zygote: Zygote, tmp_path: Path) -> None:
+    """A flipped bit is found, but not which holder is right."""
     faults = (
         "bitflip@between:rank=1,step=5",  # in the first steps, the loop is taken to have changed it
         "exception@backward:rank=2,step=6",

@@ -77,6 +77,7 @@ def test_dropout_uses_the_device_streams_and_leaves_the_cpus_alone(nemo_zygote: 
     assert tensor_parallel[0]["model-parallel-rng"] != tensor_parallel[1]["model-parallel-rng"]
 
 
+@pytest.mark.long
 def test_weights_initialised_on_the_device_differ_between_tensor_parallel_ranks(nemo_zygote: Zygote) -> None:
     overrides = [*TP2, "model.config.use_cpu_initialization=false"]
     (results,) = _train(nemo_zygote, 4, overrides)

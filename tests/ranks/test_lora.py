@@ -88,6 +88,7 @@ def test_it_trains(undisturbed: Callable[..., Steps]) -> None:
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.long  # test_recovery.py has every phase, and a test below both kinds with LoRA
 def test_faults(disturb: Disturb) -> None:
     kinds = [(kind, phase) for phase in ("forward", "optimizer") for kind in ("exception", "sigkill")]
     faults = [f"{kind}@{phase}:rank=1,step={3 + 2 * index}" for index, (kind, phase) in enumerate(kinds)]

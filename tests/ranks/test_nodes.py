@@ -54,6 +54,7 @@ def hosts() -> Iterator[Network | None]:
         yield made
 
 
+@pytest.mark.long  # with a network, below
 def test_a_rank_killed_on_each_node(disturb_nodes: Run) -> None:
     faults = (
         "sigkill@backward:rank=1,step=2",

@@ -77,7 +77,7 @@ def _equal(zygote: Zygote, calm: Calm, folder: Path, habit: str, faults: Sequenc
         pytest.param("exchanges", marks=pytest.mark.long),
         pytest.param("exchanges-slowly", marks=pytest.mark.long),
         pytest.param("plateaus", marks=pytest.mark.long),
-        "grows",
+        pytest.param("grows", marks=pytest.mark.long),
         pytest.param("doubles", marks=pytest.mark.long),
         "hooks-all",
     ],

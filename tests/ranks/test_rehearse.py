@@ -80,7 +80,7 @@ def test_attributes_of_a_lightning_module_are_compared(nemo_zygote: Zygote, fold
 @pytest.mark.parametrize(
     ("kind", "why"),
     [
-        ("raises", "calm-1, which has no fault, failed: rank"),
+        pytest.param("raises", "calm-1, which has no fault, failed: rank", marks=pytest.mark.long),
         ("unseeded", "the script is not deterministic"),
     ],
 )

@@ -10,7 +10,7 @@ from checkpointless.observability.report.incidents import Outcome
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.events import read_events
 from tests.ranks.jobs import Disturb, Job, run_job
-from tests.ranks.layouts import DROPOUT, EP2, TP2
+from tests.ranks.layouts import DROPOUT, EP2
 from tests.ranks.nemo_zygote import Zygote
 
 pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(400)]
@@ -78,21 +78,6 @@ def test_a_source_killed_in_the_middle_of_a_transfer(disturb: Disturb) -> None:
     faults = ("sigkill@between:rank=0,step=2", "sigkill@transfer:rank=2,step=2")
     job = disturb(6, 4, *faults, args=(*THREE_HOLDERS, *SMALL_BUCKETS))
     assert job.incidents[-1].outcome is Outcome.RESUMED
-    assert job.incidents[-1].target == 2
-
-
-@pytest.mark.long  # one is killed above, and one raises below
-@pytest.mark.parametrize(
-    "args",
-    [
-        pytest.param((), id="dp4"),
-        pytest.param(TP2, id="tp2"),
-        pytest.param(EP2, id="ep2"),
-    ],
-)
-def test_a_source_that_raises_in_the_middle_of_a_transfer(disturb: Disturb, args: tuple[str, ...]) -> None:
-    faults = ("sigkill@between:rank=0,step=2", "exception@transfer:rank=2,step=2")
-    job = disturb(4, 4, *faults, args=(*SMALL_BUCKETS, *args))
     assert job.incidents[-1].target == 2
 
 

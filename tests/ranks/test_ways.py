@@ -158,6 +158,7 @@ def _overflows(job: Job) -> dict[int, bool]:
     return {int(note.stem.partition("-")[2]): json.loads(note.read_text())["found_inf"] for note in notes}
 
 
+@pytest.mark.long  # test_lightning.py has fp16
 def test_faults_behind_the_loss_scaler(
     nemo_zygote: Zygote, undisturbed: Callable[[int, tuple[str, ...]], Steps], tmp_path: Path
 ) -> None:

@@ -295,6 +295,7 @@ CASES = (
 LONG = frozenset(
     {
         "hooks at the start",
+        "terminated at the end of an epoch",  # test_fault_kinds.py has SIGTERM
         "batch norm, before the update",  # test_recorded.py has batch norm
         "own buffers, in the update",
         "an order drawn in the block",

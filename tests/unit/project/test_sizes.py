@@ -14,7 +14,7 @@ BUDGETS = {
     "lines of the product": 51_653,
     "modules of the product": 218,
     "public names of the product": 744,
-    "lines of the tests": 60_545,
+    "lines of the tests": 60_539,
     "bytes of docs/": 220_100,
     "bytes of docs/architecture.md": 37_100,
     "bytes of docs/guarantees.md": 13_300,
