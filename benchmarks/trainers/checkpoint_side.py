@@ -10,13 +10,18 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.trainers.model import RANKS, Training
+from benchmarks.trainers.model import Training
 
 
 def main() -> None:
-    """Resume from the checkpoint, if there is one, and train."""
-    directory, steps, fault = sys.argv[1:]
+    """Train in a process that torchrun starts again after a fault."""
     dist.init_process_group("gloo")
+    train(*sys.argv[1:])
+    dist.destroy_process_group()
+
+
+def train(directory: str, steps: str, fault: str) -> None:
+    """Resume from the checkpoint, if there is one, and train with the ranks that there are."""
     own = Training(Path(directory), dist.get_rank(), fault)
     checkpoint, done = Path(directory) / "last.pt", 0
     if checkpoint.exists():
@@ -35,10 +40,9 @@ def main() -> None:
             state = {"model": own.model.state_dict(), "optimizer": own.optimizer.state_dict(), "step": step}
             torch.save(state, checkpoint.with_suffix(".tmp"))
             os.replace(checkpoint.with_suffix(".tmp"), checkpoint)
-        own.made(step, RANKS)
+        own.made(step, dist.get_world_size())
     own.end()
     dist.barrier()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

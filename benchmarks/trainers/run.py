@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 import json
 import os
 import random
@@ -36,13 +38,13 @@ from benchmarks.common import (
     spread,
     wait_for,
 )
-from benchmarks.trainers.model import FAULT_STEP, RANKS
+from benchmarks.trainers.model import FAULT_STEP, RANKS, VICTIM
 
 HERE = Path(__file__).resolve().parent
 # In 0.2.0 the ranks that live die of the fault as well, by an assertion in its DistributedDataParallel. The nightly
 # build has that mended.
 RELEASE, NIGHTLY = "torchft==0.2.0", "torchft-nightly==2026.10.26"
-OURS, CHECKPOINT = "checkpointless", "checkpoint"
+OURS, CHECKPOINT, NVRX = "checkpointless", "checkpoint", "nvrx"
 FAULTS = ("exception", "killed")
 NONE = "none"
 LIMIT_S = 400.0
@@ -89,8 +91,9 @@ TORCHFT_SETTINGS = {
     "torchft-exact": TorchftSetting(_QUICK, 4, {"TORCHFT_QUORUM_TIMEOUT_SEC": "300"}, NIGHTLY, False),
 }
 # Where three ranks train on, there have to be steps left when the fourth is back.
-STEPS = {OURS: 40, CHECKPOINT: 40, "torchft-example": 200, "torchft-quick": 200, "torchft-exact": 40}
-SIDES = tuple(STEPS)
+STEPS = {OURS: 40, CHECKPOINT: 40, NVRX: 40, "torchft-example": 200, "torchft-quick": 200, "torchft-exact": 40}
+# NVRx is in no environment but that of Bridge 0.6.
+SIDES = tuple(side for side in STEPS if side != NVRX or importlib.util.find_spec("nvidia_resiliency_ext"))
 
 
 @dataclass(frozen=True)
@@ -151,6 +154,11 @@ def job(side: str, fault: str, directory: Path, lighthouse_port: int) -> Job:
         # With torchrun's default, the agent's store, no restart works: gloo finds the dead ranks' addresses.
         environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         return Job([[*command, str(HERE / "checkpoint_side.py"), *arguments]], [environment], log)
+    if side == NVRX:
+        ports = dict(zip(("MASTER_PORT", "BENCHMARK_STORE_PORT"), map(str, free_ports(2)), strict=True))
+        environment |= {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", **ports}
+        ranks = [{**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(RANKS)]
+        return Job([[sys.executable, str(HERE / "nvrx_side.py"), *arguments]] * RANKS, ranks, log)
     setting = TORCHFT_SETTINGS[side]
     environment |= {
         "TORCHFT_LIGHTHOUSE": f"http://localhost:{lighthouse_port}",
@@ -175,9 +183,14 @@ def measure(side: str, fault: str, directory: Path) -> Outcome:
     log = directory / "output.log"
     alone: list[float] = []
 
+    def codes() -> list[int | None]:
+        """The exit codes, but that of a process which was killed on purpose and has nobody to start it again."""
+        lost = VICTIM if side == NVRX and fault == "killed" else None
+        return [code for rank, code in enumerate(running.exit_codes()) if rank != lost]
+
     def over() -> bool:
         """Whether the job has ended, or a part of it has failed, or nothing more is to be expected of it."""
-        if running.ended or any(running.exit_codes()):
+        if running.ended or any(codes()):
             return True
         ended = sum(mark.what == "end" for mark in read_marks(directory))
         if ended >= RANKS - 1 and not alone:
@@ -192,9 +205,9 @@ def measure(side: str, fault: str, directory: Path) -> Outcome:
             stack.enter_context(Job([lighthouse], [{}], log))
         running = stack.enter_context(job(side, fault, directory, port))
         in_time = wait_for(over, LIMIT_S)
-        codes = running.exit_codes()
-    ended = "failed" if any(codes) else "well"
-    if not any(codes) and None in codes:
+        found = codes()
+    ended = "failed" if any(found) else "well"
+    if not any(found) and None in found:
         ended = "alone" if in_time else "late"
     return judge(side, fault, read_marks(directory), ended)
 
@@ -237,6 +250,8 @@ def main() -> None:
     for setting in settings:
         make_environment(setting)
     about = machine(["torch", "checkpointless"])
+    if NVRX in sides:
+        about["versions"]["nvidia-resiliency-ext"] = importlib.metadata.version("nvidia-resiliency-ext")
     about["versions"] |= dict(setting.package.split("==") for setting in settings)
     outcomes: list[Outcome] = []
     # Twice undisturbed: what differs between these two cannot be held against a recovery.

@@ -15,7 +15,7 @@ BUDGETS = {
     "modules of the product": 218,
     "public names of the product": 744,
     "lines of the tests": 60_539,
-    "bytes of docs/": 220_100,
+    "bytes of docs/": 221_245,
     "bytes of docs/architecture.md": 37_100,
     "bytes of docs/guarantees.md": 13_300,
     "lines of README.md": 130,
