@@ -56,7 +56,7 @@ def train(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Call
             [(3,), ()],
             marks=pytest.mark.long,
         ),
-        (DP4, ("sigkill@backward:rank=1,step=4", "exception@recovery:rank=2,step=3"), [(1,), ()]),
+        (DP4, ("cuda@before_optimizer:rank=1,step=4", "exception@recovery:rank=2,step=3"), [(1,), ()]),
         pytest.param(DP4, ("hang@forward:rank=1,step=4",), [(1,)], marks=pytest.mark.long),
         pytest.param(  # test_device_faults.py has graphs
             DP4_GRAPHS,

@@ -14,7 +14,8 @@ from checkpointless.faults.spec import SETUP_PHASES, FaultKind, FaultPhase
 from tests.ranks.jobs import Job, run_job
 from tests.ranks.nemo_zygote import ROOT, Zygote
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
+# Per commit test_device.py has a device assert, which ends in a wait for the device, whatever the phase.
+pytestmark = [pytest.mark.ranks, pytest.mark.long, pytest.mark.timeout(600)]
 
 SCRIPT = str(ROOT / "tests" / "device" / "train.py")
 STEPS = 10
@@ -25,8 +26,6 @@ LAYOUTS = {
 KINDS = (FaultKind.EXCEPTION, FaultKind.OOM, *DEADLY, *HANGING, FaultKind.CUDA)
 REPLACED = {*DEADLY, *HANGING, FaultKind.CUDA}
 STEP_PHASES = tuple(phase for phase in FaultPhase if phase not in SETUP_PHASES)
-#: The case in `make test`; a device assert ends in a wait for the device, whatever the phase.
-FAST = {("dp4", "cuda-before_optimizer")}
 FAULTS_OF_A_JOB = 4
 
 
@@ -109,17 +108,7 @@ def run(zygote: Zygote, folders: pytest.TempPathFactory, layout: str, faults: li
     )
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(
-            case,
-            id=f"{case.layout}-{case.name}",
-            marks=[] if (case.layout, case.name) in FAST else [pytest.mark.long],
-        )
-        for case in cases()
-    ],
-)
+@pytest.mark.parametrize("case", cases(), ids=lambda case: f"{case.layout}-{case.name}")
 def test_no_fault_changes_a_bit_or_replaces_anybody_healthy(
     nemo_zygote: Zygote,
     tmp_path_factory: pytest.TempPathFactory,

@@ -53,15 +53,17 @@ class Scene:
         faults: specs, each of which happens once.
         args: overrides for the disturbed run.
         target: the step that its first recovery resumes at, if nothing is wrong.
+        nproc: how many ranks.
     """
 
     faults: tuple[str, ...]
     args: tuple[str, ...] = ()
     target: int = 3
+    nproc: int = 4
 
 
 # Rank 1 is filled; the others take back what is theirs. TWICE adds checksums and a fault after that.
-KILLED = Scene(("sigkill@forward:rank=1,step=3",), target=2)
+KILLED = Scene(("sigkill@forward:rank=1,step=3",), target=2, nproc=2)
 TWICE = Scene((*KILLED.faults, "exception@backward:rank=0,step=4"), CHECKSUM, target=2)
 # The others are in the middle of an update when rank 1 is lost before its own, or raises after it. (It waits for
 # them to get there.)
@@ -75,7 +77,7 @@ FAILING = Scene((WAIT,), (callback("hold", "HeldUpUpdate", step=3, ranks="[1]", 
 
 def run(zygote: Zygote, directory: Path, scene: Scene, *defects: str) -> Job:
     """Run a disturbed job to its end, and see that it was disturbed as it should be."""
-    job = run_job(zygote, directory / "run", 4, args=(*ARGS, *scene.args, *defects), faults=scene.faults)
+    job = run_job(zygote, directory / "run", scene.nproc, args=(*ARGS, *scene.args, *defects), faults=scene.faults)
     assert fired(job.run_dir) == dict.fromkeys(scene.faults, 1), job.story()
     return job
 
@@ -102,7 +104,7 @@ def test_without_a_defect_every_bit_is_the_same(
     """These are the controls: what the mutants put into the product is made harmless."""
     job = run(nemo_zygote, tmp_path, scene, *harmless)
     assert job.code == 0, job.story()
-    job.assert_same(undisturbed(4, ARGS), STEPS)
+    job.assert_same(undisturbed(scene.nproc, ARGS), STEPS)
     *earlier, last = (incident.outcome for incident in job.incidents)
     assert last is Outcome.RESUMED
     assert set(earlier) <= {Outcome.RESUMED, Outcome.ESCALATED}  # the next step's fault may come before all said so
@@ -151,7 +153,7 @@ def test_a_mutant_trains_on_and_its_steps_show_it(
     (incident,) = job.incidents
     assert incident.outcome in (Outcome.RESUMED, Outcome.INEXACT)  # peers may have seen another loss
     assert incident.target == target
-    verdict = compare(undisturbed(4, ARGS), job.steps)
+    verdict = compare(undisturbed(scene.nproc, ARGS), job.steps)
     assert not verdict.equal, "nobody noticed"
     assert not verdict.missing
     assert not verdict.repeated

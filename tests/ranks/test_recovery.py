@@ -88,13 +88,13 @@ def test_a_fault_while_the_last_one_is_handled(disturb: Disturb, kind: str, phas
 
 
 def test_a_fault_after_the_last_step_was_committed(disturb: Disturb) -> None:
-    job = disturb(4, 4, "exception@after_optimizer:rank=1,step=4")
+    job = disturb(2, 4, "exception@after_optimizer:rank=1,step=4")
     assert job.incidents[-1].target == 4
 
 
 def test_a_users_own_bug_ends_the_job(nemo_zygote: Zygote, tmp_path: Path) -> None:
     fault = "exception@forward:rank=1,step=2,times=9"
-    job = run_job(nemo_zygote, tmp_path / "run", 4, args=("trainer.max_steps=4",), faults=(fault,))
+    job = run_job(nemo_zygote, tmp_path / "run", 2, args=("trainer.max_steps=4",), faults=(fault,))
     assert job.code == 1
     assert fired(job.run_dir) == {fault: 3}
     last_words = "\n".join(job.said)

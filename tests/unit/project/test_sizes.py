@@ -14,7 +14,7 @@ BUDGETS = {
     "lines of the product": 51_653,
     "modules of the product": 218,
     "public names of the product": 744,
-    "lines of the tests": 60_539,
+    "lines of the tests": 60_530,
     "bytes of docs/": 221_245,
     "bytes of docs/architecture.md": 37_100,
     "bytes of docs/guarantees.md": 13_300,
