@@ -74,6 +74,8 @@ def show_report(report: Report, page: Console) -> None:
         page.print(_failed_save_table(report))
     if report.stragglers:
         page.print(_straggler_table(report))
+    if report.corrupted:
+        page.print(_corrupted_table(report))
     page.print(_time_table(report))
     if report.comparison is not None and report.comparison.restarts:
         page.print(_restart_table(report.comparison))
@@ -171,6 +173,15 @@ def _straggler_table(report: Report) -> Table:
         lasted = "to the end" if each.lasted_s is None else wording.duration(each.lasted_s)
         where = (str(each.rank), str(each.node), each.why, str(each.step))
         table.add_row(*where, wording.duration(each.own_s), wording.duration(each.usual_s), lasted)
+    return table
+
+
+def _corrupted_table(report: Report) -> Table:
+    table = Table("rank", "step", "gradient of", "the step", title="computed wrongly", title_justify="left")
+    for each in report.corrupted:
+        more = f" and {each.parameters - 1} more" if each.parameters > 1 else ""
+        what = wording.printable(each.parameter, _LONGEST_CAUSE) + more
+        table.add_row(str(each.rank), str(each.step), what, "was redone" if each.redone else "was right")
     return table
 
 

@@ -16,6 +16,7 @@ class FaultPhase(enum.Enum):
     DATA = "data"
     FORWARD = "forward"
     BACKWARD = "backward"
+    GRADIENT = "gradient"
     SYNC = "sync"
     BEFORE_OPTIMIZER = "before_optimizer"
     OPTIMIZER = "optimizer"
@@ -35,7 +36,7 @@ ANNOUNCED_BY_FRAMEWORKS = frozenset(
     {FaultPhase.DATA, FaultPhase.FORWARD, FaultPhase.BACKWARD, FaultPhase.SYNC, FaultPhase.INIT}
 )
 
-_ALL_PHASES = frozenset(FaultPhase)
+_ALL_PHASES = frozenset(FaultPhase) - {FaultPhase.GRADIENT}
 _NEW_PROCESS = "recovered by a new process"
 _BY_HEARTBEAT = f"found by its heartbeat; {_NEW_PROCESS}"
 _BY_CHECKSUM = "found by checksums; refilled from the majority, or the job ends and says why"
@@ -75,7 +76,7 @@ class FaultKind(enum.Enum):
     PARTITION = "partition", f"{_LOST_NODE} with its processes", _ALL_PHASES, (), 15.0, True
     STORE = "store", f"{_LOST_NODE} at once with its processes", _ALL_PHASES, (), None, True
     NODE = "node", f"recovered by {_OTHER_PROCESSES}", _ALL_PHASES, (), None, True
-    BITFLIP = "bitflip", _BY_CHECKSUM, _ALL_PHASES - {FaultPhase.INIT, FaultPhase.RECOVERY}
+    BITFLIP = "bitflip", _BY_CHECKSUM, frozenset(FaultPhase) - {FaultPhase.INIT, FaultPhase.RECOVERY}
 
     def __new__(
         cls,

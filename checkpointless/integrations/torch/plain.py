@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from typing_extensions import override
 
 from checkpointless.inprocess import HPCallWrapper, UnrecoverableError
+from checkpointless.integrations.torch.gradient_check import GradientCheck
 from checkpointless.integrations.torch.loop import LoopTraining
 from checkpointless.integrations.torch.torch_tensors import TorchTensors
 from checkpointless.recovery.manager import running_block
@@ -66,10 +67,19 @@ class PlainTraining(LoopTraining):
             :meth:`update`, which leaves overflows out.
         group: the global ranks that hold the same modules and optimizers. Default: read from the meshes
             of DTensors (FSDP2, HSDP, tensor parallelism by a plan), else all ranks (data parallel).
+        sdc_check_every: in every so many steps, and in the first of a generation, :attr:`checked` looks for
+            gradients that a device computes wrongly, which costs another pass; None: never.
+
+    Attributes:
+        checked: runs the forward and backward pass of a step's last micro-batch, ``training.checked(compute)``, and
+            returns what ``compute()`` returned. If the step is due, ``compute`` runs once more from the same random
+            streams and buffers, and a third time if gradients differ; wrong ones cost the step, which is redone on
+            all ranks. It changes nothing else, and takes no batch. All ranks call it.
 
     Raises:
         UnrecoverableError: the modules cannot be recovered.
-        ValueError: this rank is in no mesh of a parameter, no module or optimizer is given, or no block is running.
+        ValueError: this rank is in no mesh of a parameter, no module or optimizer is given, no block is running, or
+            ``sdc_check_every`` is less than 1 or does not go with sharded parameters.
     """
 
     _how_to_get_replicas = (
@@ -86,6 +96,7 @@ class PlainTraining(LoopTraining):
         state: Mapping[str, Any] = MappingProxyType({}),
         scaler: torch.amp.GradScaler | None = None,
         group: Sequence[int] | None = None,
+        sdc_check_every: int | None = None,
     ) -> None:
         call, modules = running_block(call), list(modules)
         if not modules or not optimizers:
@@ -95,6 +106,8 @@ class PlainTraining(LoopTraining):
         self._updated = 0  # the newest step that was updated in this entry
         self._scales = isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled()
         declared = {**state, "scaler": scaler} if scaler is not None else state
+        self._check = GradientCheck(sdc_check_every, self._tensors, call)
+        self.checked = self._check.run
         super().__init__(self._tensors, call, schedulers, declared, [state, *optimizers])
 
     def update(self, loss: float | None = None) -> None:
@@ -104,6 +117,7 @@ class PlainTraining(LoopTraining):
             loss: the loss of the step, which is kept with the step if steps are recorded.
         """
         self._refuse_early("in a step before its update()")
+        self._check.require()
         if self._scales:
             self._leave_out_overflows()
         self._compute(loss)

@@ -68,6 +68,7 @@ class _RepeatedSteps:
         self._is_first = True
         self._is_told = False
         self._hooks: list[RemovableHandle] = []
+        self._is_paused = False
         self.was_validated = False
 
     def begin_entry(self, is_first: bool) -> None:
@@ -99,10 +100,19 @@ class _RepeatedSteps:
             for hook in hooks:
                 hook.remove()
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Take nothing in the context: what is computed there was computed before in the same step."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
+
     def take(self, step: int, batch: object) -> None:
         """Note a batch that ``step`` takes; what is taken once it is computed is none of its batches."""
         noted = self._steps.setdefault(step, _Step())
-        if not noted.is_computed and len(noted.batches) < _BATCHES:
+        if not (noted.is_computed or self._is_paused) and len(noted.batches) < _BATCHES:
             noted.batches.append(_parts_of(batch))
 
     def batch_of(self, step: int) -> str | None:

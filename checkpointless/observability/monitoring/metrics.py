@@ -369,6 +369,12 @@ EVENT_METRICS = (
         values=_KINDS,
     ),
     _EventMetric(
+        "corrupted_gradients",
+        Source.RANKS,
+        "Gradients that a rank of this node has computed wrongly, found before the update.",
+        (EventName.CORRUPTED,),
+    ),
+    _EventMetric(
         "inexact_incidents",
         Source.RANKS,
         "Incidents after which a rank of this node no longer computed what an undisturbed run computes.",

@@ -469,6 +469,17 @@ class _Straggler:
 
 
 @dataclass(frozen=True)
+class _Corrupted:
+    """A gradient that a rank computed wrongly, and how many with it; ``redone``: not only in a check."""
+
+    rank: int | None
+    step: int | None
+    parameter: str
+    parameters: int
+    redone: bool
+
+
+@dataclass(frozen=True)
 class Report:
     """A run and its incidents; without events, ``spent`` and ``comparison`` are None."""
 
@@ -480,6 +491,7 @@ class Report:
     devices: tuple[_BadDevice, ...] = ()
     failed_saves: tuple[_FailedSave, ...] = ()
     stragglers: tuple[_Straggler, ...] = ()
+    corrupted: tuple[_Corrupted, ...] = ()
 
     @property
     def outcomes(self) -> Mapping[Outcome, int]:
@@ -560,6 +572,20 @@ def build_report(
         _bad_devices(events),
         _failed_saves(events),
         _stragglers(events),
+        _corrupted(events),
+    )
+
+
+def _corrupted(events: Sequence[Event]) -> tuple[_Corrupted, ...]:
+    return tuple(
+        _Corrupted(
+            rank,
+            fields.get("step"),
+            str(fields.get("parameter")),
+            int(fields.get("parameters") or 1),
+            bool(fields.get("redone")),
+        )
+        for rank, fields in _in_order(events, EventName.CORRUPTED)
     )
 
 
@@ -643,6 +669,7 @@ def as_json(report: Report) -> str:
         "devices": [asdict(each) for each in report.devices],
         "failed_saves": [asdict(each) for each in report.failed_saves],
         "stragglers": [asdict(each) for each in report.stragglers],
+        "corrupted": [asdict(each) for each in report.corrupted],
         "incidents": [_incident(number, each, report) for number, each in enumerate(report.incidents, start=1)],
         "restart_from_checkpoint": report.comparison and asdict(report.comparison),
     }

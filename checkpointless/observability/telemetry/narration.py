@@ -143,6 +143,9 @@ class Narrator:
             self._importing = _Import(now_s, now_s + _IMPORTING_S)
         elif event.stage == EventName.SAVE_FAILED:
             yield _failed_save_line(event)
+        elif event.stage == EventName.CORRUPTED and not event.fields.get("redone"):
+            step = event.fields.get("step")
+            yield f"rank {event.rank}: a check of step {step} was computed wrongly, not the step itself"
         elif event.rank is not None:
             self._importing = None
             self._rank_said(event, event.rank)

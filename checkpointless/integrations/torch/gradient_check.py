@@ -1,0 +1,214 @@
+"""Gradients that a device computes wrongly, found before they are reduced and applied.
+
+In every K-th step a forward and backward pass is run once more from the same random streams and buffers, and the
+digests of its gradients are compared: those that arrive at this rank's parameters, before any of them is added up
+or reduced. A third run decides which of two was wrong. If it is the one whose gradients were reduced, an error ends
+the step before its update, and recovery in place redoes it.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import TypeVar
+
+import torch
+
+from checkpointless.inprocess import HPCallWrapper, UnrecoverableError
+from checkpointless.inprocess.wrap import emit_event
+from checkpointless.integrations.torch.repeated_steps import repeated_steps
+from checkpointless.observability.telemetry.event_names import EventName
+from checkpointless.state.module_tensors import TrainingTensors, is_sharded
+from checkpointless.state.rng import RngStates
+from checkpointless.state.serialization.digest import PendingDigests
+from checkpointless.state.serialization.tensor_memory import tensor_bytes
+from checkpointless.transfer.exchange import true_on_all
+from checkpointless.transfer.tensor_entry import Key
+
+_Result = TypeVar("_Result")
+_Digests = Mapping[tuple[str, int], int]  # by parameter, and which of its gradients
+_NOT_A_NUMBER = "sdc_check_every is a number of steps from 1 on (None: no checks), not {!r}"
+_SHARDED = (
+    "sdc_check_every compares gradients before they are reduced, which sharded parameters (FSDP2, DTensors) do not "
+    "show: leave it out"
+)
+_NOT_CHECKED = (
+    "sdc_check_every={} finds nothing to check in step {}: run the forward and backward pass of the step's last "
+    "micro-batch in training.checked(...)"
+)
+_NOT_THE_SAME = (
+    "three runs of the forward and backward pass of step {} give three gradients of {}: either kernels are not "
+    "deterministic (set torch.use_deterministic_algorithms(True) and CUBLAS_WORKSPACE_CONFIG=:4096:8, or leave out "
+    "sdc_check_every), or the pass is not the same each time, or this device cannot be trusted"
+)
+logger = logging.getLogger(__name__)
+
+
+class CorruptedGradientError(RuntimeError):
+    """The gradients of a step, which are reduced already, were computed wrongly; nothing was applied."""
+
+
+class GradientCheck:
+    """Runs passes, and once more in every ``every``-th step and in the first one of a generation.
+
+    Args:
+        every: number of steps, from 1 on; None: nothing is checked.
+
+    Raises:
+        ValueError: ``every`` is no such number, or parameters are sharded.
+    """
+
+    def __init__(self, every: int | None, state: TrainingTensors, call: HPCallWrapper) -> None:
+        if every is not None and (not isinstance(every, int) or every < 1):
+            raise ValueError(_NOT_A_NUMBER.format(every))
+        self._every = every
+        self._state = state
+        self._call = call
+        self._checked = -1  # the newest step that was
+        named = [each for module in state.modules for each in module.named_parameters()]
+        self._parameters = {id(parameter): (name, parameter) for name, parameter in named}
+        if every is not None and any(is_sharded(parameter) for _, parameter in named):
+            raise ValueError(_SHARDED)
+
+    def require(self) -> None:
+        """Refuse that a step is over which is to be checked and was not.
+
+        Raises:
+            UnrecoverableError: it was not.
+        """
+        step = self._call.steps.making
+        if self._is_due(step) and self._checked != step:
+            raise UnrecoverableError(_NOT_CHECKED.format(self._every, step))
+
+    def run(self, compute: Callable[[], _Result]) -> _Result:
+        """Run a forward and backward pass, and return its result; if the step is checked, collective.
+
+        Raises:
+            CorruptedGradientError: the gradients that it has left are wrong.
+            UnrecoverableError: they are others each time.
+        """
+        step = self._call.steps.making
+        if not self._is_due(step):
+            with self._announced(step):
+                return compute()
+        before = _Place(self._state)
+        with self._announced(step), self._watched() as first:
+            result = compute()
+        after, self._checked = _Place(self._state), step
+        runs = [_fetched(first), self._again(compute, before)]
+        if not true_on_all(runs[0] == runs[1]):  # the pass may be collective
+            runs.append(self._again(compute, before))
+        after.put_back()
+        if runs[0] != runs[1]:
+            self._judge(step, *runs)
+        return result
+
+    def _is_due(self, step: int) -> bool:
+        return self._every is not None and (step % self._every == 0 or self._call.steps.since_entry == 0)
+
+    def _again(self, compute: Callable[[], object], before: _Place) -> _Digests:
+        """Run the pass again, without reduction by DDP, and return its digests; gradients stay as they are."""
+        before.put_back()
+        trained = [parameter for _, parameter in self._parameters.values() if parameter.requires_grad]
+        gradients = [parameter.grad for parameter in trained]
+        for parameter in trained:
+            parameter.grad = None
+        with ExitStack() as stack:
+            for wrapper in self._state.wrappers:
+                stack.enter_context(wrapper.no_sync())
+            stack.enter_context(repeated_steps.paused())
+            found = stack.enter_context(self._watched(drops=True))
+            compute()
+        for parameter, gradient in zip(trained, gradients):
+            parameter.grad = gradient
+        return _fetched(found)
+
+    def _judge(self, step: int, *runs: _Digests) -> None:
+        first, second, third = runs
+        names = [key[0] for key in {**first, **second} if first.get(key) != second.get(key)]
+        if third not in (first, second):
+            raise UnrecoverableError(_NOT_THE_SAME.format(step, names[0]))
+        is_reduced = third == second
+        emit_event(EventName.CORRUPTED, step=step, parameter=names[0], parameters=len(names), redone=is_reduced)
+        what = f"the gradient of {names[0]}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+        if is_reduced:
+            raise CorruptedGradientError(f"{what} was computed wrongly in step {step}, which is redone")
+        logger.warning("%s was computed wrongly when step %d was checked; the step itself is right", what, step)
+
+    # --- what is seen of a pass ---------------------------------------------------------------------------------
+
+    @contextmanager
+    def _watched(self, drops: bool = False) -> Iterator[_Seen]:
+        """Digest the gradients that come in the context; ``drops``: they are not kept."""
+        seen = _Seen()
+        trained = [(name, each) for name, each in self._parameters.values() if each.requires_grad]
+        hooks = [each.register_hook(functools.partial(seen.take, name)) for name, each in trained]
+        if drops:
+            hooks += [each.register_post_accumulate_grad_hook(_drop) for _, each in trained]
+        try:
+            yield seen
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    @contextmanager
+    def _announced(self, step: int) -> Iterator[None]:
+        """Announce a gradient to faults that are to be caused: in each step that of another parameter."""
+        trained = [each for _, each in self._parameters.values() if each.requires_grad]
+        if self._call.faults is None or not trained:
+            yield
+            return
+        hook = trained[step % len(trained)].register_hook(lambda gradient: self._damaged(step, gradient))
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def _damaged(self, step: int, gradient: torch.Tensor) -> torch.Tensor:
+        copy = gradient.detach().clone(memory_format=torch.contiguous_format)
+        self._call.enter_phase("gradient", step, lambda: copy)
+        return copy
+
+
+class _Place:
+    """Where a pass begins or has ended: random streams, buffers, and whether DDP is to send these."""
+
+    def __init__(self, state: TrainingTensors) -> None:
+        self._state = state
+        self._streams = RngStates.capture()
+        self._buffers: Mapping[Key, torch.Tensor] = state.buffers.take()
+        self._syncs = [wrapper.require_forward_param_sync for wrapper in state.wrappers]
+
+    def put_back(self) -> None:
+        self._streams.restore()
+        self._state.buffers.put(self._buffers)
+        for wrapper, syncs in zip(self._state.wrappers, self._syncs):
+            wrapper.require_forward_param_sync = syncs
+
+
+class _Seen:
+    """The digests of the gradients of a pass, in the order in which they come."""
+
+    def __init__(self) -> None:
+        self.keys: list[tuple[str, int]] = []
+        self.digests = PendingDigests()
+        self._counts: Counter[str] = Counter()
+
+    def take(self, name: str, gradient: torch.Tensor) -> None:
+        """Digest a gradient of the parameter, without waiting for its device."""
+        if gradient.is_sparse:
+            gradient = gradient.coalesce().values()
+        self._counts[name] += 1
+        self.keys.append((name, self._counts[name]))
+        self.digests.add(tensor_bytes(gradient))
+
+
+def _fetched(seen: _Seen) -> _Digests:
+    return dict(zip(seen.keys, seen.digests.fetch(), strict=True))
+
+
+def _drop(parameter: torch.Tensor) -> None:
+    parameter.grad = None

@@ -1,0 +1,77 @@
+"""Test that gradients that a device computes wrongly are found before the update, and the step is redone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from checkpointless.faults.ledger import fired
+from checkpointless.observability.report.summary import build_report
+from checkpointless.observability.telemetry.events import read_events
+from tests.ranks.agent_job import SCRIPTS
+from tests.ranks.jobs import Job, run_job
+from tests.ranks.nemo_zygote import Zygote
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
+
+STEPS = 20  # more than there are parameters: the gradient of another one is damaged in each
+
+
+def _train(zygote: Zygote, run_dir: Path, *faults: str, every: int = 1, way: str = "") -> Job:
+    script = str(SCRIPTS / "plain_checked.py")
+    return run_job(zygote, run_dir, 3, script=script, args=(str(STEPS), str(every), way), faults=faults)
+
+
+def _found(job: Job) -> list[tuple[int | None, int | None, bool]]:
+    found = build_report(str(job.run_dir), read_events(job.run_dir)).corrupted
+    return [(each.rank, each.step, each.redone) for each in found]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """Return a job that checks nothing but its first step."""
+    job = _train(zygote, tmp_path_factory.mktemp("checked") / "run", every=1000)
+    assert job.code == 0, job.story()
+    return job
+
+
+def test_a_flip_in_the_gradient_of_each_layer_is_found_and_healed(
+    zygote: Zygote, tmp_path: Path, undisturbed: Job
+) -> None:
+    faults = [f"bitflip@gradient:rank={step % 3},step={step}" for step in range(1, STEPS + 1, 2)]
+    job = _train(zygote, tmp_path / "run", *faults)
+    assert job.code == 0, job.story()
+    assert fired(job.run_dir) == dict.fromkeys(faults, 1)
+    assert _found(job) == [(step % 3, step, True) for step in range(1, STEPS + 1, 2)]
+    assert "rank 1 raised CorruptedGradientError at step 1: the gradient of" in "\n".join(job.said)
+    assert all(incident.steps_lost == 0 for incident in job.incidents)
+    job.assert_same(undisturbed.steps, STEPS)
+
+
+def test_checks_change_nothing_and_find_nothing_and_what_is_not_checked_is_not_seen(
+    zygote: Zygote, tmp_path: Path, undisturbed: Job
+) -> None:
+    job = _train(zygote, tmp_path / "checked")
+    assert (job.code, job.incidents, _found(job)) == (0, [], [])
+    job.assert_same(undisturbed.steps, STEPS)
+    fault = "bitflip@gradient:rank=1,step=6"
+    job = _train(zygote, tmp_path / "flipped", fault, every=7)
+    assert (job.code, job.incidents, _found(job)) == (0, [], [])
+    assert fired(job.run_dir) == {fault: 1}
+
+
+@pytest.mark.parametrize(
+    ("every", "way", "reason"),
+    [
+        (2, "random", "three runs of the forward and backward pass of step 1 give three gradients of"),
+        (2, "forgets", "sdc_check_every=2 finds nothing to check in step 1: run the forward and backward pass"),
+        (0, "", "sdc_check_every is a number of steps from 1 on (None: no checks), not 0"),
+    ],
+)
+def test_what_cannot_be_checked_is_refused(
+    zygote: Zygote, tmp_path: Path, every: int, way: str, reason: str
+) -> None:
+    job = _train(zygote, tmp_path / "run", every=every, way=way)
+    assert job.code != 0
+    assert reason in "\n".join(job.said), job.story()

@@ -1,0 +1,93 @@
+"""Test which of three passes is taken for the wrong one, and that a check leaves no trace."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from checkpointless.inprocess import UnrecoverableError
+from checkpointless.integrations.torch import gradient_check
+from checkpointless.integrations.torch.gradient_check import CorruptedGradientError, GradientCheck
+from checkpointless.observability.telemetry.event_names import EventName
+from checkpointless.state.module_tensors import BufferCopies
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5), torch.nn.BatchNorm1d(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return cast(torch.Tensor, self.body(x))
+
+
+class Checked:
+    """Runs one step of a model whose gradients are damaged in some of its passes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, every: int | None, *damaged: int, step: int = 4) -> None:
+        self.events: list[dict[str, Any]] = []
+        monkeypatch.setattr(gradient_check, "true_on_all", bool)
+        monkeypatch.setattr(gradient_check, "emit_event", self._emit)
+        torch.manual_seed(3)
+        self.model, self.passes, self.damaged = Model(), 0, damaged
+        state = SimpleNamespace(modules=[self.model], wrappers=[], buffers=BufferCopies([self.model]))
+        call = SimpleNamespace(steps=SimpleNamespace(making=step, since_entry=3), faults=None)
+        self.check = GradientCheck(every, cast(Any, state), cast(Any, call))
+
+    def _emit(self, name: EventName, **fields: Any) -> None:
+        assert name is EventName.CORRUPTED
+        self.events.append(fields)
+
+    def compute(self) -> int:
+        self.passes += 1
+        loss = self.model(torch.randn(8, 4)).square().sum()
+        (loss * (1 + self.passes if self.passes in self.damaged else 1)).backward()
+        return self.passes
+
+    def left(self) -> list[torch.Tensor]:
+        gradients = [cast(torch.Tensor, each.grad) for each in self.model.parameters()]
+        return [*gradients, *self.model.buffers(), torch.get_rng_state()]
+
+
+def test_a_check_leaves_gradients_buffers_and_streams_as_the_pass_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone, checked = Checked(monkeypatch, None), Checked(monkeypatch, 2)
+    torch.manual_seed(5)
+    alone.check.run(alone.compute)
+    expected = [each.clone() for each in alone.left()]
+    torch.manual_seed(5)
+    assert checked.check.run(checked.compute) == 1
+    assert checked.passes == 2
+    assert all(map(torch.equal, checked.left(), expected))
+    checked.check.require()
+
+
+def test_a_wrong_pass_ends_the_step_and_a_wrong_check_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = Checked(monkeypatch, 1, 1)
+    with pytest.raises(CorruptedGradientError, match=r"gradient of body\S+ and 3 more was computed wrongly in"):
+        wrong.check.run(wrong.compute)
+    assert [(each["step"], each["parameters"], each["redone"]) for each in wrong.events] == [(4, 4, True)]
+    fine = Checked(monkeypatch, 1, 2)
+    assert (fine.check.run(fine.compute), fine.passes) == (1, 3)
+    assert [each["redone"] for each in fine.events] == [False]
+    random = Checked(monkeypatch, 1, 1, 2, 3)
+    with pytest.raises(UnrecoverableError, match=r"give three gradients of body.*use_deterministic_algorithms"):
+        random.check.run(random.compute)
+
+
+def test_steps_that_are_not_due_are_run_once_and_those_that_are_must_be_checked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    between = Checked(monkeypatch, 3, 1)
+    assert (between.check.run(between.compute), between.passes, between.events) == (1, 1, [])
+    between.check.require()
+    with pytest.raises(UnrecoverableError, match="sdc_check_every=2 finds nothing to check in step 4"):
+        Checked(monkeypatch, 2).check.require()
+
+
+@pytest.mark.parametrize("every", [0, -1, 1.5])
+def test_what_is_no_number_of_steps_is_refused(monkeypatch: pytest.MonkeyPatch, every: int) -> None:
+    with pytest.raises(ValueError, match="is a number of steps from 1 on"):
+        Checked(monkeypatch, every)
