@@ -6,38 +6,15 @@ Each stands between two comments, ``<!-- table: NAME -->`` and ``<!-- end -->``.
 from __future__ import annotations
 
 import argparse
-import ast
 import re
 import sys
-from collections.abc import Iterator
 from dataclasses import MISSING, fields
-from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).parents[1]
 SETTINGS = ROOT / "docs" / "settings.md"
 RECIPE = ROOT / "recipes" / "tiny_gpt_cpu.yaml"
-_UNSET = ("None", "False", "()", "''", "MappingProxyType({})")
 _NO_MEANING = "Accepted without a meaning; one line says why"
-
-# Those of which a user may want to give an argument, and where they are. The second ones share a table.
-CLASSES = {
-    "HPWrapper": "checkpointless/inprocess/wrap.py",
-    "CheckpointlessCallback": "callbacks/checkpointless_callback.py",
-    "CheckpointlessMegatronStrategy": "strategies/megatron_strategy.py",
-    "CheckpointlessModelParallelStrategy": "strategies/torch_strategies.py",
-    "CheckpointManager": "checkpointless/recovery/manager.py",
-    "PlainTraining": "checkpointless/integrations/torch/plain.py",
-    "LocalCheckpointManager": "checkpointless/replication/local_checkpoint.py",
-}
-OTHER_CLASSES = {
-    "LazyCliqueReplicationStrategy": "checkpointless/replication/local_checkpoint.py",
-    "CliqueReplicationStrategy": "checkpointless/replication/local_checkpoint.py",
-    "CudaHealthCheck": "checkpointless/inprocess/health_check.py",
-    "MemoryChecksumManager": "checkpointless/state/serialization/digest.py",
-    "HPFaultInjectionCallback": "callbacks/fault_injection.py",
-}
 
 
 def commands() -> dict[str, argparse.ArgumentParser]:
@@ -85,41 +62,6 @@ def option_rows(name: str) -> list[tuple[str, str]]:
     return rows
 
 
-def parameter_table(name: str) -> str:
-    """Return a table of the parameters of a class's constructor, from its docstring and defaults."""
-    rows = (f"| `{parameter}` | {text} |" for parameter, text in parameters(name, ROOT / CLASSES[name]))
-    return "\n".join(["| parameter | what |", "| --- | --- |", *rows])
-
-
-def other_classes_table() -> str:
-    """Return a table of the parameters of all classes in ``OTHER_CLASSES``."""
-    rows = (
-        f"| `{name}({parameter}=)` | {text} |"
-        for name, path in OTHER_CLASSES.items()
-        for parameter, text in parameters(name, ROOT / path)
-    )
-    return "\n".join(["| parameter | what |", "| --- | --- |", *rows])
-
-
-def parameters(name: str, source: Path) -> Iterator[tuple[str, str]]:
-    """Yield each parameter of a class's constructor, and its docstring with its default.
-
-    Raises:
-        ValueError: the docstring names a parameter that the constructor does not take.
-    """
-    (cls,) = (
-        node for node in ast.parse(source.read_text()).body if isinstance(node, ast.ClassDef) and node.name == name
-    )
-    (init,) = (node for node in cls.body if isinstance(node, ast.FunctionDef) and node.name == "__init__")
-    documented = dict(_arguments(ast.get_docstring(cls) or ""))
-    for parameter, default in _parameters(init):
-        text = _cell(documented.pop(parameter, "see the text"))
-        value = "" if re.search("[Dd]efault|None:", text) else _default(default, source)
-        yield parameter, text + (f" Default: {value}." if value else "")
-    if documented:
-        raise ValueError(f"{name} does not take {', '.join(documented)}, which its docstring names")
-
-
 def recipe_table() -> str:
     """Return a table of the keys of the ``checkpointless:`` block of a recipe."""
     block = re.search(r"^checkpointless:\n((?:  .*\n)+)", RECIPE.read_text(), re.M)
@@ -139,8 +81,6 @@ def filled(text: str) -> str:
         ValueError: a table is unknown or missing.
     """
     tables = {f"command {name}": lambda name=name: command_table(name) for name in commands() if option_rows(name)}
-    tables |= {f"class {name}": lambda name=name: parameter_table(name) for name in CLASSES}
-    tables["other classes"] = other_classes_table
     tables["recipe"] = recipe_table
     seen = set(re.findall(r"<!-- table: (.+?) -->", text))
     if seen != tables.keys():
@@ -153,45 +93,9 @@ def filled(text: str) -> str:
     )
 
 
-def _parameters(init: ast.FunctionDef) -> Iterator[tuple[str, ast.expr | None]]:
-    arguments = init.args
-    positional = arguments.args[1:]
-    missing: list[ast.expr | None] = [None] * (len(positional) - len(arguments.defaults))
-    for argument, default in zip(positional, [*missing, *arguments.defaults]):
-        yield argument.arg, default
-    if arguments.vararg is not None:
-        yield f"*{arguments.vararg.arg}", None
-    for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults):
-        yield argument.arg, default
-    if arguments.kwarg is not None:
-        yield f"**{arguments.kwarg.arg}", None
-
-
-def _default(default: ast.expr | None, source: Path) -> str:
-    """Return a default for a table; nothing for one that is empty, None or False."""
-    if default is None or ast.unparse(default) in _UNSET:
-        return ""
-    value: Any = ast.unparse(default)
-    if isinstance(default, ast.Name):
-        parts = source.relative_to(ROOT).with_suffix("").parts
-        module = ".".join(parts if parts[0] == "checkpointless" else ("checkpointless", *parts))
-        value = getattr(import_module(module), default.id)
-        value = value.__name__ if isinstance(value, type) else value
-    return f"`{value}`"
-
-
-def _arguments(docstring: str) -> Iterator[tuple[str, str]]:
-    """Yield the entries of a docstring's ``Args:``."""
-    section = re.search(r"^Args:\n((?:    .*\n|\n)+)", docstring + "\n", re.M)
-    for entry in re.split(r"\n    (?=\S)", "\n" + section[1].rstrip()) if section else ():
-        name, colon, what = entry.strip().partition(":")
-        if colon:
-            yield name.strip(), " ".join(what.split())
-
-
 def _cell(text: str | None) -> str:
-    """Return docstring or help text for a cell of a Markdown table."""
-    text = re.sub(r":\w+:`(?:~[\w.]*\.)?([^`]+)`", r"`\1`", text or "").replace("``", "`").replace("|", "\\|")
+    """Return help text for a cell of a Markdown table."""
+    text = (text or "").replace("|", "\\|")
     return text[:1].upper() + text[1:] if text[:1].isalpha() and not text.startswith("e.g.") else text
 
 
