@@ -123,7 +123,11 @@ def test_only_what_is_there_is_left_out() -> None:
 # Names of HyperPod and NVRx that the two pages need not list, since they do the same here.
 WITHOUT_DIFFERENCE = """
     HPWrapper(enabled=) HPWrapper(async_raise_before_abort=) HPCallWrapper.start_hp_fault_handling_thread
-    HPCallWrapper.shutdown CudaHealthCheck(timeout=) CheckpointlessAbortManager.get_default_checkpointless_abort
+    HPCallWrapper.restart HPCallWrapper.launch CheckpointManager.store_rng_states HPWrapper(check_memory_status=)
+    PEFTCheckpointManager.base_model_weights CheckpointlessFinalizeCleanup.trainer LocalCheckpointError
+    CliqueReplicationStrategy.replicate LazyCliqueReplicationStrategy(replication_jump=)
+    LazyCliqueReplicationStrategy(replication_factor=) HPCallWrapper.shutdown CudaHealthCheck(timeout=)
+    CheckpointlessAbortManager.get_default_checkpointless_abort
     CheckpointlessAbortManager.create_custom_abort HPCheckpointingAbort
     CheckpointlessFinalizeCleanup.register_attributes CheckpointManager.global_step
     CheckpointManager.checksum_manager CheckpointManager.parameter_update_lock CheckpointManager.load_rng_states

@@ -15,8 +15,8 @@ BUDGETS = {
     "modules of the product": 219,
     "public names of the product": 746,
     "lines of the tests": 60_764,
-    "bytes of docs/": 215_814,
-    "bytes of docs/architecture.md": 37_100,
+    "bytes of docs/": 210_577,
+    "bytes of docs/architecture.md": 36_000,
     "bytes of docs/guarantees.md": 13_419,
     "lines of README.md": 130,
 }
