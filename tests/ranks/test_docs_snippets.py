@@ -123,28 +123,28 @@ def test_only_what_is_there_is_left_out() -> None:
 # Names of HyperPod and NVRx that the two pages need not list, since they do the same here.
 WITHOUT_DIFFERENCE = """
     HPWrapper(enabled=) HPWrapper(async_raise_before_abort=) HPCallWrapper.start_hp_fault_handling_thread
-    HPCallWrapper.restart HPCallWrapper.launch CheckpointManager.store_rng_states HPWrapper(check_memory_status=)
-    PEFTCheckpointManager.base_model_weights CheckpointlessFinalizeCleanup.trainer LocalCheckpointError
-    CliqueReplicationStrategy.replicate LazyCliqueReplicationStrategy(replication_jump=)
+    HPAgentK8sAPIFactory HPCallWrapper.restart HPCallWrapper.launch CheckpointManager.store_rng_states
+    HPWrapper(check_memory_status=) PEFTCheckpointManager.base_model_weights CheckpointlessFinalizeCleanup.trainer
+    LocalCheckpointError CliqueReplicationStrategy.replicate LazyCliqueReplicationStrategy(replication_jump=)
     LazyCliqueReplicationStrategy(replication_factor=) HPCallWrapper.shutdown CudaHealthCheck(timeout=)
-    CheckpointlessAbortManager.get_default_checkpointless_abort
-    CheckpointlessAbortManager.create_custom_abort HPCheckpointingAbort
-    CheckpointlessFinalizeCleanup.register_attributes CheckpointManager.global_step
+    CheckpointlessAbortManager.get_default_checkpointless_abort CheckpointlessAbortManager.create_custom_abort
+    HPCheckpointingAbort CheckpointlessFinalizeCleanup.register_attributes CheckpointManager.global_step
     CheckpointManager.checksum_manager CheckpointManager.parameter_update_lock CheckpointManager.load_rng_states
     MemoryChecksumManager CheckpointManager.maybe_offload_checkpoint
     PEFTCheckpointManager.base_model_keys_to_extract PEFTCheckpointManager.maybe_save_base_model
     PEFTCheckpointManager.save_checkpoint PEFTCheckpointManager.try_checkpointless_load
     PEFTCheckpointManager.is_adapter_key PEFTCheckpointManager.maybe_offload_checkpoint
-    CheckpointlessMegatronStrategy.base_store
-    CheckpointlessMegatronStrategy.load_model_state_dict CheckpointlessMegatronStrategy.is_peft
-    CheckpointlessMegatronStrategy.teardown CheckpointlessCallback(clean_lightning_module=)
-    CheckpointlessCallback.tried_adapter_checkpointless CheckpointlessCallback.on_train_batch_start
-    CheckpointlessCallback.get_peft_callback CheckpointlessCallback._try_adapter_checkpointless_restore
-    CheckpointlessCompatibleConnector.resume_end Abort Finalize HealthCheck AbortTransformerEngine CudaHealthCheck
-    HealthCheckError InternalError RankShouldRestart LocalCheckpointManager(session_id=)
-    LocalCheckpointManager(repl_strategy=) CliqueReplicationStrategy(local_group=)
-    CliqueReplicationStrategy(target_device=) CliqueReplicationStrategy.retrieve_plan ReplicationStrategy
-    NoReplicasAvailableError
+    CheckpointlessMegatronStrategy.base_store CheckpointlessMegatronStrategy.load_model_state_dict
+    CheckpointlessMegatronStrategy.is_peft CheckpointlessMegatronStrategy.teardown
+    CheckpointlessCallback(clean_lightning_module=) CheckpointlessCallback.tried_adapter_checkpointless
+    CheckpointlessCallback.on_train_batch_start CheckpointlessCallback.get_peft_callback
+    CheckpointlessCallback._try_adapter_checkpointless_restore CheckpointlessCompatibleConnector.resume_end Abort
+    Finalize HealthCheck AbortTransformerEngine CudaHealthCheck HealthCheckError InternalError RankShouldRestart
+    LocalCheckpointManager(session_id=) LocalCheckpointManager(repl_strategy=)
+    CliqueReplicationStrategy(local_group=) CliqueReplicationStrategy(target_device=)
+    CliqueReplicationStrategy.retrieve_plan ReplicationStrategy NoReplicasAvailableError
+    CheckpointManager.checkpointless_recovery_feasible HPCallWrapper.initialize_barrier
+    HPCallWrapper.handle_fn_exception
 """
 
 

@@ -14,9 +14,9 @@ BUDGETS = {
     "lines of the product": 51_940,
     "modules of the product": 219,
     "public names of the product": 746,
-    "lines of the tests": 60_764,
-    "bytes of docs/": 210_577,
-    "bytes of docs/architecture.md": 36_000,
+    "lines of the tests": 60_763,
+    "bytes of docs/": 207_676,
+    "bytes of docs/architecture.md": 35_900,
     "bytes of docs/guarantees.md": 13_419,
     "lines of README.md": 130,
 }
