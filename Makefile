@@ -22,6 +22,7 @@ GPU_VERSION ?= 3.12
 # Of its GPU, for NCCL's library: 90 for H100 and H200, 0 for none.
 GPU_ARCH ?= 90
 ONLY ?=
+WITH ?=
 RESULTS ?= build/gpu
 STAMP := .venv/.installed
 # Bridge wants another Megatron-core than NeMo, and declares what only GPUs need: pinned as a whole, without resolving.
@@ -90,8 +91,8 @@ dist: $(STAMP) ## build the sdist, and from it the wheel, into dist/
 dist-check: $(STAMP) ## build both, install them into an environment of their own, and use them there (3 minutes)
 	$(BIN)/python -m tests.wheel.check --torch "$(TORCH)"
 
-gpu-kit: ## collect the wheels that make gpu needs beside torch, for a machine without a network, into build/gpu-kit
-	$(GPU_PYTHON) -m tests.gpu.kit --python $(GPU_VERSION) --arch $(GPU_ARCH)
+gpu-kit: ## collect the wheels that make gpu needs beside torch, for a machine without a network; WITH=nemo: for part5
+	$(GPU_PYTHON) -m tests.gpu.kit --python $(GPU_VERSION) --arch $(GPU_ARCH) --with "$(WITH)"
 
 gpu: ## run what needs a GPU, with its Python's torch and build/gpu-kit (11 minutes; a part of it: ONLY=part2)
 	$(GPU_PYTHON) -m tests.gpu.run --only "$(ONLY)" --results "$(RESULTS)"

@@ -21,6 +21,7 @@ from tests.ranks.agent_job import SCRIPTS, Job
 LOOP = ROOT / "tests" / "gpu" / "loop.py"
 DDP = ROOT / "tests" / "gpu" / "ddp.py"
 LIGHTNING = ROOT / "tests" / "gpu" / "lightning_ddp.py"
+NEMO = ROOT / "tests" / "gpu" / "nemo_gpt.py"
 HSDP = ROOT / "examples" / "train_hsdp.py"
 MEGATRON = ROOT / "examples" / "train_megatron.py"
 MEGATRON_LAYOUTS = SCRIPTS / "megatron_loop.py"

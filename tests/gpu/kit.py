@@ -2,6 +2,8 @@
 
 The base install's dependencies and versions come from ``pyproject.toml``. Nothing is resolved, so that torch is
 never pulled in; instead each wheel is asked what it requires, and the kit is refused if nobody brings that.
+
+``make gpu-kit WITH=nemo`` collects what NeMo needs into a second folder, which travels by itself.
 """
 
 from __future__ import annotations
@@ -22,16 +24,17 @@ from tests.wheel.contents import FOLDERS, differing
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "build" / "gpu-kit"
+NEMO_FOLDER = ROOT / "build" / "gpu-kit-nemo"
+NEMO = Path(__file__).parent / "nemo.txt"
 MOST_BYTES = 55_000_000
 MEGATRON = "megatron-core"
 #: Of the development tools, those that the tests import.
 TOOLS = ("pytest", "pytest-timeout", "hypothesis")
-#: What the wheels above require, without torch and what comes with it.
+#: What the wheels above require, without torch, what comes with it, and NumPy, which an image with torch has.
 BESIDE = (
     "iniconfig",
     "markdown-it-py",
     "mdurl",
-    "numpy<2",  # Megatron-core's limit
     "pluggy",
     "pygments",
     "pytorch-lightning",
@@ -40,11 +43,24 @@ BESIDE = (
     "tqdm",
 )
 WITH_TORCH = frozenset(
-    {"torch", "filelock", "fsspec", "jinja2", "markupsafe", "networkx", "setuptools", "sympy", "typing-extensions"}
+    {
+        "torch",
+        "filelock",
+        "fsspec",
+        "jinja2",
+        "markupsafe",
+        "networkx",
+        "numpy",
+        "setuptools",
+        "sympy",
+        "typing-extensions",
+    }
 )
+#: Beside these: published as sources only.
+NEMO_SOURCES = ("antlr4-python3-runtime==4.9.3", "wget==3.2")
 #: The folders and files that our wheel is made of.
 SOURCES = (*FOLDERS, "pyproject.toml", "setup.py", "README.md", "LICENSE")
-_PLATFORMS = (*(f"manylinux_2_{minor}_x86_64" for minor in (28, 27, 24, 18, 17)), "manylinux2014_x86_64")
+_PLATFORMS = (*(f"manylinux_2_{minor}_x86_64" for minor in range(34, 16, -1)), "manylinux2014_x86_64")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -124,7 +140,7 @@ def fits(wheel: str, python: tuple[int, int]) -> bool:
 
 
 def unpack(wheel: Path, site: Path) -> None:
-    """Unpack a wheel into ``site``; its scripts are left out, and nothing is compiled.
+    """Unpack a wheel into ``site`` without its scripts, and without a ``tests`` that hides this one.
 
     Raises:
         KitError: it has a file that would lie outside of ``site``.
@@ -132,7 +148,11 @@ def unpack(wheel: Path, site: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         for name in archive.namelist():
             data = re.fullmatch(r"[^/]+\.data/(\w+)/(.*)", name)
-            if name.endswith("/") or (data is not None and data[1] not in ("purelib", "platlib")):
+            if (
+                name.endswith("/")
+                or name.startswith("tests/")
+                or (data is not None and data[1] not in ("purelib", "platlib"))
+            ):
                 continue
             target = (site / (data[2] if data is not None else name)).resolve()
             if not target.is_relative_to(site.resolve()):
@@ -155,10 +175,9 @@ def make(folder: Path, python: str, arch: int) -> list[Path]:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    chosen = ["--python-version", python, "--implementation", "cp", "--only-binary=:all:", "--no-deps"]
-    platforms = [word for platform in _PLATFORMS for word in ("--platform", platform)]
+    chosen = [*_for(python), "--no-deps"]
     wanted = requirements((ROOT / "pyproject.toml").read_text())
-    _run([*pip, "download", *chosen, *platforms, "-d", str(folder), *wanted])
+    _run([*pip, "download", *chosen, "-d", str(folder), *wanted])
     with tempfile.TemporaryDirectory() as name:  # a build in the working tree would leave files there
         for source in SOURCES:
             path = ROOT / source
@@ -175,7 +194,7 @@ def make(folder: Path, python: str, arch: int) -> list[Path]:
     if arch:
         print(f"gpu-kit: fetching {nccl_library.WHEEL}, of which little stays; about 250 MB", flush=True)
         with tempfile.TemporaryDirectory() as name:
-            _run([*pip, "download", *chosen, *platforms, "-d", name, nccl_library.WHEEL])
+            _run([*pip, "download", *chosen, "-d", name, nccl_library.WHEEL])
             try:
                 nccl_library.collect(next(Path(name).glob("*.whl")), arch, folder)
             except (ValueError, OSError, subprocess.CalledProcessError) as error:
@@ -183,6 +202,32 @@ def make(folder: Path, python: str, arch: int) -> list[Path]:
     files = sorted(folder.iterdir())
     check_size({each.name: each.stat().st_size for each in files})
     return files
+
+
+def make_nemo(folder: Path, python: str) -> list[Path]:
+    """Fill ``folder`` with the wheels that NeMo needs beside the kit, and return them.
+
+    Args:
+        folder: is emptied first.
+        python: the version of the interpreter on the machine with the GPU, for example ``3.12``.
+
+    Raises:
+        KitError: a wheel cannot be had, or they are too large.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    _run([*pip, "download", *_for(python), "--no-deps", "-d", str(folder), "-r", str(NEMO)])
+    _run([*pip, "wheel", "--no-deps", "-w", str(folder), *NEMO_SOURCES])
+    files = sorted(folder.iterdir())
+    check_size({each.name: each.stat().st_size for each in files})
+    return files
+
+
+def _for(python: str) -> list[str]:
+    """Return what makes pip choose wheels for that Python."""
+    platforms = [word for platform in _PLATFORMS for word in ("--platform", platform)]
+    return ["--python-version", python, "--implementation", "cp", "--only-binary=:all:", *platforms]
 
 
 def _list(pyproject: str, name: str) -> list[str]:
@@ -218,15 +263,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--python", default="3.12", help="of the machine with the GPU (default: 3.12)")
     options.add_argument("--arch", type=int, default=90, help="90 for H100 and H200; 0: no NCCL (default: 90)")
-    options.add_argument("--folder", type=Path, default=FOLDER, help="where the wheels go (default: build/gpu-kit)")
+    options.add_argument(
+        "--with", dest="extra", choices=("", "nemo"), default="", metavar="nemo", help="nemo: a second kit, too"
+    )
     chosen = options.parse_args(arguments)
     try:
-        files = make(chosen.folder, chosen.python, chosen.arch)
+        kits = {FOLDER: make(FOLDER, chosen.python, chosen.arch)}
+        if chosen.extra:
+            kits[NEMO_FOLDER] = make_nemo(NEMO_FOLDER, chosen.python)
     except KitError as error:
         print(f"gpu-kit: {error}", file=sys.stderr)
         return 1
-    total = sum(each.stat().st_size for each in files)
-    print(f"gpu-kit: {len(files)} files, {total / 1e6:.1f} MB, in {chosen.folder}")
+    for folder, files in kits.items():
+        total = sum(each.stat().st_size for each in files)
+        print(f"gpu-kit: {len(files)} files, {total / 1e6:.1f} MB, in {folder}")
     return 0
 
 

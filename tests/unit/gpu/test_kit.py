@@ -102,6 +102,7 @@ def test_a_wheel_is_unpacked_without_its_scripts(tmp_path: Path) -> None:
         archive.writestr("a/b.py", "b = 1")
         archive.writestr("a-1.data/purelib/c.py", "c = 1")
         archive.writestr("a-1.data/scripts/d", "d")
+        archive.writestr("tests/test_a.py", "")
     unpack(wheel, tmp_path / "site")
     found = {
         path.relative_to(tmp_path / "site").as_posix() for path in (tmp_path / "site").rglob("*") if path.is_file()
