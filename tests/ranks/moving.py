@@ -17,7 +17,7 @@ class Waits(Callback):
         """Wait, in the first generation."""
         call, deadline_s = active_call_wrapper(), time.monotonic() + 150
         assert call is not None
-        while batch_idx == AT_BATCH and call.generation == 0 and not call.pause.is_wanted:
+        while trainer.global_step == AT_BATCH and call.generation == 0 and not call.pause.is_wanted:
             assert time.monotonic() < deadline_s, "nobody moves a node"
             call.beat()
             time.sleep(0.005)
