@@ -11,7 +11,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 import lightning.pytorch as pl
 import torch
@@ -46,7 +46,7 @@ from checkpointless.integrations.lightning.recoverable_strategy import Recoverab
 from checkpointless.integrations.megatron import cleanup as megatron_cleanup
 from checkpointless.integrations.megatron import cpu_platform
 from checkpointless.integrations.megatron.state import MegatronTensors, replicas
-from checkpointless.integrations.megatron.update import GuardedUpdate, NotedNorms
+from checkpointless.integrations.megatron.update import GuardedUpdate, NotedNorms, announce_gradient_sync
 from checkpointless.integrations.torch.repeated_steps import repeated_steps
 from checkpointless.recovery.guard import UpdateGuard
 from checkpointless.recovery.manager import BuildAnewError, manager_of
@@ -55,9 +55,6 @@ from checkpointless.state.serialization.state_tree import Later, copy_of
 from checkpointless.strategies.warm_start import WarmStart
 from checkpointless.transfer.rank_groups import Group
 from checkpointless.transfer.tensor_entry import Key
-
-if TYPE_CHECKING:
-    from megatron.core import ModelParallelConfig
 
 _TABLES = ("_parameters", "_buffers", "_modules")
 _TRAINER = ("_trainer", "_fabric")  # of the generation that is over
@@ -349,7 +346,7 @@ class CheckpointlessMegatronStrategy(RecoverableStrategy, MegatronStrategy):
         """Let the frameworks log again, and announce from now on when gradients are reduced."""
         loggers.speak()
         if self._call is not None:
-            _announce_gradient_sync(get_model_config(self.megatron_parallel[0]), self._call)
+            announce_gradient_sync(self.megatron_parallel[0], self._call)
 
     @override
     def training_step(self, dataloader_iter: Any, *args: Any, **kwargs: Any) -> Any:
@@ -444,19 +441,6 @@ def _put_back() -> None:
 
 
 # Tells a running wrapper which phase of a step begins, where neither Lightning nor Megatron has a hook for it.
-
-
-def _announce_gradient_sync(config: ModelParallelConfig, call: HPCallWrapper) -> None:
-    """Announce the phase ``sync`` before Megatron reduces the gradients, if the wrapper causes faults."""
-    finalize = config.finalize_model_grads_func
-    if call.faults is None or finalize is None:
-        return
-
-    def announced(*args: Any, **kwargs: Any) -> Any:
-        call.enter_phase("sync", call.steps.making)
-        return finalize(*args, **kwargs)
-
-    config.finalize_model_grads_func = announced
 
 
 class _PhasedIterator(Iterator[Any]):

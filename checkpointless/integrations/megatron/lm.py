@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -23,6 +22,7 @@ from checkpointless.integrations.megatron.pretrain_generation import (
     first_refusal,
     in_a_block,
     is_given,
+    of_data,
 )
 from checkpointless.integrations.megatron.pretraining import STEP, TRAIN, VALID
 from checkpointless.system.patches import Patch
@@ -136,19 +136,13 @@ def _rows() -> tuple[list[Patch], list[Patch]]:
         Patch(training, "get_megatron_optimizer", _get_optimizer, "has the model for which memory is asked"),
         Patch(training, "get_optimizer_param_scheduler", _get_scheduler, "gives their state back to what was made"),
         Patch(training, "load_checkpoint", _load_checkpoint, "storage is not asked for what memory had"),
-        Patch(training, "build_train_valid_test_data_iterators", _build_data, "positions the data"),
-        Patch(training, "build_train_valid_test_data_loaders", _build_loaders, "seeds workers by the batch"),
-        Patch(training, "cyclic_iter", _cyclic_iter, "begins in the middle of a pass"),
+        *of_data(training, "build_train_valid_test_data_iterators", training),
         Patch(training, "train", _train, "adds what happens when the loop ends"),
         Patch(training, "train_step", _train_step, "notes the outcome of a step, or gives it once more"),
         Patch(training, "training_log", _training_log, "has what was added up before a fault"),
         Patch(training, "checkpoint_and_decide_exit", _decide_exit, "has the number of operations"),
     ]
-    queues = [
-        Patch(module, name, in_a_block(lambda *_: queue.Queue()), "no process is there to be interrupted")
-        for module, name in compat.queues_of_writers()
-    ]
-    return required, queues
+    return required, []
 
 
 SEAMS = Seams("Megatron-LM", _rows)
@@ -171,21 +165,6 @@ def _get_scheduler(generation: PretrainGeneration, call: Call) -> Any:
 @in_a_block
 def _load_checkpoint(generation: PretrainGeneration, call: Call) -> Any:
     return (0, 0) if generation.recovered else call()  # build_data sets both
-
-
-@in_a_block
-def _build_data(generation: PretrainGeneration, call: Call) -> Any:
-    return generation.build_data(call)
-
-
-@in_a_block
-def _build_loaders(generation: PretrainGeneration, call: Call) -> Any:
-    return generation.seeded(call())
-
-
-@in_a_block
-def _cyclic_iter(generation: PretrainGeneration, call: Call) -> Any:
-    return call() if generation.loaders is None else generation.loaders.passes(*call.args)
 
 
 @in_a_block

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import queue
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,14 +13,15 @@ from typing import Any, TypeVar, cast
 
 import torch
 from megatron.core.num_microbatches_calculator import update_num_microbatches
-from megatron.core.utils import get_model_config
 
 from checkpointless.faults.inject import WorkersIterator
 from checkpointless.inprocess import HPCallWrapper, UnrecoverableError
 from checkpointless.inprocess.abort import register_trainer_parts
 from checkpointless.integrations.compat import BRIDGE, CORE, installed, untested
+from checkpointless.integrations.compat import megatron as compat
 from checkpointless.integrations.megatron.pretrain_loaders import STREAMS, Loaders
 from checkpointless.integrations.megatron.pretraining import TRAIN, Pretraining, Trainer
+from checkpointless.integrations.megatron.update import announce_gradient_sync
 from checkpointless.system.patches import Patch, Patches
 
 _Built = TypeVar("_Built")
@@ -191,7 +193,7 @@ class PretrainGeneration:
             chunks: the model's chunks.
         """
         assert self.training is not None
-        self._announce_gradient_sync(chunks)
+        announce_gradient_sync(chunks[0], self.call)
         self.training.begin_step()
 
     def _announced(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
@@ -208,20 +210,6 @@ class PretrainGeneration:
             return output, loss
 
         return announced
-
-    def _announce_gradient_sync(self, chunks: Sequence[torch.nn.Module]) -> None:
-        """Announce the phase ``sync`` before gradients are reduced, if there are faults."""
-        call, config = self.call, get_model_config(chunks[0])
-        finalize = config.finalize_model_grads_func
-        if call.faults is None or finalize is None or hasattr(finalize, "announces"):
-            return
-
-        def announced(*args: Any, **kwargs: Any) -> Any:
-            call.enter_phase("sync", call.steps.making)
-            return finalize(*args, **kwargs)
-
-        announced.announces = True  # type: ignore[attr-defined]
-        config.finalize_model_grads_func = announced
 
 
 # --- the functions that lead to a generation ---------------------------------------------------------------------
@@ -279,7 +267,7 @@ class Seams:
                     place = f"{getattr(row.target, '__name__', row.target)}.{row.attribute}"
                     raise UnrecoverableError(f"{seen}: there is no {place}, without which nothing can be recovered")
             present = [row for row in of_some_versions if hasattr(row.target, row.attribute)]
-            self._patches.make([*required, *present])
+            self._patches.make([*required, *present, *_of_writers()])
         _left.clear()
         _running[:] = [generation]
         try:
@@ -309,6 +297,36 @@ def in_a_block(
         return replaced
 
     return make
+
+
+def of_data(target: object, iterators: str, loaders: object) -> list[Patch]:
+    """Return the replacements of the functions with which a library makes its data.
+
+    Args:
+        target: where its iterators are made.
+        iterators: the name of the function that makes them.
+        loaders: where its loaders are made.
+    """
+    made = "build_train_valid_test_data_loaders"
+    return [
+        Patch(target, iterators, in_a_block(PretrainGeneration.build_data), "positions the data at the step"),
+        Patch(loaders, made, in_a_block(lambda to, call: to.seeded(call())), "seeds workers by the batch"),
+        Patch(loaders, "cyclic_iter", in_a_block(_cyclic_iter), "begins in the middle of a pass"),
+    ]
+
+
+def _cyclic_iter(generation: PretrainGeneration, call: Call) -> Any:
+    return call() if generation.loaders is None else generation.loaders.passes(*call.args)
+
+
+def _of_writers() -> list[Patch]:
+    """Return what makes the writers of a save report to a queue of this process.
+
+    A rank that is interrupted while it talks to the process of Megatron's queue would take the old answer for that
+    to its next question. Saves are not made in the background here.
+    """
+    make, why = in_a_block(lambda *_: queue.Queue()), "no process is there to be interrupted"
+    return [Patch(module, name, make, why) for module, name in compat.queues_of_writers()]
 
 
 def arguments_of(call: Call) -> Mapping[str, Any]:

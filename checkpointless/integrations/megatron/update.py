@@ -16,8 +16,9 @@ from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer, MixedPrecisionOptimizer
+from megatron.core.utils import get_model_config
 
-from checkpointless.inprocess import UnrecoverableError
+from checkpointless.inprocess import HPCallWrapper, UnrecoverableError
 from checkpointless.integrations.compat.precision import DELAYED, fp8_recipe, unabortable, unsupported
 from checkpointless.recovery.guard import UpdateGuard
 
@@ -27,6 +28,21 @@ _UNSCALED = (torch.float32, torch.bfloat16)
 def sub_optimizers(optimizer: MegatronOptimizer | None) -> list[Any]:
     """Return the optimizers chained in ``optimizer``, or a list of ``optimizer`` alone."""
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
+def announce_gradient_sync(chunk: torch.nn.Module, call: HPCallWrapper) -> None:
+    """Announce the phase ``sync`` before Megatron reduces the gradients, if there are faults."""
+    config = get_model_config(chunk)
+    finalize = config.finalize_model_grads_func
+    if call.faults is None or finalize is None or hasattr(finalize, "announces"):
+        return
+
+    def announced(*args: Any, **kwargs: Any) -> Any:
+        call.enter_phase("sync", call.steps.making)
+        return finalize(*args, **kwargs)
+
+    announced.announces = True  # type: ignore[attr-defined]
+    config.finalize_model_grads_func = announced
 
 
 def update_locally(optimizers: Sequence[Any]) -> bool:

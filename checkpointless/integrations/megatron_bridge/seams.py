@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import queue
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +20,7 @@ from checkpointless.integrations.megatron.pretrain_generation import (
     Seams,
     arguments_of,
     in_a_block,
+    of_data,
 )
 from checkpointless.system.patches import Patch
 
@@ -74,9 +74,7 @@ def _rows() -> tuple[list[Patch], list[Patch]]:
     required = [
         Patch(pretrain, "setup", _setup, "has Bridge's global state, of which there is a new one at each entry"),
         Patch(setup, "setup_optimizer", _setup_optimizer, "gives their state back to what was just made"),
-        Patch(setup, "setup_data_iterators", _setup_data_iterators, "positions the data where training resumes"),
-        Patch(loaders, "build_train_valid_test_data_loaders", _build_loaders, "seeds workers by the batch"),
-        Patch(loaders, "cyclic_iter", _cyclic_iter, "begins in the middle of a pass"),
+        *of_data(setup, "setup_data_iterators", loaders),
         Patch(pretrain, "train", _train, "adds what happens when training and a step start"),
         Patch(train, "train_step", _train_step, "notes the outcome of a step, or gives it once more"),
         Patch(train, "training_log", _training_log, "has what was added up before a fault"),
@@ -86,11 +84,7 @@ def _rows() -> tuple[list[Patch], list[Patch]]:
         Patch(setup, "_should_load_checkpoint", _should_load_checkpoint, "as load_checkpoint, which is elsewhere"),
         Patch(pretrain, "_cleanup_after_pretrain_failure", _clean_up, "the block cleans up, and keeps the state"),
     ]
-    queues = [
-        Patch(module, name, _results_queue, "no process is there to be interrupted")
-        for module, name in compat.queues_of_writers()
-    ]
-    return required, [*of_some_versions, *queues]
+    return required, of_some_versions
 
 
 SEAMS = Seams("Megatron-Bridge", _rows)
@@ -120,34 +114,8 @@ def _should_load_checkpoint(generation: PretrainGeneration, call: Call) -> bool:
 
 
 @in_a_block
-def _results_queue(generation: PretrainGeneration, call: Call) -> Any:
-    """Return a queue of this process for what writers of a save report.
-
-    Megatron's is in a process of its own, which imports the script, and torch with the first report. A rank that is
-    interrupted while it talks to that process takes the old answer for that to its next question. Saves are not
-    made in the background here, so a queue of this process does.
-    """
-    return queue.Queue()
-
-
-@in_a_block
 def _clean_up(generation: PretrainGeneration, call: Call) -> None:
     """Do nothing: the block cleans up."""
-
-
-@in_a_block
-def _setup_data_iterators(generation: PretrainGeneration, call: Call) -> Any:
-    return generation.build_data(call)
-
-
-@in_a_block
-def _build_loaders(generation: PretrainGeneration, call: Call) -> Any:
-    return generation.seeded(call())
-
-
-@in_a_block
-def _cyclic_iter(generation: PretrainGeneration, call: Call) -> Any:
-    return call() if generation.loaders is None else generation.loaders.passes(*call.args)
 
 
 @in_a_block
