@@ -22,7 +22,7 @@ from checkpointless.inprocess import UnrecoverableError
 from checkpointless.integrations.compat.megatron import queues_of_writers
 from checkpointless.integrations.megatron import pretrain_generation
 from checkpointless.integrations.megatron.pretrain_loaders import Loaders
-from checkpointless.integrations.megatron.pretraining import StepOutcome
+from checkpointless.integrations.megatron.pretraining import _StepOutcome
 from checkpointless.integrations.megatron_bridge import finetune, seams
 from checkpointless.integrations.megatron_bridge.entry import _REFUSALS, _copied, refusal
 from checkpointless.state.serialization import state_tree
@@ -96,8 +96,8 @@ def test_workers_that_persist_have_one_iterator_for_all_passes(consumed: int, dr
 
 @pytest.mark.parametrize("losses", [[], [[1.5], [2.25]], [[1.5, 3.0], [0.1, 7.0]]])
 def test_an_outcome_travels_as_plain_data(losses: list[list[float]]) -> None:
-    outcome = StepOutcome([{"lm loss": torch.tensor(each)} for each in losses], True, 0.1, None, 8)
-    again = StepOutcome.from_plain(state_tree.loads(state_tree.dumps(outcome.to_plain())))
+    outcome = _StepOutcome([{"lm loss": torch.tensor(each)} for each in losses], True, 0.1, None, 8)
+    again = _StepOutcome.from_plain(state_tree.loads(state_tree.dumps(outcome.to_plain())))
     assert [{name: each.tolist() for name, each in loss.items()} for loss in again.losses] == [
         {name: each.tolist() for name, each in loss.items()} for loss in outcome.losses
     ]

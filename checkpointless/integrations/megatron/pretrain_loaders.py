@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 STREAMS = ("train", "valid", "test")
 
 
-class Passes:
+class _Passes:
     """Iterates over a loader again and again, from the batch that follows those consumed.
 
     ``cyclic_iter`` makes an iterator when the first batch is asked for, and torch draws a number from the
@@ -118,7 +118,7 @@ class Loaders:
         self._began = began
         self._seed = seed
         self._made: list[tuple[DataLoader[Any], str]] = []
-        self._passes: dict[str, Passes] = {}
+        self._passes: dict[str, _Passes] = {}
 
     def made(self, loaders: Sequence[DataLoader[Any] | Sequence[DataLoader[Any]] | None]) -> None:
         """Make what workers draw depend on the batch alone, not on how long a worker has lived.
@@ -140,10 +140,10 @@ class Loaders:
     def _place(self, name: str) -> Place:
         return Place(self._passes[name].number if name in self._passes else 0)
 
-    def passes(self, loader: DataLoader[Any]) -> Passes:
+    def passes(self, loader: DataLoader[Any]) -> _Passes:
         """Return what iterates over ``loader`` again and again."""
         name = next((name for each, name in self._made if each is loader), "")
-        self._passes[name] = passes = Passes(loader, self._began.get(name, 0))
+        self._passes[name] = passes = _Passes(loader, self._began.get(name, 0))
         if self._resumes:
             passes.resume()
         return passes

@@ -114,7 +114,7 @@ class Pretraining(JournaledTraining):
         self._losses: Losses = []
         self._objects: Mapping[str, Any] = {}
         self.recovered = False
-        self.replayed: StepOutcome | None = None
+        self.replayed: _StepOutcome | None = None
         self.totals: dict[str, Any] = {}
         self.kept_totals: Mapping[str, Any] = {}
         self.began: dict[str, int] = {}
@@ -165,7 +165,7 @@ class Pretraining(JournaledTraining):
             own = self._manager.own.kept_at(self.step, SnapshotPoint.COMMITTED)
             if not own:
                 raise UnrecoverableError(f"the outcome of step {self.step} of this rank is lost")
-            self.replayed = StepOutcome.from_plain(own["outcome"])
+            self.replayed = _StepOutcome.from_plain(own["outcome"])
             consumed += self.replayed.samples
         return consumed
 
@@ -236,7 +236,7 @@ class Pretraining(JournaledTraining):
         self._manager.copies.finish()
 
     @contextmanager
-    def replay(self, outcome: StepOutcome) -> Iterator[None]:
+    def replay(self, outcome: _StepOutcome) -> Iterator[None]:
         """Let the optimizer's ``step`` give ``outcome`` and change nothing but the streams while this lasts."""
         kept = outcome.succeeded, outcome.grad_norm, outcome.num_zeros
         self._trainer.set_flops(outcome.flops)
@@ -273,9 +273,9 @@ class Pretraining(JournaledTraining):
         totals = dict(self.kept_totals or self.totals)  # what is kept, until the library logs for the first time
         return lambda: {**capture(), "counters": counters, "totals": totals, "began": began}
 
-    def _outcome(self) -> StepOutcome:
+    def _outcome(self) -> _StepOutcome:
         succeeded = not self._update.overflow
-        return StepOutcome(
+        return _StepOutcome(
             self._losses,
             succeeded,
             self._norms.grad_norm if succeeded else None,
@@ -305,7 +305,7 @@ def _gathers_late(optimizer: MegatronOptimizer) -> bool:
 
 
 @dataclass(frozen=True)
-class StepOutcome:
+class _StepOutcome:
     """What forward, backward and update of one step gave this rank.
 
     Attributes:
@@ -339,7 +339,7 @@ class StepOutcome:
         }
 
     @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> StepOutcome:
+    def from_plain(cls, plain: Mapping[str, Any]) -> _StepOutcome:
         """Return the outcome that :meth:`to_plain` gave."""
         stacked = {name: tensor.to(device) for name, (device, tensor) in plain["losses"].items()}
         microbatches = len(next(iter(stacked.values()))) if stacked else 0

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from megatron.bridge.training.state import GlobalState
 
 
-class BridgeTrainer:
+class _BridgeTrainer:
     """Bridge, as :class:`~checkpointless.integrations.megatron.pretraining.Trainer`.
 
     Args:
@@ -92,7 +92,7 @@ SEAMS = Seams("Megatron-Bridge", _rows)
 
 @in_a_block
 def _setup(generation: PretrainGeneration, call: Call) -> Any:
-    generation.begin(BridgeTrainer(arguments_of(call)["state"]))
+    generation.begin(_BridgeTrainer(arguments_of(call)["state"]))
     return call()
 
 
