@@ -361,13 +361,6 @@ class CheckpointlessMegatronStrategy(RecoverableStrategy, MegatronStrategy):
         return output
 
     @override
-    def optimizer_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run one optimizer step, or replay what belongs to one without its update."""
-        if self._fit is None:
-            return super().optimizer_step(optimizer, *args, **kwargs)
-        return self._fit.update(partial(super().optimizer_step, optimizer, *args, **kwargs))
-
-    @override
     def teardown(self) -> None:
         """Tear down, but leave the state alone if a fault ended the run: abort and finalizer clean up then."""
         if self._finish_fit():

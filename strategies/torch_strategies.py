@@ -183,13 +183,6 @@ class _TorchRecoverable(RecoverableStrategy):
         return super().training_step(*args, **kwargs)
 
     @override
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run one optimizer step, or replay what belongs to one without its update."""
-        if self._fit is None:
-            return super().optimizer_step(*args, **kwargs)
-        return self._fit.update(partial(super().optimizer_step, *args, **kwargs))
-
-    @override
     def _data_rank(self) -> int:
         return int(self.distributed_sampler_kwargs["rank"])
 

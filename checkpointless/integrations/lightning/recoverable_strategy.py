@@ -6,6 +6,7 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import lightning.pytorch as pl
@@ -206,6 +207,13 @@ class RecoverableStrategy(ParallelStrategy):
         if self._worker_seed.value is not None and self._fit is not None:
             repeat_worker_draws(loader, self._worker_seed.value, self.trainer, self._data_rank())
         return loader
+
+    @override
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one optimizer step, or replay what belongs to one without its update."""
+        if self._fit is None:
+            return super().optimizer_step(*args, **kwargs)
+        return self._fit.update(partial(super().optimizer_step, *args, **kwargs))
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
