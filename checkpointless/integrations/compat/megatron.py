@@ -66,6 +66,10 @@ def require_checkpoint(config: object) -> None:
         setattr(config, name, True)
 
 
+#: In Megatron-core's ``filesystem_async``: the queue that the writers of a save report to (0.15).
+RESULTS_QUEUE = "_results_queue"
+
+
 def queues_of_writers() -> Iterator[tuple[ModuleType, str]]:
     """Yield the functions that make the queue which the writers of a save report to, as modules and names.
 

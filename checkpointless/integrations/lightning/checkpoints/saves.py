@@ -49,7 +49,7 @@ from torch.distributed.checkpoint import CheckpointException
 
 from checkpointless.inprocess import UnrecoverableError, active_call_wrapper
 from checkpointless.inprocess.exceptions import is_victim
-from checkpointless.integrations.compat.megatron import ActiveAsyncRequest, disable_gc
+from checkpointless.integrations.compat.megatron import RESULTS_QUEUE, ActiveAsyncRequest, disable_gc
 from checkpointless.launcher.protocol.causes import Json
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.events import event_log
@@ -931,15 +931,15 @@ def _report_separately() -> None:
     Megatron has one queue for all saves of a rank. With two saves under way, the reports of the second may come
     first, and each save takes the other's reports for its own.
     """
-    reports = filesystem_async._results_queue
+    reports = getattr(filesystem_async, RESULTS_QUEUE)
     manager = getattr(reports, "_manager", None)
     if manager is None:
         return
     try:
-        filesystem_async._results_queue = manager.Queue()
+        setattr(filesystem_async, RESULTS_QUEUE, manager.Queue())
     except (OSError, EOFError) as error:  # the process that holds the queues is gone
         logger.warning("the process that checkpoints in the background report to is replaced: %s", error)
-        filesystem_async._results_queue = None  # Megatron makes another one
+        setattr(filesystem_async, RESULTS_QUEUE, None)  # Megatron makes another one
 
 
 def _reset_reports() -> None:
@@ -949,7 +949,7 @@ def _reset_reports() -> None:
     it asked that process would take the old answer for the answer to its next question, and an old report for the
     report of its next save.
     """
-    reports = filesystem_async._results_queue
+    reports = getattr(filesystem_async, RESULTS_QUEUE)
     if reports is not None:
         vars(reports._tls).pop("connection", None)  # of this thread; multiprocessing makes another one
         _report_separately()
