@@ -11,10 +11,10 @@ from tests.unit.project.test_floors import MODULES, ROOT, tree_of
 
 #: The aim is 45,000 lines in 280 modules with 600 public names, and 200 KB of documentation.
 BUDGETS = {
-    "lines of the product": 51_940,
+    "lines of the product": 51_903,
     "modules of the product": 219,
-    "public names of the product": 746,
-    "lines of the tests": 60_763,
+    "public names of the product": 745,
+    "lines of the tests": 60_958,
     "bytes of docs/": 207_676,
     "bytes of docs/architecture.md": 35_900,
     "bytes of docs/guarantees.md": 13_419,
