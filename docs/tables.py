@@ -14,6 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 SETTINGS = ROOT / "docs" / "settings.md"
 RECIPE = ROOT / "recipes" / "tiny_gpt_cpu.yaml"
+MANY = 20  # options of ``run`` in one row
 _NO_MEANING = "Accepted without a meaning; one line says why"
 
 
@@ -29,14 +30,31 @@ def commands() -> dict[str, argparse.ArgumentParser]:
 
 def command_table(name: str) -> str:
     """Return a table of a command's options. Options with the same text share a row, and so do those of ``run``."""
-    rows, others = option_rows(name), set() if name == "run" else set(option_rows("run"))
+    rows, others = option_rows(name), [] if name == "run" else option_rows("run")
     by_text: dict[str, list[str]] = {}
     for words, text in sorted(rows, key=lambda row: row not in others):
         if (words, text) in others:
-            words, text = re.sub(r" [A-Z][\w:\[\],.]*`", "`", words), "As for `run`"
+            words, text = _name(words), "As for `run`"
+        words = _name(words) if text == _NO_MEANING else words
         by_text.setdefault(text, []).append(words)
+    by_text = {text: _but_few(words, rows) if len(words) > MANY else words for text, words in by_text.items()}
     lines = (f"| {', '.join(words)} | {text} |" for text, words in by_text.items())
     return "\n".join(["| option | what |", "| --- | --- |", *lines])
+
+
+def _name(words: str) -> str:
+    """Return an option without its value."""
+    return re.sub(r" [A-Z][\w:=\[\],.]*`", "`", words)
+
+
+def _but_few(names: list[str], rows: list[tuple[str, str]]) -> list[str]:
+    """Return ``names`` as all options of ``run`` but those that the command has not."""
+    (torchruns,) = (group for group in commands()["run"]._action_groups if str(group.title).startswith("torchrun"))
+    options = {option for action in torchruns._group_actions for option in action.option_strings}
+    known = {_name(words) for words, _ in rows}
+    few = [_name(words) for words, _ in option_rows("run") if words.startswith("`-")]
+    few = [words for words in few if words not in known and not options & set(words.strip("`").split(", "))]
+    return [f"Those of `run`, but not {', '.join(few)} or torchrun's"]
 
 
 def option_rows(name: str) -> list[tuple[str, str]]:

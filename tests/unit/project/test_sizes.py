@@ -15,9 +15,9 @@ BUDGETS = {
     "modules of the product": 219,
     "public names of the product": 745,
     "lines of the tests": 60_958,
-    "bytes of docs/": 207_676,
-    "bytes of docs/architecture.md": 35_900,
-    "bytes of docs/guarantees.md": 13_419,
+    "bytes of docs/": 205_181,
+    "bytes of docs/architecture.md": 35_100,
+    "bytes of docs/guarantees.md": 13_401,
     "lines of README.md": 130,
 }
 FUNCTION_LINES = 60
