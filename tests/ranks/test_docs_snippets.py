@@ -144,7 +144,7 @@ WITHOUT_DIFFERENCE = """
     CliqueReplicationStrategy(local_group=) CliqueReplicationStrategy(target_device=)
     CliqueReplicationStrategy.retrieve_plan ReplicationStrategy NoReplicasAvailableError
     CheckpointManager.checkpointless_recovery_feasible HPCallWrapper.initialize_barrier
-    HPCallWrapper.handle_fn_exception
+    HPCallWrapper.handle_fn_exception LocalCheckpointManager.find_latest
 """
 
 

@@ -15,7 +15,7 @@ BUDGETS = {
     "modules of the product": 219,
     "public names of the product": 745,
     "lines of the tests": 60_958,
-    "bytes of docs/": 205_181,
+    "bytes of docs/": 204_800,
     "bytes of docs/architecture.md": 35_100,
     "bytes of docs/guarantees.md": 13_401,
     "lines of README.md": 130,
