@@ -350,16 +350,25 @@ class _HangResponse:
 
 
 class _Stragglers:
-    """Reports slow ranks, each once until it is as fast as others again, or the generation is over."""
+    """Reports slow ranks, each once until it is as fast as others again, or the generation is over.
+
+    How much work the comparison is depends on how many ranks there are, not on how many messages: it is done every
+    :attr:`EVERY_S` at most if there are :attr:`MANY` ranks or more, and more often if there are few.
+    """
+
+    EVERY_S, MANY = 5.0, 1000
 
     def __init__(self, job: Job) -> None:
         self._job = job
         self._rule = StragglerRule()
         self._generation = NO_STEP
         self._paces: dict[int, RankPace] = {}
+        self._is_new = False
+        self._every_s = self.EVERY_S * min(1.0, len(job.roster.ranks) / self.MANY)
+        self._look_at_s = 0.0
 
     def hear(self, node: Node, message: Paces) -> None:
-        """Compare the ranks, of which a node has reported its own again."""
+        """Keep what a node has reported of its ranks."""
         job = self._job
         if message.generation != job.generation or job.phase is not Phase.RUNNING:
             return
@@ -368,6 +377,14 @@ class _Stragglers:
             self._are_over(self._rule.forget())
         for pace in message.ranks:
             self._paces[job.roster.rank_of(pace.number, node).number] = pace
+        self._is_new = True
+
+    def look(self, now_s: float) -> None:
+        """Compare the ranks if there is news of them in this generation, and it is time to."""
+        job = self._job
+        if not self._is_new or self._generation != job.generation or now_s < self._look_at_s:
+            return
+        self._is_new, self._look_at_s = False, now_s + self._every_s
         found, over = self._rule.look(self._paces)
         for each in found:
             index = job.roster.ranks[each.rank].node.index
@@ -485,6 +502,7 @@ class Coordinator:
         self._regrouping.tick(now_s)
         self._moves.tick(now_s)
         if self.job.phase is Phase.RUNNING:
+            self._stragglers.look(now_s)
             self._hangs.look(now_s)
             return
         self._hangs.kill_those_that_stay(now_s)

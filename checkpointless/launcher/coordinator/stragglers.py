@@ -6,9 +6,9 @@ without such peers is compared with itself some time ago, and with how that has 
 
 from __future__ import annotations
 
-import operator
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -73,12 +73,58 @@ class _Past:
             self.own_us.append(pace.own_us)
             self.data_us.append(pace.data_us)
 
+    @property
+    def is_old_enough(self) -> bool:
+        return len(self.own_us) >= _OLD_ENOUGH
+
+    def change(self, pace: RankPace) -> float:
+        """Return how many times as long as in the past the rank takes now."""
+        return pace.own_us / max(median(self.own_us), 1.0)
+
 
 @dataclass(frozen=True)
 class _Usual:
     own_us: float
     data_us: float
     spread_us: float
+
+
+class _Sorted:
+    """Numbers that are sorted once, for the medians of all but one of them."""
+
+    def __init__(self, values: Iterable[float]) -> None:
+        self.values = sorted(values)
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def median_without(self, value: float) -> float:
+        """Return the median of the others; ``value`` is one of at least two."""
+        at, others = bisect_left(self.values, value), len(self.values) - 1
+        low, high = (others - 1) // 2, others // 2
+        return (self.values[low + (low >= at)] + self.values[high + (high >= at)]) / 2
+
+
+class _Role:
+    """What the ranks of a role take."""
+
+    def __init__(self, paces: Sequence[RankPace]) -> None:
+        self._own = _Sorted(each.own_us for each in paces)
+        self._data = _Sorted(each.data_us for each in paces)
+        self._noise = _Sorted(each.spread_us for each in paces)
+        self._away: dict[float, _Sorted] = {}  # from a median: without one rank, there are at most three
+
+    def __len__(self) -> int:
+        return len(self._own)
+
+    def usual_without(self, pace: RankPace) -> _Usual:
+        """Return what the peers of a rank take in the middle."""
+        own_us = self._own.median_without(pace.own_us)
+        if own_us not in self._away:
+            self._away[own_us] = _Sorted(abs(each - own_us) for each in self._own.values)
+        spread_us = _TO_SIGMA * self._away[own_us].median_without(abs(pace.own_us - own_us)) * _SPREADS
+        noise_us = self._noise.median_without(pace.spread_us) * _NOISE
+        return _Usual(own_us, self._data.median_without(pace.data_us), max(spread_us, noise_us))
 
 
 class StragglerRule:
@@ -97,14 +143,15 @@ class StragglerRule:
     def look(self, paces: Mapping[int, RankPace]) -> tuple[list[Straggler], list[int]]:
         """Compare the ranks, of which ``paces`` has the newest; return those found now, and those slow no more."""
         known = {rank: pace for rank, pace in paces.items() if pace.steps >= _LEAST}
-        roles: dict[int, list[RankPace]] = {}
+        of_role: dict[int, list[RankPace]] = {}
         for pace in known.values():
-            roles.setdefault(pace.role, []).append(pace)
+            of_role.setdefault(pace.role, []).append(pace)
+        roles = {role: _Role(each) for role, each in of_role.items()}
+        changes = self._changes(known) if any(len(role) == 1 for role in roles.values()) else _Sorted(())
         found, over = [], []
         for rank, pace in known.items():
-            past = self._past.setdefault(rank, _Past())
-            peers = [each for each in roles[pace.role] if each is not pace]
-            usual = _of_peers(peers) if peers else self._of_past(pace, past, known)
+            past, role = self._past.setdefault(rank, _Past()), roles[pace.role]
+            usual = role.usual_without(pace) if len(role) > 1 else _of_past(pace, past, changes)
             if usual is not None and _is_slow(pace, usual):
                 if past.suspected_at is None:
                     past.suspected_at = pace.steps
@@ -119,29 +166,20 @@ class StragglerRule:
                 over.append(rank)
         return found, over
 
-    def _of_past(self, pace: RankPace, past: _Past, known: Mapping[int, RankPace]) -> _Usual | None:
-        """Return what a rank without peers takes usually, if the work of all has changed as that of the others."""
-        changes = [
-            each.own_us / max(median(theirs.own_us), 1.0)
-            for rank, each in known.items()
-            if each is not pace
-            and (theirs := self._past.get(rank)) is not None
-            and len(theirs.own_us) >= _OLD_ENOUGH
-        ]
-        if len(past.own_us) < _OLD_ENOUGH or not changes:
-            return None
-        change = max(1.0, median(changes))
-        own_us = median(past.own_us)
-        spread_us = max(_deviation(past.own_us, own_us) * _SPREADS, pace.spread_us * _NOISE)
-        return _Usual(own_us * change, median(past.data_us) * change, spread_us)
+    def _changes(self, known: Mapping[int, RankPace]) -> _Sorted:
+        """Return how the work of each rank with a past has changed since."""
+        pasts = ((pace, self._past.get(rank)) for rank, pace in known.items())
+        return _Sorted(past.change(pace) for pace, past in pasts if past is not None and past.is_old_enough)
 
 
-def _of_peers(peers: Sequence[RankPace]) -> _Usual:
-    """Return what the ranks of a role take in the middle."""
-    own_us = median(each.own_us for each in peers)
-    data_us, noise_us = (_median_of(peers, operator.attrgetter(name)) for name in ("data_us", "spread_us"))
-    spread_us = _deviation([each.own_us for each in peers], own_us) * _SPREADS
-    return _Usual(own_us, data_us, max(spread_us, noise_us * _NOISE))
+def _of_past(pace: RankPace, past: _Past, changes: _Sorted) -> _Usual | None:
+    """Return what a rank without peers takes usually, if the work of all has changed as that of the others."""
+    if not past.is_old_enough or len(changes) < 2:
+        return None
+    change = max(1.0, changes.median_without(past.change(pace)))
+    own_us = median(past.own_us)
+    spread_us = max(_deviation(past.own_us, own_us) * _SPREADS, pace.spread_us * _NOISE)
+    return _Usual(own_us * change, median(past.data_us) * change, spread_us)
 
 
 def _straggler(pace: RankPace, usual: _Usual) -> Straggler:
@@ -152,10 +190,6 @@ def _straggler(pace: RankPace, usual: _Usual) -> Straggler:
 def _is_slow(pace: RankPace, usual: _Usual) -> bool:
     excess_us = pace.own_us - usual.own_us
     return excess_us >= max((_FACTOR - 1) * usual.own_us, usual.spread_us, _LEAST_US)
-
-
-def _median_of(peers: Sequence[RankPace], value: Callable[[RankPace], float]) -> float:
-    return median(map(value, peers))
 
 
 def _deviation(values: Sequence[float] | deque[float], middle: float) -> float:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from statistics import median
 
 import pytest
 
+from checkpointless.launcher.coordinator import coordinator, stragglers
 from checkpointless.launcher.coordinator.stragglers import Straggler, StragglerRule, pace_of
 from checkpointless.launcher.protocol.board import PaceReading, PaceRing
+from checkpointless.launcher.protocol.node_messages import Paces, RankPace
+from tests.unit.messaged_job import NPROC, Job
 
 STEPS, ONSET = 120, 60
 Step = Callable[[int, int], tuple[float, float]]  # by rank and step: what it takes, and how much of it is data
@@ -95,3 +99,82 @@ def test_an_episode_ends_and_another_one_is_told_again() -> None:
 def test_steps_that_are_too_short_to_matter_and_a_lone_rank_accuse_nobody() -> None:
     assert Played([0, 0], lambda rank, number: (0.0015 if rank else 0.0001, 0.0)).found == []
     assert Played([0], lambda rank, number: (0.1 if number > ONSET else 0.01, 0.0)).found == []
+
+
+@pytest.mark.parametrize("roles", [(0, 0, 0, 0), (0, 1, 2, 3)])
+@pytest.mark.parametrize("step_s", [0.01, 30.0])
+def test_a_slow_rank_is_confirmed_when_looks_are_five_seconds_apart(step_s: float, roles: tuple[int, ...]) -> None:
+    rule, draw, every_s = StragglerRule(), random.Random(1), 5.0
+    onset, last = max(60, int(20 * every_s / step_s)), max(100, int(30 * every_s / step_s))
+    found_at: list[int] = []
+    for look in range(int(last * step_s / every_s)):
+        steps = int(look * every_s / step_s)
+        if not steps:
+            continue
+        paces = {}
+        for rank, role in enumerate(roles):
+            of_ring = range(max(0, steps - PaceRing.SIZE), steps)
+            own = tuple(step_s * (3 if rank == 2 and step >= onset else draw.uniform(1, 1.1)) for step in of_ring)
+            paces[rank] = pace_of(rank, PaceReading(role, steps, own, tuple(0.0 for _ in own)))
+        found, _ = rule.look(paces)
+        assert {each.rank for each in found} <= {2}
+        found_at += [steps] * len(found)
+    (steps,) = found_at
+    assert onset < steps <= onset + max(20, 3 * every_s / step_s)
+
+
+@pytest.mark.parametrize("values", [[1, 2], [3, 3, 1], [5, 1, 4, 2], [7, 7, 7, 7, 2], [*range(9), 4]])
+def test_the_median_of_all_but_one(values: list[float]) -> None:
+    of_all = stragglers._Sorted(values)
+    for at, value in enumerate(values):
+        assert of_all.median_without(value) == median(values[:at] + values[at + 1 :])
+
+
+@pytest.mark.parametrize("peers", [1024, 128, 1])
+def test_a_look_at_many_ranks_goes_a_few_times_over_each(peers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = 0
+
+    def counted(values: Iterable[float]) -> list[float]:
+        nonlocal seen
+        listed = list(values)
+        seen += len(listed)
+        return listed
+
+    monkeypatch.setattr(stragglers, "median", lambda values: median(counted(values)))
+    monkeypatch.setattr(stragglers, "sorted", lambda values: sorted(counted(values)), raising=False)
+    rule, draw, ranks = StragglerRule(), random.Random(1), 1024
+    for look in range(1, 5):
+        seen, steps = 0, look * PaceRing.SIZE
+        rule.look(
+            {
+                rank: RankPace(rank, rank // peers, steps, draw.randrange(50_000, 60_000), 100, 100)
+                for rank in range(ranks)
+            }
+        )
+    assert ranks <= seen <= ranks * (6 if peers > 1 else 6 * PaceRing.SIZE)
+
+
+def test_messages_between_two_looks_cause_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[int] = []
+
+    def look(rule: StragglerRule, paces: dict[int, RankPace]) -> tuple[list[Straggler], list[int]]:
+        looks.append(len(paces))
+        return [], []
+
+    monkeypatch.setattr(StragglerRule, "look", look)
+    monkeypatch.setattr(coordinator._Stragglers, "MANY", NPROC)
+    job = Job().begin()
+    now_s, every_s = job.now_s(), coordinator._Stragglers.EVERY_S
+
+    def tick_after(intervals: float, messages: int) -> list[int]:
+        for number in range(messages):
+            rank = number % 2 * NPROC  # of either node
+            job.tell(rank, Paces(0, [RankPace(rank, 0, number, 100, 1, 1)]))
+        job.coordinator.tick(now_s + intervals * every_s)
+        return looks
+
+    assert tick_after(0, messages=0) == []
+    assert tick_after(0.1, messages=10) == [2]
+    assert tick_after(0.9, messages=10) == [2]
+    assert tick_after(1.2, messages=0) == [2, 2]
+    assert tick_after(9.0, messages=0) == [2, 2]
