@@ -342,6 +342,7 @@ class Pause:
             beat()
             leave_if_over()
             time.sleep(_PAUSE_TICK_S)
+        self._client.to_pause = -1  # until it is asked for again
         logger.warning("the move of a node has not begun within %g s: training goes on", _PAUSE_LIMIT_S)
 
 

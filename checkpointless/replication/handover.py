@@ -14,13 +14,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import hmac
-import json
 import logging
 import os
 import secrets
 import shutil
 import socket
 import threading
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -45,7 +45,7 @@ from checkpointless.state.serialization.tensor_memory import own_device
 from checkpointless.system.environment import (
     HANDOVER_ENV,
     LOCAL_WORLD_SIZE_ENV,
-    SOURCES_ENV,
+    SOURCE_ENV,
     own_rank,
     own_world_size,
 )
@@ -163,6 +163,8 @@ def clear() -> None:
 _NONCE = 32
 _PROOF_TIMEOUT_S = 5.0
 _TRANSFER_TIMEOUT_S = 60.0  # for each read from the other side, and each write to it
+_FETCH_LIMIT_S, _RETRY_S = 90.0, 0.5
+_CONNECTIONS = 4  # that are served at a time
 _ERRORS = (OSError, MemoryError, RuntimeError, ValueError, TypeError)
 
 
@@ -173,34 +175,50 @@ class _Offering:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._part, self._secret = part, secrets.token_bytes(_NONCE)
         self._listener = socket.create_server((address, 0), family=family)
+        self._is_closed, self._free = False, threading.BoundedSemaphore(_CONNECTIONS)
         self.source = f"{address} {self._listener.getsockname()[1]} {self._secret.hex()}"
         threading.Thread(target=self._serve, name="checkpointless-offering", daemon=True).start()
 
     def close(self) -> None:
         """Stop; ``shutdown`` wakes the thread."""
+        self._is_closed = True
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
 
     def _serve(self) -> None:
-        while True:
+        while not self._is_closed:
             try:
                 connection, _ = self._listener.accept()
-            except OSError:  # it is closed
-                return
-            try:
-                with connection:
-                    self._send(connection)
-            except (OSError, ValueError, RuntimeError) as error:
-                logger.warning("the state was not sent to a successor: %s", error)
+            except OSError:  # it is closed, or this process has no descriptor left
+                time.sleep(_RETRY_S)
+                continue
+            if not self._free.acquire(blocking=False):
+                connection.close()
+                continue
+            answers = threading.Thread(target=self._answer, args=(connection,), daemon=True)
+            answers.start()
+
+    def _answer(self, connection: socket.socket) -> None:
+        try:
+            with connection:
+                self._send(connection)
+        except (OSError, ValueError, RuntimeError) as error:
+            logger.warning("the state was not sent to a successor: %s", error)
+        finally:
+            self._free.release()
 
     def _send(self, connection: socket.socket) -> None:
         connection.settimeout(_PROOF_TIMEOUT_S)
-        mine = secrets.token_bytes(_NONCE)
+        mine, cut = secrets.token_bytes(_NONCE), threading.Timer(_PROOF_TIMEOUT_S, _shut, (connection,))
         with connection.makefile("rwb") as stream:
-            stream.write(mine)
-            stream.flush()
-            theirs, proof = stream.read(_NONCE), stream.read(_NONCE)
+            cut.start()
+            try:
+                stream.write(mine)
+                stream.flush()
+                theirs, proof = stream.read(_NONCE), stream.read(_NONCE)
+            finally:
+                cut.cancel()
             if not hmac.compare_digest(proof, _mac(self._secret, b"fetch", mine, theirs)):
                 raise ValueError("who asks for it does not know the secret")
             connection.settimeout(_TRANSFER_TIMEOUT_S)
@@ -208,16 +226,21 @@ class _Offering:
             write_part(self._part, stream)
 
 
+def _shut(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+
+
 _offering: _Offering | None = None
 
 
 def _fetch(own: RankLocalState) -> Snapshot | None:
     """Return what the process before this one offers on another node; None, with an error unless it has nothing."""
-    source = json.loads(os.environ.get(SOURCES_ENV) or "{}").get(str(own_rank()))
+    source = os.environ.pop(SOURCE_ENV, "")
     if not source:
         return None
     try:
-        part = _receive(*source.split())
+        part = _received(*source.split())
         if (part.id.part, part.world_size) != (own_rank(), own_world_size()):
             raise PartError(f"it is {part.id.words}, of {part.world_size} ranks")
         found = Snapshot.of(part.content)
@@ -228,14 +251,29 @@ def _fetch(own: RankLocalState) -> Snapshot | None:
     return found
 
 
+def _received(address: str, port: str, secret: str) -> Part:
+    """Receive the part; connections that break are made again."""
+    by_s = time.monotonic() + _FETCH_LIMIT_S
+    while True:
+        try:
+            return _receive(address, port, secret)
+        except OSError as error:
+            if time.monotonic() >= by_s or isinstance(error, ConnectionRefusedError):  # nobody offers it any more
+                raise
+            logger.warning("the state that is offered at %s:%s is asked for again: %s", address, port, error)
+            time.sleep(_RETRY_S)
+
+
 def _receive(address: str, port: str, secret: str) -> Part:
     with socket.create_connection((address, int(port)), timeout=_PROOF_TIMEOUT_S) as connection:
         mine, key = secrets.token_bytes(_NONCE), bytes.fromhex(secret)
+        connection.settimeout(_TRANSFER_TIMEOUT_S)  # it may be busy with another process, or with a stranger
         with connection.makefile("rwb") as stream:
             theirs = stream.read(_NONCE)
+            if len(theirs) < _NONCE:
+                raise ConnectionResetError("it closed the connection")
             stream.write(mine + _mac(key, b"fetch", theirs, mine))
             stream.flush()
-            connection.settimeout(_TRANSFER_TIMEOUT_S)  # it may be sending to another process
             if not hmac.compare_digest(stream.read(_NONCE), _mac(key, b"offer", mine, theirs)):
                 raise PartError(f"what listens at {address}:{port} does not know the secret")
             return read_part(stream, None, f"the part from {address}:{port}")

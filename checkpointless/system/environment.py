@@ -25,7 +25,7 @@ INCARNATION_ENV = "CHECKPOINTLESS_INCARNATION"  # 0 for the rank's first process
 AGENT_FD_ENV = "CHECKPOINTLESS_AGENT_FD"  # descriptor of the rank's connection to its agent
 BOARD_FD_ENV = "CHECKPOINTLESS_BOARD_FD"  # descriptor of the rank's board
 AGENT_PID_ENV = "CHECKPOINTLESS_AGENT_PID"  # process ID of the agent, in a job of several nodes
-SOURCES_ENV = "CHECKPOINTLESS_SOURCES"  # for ranks that have moved: where the state of each is to be had, as JSON
+SOURCE_ENV = "CHECKPOINTLESS_SOURCE"  # for a rank that has moved: where its state is to be had, with the secret
 HANDOVER_ENV = "CHECKPOINTLESS_HANDOVER"  # folder in shared memory for the state that a process hands over
 FAULT_AT_ENV = "CHECKPOINTLESS_FAULT_AT"  # time of the fault before a new process, in seconds (monotonic clock)
 

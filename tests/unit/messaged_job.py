@@ -179,7 +179,6 @@ def go_env(generation: int, host: int = 0) -> dict[str, str]:
         "MASTER_PORT": str(5000 + generation),
         "TORCHELASTIC_RESTART_COUNT": count,
         "JOB_RESTART_COUNT": count,
-        "CHECKPOINTLESS_SOURCES": "{}",
     }
 
 

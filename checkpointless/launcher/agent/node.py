@@ -34,6 +34,7 @@ from checkpointless.launcher.protocol.node_messages import (
     Begin,
     Command,
     Discard,
+    Displaced,
     End,
     Holding,
     JobOver,
@@ -58,6 +59,7 @@ from checkpointless.launcher.protocol.node_messages import (
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.events import EventLog
 from checkpointless.observability.telemetry.wording import numbered
+from checkpointless.system.environment import SOURCE_ENV
 from checkpointless.system.process_tree import Idleness, ProcessLook, families
 from checkpointless.system.signals import ENDING, STACKS_SIGNAL, is_default
 
@@ -66,6 +68,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_DRAIN_AGAIN_S = 60.0
 _NAMED_AFTER_S = 10.0
 _ONE_PRESS_S = 1.0  # a terminal sends SIGINT to its whole group, and what runs the agent (timeout) passes it on
 _LOOK_EVERY_S = 1.0
@@ -340,6 +343,7 @@ class NodeAgent:
         self._drains_at_sigterm = config.on_sigterm == SIGTERM_DRAINS
         self._notice = Notice(config.notice_command, say)
         self._is_draining = False  # a spare is to take the ranks over, and the agent ends once it has
+        self._was_terminated, self._drain_at_s = False, 0.0  # when a drain for SIGTERM is asked for again
         self.takes_part = self.has_moved = False
         self._farewell: Leaving | None = None  # what the coordinator is told when the first rank has ended
         self._ends_since_s = self._kill_all_at_s = float("inf")
@@ -401,6 +405,8 @@ class NodeAgent:
             return
         if self._notice.has_come(now_s):
             self._drain("its notice command has exited with 0")
+        if self._was_terminated and now_s >= self._drain_at_s:
+            self._drain("its agent got SIGTERM")
         if self.ranks:
             self._beats.look(self.ranks.values(), self.job.generation, now_s)
             self._paces.look(self.ranks.values(), self.job.generation, now_s)
@@ -413,7 +419,7 @@ class NodeAgent:
         """
         drains = number == signal.SIGTERM and self._drains_at_sigterm and self.takes_part and not self._hosts
         if self.job.outcome is None and drains:
-            self._drains_at_sigterm = False  # the next one ends the job
+            self._drains_at_sigterm, self._was_terminated = False, True  # the next one ends the job
             self._drain("its agent got SIGTERM")
         elif self.job.outcome is None and number in ENDING:
             self._leave(f"stopped by {signal_name(number)}", number)
@@ -496,6 +502,8 @@ class NodeAgent:
             self._open_store(command.generation)
         elif isinstance(command, Discard):
             self._discard(command.moved)
+        elif isinstance(command, Displaced):
+            self.takes_part, self.has_moved = False, True
         elif isinstance(command, Spawn):
             if command.afresh:
                 self._exits.elsewhere = None
@@ -511,7 +519,7 @@ class NodeAgent:
                 if rank.state in IN_BLOCK:
                     rank.send(command)
         elif isinstance(command, MoveRefused):
-            self._is_draining = False
+            self._is_draining, self._drain_at_s = False, self.clock() + _DRAIN_AGAIN_S
             if not self._hosts:  # else it has said so as the coordinator
                 self._say(command.reason)
         elif isinstance(command, Offer):
@@ -535,6 +543,7 @@ class NodeAgent:
     def standing(self) -> Standing:
         """Return what a coordinator that has just begun needs to know of the ranks that run here."""
         self._beats.forget_told()
+        self._is_draining, self._drain_at_s = False, self.clock() + _DRAIN_AGAIN_S  # the former one was asked
         self.processes.report_again()
         job, rows = self.job, []
         for rank in self.ranks.values():
@@ -589,13 +598,13 @@ class NodeAgent:
         self._beats.begin(begin.target, begin.high_water)
         self.processes.failures = 0
         known = NO_STEP if begin.generation == begin.origin else begin.high_water  # nothing comes before an origin
-        go = Go(begin.generation, job.incident, begin.env, known, begin.origin)
         now_s = self.clock()
         for rank in self.ranks.values():
             if rank.state is not RankState.READY:
                 continue  # its process has ended since; the coordinator hears of that
             rank.begin(now_s)
-            if not rank.send(go):
+            env = {**begin.env, SOURCE_ENV: begin.sources.get(str(rank.number), "")}
+            if not rank.send(Go(begin.generation, job.incident, env, known, begin.origin)):
                 rank.kill_at_s = now_s + EXIT_GRACE_S
 
     def _interrupt(self, notice: FaultNotice) -> None:

@@ -13,7 +13,6 @@ from its last progress, a node that is silent from its last word. All figures fo
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
 from collections import Counter
@@ -44,7 +43,7 @@ from checkpointless.system.environment import (
     ROLE_NAME_ENV,
     ROLE_RANK_ENV,
     ROLE_WORLD_SIZE_ENV,
-    SOURCES_ENV,
+    SOURCE_ENV,
     TORCHELASTIC_MAX_RESTARTS_ENV,
     TORCHELASTIC_RESTART_COUNT_ENV,
     TORCHELASTIC_RUN_ID_ENV,
@@ -67,6 +66,7 @@ class Node:
             said what its ranks do, it has no longer than that.
         speaks_by_s: until when a node that is back has to say so, on the coordinator's clock.
         is_retired: whether its ranks have moved to another node, so that it is idle and takes nobody's place.
+        is_reserved: whether it is a spare to which a node's ranks are moving, so that it takes no other place.
         tried: the ranks of which a process was started although their device is bad, with its incarnation and the
             highest committed step of that time.
     """
@@ -81,6 +81,7 @@ class Node:
     back_by_s: float = 0.0
     speaks_by_s: float = 0.0
     is_retired: bool = False
+    is_reserved: bool = False
     tried: dict[int, tuple[int, int]] = field(default_factory=dict)
 
 
@@ -144,7 +145,8 @@ class Roster:
 
     def free_spare(self) -> Node | None:
         """Return a node that can take another one's place; None: there is none."""
-        return next((each for each in self.spares if each.joined and not each.is_retired), None)
+        free = (each for each in self.spares if each.joined and not each.is_retired and not each.is_reserved)
+        return next(free, None)
 
     def is_in_place(self, node: Node) -> bool:
         """Return whether ``node`` is one of the job's nodes: neither a spare nor replaced."""
@@ -576,7 +578,7 @@ class _Rendezvous:
         self.nnodes = nnodes
         self.nproc = nproc
         self.run_id = uuid.uuid4().hex
-        self.sources: dict[str, str] = {}
+        self.sources: dict[int, str] = {}
         self.generation = -1
         self.host = -1
         self._where: tuple[str, int] | None = None
@@ -606,7 +608,6 @@ class _Rendezvous:
             MASTER_PORT_ENV: str(port),
             TORCHELASTIC_RESTART_COUNT_ENV: str(self.generation),
             JOB_RESTART_COUNT_ENV: str(self.generation),
-            SOURCES_ENV: json.dumps(self.sources),
         }
 
     def rank_env(self, rank: int, node: int) -> dict[str, str]:
@@ -627,4 +628,5 @@ class _Rendezvous:
             TORCHELASTIC_MAX_RESTARTS_ENV: "0",
             TORCHELASTIC_USE_AGENT_STORE_ENV: "True",
             **(self.go_env() if self.is_open else {}),  # a coordinator that took the job over has opened none yet
+            SOURCE_ENV: self.sources.get(rank, ""),
         }

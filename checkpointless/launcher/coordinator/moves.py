@@ -23,6 +23,7 @@ from checkpointless.launcher.protocol.messages import Offer, Pause
 from checkpointless.launcher.protocol.node_messages import (
     DeviceBad,
     Discard,
+    Displaced,
     MoveRefused,
     MoveWanted,
     NodeMessage,
@@ -33,12 +34,15 @@ from checkpointless.launcher.protocol.node_messages import (
     Spawn,
 )
 from checkpointless.observability.telemetry.event_names import EventName, Rung
+from checkpointless.system.environment import MASTER_ADDR_ENV, MASTER_PORT_ENV
 
+_OF_THE_STORE = (MASTER_ADDR_ENV, MASTER_PORT_ENV)
 #: Hears what becomes of a move: a line, and how it ended (None: it goes on).
 Tell = Callable[[str, bool | None], None]
 
 
 _GOES_ON = "; training goes on"
+_ASK_AGAIN_S = 90.0  # ranks that were asked to pause wait for at most 60 s
 
 
 class _Stage(Enum):
@@ -58,7 +62,7 @@ class _Move:
         origin: that of the job when it began.
         successors: the incarnation of each of the node's ranks on the spare.
         here: the ranks whose successors wait at the entry of their block.
-        paused: the ranks that wait at the step boundary in generation ``paused_in``.
+        paused: the ranks that wait at the step boundary in generation ``paused_in``; asked again at ``ask_at_s``.
         asked, offers: the processes that were asked for their state, and what they have answered.
         by_s: until when the stage has to be over, on the coordinator's clock (None: training decides).
         problem: why the ranks stay after all; they may have agreed on a boundary already.
@@ -76,6 +80,7 @@ class _Move:
     here: set[int] = field(default_factory=set)
     paused: set[int] = field(default_factory=set)
     paused_in: int = NO_STEP
+    ask_at_s: float = 0.0
     asked: dict[int, int] = field(default_factory=dict)
     offers: dict[int, RankOffered] = field(default_factory=dict)
     problem: str = ""
@@ -113,10 +118,12 @@ class Moves:
             return
         now_s = job.clock()
         node = self._roster.nodes[index]
+        spare.is_reserved = True
         self._move = move = _Move(node, spare, why, tell, now_s, now_s + job.config.regroup_timeout_s, job.origin)
         for rank in self._roster.ranks_of(node):
             move.successors[rank.number] = rank.incarnation + 1
             env = job.rendezvous.rank_env(rank.number, index)
+            env = {name: value for name, value in env.items() if name not in _OF_THE_STORE}  # that of others yet
             spare.send(Spawn(rank.number, rank.incarnation + 1, job.coming, "", env))
         self._say(f"moves to a spare ({why}): its successors start while training goes on")
 
@@ -159,7 +166,8 @@ class Moves:
 
     def _wanted(self, node: Node, message: MoveWanted, host: Node | None) -> None:
         if self._roster.is_in_place(node):
-            self.ask(node.index, message.reason, lambda line, ok: _tell_node(node, line, ok), host)
+            index = node.index
+            self.ask(index, message.reason, lambda line, ok: _tell_node(self._roster.nodes[index], line, ok), host)
 
     def _of_successor(self, move: _Move, message: NodeMessage) -> None:
         """Act on what has become of a process on the spare that has no place in the job yet."""
@@ -218,13 +226,14 @@ class Moves:
         job, roster, index = self._job, self._roster, move.node.index
         move.stage, move.by_s = _Stage.FILLING, None
         roster.spares.remove(move.spare)
-        move.node.is_retired = True
+        move.spare.is_reserved, move.node.is_retired = False, True
+        move.node.send(Displaced())
         roster.spares.append(move.node)  # it hears of the job's end
         roster.put_in_place(move.spare, index)
         for rank in roster.ranks_of(move.spare):
             rank.incarnation, rank.entered, rank.unfit = move.successors[rank.number], False, ""
             roster.fresh.add(rank.number)
-        job.rendezvous.sources = {str(rank): offer.source for rank, offer in move.offers.items() if offer.source}
+        job.rendezvous.sources = {rank: offer.source for rank, offer in move.offers.items() if offer.source}
         job.incidents.step_up(Rung.OWN_STATE, f"a spare takes the place of node {index}")
         job.say(f"a spare takes the place of node {index}, whose ranks hand their state over")
         job.gather_by_s = job.clock() + job.config.regroup_timeout_s
@@ -236,30 +245,36 @@ class Moves:
         move = self._move
         if move is None or move.stage is _Stage.FILLING:
             return  # who has not fetched the state yet has lost it with the node
-        if node is move.node:
+        if node in (move.node, self._roster.nodes[move.node.index]):
             self._end("it was lost")
         elif node is move.spare:
             self._stay("the spare was lost")
+        elif self._roster.is_in_place(node) and self._roster.free_spare() is None:
+            self._end(f"node {node.index} was lost, which needs the spare")
 
     def tick(self, now_s: float) -> None:
         """Act on the time that has passed."""
         move, job = self._move, self._job
         if move is None:
             return
-        is_new = move.stage is _Stage.PAUSING and job.phase is Phase.RUNNING and move.paused_in != job.generation
-        if is_new and move.problem:
-            self._end(move.problem + _GOES_ON)
-        elif is_new:
-            move.paused_in = job.generation
-            move.paused.clear()
-            job.tell_nodes(Pause(job.generation))
-        elif move.stage is _Stage.FILLING:
+        pauses = move.stage is _Stage.PAUSING and job.phase is Phase.RUNNING
+        is_new = pauses and move.paused_in != job.generation
+        if move.stage is _Stage.FILLING:
             if job.incidents.open is None and job.incidents.recovering is None:
                 self._settle(move)
         elif job.phase is Phase.FINISHING:
             self._end("the ranks' blocks have returned")
         elif job.origin != move.origin:
             self._end("the job begins again")
+        elif self._roster.nodes[move.node.index] is not move.node and not move.problem:
+            self._stay("it lost sight of the coordinator")
+        elif is_new and move.problem:
+            self._end(move.problem + _GOES_ON)
+        elif is_new or (pauses and now_s >= move.ask_at_s):
+            if is_new:
+                move.paused.clear()
+            move.paused_in, move.ask_at_s = job.generation, now_s + _ASK_AGAIN_S
+            job.tell_nodes(Pause(job.generation))
         elif move.by_s is not None and now_s >= move.by_s:
             who = "its successors" if move.stage is _Stage.WARMING else "its ranks' state"
             self._stay(f"{who} did not come within {job.config.regroup_timeout_s:g} s")
@@ -292,6 +307,7 @@ class Moves:
         """End a move that was not made, and its successors."""
         move, self._move = self._move, None
         assert move is not None
+        move.spare.is_reserved = False
         if not move.spare.lost:
             move.spare.joined = False  # until they have ended
             move.spare.send(Discard(moved=True))

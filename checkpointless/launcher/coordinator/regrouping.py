@@ -310,7 +310,7 @@ class Regrouping:
         job.restarts += 1
         self._notify_at_s, self._one_ended = None, False
         job.enter(Phase.GATHERING)
-        job.gather_by_s, job.origin = None, job.coming
+        job.gather_by_s, job.origin, job.rendezvous.sources = None, job.coming, {}
         self._hangs.forget()
         number = f"restart {job.restarts} of {limit}"
         incident = self._incidents.restart(cause, f"{number}: {why}")
@@ -411,7 +411,8 @@ class Regrouping:
         self._hangs.forget()
         job.progress.forget()
         incident_id = incident.id if incident else ""
-        job.tell_nodes(Begin(job.generation, incident_id, env, job.high_water, job.target, job.origin))
+        sources = {str(rank): source for rank, source in job.rendezvous.sources.items()}
+        job.tell_nodes(Begin(job.generation, incident_id, env, job.high_water, job.target, job.origin, sources))
         self._incidents.emit(EventName.GO, "point", high_water=job.high_water)
 
     def _look_back(self) -> None:

@@ -324,6 +324,10 @@ class Discard(Message, frozen=True, tag="discard"):
     moved: bool = False
 
 
+class Displaced(Message, frozen=True, tag="displaced"):
+    """Another node has taken this node's place; its processes only offer their state, until ``Discard``."""
+
+
 class MoveRefused(Message, frozen=True, tag="move-refused"):
     """The node's ranks stay where they are, and why; training goes on."""
 
@@ -331,7 +335,10 @@ class MoveRefused(Message, frozen=True, tag="move-refused"):
 
 
 class Begin(Message, frozen=True, tag="begin"):
-    """All ranks are present: let those of the node enter their block; ``target`` is reported when reached."""
+    """All ranks are present: let those of the node enter their block; ``target`` is reported when reached.
+
+    ``sources`` is from where ranks that have moved fetch their state, by rank; each rank hears only of its own.
+    """
 
     generation: Int
     incident: str
@@ -339,6 +346,7 @@ class Begin(Message, frozen=True, tag="begin"):
     high_water: Int
     target: Int
     origin: Int = 0
+    sources: dict[str, str] = {}
 
 
 class Ask(Message, frozen=True, tag="ask"):
@@ -404,6 +412,7 @@ Command = (
     Spawn
     | OpenStore
     | Discard
+    | Displaced
     | Begin
     | FaultNotice
     | HandOver

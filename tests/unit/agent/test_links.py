@@ -12,7 +12,15 @@ import pytest
 
 from checkpointless.launcher.agent.links import JoinError, _RefusedError, _RemoteCoordinatorLink
 from checkpointless.launcher.protocol.causes import CauseKind
-from checkpointless.launcher.protocol.node_messages import Alive, End, Joined, Progress, RankEnded, Standing
+from checkpointless.launcher.protocol.node_messages import (
+    Alive,
+    Discard,
+    End,
+    Joined,
+    Progress,
+    RankEnded,
+    Standing,
+)
 from tests.unit.messaged_job import trouble
 from tests.waiting import wait_until
 
@@ -56,10 +64,16 @@ class Agent(SimpleNamespace):
         processes = SimpleNamespace(can_start=True, is_discarding=False)
         super().__init__(ranks=dict.fromkeys(ranks), job=SimpleNamespace(outcome=None), processes=processes)
         self.has_ended_well, self.grace_s = False, 0.0
-        self.takes_part, self.has_moved = bool(ranks), False
+        self.takes_part, self.has_moved, self.offers = bool(ranks), False, False
 
     def joining(self) -> Joined:
         return Joined()
+
+    def alive(self) -> list[Any]:
+        return [*self.ranks] if self.offers else []
+
+    def obey(self, command: Discard) -> None:
+        self.offers = False
 
     def standing(self) -> Standing:
         self.link.report(ENDED)
@@ -107,10 +121,11 @@ def test_a_node_whose_ranks_have_moved_joins_again_as_a_spare() -> None:
     scene = Scene(2, 3)
     scene.coordinators.lose("it closed the connection")
     scene.until(lambda: scene.coordinators.heard)
-    scene.agent.takes_part, scene.agent.has_moved = False, True
+    scene.agent.takes_part, scene.agent.has_moved, scene.agent.offers = False, True, True
     scene.coordinators.lose("it closed the connection")
     scene.until(lambda: len(scene.coordinators.numbers) == 3)
     assert scene.coordinators.numbers == [-1, 1, -1]
+    assert not scene.agent.offers, "who offers a state ends: a later coordinator knows nothing of the move"
 
 
 def test_a_node_without_ranks_joins_again_as_what_it_was() -> None:

@@ -7,7 +7,7 @@ import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
@@ -20,10 +20,13 @@ from checkpointless.launcher.protocol.node_messages import (
     Ask,
     Begin,
     Discard,
+    Displaced,
     End,
     FaultNotice,
     Joined,
     Kill,
+    MoveRefused,
+    MoveWanted,
     OpenStore,
     Progress,
     RankEnded,
@@ -35,6 +38,7 @@ from checkpointless.launcher.protocol.node_messages import (
     Standing,
     StoreOpened,
 )
+from checkpointless.system.environment import SOURCE_ENV
 from tests.unit.agent.commanded_node import CommandedNode
 
 Told = TypeVar("Told", Progress, Silent)
@@ -100,7 +104,7 @@ def test_a_rank_that_was_never_started_need_not_be_killed(node: CommandedNode) -
 @pytest.mark.parametrize("grace_s", [0.0, DEFAULT_TERM_GRACE_S])
 def test_the_end_kills_who_does_not_go_in_time(node: CommandedNode, grace_s: float) -> None:
     node.agent.end(End(1, ["the coordinator was lost"]), grace_s=grace_s)
-    assert node.starter.signals == [(1000, signal.SIGTERM), (1001, signal.SIGTERM)]
+    assert [pid for pid, _ in node.starter.signals] == [1000, 1001]
     node.starter.signals.clear()
     node.tick(grace_s + 0.1)
     assert node.starter.signals == [(1000, signal.SIGKILL), (1001, signal.SIGKILL)]
@@ -294,6 +298,51 @@ def test_processes_that_are_no_longer_wanted_end_in_silence_and_the_node_joins_a
     node.tick()
     node.ends(1, 9)
     assert isinstance(node.said[-1], RankEnded)
+
+
+def test_a_displaced_node_keeps_its_processes_until_they_are_discarded(node: CommandedNode) -> None:
+    node.said.clear()
+    node.agent.obey(Displaced())
+    assert (node.agent.takes_part, node.agent.has_moved, node.starter.signals) == (False, True, [])
+    node.agent.obey(Discard(moved=True))
+    assert [pid for pid, _ in node.starter.signals] == [1000, 1001]
+    node.ends(0)
+    node.ends(1)
+    assert node.said == [Joined()]
+
+
+def test_a_refused_drain_is_asked_for_again(tmp_path: Path) -> None:
+    now_s = [0.0]
+    where: dict[str, Any] = {
+        "nnodes": 2,
+        "node_rank": 1,
+        "rdzv_endpoint": "127.0.0.1:29400",
+        "token": "a token that is long enough",
+    }
+    node = CommandedNode(tmp_path, clock=lambda: now_s[0], on_sigterm="drain", **where)
+    node.agent.takes_part, node.agent._hosts = True, False
+    node.agent.interrupted(signal.SIGTERM)
+    node.agent.obey(MoveRefused("no spare is free"))
+    for now_s[0] in (30.0, 61.0, 62.0):
+        node.agent.tick(now_s[0])
+    assert sum(isinstance(message, MoveWanted) for message in node.said) == 2
+    node.agent.standing()  # for a coordinator that knows nothing of it
+    node.agent.tick(now_s[0] + 61.0)
+    assert sum(isinstance(message, MoveWanted) for message in node.said) == 3
+    node.agent.interrupted(signal.SIGTERM)
+    assert node.agent.job.outcome is not None
+    node.agent.close()
+
+
+def test_ranks_hear_only_of_their_own_source(node: CommandedNode) -> None:
+    begin = Begin(1, "", {"A": "b"}, 4, 5, 0, {"0": "secret of 0", "7": "secret of 7"})
+    sent = {number: list[Any]() for number in node.agent.ranks}
+    for number, rank in node.agent.ranks.items():
+        rank.state = RankState.READY
+        rank.send = lambda message, to=sent[number]: bool(to.append(message)) or True  # type: ignore[method-assign, misc]
+    node.agent.obey(begin)
+    envs = [go.env for (go,) in sent.values()]
+    assert envs == [{"A": "b", SOURCE_ENV: "secret of 0"}, {"A": "b", SOURCE_ENV: ""}]
 
 
 def test_a_process_that_is_to_be_started_again_is_left_alone(node: CommandedNode) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from checkpointless.launcher.coordinator.job import Node
@@ -12,6 +10,7 @@ from checkpointless.launcher.protocol.node_messages import (
     Begin,
     DeviceBad,
     Discard,
+    Displaced,
     End,
     FaultNotice,
     Joined,
@@ -89,8 +88,8 @@ def test_a_move_from_its_begin_to_its_end() -> None:
     moving.offer()
     begun = {id(node): command for node, command in job.sent if isinstance(command, Begin)}
     assert {id(spare), id(job.coordinator.nodes[0])} == begun.keys()
-    sources = json.loads(begun[id(spare)].env["CHECKPOINTLESS_SOURCES"])
-    assert sources == {"2": "10.0.0.1 702 secret", "3": "10.0.0.1 703 secret"}
+    assert begun[id(spare)].sources == {"2": "10.0.0.1 702 secret", "3": "10.0.0.1 703 secret"}
+    assert moving.sent_to(moving.left, Displaced) == [Displaced()]
     assert moving.sent_to(moving.left, Discard) == []
     job.coordinator.job.incidents.recovered(5)
     job.tick()
@@ -164,6 +163,43 @@ def test_a_node_that_is_lost_is_a_lost_node(stages: int) -> None:
     assert any("node 1 was lost" in line for line in moving.job.said)
 
 
+@pytest.mark.parametrize("stages", range(4))
+def test_another_node_that_is_lost_gets_the_only_spare_without_its_successors(stages: int) -> None:
+    moving = Moving().ask()
+    for go_on in (moving.warm, moving.pause, moving.gather)[:stages]:
+        go_on()
+    (spare,) = moving.spares
+    moving.job.hear(moving.job.coordinator.nodes[0], Leaving("its power is off"))
+    assert moving.outcome == "node 1 was not moved: node 0 was lost, which needs the spare"
+    assert moving.sent_to(spare, Discard) == [Discard(True)]
+    assert moving.job.coordinator.nodes[0] is not spare, "it has successors of other ranks yet"
+    moving.job.hear(spare, Joined())
+    assert moving.job.coordinator.nodes[0] is spare
+
+
+def test_another_node_that_is_lost_gets_a_spare_that_nobody_moves_to() -> None:
+    moving = Moving(spares=2).ask().warm()
+    moving.job.hear(moving.job.coordinator.nodes[0], Leaving("its power is off"))
+    assert moving.job.coordinator.nodes[0] is moving.spares[1]
+    assert [ok for _, ok in moving.news if ok is not None] == []
+
+
+def test_a_node_that_comes_back_with_another_connection_stays() -> None:
+    moving = Moving().ask().warm().pause().gather()
+    moving.job.coordinator.job.roster.put_in_place(Node(1, 2, lambda _: None, joined=True), 1)
+    moving.job.tick()
+    assert moving.outcome.startswith("node 1 was not moved: it lost sight of the coordinator")
+
+
+def test_ranks_that_have_waited_too_long_are_asked_again() -> None:
+    moving = Moving().ask().warm()
+    moving.job.sent.clear()
+    moving.job.tick(30.0)
+    assert moving.job.take(Pause) == []
+    moving.job.tick(100.0)
+    assert moving.job.take(Pause) == [(0, Pause(0)), (1, Pause(0))]
+
+
 def test_a_spare_that_is_lost_early_leaves_training_undisturbed_and_later_costs_one_regrouping() -> None:
     moving = Moving().ask()
     moving.job.lose(moving.spares[0], "gone")
@@ -205,7 +241,7 @@ def test_a_rank_that_ends_while_its_state_is_offered_is_asked_again() -> None:
     moving.job.ready(2)
     assert moving.sent_to(moving.left, Offer) == [Offer(0, 4, [2, 3]), Offer(0, 4, [2])]
     moving.job.hear(moving.left, RankOffered(2, 1, ""))
-    sources = [json.loads(begin.env["CHECKPOINTLESS_SOURCES"]) for _, begin in moving.job.take(Begin)]
+    sources = [begin.sources for _, begin in moving.job.take(Begin)]
     assert sources == [{"3": "10.0.0.1 703 secret"}] * 2
 
 

@@ -166,6 +166,7 @@ def test_a_rank_waits_at_the_agreed_boundary_until_its_generation_ends(
     monkeypatch.setattr(wrap, "_PAUSE_LIMIT_S", 0.0)
     pause.wait(lambda: None, end)  # there is no coordinator any more
     assert "training goes on" in caplog.text
+    assert not pause.is_wanted, "else each step would wait that long"
 
 
 @pytest.mark.parametrize("has_launcher", [True, False], ids=["torchrun", "none"])

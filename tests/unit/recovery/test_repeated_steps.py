@@ -14,6 +14,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from checkpointless.inprocess import UnrecoverableError
+from checkpointless.inprocess.pace import StepPace
 from checkpointless.integrations.torch.repeated_steps import _RepeatedSteps, digest_batch, repeated_steps
 from checkpointless.observability.telemetry.events import read_events
 from checkpointless.observability.telemetry.steps import StepLog, read_steps
@@ -191,7 +192,7 @@ def test_what_is_recorded_of_a_step_is_compared_with_what_was(
 @pytest.fixture
 def net(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.nn.Module]:
     """Give a module that the process's own noting listens to, in step 3."""
-    call = SimpleNamespace(steps=SimpleNamespace(making=3), leave_if_over=lambda: None)
+    call = SimpleNamespace(steps=SimpleNamespace(making=3), pace=StepPace(None), leave_if_over=lambda: None)
     monkeypatch.setattr("checkpointless.integrations.torch.repeated_steps.active_call_wrapper", lambda: call)
     net = torch.nn.Sequential(torch.nn.Linear(2, 2))
     repeated_steps.begin_entry(is_first=True)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
+import socket
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +22,7 @@ from checkpointless.state.port import SnapshotPoint, StepSnapshot
 from checkpointless.state.rank_local.state import RankLocalState
 from checkpointless.state.rng import RngStates
 from checkpointless.state.serialization import state_tree
-from checkpointless.system.environment import HANDOVER_ENV, SOURCES_ENV
+from checkpointless.system.environment import HANDOVER_ENV, SOURCE_ENV
 from checkpointless.transfer.tensor_entry import Key
 
 WEIGHT, BUFFER = ("model", 0, "weight"), ("model", 0, "running")
@@ -170,7 +170,7 @@ def test_what_is_no_state_of_a_rank_is_refused(structure: Any) -> None:
 
 
 def fetch_from(source: str, monkeypatch: pytest.MonkeyPatch) -> Snapshot | None:
-    monkeypatch.setenv(SOURCES_ENV, json.dumps({"0": source}))
+    monkeypatch.setenv(SOURCE_ENV, source)
     return take_over(RankLocalState(0))
 
 
@@ -194,6 +194,16 @@ def test_only_who_knows_the_secret_gets_it(
     assert fetch_from(f"{address} {port} {'0' * len(secret)}", monkeypatch) is None
     assert "offers cannot be used" in caplog.text
     assert fetch_from(source, monkeypatch) is not None, "the stranger is shown out"
+    clear()
+
+
+def test_who_says_nothing_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    source, _ = offer(Snapshot(held()), RankLocalState(0), 7, LOOPBACK)
+    address, port, _ = source.split()
+    monkeypatch.setattr(handover, "_TRANSFER_TIMEOUT_S", 2.0)
+    monkeypatch.setattr(handover, "_FETCH_LIMIT_S", 0.0)
+    with socket.create_connection((address, int(port))):
+        assert fetch_from(source, monkeypatch) is not None
     clear()
 
 
