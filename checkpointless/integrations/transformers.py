@@ -26,6 +26,7 @@ import torch
 import transformers
 from transformers import trainer as trainer_module
 from transformers.trainer_callback import ExportableState, TrainerCallback
+from transformers.trainer_utils import get_last_checkpoint
 from typing_extensions import override
 
 from checkpointless.inprocess import HPCallWrapper, UnrecoverableError, active_call_wrapper
@@ -90,9 +91,12 @@ def train(
     if reason is not None:
         raise UnrecoverableError(reason)
     _trained.add(trainer)
+    streams = resume_from_checkpoint
+    if isinstance(streams, bool):
+        streams = get_last_checkpoint(trainer.args.output_dir) if streams else None
     if call.high_water > 0:
         resume_from_checkpoint = None  # memory has what is newer, and a save may be half written
-    entry = _Entry(call, trainer, state)
+    entry = _Entry(call, trainer, state, streams)
     with entry.entered():
         return trainer.train(resume_from_checkpoint, **more)
 
@@ -219,10 +223,13 @@ class _Entry(TrainerCallback):  # type: ignore[misc]
 
     _training: _TrainerTraining  # from the point at which the Trainer has made model and optimizer
 
-    def __init__(self, call: HPCallWrapper, trainer: Trainer, state: Mapping[str, Any]) -> None:
+    def __init__(
+        self, call: HPCallWrapper, trainer: Trainer, state: Mapping[str, Any], streams: str | None
+    ) -> None:
         self._call = call
         self._trainer = trainer
         self._state = state
+        self._streams = streams  # the checkpoint from which the first step's random streams come
         self._loader: Any = None
         self._epoch = self._taken = self._looks = 0
         self._is_first_of_pass = True
@@ -307,14 +314,17 @@ class _Entry(TrainerCallback):  # type: ignore[misc]
         if epoch == kwargs["epochs_trained"]:
             taken = kwargs["steps_trained_in_current_epoch"]
             if training.point is not None:
-                kwargs["resume_from_checkpoint"] = _IN_MEMORY if taken > 0 else None
+                loads = training.point is SnapshotPoint.LOADED and self._streams is not None
+                kwargs["resume_from_checkpoint"] = _IN_MEMORY if taken > 0 or loads else None
             elif kwargs["resume_from_checkpoint"] is None:
                 taken = 0
         self._epoch, self._taken, self._is_first_of_pass = epoch, taken, True
         original(**kwargs)
 
     def _load_streams(self, original: Callable[[str | None], None], checkpoint: str | None) -> None:
-        if checkpoint != _IN_MEMORY:
+        if self._training.point is SnapshotPoint.LOADED:  # of which streams were kept before the Trainer loads them
+            original(self._streams)
+        elif checkpoint != _IN_MEMORY:
             original(checkpoint)
 
     def _take_batches(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
