@@ -327,7 +327,8 @@ examples:
   checkpointless move --node 3 --rdzv-endpoint node0:29400
 
 A spare takes the ranks of the node over at the next step boundary; no step is repeated, and then the node is idle.
-Give the --rdzv-endpoint of the job, and its token in {TOKEN_ENV}. Exit status: 0 if the node has moved, else 1.
+Give the --rdzv-endpoint of the job, and its token in {TOKEN_ENV}. Exit status: 0: it has moved;
+1: it stays, for the reason that is printed; 2: the coordinator was not reached, or the move still goes on.
 """
 
 
