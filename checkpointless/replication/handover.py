@@ -211,6 +211,7 @@ class _Offering:
     def _send(self, connection: socket.socket) -> None:
         connection.settimeout(_PROOF_TIMEOUT_S)
         mine, cut = secrets.token_bytes(_NONCE), threading.Timer(_PROOF_TIMEOUT_S, _shut, (connection,))
+        cut.daemon = True
         with connection.makefile("rwb") as stream:
             cut.start()
             try:
