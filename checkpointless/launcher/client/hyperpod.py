@@ -341,6 +341,8 @@ class HyperPodClient(StoreClient):
                 self._store = PrefixStore(f"checkpointless/{start.generation}", store)
                 self._arrive(start.generation)
                 self._gather_by_s = by_s
+                with self._news:
+                    self._coming = None if self._called_off.is_set() else start.generation
         except RuntimeError:
             if not self._called_off.wait(max(0.0, by_s - time.monotonic())):
                 raise

@@ -105,9 +105,9 @@ class StoreClient(RankClient):
 
     def _send(self, message: RankMessage) -> None:
         if isinstance(message, Hello):
-            self._arrive(message.generation if self._entered is None else self._entered + 1)
+            self._coming = self._arrive(message.generation if self._entered is None else self._entered + 1)
         elif isinstance(message, Barrier):
-            self._arrive(message.generation + 1)
+            self._coming = self._arrive(message.generation + 1)
         elif isinstance(message, FaultReport):
             self._store.compare_set(f"fault/{message.generation}", "", encode(message).decode())
         elif isinstance(message, Done):
@@ -119,13 +119,13 @@ class StoreClient(RankClient):
         elif isinstance(message, GiveUp):
             self._store.compare_set("end", "", message.reason)
 
-    def _arrive(self, generation: int) -> None:
+    def _arrive(self, generation: int) -> int:
         limit_s = FIRST_GATHER_TIMEOUT_S if self._entered is None else REGROUP_TIMEOUT_S
         self._gather_by_s = time.monotonic() + limit_s
         if self._limits.high_water >= 0:
             self._store.append(f"committed/{generation}", f"{self._limits.high_water} ")  # type: ignore[attr-defined]
         self._store.add(f"arrived/{generation}", 1)
-        self._coming = generation
+        return generation
 
     def _watch(self) -> None:
         try:

@@ -225,8 +225,9 @@ def _digest(value: Any, within: tuple[int, ...]) -> bytes:
         if isinstance(value, kind):
             return _join(f"{kind.__name__}|{_exact(value)}", [])
     if isinstance(value, str | os.PathLike):
-        text = os.fspath(value)
-        return _join("text", [os.path.basename(text).encode() if os.path.isabs(text) else str(text).encode()])
+        text = os.fsdecode(value)
+        name = os.path.basename(text) if os.path.isabs(text) else text
+        return _join("text", [name.encode("utf-8", "surrogatepass")])
     if id(value) in within:
         return _join("itself", [str(len(within) - within.index(id(value))).encode()])
     return _digest_parts(value, (*within, id(value)))

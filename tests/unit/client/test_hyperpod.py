@@ -64,9 +64,8 @@ def make_agent(environment: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Make
 
 
 def start(agent: stand_in.Agent, count: int = 1) -> None:
-    """Start the ranks, once they have been at the barrier so often; a moment later they wait for the start."""
+    """Start the ranks, once they have been at the barrier so often."""
     agent.wait_for("at_rcb_barrier", count)
-    time.sleep(0.05)  # the vendor's client drops what has come before it waits
     agent.start()
 
 
@@ -192,14 +191,18 @@ def test_wait_rank_says_what_it_was_told_instead(make_agent: MakeAgent) -> None:
 # --- a generation, and the next ---------------------------------------------------------------------------------
 
 
-def test_go_comes_with_a_store_for_process_groups(make_agent: MakeAgent) -> None:
+def test_go_comes_with_a_store_for_process_groups(
+    make_agent: MakeAgent, caplog: pytest.LogCaptureFixture
+) -> None:
     agent = make_agent(automatic=False)
     client = HyperPodClient()
     client.hello(0)
     agent.wait_for("at_rcb_barrier")
     with pytest.raises(TimeoutError):
         client.wait_go(-1, 0.2)
-    agent.say(0, "job_fault", restart_count=0)  # at the barrier there is nothing to leave
+    with caplog.at_level(logging.INFO):
+        agent.say(0, "job_fault", restart_count=0)  # at the barrier there is nothing to leave
+        wait_until(lambda: "ignores the fault notice 0" in caplog.text)
     agent.start()
     go = client.wait_go(-1, 60)
     assert (go.generation, go.incident, go.high_water) == (0, None, -1)
@@ -265,6 +268,29 @@ def test_a_fault_before_all_have_met_leads_back_to_the_barrier(make_agent: MakeA
     start(agent, 2)
     assert client.wait_go(-1, 60).generation == 1
     assert client.pending_fault(1) is None
+
+
+def test_a_fault_while_the_rank_says_that_it_has_come_leads_back_to_the_barrier(
+    make_agent: MakeAgent, environment: pytest.MonkeyPatch
+) -> None:
+    agent = make_agent(automatic=False)
+    client = HyperPodClient()
+    come = client._arrive
+
+    def fault(generation: int) -> int:
+        if generation == 0:
+            agent.fault()
+            wait_until(client._called_off.is_set)
+        return come(generation)
+
+    environment.setattr(client, "_arrive", fault)
+    client.hello(0)
+    start(agent)
+    agent.wait_for("at_rcb_barrier", 2)
+    with pytest.raises(TimeoutError):
+        client.wait_go(-1, 0.3)
+    agent.start()
+    assert client.wait_go(-1, 60).generation == 1
 
 
 def test_a_rank_that_does_not_come_has_a_limit(make_agent: MakeAgent) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 
 from checkpointless.state.serialization import state_tree
 from checkpointless.state.serialization.digest import digest_value
@@ -22,6 +22,7 @@ from tests.unit.serialization.trees import Loud, Word, back, same, trees
 
 
 @given(trees)
+@example({"\ud800"})
 def test_a_copy_is_equal_and_has_the_digest(tree: Any) -> None:
     copied = state_tree.copy(tree)
     assert same(copied, tree)
