@@ -200,7 +200,7 @@ class Agent:
         """Return how many messages of ``kind`` have come."""
         return sum(message["type"] == kind for message in self.heard)
 
-    def wait_for(self, kind: str, count: int = 1, timeout_s: float = 60) -> list[dict[str, Any]]:
+    def wait_for(self, kind: str, count: int = 1, timeout_s: float = 120) -> list[dict[str, Any]]:
         """Return all messages of ``kind``, once there are ``count``."""
         by_s = time.monotonic() + timeout_s
         while self.count(kind) < count:

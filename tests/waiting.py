@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 def wait_until(
-    condition: Callable[[], object], limit_s: float = 60.0, meanwhile: Callable[[], object] = int
+    condition: Callable[[], object], limit_s: float = 120.0, meanwhile: Callable[[], object] = int
 ) -> None:
     """Wait until ``condition`` holds, and do something between two looks."""
     deadline_s = time.monotonic() + limit_s

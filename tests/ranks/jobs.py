@@ -213,7 +213,7 @@ class OutsideCoordinator:
 
     def end(self) -> str:
         """Wait for its good end, and return what it said."""
-        _, said = self._process.communicate(timeout=60)
+        _, said = self._process.communicate(timeout=180)
         assert self._process.returncode == 0, said
         return said
 
@@ -227,12 +227,12 @@ class Scene:
     network: Network | None
     endpoint: str = ""
 
-    def wait_for_step(self, step: int, rank: int = 0, limit_s: float = 60.0) -> None:
+    def wait_for_step(self, step: int, rank: int = 0, limit_s: float = 180.0) -> None:
         """Wait until a rank has committed ``step``."""
         path = self.run_dir / "steps" / f"rank-{rank}.jsonl"
         self.wait_for(lambda: path.exists() and f'"step":{step},' in path.read_text().replace(" ", ""), limit_s)
 
-    def wait_for(self, condition: Callable[[], object], limit_s: float = 60.0) -> None:
+    def wait_for(self, condition: Callable[[], object], limit_s: float = 180.0) -> None:
         """Wait until ``condition`` holds."""
         deadline = time.monotonic() + limit_s
         while not condition():

@@ -78,7 +78,7 @@ class Zygote:
         function: str,
         arguments: dict[str, Any] | None = None,
         env: dict[str, str] | None = None,
-        limit_s: float = 60.0,
+        limit_s: float = 180.0,
         expendable: tuple[int, ...] = (),
     ) -> list[Any]:
         """Run `function` ("module:name") with `arguments` in `world_size` forked ranks.

@@ -107,7 +107,7 @@ def test_a_killed_agent_leaves_no_process(tmp_path: Path) -> None:
     wait_until(lambda: all("waiting" in job.log(rank) for rank in range(3)))
     assert len(job.left()) == 5
     job.process.kill()
-    job.process.communicate(timeout=60)
+    job.process.communicate(timeout=180)
     wait_until(lambda: not job.left())
 
 
@@ -118,7 +118,7 @@ def test_a_killed_agent_leaves_nothing_that_ranks_have_started(tmp_path: Path, s
     if stopped:
         job.zygote().suspend()
     job.process.kill()
-    job.process.communicate(timeout=60)
+    job.process.communicate(timeout=180)
     wait_until(lambda: not job.left())
 
 

@@ -186,7 +186,7 @@ def test_a_coordinator_in_a_process_of_its_own_tells_of_the_job(tmp_path: Path) 
     assert nodes.coordinator is not None
     nodes.coordinator.terminate()
     assert [ended.code for ended in nodes.end()] == [1, 1]
-    nodes.coordinator.communicate(timeout=60)
+    nodes.coordinator.communicate(timeout=180)
     assert nodes.coordinator.returncode == 1
     assert nodes.http.is_closed()
 

@@ -21,7 +21,7 @@ NPROC = 2  # each rank imports torch for itself
 
 def torchrun(*args: str, **environment: str) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(NPROC), *args]
-    return subprocess.run(command, capture_output=True, text=True, timeout=90, env={**os.environ, **environment})
+    return subprocess.run(command, capture_output=True, text=True, timeout=180, env={**os.environ, **environment})
 
 
 def pids(out: str, what: str) -> set[str]:
@@ -78,7 +78,7 @@ def test_ranks_without_a_store_of_the_launcher_meet_at_rank_0(tmp_path: Path) ->
         for rank in range(NPROC)
     ]
     for rank in ranks:
-        out, err = rank.communicate(timeout=90)
+        out, err = rank.communicate(timeout=180)
         assert rank.returncode == 0, err
         assert "done in generation 1" in out
         assert "cannot be made, so events are not recorded" in err

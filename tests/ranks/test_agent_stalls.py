@@ -96,7 +96,7 @@ def test_a_coordinator_that_is_paused_loses_nobody(tmp_path: Path, pause_s: floa
     time.sleep(2.0)
     nodes.open_gate()
     ended = nodes.end()
-    _, said = coordinator.communicate(timeout=60)
+    _, said = coordinator.communicate(timeout=180)
     assert [each.code for each in ended] == [0, 0], said
     assert counts(nodes) == one_each(4)
     assert "; recovering" not in said

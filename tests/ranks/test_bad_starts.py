@@ -72,7 +72,7 @@ def test_a_script_without_a_launcher_says_what_to_do_and_is_entered_once(tmp_pat
     for name in ("RANK", "SLURM_PROCID"):
         environment.pop(name, None)
     ended = subprocess.run(
-        [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=240, check=False
     )
     assert ended.returncode == 1
     assert ended.stdout == "entered\n"

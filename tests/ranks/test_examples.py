@@ -96,7 +96,7 @@ def test_without_the_lines_of_its_diff_an_example_is_anybodys_script(
         plain.write_text(ON_CPU + plain.read_text())
     arguments = {"script": str(plain), "args": ["--steps", str(STEPS)]}
     without, *_ = nemo_zygote.run(
-        ranks_of(name), "tests.ranks.test_examples:printed_by", arguments, env=ONE_THREAD, limit_s=120.0
+        ranks_of(name), "tests.ranks.test_examples:printed_by", arguments, env=ONE_THREAD, limit_s=200.0
     )
     assert _losses(without) == _losses(undisturbed(name).log(0))
     assert len(_losses(without)) == (0 if "lightning" in name else STEPS)

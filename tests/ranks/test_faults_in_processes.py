@@ -51,14 +51,14 @@ def start(run_dir: Path, spec: str) -> "subprocess.Popen[str]":
 def test_a_process_dies_once_and_its_successor_lives(kind: str, code: int, tmp_path: Path) -> None:
     spec = f"{kind}@backward:rank=1,step=3"
     first = start(tmp_path, spec)
-    printed, _ = first.communicate(timeout=60)
+    printed, _ = first.communicate(timeout=180)
     assert first.returncode == code
     assert printed.split() == ["1", "2"]
     (event,) = read_events(tmp_path)
     assert (event.stage, event.rank, event.fields["spec"]) == (EventName.FAULT_INJECTED, 1, spec)
 
     successor = start(tmp_path, spec)
-    printed, _ = successor.communicate(timeout=60)
+    printed, _ = successor.communicate(timeout=180)
     assert successor.returncode == 0
     assert printed.split() == ["1", "2", "3", "4", "5"]
     assert fired(tmp_path) == {spec: 1}
@@ -73,5 +73,5 @@ def test_a_hang_sleeps_and_does_not_end(tmp_path: Path) -> None:
         assert Path(f"/proc/{hung.pid}/stat").read_text().rpartition(")")[2].split()[0] == "S"
     finally:
         hung.kill()
-        printed, _ = hung.communicate(timeout=60)
+        printed, _ = hung.communicate(timeout=180)
     assert printed.split() == ["1"]

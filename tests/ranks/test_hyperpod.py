@@ -68,14 +68,14 @@ def test_an_exception_is_recovered_from_in_place_and_a_killed_rank_by_a_new_proc
     """The other rank keeps its process through both."""
     jobs.append(job := Job(tmp_path, "raise", "die"))
     killed = job.ranks[1]
-    _, err = killed.communicate(timeout=90)
+    _, err = killed.communicate(timeout=180)
     assert killed.returncode == -9, err
     reports = [message for message in job.agent.heard if message["type"] == "job_fault"]
     assert "rank 1 raised ValueError at step 3: the loss is not a number" in [each["message"] for each in reports]
     assert {report["restart_mode"] for report in reports} == {"in_process_restart"}
     job.wait_for_restart()
     job.ranks[1] = job.spawn(1)
-    (survivor, survivor_err), (newcomer, newcomer_err) = (rank.communicate(timeout=90) for rank in job.ranks)
+    (survivor, survivor_err), (newcomer, newcomer_err) = (rank.communicate(timeout=180) for rank in job.ranks)
     assert job.ranks[0].returncode == 0, survivor_err
     assert job.ranks[1].returncode == 0, newcomer_err
     assert "rank 0 done in generation 2 of 2" in survivor
@@ -88,12 +88,12 @@ def test_an_exception_is_recovered_from_in_place_and_a_killed_rank_by_a_new_proc
 def test_a_rank_0_that_was_killed_is_met_again(jobs: list[Job], tmp_path: Path) -> None:
     """The store that all meet in goes with it."""
     jobs.append(job := Job(tmp_path, "wait"))
-    job.agent.wait_for("past_rcb_barrier", 2, timeout_s=60)
+    job.agent.wait_for("past_rcb_barrier", 2, timeout_s=180)
     job.ranks[0].kill()
-    job.ranks[0].communicate(timeout=60)
+    job.ranks[0].communicate(timeout=180)
     job.wait_for_restart()
     job.ranks[0] = job.spawn(0)
     for number, rank in enumerate(job.ranks):
-        out, err = rank.communicate(timeout=90)
+        out, err = rank.communicate(timeout=180)
         assert rank.returncode == 0, err
         assert f"rank {number} done in generation 1 of 1" in out

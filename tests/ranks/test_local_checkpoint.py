@@ -247,10 +247,10 @@ def test_nemos_own_callback_saves_and_resumes_although_a_node_is_lost(
     """NeMo's ``MCoreHierarchicalCheckpointIO`` and NVRx's ``LocalCheckpointCallback`` are given our manager."""
     function = "tests.ranks.local_checkpoint_nemo:train"
     common = {"root": str(tmp_path), "overrides": ["trainer.max_steps=6", "model.config.num_layers=2"]}
-    trained = nemo_zygote.run(2, function, {**common, "every": 4, "in_background": in_background}, limit_s=120)
+    trained = nemo_zygote.run(2, function, {**common, "every": 4, "in_background": in_background}, limit_s=200)
     assert [(rank["found"], rank["files"]) for rank in trained] == [(4, 2)] * 2
     shutil.rmtree(tmp_path / "node0")
-    resumed = nemo_zygote.run(2, function, {**common, "resume": True}, limit_s=120)
+    resumed = nemo_zygote.run(2, function, {**common, "resume": True}, limit_s=200)
     for before, after in zip(trained, resumed):
         assert after["losses"] == before["losses"][4:]
         assert after["samples"] == before["samples"][-len(after["samples"]) :]

@@ -40,7 +40,7 @@ def layers(name: str) -> str:
 
 
 def through_faults(
-    disturb: Disturb, *args: str, faults: tuple[str, ...] = FAULTS, limit_s: float = 140.0, nproc: int = 4
+    disturb: Disturb, *args: str, faults: tuple[str, ...] = FAULTS, limit_s: float = 200.0, nproc: int = 4
 ) -> Job:
     """Train through the faults, to the same bits; every fault is recovered from once."""
     job = disturb(nproc, STEPS, *faults, args=(*SMALL, *args), limit_s=limit_s)
@@ -130,7 +130,7 @@ def test_parameters_in_fp8(disturb: Disturb, recipe: str) -> None:
     layer = layer.replace("scaled.scaled_layers", "quantised.quantised_layers")
     last_holders = ("sigkill@optimizer:rank=1,step=4", "sigkill@optimizer:rank=2,step=4")
     faults = ("sigkill@backward:rank=0,step=1", *last_holders, "exception@forward:rank=3,step=6")
-    job = disturb(4, STEPS, *faults, args=(*SMALL, plugin, layer), limit_s=140)
+    job = disturb(4, STEPS, *faults, args=(*SMALL, plugin, layer), limit_s=200.0)
     # Who is left makes step 4 if it has the gradients before the kills break its connections.
     targets = [incident.target for incident in job.incidents]
     assert (targets[0], {*targets[1:-1]} <= {3, 4, None}, targets[-1]) == (0, True, 5)
@@ -169,7 +169,7 @@ def test_faults_behind_the_loss_scaler(
         _behind_scaler("dies", rank=1, step=4, generation=1, after_s=0.3, kill=True, late=[3]),
         _behind_scaler("raises_later", rank=2, step=6, generation=2),
     )
-    job = run_job(nemo_zygote, tmp_path / "run", 4, args=(*args, *faults), limit_s=140)
+    job = run_job(nemo_zygote, tmp_path / "run", 4, args=(*args, *faults), limit_s=200.0)
     assert job.code == 0, job.story()
     assert [incident.target for incident in job.incidents] == [0, 3, 5]
     assert [incident.respawned for incident in job.incidents] == [(), (1,), ()]
@@ -200,7 +200,7 @@ def test_nemos_pretraining_data_with_validation_between_steps(disturb: Disturb, 
     kind = f"_target_: nemo.collections.llm.PreTrainingDataModule, paths: {written}/english, {HERE}, {BYTES}"
     args = (data(f"{kind}, index_mapping_dir: {written}/mapping"), "trainer.val_check_interval=2")
     last = f"sigkill@after_optimizer:rank=0,step={STEPS}"
-    job = disturb(2, STEPS, *FAULTS, last, args=(*SMALL, *args, "trainer.limit_val_batches=1"), limit_s=140)
+    job = disturb(2, STEPS, *FAULTS, last, args=(*SMALL, *args, "trainer.limit_val_batches=1"), limit_s=200.0)
     first, second, last_target = (incident.target for incident in job.incidents)
     assert (first, second in (4, 5), last_target) == (2, True, STEPS)  # who is left may have made step 5
     cached = [event.fields for event in read_events(job.run_dir) if event.stage == EventName.DATASETS]

@@ -205,7 +205,7 @@ assert cli.main(["run", "--preload", "made_up_package.part,helper_beside", {str(
 assert cli.main(["run", "--preload", "no_such_module_anywhere", {str(scripts / "train.py")!r}]) == 2
 """
     ended = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False
     )
     assert ended.returncode == 0, ended.stderr
     assert "would launch with made_up_package.part helper_beside" in ended.stdout

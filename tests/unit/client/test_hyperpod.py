@@ -191,9 +191,7 @@ def test_wait_rank_says_what_it_was_told_instead(make_agent: MakeAgent) -> None:
 # --- a generation, and the next ---------------------------------------------------------------------------------
 
 
-def test_go_comes_with_a_store_for_process_groups(
-    make_agent: MakeAgent, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_go_comes_with_a_store_for_process_groups(make_agent: MakeAgent, caplog: pytest.LogCaptureFixture) -> None:
     agent = make_agent(automatic=False)
     client = HyperPodClient()
     client.hello(0)

@@ -207,7 +207,7 @@ def test_the_command_that_starts_a_coordinator_loads_no_torch() -> None:
     parts = "launcher.agent.launch", "launcher.agent.watch", "launcher.coordinator.hosting"
     imported = ", ".join(f"{PACKAGE}.{part}" for part in (*parts, "observability.monitoring.http_status"))
     code = f"import sys, {imported}; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=240)
     assert done.stdout.strip() == "False"
 
 

@@ -14,7 +14,7 @@ BUDGETS = {
     "lines of the product": 52_051,
     "modules of the product": 219,
     "public names of the product": 746,
-    "lines of the tests": 61_181,
+    "lines of the tests": 61_175,
     "bytes of docs/": 204_800,
     "bytes of docs/architecture.md": 35_100,
     "bytes of docs/guarantees.md": 13_401,

@@ -25,7 +25,7 @@ def test_a_ranks_process_is_found_by_its_name(tmp_path: Path) -> None:
         env={**os.environ, RANK_ENV: "12"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
     )
     assert ended.stdout.strip() == "ckpl-rank-12", ended.stderr
 
@@ -47,7 +47,7 @@ def test_what_atexit_has_runs_although_ctrl_c_comes_while_threads_are_waited_for
         env={**os.environ, RANK_ENV: "0"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
     )
     assert ended.stdout == "atexit has run\n", ended.stderr
     assert "KeyboardInterrupt" in ended.stderr

@@ -55,7 +55,7 @@ def run_changed_sbatch(tmp_path: Path, old: str, new: str, **more: str) -> int:
     changed = tmp_path / "changed.sbatch"
     changed.write_text(script.replace(old, new))
     environment = sbatch_environment(tmp_path, **more)
-    return subprocess.run(["bash", str(changed)], env=environment, cwd=tmp_path, timeout=60).returncode
+    return subprocess.run(["bash", str(changed)], env=environment, cwd=tmp_path, timeout=180).returncode
 
 
 def coordinated(tmp_path: Path) -> list[str]:
