@@ -85,11 +85,13 @@ class HandedOver(NamedTuple):
         nbytes: how many bytes are in the node's memory (0: there is no state yet).
         problem: why it could not be done ("": it was).
         source: what a successor on another node needs to fetch the state ("": nothing is offered).
+        withdraw: ends an offer.
     """
 
     nbytes: int = 0
     problem: str = ""
     source: str = ""
+    withdraw: Callable[[], None] = lambda: None
 
 
 class StateKeeper(Protocol):
@@ -247,10 +249,16 @@ class _Succession:
         return self._client.wait_go(after_generation)
 
     def _wait_or_offer(self, after_generation: int, keeper: StateKeeper | None) -> Go:
-        """Wait for the next generation, and offer the state meanwhile if it is asked for."""
+        """Wait for the next generation, and offer the state meanwhile if it is asked for.
+
+        If this process is of the next generation, nobody else has taken its place.
+        """
+        left = HandedOver()
         while True:
             try:
-                return self._client.wait_go(after_generation)
+                go = self._client.wait_go(after_generation)
+                left.withdraw()
+                return go
             except OfferWantedError as wanted:
                 with self._generation.span(EventName.HAND_OVER) as fields:
                     left = HandedOver()
@@ -268,14 +276,14 @@ class _Succession:
     def _hand_over(self, keeper: StateKeeper | None, high_water: int) -> str:
         """Hand the state to a successor, and end; return, with the reason, only if the process had better stay."""
         with self._generation.span(EventName.HAND_OVER) as fields:
-            nbytes, problem, _ = keeper.hand_over(high_water) if keeper is not None else HandedOver()
-            fields.update(bytes=nbytes, reason=problem)
-        problem = f"its state could not be handed over: {problem}" if problem else ""
+            left = keeper.hand_over(high_water) if keeper is not None else HandedOver()
+            fields.update(bytes=left.nbytes, reason=left.problem)
+        problem = f"its state could not be handed over: {left.problem}" if left.problem else ""
         if problem and self.unfit == _ASKED_FOR:
             return problem
         if problem:
             self.replace(problem)
-        self._end("a successor takes its place", handed_over=nbytes > 0, level=logging.INFO)
+        self._end("a successor takes its place", handed_over=left.nbytes > 0, level=logging.INFO)
 
     def replace(self, reason: str) -> NoReturn:
         """Ask for a successor and end this process at once, since nothing in it can be trusted."""

@@ -342,7 +342,7 @@ class CheckpointManager(RankLocalKeeper):
             leaves = Snapshot(self._held, base, begun, self.fits.finished, self._unfinished_saves())
         if address:
             source, problem = offer(leaves, self.own, high_water, address)
-            return HandedOver(0, problem, source)
+            return HandedOver(0, problem, source, clear)
         return HandedOver(*hand_over(leaves, self.own, high_water))
 
     def _take_over(self) -> None:

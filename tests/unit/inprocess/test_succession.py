@@ -139,12 +139,14 @@ def test_a_process_whose_state_finds_no_room_stays_if_it_can(monkeypatch: pytest
 
 
 def test_a_process_offers_its_state_and_waits_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    client = Barrier(Offer(0, 5, [0], "10.0.0.1"))
-    keeper = SimpleNamespace(hand_over=lambda *where: HandedOver(source=f"{where}"))
+    client, withdrawn = Barrier(Offer(0, 5, [0], "10.0.0.1")), list[int]()
+    left = HandedOver(source="there", withdraw=lambda: withdrawn.append(1))
+    keeper = SimpleNamespace(hand_over=lambda *where: left if where == (5, "10.0.0.1") else None)
     monkeypatch.setattr(wrap, "AgentClient", Barrier)
     it = _Succession(Generation(0), client, StepTracker(Generation(0), None), _Blocks(Facts(None)), "in-process")
     assert it.wait_go(0, cast(Any, keeper)).generation == 1
-    assert client.sent == [Offered(0, "(5, '10.0.0.1')")]
+    assert client.sent == [Offered(0, "there")]
+    assert withdrawn == [1], "it goes on with its state itself"
 
 
 def test_a_rank_waits_at_the_agreed_boundary_until_its_generation_ends(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from checkpointless.inprocess.parameter_update_lock import CommitState
 from checkpointless.launcher.protocol.channel import LOOPBACK
 from checkpointless.observability.telemetry.wording import size
+from checkpointless.recovery import CheckpointManager
 from checkpointless.replication import handover
 from checkpointless.replication.handover import Snapshot, clear, hand_over, offer, take_over
 from checkpointless.replication.parts import Content
@@ -24,6 +26,7 @@ from checkpointless.state.rng import RngStates
 from checkpointless.state.serialization import state_tree
 from checkpointless.system.environment import HANDOVER_ENV, SOURCE_ENV
 from checkpointless.transfer.tensor_entry import Key
+from tests.waiting import wait_until
 
 WEIGHT, BUFFER = ("model", 0, "weight"), ("model", 0, "running")
 
@@ -184,6 +187,17 @@ def test_a_successor_on_another_node_fetches_it_as_often_as_it_likes(monkeypatch
         assert all(torch.equal(found.held.tensors[key], each) for key, each in state.tensors.items())
     clear()
     assert fetch_from(source, monkeypatch) is None
+
+
+def test_an_offer_keeps_nothing_once_it_is_withdrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = CheckpointManager()
+    manager._held = held()
+    left = manager.hand_over(7, LOOPBACK)
+    assert fetch_from(left.source, monkeypatch) is not None
+    assert handover._offering is not None
+    kept = weakref.ref(handover._offering)
+    left.withdraw()
+    wait_until(lambda: kept() is None)
 
 
 def test_only_who_knows_the_secret_gets_it(
