@@ -13,8 +13,9 @@ from rich.text import Text
 
 from checkpointless.doctor.findings import Finding, Severity, worst_first
 from checkpointless.faults.spec import FaultKind, FaultPhase
+from checkpointless.observability.report.goodput import CAUSES, Goodput
 from checkpointless.observability.report.incidents import IncidentSummary
-from checkpointless.observability.report.summary import Comparison, Report, RunState
+from checkpointless.observability.report.summary import Comparison, Job, Report, RunState, utc
 from checkpointless.observability.report.verify import Quantity, Steps, Verdict
 from checkpointless.observability.telemetry import wording
 from checkpointless.observability.telemetry.event_names import PHASES
@@ -26,7 +27,7 @@ _FILE_WIDTH = 160
 _MOST_INCIDENTS = 30
 _MOST_COLUMNS = 8
 _MOST_LOSSES = 24
-_LONGEST_CAUSE = 120
+_LONGEST_CAUSE, _LONGEST_KIND = 120, 24
 _LONGEST_LINE, _TRACEBACK_LINES = 600, 60
 _BAR_WIDTH = 20
 _LONG_BAR = 56
@@ -76,7 +77,7 @@ def show_report(report: Report, page: Console) -> None:
         page.print(_straggler_table(report))
     if report.corrupted:
         page.print(_corrupted_table(report))
-    page.print(_time_table(report))
+    _show_goodput(report.goodput, page)
     if report.comparison is not None and report.comparison.restarts:
         page.print(_restart_table(report.comparison))
     steps, samples = _number(report.steps_lost), _number(report.samples_lost)
@@ -87,10 +88,38 @@ def show_report(report: Report, page: Console) -> None:
     page.print(f"finished steps lost: {steps}; samples used again: {samples}{step}")
 
 
-def html_page(report: Report, tracebacks: Mapping[str, str]) -> str:
-    """Return what the terminal shows as one web page that needs nothing else, with tracebacks by incident."""
+def show_job(job: Job, page: Console) -> None:
+    """Print the reports of a job's runs, after their sums if there are several runs."""
+    if len(job.runs) > 1:
+        page.print(f"{len(job.runs)} runs of a job")
+        page.print(_run_table(job.runs))
+        _show_goodput(job.goodput, page)
+    for report in job.runs:
+        show_report(report, page)
+
+
+def _show_goodput(goodput: Goodput | None, page: Console) -> None:
+    if goodput is not None:
+        page.print(_time_table(goodput))
+        if goodput.lost:
+            page.print(_lost_table(goodput))
+
+
+def html_page(job: Job, tracebacks: Sequence[Mapping[str, str]]) -> str:
+    """Return what the terminal shows as one web page that needs nothing else.
+
+    Args:
+        job: the job.
+        tracebacks: for each of its runs, those that are known, by incident.
+    """
     page = Console(file=io.StringIO(), record=True, width=_FILE_WIDTH, markup=False, highlight=False, emoji=False)
-    show_report(report, page)
+    show_job(job, page)
+    for report, known in zip(job.runs, tracebacks, strict=True):
+        _show_tracebacks(report, known, page)
+    return page.export_html()
+
+
+def _show_tracebacks(report: Report, tracebacks: Mapping[str, str], page: Console) -> None:
     for number, incident in enumerate(report.incidents, start=1):
         lines = tracebacks.get(incident.incident, "").splitlines()[-_TRACEBACK_LINES:]
         if lines:
@@ -98,7 +127,23 @@ def html_page(report: Report, tracebacks: Mapping[str, str]) -> str:
         for line in lines:
             indentation = line[: len(line) - len(line.lstrip(" "))]
             page.print(indentation + wording.printable(line, _LONGEST_LINE), soft_wrap=True)
-    return page.export_html()
+
+
+def _run_table(runs: Sequence[Report]) -> Table:
+    table = Table("run", "began", "steps", "incidents", "wall clock", "goodput", "ended", title="runs")
+    for report in runs:
+        run, goodput = report.run, report.goodput
+        wall, share = ("", "") if goodput is None else (wording.duration(goodput.wall_s), _share(goodput.ratio))
+        table.add_row(
+            wording.printable(run.path, _LONGEST_CAUSE),
+            utc(run.begin_ns) or "",
+            "" if run.last_step is None else f"{run.first_step} to {run.last_step}",
+            str(len(report.incidents)),
+            wall,
+            share,
+            run.state.value,
+        )
+    return table
 
 
 def _number(value: int | None) -> str:
@@ -115,27 +160,33 @@ def _share(value: float | None) -> str:
     return f"{percent:.{digits}f} %"
 
 
-def _time_table(report: Report) -> Table:
-    table = Table("time", "", "", title="time of the run", title_justify="left")
-    spent = report.spent
-    if spent is None:
-        return table
-
-    def row(name: str, seconds: float | None, note: str = "") -> None:
-        of = None if seconds is None or spent.wall_s <= 0 else seconds / spent.wall_s
-        table.add_row(name, wording.duration(seconds), note or _share(of))
-
-    row("start-up", spent.startup_s)
-    row("training", spent.training_s)
-    row("recovery", spent.recovery_s)
-    if spent.repeated_s != 0:
-        row("repeated steps", spent.repeated_s)
-    if spent.shutdown_s:
-        row("after the last step", spent.shutdown_s)
-    row("wall clock", spent.wall_s, "from the first event to the end")
+def _time_table(goodput: Goodput) -> Table:
+    """Return a table of what the wall time went to: each cause of the sums, in their order."""
+    table = Table("time", "", "share", "", title="time by cause", title_justify="left")
+    for cause, spent_s in goodput.seconds.items():
+        of = spent_s / goodput.wall_s if goodput.wall_s > 0 else None
+        name, what = wording.printable(cause, _LONGEST_KIND), CAUSES.get(cause, "incidents")
+        table.add_row(name, wording.duration(spent_s), _share(of), what)
+    table.add_row("wall clock", wording.duration(goodput.wall_s), "", "from the first event to the end")
     table.add_section()
-    table.add_row("ETTR", _share(spent.ettr), "training / wall clock")
-    table.add_row("ETTR while training", _share(spent.ettr_while_training), "without start-up and shutdown")
+    table.add_row("goodput", "", _share(goodput.ratio), "training / wall clock")
+    table.add_row("ETTR", "", _share(goodput.ettr), "training, saves and stragglers / wall clock")
+    ratio = _share(goodput.ettr_while_training)
+    table.add_row("ETTR while training", "", ratio, "without start-up, shutdown and idle time")
+    return table
+
+
+def _lost_table(goodput: Goodput) -> Table:
+    """Return a table of the ranks and nodes for which the job lost time; of many, only the longest times."""
+    hidden = max(0, len(goodput.lost) - _MOST_INCIDENTS)
+    title = "time lost for one rank or node" + (f" ({hidden} shorter ones are in --json)" if hidden else "")
+    table = Table("cause", "for", "", "", title=title, title_justify="left")
+    for each in goodput.lost[:_MOST_INCIDENTS]:
+        on = "" if each.node is None else f" on node {each.node}"
+        who = each.who or f"rank {each.rank}{on}"
+        share = _share(each.seconds / goodput.wall_s if goodput.wall_s > 0 else None)
+        shown = wording.printable(each.cause, _LONGEST_KIND), wording.printable(who, _LONGEST_CAUSE)
+        table.add_row(*shown, wording.duration(each.seconds), share)
     return table
 
 
@@ -213,7 +264,7 @@ def _incident_table(report: Report) -> Table:
         why = incident.reason or incident.inexact
         table.add_row(
             str(number),
-            wording.printable(incident.kind, 24),
+            wording.printable(incident.kind, _LONGEST_KIND),
             wording.printable(incident.cause or "unknown", _LONGEST_CAUSE),
             _level(incident),
             ended + (f": {wording.printable(why, _LONGEST_CAUSE)}" if why else ""),

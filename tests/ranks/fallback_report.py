@@ -6,7 +6,6 @@ import json
 
 import pytest
 
-from checkpointless.cli.tables import html_page
 from checkpointless.observability.report.incidents import Outcome
 from checkpointless.observability.report.summary import RunState, build_report
 from checkpointless.observability.report.trace import write_trace
@@ -14,6 +13,7 @@ from checkpointless.observability.telemetry.event_names import Rung
 from checkpointless.observability.telemetry.events import read_events
 from tests.ranks.jobs import Job
 from tests.unit.report import test_page, test_trace
+from tests.unit.report.reports import html_page
 
 
 def check(job: Job) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,12 +21,14 @@ from checkpointless.cli.command import (
 
 if TYPE_CHECKING:
     from checkpointless.observability.report.summary import Report
+    from checkpointless.observability.telemetry.events import Event
 
 _REPORT_EPILOG = """\
 examples:
   checkpointless report runs/20260101T120000Z-train
   checkpointless report runs/1 --html report.html       the same as one page, with tracebacks
-  checkpointless report runs/1 --json - | jq .time.ettr
+  checkpointless report runs/1 runs/2 --html job.html   all runs of a job, and its goodput
+  checkpointless report runs/1 --json - | jq .goodput.seconds
   checkpointless report runs/1 --trace trace.json       for ui.perfetto.dev or chrome://tracing
   checkpointless report runs/1 --restart-startup 420 --restart-load 90 --checkpoint-interval 1800
 
@@ -46,7 +49,7 @@ _RESTART_OPTIONS = {
 
 def _add_report_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("run_dir", type=Path, metavar="RUN_DIR", help="run directory")
+    add("run_dirs", type=Path, nargs="+", metavar="RUN_DIR", help="run directory; several: those of one job")
     add("--json", type=Path, metavar="FILE", help="write JSON (-: to standard output, and nothing else)")
     add("--html", type=Path, metavar="FILE", help="write a web page")
     add("--trace", type=Path, metavar="FILE", help="write a trace for Perfetto or Chrome")
@@ -62,42 +65,52 @@ def _check_run_dir(run_dir: Path) -> None:
 
 
 def _report_command(options: argparse.Namespace) -> int:
-    from checkpointless.observability.report.summary import as_json, build_report
+    from checkpointless.observability.report.summary import as_json, build_job
+
+    named = {option: getattr(options, option[2:].replace("-", "_")) for option in _RESTART_OPTIONS}
+    given = {option: value for option, value in named.items() if value is not None}
+    if len(options.run_dirs) > 1 and options.trace is not None:
+        raise UsageError("--trace is of one run: name one run directory")
+    built = [_read(run_dir, given) for run_dir in options.run_dirs]
+    try:
+        job = build_job(report for report, _ in built)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    if options.json is not None:
+        _write(options.json, as_json(job) + "\n")
+    if options.html is not None:
+        from checkpointless.cli.tables import html_page
+
+        _write(options.html, html_page(job, [_tracebacks(Path(each.run.path), each) for each in job.runs]))
+    if options.trace is not None:
+        from checkpointless.observability.report.trace import write_trace
+
+        _write(options.trace, write_trace(*built[0]))
+    if STDOUT not in (options.json, options.html, options.trace):
+        from checkpointless.cli.tables import console, show_job
+
+        show_job(job, console())
+    return 0
+
+
+def _read(run_dir: Path, given: Mapping[str, float]) -> tuple[Report, Sequence[Event]]:
+    """Return the report of a run, and its events."""
+    from checkpointless.faults.ledger import fired
+    from checkpointless.observability.report.summary import build_report
     from checkpointless.observability.telemetry.events import EVENTS_FILE, read_events
 
-    run_dir: Path = options.run_dir
     _check_run_dir(run_dir)
     log = run_dir / EVENTS_FILE
     if not log.is_file():
         raise UsageError(f"{run_dir} has no {EVENTS_FILE}: it is not a run directory")
-    from checkpointless.faults.ledger import fired
-
     try:
         events = read_events(run_dir)
         lines = sum(1 for line in log.read_bytes().split(b"\n") if line.strip())
         caused = fired(run_dir)
     except OSError as error:
         raise UsageError(f"cannot read {run_dir}: {error.strerror}") from error
-    named = {option: getattr(options, option[2:].replace("-", "_")) for option in _RESTART_OPTIONS}
-    given = {option: value for option, value in named.items() if value is not None}
-    report = build_report(
-        str(run_dir), events, caused=caused, lines_left_out=max(0, lines - len(events)), given=given
-    )
-    if options.json is not None:
-        _write(options.json, as_json(report) + "\n")
-    if options.html is not None:
-        from checkpointless.cli.tables import html_page
-
-        _write(options.html, html_page(report, _tracebacks(run_dir, report)))
-    if options.trace is not None:
-        from checkpointless.observability.report.trace import write_trace
-
-        _write(options.trace, write_trace(report, events))
-    if STDOUT not in (options.json, options.html, options.trace):
-        from checkpointless.cli.tables import console, show_report
-
-        show_report(report, console())
-    return 0
+    left_out = max(0, lines - len(events))
+    return build_report(str(run_dir), events, caused=caused, lines_left_out=left_out, given=given), events
 
 
 def _write(path: Path, text: str) -> None:

@@ -520,10 +520,14 @@ class _RecoverableFit:
 
     def save(self, path: str, make: Callable[[], None], **background: Any) -> None:
         """Make a save, unless it was made before a fault that makes the ranks pass this point once more."""
+        began_s, call = time.monotonic(), active_call_wrapper()
         if self.manager is None or self.keeper is None or not self.is_under_way:
             make()
         else:
             self.manager.saves.save(path, self.keeper.journal.newest, make, **background)
+        if call is not None and self._trainer.is_global_zero:
+            took_s = time.monotonic() - began_s
+            event_log().emit(EventName.SAVED, "point", generation=call.generation, path=path, seconds=took_s)
 
     def finish(self) -> None:
         """End the fit, if it is under way. Collective."""

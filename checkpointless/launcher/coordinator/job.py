@@ -406,7 +406,8 @@ class _IncidentTracker:
         incident.said = cause
         undetected_s = incident.undetected_s
         late: dict[str, Any] = {} if undetected_s is None else {"undetected_s": undetected_s}
-        self.emit(EventName.DETECT, "point", cause=str(cause), culprit=cause.culprit, how=cause.how, **late)
+        about: dict[str, Any] = {"cause": str(cause), "culprit": cause.culprit, "how": cause.how, "who": cause.who}
+        self.emit(EventName.DETECT, "point", **about, **late)
         self._say(detected_line(incident.id, str(cause)))
 
 

@@ -27,6 +27,7 @@ from urllib.parse import urlsplit
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from checkpointless.observability.monitoring.metrics import Metrics, RunLog, Snapshot
+from checkpointless.observability.report.summary import goodput_as_json
 
 logger = logging.getLogger(__name__)
 
@@ -77,13 +78,15 @@ def _page_at(path: str, watch: _Watched) -> _Page | None:
     if path == "/healthz":
         well, words = now.health(time.monotonic())
         return _Page(HTTPStatus.OK if well else HTTPStatus.SERVICE_UNAVAILABLE, TEXT, f"{words}\n".encode())
-    if path == "/status":
-        return _Page(HTTPStatus.OK, _JSON, json.dumps(now, default=_plain).encode() + b"\n")
-    if path != "/metrics":
+    if path not in ("/status", "/metrics"):
         return None
     is_known = now.looked_at_s is None or now.job is not None  # the account is the run's, so once for all nodes
     account = run_log.ask(now.high_water, has_account=is_known) if run_log is not None else None
-    found = watch.metrics.page(now, account if now.job is not None else None, has_log=run_log is not None)
+    account = account if now.job is not None else None
+    if path == "/status":
+        said = {**_plain(now), "goodput": goodput_as_json(account.goodput if account is not None else None)}
+        return _Page(HTTPStatus.OK, _JSON, json.dumps(said, default=_plain).encode() + b"\n")
+    found = watch.metrics.page(now, account, has_log=run_log is not None)
     return _Page(HTTPStatus.OK, CONTENT_TYPE_LATEST, found)
 
 

@@ -27,6 +27,7 @@ from prometheus_client.registry import Collector
 
 from checkpointless.faults.spec import FaultKind
 from checkpointless.launcher.protocol.node_messages import RankState
+from checkpointless.observability.report.goodput import CAUSES
 from checkpointless.observability.report.summary import Report, build_report
 from checkpointless.observability.telemetry.event_names import PHASES, STAGES, EventName, Rung
 from checkpointless.observability.telemetry.events import Event, LineTail, parse_event
@@ -519,6 +520,13 @@ def _spent(name: str) -> Callable[[Report], float | None]:
     return lambda report: getattr(report.spent, name, None)
 
 
+def _by_cause(report: Report) -> Mapping[str, float]:
+    """Return the seconds of each cause, those that have taken none so far with 0; nothing without an account."""
+    if report.goodput is None:
+        return {}
+    return {**dict.fromkeys((*CAUSES, *_CAUSES), 0.0), **report.goodput.seconds}
+
+
 _ACTIVITIES = ("startup", "training", "recovery", "repeated", "shutdown")
 _OF_RUN: tuple[_Gauge[Report], ...] = (
     _Gauge(
@@ -528,7 +536,13 @@ _OF_RUN: tuple[_Gauge[Report], ...] = (
         kind=CounterMetricFamily,
     ),
     _Gauge("step_seconds", "Seconds per optimizer step in undisturbed training.", lambda report: report.run.step_s),
-    _Gauge("ettr_ratio", "Effective training time over wall-clock time (ETTR, goodput).", _spent("ettr")),
+    _Gauge(
+        "goodput_ratio",
+        "Training of steps that count over wall-clock time.",
+        lambda report: getattr(report.goodput, "ratio", None),
+    ),
+    _Gauge("wall_seconds", "What the run's wall-clock time went to so far.", _by_cause, "cause"),
+    _Gauge("ettr_ratio", "Effective training time over wall-clock time (ETTR).", _spent("ettr")),
     _Gauge("ettr_while_training_ratio", "ETTR without start-up and shutdown.", _spent("ettr_while_training")),
     _Gauge(
         "time_seconds",

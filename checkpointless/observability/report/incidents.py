@@ -54,6 +54,9 @@ class IncidentSummary:
         resumed_after: step after which training actually resumed; None if not known.
         reason: why recovery was refused or broke off ("" if it was not).
         inexact: in what training is another one than before the fault ("" if it is not, as far as is known).
+        who: name of what is at fault if that is no rank, such as ``node 1`` ("": not known, or a rank).
+        node: node of the rank that failed, as far as is known.
+        is_corrupted: whether a rank had computed a gradient wrongly.
     """
 
     incident: str
@@ -80,6 +83,9 @@ class IncidentSummary:
     outcome: Outcome = Outcome.FAILED
     reason: str = ""
     inexact: str = ""
+    who: str = ""
+    node: int | None = None
+    is_corrupted: bool = False
 
     @property
     def has_resumed(self) -> bool:
@@ -97,6 +103,11 @@ class IncidentSummary:
     def kind(self) -> str:
         """The kind of the fault: the kind in the injected fault's spec, else how the fault was detected."""
         return self.injected.partition("@")[0].partition(":")[0] or self.how.lower() or "unknown"
+
+    @property
+    def label(self) -> str:
+        """Its cause in the sums of time: how it was noticed, except for a corrupted gradient."""
+        return EventName.CORRUPTED.value if self.is_corrupted else self.how or "unknown"
 
     @property
     def sentence(self) -> str:
@@ -139,6 +150,8 @@ class _Log:
         self.groups: dict[str, list[Event]] = defaultdict(list)
         self.injected: list[Event] = []
         self.first_steps: dict[int, int] = {}
+        self.nodes: dict[tuple[int, int | None], int] = {}  # by generation and rank
+        self.corrupted: set[int] = set()  # generations
         self.job_end: Event | None = None
         for event in in_order:
             if event.stage == EventName.FAULT_INJECTED:
@@ -147,6 +160,10 @@ class _Log:
             if event.stage == EventName.JOB:
                 self.job_end = event if event.edge == "end" else self.job_end
                 continue
+            if event.stage == EventName.CORRUPTED and event.fields.get("redone"):
+                self.corrupted.add(event.generation)
+            if event.stage in _STARTING:
+                self.nodes[event.generation, event.rank] = event.node
             step = event.fields.get("step")
             if event.stage == EventName.FIRST_STEP and event.edge == "end" and isinstance(step, int):
                 self.first_steps[event.generation] = max(step, self.first_steps.get(event.generation, step))
@@ -212,6 +229,9 @@ def _summary(incident: str, events: Sequence[Event], log: _Log, superseded: bool
         outcome=outcome,
         reason="" if end is not None else _reason(events, None if superseded else job_end),
         inexact=inexact,
+        who=str(about.get("who") or ""),
+        node=log.nodes.get((generation, culprit)),
+        is_corrupted=generation in log.corrupted,
     )
 
 

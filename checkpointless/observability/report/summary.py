@@ -11,11 +11,20 @@ from datetime import datetime, timezone
 from statistics import median
 from typing import Any
 
+from checkpointless.observability.report.goodput import (
+    SAVES,
+    STRAGGLERS,
+    Goodput,
+    Spell,
+    goodput_of_job,
+    goodput_of_run,
+)
 from checkpointless.observability.report.incidents import IncidentSummary, Outcome, summarize
 from checkpointless.observability.telemetry.event_names import STAGES, EventName
-from checkpointless.observability.telemetry.events import Event, json_safe
+from checkpointless.observability.telemetry.events import Event, JsonValue, json_safe
 
 _NS_PER_S = 1e9
+_MOST_S = 1e10
 
 
 class _Activity(enum.Enum):
@@ -27,15 +36,24 @@ class _Activity(enum.Enum):
 
 @dataclass(frozen=True)
 class _Period:
-    """A part of a run's time that was spent on one activity, in UTC nanoseconds."""
+    """A part of a run's time that was spent on one activity, in UTC nanoseconds; ``incident`` for a recovery."""
 
     activity: _Activity
     begin_ns: int
     end_ns: int
+    incident: IncidentSummary | None = None
 
     @property
     def seconds(self) -> float:
         return (self.end_ns - self.begin_ns) / _NS_PER_S
+
+    @property
+    def spell(self) -> Spell:
+        """The period with its cause."""
+        by = self.incident
+        if by is None:
+            return Spell(self.activity.name.lower(), self.begin_ns, self.end_ns)
+        return Spell(by.label, self.begin_ns, self.end_ns, 1.0, by.culprit, by.node, by.who)
 
 
 @dataclass(frozen=True)
@@ -114,21 +132,21 @@ def _account(marks: _Milestones, incidents: Sequence[IncidentSummary], step_s: f
     trains_ns = end_ns if marks.trains_ns is None else marks.trains_ns
     periods: list[_Period] = []
 
-    def spend(until_ns: int, activity: _Activity) -> None:
+    def spend(until_ns: int, activity: _Activity, by: IncidentSummary | None = None) -> None:
         at_ns = periods[-1].end_ns if periods else begin_ns
         until_ns = min(until_ns, end_ns)
         if until_ns <= at_ns:
             return
-        if periods and periods[-1].activity is activity:
+        if periods and (periods[-1].activity, periods[-1].incident) == (activity, by):
             at_ns = periods.pop().begin_ns
-        periods.append(_Period(activity, at_ns, until_ns))
+        periods.append(_Period(activity, at_ns, until_ns, by))
 
     for index, incident in enumerate(incidents):
         following_ns = incidents[index + 1].start_ns if index + 1 < len(incidents) else end_ns
         if index == 0:
             spend(min(trains_ns, incident.start_ns), _Activity.STARTUP)
         spend(incident.start_ns, _Activity.TRAINING)
-        spend(following_ns if incident.end_ns is None else incident.end_ns, _Activity.RECOVERY)
+        spend(following_ns if incident.end_ns is None else incident.end_ns, _Activity.RECOVERY, incident)
     if not incidents:
         spend(trains_ns, _Activity.STARTUP)
     if marks.trained_ns is not None:
@@ -457,6 +475,8 @@ class _Straggler:
         own_s: what it did by itself in a step when it was found; usually it would have been ``usual_s``.
         step: the newest committed step when it was found.
         lasted_s: until it was as fast as others, or the generation was over; None: until the end of the run.
+        begin_ns: when it was found, in UTC nanoseconds.
+        until_step: the newest committed step at its end.
     """
 
     rank: int
@@ -466,6 +486,18 @@ class _Straggler:
     own_s: float
     usual_s: float
     lasted_s: float | None
+    begin_ns: int
+    until_step: int | None = None
+
+    def spell(self, end_ns: int, last_step: int | None) -> Spell:
+        """Return for which share of its time others waited for it: what is too long, in each of its steps."""
+        until_ns = end_ns if self.lasted_s is None else self.begin_ns + round(self.lasted_s * _NS_PER_S)
+        newest = last_step if self.lasted_s is None else self.until_step
+        steps = 0 if newest is None or self.step is None else newest - self.step
+        slow_s = max(0.0, self.own_s - self.usual_s)
+        per_s = steps * _NS_PER_S / (until_ns - self.begin_ns) if steps > 0 and until_ns > self.begin_ns else 0.0
+        share = min(1.0, slow_s * per_s)
+        return Spell(STRAGGLERS, self.begin_ns, until_ns, share, self.rank, self.node)
 
 
 @dataclass(frozen=True)
@@ -481,7 +513,7 @@ class _Corrupted:
 
 @dataclass(frozen=True)
 class Report:
-    """A run and its incidents; without events, ``spent`` and ``comparison`` are None."""
+    """A run and its incidents; without events, ``spent``, ``comparison`` and ``goodput`` are None."""
 
     run: _Run
     incidents: tuple[IncidentSummary, ...] = ()
@@ -492,6 +524,7 @@ class Report:
     failed_saves: tuple[_FailedSave, ...] = ()
     stragglers: tuple[_Straggler, ...] = ()
     corrupted: tuple[_Corrupted, ...] = ()
+    goodput: Goodput | None = None
 
     @property
     def outcomes(self) -> Mapping[Outcome, int]:
@@ -563,6 +596,7 @@ def build_report(
         caused=caused,
         lines_left_out=lines_left_out,
     )
+    stragglers = _stragglers(events)
     return Report(
         run,
         incidents,
@@ -571,9 +605,35 @@ def build_report(
         comparison,
         _bad_devices(events),
         _failed_saves(events),
-        _stragglers(events),
+        stragglers,
         _corrupted(events),
+        _goodput(run, marks, spent, events, stragglers),
     )
+
+
+def _goodput(
+    run: _Run,
+    marks: _Milestones,
+    spent: _TimeAccount,
+    events: Sequence[Event],
+    stragglers: Sequence[_Straggler],
+) -> Goodput:
+    end_ns = max(marks.begin_ns, marks.end_ns)
+    whole = Goodput(
+        marks.begin_ns,
+        end_ns,
+        is_known=spent.training_s is not None,
+        first_step=run.first_step,
+        last_step=run.last_step,
+        step_s=run.step_s,
+    )
+    saves = (
+        Spell(SAVES, event.ts - round(_seconds(event.fields.get("seconds")) * _NS_PER_S), event.ts)
+        for event in events
+        if event.stage == EventName.SAVED
+    )
+    within = [*saves, *(each.spell(end_ns, run.last_step) for each in stragglers)]
+    return goodput_of_run(whole, [each.spell for each in spent.periods], within, spent.repeated_s or 0.0)
 
 
 def _corrupted(events: Sequence[Event]) -> tuple[_Corrupted, ...]:
@@ -598,12 +658,13 @@ def _stragglers(events: Sequence[Event]) -> tuple[_Straggler, ...]:
         rank, fields = event.rank or 0, event.fields
         if event.edge == "begin":
             open_at[rank] = len(found), event.ts
-            own_s, usual_s = (float(fields.get(name) or 0.0) for name in ("own_s", "usual_s"))
-            why, step = str(fields.get("why")), fields.get("step")
-            found.append(_Straggler(rank, fields.get("on_node"), why, step, own_s, usual_s, None))
+            own_s, usual_s = (_seconds(fields.get(name)) for name in ("own_s", "usual_s"))
+            node, step = (_whole(fields.get(name)) for name in ("on_node", "step"))
+            found.append(_Straggler(rank, node, str(fields.get("why")), step, own_s, usual_s, None, event.ts))
         elif rank in open_at:
             place, since_ns = open_at.pop(rank)
-            found[place] = replace(found[place], lasted_s=(event.ts - since_ns) / _NS_PER_S)
+            lasted_s = (event.ts - since_ns) / _NS_PER_S
+            found[place] = replace(found[place], lasted_s=lasted_s, until_step=_whole(fields.get("step")))
     return tuple(found)
 
 
@@ -631,16 +692,56 @@ def _in_order(events: Sequence[Event], name: EventName) -> list[tuple[int | None
     return [(event.rank, event.fields) for event in found]
 
 
-def as_json(report: Report) -> str:
-    """Return the report as a JSON document.
+@dataclass(frozen=True)
+class Job:
+    """The runs of a job, in the order in which they began, of which there is one at least."""
+
+    runs: tuple[Report, ...]
+    goodput: Goodput | None
+
+
+def build_job(reports: Iterable[Report]) -> Job:
+    """Put the runs of a job together; those without events add nothing to its goodput.
+
+    Raises:
+        ValueError: two of the runs overlap.
+    """
+    runs = tuple(sorted(reports, key=lambda report: report.run.begin_ns or 0))
+    known = [report.goodput for report in runs if report.goodput is not None]
+    return Job(runs, goodput_of_job(known) if known else None)
+
+
+def as_json(job: Job) -> str:
+    """Return the report of a job as a JSON document: that of its run, or of several runs in ``runs``.
 
     Durations are in seconds, times are in UTC as ISO 8601, and unknown values are null.
     """
+    document = _plain(job.runs[0])
+    if len(job.runs) > 1:
+        goodput = goodput_as_json(job.goodput)
+        document = {"format": FORMAT, "goodput": goodput, "runs": [_plain(each) for each in job.runs]}
+    return json.dumps(json_safe(document), indent=2, allow_nan=False)
+
+
+def goodput_as_json(goodput: Goodput | None) -> dict[str, JsonValue] | None:
+    """Return what a job's wall time went to, for JSON; None for None."""
+    if goodput is None:
+        return None
+    return {
+        "goodput": goodput.ratio,
+        "ettr": goodput.ettr,
+        "wall_s": goodput.wall_s,
+        "seconds": dict(goodput.seconds),
+        "lost": [asdict(each) for each in goodput.lost],
+    }
+
+
+def _plain(report: Report) -> dict[str, Any]:
     run, spent = report.run, report.spent
-    document: dict[str, Any] = {
+    return {
         "format": FORMAT,
         "run": {
-            **{key: value for key, value in asdict(run).items() if not key.endswith("_ns")},
+            **_without_ns(run),
             "state": run.state.name.lower(),
             "begin": utc(run.begin_ns),
             "end": utc(run.end_ns),
@@ -657,10 +758,16 @@ def as_json(report: Report) -> str:
             "ettr": spent.ettr,
             "ettr_while_training": spent.ettr_while_training,
             "periods": [
-                {"activity": each.activity.value, "begin": utc(each.begin_ns), "seconds": each.seconds}
+                {
+                    "activity": each.activity.value,
+                    "cause": each.spell.cause,
+                    "begin": utc(each.begin_ns),
+                    "seconds": each.seconds,
+                }
                 for each in spent.periods
             ],
         },
+        "goodput": goodput_as_json(report.goodput),
         "steps_lost": report.steps_lost,
         "samples_lost": report.samples_lost,
         "outcomes": {outcome.value: count for outcome, count in report.outcomes.items()},
@@ -668,12 +775,16 @@ def as_json(report: Report) -> str:
         "stages": [asdict(each) for each in report.stages],
         "devices": [asdict(each) for each in report.devices],
         "failed_saves": [asdict(each) for each in report.failed_saves],
-        "stragglers": [asdict(each) for each in report.stragglers],
+        "stragglers": [_without_ns(each) for each in report.stragglers],
         "corrupted": [asdict(each) for each in report.corrupted],
         "incidents": [_incident(number, each, report) for number, each in enumerate(report.incidents, start=1)],
         "restart_from_checkpoint": report.comparison and asdict(report.comparison),
     }
-    return json.dumps(json_safe(document), indent=2, allow_nan=False)
+
+
+def _without_ns(part: Any) -> dict[str, Any]:  # Any: a dataclass
+    """Return the fields of ``part``, without times in nanoseconds."""
+    return {key: value for key, value in asdict(part).items() if not key.endswith("_ns")}
 
 
 def utc(ns: int | None) -> str | None:
@@ -688,10 +799,9 @@ def utc(ns: int | None) -> str | None:
 
 
 def _incident(number: int, incident: IncidentSummary, report: Report) -> dict[str, Any]:
-    plain = {key: value for key, value in asdict(incident).items() if not key.endswith("_ns")}
     return {
         "number": number,
-        **plain,
+        **_without_ns(incident),
         "kind": incident.kind,
         "rung": incident.rung.label,
         "outcome": incident.outcome.value,
@@ -706,6 +816,14 @@ def _state(end: Event | None) -> RunState:
     if end is None:
         return RunState.OPEN
     return RunState.SUCCEEDED if end.fields.get("code") == 0 else RunState.FAILED
+
+
+def _seconds(value: object) -> float:
+    return value if isinstance(value, int | float) and 0 <= value < _MOST_S else 0.0
+
+
+def _whole(value: object) -> int | None:
+    return value if isinstance(value, int) else None
 
 
 def _first_line(said: object) -> str:

@@ -146,7 +146,7 @@ def _of_job(report: Report, begin_ns: int) -> list[dict[str, Any]]:
 
     if report.spent is not None:
         for period in report.spent.periods:
-            add(_RUN_TID, period.activity.value, period.begin_ns, period.end_ns, {})
+            add(_RUN_TID, period.activity.value, period.begin_ns, period.end_ns, {"cause": period.spell.cause})
     reached_ns = begin_ns
     for number, incident in enumerate(report.incidents, start=1):
         later = report.incidents[number : number + 1]

@@ -25,6 +25,7 @@ class EventName(str, enum.Enum):
     INEXACT = "inexact"  # a step is another one when it is made again: so is what follows it
     STRAGGLER = "straggler"  # a rank is slow by itself, and the others wait for it, from begin to end
     CORRUPTED = "corrupted"  # a rank has computed a gradient wrongly, which was found before the update
+    SAVED = "saved"  # rank 0 has made a checkpoint, for which training stood still, or has begun to write one
     SAVE_FAILED = "save_failed"  # a checkpoint could not be saved, and why; training goes on
 
     # The stages of an incident, in their order.

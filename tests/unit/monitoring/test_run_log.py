@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import time
@@ -28,6 +29,8 @@ from checkpointless.observability.telemetry.events import (
 )
 from checkpointless.observability.telemetry.scribe import scribe
 from tests.unit.made_up_run import MadeUpRun
+from tests.unit.monitoring.http_exchange import SNAPSHOT, get
+from tests.unit.monitoring.test_pages import samples
 from tests.waiting import wait_until
 
 OWN = (2, 3)
@@ -184,6 +187,26 @@ def test_the_account_is_that_of_the_report(tmp_path: Path, monkeypatch: pytest.M
     assert reader.report == build_report(str(tmp_path), read_events(tmp_path))
     found = reader.report.run
     assert (found.first_step, found.last_step, found.steps) == (1, 60, 60)
+
+
+def test_metrics_and_status_have_the_sums_of_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = disturbed_run()
+    watch = Watch(0)
+    watch.log(tmp_path / EVENTS_FILE)
+    watch.snapshot = SNAPSHOT
+    write(tmp_path, run.events, monkeypatch)
+    assert watch.run_log is not None
+    monkeypatch.setattr(watch.run_log, "_read", lambda: None)
+    watch.run_log.look(0.0)
+    goodput = build_report(str(tmp_path), read_events(tmp_path)).goodput
+    assert goodput is not None
+    said = json.loads(get(watch, "/status")[1])["goodput"]
+    assert (said["seconds"], said["goodput"]) == (goodput.seconds, goodput.ratio)
+    found = samples(get(watch, "/metrics")[1])
+    sums = {cause: value for (name, cause), value in found.items() if name == "wall_seconds"}
+    assert {cause: value for cause, value in sums.items() if value} == goodput.seconds
+    assert sums["hang"] == sums["saves"] == 0
+    assert found["goodput_ratio", ""] == goodput.ratio
 
 
 def test_steps_are_counted_from_the_first_one_of_the_job_and_never_less(

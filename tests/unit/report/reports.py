@@ -1,10 +1,13 @@
 """Provide made-up runs and arbitrary logs, for tests of what is reported of them."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from hypothesis import strategies as st
 
-from checkpointless.observability.report.summary import Report, build_report
+from checkpointless.cli import tables
+from checkpointless.observability.report import summary
+from checkpointless.observability.report.summary import Report, build_job, build_report
 from checkpointless.observability.telemetry.event_names import STAGES
 from checkpointless.observability.telemetry.events import Event
 from tests.unit.made_up_run import MadeUpRun
@@ -23,6 +26,16 @@ def report_of(run: MadeUpRun, **more: Any) -> Report:
     return build_report("runs/1", run.events, **more)
 
 
+def as_json(report: Report) -> str:
+    return summary.as_json(build_job([report]))
+
+
+def html_page(report: Report, tracebacks: Mapping[str, str]) -> str:
+    return tables.html_page(build_job([report]), [tracebacks])
+
+
+_WITHIN = ("straggler", "saved", "corrupted")
+_FIELDS = ("culprit", "how", "who", "seconds", "own_s", "usual_s", "on_node", "redone")
 LOGS = st.lists(
     st.builds(
         Event,
@@ -33,11 +46,13 @@ LOGS = st.lists(
         pid=st.integers(1, 4),
         generation=st.integers(0, 3),
         incident=st.none() | st.sampled_from(["a", "b"]),
-        stage=st.sampled_from([*STAGES, "go", "respawn", "job", "trained", "progress", "rung", "fault_injected"]),
+        stage=st.sampled_from(
+            [*STAGES, "go", "respawn", "job", "trained", "progress", "rung", "fault_injected", *_WITHIN]
+        ),
         edge=st.sampled_from(["begin", "end", "point"]),
         fields=st.dictionaries(
             st.sampled_from(
-                ["cause", "target", "bytes", "sources", "error", "reason", "step", "high_water", "spec"]
+                ["cause", "target", "bytes", "sources", "error", "reason", "step", "high_water", "spec", *_FIELDS]
             ),
             st.none() | st.integers() | st.text(max_size=3) | st.lists(st.integers(0, 3), max_size=3),
         ),

@@ -8,11 +8,11 @@ from collections.abc import Callable
 import pytest
 from rich.table import Table
 
-from checkpointless.cli.tables import _device_table, _failed_save_table, html_page
-from checkpointless.observability.report.summary import Report, as_json
+from checkpointless.cli.tables import _device_table, _failed_save_table
+from checkpointless.observability.report.summary import Report
 from checkpointless.observability.telemetry.narration import _failed_save_line
 from tests.unit.made_up_run import MadeUpRun
-from tests.unit.report.reports import report_of
+from tests.unit.report.reports import as_json, html_page, report_of
 
 
 def made_up_run() -> MadeUpRun:

@@ -6,13 +6,13 @@ from typing import Any
 
 from hypothesis import given
 
-from checkpointless.cli.tables import _MARKS, html_page
+from checkpointless.cli.tables import _MARKS
 from checkpointless.observability.report.summary import build_report
 from checkpointless.observability.telemetry.event_names import PHASES
 from checkpointless.observability.telemetry.events import Event
 from tests.drawn import examples
 from tests.unit.made_up_run import MadeUpRun
-from tests.unit.report.reports import HOSTILE, LOGS
+from tests.unit.report.reports import HOSTILE, LOGS, html_page
 
 KNOWN = {"html", "head", "meta", "style", "body", "pre", "code", "span"}
 

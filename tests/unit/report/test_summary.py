@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 
 from checkpointless.observability.report.incidents import Outcome
-from checkpointless.observability.report.summary import RunState, as_json, build_report
+from checkpointless.observability.report.summary import RunState, build_report
 from checkpointless.observability.telemetry.event_names import EventName, Rung
 from checkpointless.observability.telemetry.events import Event
 from tests.drawn import examples
 from tests.unit.made_up_run import MadeUpRun, S
-from tests.unit.report.reports import LOGS, report_of, simple_run
+from tests.unit.report.reports import LOGS, as_json, report_of, simple_run
 
 
 def test_what_no_event_says_is_unknown() -> None:

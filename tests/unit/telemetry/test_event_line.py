@@ -11,13 +11,12 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from checkpointless.cli.tables import html_page
-from checkpointless.observability.report.summary import as_json, build_report
+from checkpointless.observability.report.summary import build_report
 from checkpointless.observability.report.trace import write_trace
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.events import EVENTS_FILE, parse_event, read_events
 from checkpointless.observability.telemetry.narration import Narrator
-from tests.unit.report.reports import simple_run
+from tests.unit.report.reports import as_json, html_page, simple_run
 
 GOOD: dict[str, Any] = {
     **{"ts": 1_700_000_000_000_000_000, "mono": 5, "node": 0, "rank": 1, "pid": 7, "generation": 0},

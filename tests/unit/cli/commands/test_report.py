@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from checkpointless.cli import main
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.events import EVENTS_FILE, EventLog
 from checkpointless.observability.telemetry.scribe import scribe, traceback_path
-from tests.unit.made_up_run import MadeUpRun
+from tests.unit.made_up_run import MadeUpRun, S
 from tests.unit.report.reports import HOSTILE, simple_run
 
 
@@ -108,6 +109,42 @@ def test_an_incident_without_stages(tmp_path: Path, shown: Callable[..., str]) -
     assert "node 1 was lost" in page.read_text()
 
 
+def test_runs_of_one_job_are_added_up_everywhere(tmp_path: Path, shown: Callable[..., str]) -> None:
+    dirs = []
+    for name, begins_s in (("2", 300), ("1", 0)):
+        run = MadeUpRun()
+        run.start()
+        run.incident(31.0, "1", committed=21, how="hang")
+        run.end(100.0, step=85)
+        run.events = [replace(event, ts=event.ts + begins_s * S) for event in run.events]
+        (tmp_path / name).mkdir()
+        dirs.append(str(written(tmp_path / name, run)))
+    page = tmp_path / "job.html"
+    for text in (shown(*dirs, "--html", str(page)), page.read_text()):
+        for words in ("2 runs of a job", "idle", "hang", "rank 1 on node 0", "goodput", "repeated"):
+            assert words in text
+        assert text.index(f"{dirs[1]}: 1 incident") < text.index(f"{dirs[0]}: 1 incident")
+    document = json.loads(shown(*dirs, "--json", "-"))
+    assert document["format"] == 1
+    assert [each["run"]["path"] for each in document["runs"]] == dirs[::-1]
+    found = document["goodput"]
+    assert found["wall_s"] == pytest.approx(sum(found["seconds"].values())) == 400
+    assert found["seconds"]["idle"] == 200
+    assert found["goodput"] == found["seconds"]["training"] / 400
+    assert found["seconds"]["repeated"] > 60, "the second run makes all steps once more"
+    assert found["lost"][0]["cause"] == "hang"
+
+
+@pytest.mark.parametrize("argv", [["--trace", "t.json"], []])
+def test_runs_that_are_no_job_are_refused_in_one_line(
+    tmp_path: Path, argv: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = str(written(tmp_path, simple_run()[0]))
+    assert main(["report", run_dir, run_dir, *argv]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert "name one run directory" in line or "overlap" in line
+
+
 @pytest.mark.slow
 def test_of_hundreds_of_incidents_the_terminal_shows_the_newest(tmp_path: Path, shown: Callable[..., str]) -> None:
     run = MadeUpRun()
@@ -116,7 +153,7 @@ def test_of_hundreds_of_incidents_the_terminal_shows_the_newest(tmp_path: Path, 
         run.incident(20.0 + 5 * number, str(number), committed=10 + number)
     text = shown(str(written(tmp_path, run)))
     assert "270 earlier ones" in text
-    assert len(text.splitlines()) < 120
+    assert len(text.splitlines()) < 130
 
 
 @pytest.mark.parametrize("option", ["--json", "--html", "--trace"])

@@ -1,0 +1,124 @@
+"""Test what the wall time of a job went to: the parts add up, whatever the events are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from checkpointless.observability.report.goodput import Goodput, goodput_of_job
+from checkpointless.observability.report.summary import build_job, build_report
+from checkpointless.observability.telemetry.events import Event
+from tests.drawn import examples
+from tests.unit.made_up_run import MadeUpRun
+from tests.unit.report.reports import LOGS, report_of, simple_run
+
+
+def goodput_of(run: MadeUpRun) -> Goodput:
+    found = report_of(run).goodput
+    assert found is not None
+    check(found)
+    return found
+
+
+def check(found: Goodput) -> None:
+    assert sum(found.seconds.values()) == pytest.approx(found.wall_s)
+    assert all(spent_s > 0 for spent_s in found.seconds.values())
+    for ratio in (found.ratio, found.ettr, found.ettr_while_training):
+        assert ratio is None or 0 <= ratio <= 1
+    for each in found.lost:
+        assert each.seconds <= found.seconds.get(each.cause, 0.0) + 1e-6
+
+
+def test_each_incident_is_a_cause_of_its_own() -> None:
+    run = MadeUpRun(ranks=4, per_node=2)
+    run.start()
+    took_s = {}
+    for number, how in enumerate(("exception", "SIGKILL", "hang", "node", "planned", "exception")):
+        at_s = 30.0 * (number + 1)
+        if number == 5:
+            run.add(at_s, "corrupted", "point", 3, step=30, parameter="w", parameters=1, redone=True)
+        who = {"culprit": None} if how in ("node", "planned") else {"culprit": 3}
+        cause = "corrupted" if number == 5 else how
+        took_s[cause] = run.incident(at_s, str(number), committed=10 + number, how=how, **who) - at_s - 0.1
+        if how in ("node", "planned"):
+            (detect,) = [each for each in run.events if each.incident == str(number) and each.stage == "detect"]
+            run.events[run.events.index(detect)] = replace(detect, fields={**detect.fields, "who": "node 1"})
+    run.end(300.0, step=200)
+    found = goodput_of(run)
+    assert {cause: found.seconds[cause] for cause in took_s} == pytest.approx(took_s)
+    assert list(found.seconds)[:3] == ["training", "startup", "shutdown"]
+    lost = {each.cause: (each.who, each.rank, each.node) for each in found.lost}
+    assert (lost["node"], lost["hang"]) == (("node 1", None, None), ("", 3, 1))
+
+
+def test_a_save_and_a_slow_rank_take_their_parts_of_training() -> None:
+    run, _ = simple_run()
+    before = goodput_of(run)
+    slow = {"own_s": 0.9, "usual_s": 0.4, "on_node": 1, "why": "compute"}
+    run.add(50.0, "straggler", "begin", 1, step=40, **slow)
+    run.add(70.0, "straggler", "end", 1, step=60)
+    run.add(60.0, "saved", "point", 0, seconds=2.0)
+    run.add(32.0, "saved", "point", 0, seconds=1.0)  # in the incident, whose time it is
+    found = goodput_of(run)
+    assert found.seconds["saves"] == pytest.approx(2.0, abs=0.1)
+    assert found.seconds["stragglers"] == pytest.approx(18 * 0.5), "20 steps of 0.5 s each, less those of the save"
+    assert found.ettr == pytest.approx(before.ettr)
+    assert before.ratio is not None
+    assert found.ratio == pytest.approx(before.ratio - 0.11, abs=0.001)
+    (slow_rank,) = [each for each in found.lost if each.cause == "stragglers"]
+    assert (slow_rank.rank, slow_rank.node) == (1, 1)
+
+
+def test_of_two_slow_ranks_the_slower_one_counts() -> None:
+    run, _ = simple_run()
+    for rank, own_s in ((0, 0.7), (1, 0.9)):
+        run.add(50.0, "straggler", "begin", rank, step=40, own_s=own_s, usual_s=0.5, why="compute")
+        run.add(60.0, "straggler", "end", rank, step=50)
+    assert goodput_of(run).seconds["stragglers"] == pytest.approx(4.0)
+
+
+def test_without_known_steps_nothing_is_said_of_how_much_counts() -> None:
+    run = MadeUpRun()
+    run.add(0.0, "job", "begin")
+    run.end(10.0)
+    found = goodput_of(run)
+    assert (found.ratio, found.ettr) == (None, None)
+
+
+@examples(200)
+@given(LOGS)
+def test_the_parts_add_up_whatever_the_events_are(events: Sequence[Event]) -> None:
+    report = build_report("x", events)
+    assert (report.goodput is None) == (not events)
+    if report.goodput is None or report.spent is None:
+        return
+    check(report.goodput)
+    assert report.goodput.wall_s == pytest.approx(report.spent.wall_s)
+    if report.spent.ettr is not None:
+        assert report.goodput.ettr == pytest.approx(report.spent.ettr)
+
+
+@examples(100)
+@given(st.lists(LOGS, min_size=1, max_size=4))
+def test_the_parts_of_a_job_add_up_whatever_its_runs_are(logs: Sequence[Sequence[Event]]) -> None:
+    runs = [[replace(each, ts=each.ts + number * 10**7) for each in log] for number, log in enumerate(logs)]
+    job = build_job(build_report(str(number), log) for number, log in enumerate(runs))
+    if job.goodput is not None:
+        check(job.goodput)
+        first, last = (edge([e.ts for log in runs for e in log]) for edge in (min, max))
+        assert job.goodput.wall_s <= (last - first) / 1e9 + 1e-9
+
+
+def test_a_later_run_makes_the_steps_again_that_an_earlier_one_had_made() -> None:
+    first = Goodput(0, 10**10, {"training": 10.0}, first_step=1, last_step=10, step_s=1.0)
+    second = Goodput(2 * 10**10, 3 * 10**10, {"training": 10.0}, first_step=7, last_step=16, step_s=1.0)
+    job = goodput_of_job([second, first])
+    assert job.seconds == {"training": 16.0, "repeated": 4.0, "idle": 10.0}
+    assert job.ratio == pytest.approx(16 / 30)
+    assert goodput_of_job([first, replace(second, step_s=None)]).ratio is None
+    with pytest.raises(ValueError, match="overlap"):
+        goodput_of_job([first, replace(second, begin_ns=5)])
