@@ -48,7 +48,7 @@ TITAN := .torchtitan
 # In one call: callbacks/, strategies/ and recipes/ are installed as subpackages of checkpointless, and mypy, which
 # knows only paths, must not be asked about the same file under two names.
 TYPED := checkpointless callbacks strategies recipes tests benchmarks
-FAST := tests/unit -m "not nemo and not ranks and not gpu and not long and not slow"
+FAST := not nemo and not ranks and not gpu and not long and not slow
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-fast test-long test-bridge test-older-bridge test-transformers test-titan compat dist dist-check gpu-kit gpu lint docs format clean
@@ -65,7 +65,7 @@ test: $(STAMP) ## run all tests, three files at a time, since many wait (a quart
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not long"
 
 test-fast: $(STAMP) ## run the tests that need no NeMo, start no ranks and are quick (under a minute on 2 cores)
-	$(BIN)/python -m pytest -n 2 --dist loadfile --hypothesis-profile quick $(FAST)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --hypothesis-profile quick tests/unit -m "not lightning and $(FAST)"
 
 test-long: $(STAMP) ## run what takes longer: long tests, many more drawn inputs, users' runs through drawn faults (hours)
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m long
@@ -85,7 +85,7 @@ test-titan: $(BRIDGE)/.installed $(TITAN)/.installed ## run those with torchtita
 	PYTHONPATH=$(TITAN) $(BRIDGE)/bin/python -m pytest tests/titan
 
 compat: $(STAMP) ## run the fast tests with other Pythons, Lightning, torch 2.14 and 2.15 (2.7 GB each; one: ONLY="newest torch")
-	$(BIN)/python tests/compat.py $(if $(ONLY),--only "$(ONLY)") $(FAST)
+	$(BIN)/python tests/compat.py $(if $(ONLY),--only "$(ONLY)") tests/unit -m "$(FAST)"
 
 dist: $(STAMP) ## build the sdist, and from it the wheel, into dist/
 	rm -rf dist

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.marks import left_out, marks_of
+from tests.marks import IMPORTED, left_out, marks_of
 
 # torch says so at import, in each process, where nvidia-resiliency-ext (NeMo's logger needs it) has brought pynvml.
 os.environ.setdefault("PYTHONWARNINGS", "ignore:The pynvml package is deprecated:FutureWarning")
@@ -36,9 +36,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _needs_nemo_only_if_marked(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Check that no other test imports NeMo in a run without its tests."""
+def _needs_a_framework_only_if_marked(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Check that no other test imports NeMo or Lightning in a run without their tests."""
     yield
-    if "nemo" in left_out(request.config.option.markexpr):
-        loaded = {"nemo", "megatron"} & sys.modules.keys()
-        assert not loaded, f"{', '.join(sorted(loaded))} is loaded: the test or its file needs the mark nemo"
+    for mark in left_out(request.config.option.markexpr):
+        loaded = IMPORTED.get(mark, set()) & sys.modules.keys()
+        assert not loaded, f"{', '.join(sorted(loaded))} is loaded: the test or its file needs the mark {mark}"

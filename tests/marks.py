@@ -6,6 +6,9 @@ import ast
 import re
 from pathlib import Path
 
+#: What only tests with a mark may import.
+IMPORTED = {"nemo": {"nemo", "megatron", "nemo_run"}, "lightning": {"lightning"}}
+
 
 def left_out(expression: str) -> frozenset[str]:
     """Return the marks that no selected test has.

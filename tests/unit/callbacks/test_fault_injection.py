@@ -20,6 +20,8 @@ from checkpointless.launcher.client import RankClient
 from checkpointless.launcher.protocol.messages import RankMessage
 from checkpointless.system.environment import FAULTS_ENV, RANK_ENV, RUN_DIR_ENV
 
+pytestmark = pytest.mark.lightning
+
 MINE = "exception@between:rank=0,step=2"
 JOBS = "exception@forward:rank=0,step=1"
 

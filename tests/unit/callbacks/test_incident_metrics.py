@@ -15,6 +15,8 @@ from checkpointless.callbacks.checkpointless_callback import _incident_metrics, 
 from checkpointless.inprocess import HPCallWrapper, RankShouldRestart  # noqa: E402
 from checkpointless.recovery import CheckpointManager  # noqa: E402
 
+pytestmark = pytest.mark.lightning
+
 
 class Notebook(Logger):
     """Stands in for a logger that keeps what it is told, or raises."""

@@ -8,10 +8,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from checkpointless.callbacks.step_recorder import _callback_digests, _checkpoint_names
+
+pytestmark = pytest.mark.lightning
 
 
 def test_a_checkpoint_that_is_being_removed_is_not_there(tmp_path: Path) -> None:

@@ -135,7 +135,10 @@ def imports(module: str) -> Iterator[str]:
             origin = ".".join(parents[: len(parents) - node.level + 1]) if node.level else ""
             base = ".".join(filter(None, (origin, node.module)))
             yield from (f"{base}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Call) and "import_module" in ast.unparse(node.func):
+        elif isinstance(node, ast.Call) and "import_module" in (
+            getattr(node.func, "attr", ""),
+            getattr(node.func, "id", ""),
+        ):
             yield from (
                 argument.value
                 for argument in node.args

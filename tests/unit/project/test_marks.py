@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.marks import left_out, marks_of
+from tests.marks import IMPORTED, left_out, marks_of
 from tests.unit.project.test_floors import MODULES, ROOT, tree_of
 
-HEAVY = ("nemo", "megatron", "nemo_run")
 TESTS = sorted((ROOT / "tests" / "unit").rglob("test_*.py"))
 
 
@@ -59,13 +58,13 @@ def _imports(path: Path) -> frozenset[str]:
     )
 
 
-def _heavy(path: Path) -> set[str]:
-    """Return what of NeMo's and Megatron's is loaded when a file is imported, by itself or by our own modules."""
+def _heavy(path: Path, packages: set[str]) -> set[str]:
+    """Return what of ``packages`` is loaded when a file is imported, by itself or by our own modules."""
     left, known, heavy = set(_imports(path)), set[str](), set[str]()
     while left:
         name = left.pop()
         known.add(name)
-        if name.partition(".")[0] in HEAVY:
+        if name.partition(".")[0] in packages:
             heavy.add(name)
         own = MODULES.get(name, MODULES.get(f"{name}.__init__"))
         left |= _imports(own) - known if own is not None else set()
@@ -73,6 +72,7 @@ def _heavy(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("path", TESTS, ids=lambda path: str(path.relative_to(ROOT / "tests")))
-def test_a_file_that_imports_nemo_has_the_mark(path: Path) -> None:
-    heavy = _heavy(path)
-    assert not heavy or "nemo" in marks_of(path), f"it imports {', '.join(sorted(heavy))}"
+def test_a_file_that_imports_a_framework_has_its_mark(path: Path) -> None:
+    heavy = {mark: _heavy(path, packages) for mark, packages in IMPORTED.items()}
+    missing = {mark: names for mark, names in heavy.items() if names and not {mark, "nemo"} & marks_of(path)}
+    assert not missing, "NeMo's mark covers Lightning's"

@@ -14,7 +14,7 @@ BUDGETS = {
     "lines of the product": 52_485,
     "modules of the product": 220,
     "public names of the product": 754,
-    "lines of the tests": 61_416,
+    "lines of the tests": 61_441,
     "bytes of docs/": 204_800,
     "bytes of docs/architecture.md": 35_008,
     "bytes of docs/guarantees.md": 13_401,

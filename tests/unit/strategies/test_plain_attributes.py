@@ -13,6 +13,8 @@ from lightning.pytorch.callbacks import Callback
 from checkpointless.integrations.lightning.boundary.plain_attributes import parts_of
 from checkpointless.state.rank_local.declared import DeclaredState
 
+pytestmark = pytest.mark.lightning
+
 
 class Model(pl.LightningModule):
     def __init__(self, alpha: float = 1.0) -> None:

@@ -19,10 +19,11 @@ EMITTERS = {"emit", "emit_event", "span", "_begin_stage"}
 
 
 def nodes() -> Iterator[tuple[Path, ast.AST]]:
-    """Yield all nodes of the syntax trees of all sources but that of the names, each with its file."""
+    """Yield all nodes of the syntax trees of the sources that may name an event, each with its file."""
     for path in (path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")):
-        if path.name != "event_names.py":
-            yield from ((path.relative_to(ROOT), node) for node in ast.walk(ast.parse(path.read_text())))
+        text = path.read_text()
+        if path.name != "event_names.py" and re.search(rf"\b({'|'.join(EMITTERS)}|stage)\b", text):
+            yield from ((path.relative_to(ROOT), node) for node in ast.walk(ast.parse(text)))
 
 
 def last_name(expression: ast.expr) -> str | None:

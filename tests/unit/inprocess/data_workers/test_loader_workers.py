@@ -24,6 +24,8 @@ from checkpointless.inprocess import HPDataLoaderAbort, HPState
 from checkpointless.inprocess.abort import share_socket_folder
 from checkpointless.system import temp_folder
 
+pytestmark = pytest.mark.lightning
+
 STATE = HPState(rank=0, world_size=1, local_rank=0, generation=0)
 LONG = 1 << 20  # bytes: a pipe takes less
 

@@ -13,6 +13,8 @@ from checkpointless.launcher.protocol.board import Facts
 from checkpointless.observability.telemetry.events import read_events
 from checkpointless.observability.telemetry.scribe import scribe
 
+pytestmark = pytest.mark.lightning
+
 
 def sampler(**options: Any) -> Any:
     counted = {"init_consumed_samples": 0, "prev_consumed_samples": 0, "init_global_step": 0}

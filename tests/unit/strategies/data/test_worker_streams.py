@@ -15,6 +15,8 @@ from torch.utils.data import DataLoader
 from checkpointless.callbacks.trainer_parts import worker_iterators
 from checkpointless.integrations.lightning.data.worker_streams import repeat_worker_draws
 
+pytestmark = pytest.mark.lightning
+
 
 class Trainer:
     """Represents a trainer in its first epoch."""

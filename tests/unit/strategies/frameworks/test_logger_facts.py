@@ -12,6 +12,8 @@ from lightning.pytorch.loggers import CSVLogger
 from checkpointless.integrations.lightning.frameworks.loggers import keep_loggers, resume_loggers
 from checkpointless.launcher.protocol.board import Facts
 
+pytestmark = pytest.mark.lightning
+
 
 def trainer_of(folder: Path, rank: int = 0) -> Any:
     return SimpleNamespace(
