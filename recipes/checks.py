@@ -57,7 +57,7 @@ def _check_checkpointless(config: DictConfig) -> None:
     strategy = _value(config, "strategy._target_")
     if strategy != PLAIN_STRATEGY:
         raise RecipeError(f"`checkpointless:` knows nemo.lightning.MegatronStrategy, not {strategy}")
-    for key, least in (("memory_budget_bytes", 1), ("rng_replication_jump", 0)):
+    for key, least in (("memory_budget_bytes", 1), ("rng_replication_jump", 0), ("sdc_check_every", 1)):
         value = _value(config, f"checkpointless.{key}")
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
             raise RecipeError(f"checkpointless.{key} must be a whole number of at least {least}, not {value!r}")

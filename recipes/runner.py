@@ -83,7 +83,8 @@ def _with_checkpointless(config: DictConfig) -> DictConfig:
     if config.strategy._target_ != PLAIN_STRATEGY:
         raise RecipeError(f"`checkpointless:` knows {PLAIN_STRATEGY}, not {config.strategy._target_}")
     config.strategy._target_ = "checkpointless.strategies.CheckpointlessMegatronStrategy"
-    OmegaConf.update(config, "strategy.warm", config.checkpointless.get("warm", True), force_add=True)
+    for name, default in (("warm", True), ("sdc_check_every", None)):
+        OmegaConf.update(config, f"strategy.{name}", config.checkpointless.get(name, default), force_add=True)
     callback = {
         "_target_": "checkpointless.callbacks.CheckpointlessCallback",
         "enable_checksum": config.checkpointless.get("enable_checksum", False),

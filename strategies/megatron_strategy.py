@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 from megatron.core import parallel_state
+from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 from megatron.core.utils import get_model_config
 from nemo.lightning.ckpt_utils import ckpt_to_dir
 from nemo.lightning.megatron_parallel import MegatronStep
@@ -26,9 +27,10 @@ from nemo.lightning.pytorch.strategies import MegatronStrategy
 from typing_extensions import override
 
 from checkpointless.callbacks.step_recorder import loss_of
-from checkpointless.inprocess import HPCallWrapper
+from checkpointless.inprocess import HPCallWrapper, UnrecoverableError
 from checkpointless.inprocess.communicators import launch_bound
 from checkpointless.inprocess.finalize import register_cleanup
+from checkpointless.integrations.lightning.boundary.epoch_metrics import keep_metrics, unseen
 from checkpointless.integrations.lightning.boundary.step_keeper import StepOutcome
 from checkpointless.integrations.lightning.checkpoints import saves as checkpoint_callbacks
 from checkpointless.integrations.lightning.checkpoints.copies import loading_from_copies
@@ -46,7 +48,14 @@ from checkpointless.integrations.lightning.recoverable_strategy import Recoverab
 from checkpointless.integrations.megatron import cleanup as megatron_cleanup
 from checkpointless.integrations.megatron import cpu_platform
 from checkpointless.integrations.megatron.state import MegatronTensors, replicas
-from checkpointless.integrations.megatron.update import GuardedUpdate, NotedNorms, announce_gradient_sync
+from checkpointless.integrations.megatron.update import (
+    GuardedUpdate,
+    NotedNorms,
+    announce_gradient_sync,
+    hides_gradients,
+    unreduced,
+)
+from checkpointless.integrations.torch.gradient_check import GradientCheck
 from checkpointless.integrations.torch.repeated_steps import repeated_steps
 from checkpointless.recovery.guard import UpdateGuard
 from checkpointless.recovery.manager import BuildAnewError, manager_of
@@ -57,6 +66,7 @@ from checkpointless.transfer.rank_groups import Group
 from checkpointless.transfer.tensor_entry import Key
 
 _TABLES = ("_parameters", "_buffers", "_modules")
+_HIDDEN = "sdc_check_every does not see gradients with {} (or leave sdc_check_every out)"
 _TRAINER = ("_trainer", "_fabric")  # of the generation that is over
 logger = logging.getLogger(__name__)
 
@@ -77,6 +87,9 @@ class CheckpointlessMegatronStrategy(RecoverableStrategy, MegatronStrategy):
             training continues. ``"raise"`` ends the job.
         warm: whether a surviving rank reuses its model, its optimizer and what its data module has built. Default:
             True. If False, all of it is rebuilt and takes over the state.
+        sdc_check_every: in every so many steps, and in the first of a generation, the forward and backward passes
+            of all micro-batches run once more, to find gradients that a device computes wrongly
+            (:class:`~checkpointless.PlainTraining`). None: never.
         **kwargs: keyword arguments of ``MegatronStrategy``.
 
     Attributes:
@@ -89,6 +102,7 @@ class CheckpointlessMegatronStrategy(RecoverableStrategy, MegatronStrategy):
         num_distributed_optimizer_instances: int = 2,
         on_save_error: OnSaveError = "continue",
         warm: bool = True,
+        sdc_check_every: int | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, num_distributed_optimizer_instances=num_distributed_optimizer_instances, **kwargs)
@@ -97,6 +111,7 @@ class CheckpointlessMegatronStrategy(RecoverableStrategy, MegatronStrategy):
         self.on_save_error = on_save_error
         self.base_store: dist.Store | None = None
         self.warm = warm
+        self._sdc_check_every = sdc_check_every
         self._warm_start: WarmStart | None = None
         self._awaits_adapters = False
         self._put_off_restore = False
@@ -230,7 +245,8 @@ class CheckpointlessMegatronStrategy(RecoverableStrategy, MegatronStrategy):
     def _take_hold(self) -> None:
         assert self._fit is not None
         fit = self._fit
-        fit.take_hold(_MegatronSteps(self.trainer))
+        assert self._call is not None
+        fit.take_hold(_MegatronSteps(self.trainer, self._call, self._sdc_check_every))
         bound = self._bound_launches()
         if fit.journal is not None and self._warm_start is not None:
             fit.journal.built = self._warm_start.built(bound)
@@ -373,7 +389,7 @@ def _signature() -> inspect.Signature:
     """Return the signature of ``MegatronStrategy`` with what is ours, which editors show and NeMo-Run relies on."""
     ours = inspect.signature(CheckpointlessMegatronStrategy.__init__).parameters
     theirs = inspect.signature(MegatronStrategy)
-    name, more = "num_distributed_optimizer_instances", ("on_save_error", "warm")
+    name, more = "num_distributed_optimizer_instances", ("on_save_error", "warm", "sdc_check_every")
     parameters = {**theirs.parameters, name: theirs.parameters[name].replace(default=ours[name].default)}
     ends = [each for each in parameters.values() if each.kind is inspect.Parameter.VAR_KEYWORD]
     begins = [each for each in parameters.values() if each not in ends]
@@ -488,12 +504,21 @@ class _TensorsBeforeAdapters(MegatronTensors):
 class _MegatronSteps:
     """How NeMo's Megatron strategy makes steps (:class:`Steps`)."""
 
-    def __init__(self, trainer: pl.Trainer) -> None:
+    def __init__(self, trainer: pl.Trainer, call: HPCallWrapper, sdc_check_every: int | None) -> None:
         strategy: Any = trainer.strategy
         self._models = strategy.megatron_parallel
         self._optimizer = strategy.optimizers[0].mcore_optimizer
         self.tensors = MegatronTensors(self._models, self._optimizer)
-        self._outcomes = _StepOutcomes(NotedNorms(self._optimizer), trainer.fit_loop)
+        if sdc_check_every is not None and (hidden := hides_gradients(self._models[0])) is not None:
+            raise UnrecoverableError(_HIDDEN.format(hidden))
+        check = GradientCheck(
+            sdc_check_every,
+            self.tensors,
+            call,
+            apart=[partial(unreduced, list(self._models)), partial(unseen, trainer), _uncounted],
+            keep=partial(keep_metrics, trainer),
+        )
+        self._outcomes = _StepOutcomes(NotedNorms(self._optimizer), trainer.fit_loop, check)
         self._models.callbacks.add(self._outcomes)
         self.replayed: StepOutcome | None = None
         self._update: GuardedUpdate | None = None
@@ -541,9 +566,10 @@ class _MegatronSteps:
 class _StepOutcomes:
     """A Megatron callback that notes the outcome of each training step; one that is replayed computes nothing."""
 
-    def __init__(self, norms: NotedNorms, fit_loop: Any) -> None:
+    def __init__(self, norms: NotedNorms, fit_loop: Any, check: GradientCheck) -> None:
         self._norms = norms
         self._fit_loop = fit_loop
+        self._check = check
         self._fetched_before = 0
         self._reduced: object = None
         self._has_outputs = False
@@ -559,9 +585,10 @@ class _StepOutcomes:
             return step
         self._fetched_before = self._fetched()
         self._norms.forget()
-        if self.replayed is None:
-            return step
         known = {each.name: getattr(step, each.name) for each in fields(MegatronStep)}
+        if self.replayed is None:
+            data = _Batches(step.data) if self._check.is_due else step.data
+            return _CheckedStep(**{**known, "data": data}, check=self._check)
         return _ReplayedStep(**known, outcome=self.replayed)
 
     def on_megatron_step_end(self, step: MegatronStep, microbatch_outputs: object, reduced: object) -> None:
@@ -579,6 +606,49 @@ class _StepOutcomes:
         return lambda: vars(
             StepOutcome(reduced(), has_outputs, fetched, succeeded, grad_norm(), num_zeros(), accumulated())
         )
+
+
+class _Batches(Iterator[Any]):
+    """An iterator over batches, which gives them once more after :meth:`rewind`."""
+
+    def __init__(self, inner: Iterator[Any]) -> None:
+        self._inner = inner
+        self._taken: list[Any] = []
+
+    def __next__(self) -> Any:
+        item = next(self._inner)
+        self._taken.append(item)
+        return item
+
+    def rewind(self) -> None:
+        self._inner, self._taken = iter(self._taken), []
+
+
+@dataclass
+class _CheckedStep(MegatronStep):
+    """A step whose gradients ``check`` may compare with those of another run."""
+
+    check: GradientCheck | None = None
+
+    def __call__(self) -> list[Any]:
+        assert self.check is not None
+        return self.check.run(super().__call__, self._again)
+
+    def _again(self) -> None:
+        self.data.rewind()
+        super().__call__()
+
+
+@contextmanager
+def _uncounted() -> Iterator[None]:
+    """Have the losses of experts that Megatron adds up in the context left out of their sums."""
+    sums = [each["values"] for each in get_moe_layer_wise_logging_tracker().values()]
+    kept = [each.clone() for each in sums]
+    try:
+        yield
+    finally:
+        for each, before in zip(sums, kept):
+            each.copy_(before)
 
 
 class _KeptReduction:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.callbacks import Checkpoint
-from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
+from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -26,9 +26,12 @@ from typing_extensions import override
 from checkpointless.callbacks.step_recorder import loss_of
 from checkpointless.inprocess import HPCallWrapper, UnrecoverableError
 from checkpointless.inprocess.communicators import launch_bound
+from checkpointless.integrations.compat.lightning import AutomaticOptimization, without_zero_grad
+from checkpointless.integrations.lightning.boundary.epoch_metrics import keep_metrics, unseen
 from checkpointless.integrations.lightning.boundary.step_keeper import StepOutcome, take_state
 from checkpointless.integrations.lightning.frameworks import loggers
 from checkpointless.integrations.lightning.recoverable_strategy import RecoverableStrategy, unfit
+from checkpointless.integrations.torch.gradient_check import GradientCheck, unreduced
 from checkpointless.integrations.torch.repeated_steps import repeated_steps
 from checkpointless.integrations.torch.torch_tensors import TorchTensors
 from checkpointless.recovery.decide import Verdict
@@ -121,6 +124,10 @@ _wrappers: weakref.WeakKeyDictionary[Any, weakref.ref[DistributedDataParallel]] 
 class _TorchRecoverable(RecoverableStrategy):
     """What Lightning's own strategies need to recover: torch optimizers, Lightning's data, saves made at once."""
 
+    def __init__(self, *args: Any, sdc_check_every: int | None = None, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._sdc_check_every = sdc_check_every
+
     @property
     @override
     def restore_checkpoint_after_setup(self) -> bool:
@@ -150,7 +157,9 @@ class _TorchRecoverable(RecoverableStrategy):
             return
         if (reason := self._unfit(trainer)) is not None:
             raise UnrecoverableError(reason)
-        self._begin_fit(trainer, _LightningSaves, announces=True).take_hold(_TorchSteps(trainer, call))
+        self._begin_fit(trainer, _LightningSaves, announces=True).take_hold(
+            _TorchSteps(trainer, call, self._sdc_check_every)
+        )
         bound = launch_bound.from_environment()
         if bound is not None:
             assert self.model is not None
@@ -237,6 +246,10 @@ class CheckpointlessDDPStrategy(_TorchRecoverable, DDPStrategy):
 
     Args:
         *args: the positional arguments of ``DDPStrategy``.
+        sdc_check_every: in every so many steps, and in the first of a generation, the last batch's
+            ``training_step`` and backward pass run once more, to find gradients that a device computes wrongly
+            (:class:`~checkpointless.PlainTraining`). What the module logs and its attributes stay as they were
+            after the first run, and callbacks are not called. None: never.
         **options: the keyword arguments of ``DDPStrategy``.
     """
 
@@ -294,6 +307,7 @@ class CheckpointlessModelParallelStrategy(_TorchRecoverable, ModelParallelStrate
 
     Args:
         *args: positional arguments of ``ModelParallelStrategy``.
+        sdc_check_every: as for :class:`CheckpointlessDDPStrategy`; it is refused with sharded parameters.
         replicas: how many times each shard is held (HSDP). Default: 1, with which a rank that dies
             cannot be restored from memory.
         **options: keyword arguments of ``ModelParallelStrategy``.
@@ -372,12 +386,16 @@ class _TorchSteps:
     given. Here the closure runs first, then come the vote and the update, under the lock.
     """
 
-    def __init__(self, trainer: pl.Trainer, call: HPCallWrapper) -> None:
+    def __init__(self, trainer: pl.Trainer, call: HPCallWrapper, sdc_check_every: int | None) -> None:
         strategy: Any = trainer.strategy
         self._trainer = trainer
         self._call = call
         self._scaler: Any = getattr(trainer.precision_plugin, "scaler", None)
         self.tensors = TorchTensors([strategy.model], strategy.optimizers, is_known=call.high_water > 0)
+        apart = [partial(unreduced, self.tensors), partial(unseen, trainer)]
+        self.check = GradientCheck(
+            sdc_check_every, self.tensors, call, apart=apart, keep=partial(keep_metrics, trainer)
+        )
         self.tensors.arrange()
         self._loop = _ObservedOptimization.adopt(trainer, self)
         self.replayed: StepOutcome | None = None
@@ -502,7 +520,7 @@ class _TorchSteps:
             self._scaler.load_state_dict(checkpoint[_PLUGIN])
 
 
-class _ObservedOptimization(_AutomaticOptimization):
+class _ObservedOptimization(AutomaticOptimization):
     """Lightning's automatic optimization of a batch, which reports to :class:`_TorchSteps` what it does."""
 
     steps: _TorchSteps
@@ -536,7 +554,10 @@ class _ObservedOptimization(_AutomaticOptimization):
             assert outcome.state is not None
             device = self.trainer.strategy.root_device
             return _KeptResult(move_data_to_device(outcome.state["output"], device))
-        self.closure = super()._make_closure(kwargs, optimizer, batch_idx)
+        made = super()._make_closure(kwargs, optimizer, batch_idx)
+        self.closure = made
+        if not self.trainer.fit_loop._should_accumulate():
+            self.closure = Closure(partial(self.steps.check.run, made.closure, without_zero_grad(made).closure))
         return self.closure
 
     def output(self) -> dict[str, Any]:

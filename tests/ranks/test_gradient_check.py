@@ -10,7 +10,8 @@ from checkpointless.faults.ledger import fired
 from checkpointless.observability.report.summary import build_report
 from checkpointless.observability.telemetry.events import read_events
 from tests.ranks.agent_job import SCRIPTS
-from tests.ranks.jobs import Job, run_job
+from tests.ranks.jobs import Job, run_job, small
+from tests.ranks.layouts import DROPOUT, PP2
 from tests.ranks.nemo_zygote import Zygote
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
@@ -75,3 +76,50 @@ def test_what_cannot_be_checked_is_refused(
     job = _train(zygote, tmp_path / "run", every=every, way=way)
     assert job.code != 0
     assert reason in "\n".join(job.said), job.story()
+
+
+def _fit(zygote: Zygote, run_dir: Path, *faults: str, every: int, features: tuple[str, ...] = ()) -> Job:
+    script = str(SCRIPTS / "lightning_checked.py")
+    return run_job(zygote, run_dir, 2, script=script, args=("12", str(every), *features), faults=faults)
+
+
+def _ends(job: Job) -> list[str]:
+    return [line for rank in range(2) for line in job.log(rank).splitlines() if line.startswith("ends with")]
+
+
+def test_lightning_finds_and_heals_them_and_a_check_is_not_seen_in_what_is_logged(
+    zygote: Zygote, tmp_path: Path
+) -> None:
+    calm = _fit(zygote, tmp_path / "calm", every=1000)
+    checked = _fit(zygote, tmp_path / "checked", every=1)
+    assert (calm.code, checked.code, checked.incidents, _found(checked)) == (0, 0, [], []), checked.story()
+    checked.assert_same(calm.steps, 12)
+    assert _ends(checked) == _ends(calm) != []
+    faults = [f"bitflip@gradient:rank={step % 2},step={step}" for step in range(2, 13, 3)]
+    job = _fit(zygote, tmp_path / "run", *faults, every=1)
+    assert (job.code, fired(job.run_dir)) == (0, dict.fromkeys(faults, 1)), job.story()
+    assert _found(job) == [(step % 2, step, True) for step in range(2, 13, 3)]
+    job.assert_same(calm.steps, 12)
+    assert _ends(job) == _ends(calm)
+
+
+def test_lightning_refuses_sharded_gradients(zygote: Zygote, tmp_path: Path) -> None:
+    job = _fit(zygote, tmp_path / "run", every=2, features=("sharded",))
+    assert job.code != 0
+    assert "which sharded parameters (FSDP2, DTensors) do not show: leave it out" in "\n".join(job.said)
+
+
+@pytest.mark.nemo
+@pytest.mark.parametrize(("ranks", "more"), [(2, ()), (4, PP2)])
+def test_nemo_finds_and_heals_them(nemo_zygote: Zygote, tmp_path: Path, ranks: int, more: tuple[str, ...]) -> None:
+    args = (*small(4, 8), *DROPOUT, *more)
+    every = ("checkpointless.sdc_check_every=1",)
+    calm = run_job(nemo_zygote, tmp_path / "calm", ranks, args=args)
+    checked = run_job(nemo_zygote, tmp_path / "checked", ranks, args=(*args, *every))
+    assert (calm.code, checked.code, checked.incidents, _found(checked)) == (0, 0, [], []), checked.story()
+    checked.assert_same(calm.steps, 8)
+    faults = [f"bitflip@gradient:rank={step % ranks},step={step}" for step in range(1, 9, 2)]
+    job = run_job(nemo_zygote, tmp_path / "run", ranks, args=(*args, *every), faults=tuple(faults))
+    assert (job.code, fired(job.run_dir)) == (0, dict.fromkeys(faults, 1)), job.story()
+    assert {(step % ranks, step, True) for step in range(1, 9, 2)} <= {*_found(job)}
+    job.assert_same(calm.steps, 8)

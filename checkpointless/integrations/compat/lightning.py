@@ -15,6 +15,10 @@ from lightning.pytorch.loops import _FitLoop as FitLoop
 from lightning.pytorch.loops import _TrainingEpochLoop as TrainingEpochLoop
 from lightning.pytorch.loops.fetchers import _DataFetcher as DataFetcher
 
+# Automatic optimization, which is subclassed, and what its closure runs (2.4.0, 2.6.6).
+from lightning.pytorch.loops.optimization.automatic import Closure
+from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization as AutomaticOptimization
+
 # Base class of checkpoint IOs around another one (2.4.0, 2.6.6).
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO as WrappingCheckpointIO
 
@@ -32,3 +36,8 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Metada
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection as ResultCollection
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric as ResultMetric
 from lightning.pytorch.trainer.connectors.logger_connector.result import _Sync as Sync
+
+
+def without_zero_grad(closure: Closure) -> Closure:
+    """Return what runs the pass of ``closure`` and leaves gradients from before it."""
+    return Closure(closure._step_fn, closure._backward_fn)

@@ -8,7 +8,7 @@ gradients overflow changes the loss scaler but no parameter; it is guarded, too,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -43,6 +43,42 @@ def announce_gradient_sync(chunk: torch.nn.Module, call: HPCallWrapper) -> None:
 
     announced.announces = True  # type: ignore[attr-defined]
     config.finalize_model_grads_func = announced
+
+
+_REDUCES = ("finalize_model_grads_func", "grad_sync_func", "param_sync_func", "no_sync_func")  # in a schedule
+_HIDDEN = ("gradient_accumulation_fusion", "delay_wgrad_compute", "enable_cuda_graph", "external_cuda_graph")
+
+
+def hides_gradients(chunk: torch.nn.Module) -> str | None:
+    """Return the setting with which gradients pass no hook before they are added up; None: there is none."""
+    config = get_model_config(chunk)
+    if getattr(config, "cuda_graph_impl", "none") != "none":
+        return f"cuda_graph_impl={config.cuda_graph_impl!r}: set it to 'none'"
+    return next((f"{name}=True: set it to False" for name in _HIDDEN if getattr(config, name, False)), None)
+
+
+@contextmanager
+def unreduced(chunks: Sequence[Any]) -> Iterator[None]:
+    """Have Megatron's schedules neither reduce gradients in the context nor add them up.
+
+    ``chunks`` are the model's, as Megatron's ``DistributedDataParallel`` wraps them.
+    """
+    flags = {"grad_added_to_main_grad": True, "zero_out_wgrad": False}
+    changed: list[tuple[Any, dict[str, Any]]] = [
+        (each, flags) for chunk in chunks for each in chunk.parameters() if each.requires_grad
+    ]
+    changed += [(get_model_config(chunk), dict.fromkeys(_REDUCES)) for chunk in chunks]
+    kept = [(owner, {name: getattr(owner, name, False) for name in values}) for owner, values in changed]
+    try:
+        for owner, values in changed:
+            vars(owner).update(values)
+        with ExitStack() as stack:
+            for chunk in chunks:
+                stack.enter_context(chunk.no_sync())
+            yield
+    finally:
+        for owner, values in reversed(kept):
+            vars(owner).update(values)
 
 
 def update_locally(optimizers: Sequence[Any]) -> bool:

@@ -1,9 +1,9 @@
 """Gradients that a device computes wrongly, found before they are reduced and applied.
 
-In every K-th step a forward and backward pass is run once more from the same random streams and buffers, and the
-digests of its gradients are compared: those that arrive at this rank's parameters, before any of them is added up
-or reduced. A third run decides which of two was wrong. If it is the one whose gradients were reduced, an error ends
-the step before its update, and recovery in place redoes it.
+In every K-th step a forward and backward pass is run once more from the same random streams, buffers and declared
+state, and the digests of its gradients are compared: those that arrive at this rank's parameters, before any is
+added up or reduced. A third run decides which of two was wrong. If it is the one whose gradients were reduced, an
+error ends the step before its update, and recovery in place redoes it.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from __future__ import annotations
 import functools
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TypeVar
 
 import torch
@@ -22,6 +22,7 @@ from checkpointless.inprocess.wrap import emit_event
 from checkpointless.integrations.torch.repeated_steps import repeated_steps
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.state.module_tensors import TrainingTensors, is_sharded
+from checkpointless.state.rank_local.declared import put_declared, take_declared
 from checkpointless.state.rng import RngStates
 from checkpointless.state.serialization.digest import PendingDigests
 from checkpointless.state.serialization.tensor_memory import tensor_bytes
@@ -30,6 +31,7 @@ from checkpointless.transfer.tensor_entry import Key
 
 _Result = TypeVar("_Result")
 _Digests = Mapping[tuple[str, int], int]  # by parameter, and which of its gradients
+_Context = Callable[[], AbstractContextManager[None]]
 _NOT_A_NUMBER = "sdc_check_every is a number of steps from 1 on (None: no checks), not {!r}"
 _SHARDED = (
     "sdc_check_every compares gradients before they are reduced, which sharded parameters (FSDP2, DTensors) do not "
@@ -56,22 +58,41 @@ class GradientCheck:
 
     Args:
         every: number of steps, from 1 on; None: nothing is checked.
+        apart: contexts in which a pass runs again: it reduces nothing, and leaves no gradients. None: those of
+            torch's parameters, which ``DistributedDataParallel`` may wrap (:func:`unreduced`).
+        keep: takes what else a pass changes, and returns what puts it back.
 
     Raises:
         ValueError: ``every`` is no such number, or parameters are sharded.
     """
 
-    def __init__(self, every: int | None, state: TrainingTensors, call: HPCallWrapper) -> None:
+    def __init__(
+        self,
+        every: int | None,
+        state: TrainingTensors,
+        call: HPCallWrapper,
+        *,
+        apart: Sequence[_Context] | None = None,
+        keep: Callable[[], Callable[[], None]] = lambda: _nothing,
+    ) -> None:
         if every is not None and (not isinstance(every, int) or every < 1):
             raise ValueError(_NOT_A_NUMBER.format(every))
         self._every = every
         self._state = state
         self._call = call
+        self._apart = [functools.partial(unreduced, state)] if apart is None else apart
+        self._keep = keep
         self._checked = -1  # the newest step that was
         named = [each for module in state.modules for each in module.named_parameters()]
         self._parameters = {id(parameter): (name, parameter) for name, parameter in named}
         if every is not None and any(is_sharded(parameter) for _, parameter in named):
             raise ValueError(_SHARDED)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the step in the making is to be checked."""
+        steps, every = self._call.steps, self._every
+        return every is not None and (steps.making % every == 0 or steps.since_entry == 0)
 
     def require(self) -> None:
         """Refuse that a step is over which is to be checked and was not.
@@ -80,50 +101,42 @@ class GradientCheck:
             UnrecoverableError: it was not.
         """
         step = self._call.steps.making
-        if self._is_due(step) and self._checked != step:
+        if self.is_due and self._checked != step:
             raise UnrecoverableError(_NOT_CHECKED.format(self._every, step))
 
-    def run(self, compute: Callable[[], _Result]) -> _Result:
+    def run(self, compute: Callable[[], _Result], again: Callable[[], object] | None = None) -> _Result:
         """Run a forward and backward pass, and return its result; if the step is checked, collective.
+
+        ``again`` runs it once more; None: ``compute`` does.
 
         Raises:
             CorruptedGradientError: the gradients that it has left are wrong.
             UnrecoverableError: they are others each time.
         """
         step = self._call.steps.making
-        if not self._is_due(step):
+        if not self.is_due:
             with self._announced(step):
                 return compute()
-        before = _Place(self._state)
+        again, before = again or compute, _Place(self._state, self._keep)
         with self._announced(step), self._watched() as first:
             result = compute()
-        after, self._checked = _Place(self._state), step
-        runs = [_fetched(first), self._again(compute, before)]
+        after, self._checked = _Place(self._state, self._keep), step
+        runs = [_fetched(first), self._again(again, before)]
         if not true_on_all(runs[0] == runs[1]):  # the pass may be collective
-            runs.append(self._again(compute, before))
+            runs.append(self._again(again, before))
         after.put_back()
         if runs[0] != runs[1]:
             self._judge(step, *runs)
         return result
 
-    def _is_due(self, step: int) -> bool:
-        return self._every is not None and (step % self._every == 0 or self._call.steps.since_entry == 0)
-
     def _again(self, compute: Callable[[], object], before: _Place) -> _Digests:
-        """Run the pass again, without reduction by DDP, and return its digests; gradients stay as they are."""
+        """Run the pass again, without reductions, and return its digests; gradients stay as they are."""
         before.put_back()
-        trained = [parameter for _, parameter in self._parameters.values() if parameter.requires_grad]
-        gradients = [parameter.grad for parameter in trained]
-        for parameter in trained:
-            parameter.grad = None
         with ExitStack() as stack:
-            for wrapper in self._state.wrappers:
-                stack.enter_context(wrapper.no_sync())
-            stack.enter_context(repeated_steps.paused())
-            found = stack.enter_context(self._watched(drops=True))
+            for each in (*self._apart, repeated_steps.paused):
+                stack.enter_context(each())
+            found = stack.enter_context(self._watched())
             compute()
-        for parameter, gradient in zip(trained, gradients):
-            parameter.grad = gradient
         return _fetched(found)
 
     def _judge(self, step: int, *runs: _Digests) -> None:
@@ -141,13 +154,11 @@ class GradientCheck:
     # --- what is seen of a pass ---------------------------------------------------------------------------------
 
     @contextmanager
-    def _watched(self, drops: bool = False) -> Iterator[_Seen]:
-        """Digest the gradients that come in the context; ``drops``: they are not kept."""
+    def _watched(self) -> Iterator[_Seen]:
+        """Digest the gradients that come in the context."""
         seen = _Seen()
         trained = [(name, each) for name, each in self._parameters.values() if each.requires_grad]
         hooks = [each.register_hook(functools.partial(seen.take, name)) for name, each in trained]
-        if drops:
-            hooks += [each.register_post_accumulate_grad_hook(_drop) for _, each in trained]
         try:
             yield seen
         finally:
@@ -174,10 +185,11 @@ class GradientCheck:
 
 
 class _Place:
-    """Where a pass begins or has ended: random streams, buffers, and whether DDP is to send these."""
+    """Where a pass begins or has ended: what it changes, and whether DDP is to send buffers."""
 
-    def __init__(self, state: TrainingTensors) -> None:
+    def __init__(self, state: TrainingTensors, keep: Callable[[], Callable[[], None]]) -> None:
         self._state = state
+        self._declared, self._put_more = take_declared(), keep()
         self._streams = RngStates.capture()
         self._buffers: Mapping[Key, torch.Tensor] = state.buffers.take()
         self._syncs = [wrapper.require_forward_param_sync for wrapper in state.wrappers]
@@ -187,6 +199,29 @@ class _Place:
         self._state.buffers.put(self._buffers)
         for wrapper, syncs in zip(self._state.wrappers, self._syncs):
             wrapper.require_forward_param_sync = syncs
+        if take_declared() != self._declared:
+            put_declared(self._declared)
+        self._put_more()
+
+
+@contextmanager
+def unreduced(state: TrainingTensors) -> Iterator[None]:
+    """Have backward passes in the context neither reduce gradients nor leave them, in torch and its DDP."""
+    trained = [each for module in state.modules for each in module.parameters() if each.requires_grad]
+    gradients = [parameter.grad for parameter in trained]
+    hooks = [parameter.register_post_accumulate_grad_hook(_drop) for parameter in trained]
+    for parameter in trained:
+        parameter.grad = None
+    try:
+        with ExitStack() as stack:
+            for wrapper in state.wrappers:
+                stack.enter_context(wrapper.no_sync())
+            yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for parameter, gradient in zip(trained, gradients):
+            parameter.grad = gradient
 
 
 class _Seen:
@@ -212,3 +247,7 @@ def _fetched(seen: _Seen) -> _Digests:
 
 def _drop(parameter: torch.Tensor) -> None:
     parameter.grad = None
+
+
+def _nothing() -> None:
+    pass

@@ -45,11 +45,13 @@ def main(caller: HPCallWrapper) -> None:
     model = DistributedDataParallel(Model())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     torch.manual_seed(100 + dist.get_rank())
-    training = PlainTraining(caller, [model], [optimizer], sdc_check_every=EVERY)
+    passes = [0]  # which the pass itself changes
+    training = PlainTraining(caller, [model], [optimizer], state={"passes": passes}, sdc_check_every=EVERY)
 
     def compute(tokens: torch.Tensor) -> torch.Tensor:
         loss = torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.roll(1, 1).flatten())
-        loss.backward()
+        passes[0] += 1
+        (loss * (1 + passes[0] / 100)).backward()
         return loss
 
     for _ in training.steps(STEPS):

@@ -14,7 +14,7 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from checkpointless.inprocess import ParameterUpdateLock, UnrecoverableError
-from checkpointless.integrations.megatron.update import GuardedUpdate, _unguardable
+from checkpointless.integrations.megatron.update import GuardedUpdate, _unguardable, hides_gradients
 from checkpointless.recovery import guard as recovery_guard
 
 pytestmark = pytest.mark.nemo
@@ -201,3 +201,16 @@ def test_a_megatron_that_quantises_in_another_way_is_refused(
 def test_precision_aware_states_without_scales_are_fine() -> None:
     config: dict[str, Any] = {"use_precision_aware_optimizer": True, "exp_avg_dtype": torch.bfloat16}
     assert _unguardable(Optimizer(**config)) is None
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"cuda_graph_impl": "none", "gradient_accumulation_fusion": False}, None),
+        ({"gradient_accumulation_fusion": True}, "gradient_accumulation_fusion=True: set it to False"),
+        ({"cuda_graph_impl": "local"}, "cuda_graph_impl='local': set it to 'none'"),
+    ],
+)
+def test_gradients_that_pass_no_hook_are_known(config: dict[str, Any], reason: str | None) -> None:
+    chunk: Any = SimpleNamespace(config=SimpleNamespace(**config))
+    assert hides_gradients(chunk) == reason

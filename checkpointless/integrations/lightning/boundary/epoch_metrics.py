@@ -11,7 +11,8 @@ from __future__ import annotations
 import functools
 import logging
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
@@ -64,6 +65,7 @@ class _ResumableResults(ResultCollection):
 
     put_back: set[str]  # the keys of the entries that were put back and not logged since
     about: dict[str, dict[str, Any]]  # by key, how each entry is logged, as plain data that is not changed later
+    is_paused: bool
 
     def entries(self) -> list[tuple[str, ResultMetric, dict[str, Any]]]:
         """Return the key of each entry, the entry, and how it is logged."""
@@ -73,6 +75,8 @@ class _ResumableResults(ResultCollection):
 
     @override
     def log(self, fx: str, name: str, value: Any, *args: Any, **options: Any) -> None:
+        if self.is_paused:
+            return
         key = f"{fx}.{name}"
         if key in self.put_back:  # the process group that it is reduced over is new
             self.put_back.discard(key)
@@ -86,8 +90,34 @@ def make_results_resumable(trainer: pl.Trainer) -> None:
     """Turn the training results of ``trainer`` into :class:`_ResumableResults`, in place."""
     results: Any = trainer.fit_loop.epoch_loop._results
     results.__class__ = _ResumableResults
-    results.put_back, results.about = set(), {}
+    results.put_back, results.about, results.is_paused = set(), {}, False
     _watch_modules()
+
+
+# --- a pass that is run once more ---------------------------------------------------------------------------------
+
+
+@contextmanager
+def unseen(trainer: pl.Trainer) -> Iterator[None]:
+    """Have nothing logged in the context, and no callback called."""
+    results: Any = trainer.fit_loop.epoch_loop._results
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    present, callbacks[:], results.is_paused = list(callbacks), [], True
+    try:
+        yield
+    finally:
+        callbacks[:], results.is_paused = present, False
+
+
+def keep_metrics(trainer: pl.Trainer) -> Callable[[], None]:
+    """Take the metrics of a trainer's module; return what puts them back."""
+    taken = [(each, _take_metric(each)) for _, each in _metrics_of(trainer) if isinstance(each, Metric)]
+
+    def put_back() -> None:
+        for metric, entry in taken:
+            _put_metric(metric, entry)
+
+    return put_back
 
 
 # --- taken --------------------------------------------------------------------------------------------------------
