@@ -102,6 +102,12 @@ def test_ddp_that_accumulates(train: Train, kind: str) -> None:
     train("ddp", 16, *in_phases(kind), features="accumulate,fp16,overflow", ranks=2)
 
 
+def test_a_compiled_model(train: Train) -> None:
+    faults = ("exception@backward:rank=1,step=2", "sigkill@forward:rank=1,step=4")
+    job = train("ddp", 6, *faults, features="compiled,validation", ranks=2)
+    assert all("graphs: 0" not in job.log(rank) and "graphs: " in job.log(rank) for rank in (0, 1))
+
+
 @pytest.mark.long  # test_plain_fsdp2.py has the same without Lightning
 @pytest.mark.parametrize("kind", KILLS)
 def test_hsdp_in_every_phase(train: Train, kind: str) -> None:

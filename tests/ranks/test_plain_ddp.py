@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -40,3 +41,31 @@ def test_a_static_graph_is_refused(zygote: Zygote, tmp_path: Path) -> None:
     job = _train(zygote, tmp_path / "run", args=("5", "static"))
     assert job.code == 1
     assert "leave static_graph out" in "\n".join([*job.said, *(job.log(rank) for rank in range(4))])
+
+
+@pytest.mark.parametrize(
+    "compiled",
+    [
+        ("model", "aot_eager"),
+        ("block", "aot_eager"),
+        pytest.param(("model", "inductor"), marks=pytest.mark.long),
+        pytest.param(("block", "inductor"), marks=pytest.mark.long),
+    ],
+    ids="-".join,
+)
+def test_a_compiled_model(zygote: Zygote, tmp_path: Path, compiled: tuple[str, str]) -> None:
+    """A process that lives compiles nothing again for its next model; a new one compiles what the others have."""
+    faults = (
+        "exception@backward:rank=1,step=2",
+        "sigkill@forward:rank=1,step=4",
+        "exception@optimizer:rank=0,step=6",
+    )
+    calm = _train(zygote, tmp_path / "calm", args=("7", *compiled))
+    job = _train(zygote, tmp_path / "run", *faults, args=("7", *compiled))
+    assert (calm.code, job.code) == (0, 0), job.story()
+    assert fired(job.run_dir) == dict.fromkeys(faults, 1)
+    job.assert_same(calm.steps, 7)
+    graphs = [re.findall(r"^graphs: (\d+)$", each.log(rank), re.M) for each in (calm, job) for rank in (0, 1)]
+    assert len(graphs[0]) == 1
+    assert int(graphs[0][0]) > 0
+    assert all(each == graphs[0] for each in graphs)

@@ -428,7 +428,12 @@ def main() -> None:
         log_every_n_steps=1,
         **more,
     )
-    trainer.fit(Model(), CountedData() if "emptied" in FEATURES else Data())
+    model: Any = Model()
+    if "compiled" in FEATURES:
+        model = torch.compile(model, backend="aot_eager")
+    trainer.fit(model, CountedData() if "emptied" in FEATURES else Data())
+    if "compiled" in FEATURES:
+        print(f"graphs: {torch._dynamo.utils.counters['stats']['unique_graphs']}")
 
 
 main()
