@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import shutil
+import re
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -102,20 +102,28 @@ def test_workers_draw_the_same(hf_zygote: Zygote, calm: Calm, tmp_path: Path) ->
     _require_equal(calm(*WORKERS, ranks=2), job, 9, ranks=2)
 
 
-def test_resuming_from_a_save(hf_zygote: Zygote, calm: Calm, tmp_path: Path) -> None:
-    """A job that begins with a checkpoint of the Trainer reads none after a fault, and saves as it would have."""
-    resumes = []
-    for name in ("calm", "rough"):
-        shutil.copytree(f"{calm().run_dir}-saves/checkpoint-12", tmp_path / name / "checkpoint-12")
-        resumes.append(f"resume={json.dumps(str(tmp_path / name / 'checkpoint-12'))}")
-    resumed = _train(hf_zygote, tmp_path / "resumed", resumes[0])
+@pytest.mark.parametrize("more", [(), ("holds=true",)], ids=["", "held"])
+def test_resuming_from_a_save(hf_zygote: Zygote, calm: Calm, tmp_path: Path, more: tuple[str, ...]) -> None:
+    """A job that begins with a checkpoint of the Trainer saves as it would have after a fault.
+
+    Held, a rank has begun no step when another one fails in it: all resume before the Trainer has loaded streams.
+    """
+    resume = f"resume={json.dumps(f'{calm().run_dir}-saves/checkpoint-12')}"
     faults = (
         "exception@forward:rank=0,step=13",
         "sigkill@optimizer:rank=1,step=14",
         "sigkill@between:rank=2,step=15",
     )
-    job = _train(hf_zygote, tmp_path / "run", resumes[1], faults=faults)
-    _require_equal(resumed, job, 4)
+    job = _train(hf_zygote, tmp_path / "run", resume, *more, faults=faults)
+    _require_equal(calm(resume), job, 4)
+
+
+def test_a_compiled_model(hf_zygote: Zygote, calm: Calm, tmp_path: Path) -> None:
+    compiled = ("torch_compile=true", 'torch_compile_backend="aot_eager"', "max_steps=5")
+    faults = ("exception@backward:rank=1,step=2", "sigkill@forward:rank=1,step=4")
+    job = _train(hf_zygote, tmp_path / "run", *compiled, faults=faults, ranks=2)
+    _require_equal(calm(*compiled, ranks=2), job, 5, ranks=2)
+    assert all(re.search(r"^graphs: [1-9]", job.log(rank), re.M) for rank in (0, 1))
 
 
 def test_draws_ahead_of_a_step_are_refused(hf_zygote: Zygote, tmp_path: Path) -> None:

@@ -8,12 +8,14 @@ it has.
 import json
 import os
 import sys
+import time
 from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from checkpointless import HPWrapper
+from checkpointless.inprocess import active_call_wrapper
 from checkpointless.integrations.transformers import train
 
 # On CPU ranks transformers loads an optimizer to "cpu:0", a place that torch does not know.
@@ -23,7 +25,7 @@ torch.serialization.register_package(
 
 FOLDER = sys.argv[1]
 CHOSEN = {name: json.loads(value) for name, _, value in (each.partition("=") for each in sys.argv[2:])}
-FAILS = CHOSEN.pop("fails", {})
+FAILS, HOLDS = CHOSEN.pop("fails", {}), CHOSEN.pop("holds", False)
 SIZE: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 
 
@@ -54,6 +56,9 @@ class Counts(TrainerCallback):
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
         self.begun = 0
 
+    def on_epoch_begin(self, *args: Any, **kwargs: Any) -> None:
+        hold()
+
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
         self.begun += 1
 
@@ -78,6 +83,17 @@ def fail(where: str, step: int) -> None:
     if os.environ["RANK"] == "1" and FAILS.get(where) == step:
         del FAILS[where]
         raise RuntimeError(f"asked for, in {where}")
+
+
+def hold() -> None:
+    """Keep rank 1 from its first step until another rank has failed, if asked for."""
+    call = active_call_wrapper()
+    if not HOLDS or os.environ["RANK"] != "1" or call is None or call.generation > 0:
+        return
+    limit_s = time.monotonic() + 100.0
+    while time.monotonic() < limit_s:
+        time.sleep(0.01)
+    raise AssertionError("no rank has failed")
 
 
 @HPWrapper()
@@ -122,6 +138,7 @@ def main() -> None:
     print(
         "left", json.dumps([history, kept, trainer.state.num_input_tokens_seen, result.training_loss]), flush=True
     )
+    print(f"graphs: {torch._dynamo.utils.counters['stats']['unique_graphs']}", flush=True)
 
 
 main()
