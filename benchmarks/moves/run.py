@@ -89,7 +89,7 @@ LAYOUTS = (
     Layout("NeMo, pp=2 dp=2, a stage per node", "nemo", {"pp": 2}, has_replicas=False),
     Layout("Lightning, HSDP 2x2", "lightning-hsdp"),
     Layout("Megatron-core loop, tp=2 dp=2", "megatron", {"tp": 2}),
-    Layout("Lightning, FSDP2, fully sharded", "lightning-hsdp", holders=1, has_replicas=False),
+    Layout("Lightning, HSDP, tp=2 dp=2", "lightning-hsdp", {"tp": 2}),
     Layout("Megatron-core loop, pp=2 dp=2", "megatron", {"pp": 2}, has_replicas=False),
 )
 
