@@ -121,6 +121,7 @@ def _judge_chaos(run_dir: Path, code: int, expected: Outcome) -> str:
 _HEARTBEAT_HELP = "seconds without progress until a rank counts as hung (default: ten of its steps, 30 s to 10 min)"
 _RESTARTS_HELP = "restarts of the whole job, from what the script loads, where it would end (default: 0)"
 _NODE_HELP = "seconds of silence until a node counts as lost (default: 10)"
+_STRAGGLERS_HELP = "move the node of a rank that is slow to a spare (default: report it)"
 _REGROUP_HELP = "seconds for all ranks to meet again (default: 120)"
 
 
@@ -132,6 +133,7 @@ def add_coordination_options(parser: argparse.ArgumentParser) -> None:
     add("--heartbeat-timeout", dest="heartbeat_timeout_s", type=seconds, metavar="S", help=_HEARTBEAT_HELP)
     add("--node-timeout", dest="node_timeout_s", type=seconds, metavar="S", help=_NODE_HELP)
     add("--regroup-timeout", dest="regroup_timeout_s", type=seconds, metavar="S", help=_REGROUP_HELP)
+    add("--move-stragglers", action="store_true", help=_STRAGGLERS_HELP)
     add = parser.add_argument_group("monitoring").add_argument
     add("--http-port", type=port, metavar="P", help="serve health and metrics over HTTP (0: any free port)")
     add("--http-host", metavar="H", help="address for --http-port (default: 127.0.0.1, this machine only)")

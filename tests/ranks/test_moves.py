@@ -100,6 +100,15 @@ def test_a_node_whose_agent_gets_sigterm_is_drained(tmp_path: Path, calm: Calm) 
     assert "its agent got SIGTERM" in incidents(nodes)[0].cause
 
 
+def test_the_node_of_a_rank_that_is_slow_is_left(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, 2, "80", "moved", script="paced.py", spares=1, move_stragglers=True)
+    ended = nodes.end()
+    assert [each.code for each in ended] == [0, 0, 0], "\n".join(each.err for each in ended)
+    assert "node 1 moves to a spare (rank 3 is slow)" in ended[0].err
+    (incident,) = incidents(nodes)
+    assert (incident.how, incident.steps_lost) == ("planned", 0)
+
+
 def test_without_a_spare_or_the_token_nothing_moves(tmp_path: Path) -> None:
     nodes = start(tmp_path, "ddp", spares=0)
     begin_of_step_3(nodes)

@@ -45,6 +45,7 @@ class Job:
         events: Path | None = None,
         heartbeat_timeout_s: float | None = HEARTBEAT_S,
         max_restarts: int = 0,
+        move_stragglers: bool = False,
     ) -> None:
         self.said: list[str] = []
         self.sent: list[tuple[Node | None, Command]] = []
@@ -60,6 +61,7 @@ class Job:
                 regroup_timeout_s=REGROUP_S,
                 max_incidents=max_incidents,
                 max_restarts=max_restarts,
+                move_stragglers=move_stragglers,
             ),
             events=EventLog(events, node=0),
             say=self.said.append,

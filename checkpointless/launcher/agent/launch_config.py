@@ -188,8 +188,10 @@ class LaunchConfig(JobConfig):
         if self.check is not None and limit_s >= regroup_s:
             said = f"{limit_s:g} s must be less than --regroup-timeout, {regroup_s:g} s"
             raise ValueError(f"--device-check-timeout, {said}")
-        if (self.notice_command or self.on_sigterm != SIGTERM_ENDS) and self.is_alone:
-            raise ValueError("--on-sigterm drain and --notice need several nodes, one of them a spare (--spares)")
+        moves = self.notice_command or self.on_sigterm != SIGTERM_ENDS or self.move_stragglers
+        if moves and self.is_alone:
+            what = "--on-sigterm drain, --notice and --move-stragglers"
+            raise ValueError(f"{what} need several nodes, one of them a spare (--spares)")
         if self.on_sigterm not in (SIGTERM_ENDS, SIGTERM_DRAINS):
             raise ValueError(f"on_sigterm is {SIGTERM_ENDS} or {SIGTERM_DRAINS}, not {self.on_sigterm!r}")
         if self.module:

@@ -352,14 +352,16 @@ class _HangResponse:
 class _Stragglers:
     """Reports slow ranks, each once until it is as fast as others again, or the generation is over.
 
+    ``leave`` is called with each node that a slow rank is on, and the reason.
+
     How much work the comparison is depends on how many ranks there are, not on how many messages: it is done every
     :attr:`EVERY_S` at most if there are :attr:`MANY` ranks or more, and more often if there are few.
     """
 
     EVERY_S, MANY = 5.0, 1000
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
+    def __init__(self, job: Job, leave: Callable[[int, str], None]) -> None:
+        self._job, self._leave = job, leave
         self._rule = StragglerRule()
         self._generation = NO_STEP
         self._paces: dict[int, RankPace] = {}
@@ -399,6 +401,9 @@ class _Stragglers:
                 usual_s=each.usual_us / 1e6,
             )
             job.say(each.line(index))
+        on_nodes = {job.roster.ranks[each.rank].node.index: f"rank {each.rank} is slow" for each in found}
+        for index, why in on_nodes.items():
+            self._leave(index, why)
         self._are_over(over)
 
     def _are_over(self, ranks: Iterable[int]) -> None:
@@ -441,7 +446,7 @@ class Coordinator:
         self._bad_devices = BadDevices(job, self.membership, self._processes)
         self._takeover = _Takeover(job, self.membership, self._processes, self._regrouping)
         self._note_progress_at_s = clock() + _NOTE_PROGRESS_EVERY_S
-        self._stragglers = _Stragglers(job)
+        self._stragglers = _Stragglers(job, self._leave_slow)
 
     def hear(self, node: Node, message: NodeMessage) -> None:
         """Act on a message from the agent of ``node``."""
@@ -493,6 +498,10 @@ class Coordinator:
     def move(self, node: int, why: str, tell: Tell) -> None:
         """Have a spare take the ranks of ``node`` over, or refuse to; ``tell`` hears what becomes of it."""
         self._moves.ask(node, why, tell, self.host)
+
+    def _leave_slow(self, node: int, why: str) -> None:
+        if self.job.config.move_stragglers:
+            self.move(node, why, lambda line, ok: None)
 
     def tick(self, now_s: float) -> None:
         """Act on the time that has passed."""

@@ -30,6 +30,7 @@ class JobConfig:
         node_timeout_s: after how much silence a node counts as lost, and how long the nodes of a running job may
             take to find a new coordinator.
         join_timeout_s: how long to try to reach the coordinator, and how long the coordinator waits for all nodes.
+        move_stragglers: whether a spare takes over the ranks of a node on which a rank is slow.
         http_port: port on which health, status and metrics are served (0: any free port; None: they are not).
 
     Raises:
@@ -47,6 +48,7 @@ class JobConfig:
     max_restarts: int = 0
     node_timeout_s: float = 10.0
     join_timeout_s: float = 600.0
+    move_stragglers: bool = False
     http_port: int | None = None
     http_host: str = "127.0.0.1"
 

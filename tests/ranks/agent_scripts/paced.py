@@ -1,7 +1,8 @@
 """Train in torch's DDP with steps that take what is asked for: ``STEPS WAY``.
 
 Ways: ``even``; ``uneven``: ranks 2 and 3 do other work, which takes four times as long; ``data``: rank 1 waits for
-its batches; ``throttled``: rank 1 is stopped most of the time; ``later``: rank 2 computes slowly in steps 30 to 59.
+its batches; ``throttled``: rank 1 is stopped most of the time; ``later``: rank 2 computes slowly in steps 30 to 59;
+``moved``: rank 3 computes slowly in its first process, and before the last step all wait until a node is to move.
 """
 
 import os
@@ -21,8 +22,10 @@ RANK = int(os.environ["RANK"])
 DUTY = 'while kill -STOP "$0"; do sleep 0.06; kill -CONT "$0"; sleep 0.02; done'
 
 
-def slows(step: int) -> float:
+def slows(step: int, generation: int) -> float:
     if WAY == "later" and RANK == 2 and 30 <= step < 60:
+        return 5
+    if WAY == "moved" and RANK == 3 and generation == 0:
         return 5
     return 4 if WAY == "uneven" and RANK >= 2 else 1
 
@@ -49,8 +52,13 @@ def main(caller: HPCallWrapper) -> None:
             while time.thread_time() < until_s:
                 pass
         else:
-            time.sleep(slows(step) * UNIT_S)
+            time.sleep(slows(step, caller.generation) * UNIT_S)
         loss.backward()
+        deadline_s = time.monotonic() + 120
+        while WAY == "moved" and step == STEPS and caller.generation == 0 and not caller.pause.is_wanted:
+            assert time.monotonic() < deadline_s, "nobody moves a node"
+            caller.beat()
+            time.sleep(0.005)
         training.update(loss.item())
     dist.barrier()
 

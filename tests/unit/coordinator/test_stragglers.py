@@ -178,3 +178,21 @@ def test_messages_between_two_looks_cause_one(monkeypatch: pytest.MonkeyPatch) -
     assert tick_after(0.9, messages=10) == [2]
     assert tick_after(1.2, messages=0) == [2, 2]
     assert tick_after(9.0, messages=0) == [2, 2]
+
+
+@pytest.mark.parametrize("spares", [0, 1])
+def test_a_node_with_slow_ranks_is_left_once_if_a_spare_is_free(
+    monkeypatch: pytest.MonkeyPatch, spares: int
+) -> None:
+    found = [[Straggler(rank, 20, 9e5, 1e5, 0.0, False) for rank in (2, 3)]]
+    monkeypatch.setattr(StragglerRule, "look", lambda rule, paces: (found.pop() if found else [], []))
+    job = Job(move_stragglers=True).begin()
+    for _ in range(spares):
+        job.join(-1)
+    for number in range(3):
+        job.tell(2, Paces(0, [RankPace(2, 0, number, 100, 1, 1)]))
+        job.coordinator.tick(job.now_s() + number)
+    begins = "node 1 moves to a spare (rank 3 is slow): its successors start while training goes on"
+    refused = "node 1 is not moved: no spare is free: start one more agent with --spares, and ask again"
+    said = begins if spares else f"{refused}; training goes on"
+    assert [line for line in job.said if line.startswith("node 1")] == [said]
