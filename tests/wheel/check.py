@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import secrets
 import shutil
 import subprocess
 import sys
@@ -23,6 +24,8 @@ from build import ProjectBuilder
 from build.env import DefaultIsolatedEnv
 from pyproject_hooks import quiet_subprocess_runner
 
+from checkpointless.system.environment import TOKEN_ENV
+from tests.ports import free_port
 from tests.wheel.contents import differing
 
 ROOT = Path(__file__).parents[2]
@@ -98,6 +101,7 @@ class Check:
         self._empty = work / "empty"  # where users' commands run
         self._empty.mkdir()
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
+        kept[TOKEN_ENV] = secrets.token_hex(32)  # of jobs on several nodes
         self._env = {**kept, "PATH": f"{self._bin}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
 
     def all(self) -> None:
@@ -110,6 +114,7 @@ class Check:
         self._install(wheel)
         self._imports("the wheel")
         self._commands()
+        self._move()
         self._pip("install", "--no-compile", "--no-deps", "--force-reinstall", str(sdist))
         self._imports("the sdist")
         self._say("all is well")
@@ -191,6 +196,27 @@ class Check:
             self._command(["report", f"{name}-rough", "--html", f"{name}.html"], "")
             if not (self._empty / f"{name}.html").read_text().rstrip().endswith("</html>"):
                 raise CheckError(f"the report of {name} is no whole page")
+
+    def _move(self) -> None:
+        """Move a node of a job on two agents and a spare; its ranks wait in step 3 until they are to pause."""
+        shutil.copy(ROOT / "tests" / "ranks" / "agent_scripts" / "moved.py", self._empty)
+        options, train = ["--cpu", "--record-steps", "--run-dir"], ["moved.py", str(STEPS), "fsdp"]
+        self._command(["run", "--nproc-per-node", "4", *options, "stays", *train], "")
+        where = ["--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
+        nodes = ["run", *where, "--nnodes", "2", "--spares", "1", "--nproc-per-node", "2", *options, "moves"]
+        with ThreadPoolExecutor(3) as pool:
+            starts = [[*nodes, "--node-rank", str(node), *train, "waits"] for node in range(3)]
+            agents = [pool.submit(self._command, words, "") for words in starts]
+            while not any(agent.done() for agent in agents):
+                try:
+                    self._command(["move", "--node", "1", *where], "has moved to a spare")
+                    break
+                except CheckError as error:
+                    self._say(f"once more: {str(error).splitlines()[-1]}")
+            for agent in agents:
+                agent.result()
+        self._command(["verify", "stays", "moves"], f"equal: {STEPS} steps on 4 ranks")
+        self._command(["report", "moves"], "moves to a spare")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
