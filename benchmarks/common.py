@@ -16,7 +16,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -121,6 +121,12 @@ class Job:
                 continue
         for process in self._processes:
             process.wait(_END_S)
+
+    def kill(self) -> None:
+        """Kill every process of the job at once, as the loss of a machine does."""
+        for process in self._left():
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
 
     @property
     def ended(self) -> bool:

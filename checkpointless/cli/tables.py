@@ -167,7 +167,7 @@ def _time_table(goodput: Goodput) -> Table:
         of = spent_s / goodput.wall_s if goodput.wall_s > 0 else None
         name, what = wording.printable(cause, _LONGEST_KIND), CAUSES.get(cause, "incidents")
         table.add_row(name, wording.duration(spent_s), _share(of), what)
-    table.add_row("wall clock", wording.duration(goodput.wall_s), "", "from the first event to the end")
+    table.add_row("wall clock", wording.duration(goodput.wall_s), "", "from the start of the command to the end")
     table.add_section()
     table.add_row("goodput", "", _share(goodput.ratio), "training / wall clock")
     table.add_row("ETTR", "", _share(goodput.ettr), "training, saves and stragglers / wall clock")

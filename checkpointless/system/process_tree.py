@@ -94,6 +94,12 @@ def state_of(first: ProcessLook, last: ProcessLook, seconds: float) -> ProcessSt
     return ProcessState.IDLE if last.letter else ProcessState.UNKNOWN
 
 
+def own_age_s() -> float:
+    """Return for how many seconds this process has existed, at least: the kernel counts in hundredths."""
+    began_s = int(Path("/proc/self/stat").read_text(errors="replace").rpartition(")")[2].split()[19]) / _TICKS_PER_S
+    return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - began_s - 2 / _TICKS_PER_S)
+
+
 _END_S = 0.1  # a killed process takes milliseconds
 _PR_SET_CHILD_SUBREAPER = 36
 

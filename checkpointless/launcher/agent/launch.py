@@ -30,7 +30,7 @@ from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.events import EVENTS_FILE, EventLog
 from checkpointless.observability.telemetry.scribe import LogRelay, scribe
 from checkpointless.system.awake_clock import AwakeClock
-from checkpointless.system.process_tree import ForkedProcess
+from checkpointless.system.process_tree import ForkedProcess, own_age_s
 from checkpointless.system.signals import CUT_SIGNAL, ENDING, PASSED_ON, handling
 from checkpointless.system.temp_folder import SHARED_MEMORY, private_folder, private_temp_folder
 
@@ -164,7 +164,8 @@ def _run(
             hosts=link.coordinator is not None,
         )
         nproc, nnodes = config.nproc_per_node * config.nnodes, config.nnodes
-        events.emit(EventName.JOB, "begin", generation=0, nproc=nproc, nnodes=nnodes, script=config.script)
+        began = partial(events.emit, EventName.JOB, "begin", generation=0, before_s=own_age_s())
+        began(nproc=nproc, nnodes=nnodes, script=config.script)
         try:
             outcome = _serve(agent, link, selector, signals, watch, clock)
         finally:

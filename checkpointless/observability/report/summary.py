@@ -100,6 +100,7 @@ class _TimeAccount:
 def _milestones(events: Iterable[Event]) -> _Milestones | None:
     """Return the times at which the run began, trained and ended, or None without events."""
     begin_ns: int | None = None
+    launched: tuple[int, int] | None = None  # the first begin of the job, and when the process was started
     last_ns = 0
     job_ns: int | None = None
     first_steps: dict[int, list[int]] = defaultdict(list)
@@ -110,6 +111,9 @@ def _milestones(events: Iterable[Event]) -> _Milestones | None:
         last_ns = max(last_ns, event.ts)
         if event.stage == EventName.JOB and event.edge == "end":
             job_ns = max(event.ts, job_ns or 0)
+        elif event.stage == EventName.JOB:
+            at_ns = event.ts - round(_seconds(event.fields.get("before_s")) * _NS_PER_S)
+            launched = min(launched or (event.ts, at_ns), (event.ts, at_ns))
         elif event.stage == EventName.FIRST_STEP and event.edge == "begin":
             first_steps[event.generation].append(event.ts)
         elif event.stage == EventName.GO:
@@ -118,6 +122,7 @@ def _milestones(events: Iterable[Event]) -> _Milestones | None:
             trained.append(event.ts)
     if begin_ns is None:
         return None
+    begin_ns = min(begin_ns, launched[1]) if launched is not None else begin_ns
     # A block that is not a training loop we know counts as training from its entry: nothing else is known.
     trains_ns = max(first_steps[min(first_steps)]) if first_steps else blocks.get(min(blocks, default=0))
     return _Milestones(begin_ns, last_ns if job_ns is None else job_ns, trains_ns, max(trained, default=None))

@@ -73,6 +73,15 @@ def test_a_save_and_a_slow_rank_take_their_parts_of_training() -> None:
     assert (slow_rank.rank, slow_rank.node) == (1, 1)
 
 
+def test_the_start_of_the_first_command_counts() -> None:
+    run, _ = simple_run()
+    for at_s, before_s in ((0.5, 5.5), (0.6, 3600.0)):  # the second node's agent had waited for the job
+        run.add(at_s, "job", "begin", nproc=2, before_s=before_s)
+    run.events.remove(run.events[0])
+    found = goodput_of(run)
+    assert (found.wall_s, found.seconds["startup"]) == (105.0, 15.0)
+
+
 def test_of_two_slow_ranks_the_slower_one_counts() -> None:
     run, _ = simple_run()
     for rank, own_s in ((0, 0.7), (1, 0.9)):
