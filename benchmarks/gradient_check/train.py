@@ -14,6 +14,9 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.gradient_check.model import build, loss_of
 from checkpointless import HPCallWrapper, HPWrapper, PlainTraining
 
 STEPS, EVERY, BATCHES, RESULT = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
@@ -28,15 +31,12 @@ def main(caller: HPCallWrapper) -> None:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if is_on_gpu else torch.device("cpu")
     dist.init_process_group("nccl" if is_on_gpu else "gloo")
     torch.manual_seed(1)
-    layer = torch.nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout=0.1, batch_first=True)
-    body = torch.nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False)
-    inner = torch.nn.Sequential(torch.nn.Embedding(VOCABULARY, WIDTH), body, torch.nn.Linear(WIDTH, VOCABULARY))
-    model = DistributedDataParallel(inner.to(device))
+    model = DistributedDataParallel(build(WIDTH, LAYERS, VOCABULARY).to(device))
     optimizer = torch.optim.AdamW(model.parameters())
     training = PlainTraining(caller, [model], [optimizer], sdc_check_every=EVERY)
 
     def compute(tokens: torch.Tensor) -> torch.Tensor:
-        loss = torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.roll(1, 1).flatten())
+        loss = loss_of(model, tokens)
         loss.backward()
         return loss
 

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from checkpointless.doctor.findings import Finding, Severity, worst_first
-from checkpointless.faults.spec import FaultKind, FaultPhase
+from checkpointless.faults.spec import USUAL_PHASES, FaultKind, FaultPhase
 from checkpointless.observability.report.goodput import CAUSES, Goodput
 from checkpointless.observability.report.incidents import IncidentSummary
 from checkpointless.observability.report.summary import Comparison, Job, Report, RunState, utc
@@ -396,13 +396,15 @@ def support_table() -> Table:
 
 
 def _phases(phases: frozenset[FaultPhase]) -> str:
-    """List the phases by name, or the missing ones if they are fewer."""
-    there, missing = (
-        [phase.value for phase in FaultPhase if (phase in phases) is wanted] for wanted in (True, False)
+    """List the phases by name, or the missing ones of the usual if they are fewer."""
+    there, missing, more = (
+        [phase.value for phase in FaultPhase if phase in group]
+        for group in (phases & USUAL_PHASES, USUAL_PHASES - phases, phases - USUAL_PHASES)
     )
-    if not missing:
-        return "all"
-    return ", ".join(there) if len(there) <= len(missing) else f"all but {', '.join(missing)}"
+    most = ", ".join(there)
+    if len(missing) < len(there):
+        most = f"all but {', '.join(missing)}" if missing else "all"
+    return f"{most}; and {', '.join(more)}" if more else most
 
 
 # --- The page of ``checkpointless doctor``: findings to act on, the worst first, and in short the others ----------

@@ -15,6 +15,7 @@ class FaultPhase(enum.Enum):
 
     DATA = "data"
     FORWARD = "forward"
+    ACTIVATION = "activation"
     BACKWARD = "backward"
     GRADIENT = "gradient"
     SYNC = "sync"
@@ -36,7 +37,8 @@ ANNOUNCED_BY_FRAMEWORKS = frozenset(
     {FaultPhase.DATA, FaultPhase.FORWARD, FaultPhase.BACKWARD, FaultPhase.SYNC, FaultPhase.INIT}
 )
 
-_ALL_PHASES = frozenset(FaultPhase) - {FaultPhase.GRADIENT}
+#: Phases of most kinds.
+USUAL_PHASES = frozenset(FaultPhase) - {FaultPhase.ACTIVATION, FaultPhase.GRADIENT}
 _NEW_PROCESS = "recovered by a new process"
 _BY_HEARTBEAT = f"found by its heartbeat; {_NEW_PROCESS}"
 _BY_CHECKSUM = "found by checksums; refilled from the majority, or the job ends and says why"
@@ -63,7 +65,7 @@ class FaultKind(enum.Enum):
     EXCEPTION = "exception", "recovered in process"
     OOM = "oom", "recovered in process"
     DATALOADER = "dataloader", "recovered in process, with new workers", {FaultPhase.DATA}, ("raise", "kill")
-    SLOW = "slow", "no incident, below the heartbeat limit; above it a hang", _ALL_PHASES, (), 2.0
+    SLOW = "slow", "no incident, below the heartbeat limit; above it a hang", USUAL_PHASES, (), 2.0
     SIGTERM = "sigterm", f"Lightning leaves at the end of the step; {_NEW_PROCESS}"
     SIGKILL = "sigkill", _NEW_PROCESS
     EXIT = "exit", _NEW_PROCESS
@@ -72,17 +74,17 @@ class FaultKind(enum.Enum):
     HANG = "hang", _BY_HEARTBEAT
     SIGSTOP = "sigstop", _BY_HEARTBEAT
     GIL = "gil", _BY_HEARTBEAT
-    CUDA = "cuda", f"found by the health check; {_NEW_PROCESS}", _ALL_PHASES - SETUP_PHASES
-    PARTITION = "partition", f"{_LOST_NODE} with its processes", _ALL_PHASES, (), 15.0, True
-    STORE = "store", f"{_LOST_NODE} at once with its processes", _ALL_PHASES, (), None, True
-    NODE = "node", f"recovered by {_OTHER_PROCESSES}", _ALL_PHASES, (), None, True
+    CUDA = "cuda", f"found by the health check; {_NEW_PROCESS}", USUAL_PHASES - SETUP_PHASES
+    PARTITION = "partition", f"{_LOST_NODE} with its processes", USUAL_PHASES, (), 15.0, True
+    STORE = "store", f"{_LOST_NODE} at once with its processes", USUAL_PHASES, (), None, True
+    NODE = "node", f"recovered by {_OTHER_PROCESSES}", USUAL_PHASES, (), None, True
     BITFLIP = "bitflip", _BY_CHECKSUM, frozenset(FaultPhase) - {FaultPhase.INIT, FaultPhase.RECOVERY}
 
     def __new__(
         cls,
         name: str,
         expected: str,
-        phases: Iterable[FaultPhase] = _ALL_PHASES,
+        phases: Iterable[FaultPhase] = USUAL_PHASES,
         variants: tuple[str, ...] = (),
         default_s: float | None = None,
         is_of_node: bool = False,

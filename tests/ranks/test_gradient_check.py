@@ -10,7 +10,7 @@ from checkpointless.faults.ledger import fired
 from checkpointless.observability.report.summary import build_report
 from checkpointless.observability.telemetry.events import read_events
 from tests.ranks.agent_job import SCRIPTS
-from tests.ranks.jobs import Job, run_job, small
+from tests.ranks.jobs import Job, run_job, run_nodes, small
 from tests.ranks.layouts import DROPOUT, PP2
 from tests.ranks.nemo_zygote import Zygote
 
@@ -48,6 +48,29 @@ def test_a_flip_in_the_gradient_of_each_layer_is_found_and_healed(
     assert "rank 1 raised CorruptedGradientError at step 1: the gradient of" in "\n".join(job.said)
     assert all(incident.steps_lost == 0 for incident in job.incidents)
     job.assert_same(undisturbed.steps, STEPS)
+
+
+def test_a_flip_in_the_output_of_each_layer_is_found_and_healed(
+    zygote: Zygote, tmp_path: Path, undisturbed: Job
+) -> None:
+    faults = [f"bitflip@activation:rank={step % 3},step={step}" for step in range(1, STEPS + 1, 2)]
+    job = _train(zygote, tmp_path / "run", *faults)
+    assert (job.code, fired(job.run_dir)) == (0, dict.fromkeys(faults, 1)), job.story()
+    assert _found(job) == [(step % 3, step, True) for step in range(1, STEPS + 1, 2)]
+    job.assert_same(undisturbed.steps, STEPS)
+
+
+def test_a_rank_that_was_wrong_twice_goes_on_on_a_spare(zygote: Zygote, tmp_path: Path) -> None:
+    faults = ("bitflip@gradient:rank=1,step=2", "bitflip@activation:rank=1,step=4")
+    script, args = str(SCRIPTS / "plain_checked.py"), ("8", "1", "waits")
+    jobs = run_nodes(zygote, tmp_path / "run", 2, 1, script=script, args=args, faults=faults, spares=1)
+    job = jobs[0]
+    assert job is not None
+    assert job.code == 0, job.story()
+    assert [each.how for each in job.incidents] == ["exception", "exception", "planned"]
+    assert any("node 1 moves to a spare (rank 1 has computed gradients wrongly twice)" in line for line in job.said)
+    calm = run_job(zygote, tmp_path / "calm", 2, script=script, args=("8", "1000"))
+    job.assert_same(calm.steps, 8)
 
 
 def test_checks_change_nothing_and_find_nothing_and_what_is_not_checked_is_not_seen(

@@ -184,6 +184,13 @@ def go_env(generation: int, host: int = 0) -> dict[str, str]:
     }
 
 
-def trouble(rank: int, kind: CauseKind, *, generation: int = 0, what: str = "raised ValueError") -> Trouble:
-    cause = Cause(kind, rank, "exception", what, 4, "no", "ValueError", "no", "Traceback\n")
+def trouble(
+    rank: int,
+    kind: CauseKind,
+    *,
+    generation: int = 0,
+    what: str = "raised ValueError",
+    error: str = "ValueError",
+) -> Trouble:
+    cause = Cause(kind, rank, "exception", what, 4, "no", error, "no", "Traceback\n")
     return Trouble(generation, cause, 3, 4)

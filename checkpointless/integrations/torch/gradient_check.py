@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import functools
 import logging
+import operator
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -26,7 +28,8 @@ from checkpointless.state.rank_local.declared import put_declared, take_declared
 from checkpointless.state.rng import RngStates
 from checkpointless.state.serialization.digest import PendingDigests
 from checkpointless.state.serialization.tensor_memory import tensor_bytes
-from checkpointless.transfer.exchange import true_on_all
+from checkpointless.system.environment import GROUP_RANK_ENV, own_rank
+from checkpointless.transfer.exchange import all_gather_json, true_on_all
 from checkpointless.transfer.tensor_entry import Key
 
 _Result = TypeVar("_Result")
@@ -46,11 +49,16 @@ _NOT_THE_SAME = (
     "deterministic (set torch.use_deterministic_algorithms(True) and CUBLAS_WORKSPACE_CONFIG=:4096:8, or leave out "
     "sdc_check_every), or the pass is not the same each time, or this device cannot be trusted"
 )
+_is_trained = operator.attrgetter("requires_grad")
 logger = logging.getLogger(__name__)
 
 
 class CorruptedGradientError(RuntimeError):
     """The gradients of a step, which are reduced already, were computed wrongly; nothing was applied."""
+
+
+class CorruptedSomewhereError(CorruptedGradientError):
+    """Ranks of several nodes computed them wrongly, of which one may have given its error to the others."""
 
 
 class GradientCheck:
@@ -125,8 +133,9 @@ class GradientCheck:
         if not true_on_all(runs[0] == runs[1]):  # the pass may be collective
             runs.append(self._again(again, before))
         after.put_back()
-        if runs[0] != runs[1]:
-            self._judge(step, *runs)
+        if len(runs) > 2:
+            what = self._judge(step, *runs) if runs[0] != runs[1] else ""
+            _raise_on_one(what, step)
         return result
 
     def _again(self, compute: Callable[[], object], before: _Place) -> _Digests:
@@ -139,7 +148,8 @@ class GradientCheck:
             compute()
         return _fetched(found)
 
-    def _judge(self, step: int, *runs: _Digests) -> None:
+    def _judge(self, step: int, *runs: _Digests) -> str:
+        """Return what was computed wrongly and is reduced; "": nothing of the step itself."""
         first, second, third = runs
         names = [key[0] for key in {**first, **second} if first.get(key) != second.get(key)]
         if third not in (first, second):
@@ -148,8 +158,9 @@ class GradientCheck:
         emit_event(EventName.CORRUPTED, step=step, parameter=names[0], parameters=len(names), redone=is_reduced)
         what = f"the gradient of {names[0]}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
         if is_reduced:
-            raise CorruptedGradientError(f"{what} was computed wrongly in step {step}, which is redone")
+            return what
         logger.warning("%s was computed wrongly when step %d was checked; the step itself is right", what, step)
+        return ""
 
     # --- what is seen of a pass ---------------------------------------------------------------------------------
 
@@ -167,21 +178,68 @@ class GradientCheck:
 
     @contextmanager
     def _announced(self, step: int) -> Iterator[None]:
-        """Announce a gradient to faults that are to be caused: in each step that of another parameter."""
+        """Announce an output and a gradient to faults that are to be caused: those of a layer for each step."""
         trained = [each for _, each in self._parameters.values() if each.requires_grad]
         if self._call.faults is None or not trained:
             yield
             return
-        hook = trained[step % len(trained)].register_hook(lambda gradient: self._damaged(step, gradient))
+        parts = [part for module in self._state.modules for part in module.modules()]
+        layers = [part for part in parts if any(map(_is_trained, part.parameters(recurse=False)))]
+        output = _Damage(self._call, "activation", step, _largest)
+        gradient = _Damage(self._call, "gradient", step, torch.Tensor.contiguous)
+        hooks = [layer.register_forward_hook(output.of_layer) for layer in layers[step % len(layers) :]]
+        hooks.append(trained[step % len(trained)].register_hook(gradient.of_tensor))
         try:
             yield
         finally:
-            hook.remove()
+            for hook in hooks:
+                hook.remove()
 
-    def _damaged(self, step: int, gradient: torch.Tensor) -> torch.Tensor:
-        copy = gradient.detach().clone(memory_format=torch.contiguous_format)
-        self._call.enter_phase("gradient", step, lambda: copy)
-        return copy
+
+class _Damage:
+    """Announces a phase of ``step`` for the first tensor that comes, of which a fault changes a part of a copy."""
+
+    def __init__(
+        self, call: HPCallWrapper, phase: str, step: int, part: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
+        self._call, self._phase, self._step, self._part = call, phase, step, part
+        self._has_come = False
+
+    def of_tensor(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return what is to take the tensor's place; None: it stays."""
+        if self._has_come:
+            return None
+        self._has_come, copies = True, []
+
+        def target() -> torch.Tensor:
+            copies.append(tensor.clone(memory_format=torch.contiguous_format))
+            return self._part(copies[0].detach())
+
+        self._call.enter_phase(self._phase, self._step, target)
+        return copies[0] if copies else None
+
+    def of_layer(self, layer: torch.nn.Module, given: object, output: Any) -> Any:
+        """Return what is to take the place of a layer's output, of which the first may be meant; None: it stays."""
+        if not isinstance(output, tuple):
+            return self.of_tensor(output)
+        first = self.of_tensor(output[0])
+        return (first, *output[1:]) if first is not None else None
+
+
+def _largest(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the byte of the largest element whose lowest bit changes it by less than a hundredth."""
+    flat, nbytes = tensor.view(-1), tensor.element_size()
+    at = int(flat.abs().argmax()) * nbytes + max(nbytes - 2, 0)
+    return flat.view(torch.uint8)[at : at + 1]
+
+
+def _raise_on_one(what: str, step: int) -> None:
+    """Raise on the first of the ranks on which ``what`` was wrong, since peers may have its error. Collective."""
+    mine = int(os.environ.get(GROUP_RANK_ENV, "0")) if what else None
+    wrong = [(rank, node) for rank, node in enumerate(all_gather_json(mine)) if node is not None]
+    if wrong and wrong[0][0] == own_rank():
+        kind = CorruptedGradientError if len({node for _, node in wrong}) == 1 else CorruptedSomewhereError
+        raise kind(f"{what} was computed wrongly in step {step}, which is redone")
 
 
 class _Place:

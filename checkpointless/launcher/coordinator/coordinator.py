@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -411,6 +411,37 @@ class _Stragglers:
             self._job.incidents.emit(EventName.STRAGGLER, "end", rank=rank, step=self._job.high_water)
 
 
+_WRONG, _TWICE = "CorruptedGradientError", 2
+
+
+class _Suspects:
+    """Moves the node of a rank to a spare that has computed gradients wrongly twice, when training goes on."""
+
+    def __init__(self, job: Job, move: Callable[[int, str, Tell], None]) -> None:
+        self._job, self._move = job, move
+        self._found: Counter[int] = Counter()
+        self._due: set[int] = set()
+
+    def hear(self, cause: Cause) -> None:
+        """Note what has interrupted a step, if it was wrong gradients of a rank on one node."""
+        if cause.error == _WRONG and cause.rank is not None:
+            self._found[cause.rank] += 1
+            if self._found[cause.rank] == _TWICE:
+                self._due.add(cause.rank)
+
+    def look(self) -> None:
+        """Have a node moved, unless the job recovers."""
+        incidents = self._job.incidents
+        if self._due and incidents.open is None and incidents.recovering is None:
+            rank = self._due.pop()
+            why = f"rank {rank} has computed gradients wrongly twice"
+            self._move(self._job.roster.ranks[rank].node.index, why, partial(self._told, rank))
+
+    def _told(self, rank: int, line: str, is_moved: bool | None) -> None:
+        if is_moved:
+            del self._found[rank]
+
+
 _NOTE_PROGRESS_EVERY_S = 60.0  # in the event log, for a look at a run that has not ended
 
 
@@ -447,6 +478,7 @@ class Coordinator:
         self._takeover = _Takeover(job, self.membership, self._processes, self._regrouping)
         self._note_progress_at_s = clock() + _NOTE_PROGRESS_EVERY_S
         self._stragglers = _Stragglers(job, self._leave_slow)
+        self._suspects = _Suspects(job, self.move)
 
     def hear(self, node: Node, message: NodeMessage) -> None:
         """Act on a message from the agent of ``node``."""
@@ -512,6 +544,7 @@ class Coordinator:
         self._moves.tick(now_s)
         if self.job.phase is Phase.RUNNING:
             self._stragglers.look(now_s)
+            self._suspects.look()
             self._hangs.look(now_s)
             return
         self._hangs.kill_those_that_stay(now_s)
@@ -587,6 +620,7 @@ class Coordinator:
         elif message.generation != self.job.generation or rank.state not in (*IN_BLOCK, RankState.LEAVING):
             logger.info("rank %d: %s of generation %d is stale", rank.number, message.type, message.generation)
         elif isinstance(message, Trouble):
+            self._suspects.hear(message.cause)
             self._regrouping.fault(message.cause)
         else:
             self._regrouping.done(rank, message.making if message.making > message.committed else NO_STEP)

@@ -1,10 +1,12 @@
 """Train layers of several kinds in DDP, two micro-batches a step, with gradients checked: ``STEPS EVERY [WAY]``.
 
-Ways: ``random``: the pass draws numbers that nobody puts back; ``forgets``: it is run outside of checked().
+Ways: ``random``: the pass draws numbers that nobody puts back; ``forgets``: it is run outside of checked();
+``waits``: step 6 lasts until ranks are to pause.
 """
 
 import os
 import sys
+import time
 from functools import partial
 
 import torch
@@ -54,11 +56,16 @@ def main(caller: HPCallWrapper) -> None:
         (loss * (1 + passes[0] / 100)).backward()
         return loss
 
-    for _ in training.steps(STEPS):
+    for step in training.steps(STEPS):
         with model.no_sync():
             compute(torch.randint(20, (4, 6)))
         run = partial(compute, torch.randint(20, (4, 6)))
         loss = run() if WAY == "forgets" else training.checked(run)
+        deadline_s = time.monotonic() + 120
+        while WAY == "waits" and step == 6 and caller.generation == 2 and not caller.pause.is_wanted:
+            assert time.monotonic() < deadline_s, "no node moves"
+            caller.beat()
+            time.sleep(0.005)
         training.update(loss.item())
     dist.barrier()
 

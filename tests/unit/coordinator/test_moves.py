@@ -252,3 +252,16 @@ def test_a_planned_move_counts_as_no_incident() -> None:
     moving.ask().warm().pause().gather().offer()
     assert moving.job.outcome is None
     assert len(moving.job.take(Begin)) == 2
+
+
+def test_a_rank_that_was_wrong_twice_leaves_its_node() -> None:
+    moving = Moving()
+    for generation in range(2):
+        moving.job.raises(2, error="CorruptedGradientError")
+        moving.job.ready(*moving.job.ranks, committed=4 + generation, entered=True)
+        moving.job.tick()
+        assert moving.job.take(Spawn) == []
+        moving.job.coordinator.job.incidents.recovered(5 + generation)
+        moving.job.tick()
+    assert [(each.rank, each.incarnation) for _, each in moving.job.take(Spawn)] == [(2, 1), (3, 1)]
+    assert any("node 1 moves to a spare (rank 2 has computed" in line for line in moving.job.said)

@@ -10,7 +10,11 @@ import torch
 
 from checkpointless.inprocess import UnrecoverableError
 from checkpointless.integrations.torch import gradient_check
-from checkpointless.integrations.torch.gradient_check import CorruptedGradientError, GradientCheck
+from checkpointless.integrations.torch.gradient_check import (
+    CorruptedGradientError,
+    CorruptedSomewhereError,
+    GradientCheck,
+)
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.state.module_tensors import BufferCopies
 
@@ -29,7 +33,9 @@ class Checked:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, every: int | None, *damaged: int, step: int = 4) -> None:
         self.events: list[dict[str, Any]] = []
+        self.others: list[int | None] = []  # on which node other ranks were wrong
         monkeypatch.setattr(gradient_check, "true_on_all", bool)
+        monkeypatch.setattr(gradient_check, "all_gather_json", lambda mine: [mine, *self.others])
         monkeypatch.setattr(gradient_check, "emit_event", self._emit)
         torch.manual_seed(3)
         self.model, self.passes, self.damaged = Model(), 0, damaged
@@ -75,6 +81,18 @@ def test_a_wrong_pass_ends_the_step_and_a_wrong_check_does_not(monkeypatch: pyte
     random = Checked(monkeypatch, 1, 1, 2, 3)
     with pytest.raises(UnrecoverableError, match=r"give three gradients of body.*use_deterministic_algorithms"):
         random.check.run(random.compute)
+
+
+def test_ranks_of_several_nodes_that_are_wrong_name_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_one = Checked(monkeypatch, 1, 1)
+    on_one.others = [None, 0]
+    with pytest.raises(CorruptedGradientError) as raised:
+        on_one.check.run(on_one.compute)
+    assert type(raised.value) is CorruptedGradientError
+    on_two = Checked(monkeypatch, 1, 1)
+    on_two.others = [1]
+    with pytest.raises(CorruptedSomewhereError, match="was computed wrongly in step 4"):
+        on_two.check.run(on_two.compute)
 
 
 def test_steps_that_are_not_due_are_run_once_and_those_that_are_must_be_checked(
