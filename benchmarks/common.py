@@ -72,8 +72,11 @@ class Marks:
 
 def read_marks(directory: Path) -> list[Mark]:
     """All marks of a run, in the order of time."""
-    lines = [line for path in directory.glob("marks-*.jsonl") for line in path.read_text().splitlines()]
-    return sorted((Mark(**json.loads(line)) for line in lines), key=lambda mark: mark.at_s)
+    lines = [
+        line for path in directory.glob("marks-*.jsonl") for line in path.read_text().splitlines(keepends=True)
+    ]
+    whole = (line for line in lines if line.endswith("\n"))  # the last one may be being written
+    return sorted((Mark(**json.loads(line)) for line in whole), key=lambda mark: mark.at_s)
 
 
 class Job:
