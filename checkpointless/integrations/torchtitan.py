@@ -88,6 +88,8 @@ def _refusal(trainer: Trainer) -> str | None:
         return "CUDA graphs: gradients are given up after each update: set --training.disable_cuda_graphs"
     if settings[1].enable and getattr(settings[1], "async_mode", "") != "disabled":
         return "a save in the background would be cut off: set --checkpoint.async_mode disabled"
+    if getattr(trainer.dataloader, "num_workers", 0) > 0:
+        return "loader workers: after a fault in a later pass they read other data: set --dataloader.num_workers 0"
     return None
 
 

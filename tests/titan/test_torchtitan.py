@@ -68,8 +68,9 @@ def test_what_follows_an_update_is_made_again(titan_zygote: Zygote, calm: Job, t
 
 def _trainer(**changed: Any) -> Any:
     training = SimpleNamespace(disable_cuda_graphs=changed.pop("disable_cuda_graphs", True))
+    loader = SimpleNamespace(num_workers=changed.pop("num_workers", 0))
     checkpoint = SimpleNamespace(**{"enable": True, "async_mode": "disabled"} | changed)
-    parts = dict.fromkeys(adapter._SEAMS)
+    parts = dict.fromkeys(adapter._SEAMS) | {"dataloader": loader}
     return SimpleNamespace(config=SimpleNamespace(training=training, checkpoint=checkpoint), **parts)
 
 
@@ -77,6 +78,7 @@ def _trainer(**changed: Any) -> Any:
     ("changed", "said"),
     [
         ({"disable_cuda_graphs": False}, "set --training.disable_cuda_graphs"),
+        ({"num_workers": 2}, "set --dataloader.num_workers 0"),
         ({"async_mode": "async"}, "set --checkpoint.async_mode disabled"),
     ],
 )
