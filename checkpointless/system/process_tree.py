@@ -124,6 +124,18 @@ def wait_for_killed(process: _ChildProcess, timeout_s: float) -> int | None:
         return None
 
 
+#: Exit codes of :func:`begun_by_shell` for a program that cannot be run (POSIX).
+NOT_RUN = (126, 127)
+
+
+def begun_by_shell(command: Sequence[str]) -> list[str]:
+    """Return what runs a command so that whoever starts it need not wait for the program's file system.
+
+    ``subprocess`` waits until its child has become the program. Here that is the shell, which becomes the program.
+    """
+    return ["/bin/sh", "-c", 'exec "$@"', "sh", *command]
+
+
 def adopt_orphans() -> None:
     """Become the parent of every process below this one whose own parent ends, instead of the machine's first."""
     libc = ctypes.CDLL(None, use_errno=True)

@@ -69,7 +69,7 @@ from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.events import Edge, EventLog
 from checkpointless.observability.telemetry.wording import numbered, printable
 from checkpointless.system.environment import FAULT_AT_ENV, INCARNATION_ENV, TORCHELASTIC_RUN_ID_ENV
-from checkpointless.system.process_tree import kill_descendants, wait_for_killed
+from checkpointless.system.process_tree import NOT_RUN, begun_by_shell, kill_descendants, wait_for_killed
 from checkpointless.system.signals import ENDING, is_default
 
 logger = logging.getLogger(__name__)
@@ -238,6 +238,7 @@ REPORT_AGAIN_S = 10.0  # a report may be lost with the connection
 _KEPT_BYTES = 4096  # of what a check prints
 _PIPE_BYTES = 64 * 1024
 _LONGEST_LINE = 200
+_NO_CHECK = "rank {} is started without a device check, which cannot be run: {}"  # it says nothing of the device
 _END_S = 0.5  # for a killed check to end; one that the kernel holds does not
 
 
@@ -248,9 +249,9 @@ class _Run:
     """
 
     def __init__(self, check: DeviceCheck, spawn: Spawn, env: Mapping[str, str], now_s: float) -> None:
-        self.spawn, self.why, self.report_at_s = spawn, "", 0.0
+        self.spawn, self.why, self.report_at_s, self.not_run = spawn, "", 0.0, ""
         self.process = subprocess.Popen(
-            check.command,
+            begun_by_shell(check.command),
             env={**os.environ, **env},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -271,13 +272,16 @@ class _Run:
             return None
         self.kill()
         how = f"was not over within {self._timeout_s:g} s"
+        lines = [printable(line, _LONGEST_LINE) for line in self._said.decode(errors="replace").split("\n")]
+        last = [line for line in lines if line][-1:]
         if is_over:
             code = self.process.wait()
-            if code == 0:
+            if code in NOT_RUN:
+                self.not_run = "".join(last)
+            if code in (0, *NOT_RUN):
                 return ""
             how = f"exited with {code}" if code > 0 else f"was killed by {signal_name(-code)}"
-        lines = [printable(line, _LONGEST_LINE) for line in self._said.decode(errors="replace").split("\n")]
-        return ": ".join([f"the device check {how}", *[line for line in lines if line][-1:]])
+        return ": ".join([f"the device check {how}", *last])
 
     def kill(self) -> None:
         """Kill what is left of it; its first process must not have been waited for."""
@@ -317,8 +321,8 @@ class _DeviceChecks:
             return False
         try:
             self._held[spawn.rank] = _Run(self._check, spawn, env, self._clock())
-        except OSError as error:  # which says nothing of the device
-            self._say(f"rank {spawn.rank} is started without a device check, which cannot be run: {error}")
+        except OSError as error:
+            self._say(_NO_CHECK.format(spawn.rank, error))
         return spawn.rank in self._held
 
     def passed(self) -> list[Spawn]:
@@ -352,6 +356,8 @@ class _DeviceChecks:
             self._ending.append(held.process)
             seconds, told = now_s - held.began_s, {"incarnation": spawn.incarnation, "why": why}
             self._job.emit(EventName.DEVICE_CHECK, "point", rank=spawn.rank, seconds=seconds, **told)
+            if held.not_run:
+                self._say(_NO_CHECK.format(spawn.rank, held.not_run))
             if why:
                 held.why = why
                 self._say(f"rank {spawn.rank}: {why}")

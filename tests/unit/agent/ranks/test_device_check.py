@@ -206,9 +206,28 @@ def test_a_check_that_cannot_be_run_any_more_says_nothing_of_the_device(tmp_path
     program.unlink()
     node.ends(0)
     node.agent.obey(Spawn(0, 1, 0, "1", {}))
+    wait_until(lambda: node.agent.ranks[0].pid is not None, meanwhile=node.tick)
+    (said,) = node.printed
+    assert said.startswith("rank 0 is started without a device check, which cannot be run: ")
+    assert str(program) in said
+    node.agent.close()
+    node.selector.close()
+
+
+def test_a_check_on_a_stalled_file_system_holds_up_nobody(tmp_path: Path, stalled: Path) -> None:
+    later_s = 0.0
+    node = CommandedNode(
+        tmp_path, device_check=str(stalled), device_check_timeout_s=60.0, clock=lambda: time.monotonic() + later_s
+    )
     node.tick()
-    assert node.agent.ranks[0].pid is not None
-    assert node.printed[0].startswith("rank 0 is started without a device check, which cannot be run: [Errno 2]")
+    node.agent.obey(Spawn(0, 0, 0, "", {}))
+    node.tick()
+    node.ends(0)
+    node.agent.obey(Spawn(0, 1, 0, "1", {}))
+    node.tick()
+    later_s = 60.0
+    node.tick()
+    assert node.printed == ["rank 0: the device check was not over within 60 s"]
     node.agent.close()
     node.selector.close()
 
