@@ -29,7 +29,7 @@ DEFAULTS = shlex.split("""
     --max-position-embeddings 32 --tokenizer-type NullTokenizer --vocab-size 127 --mock-data --split 900,50,50
     --micro-batch-size 1 --global-batch-size 8 --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-iters 2
     --weight-decay 0.01 --train-iters 20 --eval-interval 5 --eval-iters 1 --log-interval 1 --seed 1234
-    --transformer-impl local --use-distributed-optimizer --num-workers 0
+    --transformer-impl local --use-distributed-optimizer --num-distributed-optimizer-instances 2 --num-workers 0
     --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion
     --no-rope-fusion --no-persist-layer-norm
 """)

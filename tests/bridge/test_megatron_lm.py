@@ -69,7 +69,7 @@ def logged(job: Job) -> dict[str, str]:
 @pytest.mark.parametrize("layout", ["", "--tensor-model-parallel-size 2"], ids=["dp4", "tp2-dp2"])
 def test_every_phase(train: Train, layout: str, kind: str) -> None:
     faults = [f"{kind}@{phase}:rank={place % 4},step={2 * place}" for place, phase in enumerate(PHASES, start=1)]
-    train(2 * len(PHASES) + 1, f"--num-distributed-optimizer-instances 2 --eval-interval 3 {layout}", *faults)
+    train(2 * len(PHASES) + 1, f"--eval-interval 3 {layout}", *faults)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_layouts(train: Train, options: str) -> None:
         "exception@optimizer:rank=0,step=4",
         "exception@between:rank=2,step=5",
     )
-    train(7, f"--num-distributed-optimizer-instances 2 --eval-interval 3 {options}", *faults)
+    train(7, f"--eval-interval 3 {options}", *faults)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -99,19 +99,19 @@ def test_the_second_pass_over_the_data(train: Train, workers: int) -> None:
         "sigkill@data:rank=3,step=11",
     )
     options = f"--few --dataloader-type cyclic --num-workers {workers} --log-interval 3 --eval-interval 4"
-    train(13, f"--num-distributed-optimizer-instances 2 {options}", *faults)
+    train(13, f"{options}", *faults)
 
 
 @pytest.mark.parametrize("kind", ["exception", "sigkill"])
 @pytest.mark.parametrize("where", ["evaluate", "save_checkpoint"])
 def test_in_a_validation_and_in_a_save(train: Train, where: str, kind: str) -> None:
-    options = "--num-distributed-optimizer-instances 2 --eval-interval 2 --save FOLDER --save-interval 2"
+    options = "--eval-interval 2 --save FOLDER --save-interval 2"
     train(6, options, breaks=f"{where}:{kind}:1:2")
 
 
 def test_a_checkpoint_that_was_loaded(lm_zygote: Zygote, train: Train, tmp_path: Path) -> None:
     """After a fault, memory has more than the checkpoint with which the job began."""
-    common = f"--num-distributed-optimizer-instances 2 --load {tmp_path / 'saved'}"
+    common = f"--load {tmp_path / 'saved'}"
     saving = f"--train-iters 7 --save {tmp_path / 'saved'} --save-interval 100 --exit-interval 3 {common}"
     job = run_job(lm_zygote, tmp_path / "run", 4, script=SCRIPT, args=tuple(saving.split()))
     assert job.code == 0, job.story()
