@@ -21,6 +21,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "build" / "compat"
 TORCH = "torch==2.13.0"
+OLDER_TORCH = ("torch==2.11.0", "lightning==2.4.0")
 NEWER_TORCH = "torch==2.14.1"
 NEWEST_TORCH = "torch==2.15.0"
 BIG = "its wheels are builds for CUDA: 2.7 GB to download, and 6 GB of disk while it is tested"
@@ -79,9 +80,17 @@ ENVIRONMENTS = (
     Environment("Python 3.10", "3.10", ("-e", ".[dev]", TORCH)),
     Environment("Python 3.12", "3.12", ("-e", ".[dev]", TORCH), (*LOOPS, *LIGHTNING_ONLY, *WITHOUT_NEMO), BIG),
     Environment("newest Lightning", "3.11", ("--upgrade", "-e", ".[dev]", TORCH, "lightning"), LIGHTNING_ONLY),
+    Environment(
+        "older torch", "3.12", ("-e", ".[dev]", *OLDER_TORCH), (*LOOPS, *LIGHTNING_ONLY), BIG, plain_pip=True
+    ),
     Environment("newer torch", "3.11", ("-e", ".[dev]", NEWER_TORCH), (*LIGHTNING_ONLY, *WITHOUT_NEMO), BIG),
     Environment(
-        "newest torch", "3.12", ("-e", ".[dev]", NEWEST_TORCH), (*LOOPS, *WITHOUT_NEMO), BIG, plain_pip=True
+        "newest torch",
+        "3.12",
+        ("-e", ".[dev]", NEWEST_TORCH),
+        (*LOOPS, *LIGHTNING_ONLY, *WITHOUT_NEMO),
+        BIG,
+        plain_pip=True,
     ),
     Environment("newer Lightning with NeMo", "3.11", ("-e", ".[nemo,dev]", TORCH, "lightning>2.4"), LIGHTNING_ONLY),
 )
