@@ -326,7 +326,9 @@ def _drawn(original: Callable[..., Any]) -> Callable[..., Any]:
 def _device_dropout(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
-        if not (_replacements.are_made and training and 0.0 < p < 1.0 and input.numel()):
+        is_drawn = training and 0.0 < p < 1.0 and input.numel()
+        is_traced = torch.compiler.is_compiling()  # a graph takes no generator
+        if not is_drawn or is_traced or not _replacements.are_made:
             return original(input, p, training, inplace)
         # This is the arithmetic of ATen's native dropout, which takes no generator.
         noise = torch.empty_like(input).bernoulli_(1.0 - p, generator=_stream).div_(1.0 - p)

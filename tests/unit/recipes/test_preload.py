@@ -6,6 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+
+pytest.importorskip("hydra", reason="recipes need hydra-core")
+
 from omegaconf import OmegaConf
 
 from checkpointless.recipes.settings import RECIPE_PRELOAD, preloads_of
