@@ -32,6 +32,7 @@ def _train(zygote: Zygote, run_dir: Path, *args: str, faults: tuple[str, ...] = 
         args=(str(run_dir) + "-saves", *args),
         faults=faults,
         limit_s=280.0,
+        heartbeat_timeout_s=100.0,  # compiling takes its time on a busy machine
     )
     assert job.code == 0, job.story()
     assert fired(job.run_dir) == dict.fromkeys(faults, 1)

@@ -37,6 +37,7 @@ NOT_RUN = {
     r" --cpu .* train\.py$": "a script of the reader's; the page's own script is run above",
     r" demo( |$)": "two jobs or many, and an import of NeMo; tests/ranks/test_recovery.py has such jobs",
     r" doctor": "its status depends on the machine; tests/unit/cli/commands/test_doctor.py has the command",
+    r" report runs/1 runs/2": "the runs of a job that was started twice",
     r" report /": "the run directory of a job on a cluster",
     r" tiny_gpt_cpu --cpu --nproc-per-node 4( trainer\.max_steps=20)?$": "is run with --record-steps",
     r" --nproc-per-node 4 examples/train_gpt\.py --steps 20$": "is run with --record-steps",

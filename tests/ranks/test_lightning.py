@@ -71,7 +71,8 @@ def train(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Trai
 
     def run(ranks: int, args: tuple[str, ...], *faults: str) -> Job:
         folder = tmp_path_factory.mktemp("lightning")
-        job = run_job(nemo_zygote, folder / "run", ranks, script=SCRIPT, args=args, faults=faults)
+        limits = {"heartbeat_timeout_s": 100.0}  # compiling takes its time on a busy machine
+        job = run_job(nemo_zygote, folder / "run", ranks, script=SCRIPT, args=args, faults=faults, **limits)
         assert job.code == 0, job.story()
         assert fired(job.run_dir) == dict.fromkeys(faults, 1), job.story()
         return job

@@ -19,7 +19,8 @@ STEPS = 2 * len(PHASES) + 2
 
 
 def _train(zygote: Zygote, run_dir: Path, *faults: str, args: tuple[str, ...] = (str(STEPS),)) -> Job:
-    return run_job(zygote, run_dir, 4, script=str(SCRIPTS / "plain_ddp.py"), args=args, faults=faults)
+    limits = {"heartbeat_timeout_s": 100.0}  # compiling takes its time on a busy machine
+    return run_job(zygote, run_dir, 4, script=str(SCRIPTS / "plain_ddp.py"), args=args, faults=faults, **limits)
 
 
 @pytest.fixture(scope="module")
