@@ -71,6 +71,7 @@ def collectives() -> dict[str, Any]:
     }
 
 
+@pytest.mark.nemo  # the device's graphs stand in for Megatron-core's, too
 @pytest.mark.parametrize("nonblocking", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_who_makes_a_communicator_with_a_lost_peer_is_freed(tmp_path: Path, nonblocking: bool) -> None:
     """The maker holds the lock that the abort needs; if it blocks while it is made, no abort knows of it."""
