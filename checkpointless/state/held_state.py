@@ -15,9 +15,17 @@ import torch
 from checkpointless.inprocess.parameter_update_lock import CommitState
 from checkpointless.replication.host_memory import lock_pages
 from checkpointless.state.journal import StepJournal
-from checkpointless.state.port import SnapshotPoint, StepSnapshot, TrainingState, holders_of, shard_of, split
+from checkpointless.state.port import (
+    HasGradients,
+    SnapshotPoint,
+    StepSnapshot,
+    TrainingState,
+    holders_of,
+    shard_of,
+    split,
+)
 from checkpointless.state.serialization.digest import MemoryChecksumManager, digest_value, samples
-from checkpointless.state.serialization.tensor_memory import is_on_host
+from checkpointless.state.serialization.tensor_memory import is_on_host, local_part
 from checkpointless.transfer.rank_groups import Group
 from checkpointless.transfer.tensor_entry import Key
 
@@ -92,6 +100,7 @@ class HeldState:
         buffers: the rank's own buffers, at every point after the committed step and after the step that follows
             it. They are whole even if an update failed half-way.
         samples: a few elements of each tensor but buffers, as they were at the newest fault.
+        gradients: the parameters with the gradients of the update that can still be applied.
         is_used: whether a recovery has begun since, which may write to the tensors.
         is_superseded: whether the ranks have decided that replicas fill this one.
         given_up: why the state was given up, for people ("": it was not).
@@ -107,6 +116,7 @@ class HeldState:
     offset: int = 0
     buffers: Mapping[tuple[int, SnapshotPoint], Mapping[Key, torch.Tensor]] = field(default_factory=dict)
     samples: Mapping[Key, bytes] = field(default_factory=dict)
+    gradients: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     is_used: bool = False
     is_superseded: bool = False
     has_replicas: bool = False
@@ -127,7 +137,7 @@ class HeldState:
     def let_trainer_go(self) -> None:
         """Record that no update can be applied any more, and drop the old trainer."""
         self.commit = CommitState(self.commit.committed, ready=False, torn=self.commit.torn)
-        self.journal = None
+        self.journal, self.gradients = None, []
 
     def give_up(self, reason: str) -> None:
         """Hold nothing that another rank could be given: replicas fill this one."""
@@ -173,10 +183,18 @@ class HeldState:
         """Note a few elements of all tensors but buffers: a script that is entered again may write to them."""
         buffers = {key for copies in self.buffers.values() for key in copies}
         buffers.update(key for moment in self.moments.values() for key in moment.buffers)
-        self.samples = samples({key: each for key, each in self.tensors.items() if key not in buffers})
+        self.samples = samples({key: each for key, each in self._watched().items() if key not in buffers})
+
+    def _watched(self) -> dict[Key, torch.Tensor]:
+        """Return what nobody may write to before the recovery: the tensors, and gradients that are still needed."""
+        return {
+            **self.tensors,
+            **{("gradient", str(at)): local_part(each) for at, (_, each) in enumerate(self.gradients)},
+        }
 
     def _give_up_what_is_written(self) -> None:
-        now = samples({key: self.tensors[key] for key in self.samples if key in self.tensors})
+        watched = self._watched()
+        now = samples({key: watched[key] for key in self.samples if key in watched})
         written = next((key for key, sample in now.items() if sample != self.samples[key]), None)
         if written is not None:
             self.give_up(_WRITTEN.format(written[-1] if isinstance(written[-1], str) else "a parameter"))
@@ -211,6 +229,8 @@ class HeldState:
         )
         held.given_up = changed
         held.has_replicas = held.journal is not None and len(holders_of(state)) > 1
+        if held.journal is not None and isinstance(state, HasGradients):
+            held.gradients = state.gradients()
         if not commit.torn:
             held.note()
         return held
@@ -224,7 +244,13 @@ class HeldState:
             raise RuntimeError(f"step {target} is to be applied from gradients that this rank no longer holds")
         # If the update is interrupted, the shard belongs to no step and is refilled; afterwards it is the target's.
         self.commit = CommitState(target - 1, ready=False, torn=True)
+        others = [parameter.grad for parameter, _ in self.gradients]  # of a trainer that has the same module now
+        for parameter, gradient in self.gradients:
+            parameter.grad = gradient
         journal.finish_update()
+        for (parameter, _), other in zip(self.gradients, others, strict=True):
+            parameter.grad = other
+        self.gradients = []
         self.tensors = _without_gradients(journal.state)
         self.moments = dict(journal.snapshots(target))
         self.digests = None  # they belonged to the step before

@@ -140,6 +140,14 @@ class WatchedState(Protocol):
         """Return why no rank that is replaced has what the optimizers have; "" if it has."""
 
 
+@runtime_checkable
+class HasGradients(Protocol):
+    """A state whose update, if it is still to be made, uses gradients that a module's next trainer may change."""
+
+    def gradients(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return each parameter that has a gradient, and the gradient."""
+
+
 def shard_of(state: TrainingState) -> dict[Key, torch.Tensor]:
     """Return the tensors that this rank's optimizer update owns."""
     return state.shard() if isinstance(state, _ShardedState) else state.tensors()

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from checkpointless.faults.ledger import fired
+from checkpointless.observability.telemetry.events import read_events
 from tests.ranks.agent_job import SCRIPTS
 from tests.ranks.jobs import Job, run_job
 from tests.ranks.nemo_zygote import Zygote
@@ -47,6 +48,23 @@ def test_a_module_from_outside_is_as_good_under_lightning(nemo_zygote: Zygote, t
         "exception@forward:rank=0,step=6",
     )
     require_equal(nemo_zygote, tmp_path, "outside", *faults)
+
+
+def test_a_module_from_outside_keeps_the_gradients_of_an_update_that_is_still_to_be_made(
+    nemo_zygote: Zygote, tmp_path: Path
+) -> None:
+    """The next trainer, which has the same module, clears them before rank 1 makes the update."""
+    fault = "exception@after_optimizer:rank=0,step=3"
+    calm, job = (
+        fit(nemo_zygote, tmp_path / "calm", "outside"),
+        fit(nemo_zygote, tmp_path / "run", "outside-late", fault),
+    )
+    assert (calm.code, job.code) == (0, 0), job.story()
+    decided = [
+        event.fields for event in read_events(job.run_dir) if event.stage == "decide" and event.edge == "end"
+    ]
+    assert [fields["redo"] for fields in decided] == [[1], [1]]
+    job.assert_same(calm.steps, STEPS)
 
 
 def test_ranks_that_have_no_state_yet_begin_with_the_weights_of_the_first(

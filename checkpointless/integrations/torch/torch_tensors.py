@@ -196,6 +196,11 @@ class TorchTensors(TrainingTensors):
             found[self._holders.get(owner, self._by_mesh.plain)].append(key)
         return found
 
+    def gradients(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return each parameter of the optimizers that has a gradient, and the gradient."""
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        return [(each, each.grad) for group in groups for each in group["params"] if each.grad is not None]
+
     @override
     def finish_update(self) -> None:
         """Make one step of every optimizer, without communication (:meth:`watched`)."""

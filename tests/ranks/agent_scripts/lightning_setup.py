@@ -1,12 +1,14 @@
 """Fit with Lightning, in ways in which a block hands itself something past its arguments: ``STEPS WORD``.
 
 The data module's ``setup`` tells the LightningModule of the data, in an ``attribute``, its ``hparams`` or a
-``buffer``. ``outside``: the LightningModule is made outside of the block. ``apart``:
+``buffer``. ``outside``: the LightningModule is made outside of the block; ``outside-late``: rank 1 waits with its
+update of step 3, too. ``apart``:
 each rank makes another one, and ``apart-raises``: rank 1 raises the first time, when it has no state yet.
 """
 
 import os
 import sys
+import time
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,6 +16,8 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from checkpointless import HPWrapper
+from checkpointless.inprocess import active_call_wrapper
+from checkpointless.recovery import guard
 from checkpointless.strategies import CheckpointlessDDPStrategy
 from checkpointless.system.environment import own_generation
 
@@ -56,6 +60,22 @@ class Net(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
+def wait_after_the_vote() -> None:
+    """Keep rank 1 from its update of step 3, of which all ranks have the gradients, until another rank fails."""
+    original = guard.vote
+
+    def vote(ends: bool = False) -> bool:
+        said = original(ends)
+        call = active_call_wrapper()
+        while os.environ["RANK"] == "1" and call is not None and (call.generation, call.steps.making) == (0, 3):
+            time.sleep(0.01)
+        return said
+
+    guard.vote = vote
+
+
+if WORD == "outside-late":
+    wait_after_the_vote()
 pl.seed_everything(1)
 outside = Net()
 
@@ -74,7 +94,7 @@ def main() -> None:
     )
     if WORD.startswith("apart"):
         torch.manual_seed(int(os.environ["RANK"]))
-    trainer.fit(outside if WORD == "outside" else Net(), Data())
+    trainer.fit(outside if WORD.startswith("outside") else Net(), Data())
 
 
 main()
