@@ -205,10 +205,8 @@ class _RemoteCoordinatorLink(Link):
             agent.end(End(FAILED, [f"the coordinator at {self._where} does not keep to the protocol: {error}"]))
         if self._lost and agent.job.outcome is None:
             self._say(f"the coordinator at {self._where} was lost ({self._lost}): training goes on without it")
-            if (
-                agent.has_moved and agent.alive()
-            ):  # they offer their state, of which a later coordinator knows nothing
-                agent.obey(Discard(moved=True))
+            if agent.has_moved and agent.alive():
+                agent.obey(Discard(moved=True))  # ranks offer a state of which a later coordinator knows nothing
             if agent.takes_part:  # a spare got its number with its ranks
                 self._number = min(agent.ranks) // self._nproc
             elif agent.has_moved:

@@ -1,4 +1,4 @@
-"""The budgets of the project: how much there may be of it. They are edited downwards only."""
+"""The budgets of the project: what is measured, so that each commit that adds code says so."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.unit.project.test_floors import MODULES, ROOT, tree_of
 
 #: The aim is 45,000 lines in 280 modules with 600 public names, and 200 KB of documentation.
 BUDGETS = {
-    "lines of the product": 52_866,
+    "lines of the product": 52_864,
     "modules of the product": 220,
     "public names of the product": 764,
     "lines of the tests": 61_940,
