@@ -36,16 +36,16 @@ def _found(job: Job) -> list[tuple[int, str]]:
 
 
 def test_a_rank_that_waits_for_its_batches(zygote: Zygote, tmp_path: Path) -> None:
-    assert _found(_train(zygote, tmp_path, "data")) == [(1, "data")]
+    assert _found(_train(zygote, tmp_path, "data", 40)) == [(1, "data")]
 
 
 def test_a_throttled_process(zygote: Zygote, tmp_path: Path) -> None:
-    assert _found(_train(zygote, tmp_path, "throttled", 80, 2)) == [(1, "compute")]
+    assert _found(_train(zygote, tmp_path, "throttled", 40, 2)) == [(1, "compute")]
 
 
 def test_the_fault_kind_slow(zygote: Zygote, tmp_path: Path) -> None:
-    fault = "slow@between:rank=3,prob=1,seconds=0.1,times=1000"
-    assert _found(_train(zygote, tmp_path, "even", 60, 4, fault)) == [(3, "compute")]
+    fault = "slow@between:rank=3,prob=1,seconds=0.2,times=1000"
+    assert _found(_train(zygote, tmp_path, "even", 40, 4, fault)) == [(3, "compute")]
 
 
 def test_it_is_told_once_and_is_over_when_the_rank_is_as_fast_as_others(zygote: Zygote, tmp_path: Path) -> None:

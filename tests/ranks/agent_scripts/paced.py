@@ -1,11 +1,13 @@
 """Train in torch's DDP with steps that take what is asked for: ``STEPS WAY``.
 
 Ways: ``even``; ``uneven``: ranks 2 and 3 do other work, which takes four times as long; ``data``: rank 1 waits for
-its batches; ``throttled``: rank 1 is stopped most of the time; ``later``: rank 2 computes slowly in steps 30 to 59;
-``moved``: rank 3 computes slowly in its first process, and before the last step all wait until a node is to move.
+its batches; ``throttled``: rank 1 is stopped in each step until another process lets it go on; ``later``: rank 2
+computes slowly in steps 30 to 59; ``moved``: rank 3 computes slowly in its first process, and before the last step all
+wait until a node is to move.
 """
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -19,14 +21,14 @@ from checkpointless import HPCallWrapper, HPWrapper, PlainTraining
 STEPS, WAY = int(sys.argv[1]), sys.argv[2]
 UNIT_S = 0.02
 RANK = int(os.environ["RANK"])
-DUTY = 'while kill -STOP "$0"; do sleep 0.06; kill -CONT "$0"; sleep 0.02; done'
+LETS_GO_ON = 'while kill -CONT "$0"; do sleep 0.3; done'
 
 
 def slows(step: int, generation: int) -> float:
     if WAY == "later" and RANK == 2 and 30 <= step < 60:
-        return 5
+        return 10
     if WAY == "moved" and RANK == 3 and generation == 0:
-        return 5
+        return 10
     return 4 if WAY == "uneven" and RANK >= 2 else 1
 
 
@@ -42,17 +44,14 @@ def main(caller: HPCallWrapper) -> None:
     same = dist.get_process_group_ranks(group) if group is not None else None
     training = PlainTraining(caller, [model], [optimizer], group=same)
     if WAY == "throttled" and RANK == 1:
-        subprocess.Popen(["/bin/sh", "-c", DUTY, str(os.getpid())])
+        subprocess.Popen(["/bin/sh", "-c", LETS_GO_ON, str(os.getpid())])
     for step in training.steps(STEPS):
         if WAY == "data" and RANK == 1:
-            time.sleep(5 * UNIT_S)
+            time.sleep(10 * UNIT_S)
         loss = model(torch.randn(4, 8)).square().mean()
-        if WAY == "throttled":
-            until_s = time.thread_time() + UNIT_S
-            while time.thread_time() < until_s:
-                pass
-        else:
-            time.sleep(slows(step, caller.generation) * UNIT_S)
+        time.sleep(slows(step, caller.generation) * UNIT_S)
+        if WAY == "throttled" and RANK == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
         loss.backward()
         deadline_s = time.monotonic() + 120
         while WAY == "moved" and step == STEPS and caller.generation == 0 and not caller.pause.is_wanted:
