@@ -2,8 +2,8 @@
 
 Ways: ``even``; ``uneven``: ranks 2 and 3 do other work, which takes four times as long; ``data``: rank 1 waits for
 its batches; ``throttled``: rank 1 is stopped in each step until another process lets it go on; ``later``: rank 2
-computes slowly in steps 30 to 59; ``moved``: rank 3 computes slowly in its first process, and before the last step all
-wait until a node is to move.
+computes slowly in steps 30 to 59; ``moved``: rank 3 computes slowly in its first process, and before the last step
+all wait until a node is to move.
 """
 
 import os
