@@ -108,6 +108,7 @@ class StepTracker:
         self._generation = generation
         self._board = board
         self._open_stage: tuple[EventName, float] | None = None  # its name, and when it began
+        self._ended_s: float | None = None  # when the newest step was over, if the training may be so as well
 
     def enter(self) -> None:
         """Count from zero, because the block is about to be entered."""
@@ -150,6 +151,7 @@ class StepTracker:
     def end(self) -> None:
         """Report that the optimizer step in progress is complete and committed."""
         self.since_entry += 1
+        self._ended_s = time.monotonic()
         if self.since_entry == _SETTLED_STEPS and self._generation.incident is not None:
             self._generation.emit(EventName.SETTLED, "point", **memory_status())
         if self._open_stage is not None:
@@ -173,7 +175,17 @@ class StepTracker:
         """Report that ``step`` was the last step; what remains to be done is not training."""
         if self._board is not None:
             self._board.begin_step(step)  # a step that has begun, and is not made, was given up
-        event_log().emit(EventName.TRAINED, "point", generation=self._generation.number, step=step)
+        self._emit_trained(step, time.monotonic())
+
+    def returned(self) -> None:
+        """Report that the block has returned: its newest step was the last one, if nothing has said so."""
+        if self._ended_s is not None:
+            self._emit_trained(self.making, self._ended_s)
+
+    def _emit_trained(self, step: int, at_s: float) -> None:
+        self._ended_s, since_s = None, time.monotonic() - at_s
+        number = self._generation.number
+        event_log().emit(EventName.TRAINED, "point", generation=number, step=step, before_s=round(since_s, 3))
 
     def _begin_stage(self, stage: EventName, **fields: Any) -> None:
         self._open_stage = (stage, time.monotonic())

@@ -738,6 +738,7 @@ class HPCallWrapper:
         while True:
             result, error = self.launch(fn, *args, **kwargs)
             if _is_return(error):
+                self.steps.returned()
                 self.client.done(self.generation)
                 if isinstance(self.client.wait_finish_or_fault(self.generation), Finish):
                     self.blocks.leave()

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from checkpointless.observability.report.summary import build_report
+from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.events import read_events
 from tests.ranks.agent_job import SCRIPTS
 from tests.ranks.jobs import Job, run_job
@@ -22,6 +23,8 @@ def _train(zygote: Zygote, run_dir: Path, way: str, steps: int = 60, nproc: int 
     job = run_job(zygote, run_dir / "run", nproc, script=script, args=(str(steps), way), faults=faults)
     assert job.code == 0, job.story()
     assert job.incidents == []
+    ends = [event.fields["step"] for event in read_events(job.run_dir) if event.stage == EventName.TRAINED]
+    assert ends == [steps] * nproc  # so that the report knows what follows the training
     return job
 
 

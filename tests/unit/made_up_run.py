@@ -99,5 +99,5 @@ class MadeUpRun:
         """End the job at ``at_s``; if ``step`` is given, its ranks made that last step a second before."""
         if step is not None:
             for rank in range(self.ranks):
-                self.add(at_s - 1, "trained", "point", rank, step=step)
+                self.add(at_s - 0.2, "trained", "point", rank, step=step, before_s=0.8)
         self.add(at_s, "job", "end", code=code, reason=[reason] if reason else [])

@@ -112,20 +112,24 @@ def _milestones(events: Iterable[Event]) -> _Milestones | None:
         if event.stage == EventName.JOB and event.edge == "end":
             job_ns = max(event.ts, job_ns or 0)
         elif event.stage == EventName.JOB:
-            at_ns = event.ts - round(_seconds(event.fields.get("before_s")) * _NS_PER_S)
-            launched = min(launched or (event.ts, at_ns), (event.ts, at_ns))
+            launched = min(launched or (event.ts, _was_at_ns(event)), (event.ts, _was_at_ns(event)))
         elif event.stage == EventName.FIRST_STEP and event.edge == "begin":
             first_steps[event.generation].append(event.ts)
         elif event.stage == EventName.GO:
             blocks[event.generation] = max(event.ts, blocks.get(event.generation, 0))
         elif event.stage == EventName.TRAINED:
-            trained.append(event.ts)
+            trained.append(_was_at_ns(event))
     if begin_ns is None:
         return None
     begin_ns = min(begin_ns, launched[1]) if launched is not None else begin_ns
     # A block that is not a training loop we know counts as training from its entry: nothing else is known.
     trains_ns = max(first_steps[min(first_steps)]) if first_steps else blocks.get(min(blocks, default=0))
     return _Milestones(begin_ns, last_ns if job_ns is None else job_ns, trains_ns, max(trained, default=None))
+
+
+def _was_at_ns(event: Event) -> int:
+    """Return when what an event reports was, if that was before it was written."""
+    return event.ts - round(_seconds(event.fields.get("before_s")) * _NS_PER_S)
 
 
 def _account(marks: _Milestones, incidents: Sequence[IncidentSummary], step_s: float | None) -> _TimeAccount:
@@ -194,7 +198,7 @@ def _step_time_s(events: Iterable[Event], incidents: Sequence[IncidentSummary]) 
         if event.stage == EventName.FIRST_STEP and event.edge == "end":
             note(began, event.generation, event.ts, event.fields.get("step"))
         elif event.stage == EventName.TRAINED:
-            note(reached, event.generation, event.ts, event.fields.get("step"))
+            note(reached, event.generation, _was_at_ns(event), event.fields.get("step"))
         elif event.stage == EventName.PROGRESS:
             note(reached, event.generation, event.ts, event.fields.get("high_water"))
     for incident in incidents:
