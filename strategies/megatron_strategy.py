@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 from megatron.core import parallel_state
-from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 from megatron.core.utils import get_model_config
 from nemo.lightning.ckpt_utils import ckpt_to_dir
 from nemo.lightning.megatron_parallel import MegatronStep
@@ -27,7 +26,7 @@ from nemo.lightning.pytorch.strategies import MegatronStrategy
 from typing_extensions import override
 
 from checkpointless.callbacks.step_recorder import loss_of
-from checkpointless.inprocess import HPCallWrapper, UnrecoverableError
+from checkpointless.inprocess import HPCallWrapper
 from checkpointless.inprocess.communicators import launch_bound
 from checkpointless.inprocess.finalize import register_cleanup
 from checkpointless.integrations.lightning.boundary.epoch_metrics import keep_metrics, unseen
@@ -52,8 +51,7 @@ from checkpointless.integrations.megatron.update import (
     GuardedUpdate,
     NotedNorms,
     announce_gradient_sync,
-    hides_gradients,
-    unreduced,
+    check_contexts,
 )
 from checkpointless.integrations.torch.gradient_check import GradientCheck
 from checkpointless.integrations.torch.repeated_steps import repeated_steps
@@ -66,7 +64,6 @@ from checkpointless.transfer.rank_groups import Group
 from checkpointless.transfer.tensor_entry import Key
 
 _TABLES = ("_parameters", "_buffers", "_modules")
-_HIDDEN = "sdc_check_every does not see gradients with {} (or leave sdc_check_every out)"
 _TRAINER = ("_trainer", "_fabric")  # of the generation that is over
 logger = logging.getLogger(__name__)
 
@@ -509,13 +506,11 @@ class _MegatronSteps:
         self._models = strategy.megatron_parallel
         self._optimizer = strategy.optimizers[0].mcore_optimizer
         self.tensors = MegatronTensors(self._models, self._optimizer)
-        if sdc_check_every is not None and (hidden := hides_gradients(self._models[0])) is not None:
-            raise UnrecoverableError(_HIDDEN.format(hidden))
         check = GradientCheck(
             sdc_check_every,
             self.tensors,
             call,
-            apart=[partial(unreduced, list(self._models)), partial(unseen, trainer), _uncounted],
+            apart=[*check_contexts(sdc_check_every, list(self._models)), partial(unseen, trainer)],
             keep=partial(keep_metrics, trainer),
         )
         self._outcomes = _StepOutcomes(NotedNorms(self._optimizer), trainer.fit_loop, check)
@@ -637,18 +632,6 @@ class _CheckedStep(MegatronStep):
     def _again(self) -> None:
         self.data.rewind()
         super().__call__()
-
-
-@contextmanager
-def _uncounted() -> Iterator[None]:
-    """Have the losses of experts that Megatron adds up in the context left out of their sums."""
-    sums = [each["values"] for each in get_moe_layer_wise_logging_tracker().values()]
-    kept = [each.clone() for each in sums]
-    try:
-        yield
-    finally:
-        for each, before in zip(sums, kept):
-            each.copy_(before)
 
 
 class _KeptReduction:

@@ -146,3 +146,24 @@ def test_nemo_finds_and_heals_them(nemo_zygote: Zygote, tmp_path: Path, ranks: i
     assert (job.code, fired(job.run_dir)) == (0, dict.fromkeys(faults, 1)), job.story()
     assert {(step % ranks, step, True) for step in range(1, 9, 2)} <= {*_found(job)}
     job.assert_same(calm.steps, 8)
+
+
+@pytest.mark.nemo
+@pytest.mark.parametrize("layout", ["bf16=1", "pp=2 tp=2 distributed=0", "ep=2 distributed=0"])
+def test_a_loop_over_megatron_core_finds_and_heals_them(nemo_zygote: Zygote, tmp_path: Path, layout: str) -> None:
+    def train(name: str, every: int, *faults: str) -> Job:
+        script, args = str(SCRIPTS / "megatron_loop.py"), ("8", *layout.split(), f"check={every}")
+        job = run_job(nemo_zygote, tmp_path / name, 4, script=script, args=args, faults=faults)
+        assert (job.code, fired(job.run_dir)) == (0, dict.fromkeys(faults, 1)), job.story()
+        return job
+
+    calm, checked = train("calm", 1000), train("checked", 1)
+    assert (checked.incidents, _found(checked)) == ([], [])
+    checked.assert_same(calm.steps, 8)
+    places = [(step % 4, step) for step in range(1, 9, 2)]
+    kinds = ("gradient", "activation")
+    faults = [f"bitflip@{kinds[step // 2 % 2]}:rank={rank},step={step}" for rank, step in places]
+    job = train("run", 1, *faults)
+    assert {(rank, step, True) for rank, step in places} <= {*_found(job)}
+    assert all(incident.steps_lost == 0 for incident in job.incidents)
+    job.assert_same(calm.steps, 8)

@@ -15,7 +15,8 @@ from typing_extensions import override
 from checkpointless.inprocess import HPCallWrapper, HPWrapper
 from checkpointless.integrations.megatron import cleanup, cpu_platform
 from checkpointless.integrations.megatron.state import MegatronTensors
-from checkpointless.integrations.megatron.update import GuardedUpdate
+from checkpointless.integrations.megatron.update import GuardedUpdate, check_contexts
+from checkpointless.integrations.torch.gradient_check import GradientCheck
 from checkpointless.integrations.torch.loop import LoopTraining
 from checkpointless.recovery.manager import running_block
 from checkpointless.state.journal import Captured
@@ -48,10 +49,17 @@ class MegatronTraining(LoopTraining):
         schedulers: the schedulers of learning rate and weight decay: Megatron's ``OptimizerParamScheduler``, or
             torch's.
         state: what else the loop changes, as for :class:`~checkpointless.PlainTraining`.
+        sdc_check_every: as for :class:`~checkpointless.PlainTraining`.
+
+    Attributes:
+        checked: as for :class:`~checkpointless.PlainTraining`, but for the whole schedule with all micro-batches,
+            of which ``compute`` makes the iterator:
+            ``training.checked(lambda: forward_backward_func(data_iterator=iter(batches), ...))``.
 
     Raises:
-        UnrecoverableError: the update cannot be guarded, or the state cannot be carried over.
-        ValueError: no chunk or no optimizer is given, or no block is running.
+        UnrecoverableError: the update cannot be guarded, or the state cannot be carried over, or a setting keeps
+            ``sdc_check_every`` from seeing gradients.
+        ValueError: no chunk or no optimizer is given, no block is running, or ``sdc_check_every`` is less than 1.
     """
 
     _how_to_get_replicas = "num_distributed_optimizer_instances=2 gives each shard a second holder"
@@ -64,11 +72,15 @@ class MegatronTraining(LoopTraining):
         *,
         schedulers: Sequence[Any] = (),
         state: Mapping[str, Any] = MappingProxyType({}),
+        sdc_check_every: int | None = None,
     ) -> None:
         call = running_block(call)
         if not chunks or optimizer is None:
             raise ValueError("MegatronTraining(chunks=[...], optimizer=...): give the chunks and the optimizer")
-        super().__init__(MegatronTensors(chunks, optimizer), call, schedulers, state, [optimizer])
+        tensors = MegatronTensors(chunks, optimizer)
+        self._check = GradientCheck(sdc_check_every, tensors, call, apart=check_contexts(sdc_check_every, chunks))
+        self.checked = self._check.run
+        super().__init__(tensors, call, schedulers, state, [optimizer])
         self._optimizer = optimizer
         self._increment: int | None = None
         self._update = GuardedUpdate(optimizer, chunks, self._guard)
@@ -114,6 +126,7 @@ class MegatronTraining(LoopTraining):
             What ``MegatronOptimizer.step`` returns: whether the step was not skipped, the norm of the gradients,
             and how many are zero.
         """
+        self._check.require()
         self._compute(loss)
         self._increment = increment
         outcome: tuple[bool, float | None, int | None] = self._optimizer.step()

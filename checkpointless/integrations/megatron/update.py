@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer, MixedPrecisionOptimizer
+from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 from megatron.core.utils import get_model_config
 
 from checkpointless.inprocess import HPCallWrapper, UnrecoverableError
@@ -46,10 +48,11 @@ def announce_gradient_sync(chunk: torch.nn.Module, call: HPCallWrapper) -> None:
 
 
 _REDUCES = ("finalize_model_grads_func", "grad_sync_func", "param_sync_func", "no_sync_func")  # in a schedule
+_NOT_SEEN = "sdc_check_every does not see gradients with {} (or leave sdc_check_every out)"
 _HIDDEN = ("gradient_accumulation_fusion", "delay_wgrad_compute", "enable_cuda_graph", "external_cuda_graph")
 
 
-def hides_gradients(chunk: torch.nn.Module) -> str | None:
+def _hides_gradients(chunk: torch.nn.Module) -> str | None:
     """Return the setting with which gradients pass no hook before they are added up; None: there is none."""
     config = get_model_config(chunk)
     if getattr(config, "cuda_graph_impl", "none") != "none":
@@ -57,8 +60,32 @@ def hides_gradients(chunk: torch.nn.Module) -> str | None:
     return next((f"{name}=True: set it to False" for name in _HIDDEN if getattr(config, name, False)), None)
 
 
+def check_contexts(every: int | None, chunks: Sequence[torch.nn.Module]) -> list[Callable[[], Any]]:
+    """Return the contexts in which a pass of the chunks is repeated to check gradients in every so many steps.
+
+    Raises:
+        UnrecoverableError: a setting keeps gradients from being seen.
+    """
+    hidden = _hides_gradients(chunks[0]) if every is not None else None
+    if hidden is not None:
+        raise UnrecoverableError(_NOT_SEEN.format(hidden))
+    return [partial(_unreduced, list(chunks)), _uncounted]
+
+
 @contextmanager
-def unreduced(chunks: Sequence[Any]) -> Iterator[None]:
+def _uncounted() -> Iterator[None]:
+    """Have the losses of experts that Megatron adds up in the context left out of their sums."""
+    sums = [each["values"] for each in get_moe_layer_wise_logging_tracker().values()]
+    kept = [each.clone() for each in sums]
+    try:
+        yield
+    finally:
+        for each, before in zip(sums, kept):
+            each.copy_(before)
+
+
+@contextmanager
+def _unreduced(chunks: Sequence[Any]) -> Iterator[None]:
     """Have Megatron's schedules neither reduce gradients in the context nor add them up.
 
     ``chunks`` are the model's, as Megatron's ``DistributedDataParallel`` wraps them.

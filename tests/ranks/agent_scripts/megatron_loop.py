@@ -2,7 +2,7 @@
 
 ``tp``, ``pp``, ``ep``, ``instances``, ``bf16``, ``distributed``, ``fp16``: each a number; ``overlap=1`` overlaps
 reduction and gather; ``adds`` is the step in which an optimizer is given one parameter more, ``stills`` the one in
-which the loop calls ``eval()`` once and for all.
+which the loop calls ``eval()`` once and for all; with ``check=N`` gradients are checked in every N-th step.
 """
 
 import os
@@ -144,7 +144,8 @@ def main(caller: HPCallWrapper) -> None:
     )
     init_num_microbatches_calculator(dist.get_rank(), None, 2 * MICRO * data_parallel, MICRO, data_parallel)
     chunks, optimizer, scheduler = build()
-    training = MegatronTraining(caller, chunks, optimizer, schedulers=[scheduler])
+    every = ASKED.get("check")
+    training = MegatronTraining(caller, chunks, optimizer, schedulers=[scheduler], sdc_check_every=every)
     forward_backward = get_forward_backward_func()
     for step in training.steps(STEPS):
         if ASKED.get("adds") == step:
@@ -155,15 +156,19 @@ def main(caller: HPCallWrapper) -> None:
         caller.enter_phase("data", step)
         generator = torch.Generator().manual_seed(1000 * step + data_rank)
         batches = [torch.randint(VOCABULARY, (MICRO, LENGTH), generator=generator) for _ in range(2)]
-        losses = forward_backward(
-            forward_step_func=partial(forward_step, caller, step),
-            data_iterator=iter(batches),
-            model=chunks,
-            num_microbatches=2,
-            seq_length=LENGTH,
-            micro_batch_size=MICRO,
-            forward_only=False,
-        )
+
+        def compute(step: int = step, batches: list[torch.Tensor] = batches) -> Any:
+            return forward_backward(
+                forward_step_func=partial(forward_step, caller, step),
+                data_iterator=iter(batches),
+                model=chunks,
+                num_microbatches=2,
+                seq_length=LENGTH,
+                micro_batch_size=MICRO,
+                forward_only=False,
+            )
+
+        losses = training.checked(compute)
         training.update(sum(each["loss"] for each in losses), increment=4)
     dist.barrier()
 
