@@ -93,6 +93,7 @@ class _Generation:
 class _Incident:
     id: str
     ended: int  # the generation that the incident ended
+    noticed: int  # by the coordinator's monotonic clock, in nanoseconds
     began: int | None = None  # the generation after it
     told: list[EventName] = field(default_factory=list)
     respawned: set[int] = field(default_factory=set)
@@ -201,7 +202,7 @@ class Narrator:
         if event.stage == EventName.DETECT and event.incident is not None:
             if incident is None or incident.id != event.incident:
                 yield from self.close()
-                incident = self._incident = _Incident(event.incident, event.generation)
+                incident = self._incident = _Incident(event.incident, event.generation, event.mono)
             incident.last_words_s = now_s
             yield detected_line(event.incident, str(event.fields.get("cause")))
             yield from self._where_to_look(event)
@@ -279,7 +280,7 @@ class Narrator:
         note = f"{self._world or len(here)} ranks are together again, generation {go.generation}"
         if incident.respawned:
             note += f"; new: {_ranks(incident.respawned)}"
-        first = min((at for at in here.values() if at >= 0), default=go.mono)
+        first = max(incident.noticed, min((at for at in here.values() if at >= 0), default=go.mono))
         yield _line(EventName.BARRIER, (go.mono - first) / 1e9, note)
 
     def _starting(self, incident: _Incident, number: int) -> Iterator[str]:

@@ -239,6 +239,23 @@ def test_a_late_word_of_the_start_is_not_the_wait_of_the_incident(narrator: Narr
     assert float(barrier.split()[1]) <= took_s + 0.01  # it is rounded
 
 
+def test_a_successor_that_waited_while_training_went_on_is_not_the_wait_of_the_move(
+    narrator: Narrator, log: EventLog
+) -> None:
+    begin(log)
+    log.emit(EventName.GO, "point", generation=0)
+    log.emit(EventName.BARRIER, "begin", generation=0, rank=1)
+    time.sleep(0.3)  # training goes on for this long
+    began_s = time.monotonic()
+    incident(log)
+    took_s = time.monotonic() - began_s
+    events = list(read_events(log.path.parent)) if log.path is not None else []
+    events.remove([event for event in events if event.stage == EventName.BARRIER and event.rank == 1][-1])
+    lines = [line for event in events for line in narrator.take(event, 0.0)]
+    (barrier,) = [line for line in lines if "barrier" in line]
+    assert float(barrier.split()[1]) <= took_s + 0.01  # it is rounded
+
+
 def test_a_long_import_is_told_of(narrator: Narrator, log: EventLog) -> None:
     begin(log)
     told(narrator, log)  # at 0 s

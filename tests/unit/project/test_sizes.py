@@ -11,10 +11,10 @@ from tests.unit.project.test_floors import MODULES, ROOT, tree_of
 
 #: The aim is 45,000 lines in 280 modules with 600 public names, and 200 KB of documentation.
 BUDGETS = {
-    "lines of the product": 52_904,
+    "lines of the product": 52_905,
     "modules of the product": 220,
     "public names of the product": 763,
-    "lines of the tests": 61_968,
+    "lines of the tests": 61_985,
     "bytes of docs/": 204_800,
     "bytes of docs/architecture.md": 34_951,
     "bytes of docs/guarantees.md": 13_412,
