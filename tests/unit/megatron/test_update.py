@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from checkpointless.inprocess import ParameterUpdateLock, UnrecoverableError
-from checkpointless.integrations.megatron.update import GuardedUpdate, _unguardable, hides_gradients
+from checkpointless.integrations.megatron.update import GuardedUpdate, _unguardable, check_contexts
 from checkpointless.recovery import guard as recovery_guard
 
 pytestmark = pytest.mark.nemo
@@ -213,4 +214,9 @@ def test_precision_aware_states_without_scales_are_fine() -> None:
 )
 def test_gradients_that_pass_no_hook_are_known(config: dict[str, Any], reason: str | None) -> None:
     chunk: Any = SimpleNamespace(config=SimpleNamespace(**config))
-    assert hides_gradients(chunk) == reason
+    assert check_contexts(None, [chunk])  # nothing is checked
+    if reason is None:
+        assert check_contexts(2, [chunk])
+    else:
+        with pytest.raises(UnrecoverableError, match=re.escape(f"does not see gradients with {reason} (or")):
+            check_contexts(2, [chunk])
