@@ -14,7 +14,7 @@ BUDGETS = {
     "lines of the product": 52_905,
     "modules of the product": 220,
     "public names of the product": 763,
-    "lines of the tests": 61_991,
+    "lines of the tests": 61_997,
     "bytes of docs/": 204_800,
     "bytes of docs/architecture.md": 34_951,
     "bytes of docs/guarantees.md": 13_412,
