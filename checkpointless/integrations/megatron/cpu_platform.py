@@ -327,7 +327,8 @@ def _device_dropout(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
         is_drawn = training and 0.0 < p < 1.0 and input.numel()
-        is_traced = torch.compiler.is_compiling()  # a graph takes no generator
+        # A graph takes no generator. torch 2.11 does not say that it compiles when it gives tensors of its own.
+        is_traced = torch.compiler.is_compiling() or type(input) not in (torch.Tensor, torch.nn.Parameter)
         if not is_drawn or is_traced or not _replacements.are_made:
             return original(input, p, training, inplace)
         # This is the arithmetic of ATen's native dropout, which takes no generator.

@@ -11,7 +11,7 @@ from tests.unit.project.test_floors import MODULES, ROOT, tree_of
 
 #: The aim is 45,000 lines in 280 modules with 600 public names, and 200 KB of documentation.
 BUDGETS = {
-    "lines of the product": 52_905,
+    "lines of the product": 52_906,
     "modules of the product": 220,
     "public names of the product": 763,
     "lines of the tests": 61_997,
