@@ -35,6 +35,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             raise pytest.UsageError(f"give the parameters of {item.nodeid} ids that are the same in every process")
 
 
+@pytest.fixture(scope="session")
+def zygotes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder in which all workers of this run find the processes that they fork ranks from."""
+    folder = tmp_path_factory.getbasetemp()
+    return folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+
+
 @pytest.fixture(autouse=True)
 def _needs_a_framework_only_if_marked(request: pytest.FixtureRequest) -> Iterator[None]:
     """Check that no other test imports NeMo or Lightning in a run without their tests."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import pytest
 
@@ -16,9 +17,10 @@ except PackageNotFoundError:
 
 
 @pytest.fixture(scope="session")
-def hf_zygote() -> Iterator[Zygote]:
+def hf_zygote(zygotes: Path) -> Iterator[Zygote]:
     """Yield a process that has imported the Trainer and a model, and forks ranks in milliseconds."""
     model = "transformers.models.llama.modeling_llama"
-    zygote = Zygote(("checkpointless.integrations.transformers", model, "datasets", "tests.ranks.jobs"))
+    modules = ("checkpointless.integrations.transformers", model, "datasets", "tests.ranks.jobs")
+    zygote = Zygote(modules, zygotes)
     yield zygote
     zygote.close()

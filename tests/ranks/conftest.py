@@ -9,10 +9,19 @@ import pytest
 from checkpointless.faults.ledger import fired
 from checkpointless.observability.report.verify import Steps
 from tests.ranks.jobs import Disturb, Job, known_steps, run_job, small
-from tests.ranks.nemo_zygote import Zygote
+from tests.ranks.nemo_zygote import MODULES, Zygote
 
 HAS_NEMO = find_spec("nemo") is not None
+
+
+def _has(part: str) -> bool:
+    """Return whether there is a part of Megatron's."""
+    return find_spec("megatron") is not None and find_spec(part) is not None
+
+
 WITHOUT_NEMO = (
+    *(["checkpointless.integrations.megatron_bridge"] if _has("megatron.bridge") else []),
+    *(["checkpointless.megatron.pretrain"] if _has("megatron.training") else []),
     "checkpointless.callbacks.external",
     "checkpointless.strategies.torch_strategies",
     "tests.ranks.jobs",
@@ -26,22 +35,17 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.fixture(scope="session")
-def nemo_zygote() -> Iterator[Zygote]:
+def nemo_zygote(zygotes: Path) -> Iterator[Zygote]:
     """Yield a process that has imported NeMo, if there is one, on the CPU platform, and forks ranks quickly."""
-    zygote = Zygote() if HAS_NEMO else Zygote(WITHOUT_NEMO)
+    zygote = Zygote(MODULES if HAS_NEMO else WITHOUT_NEMO, zygotes)
     yield zygote
     zygote.close()
 
 
 @pytest.fixture(scope="session")
-def zygote(request: pytest.FixtureRequest) -> Iterator[Zygote]:
-    """Yield a process that forks ranks which need no NeMo: the one that has it, if it is installed."""
-    if find_spec("nemo"):
-        yield request.getfixturevalue("nemo_zygote")
-        return
-    zygote = Zygote(("checkpointless.strategies.torch_strategies", "tests.ranks.jobs"))
-    yield zygote
-    zygote.close()
+def zygote(nemo_zygote: Zygote) -> Zygote:
+    """Return a process that forks ranks which need no NeMo: the one that has it, if it is installed."""
+    return nemo_zygote
 
 
 @pytest.fixture(scope="session")

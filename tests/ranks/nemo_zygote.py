@@ -1,25 +1,30 @@
-"""Provide ranks in about a second: one helper process imports NeMo (or what it is told) once and forks every rank.
+"""Provide ranks in about a second: one process imports NeMo (or what it is told), and forks every rank.
 
-    zygote = Zygote()                 # 10 to 40 s, once per session
+    zygote = Zygote()                 # 10 to 40 s for the first worker of a run of tests
     results = zygote.run(4, "tests.ranks.some_module:function", {"steps": 3})
 
 `function(**arguments)` runs in every rank with the environment that torchrun sets and returns a JSON value.
-As a script this file is the helper process; it talks JSON lines over its standard input and output.
+As a script this file is that process. It forks a helper for each connection, which forks the ranks and talks JSON
+lines; it ends when there is no connection any more.
 """
 
+import contextlib
+import fcntl
 import gc
 import importlib.util
 import json
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
+import zlib
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, NoReturn
 
 from checkpointless.observability.telemetry.scribe import flush_all
 from tests.ports import free_port
@@ -38,6 +43,11 @@ MODULES = (
     "checkpointless.strategies.torch_strategies",
     "tests.ranks.jobs",
     "tabulate",
+    # what torch.compile imports when it is called
+    "torch._functorch.aot_autograd",
+    "torch._inductor.pattern_matcher",
+    "torch._dynamo.backends.debugging",
+    "torch.distributed.tensor.experimental._func_map",
 )
 
 
@@ -46,31 +56,24 @@ class RankFailure(AssertionError):
 
 
 class Zygote:
-    """Runs a process that has imported NeMo on the CPU platform, and forks ranks on demand.
+    """Forks ranks on demand from a process that has imported NeMo on the CPU platform.
 
     Args:
         modules: what it imports, in this order, if not NeMo.
-        path: folders in which it looks for modules first.
+        folder: where all workers of a run of tests find the process; whoever comes first starts it. None: it is
+            this one's own.
     """
 
-    def __init__(self, modules: tuple[str, ...] = MODULES, path: tuple[Path, ...] = ()) -> None:
-        environment = {
-            **os.environ,
-            "CHECKPOINTLESS_CPU": "1",
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join([str(ROOT), *map(str, path), os.environ.get("PYTHONPATH", "")]),
-        }
-        self._process = subprocess.Popen(
-            [sys.executable, __file__, *modules],
-            cwd=ROOT,
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        if self._answer(START_LIMIT_S) != {"ready": True}:
-            raise RankFailure("the zygote did not start")
+    def __init__(self, modules: tuple[str, ...] = MODULES, folder: Path | None = None) -> None:
+        folder = folder or Path(tempfile.mkdtemp(prefix="checkpointless-zygote-"))
+        address = folder / f"zygote-{zlib.crc32(' '.join(modules).encode()):x}"
+        with _locked(address):
+            if not address.exists():
+                _start(address, modules)
+            self._socket = socket.socket(socket.AF_UNIX)
+            self._socket.connect(str(address))
+        self._lines = self._socket.makefile("rw")
+        self._helper = self._answer(START_LIMIT_S)["helper"]
 
     def run(
         self,
@@ -100,9 +103,8 @@ class Zygote:
             "limit_s": limit_s,
             "expendable": list(expendable),
         }
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
+        self._lines.write(json.dumps(request) + "\n")
+        self._lines.flush()
         answer = self._answer(limit_s + 10.0)
         if "failure" in answer:
             raise RankFailure(answer["failure"])
@@ -110,27 +112,52 @@ class Zygote:
 
     def close(self) -> None:
         """End the helper process and every rank that it left."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(5)
-        except subprocess.TimeoutExpired:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait(5)
+        self._socket.shutdown(socket.SHUT_RDWR)
+        self._lines.close()
+        self._socket.close()
 
     def _answer(self, limit_s: float) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        ready, _, _ = select.select([self._process.stdout], [], [], limit_s)
-        line = self._process.stdout.readline() if ready else ""
+        ready, _, _ = select.select([self._socket], [], [], limit_s)
+        line = self._lines.readline() if ready else ""
         if not line:
-            os.killpg(self._process.pid, signal.SIGKILL)
+            os.killpg(self._helper, signal.SIGKILL)
             raise RankFailure(f"the zygote did not answer within {limit_s:.0f} s")
         return json.loads(line)
 
 
-def _serve() -> None:
-    # Whatever a library prints must not get between the answers.
-    answers = os.fdopen(os.dup(1), "w")
+def _locked(address: Path, flags: int = fcntl.LOCK_EX) -> IO[str]:
+    """Return a file that is locked until it is closed: nobody connects to an address that another one removes."""
+    lock = address.with_suffix(".lock").open("w")
+    fcntl.flock(lock, flags)
+    return lock
+
+
+def _start(address: Path, modules: tuple[str, ...]) -> None:
+    """Start the process that listens at ``address``, and wait until it does."""
+    environment = {
+        **os.environ,
+        "CHECKPOINTLESS_CPU": "1",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+    }
+    with subprocess.Popen(
+        [sys.executable, __file__, str(address), *modules],
+        cwd=ROOT,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    ) as process:
+        assert process.stdout is not None
+        ready, _, _ = select.select([process.stdout], [], [], START_LIMIT_S)
+        if not ready or not process.stdout.readline():
+            process.kill()
+            raise RankFailure("the zygote did not start")
+        process.returncode = 0  # it outlives this object
+
+
+def _serve(address: Path, modules: list[str]) -> None:
+    ready = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
     import torch
@@ -143,7 +170,7 @@ def _serve() -> None:
         runner.prepare_process()
     else:  # there are no recipes, and no NeMo
         cpu_platform.install()
-    for module in (*sys.argv[1:], "torch.distributed"):
+    for module in (*modules, "torch.distributed"):
         importlib.import_module(module)
     from tests.ranks import light_managers, light_metadata
 
@@ -153,11 +180,50 @@ def _serve() -> None:
     torch.set_num_threads(1)
     gc.collect()
     gc.freeze()
-    answers.write(json.dumps({"ready": True}) + "\n")
-    answers.flush()
-    for line in sys.stdin:
-        answers.write(json.dumps(_run_ranks(json.loads(line))) + "\n")
-        answers.flush()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(address))
+        listener.listen()
+        ready.write("ready\n")
+        ready.close()
+        _fork_helpers(listener, address)
+
+
+def _fork_helpers(listener: socket.socket, address: Path) -> None:
+    """Fork a helper for each connection, until there is none any more."""
+    helpers: set[int] = set()
+    served = False
+    while True:
+        if select.select([listener], [], [], 0.2)[0]:
+            connection, _ = listener.accept()
+            served = True
+            if (pid := os.fork()) == 0:
+                listener.close()
+                _help(connection)
+            connection.close()
+            helpers.add(pid)
+        helpers -= {pid for pid in helpers if os.waitpid(pid, os.WNOHANG)[0]}
+        if served and not helpers:
+            try:
+                with _locked(address, fcntl.LOCK_EX | fcntl.LOCK_NB):
+                    if not select.select([listener], [], [], 0)[0]:
+                        address.unlink()
+                        return
+            except BlockingIOError:
+                continue  # somebody comes
+
+
+def _help(connection: socket.socket) -> NoReturn:
+    """Run what is asked for, and end with all that is left of it."""
+    os.setsid()
+    lines = connection.makefile("rw")
+    lines.write(json.dumps({"helper": os.getpid()}) + "\n")
+    lines.flush()
+    with contextlib.suppress(OSError):
+        for line in lines:
+            lines.write(json.dumps(_run_ranks(json.loads(line))) + "\n")
+            lines.flush()
+    os.killpg(0, signal.SIGKILL)
+    raise AssertionError("this process has killed itself")
 
 
 def _run_ranks(request: dict[str, Any]) -> dict[str, Any]:
@@ -256,4 +322,4 @@ def _tail(log: Path, characters: int = 3000) -> str:
 
 
 if __name__ == "__main__":
-    _serve()
+    _serve(Path(sys.argv[1]), sys.argv[2:])
