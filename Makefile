@@ -10,6 +10,8 @@
 # The first of them makes .venv (about 3 minutes, 4 GB); after that it is there.
 
 SHELL := /bin/bash
+# Else every process compiles the project anew, and there are many.
+unexport PYTHONDONTWRITEBYTECODE
 # The first that works: a python3.11 may be there in name only (pyenv).
 PYTHON ?= $(shell for p in python3.11 python3; do $$p -c 'import ensurepip, venv' 2>/dev/null && echo $$p && break; done)
 TORCH := torch==2.13.0
