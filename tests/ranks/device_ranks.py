@@ -5,16 +5,10 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-
-from checkpointless.inprocess.communicators.process_groups import process_groups
-
-_LIMIT_S = 60.0
 
 
 def _begin(run_dir: str) -> Any:
@@ -107,46 +101,3 @@ def properties(run_dir: str) -> dict[str, Any]:
             except RuntimeError as error:
                 found.setdefault("errors", []).append(str(error))
     return found
-
-
-def making(run_dir: str, nonblocking: bool) -> dict[str, Any]:
-    """Rank 1 never comes to where a communicator is made, and rank 0 aborts everything."""
-    os.environ["TORCH_NCCL_USE_COMM_NONBLOCKING"] = str(int(nonblocking))
-    _begin(run_dir)
-    group: Any = dist.new_group([0, 1])
-    dist.barrier()
-    over = Path(run_dir) / "over"
-    if dist.get_rank() == 1:
-        _wait_until(over.exists, 4 * _LIMIT_S)
-        return {}
-    outcome: list[str] = []
-
-    def launch() -> None:
-        try:
-            dist.all_reduce(torch.ones(1), group=group)
-        except RuntimeError as error:
-            outcome.append(str(error))
-
-    maker = threading.Thread(target=launch, daemon=True)
-    maker.start()
-    _wait_until(group._communicator.is_waiting.is_set)
-    aborter = threading.Thread(target=process_groups.abort, daemon=True)
-    aborter.start()
-    aborter.join(_LIMIT_S)
-    is_free_after_the_abort = not maker.is_alive()
-    process_groups.cut(_LIMIT_S)  # as until the main thread has left the block
-    maker.join(_LIMIT_S)
-    over.touch()
-    return {
-        "aborted": not aborter.is_alive(),
-        "is free after the abort": is_free_after_the_abort,
-        "is free": not maker.is_alive(),
-        "outcome": outcome,
-    }
-
-
-def _wait_until(holds: Callable[[], bool], limit_s: float = _LIMIT_S) -> None:
-    deadline_s = time.monotonic() + limit_s
-    while not holds():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)

@@ -11,7 +11,6 @@ from lightning.pytorch import Callback
 
 from checkpointless.recipes import runner
 from checkpointless.replication.local_checkpoint import LazyCliqueReplicationStrategy, LocalCheckpointManager
-from tests.ranks.tiny_gpt import Recorder, rng_digests
 
 
 def train(
@@ -51,7 +50,6 @@ def train(
     job.trainer.fit(job.model, job.data, ckpt_path=str(older) if resume else None)
     result = {
         "losses": recorder.losses,
-        "rng": rng_digests(),
         "samples": recorder.samples,
         "found": manager.find_latest(),
         "files": len(list(node.rglob("*.ckpt"))),
@@ -59,6 +57,28 @@ def train(
     torch.distributed.destroy_process_group()
     parallel_state.destroy_model_parallel()
     return result
+
+
+class Recorder(Callback):
+    """Notes the loss of every step, and the samples that were read."""
+
+    def __init__(self) -> None:
+        self.losses: list[str] = []
+        self.samples: list[int] = []
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        dataset = trainer.train_dataloader.dataset
+        base: Any = type(dataset)
+
+        class Recorded(base):
+            def __getitem__(inner, index: int) -> dict[str, torch.Tensor]:
+                self.samples.append(index)
+                return base.__getitem__(inner, index)
+
+        dataset.__class__ = Recorded
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *args: Any) -> None:
+        self.losses.append(float(trainer.callback_metrics["reduced_train_loss"]).hex())
 
 
 class _Once(Callback):

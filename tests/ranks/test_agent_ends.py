@@ -122,6 +122,7 @@ def test_a_killed_agent_leaves_nothing_that_ranks_have_started(tmp_path: Path, s
     wait_until(lambda: not job.left())
 
 
+@pytest.mark.long  # test_stopped_zygote.py has its limit, which passes here
 def test_an_agent_ends_though_its_fork_server_is_stopped(tmp_path: Path) -> None:
     job = Job(tmp_path, "orphan.py", "wait", nproc=2)
     wait_until(lambda: all("started" in job.log(rank) for rank in range(2)))

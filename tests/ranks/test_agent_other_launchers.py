@@ -49,6 +49,7 @@ def test_a_bug_under_torchrun_ends_the_job_with_it() -> None:
     assert "ValueError: the loss is not a number" in ended.stderr
 
 
+@pytest.mark.long
 def test_a_rank_that_needs_a_new_process_under_torchrun_ends_the_job() -> None:
     ended = torchrun(WRAPPED, "replace")
     assert ended.returncode == 1

@@ -33,12 +33,10 @@ def test_groups_are_destroyed_also_with_a_clean_up_of_ones_own(tmp_path: Path) -
 @pytest.mark.parametrize(("what", "generation"), [("evaluate", 1), ("raise", 2)])
 def test_another_block_may_follow_the_one_that_trains(tmp_path: Path, what: str, generation: int) -> None:
     """Its groups meet in a store of their own: keys of the block before led a rank to sockets that were gone."""
-    for repetition in range(2):
-        (folder := tmp_path / str(repetition)).mkdir()
-        job = Job(folder, "two_blocks.py", what)
-        ended = job.end(END_S)
-        assert ended.code == 0, ended.err
-        assert done(job) == [f"generation {generation}, incarnation 0"] * 3, ended.err
+    job = Job(tmp_path, "two_blocks.py", what)
+    ended = job.end(END_S)
+    assert ended.code == 0, ended.err
+    assert done(job) == [f"generation {generation}, incarnation 0"] * 3, ended.err
 
 
 @pytest.mark.parametrize(
@@ -97,7 +95,10 @@ def test_exit_0_in_the_block_is_its_end_like_any_other(tmp_path: Path) -> None:
     assert returned == ["got None", "got None", "got returned"]
 
 
-@pytest.mark.parametrize(("code", "job_code"), [("3", 3), ("'no more data'", 1), ("256", 1)])
+@pytest.mark.parametrize(
+    ("code", "job_code"),
+    [("3", 3), *(pytest.param(code, 1, marks=pytest.mark.long) for code in ("'no more data'", "256"))],
+)
 def test_another_exit_in_the_block_ends_the_job_with_that_code(tmp_path: Path, code: str, job_code: int) -> None:
     job = Job(tmp_path, "leaves_by_exit.py", f"1:{code}")
     ended = job.end(END_S)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from checkpointless.observability.report.verify import Steps, compare
-from tests.ranks.jobs import run_job
+from tests.ranks.jobs import run_job, small
 from tests.ranks.nemo_zygote import Zygote
 from tests.ranks.test_recovery import with_checkpoints
 
@@ -235,10 +235,10 @@ def test_a_job_goes_on_from_the_copies_of_nemos_checkpoint(
         "callbacks.copies={_target_: checkpointless.strategies.KeepCopies, replication_jump: 1, "
         "replication_factor: 2}"
     )
-    args = ("trainer.max_steps=7", *with_checkpoints(tmp_path / "nemo"), keep)
+    args = (*small(4, 7), *with_checkpoints(tmp_path / "nemo"), keep)
     job = run_job(nemo_zygote, tmp_path / "run", 4, args=args, faults=faults)
     assert job.code == 0, job.story()
-    verdict = compare(undisturbed(4, ("trainer.max_steps=7",)), job.steps)
+    verdict = compare(undisturbed(4, small(4, 7)), job.steps)
     assert verdict.difference is None, "what was done again has other bits"
     assert {place.step for place in verdict.repeated} == {4}, "it went on from the checkpoint after step 3"
     said = next(line for line in job.log(0).splitlines() if "was loaded after a fault" in line)

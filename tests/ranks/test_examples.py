@@ -23,6 +23,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(400)]
 # The parts of the first are those of train_lightning and train_hsdp, that of the second is that of train_ddp.
 SIBLINGS = ("train_lightning_hsdp", "train_accelerate")
 EACH = [pytest.param(name, marks=pytest.mark.long if name in SIBLINGS else ()) for name in WITH_DIFF]
+HERE = ("train_ddp", "train_megatron")  # dist-check trains the others through faults
 STEPS, MOST_LINES, MOST_OF_A_SCRIPT = 7, 5, 61
 FAULTS = (
     "exception@before_optimizer:rank=1,step=2",
@@ -69,7 +70,9 @@ def _losses(printed: str) -> list[str]:
     return re.findall(r"^step \d+: loss \d+\.\d+$", printed, re.M)
 
 
-@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in HERE else pytest.mark.long) for name in WITH_DIFF]
+)
 def test_an_example_comes_through_faults(
     nemo_zygote: Zygote, tmp_path: Path, undisturbed: Undisturbed, name: str
 ) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from checkpointless.faults.ledger import fired
 from checkpointless.observability.report.incidents import Outcome
-from tests.ranks.jobs import Disturb, run_job
+from tests.ranks.jobs import Disturb, run_job, small
 from tests.ranks.layouts import DROPOUT
 from tests.ranks.nemo_zygote import Zygote
 from tests.ranks.test_worker_streams import NOISY
@@ -16,19 +16,18 @@ from tests.ranks.test_worker_streams import NOISY
 pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(400)]
 
 
-def test_who_gets_sigterm_finishes_the_step_and_is_replaced(disturb: Disturb) -> None:
-    job = disturb(2, 8, "sigterm@forward:rank=1,step=3", "sigterm@optimizer:rank=0,step=6", args=DROPOUT)
-    assert [incident.outcome for incident in job.incidents] == [Outcome.RESUMED] * 2
-    assert [incident.respawned for incident in job.incidents] == [(1,), (0,)]
-    assert [incident.target for incident in job.incidents] == [3, 6]
-    assert "\n".join(job.said).count("exited with code 0") == 2
-
-
-def test_sigterm_in_the_last_step(disturb: Disturb) -> None:
-    job = disturb(2, 4, "sigterm@forward:rank=1,step=4", args=DROPOUT)
-    (incident,) = job.incidents
-    assert incident.respawned == (1,)
-    assert incident.target == 4
+def test_sigterm_and_memory_that_runs_out(disturb: Disturb) -> None:
+    """Who gets SIGTERM finishes the step and is replaced; who has no memory goes on in place."""
+    terms = ("forward:rank=1,step=3", "optimizer:rank=0,step=6", "forward:rank=1,step=14")
+    ooms = ("data:rank=1,step=8", "backward:rank=1,step=10", "after_optimizer:rank=1,step=12")
+    faults = [*(f"sigterm@{place}" for place in terms), *(f"oom@{place}" for place in ooms)]
+    job = disturb(2, 14, *faults, args=DROPOUT)
+    assert [incident.outcome for incident in job.incidents] == [Outcome.RESUMED] * 6
+    assert [incident.respawned for incident in job.incidents] == [(1,), (0,), (), (), (), (1,)]
+    assert [incident.target for incident in job.incidents] == [3, 6, 7, 9, 12, 14]
+    assert [incident.culprit for incident in job.incidents[2:5]] == [1, 1, 1]
+    said = "\n".join(job.said)
+    assert said.count("exited with code 0") == said.count("can't allocate memory") == 3
 
 
 @pytest.mark.long
@@ -40,17 +39,6 @@ def test_sigterm_before_lightning_listens_kills(disturb: Disturb, phase: str) ->
     assert "rank 1 killed by SIGTERM" in "\n".join(job.said)
 
 
-def test_memory_that_runs_out_is_recovered_from_in_place(disturb: Disturb) -> None:
-    faults = ("oom@data:rank=1,step=2", "oom@backward:rank=1,step=4", "oom@after_optimizer:rank=1,step=6")
-    job = disturb(2, 8, *faults, args=DROPOUT)
-    assert [incident.target for incident in job.incidents] == [1, 3, 6]
-    for incident in job.incidents:
-        assert incident.outcome is Outcome.RESUMED
-        assert incident.culprit == 1
-        assert incident.respawned == ()
-    assert "\n".join(job.said).count("can't allocate memory") == 3
-
-
 @pytest.mark.long
 def test_memory_that_runs_out_during_a_transfer(disturb: Disturb) -> None:
     faults = ("sigkill@between:rank=0,step=2", "oom@transfer:rank=1,step=2")
@@ -59,48 +47,33 @@ def test_memory_that_runs_out_during_a_transfer(disturb: Disturb) -> None:
     assert job.incidents[-1].target == 2
 
 
-@pytest.mark.parametrize(
-    ("how", "says"),
-    [
-        pytest.param("raise", "Caught InjectedFault in DataLoader worker process", marks=pytest.mark.long),
-        ("kill", "is killed by signal: Killed"),
-    ],
-)
-def test_a_worker_of_the_data_loader_fails(disturb: Disturb, how: str, says: str) -> None:
-    job = disturb(2, 5, f"dataloader@data:rank=1,step=3,how={how}", args=(*NOISY, *DROPOUT))
-    (incident,) = job.incidents
-    assert incident.outcome is Outcome.RESUMED
-    assert incident.culprit == 1
-    assert incident.respawned == ()
-    assert incident.target == 2
-    assert says in "\n".join(job.said)
-
-
-@pytest.mark.long
-def test_workers_fail_again_after_a_recovery_and_at_the_last_step(disturb: Disturb) -> None:
+def test_workers_fail_after_a_recovery_too_and_at_the_last_step(disturb: Disturb) -> None:
     """What torch set up once per process, to hear of the death of workers, is there in later generations, too."""
     faults = (
-        "exception@forward:rank=2,step=2",
-        "dataloader@data:rank=2,step=3,how=kill",
-        "dataloader@data:rank=1,step=4,how=kill",
-        "dataloader@data:rank=2,step=5",
+        "dataloader@data:rank=1,step=2",
+        "dataloader@data:rank=1,step=3,how=kill",
+        "dataloader@data:rank=0,step=4,how=kill",
+        "dataloader@data:rank=1,step=5,how=raise",
     )
-    job = disturb(4, 5, *faults, args=(*NOISY, *DROPOUT))
-    assert [incident.culprit for incident in job.incidents] == [2, 2, 1, 2]
+    job = disturb(2, 5, *faults, args=(*NOISY, *DROPOUT))
+    assert [incident.culprit for incident in job.incidents] == [1, 1, 0, 1]
     assert [incident.respawned for incident in job.incidents] == [()] * 4
-    assert "\n".join(job.said).count("is killed by signal: Killed") == 2
+    assert [incident.target for incident in job.incidents] == [1, 2, 3, 4]
+    said = "\n".join(job.said)
+    assert said.count("is killed by signal: Killed") == 2
+    assert said.count("Caught InjectedFault in DataLoader worker process") == 2
 
 
 def test_a_job_without_workers_in_which_one_was_to_fail_ends_with_the_reason(
     nemo_zygote: Zygote, tmp_path: Path
 ) -> None:
-    args = ("trainer.max_steps=4",)
-    job = run_job(nemo_zygote, tmp_path / "run", 2, args=args, faults=("dataloader@data:rank=1,step=2",))
+    job = run_job(nemo_zygote, tmp_path / "run", 2, args=small(2, 4), faults=("dataloader@data:rank=1,step=2",))
     assert job.code == 1
     assert "no workers (num_workers=0)" in job.said[-1]
     assert fired(job.run_dir) == {}, "it did not happen"
 
 
+@pytest.mark.long  # test_stragglers.py has a slow rank
 def test_nobody_is_interrupted_for_being_slow(disturb: Disturb) -> None:
     faults = ("slow@forward:rank=1,step=2,seconds=1.5", "slow@optimizer:rank=1,step=3,seconds=1.5")
     job = disturb(2, 4, *faults, args=DROPOUT, heartbeat_timeout_s=4.0)

@@ -20,19 +20,11 @@ PHASES = ("data", "forward", "backward", "before_optimizer", "optimizer", "after
 SCRIPT = str(SCRIPTS / "lightning_fit.py")
 Train = Callable[..., Job]
 
-# In each phase ranks die per commit, and raise in make test-long; test_ddp_in_every_phase has both, and
-# test_crossed_mesh.py has exceptions of a mesh.
-KILLS = [pytest.param("exception", marks=pytest.mark.long), "sigkill"]
-# What goes together with recovery in the same way in every phase is shown in three of them per commit.
-KINDS = ["by-turns", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("exception", "sigkill"))]
 
-
-def in_phases(kind: str, *more: str) -> list[str]:
-    """Return faults on two ranks, of one kind in every phase, or of both by turns, and at each of ``more``."""
-    if kind == "by-turns":
-        faults = ["sigkill@forward:rank=1,step=4", "exception@optimizer:rank=0,step=8"]
-        return [*faults, "sigkill@after_optimizer:rank=1,step=12", *(f"sigkill@{place}" for place in more)]
-    return [*in_every_phase(kind, 2), *(f"{kind}@{place}" for place in more)]
+def in_phases(*more: str) -> list[str]:
+    """Return faults of both kinds in three phases, by turns on two ranks, and a death at each of ``more``."""
+    faults = ["sigkill@forward:rank=1,step=4", "exception@optimizer:rank=0,step=8"]
+    return [*faults, "sigkill@after_optimizer:rank=1,step=12", *(f"sigkill@{place}" for place in more)]
 
 
 def in_every_phase(kind: str, ranks: int = 4) -> list[str]:
@@ -98,9 +90,8 @@ def test_ddp_in_every_phase(train: Train, kind: str) -> None:
     train("ddp", 18, *in_every_phase(kind), features="validation,warmup")
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_ddp_that_accumulates(train: Train, kind: str) -> None:
-    train("ddp", 16, *in_phases(kind), features="accumulate,fp16,overflow", ranks=2)
+def test_ddp_that_accumulates(train: Train) -> None:
+    train("ddp", 16, *in_phases(), features="accumulate,fp16,overflow", ranks=2)
 
 
 def test_a_compiled_model(train: Train) -> None:
@@ -110,111 +101,55 @@ def test_a_compiled_model(train: Train) -> None:
 
 
 @pytest.mark.long  # test_plain_fsdp2.py has the same without Lightning
-@pytest.mark.parametrize("kind", KILLS)
-def test_hsdp_in_every_phase(train: Train, kind: str) -> None:
-    job = train("hsdp", 16, *in_every_phase(kind), features="accumulate,bf16")
-    if kind == "sigkill":  # the shard comes from the other row of the mesh
-        assert [each.sources for each in job.incidents] == [
-            ((each.respawned[0] + 2) % 4,) for each in job.incidents
-        ]
+def test_hsdp_in_every_phase(train: Train) -> None:
+    """The shard of a rank that dies comes from the other row of the mesh."""
+    job = train("hsdp", 16, *in_every_phase("sigkill"), features="accumulate,bf16")
+    assert [each.sources for each in job.incidents] == [((each.respawned[0] + 2) % 4,) for each in job.incidents]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["exception", "sigkill"])
-def test_tensor_parallelism_in_every_phase(train: Train, kind: str) -> None:
-    train("hsdp-tp", 16, *in_every_phase(kind, 8), features="accumulate", ranks=8)
+def test_tensor_parallelism_in_every_phase(train: Train) -> None:
+    train("hsdp-tp", 16, *in_every_phase("sigkill", 8), features="accumulate", ranks=8)
 
 
-@pytest.mark.long  # test_settings_of_the_trainer_that_hooks_change has hooks that change a run
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_learning_rate_that_is_changed_in_place(train: Train, kind: str) -> None:
-    train("ddp", 18, *in_phases(kind), features="rate-in-tensor,validation", ranks=2)
-
-
-@pytest.mark.parametrize("features", [pytest.param("stream", marks=pytest.mark.long), "stream,accumulate"])
-def test_a_stream(train: Train, features: str) -> None:
+def test_a_stream(train: Train) -> None:
     """An iterable dataset is gone through once more, past what steps have had and not what was fetched ahead."""
     faults = ("exception@forward:rank=1,step=3", "exception@after_optimizer:rank=0,step=5")
-    train("ddp", 7, *faults, features=features, ranks=2)
+    train("ddp", 7, *faults, features="stream,accumulate", ranks=2)
 
 
-@pytest.mark.long  # test_plain_habits.py has averages
-@pytest.mark.parametrize("kind", KINDS)
-def test_averages_and_modes(train: Train, kind: str) -> None:
-    """An average that the optimizer's hook updates, and dropout that is switched off from the second epoch on."""
-    train("ddp", 26, *in_phases(kind, "after_optimizer:rank=1,step=25"), features="averaged,modes", ranks=2)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_settings_of_the_trainer_that_hooks_change(train: Train, kind: str) -> None:
+def test_settings_of_the_trainer_that_hooks_change(train: Train) -> None:
     """How many batches a step has, the clipping, when to validate, log and end: changed in the middle of an epoch.
 
     The last step that is asked for at first is not made.
     """
-    train("ddp", 15, *in_phases(kind), features="settings,validation", made=14, ranks=2)
+    train("ddp", 15, *in_phases(), features="settings,validation", made=14, ranks=2)
 
 
 @pytest.mark.long  # the test above has such hooks
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_callback_that_changes_how_many_batches_a_step_has(train: Train, kind: str) -> None:
+def test_a_callback_that_changes_how_many_batches_a_step_has(train: Train) -> None:
     """From 1 to 2 and 4, in epochs of eight batches, so that the last fault is in an epoch of two steps."""
-    train("ddp", 16, *in_phases(kind, "backward:rank=0,step=16"), features="scheduled", ranks=2)
-
-
-@pytest.mark.parametrize("kind", KILLS)
-@pytest.mark.parametrize(
-    "features",
-    [
-        pytest.param("reads", marks=pytest.mark.long),
-        pytest.param("reads,reloads", marks=pytest.mark.long),
-        pytest.param("reads,reloads,validation", marks=pytest.mark.long),
-    ],
-)
-def test_a_loader_that_follows_from_where_it_is_made(train: Train, features: str, kind: str) -> None:
-    """``train_dataloader()`` and ``val_dataloader()`` read epoch and step; Lightning calls them once, or again."""
-    faults = [
-        f"{kind}@forward:rank=1,step=12",
-        f"{kind}@after_optimizer:rank=0,step=16",
-        f"{kind}@data:rank=0,step=27",
-    ]
-    train("ddp", 28, *faults, features=features, ranks=2)
-
-
-@pytest.mark.long  # unit/strategies/data has loaders that are made again
-@pytest.mark.parametrize("every", ["1", "2"])
-def test_loaders_that_are_made_in_each_epoch(nemo_zygote: Zygote, tmp_path: Path, every: str) -> None:
-    """By an attribute that changes from epoch to epoch; epochs begin with steps 5 and 13. Hooks are counted."""
-    faults = (
-        "exception@after_optimizer:rank=1,step=4",
-        "sigkill@forward:rank=0,step=7",
-        "sigkill@backward:rank=1,step=13",
-        "exception@optimizer:rank=0,step=15",
-    )
-    script = str(SCRIPTS / "lightning_reloads.py")
-    calm, job = (
-        run_job(nemo_zygote, tmp_path / name, 2, script=script, args=("25", every), faults=each)
-        for name, each in (("calm", ()), ("run", faults))
-    )
-    assert (calm.code, job.code) == (0, 0), calm.story() + job.story()
-    assert fired(job.run_dir) == dict.fromkeys(faults, 1), job.story()
-    job.assert_same(calm.steps, 25)
+    train("ddp", 16, *in_phases("backward:rank=0,step=16"), features="scheduled", ranks=2)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", KILLS)
-def test_a_state_of_the_data_that_is_emptied_with_each_epoch(train: Train, kind: str) -> None:
-    """It is its owner's own dict, and empty when an epoch begins, with step 9, in which the fault is."""
-    train("ddp", 10, f"{kind}@backward:rank=1,step=9", features="emptied", ranks=2)
+def test_a_loader_that_follows_from_where_it_is_made(train: Train) -> None:
+    """``train_dataloader()`` and ``val_dataloader()`` read epoch and step, and Lightning calls them again."""
+    faults = (
+        "sigkill@forward:rank=1,step=12",
+        "sigkill@after_optimizer:rank=0,step=16",
+        "exception@data:rank=0,step=27",
+    )
+    train("ddp", 28, *faults, features="reads,reloads,validation", ranks=2)
 
 
 @pytest.mark.long  # test_users_runs.py stops early, and has callbacks with state
-@pytest.mark.parametrize("kind", KILLS)
-def test_lightnings_own_callbacks(nemo_zygote: Zygote, tmp_path: Path, kind: str) -> None:
+def test_lightnings_own_callbacks(nemo_zygote: Zygote, tmp_path: Path) -> None:
     """Those that go together, with a fault in the second epoch; training is stopped early, after the third.
 
     A trainer takes one progress bar, so each run has another one.
     """
-    args, faults = ("60", "ddp", "stock", "validation"), (f"{kind}@forward:rank=1,step=12",)
+    args, faults = ("60", "ddp", "stock", "validation"), ("sigkill@forward:rank=1,step=12",)
     calm = run_job(nemo_zygote, tmp_path / "calm", 2, script=SCRIPT, args=args)
     job = run_job(nemo_zygote, tmp_path / "run", 2, script=SCRIPT, args=(*args, "rich"), faults=faults)
     assert fired(job.run_dir) == dict.fromkeys(faults, 1), job.story()
@@ -232,7 +167,8 @@ def saves(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Job:
     )
 
 
-@pytest.mark.parametrize("what", [pytest.param("raises-in-save", marks=pytest.mark.long), "killed-in-save"])
+@pytest.mark.long  # below ranks die where a save is due
+@pytest.mark.parametrize("what", ["raises-in-save", "killed-in-save"])
 def test_a_fault_within_a_save(nemo_zygote: Zygote, saves: Job, tmp_path: Path, what: str) -> None:
     job = run_job(nemo_zygote, tmp_path / "run", 2, script=SCRIPT, args=("7", "ddp", "saves", what))
     assert job.code == 0, job.story()
@@ -297,10 +233,9 @@ def test_what_the_second_step_shows_is_refused(nemo_zygote: Zygote, tmp_path: Pa
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", KINDS)
-def test_parameters_that_are_frozen_and_trained_again_by_hooks(train: Train, kind: str) -> None:
+def test_parameters_that_are_frozen_and_trained_again_by_hooks(train: Train) -> None:
     """A hook does so at the beginning of an epoch, another after a validation; neither does it again later."""
-    train("ddp", 22, *in_phases(kind, "data:rank=1,step=17"), features="freezes,validation", ranks=2)
+    train("ddp", 22, *in_phases("data:rank=1,step=17"), features="freezes,validation", ranks=2)
 
 
 @pytest.mark.parametrize(
@@ -347,24 +282,10 @@ def test_a_shard_whose_training_is_changed_is_noticed(nemo_zygote: Zygote, tmp_p
     assert "requires_grad of the parameter net.0.weight was changed behind fully_shard" in job.said[-1]
 
 
-@pytest.mark.parametrize("features", ["seldom", pytest.param("raw", marks=pytest.mark.long)])
-def test_a_step_of_the_modules_own(train: Train, features: str) -> None:
-    """The module leaves updates out, or goes around Lightning: the update is guarded all the same."""
+def test_a_step_of_the_modules_own(train: Train) -> None:
+    """The module leaves updates out."""
     faults = ("exception@after_optimizer:rank=1,step=2", "sigkill@optimizer:rank=0,step=4")
-    train("ddp", 6, *faults, "exception@between:rank=0,step=5", features=features, ranks=2)
-
-
-@pytest.mark.long  # test_recovery.py has the first step
-@pytest.mark.parametrize(
-    "fault",
-    [
-        "exception@after_optimizer:rank=0,step=1",
-        "sigkill@optimizer:rank=0,step=1",
-    ],
-)
-def test_the_end_of_the_first_step_gets_the_batch_of_the_first_step(train: Train, fault: str) -> None:
-    """The samples draw numbers behind what the iterator draws when it is made."""
-    train("ddp", 5, fault, ranks=2)
+    train("ddp", 6, *faults, "exception@between:rank=0,step=5", features="seldom", ranks=2)
 
 
 @pytest.mark.long

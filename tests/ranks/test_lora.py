@@ -15,7 +15,7 @@ from checkpointless.observability.report.incidents import Outcome
 from checkpointless.observability.report.verify import Steps, compare
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.events import read_events
-from tests.ranks.jobs import Disturb, Job, run_job
+from tests.ranks.jobs import Disturb, Job, run_job, small
 from tests.ranks.layouts import PP2, TP2
 from tests.ranks.nemo_zygote import Zygote
 from tests.ranks.test_warm import BF16, VPP, told
@@ -56,7 +56,7 @@ def disturb(nemo_zygote: Zygote, undisturbed: Callable[..., Steps], tmp_path: Pa
     """Run with faults, and require that every one happened and that nothing is different at the end."""
 
     def run(steps: int, *faults: str, args: tuple[str, ...] = (), **settings: Any) -> Job:
-        args = (f"trainer.max_steps={steps}", *args)
+        args = (*small(4, steps), *args)
         reference = undisturbed(args)
         job = run_lora(nemo_zygote, tmp_path / "run", args, faults=faults, **settings)
         assert job.code == 0, job.story()
@@ -83,21 +83,9 @@ def moved(job: Job, rank: int) -> list[tuple[int, int]]:
 
 
 def test_it_trains(undisturbed: Callable[..., Steps]) -> None:
-    steps = undisturbed(("trainer.max_steps=5",))
+    steps = undisturbed(small(4, 5))
     losses = [float.fromhex(record.loss) for record in steps[0]]
     assert losses[-1] < losses[0]
-
-
-@pytest.mark.long  # test_recovery.py has every phase, and a test below both kinds with LoRA
-def test_faults(disturb: Disturb) -> None:
-    kinds = [(kind, phase) for phase in ("forward", "optimizer") for kind in ("exception", "sigkill")]
-    faults = [f"{kind}@{phase}:rank=1,step={3 + 2 * index}" for index, (kind, phase) in enumerate(kinds)]
-    job = disturb(11, *faults, args=(*TP2, *DROPOUT))
-    for index, (incident, (kind, phase)) in enumerate(zip(job.incidents, kinds, strict=True)):
-        assert incident.outcome is Outcome.RESUMED
-        assert incident.respawned == ((1,) if kind == "sigkill" else ())
-        if phase == "forward":
-            assert incident.target == 2 + 2 * index
 
 
 def test_a_new_process_is_given_the_base_model_once(disturb: Disturb) -> None:
@@ -149,7 +137,7 @@ def with_checkpoints(directory: Path, name: str) -> tuple[str, ...]:
 def pretrained(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return NeMo's checkpoint of the model without adapters, after 3 steps."""
     folder = tmp_path_factory.mktemp("pretrained")
-    args = ("trainer.max_steps=3", *with_checkpoints(folder / "nemo", "tiny_gpt"))
+    args = (*small(4, 3), *with_checkpoints(folder / "nemo", "tiny_gpt"))
     job = run_job(nemo_zygote, folder / "run", 4, args=args)
     assert job.code == 0, job.story()
     (checkpoint,) = (folder / "nemo").rglob("*-last")
@@ -173,7 +161,7 @@ def test_pretrained_weights_are_read_at_the_first_start_only(
     for rank in range(4):
         assert job.log(rank).count("Doing selective restore") == 1
     started = float.fromhex(job.steps[0][0].loss)
-    assert started < float.fromhex(undisturbed(("trainer.max_steps=5",))[0][0].loss)
+    assert started < float.fromhex(undisturbed(small(4, 5))[0][0].loss)
 
 
 @pytest.mark.long
@@ -182,15 +170,14 @@ def test_both_holders_gone_falls_back_to_base_and_adapter_checkpoints(
 ) -> None:
     # Rank 2 dies before it can give what it holds.
     faults = ("sigkill@forward:rank=0,step=5", "sigkill@recovery:rank=2,step=4")
-    length = "trainer.max_steps=7"
     args = (
-        length,
+        *small(4, 7),
         *with_checkpoints(tmp_path / "nemo", "tiny_lora"),
         resume(pretrained, resume_if_exists=True, resume_ignore_no_checkpoint=True),
     )
     job = run_lora(nemo_zygote, tmp_path / "run", args, faults=faults)
     assert job.code == 0, job.story()
-    verdict = compare(undisturbed((length, resume(pretrained))), job.steps)
+    verdict = compare(undisturbed((*small(4, 7), resume(pretrained))), job.steps)
     assert verdict.difference is None, f"what was done again has other bits\n{job.story()}"
     assert not verdict.missing
     assert {place.step for place in verdict.repeated} == {4}, "it went on from the checkpoint after step 3"

@@ -116,6 +116,7 @@ def test_parameters_that_an_optimizer_is_given_later_are_noticed_at_once(
     assert len(job.steps[0]) == 2
 
 
+@pytest.mark.long  # test_tiers.py has a neighbor
 def test_one_instance_with_copies_at_a_neighbor(train: Train) -> None:
     """The copies of a step are made when the next one begins, and training waits for them here."""
     job = train(4, 7, "instances=1 bf16=1", "sigkill@forward:rank=1,step=2", "exception@backward:rank=0,step=4")

@@ -70,7 +70,7 @@ def incidents(nodes: Nodes) -> list[IncidentSummary]:
     return summarize(read_events(nodes.run_dir))
 
 
-@pytest.mark.parametrize("layout", ["ddp", "hsdp", "fsdp"])
+@pytest.mark.parametrize("layout", [pytest.param("ddp", marks=pytest.mark.long), "fsdp"])  # below is hsdp
 def test_a_node_moves_and_no_step_is_made_twice(tmp_path: Path, calm: Calm, layout: str) -> None:
     nodes = start(tmp_path, layout)
     begin_of_step_3(nodes)
@@ -100,6 +100,7 @@ def test_a_node_whose_agent_gets_sigterm_is_drained(tmp_path: Path, calm: Calm) 
     assert "its agent got SIGTERM" in incidents(nodes)[0].cause
 
 
+@pytest.mark.long  # test_gradient_check.py moves a node, too
 def test_the_node_of_a_rank_that_is_slow_is_left(tmp_path: Path) -> None:
     nodes = Nodes(tmp_path, 2, "80", "moved", script="paced.py", spares=1, move_stragglers=True)
     ended = nodes.end()
@@ -142,7 +143,7 @@ NEMO = (f"trainer.max_steps={STEPS}", "model.config.num_layers=2")
 
 
 @pytest.mark.nemo
-@pytest.mark.parametrize("trainer", ["lightning", "nemo"])
+@pytest.mark.parametrize("trainer", [pytest.param("lightning", marks=pytest.mark.long), "nemo"])
 def test_a_node_of_a_trainer_moves(nemo_zygote: Zygote, tmp_path: Path, trainer: str) -> None:
     args: tuple[str, ...]
     script, args = RUNNER, NEMO

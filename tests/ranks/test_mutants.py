@@ -16,7 +16,7 @@ from checkpointless.faults.ledger import fired
 from checkpointless.observability.report.incidents import Outcome
 from checkpointless.observability.report.verify import Quantity, Steps, compare
 from checkpointless.observability.telemetry.events import read_events
-from tests.ranks.jobs import Job, run_job
+from tests.ranks.jobs import Job, run_job, small
 from tests.ranks.layouts import DROPOUT
 from tests.ranks.mutants import UPDATE_HELD_UP
 from tests.ranks.nemo_zygote import Zygote
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(400)]
 
 STEPS = 4
 # The ranks themselves draw noise into the samples, so that training needs every one of the streams.
-ARGS = (f"trainer.max_steps={STEPS}", *DROPOUT, "data._target_=tests.ranks.noisy_text.NoisyTextDataModule")
+ARGS = (*small(4, STEPS), *DROPOUT, "data._target_=tests.ranks.noisy_text.NoisyTextDataModule")
 CHECKSUM = ("checkpointless.enable_checksum=true",)
 
 

@@ -119,7 +119,12 @@ def test_new_processes_at_every_fault_if_they_are_asked_for(calm: Calm, tmp_path
 @pytest.mark.parametrize(
     ("once", "word", "line"),
     [
-        ("process", "damaged", "what the process before this one handed over cannot be used"),
+        pytest.param(
+            "process",
+            "damaged",
+            "what the process before this one handed over cannot be used",
+            marks=pytest.mark.long,
+        ),
         ("registry", "full", "rank 1 is replaced: its state could not be handed over"),
     ],
 )

@@ -13,7 +13,7 @@ import pytest
 from checkpointless.faults.ledger import fired
 from checkpointless.observability.report.verify import Steps
 from checkpointless.observability.telemetry.event_names import Rung
-from tests.ranks.jobs import Job, Scene, run_nodes
+from tests.ranks.jobs import Job, Scene, run_nodes, small
 from tests.ranks.layouts import DROPOUT
 from tests.ranks.nemo_zygote import Zygote
 from tests.ranks.network import Network, is_possible, network
@@ -30,7 +30,7 @@ def disturb_nodes(nemo_zygote: Zygote, undisturbed: Callable[..., Steps], tmp_pa
     """Run 2 nodes of 2 ranks with faults, and require that nothing is different from 4 ranks on one node."""
 
     def run(*faults: str, args: tuple[str, ...] = DROPOUT, **settings: Any) -> Job:
-        args = (f"trainer.max_steps={STEPS}", *args)
+        args = (*small(4, STEPS), *args)
         reference = undisturbed(4, args)
         settings = {"node_timeout_s": 4.0, **settings}
         jobs = run_nodes(nemo_zygote, tmp_path / "run", 2, 2, args=args, faults=faults, **settings)
@@ -54,18 +54,6 @@ def hosts() -> Iterator[Network | None]:
         yield made
 
 
-@pytest.mark.long  # with a network, below
-def test_a_rank_killed_on_each_node(disturb_nodes: Run) -> None:
-    faults = (
-        "sigkill@backward:rank=1,step=2",
-        "sigkill@backward:rank=2,step=4",
-        "exception@optimizer:rank=3,step=5",
-    )
-    job = disturb_nodes(*faults)
-    assert [incident.respawned for incident in job.incidents] == [(1,), (2,), ()]
-    assert [incident.rung for incident in job.incidents] == [Rung.PROCESS, Rung.PROCESS, Rung.IN_PROCESS]
-
-
 @pytest.mark.parametrize("phase", ["backward", pytest.param("optimizer", marks=pytest.mark.long)])
 def test_a_whole_node_killed_with_a_spare(disturb_nodes: Run, phase: str) -> None:
     job = disturb_nodes(f"node@{phase}:rank=2,step=3", spares=1, lost=(1,))
@@ -73,15 +61,6 @@ def test_a_whole_node_killed_with_a_spare(disturb_nodes: Run, phase: str) -> Non
     assert incident.respawned == (2, 3)
     assert any("a spare takes the place of node 1" in line for line in job.said)
     assert incident.rung is Rung.NODE
-
-
-@pytest.mark.long  # test_agent_nodes.py has a hang on another node
-@pytest.mark.parametrize("kind", ["sigstop"])
-def test_a_hang_on_another_node_is_found_and_replaced(disturb_nodes: Run, kind: str) -> None:
-    job = disturb_nodes(f"{kind}@backward:rank=2,step=4", heartbeat_timeout_s=4.0)
-    (incident,) = job.incidents
-    assert incident.culprit == 2
-    assert incident.respawned == (2,)
 
 
 @pytest.mark.long
@@ -95,19 +74,6 @@ def test_a_node_lost_while_another_fault_is_handled(disturb_nodes: Run) -> None:
     job = disturb_nodes("exception@forward:rank=0,step=4", "node@recovery:rank=2,step=3", spares=1, lost=(1,))
     assert job.incidents[-1].target == 3
     assert job.incidents[-1].respawned == (2, 3)
-
-
-@pytest.mark.long  # with a network, below
-def test_node_0_killed_with_a_spare_and_a_coordinator_of_its_own(disturb_nodes: Run) -> None:
-    job = disturb_nodes("node@optimizer:rank=1,step=4", spares=1, lost=(0,), outside=True)
-    (incident,) = job.incidents
-    assert incident.respawned == (0, 1)
-
-
-@pytest.mark.long
-def test_ranks_of_two_nodes_lost_in_the_same_step(disturb_nodes: Run) -> None:
-    job = disturb_nodes("sigkill@forward:rank=0,step=4", "sigkill@forward:rank=3,step=4")
-    assert {rank for incident in job.incidents for rank in incident.respawned} >= {0, 3}
 
 
 def test_nodes_with_a_network_between_them(disturb_nodes: Run, hosts: Network | None) -> None:

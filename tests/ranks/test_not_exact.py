@@ -14,7 +14,6 @@ from tests.ranks.nemo_zygote import Zygote
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(200)]
 
-TRAINERS = pytest.mark.parametrize("trainer", ["plain", "lightning"])
 SAYS = {"batch": "step 4 takes another batch than before the fault", "loss": "step 4 has the loss "}
 
 
@@ -25,8 +24,15 @@ def _train(zygote: Zygote, run_dir: Path, trainer: str, what: str, strict: bool 
     return run_job(zygote, run_dir, 2, script=script, args=(trainer, what), faults=faults, strict=strict)
 
 
-@TRAINERS
-@pytest.mark.parametrize("what", ["batch", "loss"])
+@pytest.mark.parametrize(
+    ("trainer", "what"),
+    [
+        ("plain", "loss"),
+        ("lightning", "batch"),
+        pytest.param("plain", "batch", marks=pytest.mark.long),
+        pytest.param("lightning", "loss", marks=pytest.mark.long),
+    ],
+)
 def test_an_inexact_incident_is_an_outcome(nemo_zygote: Zygote, tmp_path: Path, trainer: str, what: str) -> None:
     job = _train(nemo_zygote, tmp_path / "run", trainer, what)
     assert job.code == 0, job.story()
@@ -40,7 +46,7 @@ def test_an_inexact_incident_is_an_outcome(nemo_zygote: Zygote, tmp_path: Path, 
     assert any(SAYS[what] in job.log(rank) for rank in (0, 1))  # rank 0 may have been stopped before its loss
 
 
-@TRAINERS
+@pytest.mark.parametrize("trainer", ["plain", pytest.param("lightning", marks=pytest.mark.long)])
 def test_a_strict_job_ends_with_why(nemo_zygote: Zygote, tmp_path: Path, trainer: str) -> None:
     job = _train(nemo_zygote, tmp_path / "run", trainer, "batch", strict=True)
     assert job.code == 1, job.story()
@@ -49,7 +55,7 @@ def test_a_strict_job_ends_with_why(nemo_zygote: Zygote, tmp_path: Path, trainer
 
 
 @pytest.mark.long
-@TRAINERS
+@pytest.mark.parametrize("trainer", ["plain", "lightning"])
 def test_a_strict_job_that_is_exact_says_nothing(nemo_zygote: Zygote, tmp_path: Path, trainer: str) -> None:
     job = _train(nemo_zygote, tmp_path / "run", trainer, "nothing", strict=True)
     assert job.code == 0, job.story()

@@ -67,6 +67,7 @@ def test_a_module_from_outside_keeps_the_gradients_of_an_update_that_is_still_to
     job.assert_same(calm.steps, STEPS)
 
 
+@pytest.mark.long
 def test_ranks_that_have_no_state_yet_begin_with_the_weights_of_the_first(
     nemo_zygote: Zygote, tmp_path: Path
 ) -> None:

@@ -18,20 +18,12 @@ pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
 STEPS = 16
 #: Where all that a step changes is done again, or is a part of the update.
 PHASES = ("data", "forward", "backward", "before_optimizer", "optimizer", "after_optimizer")
-# The variants with only one of the kinds go the same ways; test_plain_ddp.py has both in each phase.
-KINDS = pytest.mark.parametrize(
-    "kinds",
-    [
-        pytest.param(("exception", "sigkill"), id="by-turns"),
-        *(pytest.param((kind,), id=kind, marks=pytest.mark.long) for kind in ("exception", "sigkill")),
-    ],
-)
 
 
-def by_turns(kinds: Sequence[str], phases: Sequence[str], first: int) -> list[str]:
+def by_turns(phases: Sequence[str], first: int) -> list[str]:
     """Return a fault for each phase, in every second step, of each kind and on each rank in turn."""
     return [
-        f"{kinds[at % len(kinds)]}@{phase}:rank={at // len(kinds) % 2},step={2 * at + first}"
+        f"{('exception', 'sigkill')[at % 2]}@{phase}:rank={at // 2 % 2},step={2 * at + first}"
         for at, phase in enumerate(phases)
     ]
 
@@ -66,12 +58,9 @@ def _equal(zygote: Zygote, calm: Calm, folder: Path, habit: str, faults: Sequenc
     return job
 
 
-@KINDS
 @pytest.mark.parametrize(
     "habit",
     [
-        pytest.param("averages", marks=pytest.mark.long),  # test_contract.py has averages
-        pytest.param("modes", marks=pytest.mark.long),  # test_megatron_loop.py has modes
         "extra-state",
         "validates",
         pytest.param("exchanges", marks=pytest.mark.long),
@@ -82,12 +71,10 @@ def _equal(zygote: Zygote, calm: Calm, folder: Path, habit: str, faults: Sequenc
         "hooks-all",
     ],
 )
-def test_it_is_as_without_the_fault(
-    nemo_zygote: Zygote, calm: Calm, tmp_path: Path, habit: str, kinds: tuple[str, ...]
-) -> None:
+def test_it_is_as_without_the_fault(nemo_zygote: Zygote, calm: Calm, tmp_path: Path, habit: str) -> None:
     """A validation behind an update draws from the streams, and a fault in a later step takes nothing back."""
     phases = PHASES[:4] if habit == "validates" else PHASES  # what follows an update is not done again
-    job = _equal(nemo_zygote, calm, tmp_path, habit, by_turns(kinds, phases, 2), STEPS)
+    job = _equal(nemo_zygote, calm, tmp_path, habit, by_turns(phases, 2), STEPS)
     said = "\n".join(job.log(rank) for rank in range(2))
     assert ("Do it at the beginning of a step" in said) == (habit == "validates"), said
     assert "what an undisturbed run computes" not in said, said
@@ -131,19 +118,16 @@ def test_it_is_refused_in_the_first_steps(nemo_zygote: Zygote, tmp_path: Path, h
     assert all(len(lines) <= most for lines in recorded), "nothing was trained behind that"
 
 
-@KINDS
 @pytest.mark.parametrize(
     "habit",
     ["epochs", *(pytest.param(habit, marks=pytest.mark.long) for habit in ("epochs-change", "warms-up")), "stops"],
 )
-def test_how_a_loop_goes_through_its_steps(
-    nemo_zygote: Zygote, calm: Calm, tmp_path: Path, habit: str, kinds: tuple[str, ...]
-) -> None:
+def test_how_a_loop_goes_through_its_steps(nemo_zygote: Zygote, calm: Calm, tmp_path: Path, habit: str) -> None:
     """Several calls of ``steps()``, a backward pass before the first, and the step that one rank makes the last.
 
     Between calls something may draw, and move buffers: a function that is entered again goes through that again.
     """
-    faults = [*by_turns(kinds, PHASES, 4), f"{kinds[0]}@after_optimizer:rank=1,step=9"]
+    faults = [*by_turns(PHASES, 4), "exception@after_optimizer:rank=1,step=9"]
     _equal(nemo_zygote, calm, tmp_path, habit, faults, STEPS - 2 if habit == "stops" else STEPS)
 
 

@@ -34,7 +34,7 @@ def train(zygote: Zygote, run_dir: Path, *changes: str, saves: bool = True) -> J
         2,  # each starts a process for its first save, which imports torch
         heartbeat_timeout_s=60.0,  # a save is silent, and takes long on a busy machine
         args=(
-            f"trainer.max_steps={STEPS}",
+            *small(2, STEPS),
             "trainer.limit_val_batches=2",
             "trainer.val_check_interval=2",
             *(checkpoints if saves else ()),
@@ -75,11 +75,6 @@ def test_callbacks_validations_and_checkpoints_are_recorded_and_compared(
     assert other.difference is not None
     assert (other.difference.quantity, other.difference.step) == (Quantity.CALLBACK, 4)
     assert other.sentence.startswith("not equal: state of callback Average of step 4 on rank 0 differs")
-
-    rarely = (AVERAGE, "trainer.val_check_interval=3")
-    fewer = compare(first.steps, train(nemo_zygote, tmp_path / "fewer", *rarely, saves=False).steps)
-    assert {place.step for place in fewer.missing_validations} == {2, 3, 4}
-    assert "missing validations after steps" in fewer.sentence
 
 
 def test_parameters_are_whole_where_their_gather_is_left_to_the_next_step(

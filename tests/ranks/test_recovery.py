@@ -13,7 +13,7 @@ from checkpointless.observability.report.verify import Steps, compare
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.events import read_events
 from tests.ranks import fallback_report
-from tests.ranks.jobs import Disturb, run_job
+from tests.ranks.jobs import Disturb, run_job, small
 from tests.ranks.layouts import DROPOUT, EP2, PP2, TP2
 from tests.ranks.nemo_zygote import Zygote
 
@@ -54,10 +54,11 @@ def test_every_layout(disturb: Disturb, nproc: int, args: tuple[str, ...], fault
     disturb(nproc, 5, *faults, args=args)
 
 
-def test_other_deaths(disturb: Disturb) -> None:
+def test_other_deaths_and_a_fault_after_the_last_step_was_committed(disturb: Disturb) -> None:
     faults = [f"{kind}@backward:rank={at % 2},step={2 * at}" for at, kind in enumerate(DEATHS, start=1)]
-    job = disturb(2, 8, *faults)
-    assert [incident.respawned for incident in job.incidents] == [(1,), (0,), (1,)]
+    job = disturb(2, 14, *faults, "exception@after_optimizer:rank=1,step=14")
+    assert [incident.respawned for incident in job.incidents] == [(1,), (0,), (1,), ()]
+    assert job.incidents[-1].target == 14
 
 
 @pytest.mark.parametrize("kinds", [HANGS[:2], pytest.param(HANGS, marks=pytest.mark.long)], ids=["hang-gil", "all"])
@@ -70,31 +71,21 @@ def test_a_hanging_rank_is_replaced_and_its_victims_are_not(disturb: Disturb, ki
 
 
 @pytest.mark.parametrize("kind", [pytest.param("exception", marks=pytest.mark.long), "sigkill"])
-def test_first_step(disturb: Disturb, kind: str) -> None:
-    job = disturb(4, 4, f"{kind}@forward:rank=3,step=1")
+def test_a_fault_while_the_last_one_is_handled(disturb: Disturb, kind: str) -> None:
+    handled = (
+        "sigkill@between:rank=0,step=2",
+        *(f"{kind}@{phase}:rank=1,step=2" for phase in ("init", "recovery")),
+    )
+    job = disturb(4, 6, f"{kind}@forward:rank=3,step=1", *handled)
     assert job.incidents[0].resumed_after == 0  # this holds whether or not all ranks had their state by then
-
-
-@pytest.mark.parametrize("kind", [pytest.param("exception", marks=pytest.mark.long), "sigkill"])
-@pytest.mark.parametrize(
-    "phases", [("init", "recovery"), pytest.param(("recovery",), marks=pytest.mark.long)], ids=["both", "recovery"]
-)
-def test_a_fault_while_the_last_one_is_handled(disturb: Disturb, kind: str, phases: tuple[str, ...]) -> None:
-    faults = [f"{kind}@{phase}:rank=1,step=2" for phase in phases]
-    job = disturb(4, 4, "sigkill@between:rank=0,step=2", *faults)
-    assert len(job.incidents) == 1 + len(phases)
+    assert len(job.incidents) == 4
     assert job.incidents[-1].outcome is Outcome.RESUMED
     assert job.incidents[-1].target == 2
 
 
-def test_a_fault_after_the_last_step_was_committed(disturb: Disturb) -> None:
-    job = disturb(2, 4, "exception@after_optimizer:rank=1,step=4")
-    assert job.incidents[-1].target == 4
-
-
 def test_a_users_own_bug_ends_the_job(nemo_zygote: Zygote, tmp_path: Path) -> None:
     fault = "exception@forward:rank=1,step=2,times=9"
-    job = run_job(nemo_zygote, tmp_path / "run", 2, args=("trainer.max_steps=4",), faults=(fault,))
+    job = run_job(nemo_zygote, tmp_path / "run", 2, args=small(2, 4), faults=(fault,))
     assert job.code == 1
     assert fired(job.run_dir) == {fault: 3}
     last_words = "\n".join(job.said)
@@ -106,7 +97,7 @@ def test_a_users_own_bug_ends_the_job(nemo_zygote: Zygote, tmp_path: Path) -> No
 def test_both_holders_gone_and_no_checkpoint_fails_with_the_reason(nemo_zygote: Zygote, tmp_path: Path) -> None:
     # Rank 2 dies before it can give what it holds.
     faults = ("sigkill@forward:rank=0,step=3", "sigkill@recovery:rank=2,step=2")
-    job = run_job(nemo_zygote, tmp_path / "run", 4, args=("trainer.max_steps=4",), faults=faults)
+    job = run_job(nemo_zygote, tmp_path / "run", 4, args=small(4, 4), faults=faults)
     assert job.code == 1
     assert "no living rank holds the shard of ranks 0, 2" in job.said[-1]
     assert "no checkpoint" in job.said[-1]
@@ -129,11 +120,11 @@ def test_both_holders_gone_falls_back_to_the_checkpoint(
 ) -> None:
     # Rank 2 dies before it can give what it holds.
     faults = ("sigkill@forward:rank=0,step=5", "sigkill@recovery:rank=2,step=4")
-    args = ("trainer.max_steps=7", *with_checkpoints(tmp_path / "nemo"))
+    args = (*small(4, 7), *with_checkpoints(tmp_path / "nemo"))
     # A checkpoint can take long on a busy disk.
     job = run_job(nemo_zygote, tmp_path / "run", 4, args=args, faults=faults, heartbeat_timeout_s=60.0)
     assert job.code == 0, job.story()
-    reference = undisturbed(4, ("trainer.max_steps=7",))
+    reference = undisturbed(4, small(4, 7))
     verdict = compare(reference, job.steps)
     assert verdict.difference is None, "what was done again has other bits"
     assert not verdict.missing
@@ -143,7 +134,9 @@ def test_both_holders_gone_falls_back_to_the_checkpoint(
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
-    ("incidents", "nproc", "layout"), [(4, 2, ()), pytest.param(20, 4, TP2, marks=pytest.mark.long)], ids=[4, 20]
+    ("incidents", "nproc", "layout"),
+    [(4, 2, ()), pytest.param(20, 4, TP2, marks=pytest.mark.long)],
+    ids=[4, 20],
 )
 def test_after_many_incidents_nothing_is_left_behind(
     disturb: Disturb, incidents: int, nproc: int, layout: tuple[str, ...]

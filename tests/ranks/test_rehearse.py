@@ -93,6 +93,7 @@ def test_a_script_that_differs_or_fails_by_itself_is_not_rehearsed(
     assert "fault-1" not in said
 
 
+@pytest.mark.long  # unit/rehearsal/test_judge.py has the verdict
 def test_a_script_that_resumes_from_another_run_is_not_rehearsed(nemo_zygote: Zygote, folder: Path) -> None:
     """The runs without faults find nothing yet, or what the other one has written."""
     words = (

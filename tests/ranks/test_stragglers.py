@@ -38,6 +38,7 @@ def _found(job: Job) -> list[tuple[int, str]]:
     return [(each.rank, each.why) for each in report.stragglers]
 
 
+@pytest.mark.long
 def test_a_rank_that_waits_for_its_batches(zygote: Zygote, tmp_path: Path) -> None:
     assert _found(_train(zygote, tmp_path, "data", 40)) == [(1, "data")]
 
@@ -51,6 +52,7 @@ def test_the_fault_kind_slow(zygote: Zygote, tmp_path: Path) -> None:
     assert _found(_train(zygote, tmp_path, "even", 40, 4, fault)) == [(3, "compute")]
 
 
+@pytest.mark.long
 def test_it_is_told_once_and_is_over_when_the_rank_is_as_fast_as_others(zygote: Zygote, tmp_path: Path) -> None:
     job = _train(zygote, tmp_path, "later", 110)
     (found,) = build_report(str(job.run_dir), read_events(job.run_dir)).stragglers
@@ -60,5 +62,6 @@ def test_it_is_told_once_and_is_over_when_the_rank_is_as_fast_as_others(zygote: 
     assert found.lasted_s is not None
 
 
+@pytest.mark.long  # unit/coordinator/test_stragglers.py has it
 def test_uneven_work_of_several_roles_is_not_slow(zygote: Zygote, tmp_path: Path) -> None:
     assert _found(_train(zygote, tmp_path, "uneven")) == []

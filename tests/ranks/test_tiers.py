@@ -14,7 +14,7 @@ from checkpointless.observability.report.verify import Steps, compare
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.events import Event, read_events
 from tests.ranks.agent_job import SCRIPTS
-from tests.ranks.jobs import Job, run_job, run_nodes
+from tests.ranks.jobs import Job, run_job, run_nodes, small
 from tests.ranks.layouts import DROPOUT, PP2, TP2
 from tests.ranks.nemo_zygote import Zygote
 
@@ -39,7 +39,7 @@ class Kept:
 
     def run(self, tiers: tuple[str, ...], steps: int, *faults: str, args: tuple[str, ...], nproc: int = 4) -> Job:
         """Run a job with faults; each has to happen, and every step to end as without them."""
-        args = (f"trainer.max_steps={steps}", *args)
+        args = (*small(4, steps), *args)
         job = run_job(self._zygote, self._run_dir, nproc, args=(*args, *tiers), faults=faults)
         assert job.code == 0, job.story()
         assert fired(job.run_dir) == dict.fromkeys(faults, 1)
@@ -135,33 +135,6 @@ def test_both_holders_of_a_shard_are_lost(
     assert lost == {7 - after}
 
 
-@pytest.mark.long  # unit/replication has damaged copies
-def test_a_damaged_copy_is_taken_from_its_copy_on_another_rank(kept: Kept, tmp_path: Path) -> None:
-    settings = f"path: {tmp_path / 'copies'}, every: 3, parts: [0], holders: [0]"
-    wanted = tiers(**{"tests.ranks.tier_defects.DamagedDirectory": settings})
-    job = kept.run(wanted, 10, *both_holders_at(9), args=DROPOUT)
-    assert job.incidents[-1].resumed_after == 6
-    assert "taken for missing" in job.log(0), "nobody was told"
-
-
-@pytest.mark.long
-def test_the_first_two_tiers_are_damaged(kept: Kept, tmp_path: Path) -> None:
-    """Of rank 0 only the third tier has a copy, of an older step: all ranks go back to that one."""
-    names = ("tests.ranks.tier_defects.DamagedMemory", "tests.ranks.tier_defects.DamagedDirectory")
-    wanted = tiers(
-        **{
-            names[0]: "parts: [0]",
-            names[1]: f"path: {tmp_path / 'local'}, every: 2, parts: [0], holders: [0, 1, 2, 3]",
-            "shared_directory": f"path: {tmp_path / 'shared'}, every: 3",
-        }
-    )
-    job = kept.run(wanted, 10, *both_holders_at(6), args=DROPOUT)
-    assert job.incidents[-1].resumed_after == 3
-    assert sources(job, 2) == {rank: ("shared directory", rank) for rank in range(4)}
-    assert not [*(tmp_path / "local").iterdir(), *(tmp_path / "shared").iterdir()], "the job has ended well"
-    assert {event.fields["steps_lost"] for event in taken(job)} == {2}
-
-
 @pytest.mark.long
 def test_copies_while_the_next_step_is_made(kept: Kept) -> None:
     """By default training does not wait: a rank that dies early in a step may cost the step before."""
@@ -179,7 +152,7 @@ def test_faults_while_a_recovery_is_made_of_copies(kept: Kept) -> None:
 
 def test_a_rank_and_its_neighbor_are_lost_and_nothing_else_has_a_copy(nemo_zygote: Zygote, tmp_path: Path) -> None:
     faults = ("sigkill@forward:rank=0,step=4", "sigkill@recovery:rank=1,step=3")
-    args = ("trainer.max_steps=5", *ONE_INSTANCE, *tiers(neighbor_memory="overlap: false"))
+    args = (*small(4, 5), *ONE_INSTANCE, *tiers(neighbor_memory="overlap: false"))
     job = run_job(nemo_zygote, tmp_path / "run", 4, args=args, faults=faults)
     assert job.code == 1
     assert "no tier (neighbor memory) has the state of ranks 0, 1 after step 3" in job.said[-1]
@@ -189,7 +162,7 @@ def test_a_rank_and_its_neighbor_are_lost_and_nothing_else_has_a_copy(nemo_zygot
 def test_a_node_is_lost_whose_shards_nobody_else_trains_with(
     nemo_zygote: Zygote, undisturbed: Callable[..., Steps], tmp_path: Path
 ) -> None:
-    args = ("trainer.max_steps=6", *ONE_INSTANCE, *DROPOUT)
+    args = (*small(4, 6), *ONE_INSTANCE, *DROPOUT)
     jobs = run_nodes(
         nemo_zygote,
         tmp_path / "run",
@@ -206,22 +179,6 @@ def test_a_node_is_lost_whose_shards_nobody_else_trains_with(
     job.assert_same(undisturbed(4, args))
     assert job.incidents[-1].resumed_after == 3
     assert {rank: holder for rank, (_, holder) in sources(job, 1).items()} == {0: 0, 1: 1, 2: 0, 3: 1}
-
-
-@pytest.mark.long
-def test_after_many_incidents_nothing_is_left_behind(kept: Kept) -> None:
-    steps = range(2, 20, 3)
-    faults = [f"exception@{PHASES[step % 4]}:rank={step % 4},step={step}" for step in steps]
-    wanted = tiers(neighbor_memory="every: 1")
-    job = kept.run(wanted, steps[-1] + 3, *faults, args=(*ONE_INSTANCE, *TP2))
-    for rank in range(4):
-        residues = [
-            (event.fields["threads"], event.fields["descriptors"])
-            for event in read_events(job.run_dir)
-            if event.rank == rank and event.stage == EventName.SETTLED
-        ]
-        assert len(residues) == len(steps)
-        assert residues[-1] <= residues[0], f"rank {rank}: threads and descriptors {residues}"
 
 
 @pytest.mark.parametrize("overlap", [pytest.param("true", marks=pytest.mark.long), "false"])
@@ -250,13 +207,13 @@ def test_a_plain_loop(nemo_zygote: Zygote, tmp_path: Path, overlap: str) -> None
 def test_what_cannot_be_kept_is_said_before_training(
     nemo_zygote: Zygote, tmp_path: Path, settings: dict[str, str], line: str
 ) -> None:
-    job = run_job(nemo_zygote, tmp_path / "run", 4, args=("trainer.max_steps=3", *tiers(**settings)))
+    job = run_job(nemo_zygote, tmp_path / "run", 4, args=(*small(4, 3), *tiers(**settings)))
     assert job.code != 0
     assert line in "\n".join([*job.said, *(job.log(rank) for rank in range(4))])
     assert not list((job.run_dir / "steps").glob("*")), "a step was made"
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [3, *(pytest.param(world, marks=pytest.mark.long) for world in (2, 4))])
 def test_every_member_gets_all_parts_that_are_whole_and_that_it_has_room_for(
     nemo_zygote: Zygote, world: int
 ) -> None:

@@ -118,6 +118,7 @@ def test_large_objects_arrive_in_buckets_within_the_budget(nemo_zygote: Zygote) 
     assert first > destination_mb * MB > MB > other, "the first holder sends its objects"
 
 
+@pytest.mark.long  # test_state.py has one; this waits for half a minute
 def test_a_holder_killed_in_the_middle_of_large_objects(nemo_zygote: Zygote, tmp_path: Path) -> None:
     meeting = str(tmp_path / "meeting")
     arguments = {"count": 6, "killed": True, "meeting": meeting}

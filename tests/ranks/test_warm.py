@@ -98,9 +98,10 @@ def test_a_model_that_a_callback_has_changed_is_built_anew(disturb: Disturb, bf1
     assert all("is not as it was built" in each["reason"] for each in ranks), ranks
 
 
+@pytest.mark.long  # test_megatron_loop.py has modules that a loop changes
 @pytest.mark.parametrize(
     "kinds",
-    [("exception", "sigkill"), pytest.param(("sigkill", "exception"), marks=pytest.mark.long)],
+    [("exception", "sigkill"), ("sigkill", "exception")],
     ids=["exception-first", "sigkill-first"],
 )
 def test_what_a_hook_changes_of_modules_in_the_middle_belongs_to_the_state(

@@ -5,18 +5,15 @@ Each job runs undisturbed, and with an exception in a backward pass and the deat
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from checkpointless.faults.spec import FaultKind, parse
 from checkpointless.observability.report.incidents import Outcome
-from checkpointless.observability.report.verify import Steps
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.events import read_events
-from tests.ranks.jobs import Disturb, Job, run_job
+from tests.ranks.jobs import Disturb, Job
 from tests.ranks.layouts import DROPOUT, EP2, TP2
 from tests.ranks.nemo_zygote import Zygote
 from tests.ranks.test_warm import told
@@ -63,7 +60,7 @@ def through_faults(
             "strategy.context_parallel_size=2",
             "strategy.sequence_parallel=true",
             "data.micro_batch_size=4",
-            layers("parallel_layers"),  # built anew; test_warm_te.py has those of Megatron
+            layers("parallel_layers"),
         ),
         (
             "strategy.pipeline_model_parallel_size=2",
@@ -136,46 +133,6 @@ def test_parameters_in_fp8(disturb: Disturb, recipe: str) -> None:
     assert (targets[0], {*targets[1:-1]} <= {3, 4, None}, targets[-1]) == (0, True, 5)
     assert sorted(rank for incident in job.incidents for rank in incident.respawned) == [0, 1, 2]
     assert not any(each["kept"] for each in told(job))
-
-
-# --- fp16 ---------------------------------------------------------------------------------------------------------
-
-FP16 = (
-    "trainer.plugins={_target_: nemo.lightning.MegatronMixedPrecision, precision: 16-mixed, "
-    "fp16_initial_loss_scale: 262144, fp16_loss_scale_window: 2, fp16_hysteresis: 1}",
-    f"callbacks.scaled={{_target_: {WAYS}.scaler.ScaledLoss}}",
-)
-
-
-def _behind_scaler(name: str, **settings: object) -> str:
-    given = ", ".join(f"{key}: {json.dumps(value)}" for key, value in settings.items())
-    return f"callbacks.{name}={{_target_: {WAYS}.scaler.FaultBehindScaler, {given}}}"
-
-
-def _overflows(job: Job) -> dict[int, bool]:
-    """Return for each disturbed step whether the gradients overflowed."""
-    notes = sorted(job.run_dir.glob("scaler-*.json"))
-    return {int(note.stem.partition("-")[2]): json.loads(note.read_text())["found_inf"] for note in notes}
-
-
-@pytest.mark.long  # test_lightning.py has fp16
-def test_faults_behind_the_loss_scaler(
-    nemo_zygote: Zygote, undisturbed: Callable[[int, tuple[str, ...]], Steps], tmp_path: Path
-) -> None:
-    """Faults come in skipped steps, where ranks could stand on both sides, and in one that makes the scale grow."""
-    args = ("trainer.max_steps=8", *SMALL, *FP16)
-    faults = (
-        _behind_scaler("raises", rank=1, step=1),
-        _behind_scaler("dies", rank=1, step=4, generation=1, after_s=0.3, kill=True, late=[3]),
-        _behind_scaler("raises_later", rank=2, step=6, generation=2),
-    )
-    job = run_job(nemo_zygote, tmp_path / "run", 4, args=(*args, *faults), limit_s=200.0)
-    assert job.code == 0, job.story()
-    assert [incident.target for incident in job.incidents] == [0, 3, 5]
-    assert [incident.respawned for incident in job.incidents] == [(), (1,), ()]
-    assert _overflows(job) == {1: True, 4: True, 6: False}
-    assert [each["kept"] for each in told(job)] == [True] * 11, told(job)
-    job.assert_same(undisturbed(4, args))
 
 
 # --- data ---------------------------------------------------------------------------------------------------------

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import glob
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +14,7 @@ from checkpointless.observability.report.verify import compare
 from checkpointless.recovery import Place, seed_data_workers
 from tests.ranks.agent_job import SCRIPTS
 from tests.ranks.drawing import Drawing, DrawingLines, collate, draw_init
-from tests.ranks.jobs import Disturb, Scene, run_job
-from tests.ranks.layouts import PP2, TP2
+from tests.ranks.jobs import Disturb, run_job
 from tests.ranks.nemo_zygote import Zygote
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
@@ -26,38 +23,6 @@ STEPS = 5
 NOISY = ("data._target_=tests.ranks.noisy_text.NoisyTextDataModule", "data.num_workers=2")
 NOISY_TRAINING = ("callbacks.noise={_target_: tests.ranks.noisy_text.NoisyEmbedding}",)
 VALIDATION = ("trainer.limit_val_batches=2", "trainer.val_check_interval=2")
-
-
-@pytest.mark.long  # the next but one has such workers and more
-@pytest.mark.nemo
-def test_augmentation_in_workers_is_repeated(disturb: Disturb, short_folder: Path) -> None:
-    faults = ("exception@backward:rank=1,step=2", "sigkill@backward:rank=1,step=4")
-    counts: set[int] = set()
-
-    def count(scene: Scene) -> None:
-        ended = False
-        while not ended:
-            ended = any(event.edge == "end" for event in scene.stages("job"))
-            counts.add(len(glob.glob(str(short_folder / "ckpl-*/*/pymp-*/listener-*"))))  # folders come and go
-            time.sleep(0.02)
-
-    disturb(2, STEPS, *faults, args=NOISY, tmp=short_folder, meanwhile=count)
-    assert max(counts) == 2 * 2  # each worker of each rank has one socket, and those of killed ones are gone
-    assert list(short_folder.iterdir()) == []
-
-
-@pytest.mark.long
-@pytest.mark.nemo
-@pytest.mark.parametrize(
-    ("layout", "fault"),
-    [
-        ((*TP2, "data.persistent_workers=true"), "sigkill@between:rank=1,step=2"),
-        pytest.param(PP2, "sigkill@data:rank=3,step=3"),
-    ],
-    ids=["tp2-persistent", "pp2"],
-)
-def test_augmentation_is_repeated_in_every_layout(disturb: Disturb, layout: tuple[str, ...], fault: str) -> None:
-    disturb(4, STEPS, fault, args=(*NOISY, *layout))
 
 
 @pytest.mark.nemo

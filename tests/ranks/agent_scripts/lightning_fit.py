@@ -18,7 +18,6 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities import GradClipAlgorithmType
-from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, WeightedRandomSampler
 
 from checkpointless import HPWrapper
@@ -174,26 +173,6 @@ class Data(pl.LightningDataModule):
         return samples
 
 
-class CountedData(Data):
-    """Scales batches by how many there were in the epoch; its state is its own dict, emptied at the end of one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: dict[str, int] = {}
-
-    def on_after_batch_transfer(self, batch: torch.Tensor, dataloader_idx: int) -> torch.Tensor:
-        trainer: Any = self.trainer
-        if trainer.training:
-            self.seen["n"] = self.seen.get("n", 0) + 1
-        return batch * (1 + 0.05 * self.seen.get("n", 0))
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.seen
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.seen = dict(state_dict)
-
-
 class Model(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
@@ -209,8 +188,6 @@ class Model(pl.LightningModule):
         if "frees" in FEATURES:
             self.net[0].requires_grad_(False)
         if STRATEGY == "ddp":
-            if "averaged" in FEATURES:
-                self.average = AveragedModel(self.net).requires_grad_(False)
             self.net.append(torch.nn.BatchNorm1d(WIDTH))
             return
         from torch.distributed.fsdp import fully_shard
@@ -230,18 +207,11 @@ class Model(pl.LightningModule):
             self.net[0].requires_grad_(self.current_epoch == 2)
         if "frees" in FEATURES and self.current_epoch == 1:
             self.net[0].requires_grad_(True)
-        if "modes" in FEATURES and self.current_epoch == 1:
-            self.net[2].eval()
         optimizer: Any = self.optimizers()
         if "adds" in FEATURES and self.current_epoch == 1:
             optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))]})
         if "exchanges" in FEATURES and self.current_epoch == 1:
             self.trainer.optimizers = [torch.optim.AdamW(self.parameters(), lr=1e-3)]
-
-    def on_train_epoch_end(self) -> None:
-        if "emptied" in FEATURES:
-            data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
-            data.seen.clear()
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Change the trainer itself, once."""
@@ -274,10 +244,7 @@ class Model(pl.LightningModule):
     def configure_optimizers(self) -> Any:
         if "lbfgs" in FEATURES:
             return torch.optim.LBFGS(self.parameters())
-        rate: Any = torch.tensor(1e-2) if "rate-in-tensor" in FEATURES else 1e-2  # schedulers change it in place
-        optimizer = torch.optim.AdamW(self.parameters(), lr=rate)
-        if "averaged" in FEATURES:
-            optimizer.register_step_post_hook(lambda *_: self.average.update_parameters(self.net[:4]))
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
         steps = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.9)
         plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
         return [optimizer], [
@@ -288,8 +255,6 @@ class Model(pl.LightningModule):
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
         if "seldom" in FEATURES and self.trainer.global_step % 3 == 1:
             optimizer_closure()
-        elif "raw" in FEATURES:
-            optimizer.optimizer.step(closure=optimizer_closure)
         else:
             super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
         if "twice" in FEATURES:
@@ -431,7 +396,7 @@ def main() -> None:
     model: Any = Model()
     if "compiled" in FEATURES:
         model = torch.compile(model, backend="aot_eager")
-    trainer.fit(model, CountedData() if "emptied" in FEATURES else Data())
+    trainer.fit(model, Data())
     if "compiled" in FEATURES:
         print(f"graphs: {torch._dynamo.utils.counters['stats']['unique_graphs']}")
 

@@ -259,12 +259,6 @@ def kept_slowly(training: PlainTraining) -> PlainTraining:
     return training
 
 
-def averaged_by(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> AveragedModel:
-    average = AveragedModel(model)
-    optimizer.register_step_post_hook(lambda *_: average.update_parameters(model))
-    return average
-
-
 @HPWrapper()
 def main(caller: HPCallWrapper) -> None:
     dist.init_process_group("gloo")
@@ -273,8 +267,6 @@ def main(caller: HPCallWrapper) -> None:
     inner, model = build_model()
     modules: list[torch.nn.Module] = [model]
     optimizer = OPTIMIZERS.get(HABIT, torch.optim.SGD)(model.parameters(), lr=0.05)
-    if HABIT == "averages":
-        modules.append(averaged_by(optimizer, inner))
     teacher, beside = copy.deepcopy(inner).requires_grad_(False), AveragedModel(inner)
     if HABIT == "follows":
         modules.append(teacher)
@@ -290,8 +282,6 @@ def main(caller: HPCallWrapper) -> None:
 
     def make(step: int) -> None:
         follow(teacher, inner)
-        if HABIT == "modes" and step == 3:
-            inner.eval()  # it stays so
         enter_step(caller, step, functools.partial(validate_others, caller, training, inner, data, step))
         if HABIT == "plateaus" and plateau is not None and step % 2 == 0:
             plateau.step(1.0)

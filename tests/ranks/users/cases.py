@@ -42,7 +42,6 @@ FP16 = Run("fp16", 8)
 BATCHNORM = Run("batchnorm", script="plain_loop.py", nproc=3)
 OWN_BUFFERS = Run("batchnorm,own-buffers,randperm", script="plain_loop.py", nproc=3)
 LARGE = Run("large-buffers,randperm", script="plain_loop.py", nproc=3)
-EQUAL = Run("equal-buffers,batchnorm,own-buffers", script="plain_loop.py", nproc=3)
 VALIDATES_SHUFFLED = Run("validation,cyclic", layout=EP2, nproc=4)
 VALIDATES = Run("validation,then-validate", (3, 6))
 OWN = Run("own-buffers,shuffled,epochs", 8, nproc=4)
@@ -54,12 +53,9 @@ SAVES = Run("modelckpt", 7)
 BACKGROUND = Run("modelckpt,async-save", 7)
 STOPS = Run("earlystop,plateau", 10)
 RESUMED = Run("own-data,csv", 8, resumed=4)
-RESUMED_DEMO = Run("", 8, resumed=4)
-RESUMED_STAGES = Run("validation", 8, ("--pipeline-parallel", "2"), nproc=4, resumed=4)
 SHORT_LONG, LONG_SHORT = Run("", (3, 6)), Run("", (6, 3))
 SHUFFLED_BY_WORKERS = Run("epochs,cyclic,workers", 8)
 MONITORED = Run("monitored,dated", 6)
-EPOCHS = Run("epochs", 8)
 METRICS = Run("epochs,epoch-metrics,module-state", 8, nproc=4)
 STARTS = Run("start-hooks")
 
@@ -79,7 +75,6 @@ CASES = (
             "sigkill@before_optimizer:rank=2,step=5",
         ),
     ),
-    Case("counters of the global aux loss", EXPERTS, ("exception@backward:rank=1,step=4",)),
     Case(
         "loss scale, before the update",
         FP16,
@@ -95,15 +90,6 @@ CASES = (
     ),
     # ranks' own buffers
     Case(
-        "own buffers, in the update",
-        OWN_BUFFERS,
-        (
-            "segfault@optimizer:rank=2,step=2",
-            "oom@optimizer:rank=1,step=3",
-            "exception@optimizer:rank=1,step=6",
-        ),
-    ),
-    Case(
         "own buffers, kills around the update",
         OWN_BUFFERS,
         (
@@ -113,7 +99,6 @@ CASES = (
             "sigkill@after_optimizer:rank=0,step=5",
         ),
     ),
-    Case("large buffers that are equal, sigkill", EQUAL, ("sigkill@before_optimizer:rank=1,step=4",)),
     Case(
         "own buffers of Megatron's",
         OWN,
@@ -135,15 +120,6 @@ CASES = (
         ),
     ),
     # 8: checkpoints of the step of the fault: one is due every two steps, and the last after step 7
-    Case(
-        "checkpoints, exceptions",
-        SAVES,
-        (
-            "exception@after_optimizer:rank=1,step=2",
-            "exception@between:rank=1,step=4",
-            "exception@after_optimizer:rank=1,step=7",
-        ),
-    ),
     Case(
         "checkpoints, kills",
         SAVES,
@@ -204,8 +180,6 @@ CASES = (
             "sigkill@forward:rank=0,step=8",
         ),
     ),
-    Case("resumed, hit in the first step", RESUMED_DEMO, ("exception@after_optimizer:rank=1,step=5",)),
-    Case("resumed before a validation", RESUMED_STAGES, ("exception@forward:rank=1,step=5",)),
     # 11: the second fit
     Case(
         "in the second fit",
@@ -217,36 +191,6 @@ CASES = (
         ),
         apart=CALLED_AGAIN,
     ),
-    Case(
-        "in the first fit",
-        LONG_SHORT,
-        (
-            "exception@forward:rank=1,step=4",
-            "sigkill@forward:rank=0,step=5",
-        ),
-    ),
-    Case(
-        "in a fit behind a validation",
-        VALIDATES,
-        (
-            "exception@forward:rank=1,step=5",
-            "sigkill@forward:rank=0,step=6",
-        ),
-        apart=NOT_REFITTED,
-    ),
-    # 12: random streams where the block begins
-    Case("an order drawn in the block", RANDPERM, ("sigkill@before_optimizer:rank=1,step=4",)),
-    # 13: a later epoch
-    Case(
-        "terminated at the end of an epoch",
-        EPOCHS,
-        (
-            "sigterm@before_optimizer:rank=1,step=4",
-            "sigkill@optimizer:rank=0,step=5",
-            "exception@after_optimizer:rank=1,step=6",
-        ),
-    ),
-    Case("shuffled and uneven", Run("epochs,uneven,cyclic", 8), ("exception@forward:rank=1,step=6",)),
     # NeMo's sampler counts what workers fetch ahead: Lightning sees 3 steps in an epoch of 4, faults or not
     Case(
         "shuffled, with workers",
@@ -255,10 +199,6 @@ CASES = (
             "exception@forward:rank=1,step=3",
             "sigkill@forward:rank=0,step=5",
         ),
-    ),
-    # 16: metrics and rows
-    Case(
-        "loggers' rows of a step that validates", Run("validation,csv"), ("sigterm@before_optimizer:rank=0,step=2",)
     ),
     # What is accumulated over an epoch is all of it, and each rank's own
     Case(
@@ -269,56 +209,23 @@ CASES = (
             "exception@forward:rank=2,step=7",
         ),
     ),
-    Case(
-        "metrics of the epoch, kills",
-        METRICS,
-        (
-            "sigkill@after_optimizer:rank=1,step=1",
-            "sigkill@after_optimizer:rank=2,step=4",
-            "sigkill@after_optimizer:rank=3,step=6",
-            "sigkill@forward:rank=0,step=7",
-        ),
-    ),
-    # Hooks at the start run again, and what they change is taken back
-    Case(
-        "hooks at the start",
-        STARTS,
-        (
-            "exception@forward:rank=1,step=3",
-            "sigkill@forward:rank=0,step=5",
-        ),
-    ),
 )
 
 
 #: Each of these has another case that goes the same way.
 LONG = frozenset(
     {
-        "hooks at the start",
-        "terminated at the end of an epoch",  # test_fault_kinds.py has SIGTERM
         "batch norm, before the update",  # test_recorded.py has batch norm
-        "own buffers, in the update",
-        "an order drawn in the block",
-        "large buffers that are equal, sigkill",
-        "loggers' rows of a step that validates",
         "shuffled validations",
-        "counters of the global aux loss",
-        "in a fit behind a validation",
         "one in the background, sigkill in the next step",
         "own buffers of Megatron's",
         "a monitored checkpoint in NeMo's folder",
         "checkpoints in the background, exceptions",
-        "checkpoints, exceptions",
         "expert bias, before the update",
-        "loss scale, before the update",  # test_ways.py has faults behind the loss scaler
+        "loss scale, before the update",  # test_lightning.py has fp16
         "in the second fit",
-        "in the first fit",
-        "metrics of the epoch, kills",
         "metrics of the epoch, exceptions",
-        "resumed before a validation",
-        "resumed, hit in the first step",
         "the last one in the background, sigterm",
-        "shuffled and uneven",
         "shuffled, with workers",
     }
 )

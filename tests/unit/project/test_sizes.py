@@ -14,10 +14,10 @@ BUDGETS = {
     "lines of the product": 52_906,
     "modules of the product": 220,
     "public names of the product": 763,
-    "lines of the tests": 61_997,
-    "bytes of docs/": 204_800,
+    "lines of the tests": 60_532,
+    "bytes of docs/": 204_781,
     "bytes of docs/architecture.md": 34_951,
-    "bytes of docs/guarantees.md": 13_412,
+    "bytes of docs/guarantees.md": 13_440,
     "lines of README.md": 129,
 }
 FUNCTION_LINES = 60
