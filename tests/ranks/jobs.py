@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from checkpointless.faults.ledger import fired
 from checkpointless.observability.report.incidents import IncidentSummary, summarize
 from checkpointless.observability.report.verify import Steps, compare
 from checkpointless.observability.telemetry.events import read_events
@@ -88,6 +89,44 @@ def run_job(
     (job,) = run_nodes(zygote, run_dir, 1, nproc, script=script, args=args, faults=faults, **settings)
     assert job is not None
     return job
+
+
+class Trainings:
+    """Trains with a script and faults, to the same end as without; without, each training only once.
+
+    Args:
+        zygote: to fork from.
+        folders: makes a folder for each training.
+        script: of the ranks.
+        **settings: further fields of ``LaunchConfig``.
+    """
+
+    def __init__(self, zygote: Zygote, folders: pytest.TempPathFactory, script: str, **settings: Any) -> None:
+        self._zygote, self._folders, self._script, self._settings = zygote, folders, script, settings
+        self._calm: dict[tuple[int, tuple[str, ...]], Job] = {}
+
+    def run(self, ranks: int, args: tuple[str, ...], *faults: str) -> Job:
+        """Train; the job has to end well, and each fault to happen once."""
+        folder = self._folders.mktemp("training") / "run"
+        given: Any = {"script": self._script, "args": args, "faults": faults, **self._settings}
+        job = run_job(self._zygote, folder, ranks, **given)
+        assert job.code == 0, job.story()
+        assert fired(job.run_dir) == dict.fromkeys(faults, 1), job.story()
+        return job
+
+    def calm(self, ranks: int, *args: str) -> Job:
+        """Return the training without faults."""
+        if (ranks, args) not in self._calm:
+            self._calm[ranks, args] = self.run(ranks, args)
+        return self._calm[ranks, args]
+
+    def rough(
+        self, ranks: int, args: tuple[str, ...], *faults: str, steps: int | None = None, more: tuple[str, ...] = ()
+    ) -> Job:
+        """Train with faults, and with ``more`` words for the script; every step has to be that of the calm one."""
+        job = self.run(ranks, (*args, *more), *faults)
+        job.assert_same(self.calm(ranks, *args).steps, steps)
+        return job
 
 
 def known_steps(zygote: Zygote, folders: pytest.TempPathFactory) -> Callable[..., Steps]:

@@ -8,20 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from checkpointless.faults.ledger import fired
 from tests.ranks.agent_job import SCRIPTS
-from tests.ranks.jobs import Job, run_job
+from tests.ranks.jobs import Job, Trainings, run_job
 from tests.ranks.nemo_zygote import Zygote
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
 
 PHASES = ("data", "forward", "backward", "before_optimizer", "optimizer", "after_optimizer", "between")
 STEPS = 2 * len(PHASES) + 2
+SCRIPT = str(SCRIPTS / "crossed_mesh.py")
 Train = Callable[..., Job]
 
 
 def run(zygote: Zygote, run_dir: Path, *faults: str, args: tuple[str, ...] = (str(STEPS),)) -> Job:
-    return run_job(zygote, run_dir, 4, script=str(SCRIPTS / "crossed_mesh.py"), args=args, faults=faults)
+    return run_job(zygote, run_dir, 4, script=SCRIPT, args=args, faults=faults)
 
 
 def ends(job: Job) -> list[str]:
@@ -32,17 +32,13 @@ def ends(job: Job) -> list[str]:
 @pytest.fixture(scope="module")
 def train(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Train:
     """Return a function that trains with faults, and compares with a training without."""
-    undisturbed = run(nemo_zygote, tmp_path_factory.mktemp("crossed") / "run")
-    assert undisturbed.code == 0, undisturbed.story()
+    trainings = Trainings(nemo_zygote, tmp_path_factory, SCRIPT)
+    undisturbed = trainings.calm(4, str(STEPS))
     assert "a rank that dies cannot be restored" not in undisturbed.log(0)
     assert len(set(ends(undisturbed))) == 4, "each rank has numbers of its own"
 
     def compared(*faults: str, extra: tuple[str, ...] = ()) -> Job:
-        args = (str(STEPS), *extra)
-        job = run(nemo_zygote, tmp_path_factory.mktemp("crossed") / "run", *faults, args=args)
-        assert job.code == 0, job.story()
-        assert fired(job.run_dir) == dict.fromkeys(faults, 1)
-        job.assert_same(undisturbed.steps, STEPS)
+        job = trainings.rough(4, (str(STEPS),), *faults, steps=STEPS, more=extra)
         assert ends(job) == ends(undisturbed)
         return job
 

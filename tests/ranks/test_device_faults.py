@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
 
 from checkpointless.faults.chaos import DEADLY, HANGING
-from checkpointless.faults.ledger import fired
 from checkpointless.faults.spec import SETUP_PHASES, FaultKind, FaultPhase
-from tests.ranks.jobs import Job, run_job
+from tests.ranks.jobs import Trainings
 from tests.ranks.nemo_zygote import ROOT, Zygote
 
 # Per commit test_device.py has a device assert, which ends in a wait for the device, whatever the phase.
@@ -80,45 +78,14 @@ def cases() -> list[Case]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Job]:
-    """Return a function that runs the undisturbed job of a layout, once."""
-    known: dict[str, Job] = {}
-
-    def make(layout: str) -> Job:
-        if layout not in known:
-            known[layout] = run(nemo_zygote, tmp_path_factory, layout, [])
-            assert known[layout].code == 0, known[layout].story()
-        return known[layout]
-
-    return make
-
-
-def run(zygote: Zygote, folders: pytest.TempPathFactory, layout: str, faults: list[str]) -> Job:
-    """Run a job."""
-    ranks, args = LAYOUTS[layout]
-    return run_job(
-        zygote,
-        folders.mktemp("device") / "run",
-        ranks,
-        script=SCRIPT,
-        args=("--steps", str(STEPS), *args),
-        faults=tuple(faults),
-        heartbeat_timeout_s=10.0,
-        limit_s=400.0,
-    )
+def trainings(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Trainings:
+    return Trainings(nemo_zygote, tmp_path_factory, SCRIPT, heartbeat_timeout_s=10.0, limit_s=400.0)
 
 
 @pytest.mark.parametrize("case", cases(), ids=lambda case: f"{case.layout}-{case.name}")
-def test_no_fault_changes_a_bit_or_replaces_anybody_healthy(
-    nemo_zygote: Zygote,
-    tmp_path_factory: pytest.TempPathFactory,
-    undisturbed: Callable[[str], Job],
-    case: Case,
-) -> None:
+def test_no_fault_changes_a_bit_or_replaces_anybody_healthy(trainings: Trainings, case: Case) -> None:
     faults, replaced = case.faults()
-    job = run(nemo_zygote, tmp_path_factory, case.layout, faults)
-    assert job.code == 0, job.story()
-    assert fired(job.run_dir) == dict.fromkeys(faults, 1)
-    job.assert_same(undisturbed(case.layout).steps, STEPS)
+    ranks, args = LAYOUTS[case.layout]
+    job = trainings.rough(ranks, ("--steps", str(STEPS), *args), *faults, steps=STEPS)
     respawned = Counter(rank for incident in job.incidents for rank in incident.respawned)
     assert respawned == replaced, job.story()

@@ -11,7 +11,7 @@ import pytest
 
 from checkpointless.faults.ledger import fired
 from tests.ranks.agent_job import SCRIPTS
-from tests.ranks.jobs import Job, run_job
+from tests.ranks.jobs import Job, Trainings, run_job
 from tests.ranks.nemo_zygote import Zygote
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
@@ -59,26 +59,16 @@ def told(job: Job) -> str:
 @pytest.fixture(scope="module")
 def train(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Train:
     """Return a function that trains with faults, to the same end as without; without, only once for what it is."""
-    undisturbed: dict[tuple[int, tuple[str, ...]], Job] = {}
-
-    def run(ranks: int, args: tuple[str, ...], *faults: str) -> Job:
-        folder = tmp_path_factory.mktemp("lightning")
-        limits = {"heartbeat_timeout_s": 100.0}  # compiling takes its time on a busy machine
-        job = run_job(nemo_zygote, folder / "run", ranks, script=SCRIPT, args=args, faults=faults, **limits)
-        assert job.code == 0, job.story()
-        assert fired(job.run_dir) == dict.fromkeys(faults, 1), job.story()
-        return job
+    # Compiling takes its time on a busy machine.
+    trainings = Trainings(nemo_zygote, tmp_path_factory, SCRIPT, heartbeat_timeout_s=100.0)
 
     def compared(
         strategy: str, steps: int, *faults: str, features: str = "", made: int | None = None, ranks: int = 4
     ) -> Job:
         args = (str(steps), strategy, *filter(None, features.split(",")))
-        if (ranks, args) not in undisturbed:
-            undisturbed[ranks, args] = run(ranks, args)
-        calm, job = undisturbed[ranks, args], run(ranks, args, *faults)
-        job.assert_same(calm.steps, steps if made is None else made)
+        job = trainings.rough(ranks, args, *faults, steps=steps if made is None else made)
         assert len(job.incidents) == len(faults)
-        assert logged(calm) == logged(job)
+        assert logged(trainings.calm(ranks, *args)) == logged(job)
         return job
 
     return compared

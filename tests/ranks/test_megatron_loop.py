@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from checkpointless.faults.ledger import fired
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.events import read_events
 from tests.ranks.agent_job import SCRIPTS
-from tests.ranks.jobs import Job, run_job
+from tests.ranks.jobs import Job, Trainings, run_job
 from tests.ranks.nemo_zygote import Zygote
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
@@ -25,22 +24,10 @@ Train = Callable[..., Job]
 @pytest.fixture(scope="module")
 def train(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Train:
     """Return a function that trains with faults and compares; the undisturbed job is made once for each layout."""
-    undisturbed: dict[tuple[str, ...], Job] = {}
-
-    def run(ranks: int, args: tuple[str, ...], *faults: str) -> Job:
-        folder = tmp_path_factory.mktemp("megatron-loop")
-        job = run_job(nemo_zygote, folder / "run", ranks, script=SCRIPT, args=args, faults=faults)
-        assert job.code == 0, job.story()
-        assert fired(job.run_dir) == dict.fromkeys(faults, 1)
-        return job
+    trainings = Trainings(nemo_zygote, tmp_path_factory, SCRIPT)
 
     def compared(ranks: int, steps: int, layout: str, *faults: str) -> Job:
-        args = (str(steps), *layout.split())
-        if args not in undisturbed:
-            undisturbed[args] = run(ranks, args)
-        job = run(ranks, args, *faults)
-        job.assert_same(undisturbed[args].steps, steps)
-        return job
+        return trainings.rough(ranks, (str(steps), *layout.split()), *faults, steps=steps)
 
     return compared
 

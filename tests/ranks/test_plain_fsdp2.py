@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from checkpointless.faults.ledger import fired
 from tests.ranks.agent_job import SCRIPTS
-from tests.ranks.jobs import Job, run_job
+from tests.ranks.jobs import Job, Trainings, run_job
 from tests.ranks.nemo_zygote import Zygote
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
 
+SCRIPT = str(SCRIPTS / "plain_fsdp2.py")
 Mesh = tuple[int, int, int]  # replicas, shards, tensor-parallel ranks
 HSDP, WITH_TP, FULLY_SHARDED = (2, 2, 1), (2, 2, 2), (1, 4, 1)
 Train = Callable[..., Job]
@@ -22,24 +23,11 @@ Train = Callable[..., Job]
 @pytest.fixture(scope="module")
 def train(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Train:
     """Return a function that trains with faults, each of which happens once; without, only once for a mesh."""
-    undisturbed: dict[tuple[Mesh, int], Job] = {}
-
-    def run(mesh: Mesh, steps: int, *faults: str, extra: tuple[str, ...] = ()) -> Job:
-        args = (*map(str, (steps, *mesh)), *extra)
-        folder = tmp_path_factory.mktemp("fsdp2")
-        script = str(SCRIPTS / "plain_fsdp2.py")
-        ranks = mesh[0] * mesh[1] * mesh[2]
-        job = run_job(zygote, folder / "run", ranks, script=script, args=args, faults=faults)
-        assert job.code == 0, job.story()
-        assert fired(job.run_dir) == dict.fromkeys(faults, 1)
-        return job
+    trainings = Trainings(zygote, tmp_path_factory, SCRIPT)
 
     def compared(mesh: Mesh, steps: int, *faults: str, extra: tuple[str, ...] = ()) -> Job:
-        if (mesh, steps) not in undisturbed:
-            undisturbed[mesh, steps] = run(mesh, steps)
-        job = run(mesh, steps, *faults, extra=extra)
-        job.assert_same(undisturbed[mesh, steps].steps, steps)
-        return job
+        args = (str(steps), *map(str, mesh))
+        return trainings.rough(math.prod(mesh), args, *faults, steps=steps, more=extra)
 
     return compared
 
@@ -69,7 +57,7 @@ def test_hsdp_with_tensor_parallelism(train: Train) -> None:
 @pytest.mark.long
 def test_both_replicas_of_a_shard_are_lost(zygote: Zygote, tmp_path: Path) -> None:
     faults = ("sigkill@before_optimizer:rank=1,step=3", "sigkill@recovery:rank=3,step=2")
-    script, args = str(SCRIPTS / "plain_fsdp2.py"), ("5", "2", "2", "1")
+    script, args = SCRIPT, ("5", "2", "2", "1")
     job = run_job(zygote, tmp_path / "run", 4, script=script, args=args, faults=faults)
     assert job.code == 1
     assert "no living rank holds the shard of ranks 1, 3" in job.said[-1]
@@ -89,7 +77,7 @@ def test_weights_that_were_exchanged_for_an_evaluation_are_not_taken_for_the_tra
 
 
 def test_an_optimizer_that_communicates_is_refused_in_its_first_step(zygote: Zygote, tmp_path: Path) -> None:
-    script, args = str(SCRIPTS / "plain_fsdp2.py"), ("5", "2", "2", "1", "muon")
+    script, args = SCRIPT, ("5", "2", "2", "1", "muon")
     job = run_job(zygote, tmp_path / "run", 4, script=script, args=args)
     assert job.code == 1
     assert "an optimizer communicates in its step" in "\n".join([*job.said, *(job.log(rank) for rank in range(4))])

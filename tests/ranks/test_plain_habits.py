@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from checkpointless.faults.ledger import fired
 from tests.ranks.agent_job import SCRIPTS
-from tests.ranks.jobs import Job, run_job
+from tests.ranks.jobs import Job, Trainings, run_job
 from tests.ranks.nemo_zygote import Zygote
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
 
 STEPS = 16
+SCRIPT = str(SCRIPTS / "plain_habits.py")
 #: Where all that a step changes is done again, or is a part of the update.
 PHASES = ("data", "forward", "backward", "before_optimizer", "optimizer", "after_optimizer")
 
@@ -28,34 +27,13 @@ def by_turns(phases: Sequence[str], first: int) -> list[str]:
     ]
 
 
-Calm = Callable[[str], Job]
-
-
 def _train(zygote: Zygote, run_dir: Path, habit: str, *faults: str) -> Job:
-    script = str(SCRIPTS / "plain_habits.py")
-    return run_job(zygote, run_dir, 2, script=script, args=(str(STEPS), habit), faults=faults)
+    return run_job(zygote, run_dir, 2, script=SCRIPT, args=(str(STEPS), habit), faults=faults)
 
 
 @pytest.fixture(scope="module")
-def calm(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Calm:
-    """Return a function for the job of a habit without faults; it trains each only once."""
-
-    @functools.cache
-    def train(habit: str) -> Job:
-        job = _train(nemo_zygote, tmp_path_factory.mktemp("calm") / "run", habit)
-        assert job.code == 0, job.story()
-        return job
-
-    return train
-
-
-def _equal(zygote: Zygote, calm: Calm, folder: Path, habit: str, faults: Sequence[str], steps: int) -> Job:
-    """Train through ``faults``, each of which happens once, and require what the calm run computes in ``steps``."""
-    job = _train(zygote, folder / "rough", habit, *faults)
-    assert job.code == 0, job.story()
-    assert fired(job.run_dir) == dict.fromkeys(faults, 1), job.story()
-    job.assert_same(calm(habit).steps, steps)
-    return job
+def trainings(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Trainings:
+    return Trainings(nemo_zygote, tmp_path_factory, SCRIPT)
 
 
 @pytest.mark.parametrize(
@@ -71,10 +49,10 @@ def _equal(zygote: Zygote, calm: Calm, folder: Path, habit: str, faults: Sequenc
         "hooks-all",
     ],
 )
-def test_it_is_as_without_the_fault(nemo_zygote: Zygote, calm: Calm, tmp_path: Path, habit: str) -> None:
+def test_it_is_as_without_the_fault(trainings: Trainings, habit: str) -> None:
     """A validation behind an update draws from the streams, and a fault in a later step takes nothing back."""
     phases = PHASES[:4] if habit == "validates" else PHASES  # what follows an update is not done again
-    job = _equal(nemo_zygote, calm, tmp_path, habit, by_turns(phases, 2), STEPS)
+    job = trainings.rough(2, (str(STEPS), habit), *by_turns(phases, 2), steps=STEPS)
     said = "\n".join(job.log(rank) for rank in range(2))
     assert ("Do it at the beginning of a step" in said) == (habit == "validates"), said
     assert "what an undisturbed run computes" not in said, said
@@ -122,17 +100,17 @@ def test_it_is_refused_in_the_first_steps(nemo_zygote: Zygote, tmp_path: Path, h
     "habit",
     ["epochs", *(pytest.param(habit, marks=pytest.mark.long) for habit in ("epochs-change", "warms-up")), "stops"],
 )
-def test_how_a_loop_goes_through_its_steps(nemo_zygote: Zygote, calm: Calm, tmp_path: Path, habit: str) -> None:
+def test_how_a_loop_goes_through_its_steps(trainings: Trainings, habit: str) -> None:
     """Several calls of ``steps()``, a backward pass before the first, and the step that one rank makes the last.
 
     Between calls something may draw, and move buffers: a function that is entered again goes through that again.
     """
     faults = [*by_turns(PHASES, 4), "exception@after_optimizer:rank=1,step=9"]
-    _equal(nemo_zygote, calm, tmp_path, habit, faults, STEPS - 2 if habit == "stops" else STEPS)
+    trainings.rough(2, (str(STEPS), habit), *faults, steps=STEPS - 2 if habit == "stops" else STEPS)
 
 
-def test_a_loop_that_is_left_by_break_is_warned_of_once(calm: Calm) -> None:
-    job = calm("breaks")
+def test_a_loop_that_is_left_by_break_is_warned_of_once(trainings: Trainings) -> None:
+    job = trainings.calm(2, str(STEPS), "breaks")
     assert job.log(0).count("steps() was left by break or return") == 1, job.story()
     assert "steps() was left" not in job.log(1), job.story()
 
