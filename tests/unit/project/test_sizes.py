@@ -14,7 +14,7 @@ BUDGETS = {
     "lines of the product": 52_906,
     "modules of the product": 220,
     "public names of the product": 763,
-    "lines of the tests": 60_222,
+    "lines of the tests": 60_228,
     "bytes of docs/": 204_781,
     "bytes of docs/architecture.md": 34_951,
     "bytes of docs/guarantees.md": 13_440,
