@@ -1,11 +1,11 @@
-"""One rank of any side: `rank.py SIDE DIRECTORY STEPS SEED` (a seed of -1: no faults)."""
+"""One rank of any side: `rank.py SIDE DIRECTORY STEPS SEED KINDS`; a seed's faults of these kinds come."""
 
 import os
 import random
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -41,9 +41,9 @@ class Fault:
 
 
 def schedule(seed: int) -> list[Fault]:
-    """Draw the order of the kinds, their steps and their ranks; nothing for a negative seed."""
+    """Draw the order of the kinds, their steps and their ranks."""
     dice = random.Random(f"head-to-head/{seed}")
-    kinds = dice.sample(KINDS, len(KINDS)) if seed >= 0 else []
+    kinds = dice.sample(KINDS, len(KINDS))
     return [
         Fault(kind, _FIRST + _EVERY * place + dice.randrange(_DRAWN), dice.randrange(1, RANKS))
         for place, kind in enumerate(kinds)
@@ -51,11 +51,17 @@ def schedule(seed: int) -> list[Fault]:
 
 
 class Disturbed(Training):
-    """A rank with the faults of a schedule; which have happened is known from files, since processes die."""
+    """A rank with the faults of a schedule; which have happened is known from files, since processes die.
 
-    def __init__(self, directory: Path, rank: int, seed: int) -> None:
+    Args:
+        leave: what a rank does whose node is to leave, if not wait for its end.
+    """
+
+    def __init__(
+        self, directory: Path, rank: int, faults: Sequence[Fault], leave: Callable[[], None] | None = None
+    ) -> None:
         super().__init__(directory, rank, "none")
-        self._directory, self._due = directory, schedule(seed)
+        self._directory, self._due, self._leave = directory, faults, leave
 
     def leaves(self, step: int) -> bool:
         """Whether a node is to leave before this step, as everybody knows, and has not yet."""
@@ -67,6 +73,8 @@ class Disturbed(Training):
             first = os.environ[NODE_ENV] != "0" and os.environ.get("LOCAL_RANK", "0") == "0"
             goes = each.kind in ("planned", "node") and each.step == step and first and self._claim(each, step)
             if goes and not (stays and each.kind == "planned"):
+                if self._leave is not None and each.kind == "planned":
+                    self._leave()
                 time.sleep(_LEAVES_S)
             if self.rank == each.rank and each.kind == "straggler" and 0 <= step - each.step < SLOW_STEPS:
                 self._claim(each, step)
@@ -99,6 +107,16 @@ class Disturbed(Training):
             while each.kind == "hang":
                 time.sleep(1.0)
             raise RuntimeError("on purpose")
+
+    def make(self, step: int, model: torch.nn.Module) -> None:
+        """Make a step with all ranks, and what the schedule has for it."""
+        self.begin(step, stays=False)
+        loss = self.loss(model, step)
+        self.maybe_fail(step)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.made(step, dist.get_world_size())
 
     def _has_come(self, fault: Fault) -> bool:
         return (self._directory / f"fired-{fault.kind}-{fault.step}").exists()
@@ -133,32 +151,30 @@ def from_checkpoint(own: Disturbed, directory: Path, steps: int, alive: Callable
         if own.leaves(step):
             save(step - 1)
             dist.barrier()
-        own.begin(step, stays=False)
-        loss = own.loss(model, step)
-        own.maybe_fail(step)
-        loss.backward()
-        own.optimizer.step()
-        own.optimizer.zero_grad()
-        own.made(step, dist.get_world_size())
+        own.make(step, model)
         if step % SAVE_EVERY == 0:
             save(step)
 
 
-def torchrun(directory: Path, steps: int, seed: int) -> None:
+def torchrun(directory: Path, steps: int, faults: Sequence[Fault]) -> None:
     """Train under torchrun."""
     dist.init_process_group("gloo", timeout=FREES)
-    own = Disturbed(directory, dist.get_rank(), seed)
+    own = Disturbed(directory, dist.get_rank(), faults)
     from_checkpoint(own, directory, steps, lambda: None)
     own.end()
     dist.barrier()
 
 
-def ft_launcher(directory: Path, steps: int, seed: int) -> None:
+def ft_launcher(directory: Path, steps: int, faults: Sequence[Fault]) -> None:
     """Train under nvidia-resiliency-ext's launcher, whose monitor gets a heartbeat per step."""
-    from nvidia_resiliency_ext.fault_tolerance import RankMonitorClient
+    from nvidia_resiliency_ext.fault_tolerance import RankMonitorClient, WorkloadAction, WorkloadControlRequest
+
+    def leave() -> None:
+        client.send_workload_control_request(WorkloadControlRequest(WorkloadAction.ExcludeThisNode, "planned"))
+        raise SystemExit("this node leaves as planned")
 
     dist.init_process_group("gloo", timeout=FREES)
-    own, client = Disturbed(directory, dist.get_rank(), seed), RankMonitorClient()
+    own, client = Disturbed(directory, dist.get_rank(), faults, leave), RankMonitorClient()
     client.init_workload_monitoring()
     from_checkpoint(own, directory, steps, client.send_heartbeat)
     own.end()
@@ -166,37 +182,33 @@ def ft_launcher(directory: Path, steps: int, seed: int) -> None:
     dist.barrier()
 
 
-def lm_resiliency(directory: Path, steps: int, seed: int) -> None:
+def lm_resiliency(directory: Path, steps: int, faults: Sequence[Fault]) -> None:
     """Train under torchrun with lm-resiliency's copies in memory and on local disks, of each step."""
     from lm_resiliency import InMemoryCkptConfig, enable_resiliency
 
     dist.init_process_group("gloo", timeout=FREES)
-    own = Disturbed(directory, dist.get_rank(), seed)
+    own = Disturbed(directory, dist.get_rank(), faults)
     model = DistributedDataParallel(own.model)
-    folder = str(directory / f"copies-{own.rank}")
-    kept = InMemoryCkptConfig(interval=1, disk_flush_interval=1, disk_folder=folder, run_id="1", pin_memory=False)
+    folder, pairs = str(directory / f"copies-{own.rank}"), {"replication_jump": 2}  # with a rank of the other node
+    kept = InMemoryCkptConfig(
+        interval=1, disk_flush_interval=1, disk_folder=folder, run_id="1", pin_memory=False, **pairs
+    )
     more = {"enable_detection": False, "group": dist.group.WORLD, "device": torch.device("cpu")}
     handle = enable_resiliency(model, own.optimizer, interval=1, checkpoint=kept, **more)
     for step in range(handle.step_count + 1, steps + 1):
         if own.leaves(step):
             handle.flush_for_restart()
-        own.begin(step, stays=False)
-        loss = own.loss(model, step)
-        own.maybe_fail(step)
-        loss.backward()
-        own.optimizer.step()
-        own.optimizer.zero_grad()
-        own.made(step, dist.get_world_size())
+        own.make(step, model)
     own.end()
     dist.barrier()
 
 
-def torchft(directory: Path, steps: int, seed: int) -> None:
+def torchft(directory: Path, steps: int, faults: Sequence[Fault]) -> None:
     """Train as one replica group of torchft, with the settings that `benchmarks/trainers` found to be quickest."""
     from torchft import DistributedDataParallel as FaultTolerant
     from torchft import Manager, Optimizer, ProcessGroupGloo
 
-    own = Disturbed(directory, int(os.environ["REPLICA_GROUP_ID"]), seed)
+    own = Disturbed(directory, int(os.environ["REPLICA_GROUP_ID"]), faults)
 
     def load(state: dict[str, Any]) -> None:
         model.load_state_dict(state["model"])
@@ -235,14 +247,14 @@ def torchft(directory: Path, steps: int, seed: int) -> None:
     os._exit(0)  # its threads would keep the process
 
 
-def checkpointless(directory: Path, steps: int, seed: int, check_every: int | None = None) -> None:
+def checkpointless(directory: Path, steps: int, faults: Sequence[Fault], check_every: int | None = None) -> None:
     """Train in a block that is entered again after a fault; ``check_every``: how often gradients are checked."""
     from checkpointless import HPWrapper, PlainTraining
 
     @HPWrapper()
     def train() -> None:
         dist.init_process_group("gloo")
-        own = Disturbed(directory, dist.get_rank(), seed)
+        own = Disturbed(directory, dist.get_rank(), faults)
         model = DistributedDataParallel(own.model)
         training = PlainTraining(modules=[model], optimizers=[own.optimizer], sdc_check_every=check_every)
 
@@ -263,12 +275,14 @@ def checkpointless(directory: Path, steps: int, seed: int, check_every: int | No
     train()
 
 
-def checked(directory: Path, steps: int, seed: int) -> None:
+def checked(directory: Path, steps: int, faults: Sequence[Fault]) -> None:
     """Train with checkpointless, with each step's gradients checked."""
-    checkpointless(directory, steps, seed, check_every=1)
+    checkpointless(directory, steps, faults, check_every=1)
 
 
 SIDES = (torchrun, ft_launcher, torchft, lm_resiliency, checkpointless, checked)
 
 if __name__ == "__main__":
-    {side.__name__: side for side in SIDES}[sys.argv[1]](Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
+    _side, _directory, _steps, _seed, _kinds = sys.argv[1:]
+    _faults = [each for each in schedule(int(_seed)) if each.kind in _kinds.split(",")]
+    {each.__name__: each for each in SIDES}[_side](Path(_directory), int(_steps), _faults)

@@ -1,10 +1,11 @@
-"""One schedule of faults, five ways to go on: `python benchmarks/head_to_head/run.py --json FILE`.
+"""One schedule of faults, six ways to go on: `python benchmarks/head_to_head/run.py --json FILE`.
 
 See README.md beside this file.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import statistics
@@ -15,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +42,11 @@ from benchmarks.trainers.run import free_ports
 HERE = Path(__file__).resolve().parent
 BRIDGE_ENV = "RESILIENCY_PYTHON"
 PACKAGES = {"torchft": "torchft-nightly==2026.10.26", "lm_resiliency": "lm-resiliency==0.2.0"}
-NODES, SPARES, CALM = 2, 2, -1
+NODES, SPARES = 2, 2
+ENDS: dict[str, tuple[str, ...]] = {}  # faults that a side does not survive: they are left out
+LOOKS = ("checked",)  # for wrong gradients
 TOKEN = "of-a-benchmark-on-one-machine"
-LIMIT_S, QUIET_S = 900.0, 60.0
+LIMIT_S, STUCK_S, QUIET_S = 900.0, 240.0, 60.0
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,9 @@ class Outcome:
     """One run.
 
     Attributes:
+        kinds: of faults that came.
+        began: date and time.
+        load: of the machine, when it began and when it ended.
         wall_s: from the start of the job until the last rank had made its last step.
         goodput: the time that the steps take undisturbed under torchrun, over the wall time; None: it did not end.
         redone: steps that a rank had committed and made again.
@@ -60,6 +67,9 @@ class Outcome:
 
     side: str
     seed: int
+    kinds: list[str]
+    began: str
+    load: list[float]
     wall_s: float
     goodput: float | None
     step_s: float
@@ -144,7 +154,8 @@ class Cluster:
             command += ["--node-rank", str(node), "--spares", str(SPARES), "--heartbeat-timeout", "10"]
             command += ["--run-dir", str(self._directory / "run")]
         else:
-            command = [*self._torchrun(), *endpoint, "--nnodes", str(NODES), "--rdzv-backend", "c10d"]
+            more = f":{NODES + SPARES}" if self._side == "ft_launcher" else ""  # it counts those that wait
+            command = [*self._torchrun(), *endpoint, "--nnodes", f"{NODES}{more}", "--rdzv-backend", "c10d"]
             command += ["--rdzv-id", "1", "--local-addr", "127.0.0.1", "--rdzv-conf"]
             command += ["keep_alive_interval=1,keep_alive_max_attempt=3,is_host=" + str(int(node == 0))]
             # With torchrun's default, the agent's store, no restart works: gloo finds the dead ranks' addresses.
@@ -162,6 +173,8 @@ class Cluster:
             environment = {**os.environ, "CHECKPOINTLESS_TOKEN": TOKEN, "PYTHONPATH": search_path()}
             done = subprocess.run(move, env=environment, capture_output=True, text=True, timeout=120, check=False)
             progress(f"move: {done.stdout.strip()} {done.stderr.strip()[-200:]}")
+        if kind == "planned" and self._side == "ft_launcher":
+            return  # a rank has told its launcher
         self._nodes[node].kill()
         if self._side == "torchft":  # it has no spares: its launchers start a lost group again
             self.start(node)
@@ -176,11 +189,11 @@ class Cluster:
         return self._stack.enter_context(Job(commands, environments, self._directory / "output.log"))
 
 
-def train(side: str, python: str, seed: int, directory: Path) -> tuple[list[Mark], float]:
+def train(side: str, python: str, seed: int, kinds: Sequence[str], directory: Path) -> tuple[list[Mark], float]:
     """Run one job to its end; return its marks, and when it began."""
     directory.mkdir(parents=True)
     began_s = time.monotonic()
-    with Cluster(side, python, [str(directory), str(STEPS), str(seed)], directory) as cluster:
+    with Cluster(side, python, [str(directory), str(STEPS), str(seed), ",".join(kinds)], directory) as cluster:
         handled: set[str] = set()
         while True:
             time.sleep(0.1)
@@ -192,13 +205,13 @@ def train(side: str, python: str, seed: int, directory: Path) -> tuple[list[Mark
                     cluster.leave(kind, mark.detail["node"], mark.rank)
             ended = {mark.rank for mark in marks if mark.what == "end"}
             newest_s, now_s = max((mark.at_s for mark in marks), default=began_s), time.monotonic()
-            is_quiet = now_s - newest_s > QUIET_S and bool(ended)
+            is_quiet = now_s - newest_s > (QUIET_S if ended else STUCK_S)
             if len(ended) == RANKS or is_quiet or cluster.ended or now_s - began_s > LIMIT_S:
                 return marks, began_s
 
 
-def judge(side: str, seed: int, marks: Sequence[Mark], began_s: float, calm_step_s: float | None) -> Outcome:
-    """Say what a run's marks say; without ``calm_step_s``, this run's steps are the undisturbed ones."""
+def judge(marks: Sequence[Mark], began_s: float, calm_step_s: float | None) -> dict[str, Any]:
+    """Return what a run's marks say; without ``calm_step_s``, this run's steps are the undisturbed ones."""
     steps = [mark for mark in marks if mark.what == "step"]
     count: dict[int, dict[int, int]] = defaultdict(lambda: defaultdict(int))
     first_s: dict[int, float] = {}
@@ -221,32 +234,89 @@ def judge(side: str, seed: int, marks: Sequence[Mark], began_s: float, calm_step
     useful_s = len(first_s) * step_s
     seconds["other"] = max(0.0, wall_s - useful_s - sum(seconds.values()))
     ranks = {step: max(m.detail["ranks"] for m in steps if m.detail["step"] == step) for step in first_s}
-    return Outcome(
-        side,
-        seed,
-        wall_s,
-        useful_s / wall_s if has_ended else None,
-        own_step_s,
-        sum(max(each.values()) - 1 for each in count.values()),
-        RANKS * STEPS - sum(ranks.values()),
-        seconds,
-        sorted({mark.detail["digest"] for mark in marks if mark.what == "end"}),
-    )
+    return {
+        "wall_s": wall_s,
+        "goodput": useful_s / wall_s if has_ended else None,
+        "step_s": own_step_s,
+        "redone": sum(max(each.values()) - 1 for each in count.values()),
+        "left_out": RANKS * STEPS - sum(ranks.values()),
+        "seconds": seconds,
+        "digests": sorted({mark.detail["digest"] for mark in marks if mark.what == "end"}),
+    }
 
 
-def show(outcomes: Sequence[Outcome], calm: dict[str, Outcome]) -> None:
+class Runs:
+    """The runs that are made, and those that an earlier call has made and written down.
+
+    Args:
+        results: where they are written, each when it has ended; None: nowhere.
+        resume: whether those that lie there are kept.
+    """
+
+    def __init__(self, results: Path | None, resume: bool) -> None:
+        self._results, self._machine = results, machine(["torch", "checkpointless"])
+        self.made: list[Outcome] = []
+        if resume and results is not None and results.exists():
+            self.made = [Outcome(**each) for each in json.loads(results.read_text())["runs"]]
+
+    def find(self, side: str, seed: int, kinds: Sequence[str]) -> Outcome | None:
+        """Return a run; the seed of one without faults does not matter."""
+        same = (each for each in self.made if each.side == side and sorted(each.kinds) == sorted(kinds))
+        return next((each for each in same if each.seed == seed or not kinds), None)
+
+    def make(self, side: str, python: str, seed: int, kinds: Sequence[str], base: Path) -> None:
+        """Make a run, unless it is made."""
+        if self.find(side, seed, kinds) is not None:
+            return
+        began, load = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"), os.getloadavg()[0]
+        marks, began_s = train(side, python, seed, kinds, base / f"{side}-{seed}-{len(kinds)}")
+        calm = self.find("torchrun", seed, ())
+        found = judge(marks, began_s, None if calm is None else calm.step_s)
+        self.made.append(Outcome(side, seed, list(kinds), began, [load, os.getloadavg()[0]], **found))
+        progress(str(self.made[-1]))
+        if self._results is not None:
+            results = {"machine": self._machine, "runs": [asdict(each) for each in self.made]}
+            self._results.write_text(json.dumps(results, indent=1) + "\n")
+
+    def ends_as(self, run: Outcome) -> str:
+        """Say whether a run has ended as this side's undisturbed one, or as torchrun's with just the flip."""
+        calm, flipped = self.find(run.side, run.seed, ()), self.find("torchrun", run.seed, ("corrupted",))
+        reference = self.find("torchrun", run.seed, ())
+        if len(run.digests) != 1 or calm is None:
+            return "no"
+        if run.digests == calm.digests:
+            return "yes"
+        comparable = reference is not None and reference.digests == calm.digests
+        return "but for the flip" if comparable and flipped is not None and run.digests == flipped.digests else "no"
+
+
+def kinds_for(side: str) -> list[str]:
+    """Return the kinds of faults that come to a side."""
+    return [kind for kind in KINDS if kind not in ENDS.get(side, ())]
+
+
+def show(runs: Runs, sides: Sequence[str], seeds: Sequence[int]) -> None:
     """Print the table."""
     causes = ("startup", *KINDS, "other")
-    print(f"\n| side | seed | goodput | steps redone | batches left out | as undisturbed | {' | '.join(causes)} |")
-    print("| --- " * (6 + len(causes)) + "|")
-    for each in outcomes:
-        same = "yes" if len(each.digests) == 1 and each.digests == calm[each.side].digests else "no"
-        share = "not ended" if each.goodput is None else f"{100 * each.goodput:.1f} %"
-        lost = [f"{each.seconds[cause]:.1f}" if cause in each.seconds else "-" for cause in causes]
-        row = [each.side, str(each.seed), share, str(each.redone), str(each.left_out), same, *lost]
-        print(f"| {' | '.join(row)} |")
-    steps = ", ".join(f"{side} {outcome.step_s:.3f} s" for side, outcome in calm.items())
+    columns = ("seed", "side", "goodput", "wall", "steps redone", "batches left out", "as undisturbed", *causes)
+    print(f"\n| {' | '.join(columns)} |\n{'| --- ' * len(columns)}|")
+    for seed, side in itertools.product(seeds, sides):
+        run = runs.find(side, seed, kinds_for(side))
+        if run is None:
+            continue
+        share = "not ended" if run.goodput is None else f"{100 * run.goodput:.1f} %"
+        lost = {cause: f"{seconds:.1f}" for cause, seconds in run.seconds.items()}
+        if side not in LOOKS and "corrupted" in lost:
+            lost["corrupted"] = "unseen"
+        lost |= {kind: "ends it" for kind in ENDS.get(side, ())}
+        row = [str(seed), side, share, f"{run.wall_s:.1f}", str(run.redone), str(run.left_out), runs.ends_as(run)]
+        print(f"| {' | '.join([*row, *(lost.get(cause, '-') for cause in causes)])} |")
+    calm = {side: runs.find(side, seeds[0], ()) for side in sides}
+    steps = ", ".join(f"{side} {run.step_s:.3f} s" for side, run in calm.items() if run is not None)
     print(f"a step of an undisturbed run: {steps}")
+    for seed in seeds:
+        drawn = ", ".join(f"{each.kind} at step {each.step} on rank {each.rank}" for each in schedule(seed))
+        print(f"seed {seed}: {drawn}")
 
 
 def main() -> None:
@@ -255,6 +325,7 @@ def main() -> None:
     options = parser((__doc__ or "").partition(":")[0])
     options.add_argument("--side", choices=names, action="append", help="only this side; may be repeated")
     options.add_argument("--seed", type=int, action="append", help="of a schedule (default: 0 and 1)")
+    options.add_argument("--resume", action="store_true", help="keep what the file of --json has")
     args = options.parse_args()
     pythons: dict[str, str] = {}
     for name in args.side or names:
@@ -264,29 +335,16 @@ def main() -> None:
             progress(f"{name} is left out: {why}")
         else:
             pythons[name] = python
-    about, seeds = machine(["torch", "checkpointless"]), args.seed or [0, 1]
-    calm: dict[str, Outcome] = {}
-    outcomes: list[Outcome] = []
-    step_s: float | None = None  # of the first side, torchrun
+    seeds, runs = args.seed or [0, 1], Runs(args.json, args.resume)
     with interruptible(), folder_of_runs(args.keep, "head-to-head-") as base:
-        for seed in (CALM, *seeds):
+        for name, python in pythons.items():
+            runs.make(name, python, seeds[0], (), base)
+        for seed in seeds:
+            if "torchrun" in pythons:
+                runs.make("torchrun", pythons["torchrun"], seed, ("corrupted",), base)
             for name, python in pythons.items():
-                marks, began_s = train(name, python, seed, base / f"{name}-{seed}")
-                outcome = judge(name, seed, marks, began_s, step_s)
-                step_s = outcome.step_s if step_s is None else step_s
-                progress(f"{name}, seed {seed}: {outcome}; load {os.getloadavg()[0]:.0f}")
-                if seed == CALM:
-                    calm[name] = outcome
-                else:
-                    outcomes.append(outcome)
-    show(outcomes, calm)
-    for seed in seeds:
-        drawn = ", ".join(f"{each.kind} at step {each.step} on rank {each.rank}" for each in schedule(seed))
-        print(f"seed {seed}: {drawn}")
-    if args.json is not None:
-        runs = [asdict(each) for each in (*calm.values(), *outcomes)]
-        results: dict[str, Any] = {"machine": {**about, "load_at_end": os.getloadavg()[0]}, "runs": runs}
-        args.json.write_text(json.dumps(results, indent=1) + "\n")
+                runs.make(name, python, seed, kinds_for(name), base)
+    show(runs, list(pythons), seeds)
 
 
 if __name__ == "__main__":
