@@ -45,6 +45,7 @@ PACKAGES = {"torchft": "torchft-nightly==2026.10.26", "lm_resiliency": "lm-resil
 NODES, SPARES = 2, 2
 ENDS: dict[str, tuple[str, ...]] = {}  # faults that a side does not survive: they are left out
 LOOKS = ("checked",)  # for wrong gradients
+FLIP, FLIPPED = ("corrupted",), ("torchrun", "checkpointless")  # sides that run with nothing but the flip, too
 TOKEN = "of-a-benchmark-on-one-machine"
 LIMIT_S, STUCK_S, QUIET_S = 900.0, 240.0, 60.0
 
@@ -180,10 +181,10 @@ class Cluster:
             self.start(node)
 
     def _torchrun(self) -> list[str]:
-        module = ["-m", "torch.distributed.run"]
-        if self._side == "ft_launcher":
-            module = ["-m", "nvidia_resiliency_ext.fault_tolerance.launcher"]
-        return [self._python, *module, "--max-restarts", "20", "--monitor-interval", "0.1"]
+        launcher = ["-m", "torch.distributed.run"]
+        if self._side == "ft_launcher":  # as its command does it: with -m it does not know its own exceptions
+            launcher = ["-c", "from nvidia_resiliency_ext.fault_tolerance.launcher import main; main()"]
+        return [self._python, *launcher, "--max-restarts", "20", "--monitor-interval", "0.1"]
 
     def _open(self, commands: Sequence[Sequence[str]], environments: Sequence[dict[str, str]]) -> Job:
         return self._stack.enter_context(Job(commands, environments, self._directory / "output.log"))
@@ -279,15 +280,17 @@ class Runs:
             self._results.write_text(json.dumps(results, indent=1) + "\n")
 
     def ends_as(self, run: Outcome) -> str:
-        """Say whether a run has ended as this side's undisturbed one, or as torchrun's with just the flip."""
-        calm, flipped = self.find(run.side, run.seed, ()), self.find("torchrun", run.seed, ("corrupted",))
-        reference = self.find("torchrun", run.seed, ())
+        """Say whether a run has ended as its side's undisturbed one, or as one with nothing but the flip."""
+        calm = self.find(run.side, run.seed, ())
         if len(run.digests) != 1 or calm is None:
             return "no"
         if run.digests == calm.digests:
             return "yes"
-        comparable = reference is not None and reference.digests == calm.digests
-        return "but for the flip" if comparable and flipped is not None and run.digests == flipped.digests else "no"
+        for side in FLIPPED:  # sides whose undisturbed runs end alike compute alike
+            same, flipped = self.find(side, run.seed, ()), self.find(side, run.seed, FLIP)
+            if same is not None and same.digests == calm.digests and flipped is not None:
+                return "but for the flip" if run.digests == flipped.digests else "no"
+        return "no"
 
 
 def kinds_for(side: str) -> list[str]:
@@ -340,8 +343,8 @@ def main() -> None:
         for name, python in pythons.items():
             runs.make(name, python, seeds[0], (), base)
         for seed in seeds:
-            if "torchrun" in pythons:
-                runs.make("torchrun", pythons["torchrun"], seed, ("corrupted",), base)
+            for name in (each for each in FLIPPED if each in pythons):
+                runs.make(name, pythons[name], seed, FLIP, base)
             for name, python in pythons.items():
                 runs.make(name, python, seed, kinds_for(name), base)
     show(runs, list(pythons), seeds)
