@@ -257,7 +257,7 @@ def _install_inside(watch: Stopwatch, call: Any, strategy: Any) -> None:
     journal = strategy._fit.journal
     watch.replace(journal.state.buffers, "take", "buffers.take")
     watch.replace(journal, "reached", "journal.reached")
-    watch.replace(strategy.checkpoint_manager.own, "keep_buffers", "keep_buffers")
+    watch.replace(strategy.checkpoint_manager.own.buffers, "keep", "keep_buffers")
     watch.replace(step_keeper, "Accumulated", "take_accumulated")
     watch.replace(strategy.checkpoint_manager, "store_rng_states", "store_rng_states")
     watch.replace(rank_local, "_put_on_board", "put_on_board")

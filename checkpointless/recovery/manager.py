@@ -466,7 +466,8 @@ class CheckpointManager(RankLocalKeeper):
             self._refill.forget()
             self._held = snapshot.held
             self._begun = max(self._begun, snapshot.held.fit)
-            snapshot.own.put_back(self.own)
+            self.own.streams.forget()
+            snapshot.own.keep_in(self.own)
         return True
 
     def checkpointless_recovery_feasible(
@@ -543,7 +544,8 @@ class CheckpointManager(RankLocalKeeper):
             )
             if is_filled:
                 self._refill.forget()
-                self.own.put_buffers(state, moment, held.buffers.get(moment) if held is not None else None, objects)
+            buffers = held.buffers.get(moment) if held is not None else None
+            self.own.put_buffers(state, moment, buffers, objects, is_filled)
             self.bytes_received += report.bytes
             fields.update(asdict(report))
         with span(EventName.VERIFY, refilled=is_filled) as fields:

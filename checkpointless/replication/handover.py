@@ -31,15 +31,13 @@ import torch
 
 from checkpointless.inprocess.exceptions import line_of
 from checkpointless.inprocess.parameter_update_lock import CommitState
-from checkpointless.inprocess.wrap import own_board
 from checkpointless.observability.telemetry.wording import size
 from checkpointless.replication.parts import Content, Part, PartError, PartId, SaveId
 from checkpointless.replication.store import DirectoryStore, read_part, write_part
 from checkpointless.state.held_state import HeldState
 from checkpointless.state.journal import StepJournal
 from checkpointless.state.port import SnapshotPoint, StepSnapshot, essentials_of
-from checkpointless.state.rank_local.state import RankLocalState
-from checkpointless.state.rng import RngStates
+from checkpointless.state.rank_local.state import Carried, RankLocalState
 from checkpointless.state.serialization import state_tree
 from checkpointless.state.serialization.tensor_memory import own_device
 from checkpointless.system.environment import (
@@ -120,7 +118,7 @@ def _content(leaves: Snapshot, own: RankLocalState, high_water: int) -> tuple[Co
     if held.commit.torn:
         return Content(b"", ()), held.given_up or "an update failed half-way"
     streams = [(step, states) for (step, _), states in (own.streams.states or {}).items()]
-    return replace(leaves, own=_RankLocal.of(own, streams, held.buffers)).content(), ""
+    return replace(leaves, own=Carried(streams, own.streams.data_start())).content(), ""
 
 
 def _sealed(held: HeldState, content: Content) -> Part:
@@ -137,14 +135,19 @@ def take_over(own: RankLocalState) -> Snapshot | None:
         shelf = DirectoryStore(root).shelf(own_world_size())
         for save in sorted(shelf, reverse=True):
             for file in shelf[save].get(rank, ()):
-                found = Snapshot.of(file.read().content)
-                found.own.put_back(own)
-                return found
+                return _taken_over(file.read(), own)
     except (OSError, PartError, ValueError) as error:
         logger.error("what the process before this one handed over cannot be used: %s", error)
         return None
     logger.error("what the process before this one handed over cannot be used")
     return None
+
+
+def _taken_over(part: Part, own: RankLocalState) -> Snapshot:
+    found = Snapshot.of(part.content)
+    own.streams.forget()
+    found.own.keep_in(own)
+    return found
 
 
 def clear() -> None:
@@ -244,12 +247,10 @@ def _fetch(own: RankLocalState) -> Snapshot | None:
         part = _received(*source.split())
         if (part.id.part, part.world_size) != (own_rank(), own_world_size()):
             raise PartError(f"it is {part.id.words}, of {part.world_size} ranks")
-        found = Snapshot.of(part.content)
-        found.own.put_back(own)
+        return _taken_over(part, own)
     except (OSError, PartError, ValueError) as error:
         logger.error("what the process before this one offers cannot be used: %s", line_of(error))
         return None
-    return found
 
 
 def _received(address: str, port: str, secret: str) -> Part:
@@ -300,43 +301,11 @@ def _lacking_room(nbytes: int, folder: Path) -> str:
 
 # --- The whole state of one rank as plain bytes and tensors, which tiers keep, too --------------------------------
 
-_FORMAT = 3
+_FORMAT = 4
 #: The moment after a step at which copies are made: the first one, so that a finished step is soon copied.
 COPIED_AT = SnapshotPoint.COMMITTED
 #: Saves that were not finished when a step was made: the step, and what the save of each was.
 Saves = Sequence[tuple[int, int, int, bool]]
-
-
-@dataclass(frozen=True)
-class _RankLocal:
-    """What only this rank has: its random streams, each with its step; those that the order of its data was drawn
-    from; and the records of its own buffers, with step and stage.
-    """
-
-    streams: Sequence[tuple[int, RngStates]] = ()
-    data_start: RngStates | None = None
-    records: Sequence[tuple[int, SnapshotPoint, bytes]] = ()
-
-    @classmethod
-    def of(
-        cls,
-        own: RankLocalState,
-        streams: Iterable[tuple[int, RngStates]],
-        moments: Iterable[tuple[int, SnapshotPoint]],
-    ) -> _RankLocal:
-        records = [(step, stage, own.buffers.record(step, stage, own_board())) for step, stage in moments]
-        known = [(step, stage, record) for step, stage, record in records if record is not None]
-        return cls(tuple(streams), own.streams.data_start(), known)
-
-    def put_back(self, own: RankLocalState) -> None:
-        """Keep it in ``own``, whose streams of other steps are forgotten, but not which buffers differ."""
-        own.streams.forget()
-        for step, states in sorted(self.streams, key=lambda each: (each[0], each[1].stage)):
-            own.streams.keep(step, states)
-        if self.data_start is not None:
-            own.streams.keep_data_start(self.data_start)
-        for step, stage, record in self.records:
-            own.buffers.keep_record(step, stage, record, own_board())
 
 
 @dataclass(frozen=True)
@@ -354,7 +323,7 @@ class Snapshot:
     begun: int = 0
     finished: Mapping[int, dict[str, Any]] = field(default_factory=dict)
     saves: Saves = ()
-    own: _RankLocal = _RankLocal()
+    own: Carried = field(default_factory=Carried)
 
     @classmethod
     def taken(cls, journal: StepJournal, own: RankLocalState, step: int, fit: int, offset: int) -> Snapshot | None:
@@ -366,7 +335,7 @@ class Snapshot:
         moment, streams = journal.snapshots(step).get(COPIED_AT), own.streams.at(step).get(COPIED_AT)
         if moment is None or streams is None:
             return None
-        before, at = own.streams.newest(step - 1), (step, COPIED_AT)
+        before = own.streams.newest(step - 1)
         known = [(step, streams)] if before is None else [(step - 1, before), (step, streams)]
         held = HeldState(
             CommitState(step, ready=False, torn=False),
@@ -374,16 +343,15 @@ class Snapshot:
             {COPIED_AT: moment},
             fit=fit,
             offset=offset,
-            buffers={at: moment.buffers},
+            buffers={(step, COPIED_AT): moment.buffers},
         )
-        return cls(held, own=_RankLocal.of(own, known, [at]))
+        return cls(held, own=Carried(known, own.streams.data_start()))
 
     def content(self) -> Content:
         """Return the snapshot as plain bytes and tensors, which are the same ones."""
         held, row = self.held, _Row()
         objects = {int(stage): moment.objects for stage, moment in held.moments.items()}
         skeleton, inside = state_tree.split({"moments": objects, "finished": dict(self.finished)})
-        start = self.own.data_start
         plain: dict[str, Any] = {
             "format": _FORMAT,
             "committed": held.commit.committed,
@@ -398,9 +366,7 @@ class Snapshot:
             "digests": None if held.digests is None else [[list(of), each] for of, each in held.digests.items()],
             "objects": skeleton,
             "inside": row.put(inside),
-            "streams": [[step, states.to_bytes()] for step, states in self.own.streams],
-            "data_start": start.to_bytes() if start is not None else None,
-            "records": [[step, int(stage), record] for step, stage, record in self.own.records],
+            "own": self.own.to_plain(),
         }
         plain["devices"] = [tensor.device.type for tensor in row.tensors]
         return Content(state_tree.dumps(plain), tuple(tensor.detach() for tensor in row.tensors))
@@ -439,12 +405,7 @@ class Snapshot:
                 offset=plain["offset"],
                 buffers={(step, SnapshotPoint(stage)): read(rows) for step, stage, rows in plain["buffers"]},
             )
-            start = plain["data_start"]
-            own = _RankLocal(
-                [(step, RngStates.from_bytes(each)) for step, each in plain["streams"]],
-                None if start is None else RngStates.from_bytes(start),
-                [(step, SnapshotPoint(stage), record) for step, stage, record in plain["records"]],
-            )
+            own = Carried.from_plain(plain["own"])
             saves = tuple((number, step, stage, going_on) for number, step, stage, going_on in plain["saves"])
             return cls(held, read(plain["base"]), plain["begun"], objects["finished"], saves, own)
         except (KeyError, TypeError, IndexError) as error:

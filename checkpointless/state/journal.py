@@ -2,8 +2,8 @@
 
 A training reports to it when the gradients of a step are final (:meth:`StepJournal.ready`), when their update is
 applied (:meth:`StepJournal.applied`), and when it has reached a point after a step (:meth:`StepJournal.reached`).
-What a later step changes is captured then. Random streams, buffers and what else only this rank has is kept outside
-of the process, too, and always before the snapshot, so that a rank that has a snapshot also has its streams.
+What a later step changes is captured then. Random streams, buffers and what else only this rank has are kept
+together outside of the process, too, and always before the snapshot: a rank that has a snapshot also has them.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class StepJournal:
         captured, buffers = self._front.ready(step), state.buffers.take()
         self._pending = step, captured, _Taken(state.capture(), buffers)
         state.buffers.mark()
-        keeper.own.keep_buffers(step, SnapshotPoint.COMMITTED, buffers)
+        keeper.own.buffers.keep(buffers)
         keeper.store_rng_states(step, captured.loss, SnapshotPoint.COMMITTED, captured.own)
         keeper.replicate_rng_states(step)
         keeper.parameter_update_lock.mark_ready(step)
@@ -185,10 +185,12 @@ class StepJournal:
             except state_tree.StateTreeError as error:
                 raise UnrecoverableError(f"{error}; no new process could be given this state") from error
             self._travel.add(point)
-        if point is not SnapshotPoint.ACCUMULATED:  # nobody resumes there
-            self._keeper.own.keep_buffers(step, point, buffers)
         if keeps_streams:
+            if point is not SnapshotPoint.ACCUMULATED:  # nobody resumes there
+                self._keeper.own.buffers.keep(buffers)
             self._keeper.store_rng_states(step, captured.loss, point, captured.own)
+        else:
+            self._keeper.own.keep_buffers(step, point, buffers)
         kept = {key: each for key, each in self._taken.items() if key[0] == step}
         self._taken = {**kept, (step, point): taken}
 

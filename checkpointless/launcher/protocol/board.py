@@ -22,7 +22,7 @@ from checkpointless.system.environment import BOARD_FD_ENV
 if TYPE_CHECKING:
     from checkpointless.launcher.protocol.causes import Json, Parsed
 
-_MAGIC = b"CPLBRD05"
+_MAGIC = b"CPLBRD06"
 _HEADER = struct.Struct("<8sQqqqqqq")  # magic; beat to shard as in BoardReading; exit code; began after
 _BEAT_OFFSET = 8
 _FIELD = struct.Struct("<q")
@@ -32,8 +32,7 @@ _SLOT = struct.Struct("<qIII")  # step, length, how many bytes have a checksum, 
 _EMPTY = _SLOT.pack(-1, 0, 0, 0)
 _ROLE_OFFSET, _PACES_OFFSET = 64, 72  # how many steps were measured, and the newest ones
 _PACE = struct.Struct("<ff")
-_BUFFERS_OFFSET, _SLOTS_OFFSET = 256, 512
-_BUFFERS = struct.Struct("<qq")
+_SLOTS_OFFSET = 512
 _FACTS_SERIES = 6
 NO_STEP = -1
 
@@ -110,18 +109,15 @@ class PaceRing:
 class Board:
     """A rank's board, backed by a memfd of :meth:`create`, which must stay open while the board is in use."""
 
-    SLOT_BYTES = 2 * 1024 * 1024
-    #: The rank's random streams at each moment after a step, its streams at the start of the data, and its facts.
-    SMALL_SERIES = 8
-    LARGE_SLOT_BYTES = 8 * 1024 * 1024
-    #: The rank's buffers at each moment after a step, and what it keeps for another rank.
-    LARGE_SERIES = 6
-    SERIES = SMALL_SERIES + LARGE_SERIES
-    SIZE = _SLOTS_OFFSET + 2 * (SMALL_SERIES * SLOT_BYTES + LARGE_SERIES * LARGE_SLOT_BYTES)
+    SLOT_BYTES = 8 * 1024 * 1024
+    #: What is the rank's own at each moment after a step, its streams at the start of the data, its facts, and what
+    #: it keeps for another rank.
+    SERIES = 9
+    SIZE = _SLOTS_OFFSET + 2 * SERIES * SLOT_BYTES
+    _ROOM = SLOT_BYTES - _SLOT.size
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
-        self.clears = 0
         self._written: dict[int, list[tuple[int, bytes]]] = {}  # by slot: what is in it, each with its place
         self._memory = mmap.mmap(fd, self.SIZE)
         if self._memory[:8] != _MAGIC:
@@ -201,24 +197,14 @@ class Board:
         _, beat, making, committed, generation, shard, _, began_after = _HEADER.unpack_from(self._memory, 0)
         return BoardReading(beat, making, committed, generation, shard, began_after)
 
-    def mark_buffers(self, step: int, moment: int) -> None:
-        """Record that no buffer had changed before a moment after ``step``; step -1: nothing is known of that."""
-        _BUFFERS.pack_into(self._memory, _BUFFERS_OFFSET, step, moment)
-
-    def buffers_mark(self) -> tuple[int, int]:
-        """Return what :meth:`mark_buffers` recorded."""
-        step, moment = _BUFFERS.unpack_from(self._memory, _BUFFERS_OFFSET)
-        return int(step), int(moment)
-
     def put_snapshot(self, step: int, payload: bytes, series: int = 0) -> None:
         """Store ``payload`` as the black box's snapshot after ``step``, and keep the snapshot before it.
 
         A process that dies in the middle leaves a slot whose checksum does not match, which readers skip.
 
         Args:
-            payload: at most 2 MiB, or 8 MiB in a large series, less the 20 bytes of the slot's header.
-            series: the number of the series, below :attr:`SERIES`; from :attr:`SMALL_SERIES` on, the series are
-                large. Each series keeps its two newest snapshots.
+            payload: at most 8 MiB, less the 20 bytes of the slot's header.
+            series: the number of the series, below :attr:`SERIES`. Each keeps its two newest snapshots.
 
         Raises:
             ValueError: the payload is larger than a slot.
@@ -239,8 +225,8 @@ class Board:
 
     def _put(self, step: int, parts: Sequence[bytes], checked: int, crc: int, series: int) -> None:
         length = sum(map(len, parts))
-        if length > self._room(series):
-            raise ValueError(f"a snapshot of {length} bytes does not fit into {self._room(series)}")
+        if length > self._ROOM:
+            raise ValueError(f"a snapshot of {length} bytes does not fit into {self._ROOM}")
         offset, memory = self._offset(step, series), self._memory
         memory[offset : offset + _SLOT.size] = _EMPTY
         written, place = self._written.pop(offset, []), offset + _SLOT.size
@@ -265,7 +251,7 @@ class Board:
         """Return the snapshot after ``step``, or None if it is missing or incomplete."""
         offset = self._offset(step, series)
         found, length, checked, crc = _SLOT.unpack_from(self._memory, offset)
-        if found != step or step < 0 or length > self._room(series) or checked > length:
+        if found != step or step < 0 or length > self._ROOM or checked > length:
             return None
         start = offset + _SLOT.size
         payload = bytes(self._memory[start : start + length])
@@ -282,22 +268,14 @@ class Board:
         return found
 
     def clear_snapshots(self) -> None:
-        """Forget all snapshots, and what is known of buffers."""
-        self.clears += 1
-        self.mark_buffers(NO_STEP, 0)
+        """Forget all snapshots."""
         for series in range(self.SERIES):
             for step in (0, 1):
                 offset = self._offset(step, series)
                 self._memory[offset : offset + _SLOT.size] = _EMPTY
 
-    def _room(self, series: int) -> int:
-        return (self.SLOT_BYTES if series < self.SMALL_SERIES else self.LARGE_SLOT_BYTES) - _SLOT.size
-
     def _offset(self, step: int, series: int) -> int:
-        if series < self.SMALL_SERIES:
-            return _SLOTS_OFFSET + (2 * series + step % 2) * self.SLOT_BYTES
-        before = _SLOTS_OFFSET + 2 * self.SMALL_SERIES * self.SLOT_BYTES
-        return before + (2 * (series - self.SMALL_SERIES) + step % 2) * self.LARGE_SLOT_BYTES
+        return _SLOTS_OFFSET + (2 * series + step % 2) * self.SLOT_BYTES
 
     def _read_step(self, step: int, series: int) -> int:
         found, *_ = _SLOT.unpack_from(self._memory, self._offset(step, series))

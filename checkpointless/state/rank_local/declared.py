@@ -23,7 +23,6 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from checkpointless.launcher.protocol.board import Board
 from checkpointless.state.serialization import state_tree
 from checkpointless.state.serialization.digest import digest_value
 from checkpointless.state.serialization.state_tree import is_named_tuple
@@ -33,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 #: How many bytes of declared state and plain attributes a rank keeps at each step boundary.
 DEFAULT_BYTES = 1024 * 1024
-_MOST_BYTES = Board.SLOT_BYTES - 256 * 1024  # beside the random streams
+_MOST_BYTES = 7 * 256 * 1024  # a slot of the board has room for random streams and buffers, too
 _PREFIX = "plain:"
 ATTRIBUTES = "vars()"  # the name of the list of an owner's attributes
 _named: set[str] = set()  # once in a process

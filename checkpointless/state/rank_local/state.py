@@ -4,8 +4,9 @@ Copies on another node of what is a rank's own, for when a node is lost with its
 
 Once a rank has drawn from its random streams, no peer has them by construction, and they cannot be rebuilt from
 the model. This also holds for the streams that the order of its data was drawn from, and for buffers of its
-modules. So before each optimizer update, every rank sends them to the rank ``jump`` places further on. That rank
-keeps those of the two newest steps in its memory and on its board: 10 to 50 kB per rank and step, and the buffers.
+modules, which are kept like a stream. So before each optimizer update, every rank sends them to the rank ``jump``
+places further on. That rank keeps those of the two newest steps in its memory and on its board: 10 to 50 kB per
+rank and step, and the buffers.
 """
 
 from __future__ import annotations
@@ -17,16 +18,17 @@ import os
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from checkpointless.inprocess import ParameterUpdateLock
 from checkpointless.inprocess.wrap import own_board
-from checkpointless.launcher.protocol.board import NO_STEP, Board
+from checkpointless.launcher.protocol.board import Board
 from checkpointless.state.port import UPDATED_BUFFERS, SnapshotPoint, TrainingState, holders_of
 from checkpointless.state.rank_local.agreement import require_agreement
 from checkpointless.state.rank_local.declared import digest_declared, is_declared, put_declared, take_declared
@@ -56,31 +58,17 @@ _Plain = TypeVar("_Plain")
 #: How many bytes of buffers are kept at each point, the smallest buffers first.
 OWN_BUFFER_BYTES = 4 * 1024 * 1024
 _HEADER_BYTES = 256 * 1024  # the limit of the header that describes them in a record
-#: The board's series for each point after a step.
-_BUFFER_SERIES = {
-    stage: Board.SMALL_SERIES + number
-    for number, stage in enumerate(
-        (
-            SnapshotPoint.COMMITTED,
-            SnapshotPoint.ENDED,
-            SnapshotPoint.CHECKED,
-            SnapshotPoint.TURNED,
-            SnapshotPoint.LOADED,
-        )
-    )
-}
 _LENGTH = struct.Struct("<I")  # the length of the header, which precedes the bytes
-_NEVER = 1 << 62, 0  # a point that is never reached
+_BUFFERS = "buffers"  # the name of the record, among the streams that it is kept with
 NOTHING = b""  # the record that no buffer has changed, and none differs from a peer's
-_AS_AFTER_THE_STEP = b"="  # stands for the record of the point right after the update
 
 _HELP = "torch.nn.SyncBatchNorm, or a broadcast before each update, makes them the same on all ranks"
 
 
 class _OwnBuffers:
-    """Keeps this rank's buffers at the points after its two newest steps, if they may be its own.
+    """Finds out whether this rank's buffers are its own.
 
-    ``are_settled`` says that it is kept that there are no buffers: :meth:`keep` need not look again.
+    ``record`` has those of the newest point, if they are, and is the same object as long as they do not change.
     """
 
     def __init__(self) -> None:
@@ -90,12 +78,9 @@ class _OwnBuffers:
         """Forget everything, because the training begins or storage gave the state."""
         self._is_own = False
         self._first: tuple[tuple[Key, ...], torch.Tensor] | None = None  # keys, and their bytes at the beginning
-        self._records: dict[tuple[int, SnapshotPoint], bytes] = {}
+        self.record = NOTHING
         self._large: dict[Key, torch.Tensor] = {}  # copies of the buffers that are too large, at the newest point
         self._differ: set[str] = set()  # names of large buffers that were seen to differ
-        self.are_settled = False
-        self._nothing_before: tuple[int, int] | None = None  # before this point no buffer had changed
-        self._marked: tuple[Board, int] | None = None  # the board that says so
 
     def begin(self, buffers: Mapping[Key, torch.Tensor], group: Sequence[int]) -> None:
         """Begin a training: the ranks compare the buffers that they begin with. Collective."""
@@ -107,72 +92,25 @@ class _OwnBuffers:
         self._is_own = len({answers[rank]["small"] for rank in group}) > 1
         self._compared([answers[rank]["large"] for rank in group], group)
 
-    def begun_with(self, buffers: Mapping[Key, torch.Tensor]) -> None:
-        """Note the first buffers of a rank that was filled, if its buffers had not changed since the beginning."""
+    def begun_with(self, buffers: Mapping[Key, torch.Tensor], record: bytes) -> None:
+        """Note the buffers of a rank that resumes, and the record that it had of them."""
+        self._is_own = self._is_own or record != NOTHING
         if self._first is None:
             self._first = self._small(buffers)
 
-    def keep(
-        self, step: int, stage: SnapshotPoint, buffers: Mapping[Key, torch.Tensor], board: Board | None
-    ) -> None:
-        """Keep ``buffers`` as those of this rank at ``stage`` after ``step``, here and on ``board``."""
+    def keep(self, buffers: Mapping[Key, torch.Tensor]) -> None:
+        """Record ``buffers``, if they are this rank's own by now."""
         if not buffers and self._first is not None and not self._first[0] and not self._is_own:
             self._large = {}
-            self._keep_nothing(board)
-            self.are_settled = True
             return
         keys, flat = self._small(buffers)
         if self._first is None:
             self._first = keys, flat
         elif not self._is_own:
             self._is_own = self._first[0] != keys or not torch.equal(self._first[1], flat)
-        if self._is_own:
-            record = _encode([TensorEntry.of(key, buffers[key]) for key in keys], flat)
-            self.keep_record(step, stage, record, board)
-        else:
-            self._keep_nothing(board)
-
-    def _keep_nothing(self, board: Board | None) -> None:
-        """Keep that no buffer has changed until now; it holds for every point until one has."""
-        self._nothing_before = _NEVER
-        if board is not None and self._marked != (board, board.clears):
-            board.mark_buffers(*_NEVER)
-            self._marked = board, board.clears
-
-    def keep_record(self, step: int, stage: SnapshotPoint, record: bytes, board: Board | None) -> None:
-        """Keep ``record``, as :meth:`record` returns it, for this rank at ``stage`` after ``step``."""
-        if self._records.get((step, stage)) == record:
-            return
-        self._is_own = self._is_own or record != NOTHING
-        self.are_settled = False
-        known = {key: each for key, each in self._records.items() if key[0] >= step - 1}
-        self._records = {**known, (step, stage): record}
-        if board is not None:
-            alike = (
-                stage is not SnapshotPoint.COMMITTED
-                and known.get((step, SnapshotPoint.COMMITTED)) == record != NOTHING
-            )
-            board.put_snapshot(step, _AS_AFTER_THE_STEP if alike else record, series=_BUFFER_SERIES[stage])
-        if record != NOTHING:
-            if self._nothing_before is not None:
-                self._nothing_before = min(self._nothing_before, (step, stage))
-            if board is not None and board.buffers_mark() > (step, stage):
-                board.mark_buffers(step, stage)
-
-    def record(self, step: int, stage: SnapshotPoint, board: Board | None) -> bytes | None:
-        """Return the record that was kept at ``stage`` after ``step``; None if there is none."""
-        known = self._records.get((step, stage))
-        if known is None and self._nothing_before is not None and (step, stage) < self._nothing_before:
-            return NOTHING
-        if known is None and board is not None:
-            known = board.snapshot(step, series=_BUFFER_SERIES[stage])
-            if known == _AS_AFTER_THE_STEP:
-                known = board.snapshot(step, series=_BUFFER_SERIES[SnapshotPoint.COMMITTED])
-            if known is None and (step, stage) < board.buffers_mark():
-                return NOTHING
-            if known is not None:
-                self.keep_record(step, stage, known, None)
-        return known
+        record = _encode([TensorEntry.of(key, buffers[key]) for key in keys], flat) if self._is_own else NOTHING
+        if record != self.record:
+            self.record = record
 
     def compare(self, step: int, group: Sequence[int]) -> None:
         """Compare the buffers that are too large to be kept with the peers', at ever fewer steps. Collective."""
@@ -319,41 +257,55 @@ class _OwnStreams:
     def __init__(self) -> None:
         self.states: dict[tuple[int, SnapshotPoint], RngStates] | None = {}
         self._data_start: RngStates | None = None
-        self._merged: tuple[dict[str, bytes], dict[str, bytes], dict[str, bytes]] = ({}, {}, {})
+        self._merged: tuple[dict[str, bytes], dict[str, bytes], bytes, dict[str, bytes]] = ({}, {}, NOTHING, {})
 
     def forget(self) -> None:
         """Forget the streams in memory, because storage gives the state."""
         self.states = {}
         self._data_start = None
 
-    def capture(self, step: int, loss: float | None, stage: SnapshotPoint, own: Mapping[str, Any] | None) -> None:
+    def capture(
+        self,
+        step: int,
+        loss: float | None,
+        stage: SnapshotPoint,
+        own: Mapping[str, Any] | None,
+        buffers: bytes = NOTHING,
+    ) -> None:
         """Keep the streams as they are now as those at ``stage`` after ``step``.
 
         Without a ``loss``, the one that was kept with the step is kept. ``own`` is what else this rank alone has at
-        that point, as plain data that nobody changes; None: it is too large to be kept.
+        that point, as plain data that nobody changes; None: it is too large to be kept. ``buffers`` is the record
+        of its buffers.
         """
         if loss is None:
             committed = (self.states or {}).get((step, SnapshotPoint.COMMITTED))
             known = {SnapshotPoint.COMMITTED: committed} if committed is not None else self.at(step)
             if known:
                 loss = next(iter(known.values())).loss
-        self.keep(step, self._with_declared(RngStates.capture(loss, stage, own)))
+        self.keep(step, self._with_declared(RngStates.capture(loss, stage, own), buffers))
 
-    def _with_declared(self, states: RngStates) -> RngStates:
-        """Add declared state to random streams; the same dictionary comes of the same two."""
+    def _with_declared(self, states: RngStates, buffers: bytes) -> RngStates:
+        """Add declared state and buffers to random streams; the same dictionary comes of the same three."""
         declared = take_declared()
-        if not declared:
+        if not declared and buffers == NOTHING:
             return states
-        streams, known, merged = self._merged
-        if streams is not states.streams or known is not declared:
-            merged = {**states.streams, **declared}
-            self._merged = states.streams, declared, merged
+        streams, known, record, merged = self._merged
+        if streams is not states.streams or known is not declared or record is not buffers:
+            merged = _with_buffers({**states.streams, **declared}, buffers)
+            self._merged = states.streams, declared, buffers, merged
         return dataclasses.replace(states, streams=merged)
+
+    def amend(self, step: int, stage: SnapshotPoint, buffers: bytes) -> None:
+        """Keep another record of the buffers with the streams at ``stage`` after ``step``, if these are kept."""
+        states = self.at(step).get(stage)
+        if states is not None and buffers_in(states) != buffers:
+            self.keep(step, dataclasses.replace(states, streams=_with_buffers(states.streams, buffers)))
 
     def have_moved(self, since: RngStates) -> tuple[bool, bool]:
         """Return whether random streams have moved, and whether declared state has changed."""
         declared = {name: each for name, each in since.streams.items() if is_declared(name)}
-        drawn = {name: each for name, each in since.streams.items() if name not in declared}
+        drawn = {name: each for name, each in since.streams.items() if name not in declared and name != _BUFFERS}
         return RngStates.capture().streams != drawn, take_declared() != declared
 
     def keep(self, step: int, states: RngStates) -> None:
@@ -427,6 +379,16 @@ class _OwnStreams:
         return self._data_start
 
 
+def _with_buffers(streams: dict[str, bytes], record: bytes) -> dict[str, bytes]:
+    rest = {name: each for name, each in streams.items() if name != _BUFFERS}
+    return rest if record == NOTHING else {**rest, _BUFFERS: record}
+
+
+def buffers_in(states: RngStates) -> bytes:
+    """Return the record of the buffers that is kept with streams."""
+    return states.streams.get(_BUFFERS, NOTHING)
+
+
 # --- On the board, from which a process that takes the rank's place gets them -------------------------------------
 
 
@@ -452,25 +414,36 @@ def _decoded(snapshot: bytes | None) -> RngStates | None:
         return None
 
 
-_SERIES = Board.SERIES - 1  # the board's series for another rank's snapshots; a large one
+_SERIES = Board.SERIES - 1  # the board's series for another rank's snapshots
 
 
-class _RankLocalRecord(NamedTuple):
-    """What is a rank's own at a point, as bytes for another node to keep.
-
-    ``data_start`` has the streams that the order of its data was drawn from, ``buffers`` the record of its buffers.
+@dataclass(frozen=True)
+class Carried:
+    """What only a rank has, on its way to another process: its streams by step, with what is kept with them, and
+    those that the order of its data was drawn from.
     """
 
-    streams: bytes
-    data_start: bytes | None
-    buffers: bytes | None
+    streams: Sequence[tuple[int, RngStates]] = ()
+    data_start: RngStates | None = None
 
-    def to_bytes(self) -> bytes:
-        return state_tree.dumps(tuple(self))
+    def to_plain(self) -> list[Any]:
+        """Return it as plain data."""
+        start = self.data_start.to_bytes() if self.data_start is not None else None
+        return [[[step, states.to_bytes()] for step, states in self.streams], start]
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> _RankLocalRecord:
-        return cls(*state_tree.loads(data))
+    def from_plain(cls, plain: Sequence[Any]) -> Carried:
+        """Return what :meth:`to_plain` encoded; raise ``ValueError`` if a stream is damaged."""
+        streams, start = plain
+        states = [(step, RngStates.from_bytes(each)) for step, each in streams]
+        return cls(states, None if start is None else RngStates.from_bytes(start))
+
+    def keep_in(self, own: RankLocalState) -> None:
+        """Have ``own`` keep it."""
+        for step, states in sorted(self.streams, key=lambda each: (each[0], each[1].stage)):
+            own.streams.keep(step, states)
+        if self.data_start is not None:
+            own.streams.keep_data_start(self.data_start)
 
 
 class _OwnReplicas:
@@ -602,11 +575,7 @@ class RankLocalState:
 
     def _record(self, step: int, states: RngStates) -> bytes:
         """Return what is this rank's own at the point of ``states``, for another node to keep."""
-        record = self.buffers.record(step, states.stage, own_board())
-        start = self.streams.data_start()
-        return _RankLocalRecord(
-            states.to_bytes(), start.to_bytes() if start is not None else None, record
-        ).to_bytes()
+        return state_tree.dumps(Carried([(step, states)], self.streams.data_start()).to_plain())
 
     def kept_at(self, step: int, stage: SnapshotPoint) -> Mapping[str, Any] | None:
         """Return what was kept with the streams as ``own`` at ``stage`` after ``step``; None: it is lost."""
@@ -623,28 +592,25 @@ class RankLocalState:
         require_agreement(state, buffers)
         if board is not None:
             board.set_shard(min(holders_of(state)))
-            board.mark_buffers(NO_STEP, 0)
         self.buffers.begin(buffers, holders_of(state, buffers))
 
     def keep_buffers(self, step: int, stage: SnapshotPoint, buffers: Mapping[Key, torch.Tensor]) -> None:
-        """Keep this rank's buffers as those after ``step``, here and on its board, if they may be its own.
-
-        Call this before the streams are kept, so that a rank that has the streams of a point has its buffers.
-        """
-        if buffers or not self.buffers.are_settled:
-            self.buffers.keep(step, stage, buffers, own_board())
+        """Keep this rank's buffers, if they may be its own, with the streams of a point that are kept already."""
+        self.buffers.keep(buffers)
+        self.streams.amend(step, stage, self.buffers.record)
 
     def kept_streams(self) -> list[list[int]]:
         """Return the newest steps and stages for which this rank keeps another rank's streams."""
         return [
-            [step, int(RngStates.from_bytes(_RankLocalRecord.from_bytes(payload).streams).stage)]
-            for step, payload in self.replicas.kept().items()
+            [step, int(states.stage)]
+            for payload in self.replicas.kept().values()
+            for step, states in Carried.from_plain(state_tree.loads(payload)).streams
         ]
 
     def find_streams(self, target: int, stage: SnapshotPoint) -> list[int]:
         """Give every rank its own random streams after ``target``, for when the loop resumes. Collective.
 
-        What another node keeps comes with its buffers and with what the order of its data was drawn from. Return
+        What another node keeps comes with what the order of its data was drawn from. Return
         the ranks whose streams are nowhere: they would train on with different streams. (None at step 0, where
         the streams begin.)
         """
@@ -653,14 +619,8 @@ class RankLocalState:
         known = self.streams.at(target)
         given, lost = self.replicas.find(target, bool(known))
         if given is not None:
-            kept = _RankLocalRecord.from_bytes(given)
-            states = RngStates.from_bytes(kept.streams)
-            if kept.data_start is not None:
-                self.streams.keep_data_start(RngStates.from_bytes(kept.data_start))
-            if kept.buffers is not None:
-                self.buffers.keep_record(target, states.stage, kept.buffers, own_board())
-            self.streams.keep(target, states)
-            known = {states.stage: states}
+            Carried.from_plain(state_tree.loads(given)).keep_in(self)
+            known = self.streams.at(target)
         if known and not lost:  # on all ranks or on none: the rank that keeps them may be new
             newest = known.get(stage, known[min(known)])
             self.replicas.exchange(target, lambda: self._record(target, newest))
@@ -680,11 +640,16 @@ class RankLocalState:
         """
         if not refills:
             return {}
-        record = self.buffers.record(*moment, own_board())
+        record = self._record_of(*moment)
         is_filled = dist.get_rank() in refills
         theirs = None if is_filled else held
         updated = objects.get(UPDATED_BUFFERS, ())
         return self.buffers.lost(theirs, record, refills, is_filled and held is not None, updated)
+
+    def _record_of(self, step: int, stage: SnapshotPoint) -> bytes | None:
+        """Return the record of this rank's buffers that was kept at a point; None: it is lost."""
+        states = self.streams.at(step).get(stage)
+        return buffers_in(states) if states is not None else None
 
     def put_buffers(
         self,
@@ -692,23 +657,23 @@ class RankLocalState:
         moment: tuple[int, SnapshotPoint],
         held: Mapping[Key, torch.Tensor] | None,
         objects: Mapping[str, Any],
+        is_filled: bool,
     ) -> None:
-        """Put back this rank's own buffers, where they were kept, after a peer has filled the rank.
+        """Put back this rank's own buffers, where they were kept, if a peer has filled the rank.
 
         What was kept may be from before the update of the step, because the rank was lost in it. The buffers that
         an update writes to stay as the peer gave them. ``held`` has this rank's own, if it has them in memory.
         """
-        updated = objects.get(UPDATED_BUFFERS, ())
-        if held is None:
-            record = self.buffers.record(*moment, own_board()) or NOTHING
-            held = _decode(record)
-            if record == NOTHING:
-                self.buffers.begun_with(state.buffers.take())
-        own = {key: buffer for key, buffer in held.items() if key not in updated}
-        places = state.allocate([TensorEntry.of(key, buffer) for key, buffer in own.items()])
-        with torch.no_grad():
-            for key, buffer in own.items():
-                places[key].copy_(buffer)
+        record = self._record_of(*moment) or NOTHING
+        if is_filled:
+            updated = objects.get(UPDATED_BUFFERS, ())
+            mine = held if held is not None else _decode(record)
+            own = {key: buffer for key, buffer in mine.items() if key not in updated}
+            places = state.allocate([TensorEntry.of(key, buffer) for key, buffer in own.items()])
+            with torch.no_grad():
+                for key, buffer in own.items():
+                    places[key].copy_(buffer)
+        self.buffers.begun_with(state.buffers.take(), record)
 
 
 class _Fits:
@@ -788,7 +753,8 @@ class RankLocalKeeper(ABC):
                 the streams. None: it is too large to be kept.
         """
         step = self.parameter_update_lock.committed if step is None else step
-        self.own.streams.capture(step, loss, stage, own)
+        buffers = self.own.buffers.record if stage is not SnapshotPoint.ACCUMULATED else NOTHING
+        self.own.streams.capture(step, loss, stage, own, buffers)
 
     def load_rng_states(self, step: int | None = None) -> bool:
         """Put back the newest streams after ``step`` (the committed one); return whether there are any."""

@@ -144,7 +144,6 @@ def test_the_newest_paces_are_kept_until_another_generation_begins() -> None:
         assert (found.role, found.steps) == (0xFFFFFFFF, PaceRing.SIZE + 2)
         assert sorted(found.own) == [float(step) for step in range(3, PaceRing.SIZE + 3)]
         assert found.data == (0.5,) * PaceRing.SIZE
-        assert board.buffers_mark() == (-1, 0)
         board.set_generation(1)
         assert board.pace.read() == PaceReading(0xFFFFFFFF, 0)
     finally:

@@ -1,8 +1,8 @@
-"""Test when a rank's own buffers are kept, and what says that there is nothing to keep."""
+"""Test when a rank's own buffers are kept, and that they are kept with its streams."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -10,7 +10,14 @@ import torch
 from checkpointless.launcher.protocol.board import Board
 from checkpointless.state.port import SnapshotPoint
 from checkpointless.state.rank_local import state as own_buffers
-from checkpointless.state.rank_local.state import NOTHING, OWN_BUFFER_BYTES, _decode, _OwnBuffers
+from checkpointless.state.rank_local.state import (
+    NOTHING,
+    OWN_BUFFER_BYTES,
+    RankLocalState,
+    _decode,
+    _OwnBuffers,
+    buffers_in,
+)
 from checkpointless.transfer.tensor_entry import Key
 
 NAME: Key = ("buffer", "norm.running_mean")
@@ -35,51 +42,63 @@ def buffers(value: float) -> dict[Key, torch.Tensor]:
     return {NAME: torch.full((3,), value)}
 
 
+def value_in(record: bytes) -> float:
+    (value,) = _decode(record)[NAME].unique().tolist()
+    return float(value)
+
+
 @pytest.mark.usefixtures("group")
 def test_what_never_changes_is_not_kept() -> None:
     own = _OwnBuffers()
     own.begin(buffers(1.0), [0, 1])
-    own.keep(1, SnapshotPoint.COMMITTED, buffers(1.0), None)
-    assert own.record(1, SnapshotPoint.COMMITTED, None) == NOTHING
+    own.keep(buffers(1.0))
+    assert own.record == NOTHING
 
 
 @pytest.mark.usefixtures("group")
 def test_what_has_changed_is_kept_from_then_on() -> None:
     own = _OwnBuffers()
     own.begin(buffers(1.0), [0, 1])
-    own.keep(1, SnapshotPoint.COMMITTED, buffers(2.0), None)
-    own.keep(2, SnapshotPoint.COMMITTED, buffers(1.0), None)
-    for step, value in ((1, 2.0), (2, 1.0)):
-        kept = own.record(step, SnapshotPoint.COMMITTED, None)
-        assert kept is not None
-        assert _decode(kept)[NAME].equal(torch.full((3,), value))
+    for value in (2.0, 1.0):
+        own.keep(buffers(value))
+        assert value_in(own.record) == value
+    record = own.record
+    own.keep(buffers(1.0))
+    assert own.record is record, "the board knows by it that it has it already"
 
 
 def test_what_differs_in_the_beginning_is_kept(group: Answers) -> None:
     group([{"small": 7, "large": {}}])
     own = _OwnBuffers()
     own.begin(buffers(1.0), [0, 1])
-    own.keep(1, SnapshotPoint.COMMITTED, buffers(1.0), None)
-    assert own.record(1, SnapshotPoint.COMMITTED, None) != NOTHING
+    own.keep(buffers(1.0))
+    assert own.record != NOTHING
 
 
 def test_a_new_process_without_a_beginning_takes_what_it_keeps_first_for_it() -> None:
     """A rank whose buffers had not changed must be told what they were: the first that it keeps are later ones."""
     told, untold = _OwnBuffers(), _OwnBuffers()
-    told.begun_with(buffers(1.0))
+    told.begun_with(buffers(1.0), NOTHING)
     for own in (told, untold):
-        own.keep(5, SnapshotPoint.COMMITTED, buffers(2.0), None)
-    assert told.record(5, SnapshotPoint.COMMITTED, None) != NOTHING
-    assert untold.record(5, SnapshotPoint.COMMITTED, None) == NOTHING
+        own.keep(buffers(2.0))
+    assert told.record != NOTHING
+    assert untold.record == NOTHING
+
+
+def test_a_new_process_whose_buffers_were_its_own_keeps_them() -> None:
+    own = _OwnBuffers()
+    own.begun_with(buffers(1.0), b"a record")
+    own.keep(buffers(1.0))
+    assert own.record != NOTHING
 
 
 @pytest.mark.usefixtures("group")
 def test_a_beginning_that_is_known_stays() -> None:
     own = _OwnBuffers()
     own.begin(buffers(1.0), [0, 1])
-    own.begun_with(buffers(2.0))
-    own.keep(5, SnapshotPoint.COMMITTED, buffers(2.0), None)
-    assert own.record(5, SnapshotPoint.COMMITTED, None) != NOTHING
+    own.begun_with(buffers(2.0), NOTHING)
+    own.keep(buffers(2.0))
+    assert own.record != NOTHING
 
 
 def test_what_is_too_large_and_differs_cannot_be_given_back(group: Answers) -> None:
@@ -87,7 +106,7 @@ def test_what_is_too_large_and_differs_cannot_be_given_back(group: Answers) -> N
     own = _OwnBuffers()
     own.begin(large, [0, 1])
     group([{"small": None, "large": {"norm.running_mean": 7}}])
-    own.keep(1, SnapshotPoint.COMMITTED, large, None)
+    own.keep(large)
     group([{"norm.running_mean": 7}])
     own.compare(1, [0, 1])
     other = {"alive": False, "record": "lost", "differ": []}
@@ -97,42 +116,47 @@ def test_what_is_too_large_and_differs_cannot_be_given_back(group: Answers) -> N
     assert "norm.running_mean of its modules' buffers are too large to be kept" in found[1]
 
 
-@pytest.mark.usefixtures("group")
-def test_a_new_process_is_told_that_no_buffer_had_changed_before_the_first_one_did() -> None:
-    board = Board.create(0)
-    own = _OwnBuffers()
-    own.begin(buffers(1.0), [0, 1])
-    assert _OwnBuffers().record(1, SnapshotPoint.COMMITTED, board) is None
-    for step in (1, 2):
-        for stage in (SnapshotPoint.COMMITTED, SnapshotPoint.CHECKED):
-            own.keep(step, stage, buffers(1.0), board)
-            assert _OwnBuffers().record(step, stage, board) == NOTHING
-    own.keep(3, SnapshotPoint.COMMITTED, buffers(1.0), board)
-    own.keep(3, SnapshotPoint.CHECKED, buffers(2.0), board)
-    own.keep(4, SnapshotPoint.COMMITTED, buffers(1.0), board)
-    for owner in (own, _OwnBuffers()):
-        assert (
-            owner.record(2, SnapshotPoint.CHECKED, board)
-            == owner.record(3, SnapshotPoint.COMMITTED, board)
-            == NOTHING
-        )
-        for step, stage, value in ((3, SnapshotPoint.CHECKED, 2.0), (4, SnapshotPoint.COMMITTED, 1.0)):
-            kept = owner.record(step, stage, board)
-            assert kept is not None
-            assert _decode(kept)[NAME].equal(torch.full((3,), value))
-        assert owner.record(4, SnapshotPoint.CHECKED, board) is None, "it was not reached"
-    board.close()
+@pytest.fixture
+def board(monkeypatch: pytest.MonkeyPatch) -> Iterator[Board]:
+    made = Board.create(0)
+    monkeypatch.setattr(own_buffers, "own_board", lambda: made)
+    yield made
+    made.close()
 
 
-@pytest.mark.usefixtures("group")
-def test_a_module_without_buffers_is_settled_until_the_training_begins_anew() -> None:
-    board = Board.create(0)
-    own = _OwnBuffers()
-    own.begin({}, [0, 1])
-    assert not own.are_settled
-    own.keep(1, SnapshotPoint.COMMITTED, {}, board)
-    assert own.are_settled
-    assert _OwnBuffers().record(9, SnapshotPoint.CHECKED, board) == NOTHING
-    own.begin({}, [0, 1])
-    assert not own.are_settled
-    board.close()
+def keep(own: RankLocalState, step: int, stage: SnapshotPoint, value: float) -> None:
+    """Keep buffers and streams as a journal does."""
+    own.buffers.keep(buffers(value))
+    own.streams.capture(step, None, stage, {}, own.buffers.record)
+
+
+@pytest.mark.usefixtures("group", "board")
+def test_a_new_process_finds_the_buffers_of_each_point_that_was_reached() -> None:
+    own = RankLocalState(0)
+    own.buffers.begin(buffers(1.0), [0, 1])
+    assert own._record_of(1, SnapshotPoint.COMMITTED) is None
+    values = {
+        (2, SnapshotPoint.CHECKED): 1.0,
+        (3, SnapshotPoint.COMMITTED): 1.0,
+        (3, SnapshotPoint.CHECKED): 2.0,
+        (4, SnapshotPoint.COMMITTED): 1.0,
+    }
+    for (step, stage), value in values.items():
+        keep(own, step, stage, value)
+    for owner in (own, RankLocalState(0)):
+        assert owner._record_of(3, SnapshotPoint.COMMITTED) == NOTHING
+        for step, stage in ((3, SnapshotPoint.CHECKED), (4, SnapshotPoint.COMMITTED)):
+            assert value_in(owner._record_of(step, stage) or b"") == values[step, stage]
+        assert owner._record_of(4, SnapshotPoint.CHECKED) is None, "it was not reached"
+
+
+@pytest.mark.usefixtures("group", "board")
+def test_buffers_that_the_update_has_written_to_take_the_place_of_those_before_it() -> None:
+    own = RankLocalState(0)
+    own.buffers.begin(buffers(1.0), [0, 1])
+    keep(own, 1, SnapshotPoint.COMMITTED, 2.0)
+    own.keep_buffers(1, SnapshotPoint.COMMITTED, buffers(3.0))
+    own.keep_buffers(1, SnapshotPoint.CHECKED, buffers(3.0))
+    for owner in (own, RankLocalState(0)):
+        assert list(owner.streams.at(1)) == [SnapshotPoint.COMMITTED], "a point that was not kept stays unknown"
+        assert value_in(buffers_in(owner.streams.at(1)[SnapshotPoint.COMMITTED])) == 3.0
