@@ -21,7 +21,7 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -301,7 +301,6 @@ def _lacking_room(nbytes: int, folder: Path) -> str:
 
 # --- The whole state of one rank as plain bytes and tensors, which tiers keep, too --------------------------------
 
-_FORMAT = 4
 #: The moment after a step at which copies are made: the first one, so that a finished step is soon copied.
 COPIED_AT = SnapshotPoint.COMMITTED
 #: Saves that were not finished when a step was made: the step, and what the save of each was.
@@ -349,27 +348,25 @@ class Snapshot:
 
     def content(self) -> Content:
         """Return the snapshot as plain bytes and tensors, which are the same ones."""
-        held, row = self.held, _Row()
+        held = self.held
         objects = {int(stage): moment.objects for stage, moment in held.moments.items()}
-        skeleton, inside = state_tree.split({"moments": objects, "finished": dict(self.finished)})
-        plain: dict[str, Any] = {
-            "format": _FORMAT,
+        plain = {
             "committed": held.commit.committed,
             "fit": held.fit,
             "offset": held.offset,
             "begun": self.begun,
             "saves": [[*save[:3], False] for save in self.saves],
-            "tensors": row.keyed(held.tensors),
-            "base": row.keyed(self.base),
-            "moments": [[int(stage), row.keyed(moment.buffers)] for stage, moment in held.moments.items()],
-            "buffers": [[step, int(stage), row.keyed(each)] for (step, stage), each in held.buffers.items()],
-            "digests": None if held.digests is None else [[list(of), each] for of, each in held.digests.items()],
-            "objects": skeleton,
-            "inside": row.put(inside),
+            "tensors": held.tensors,
+            "base": dict(self.base),
+            "moments": [[int(stage), dict(moment.buffers)] for stage, moment in held.moments.items()],
+            "buffers": [[step, int(stage), dict(each)] for (step, stage), each in held.buffers.items()],
+            "digests": held.digests,
             "own": self.own.to_plain(),
         }
-        plain["devices"] = [tensor.device.type for tensor in row.tensors]
-        return Content(state_tree.dumps(plain), tuple(tensor.detach() for tensor in row.tensors))
+        whole = Content.of(plain)
+        told, inside = state_tree.split({"moments": objects, "finished": dict(self.finished)})
+        structure = state_tree.dumps([whole.structure, told, len(whole.tensors)])
+        return Content(structure, (*whole.tensors, *(tensor.detach() for tensor in inside)))
 
     @classmethod
     def of(cls, content: Content) -> Snapshot:
@@ -378,60 +375,31 @@ class Snapshot:
         Numbers, tensors without a dimension, and what the objects refer to are on the device on which they were.
 
         Raises:
-            ValueError: it did not make this, or another version did.
+            ValueError: it did not make this.
         """
         try:
-            plain = state_tree.loads(content.structure)
-            if plain["format"] != _FORMAT:
-                raise ValueError(f"a state of a rank in format {plain['format']}, and not {_FORMAT}")
-            inside, tensors = {*plain["inside"]}, list(content.tensors)
-            for place, kind in enumerate(plain["devices"]):
-                if kind != "cpu" and (place in inside or not tensors[place].dim()):
-                    tensors[place] = tensors[place].to(own_device(kind))
-
-            def read(rows: Iterable[Any]) -> dict[Key, torch.Tensor]:
-                return {key: tensors[place] for key, place in rows}
-
-            objects = state_tree.join(plain["objects"], [tensors[place] for place in plain["inside"]])
+            structure, told, count = state_tree.loads(content.structure)
+            plain = Content(structure, content.tensors[:count]).state(
+                lambda tensor, kind: tensor if tensor.dim() else tensor.to(own_device(kind))
+            )
+            objects = Content(told, content.tensors[count:]).state(lambda tensor, kind: tensor.to(own_device(kind)))
             held = HeldState(
                 CommitState(plain["committed"], ready=False, torn=False),
-                read(plain["tensors"]),
+                plain["tensors"],
                 {
-                    SnapshotPoint(stage): StepSnapshot(objects["moments"][stage], read(rows))
-                    for stage, rows in plain["moments"]
+                    SnapshotPoint(stage): StepSnapshot(objects["moments"][stage], buffers)
+                    for stage, buffers in plain["moments"]
                 },
-                None if plain["digests"] is None else {tuple(group): each for group, each in plain["digests"]},
+                plain["digests"],
                 fit=plain["fit"],
                 offset=plain["offset"],
-                buffers={(step, SnapshotPoint(stage)): read(rows) for step, stage, rows in plain["buffers"]},
+                buffers={(step, SnapshotPoint(stage)): each for step, stage, each in plain["buffers"]},
             )
             own = Carried.from_plain(plain["own"])
             saves = tuple((number, step, stage, going_on) for number, step, stage, going_on in plain["saves"])
-            return cls(held, read(plain["base"]), plain["begun"], objects["finished"], saves, own)
-        except (KeyError, TypeError, IndexError) as error:
+            return cls(held, plain["base"], plain["begun"], objects["finished"], saves, own)
+        except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"this is no state of a rank: {error!r}") from error
-
-
-class _Row:
-    """Tensors in their order, each once."""
-
-    def __init__(self) -> None:
-        self.tensors: list[torch.Tensor] = []
-        self._places: dict[int, int] = {}
-
-    def put(self, tensors: Iterable[torch.Tensor]) -> list[int]:
-        """Return the places of ``tensors``."""
-        places = []
-        for tensor in tensors:
-            if id(tensor) not in self._places:
-                self._places[id(tensor)] = len(self.tensors)
-                self.tensors.append(tensor)
-            places.append(self._places[id(tensor)])
-        return places
-
-    def keyed(self, tensors: Mapping[Key, torch.Tensor]) -> list[list[Any]]:
-        """Return the keys of ``tensors``, each with its place."""
-        return [list(pair) for pair in zip(tensors, self.put(tensors.values()), strict=True)]
 
 
 def _free_host_memory() -> int:

@@ -7,7 +7,7 @@ the digest of each of them; the header's own digest goes with it.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Protocol
 
@@ -16,7 +16,7 @@ import torch
 import xxhash
 
 from checkpointless.state.serialization import state_tree
-from checkpointless.state.serialization.state_tree import StateTreeError, Tree
+from checkpointless.state.serialization.state_tree import Tree
 from checkpointless.state.serialization.tensor_memory import dtype_name, dtype_of, tensor_bytes
 
 _SAVE = r"iter_(?P<iteration>\d{10,})\.(?P<token>[0-9a-f]{24})"
@@ -106,15 +106,19 @@ class Content:
         Raises:
             StateTreeError: something in it cannot be stored safely; the message says where it is.
         """
-        tensors: list[torch.Tensor] = []
-        skeleton = _without_tensors(state, "state", tensors)
-        return cls(state_tree.dumps(skeleton), tuple(tensors))
+        structure, tensors = state_tree.split(state, inline_bytes=-1, taken=_stored)
+        return cls(structure, tuple(tensors))
 
-    def state(self) -> Tree:
-        """Return the state, put together again; raise ``ValueError`` if structure and tensors do not belong
-        together.
+    def state(self, placed: Callable[[torch.Tensor, str], torch.Tensor] = lambda tensor, _: tensor) -> Tree:
+        """Return the state, put together again.
+
+        Args:
+            placed: returns a tensor where it belongs, given on which kind of device it was. Default: where it is.
+
+        Raises:
+            ValueError: structure and tensors do not belong together.
         """
-        return _with_tensors(state_tree.loads(self.structure), self.tensors)
+        return state_tree.join(self.structure, self.tensors, placed)
 
     def on_host(self, copy: bool = False) -> Content:
         """Return this content in host memory; as a ``copy``, it shares nothing with the original."""
@@ -122,52 +126,12 @@ class Content:
         return replace(self, tensors=moved, memory=None if copy else self.memory)
 
 
-def _without_tensors(value: Tree, path: str, tensors: list[torch.Tensor]) -> Tree:
-    """Return ``value`` with a reference in the place of each tensor.
-
-    A reference is a tuple that ends in "tensor". To distinguish them, "tuple" is appended to each of the user's
-    tuples. (The marks are at the end, so that the state tree's messages count the items as the user does.)
-    """
-    if isinstance(value, torch.Tensor):
-        tensors.append(_storable(value, path))
-        return len(tensors) - 1, "tensor"
-    if isinstance(value, dict):
-        return {key: _without_tensors(item, f"{path}[{key!r}]", tensors) for key, item in value.items()}
-    if isinstance(value, tuple):
-        return *(_without_tensors(item, f"{path}[{index}]", tensors) for index, item in enumerate(value)), "tuple"
-    if type(value) is list:
-        return [_without_tensors(item, f"{path}[{index}]", tensors) for index, item in enumerate(value)]
-    return value
-
-
-def _with_tensors(value: Tree, tensors: tuple[torch.Tensor, ...]) -> Tree:
-    """Put together what :func:`_without_tensors` took apart."""
-    if isinstance(value, dict):
-        return {key: _with_tensors(item, tensors) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_with_tensors(item, tensors) for item in value]
-    if not isinstance(value, tuple):
-        return value
-    if value[-1:] == ("tuple",):
-        return tuple(_with_tensors(item, tensors) for item in value[:-1])
-    if len(value) != 2 or value[1] != "tensor" or type(value[0]) is not int or not 0 <= value[0] < len(tensors):
-        raise ValueError("the structure of a state refers to a missing tensor")
-    return tensors[value[0]]
-
-
-def _storable(tensor: torch.Tensor, path: str) -> torch.Tensor:
-    """Return ``tensor`` without its autograd history, if it is nothing more than strided memory.
+def _stored(tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor`` without its autograd history.
 
     Of a parameter that TransformerEngine keeps in FP8, it is the values that it stands for, as in Megatron's saves.
     """
-    if hasattr(tensor, "_quantizer"):
-        tensor = tensor.dequantize()
-    kind = type(tensor)
-    if kind not in (torch.Tensor, torch.nn.Parameter):
-        raise StateTreeError(f"{path} is a {kind.__module__}.{kind.__qualname__}: give its local, plain tensor")
-    if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta":
-        raise StateTreeError(f"{path} is a tensor without plain memory ({tensor.layout}, {tensor.device})")
-    return tensor.detach().resolve_conj().resolve_neg()
+    return (tensor.dequantize() if hasattr(tensor, "_quantizer") else tensor).detach()
 
 
 # --- parts --------------------------------------------------------------------------------------------------------

@@ -184,7 +184,7 @@ def write_parts(store: PartStore, parts: Sequence[Part], holder: int) -> int:
 # The file is written under another name, synced and renamed, so it is whole or absent. Nothing is parsed whose
 # digest is not right, and nothing in it is evaluated.
 
-_MAGIC = b"CKPTPRT2"
+_MAGIC = b"CKPTPRT3"
 _PREFACE = struct.Struct("<8sQQ")
 _MOST_OF_A_HEADER = 1 << 32
 _FILE_NAME = re.compile(

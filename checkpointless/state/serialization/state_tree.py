@@ -409,7 +409,7 @@ def dumps(tree: Tree) -> bytes:
     Raises:
         StateTreeError: ``tree`` contains anything else.
     """
-    return _packed(tree, _Encoder(None))
+    return _packed(tree, _Encoder(None, _as_it_is))
 
 
 def loads(data: bytes) -> Tree:
@@ -417,11 +417,18 @@ def loads(data: bytes) -> Tree:
     return join(data, ())
 
 
-def split(tree: Tree, inline_bytes: int = INLINE_BYTES) -> tuple[bytes, list[torch.Tensor]]:
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def split(
+    tree: Tree, inline_bytes: int = INLINE_BYTES, taken: Callable[[torch.Tensor], torch.Tensor] = _as_it_is
+) -> tuple[bytes, list[torch.Tensor]]:
     """Encode ``tree``, of the types that :func:`dumps` allows, without its large tensors and arrays.
 
     Args:
-        inline_bytes: the size in bytes up to which a tensor or array is encoded with the rest.
+        inline_bytes: the size in bytes up to which a tensor or array is encoded with the rest; -1: none is.
+        taken: returns what is taken of a tensor.
 
     Returns:
         The encoded rest, and the tensors. Each tensor shares the memory of the original if that has no gaps.
@@ -429,18 +436,31 @@ def split(tree: Tree, inline_bytes: int = INLINE_BYTES) -> tuple[bytes, list[tor
     Raises:
         StateTreeError: something in ``tree`` cannot travel.
     """
-    encoder = _Encoder(inline_bytes)
+    encoder = _Encoder(inline_bytes, taken)
     return _packed(tree, encoder), encoder.tensors
 
 
-def join(skeleton: bytes, tensors: Sequence[torch.Tensor]) -> Tree:
+def _where_it_was(tensor: torch.Tensor, kind: str) -> torch.Tensor:
+    if tensor.device.type != kind:
+        raise ValueError("a state tree refers to another tensor")
+    return tensor
+
+
+def join(
+    skeleton: bytes,
+    tensors: Sequence[torch.Tensor],
+    placed: Callable[[torch.Tensor, str], torch.Tensor] = _where_it_was,
+) -> Tree:
     """Put together what :func:`split` took apart. The state uses ``tensors`` themselves.
+
+    Args:
+        placed: returns a tensor where it belongs, given on which kind of device it was. Default: it must be there.
 
     Raises:
         ValueError: ``skeleton`` is damaged, or belongs to other tensors.
     """
     try:
-        return _Decoder(tensors).decode(msgspec.msgpack.decode(skeleton))
+        return _Decoder(tensors, placed).decode(msgspec.msgpack.decode(skeleton))
     except _UNREADABLE as error:
         raise ValueError(f"a state tree cannot be read: {type(error).__name__}: {error}") from error
 
@@ -451,7 +471,7 @@ def check(tree: object) -> None:
     Raises:
         StateTreeError: it cannot; the message is one line with the path, the type and what to do.
     """
-    checker = _Checker(INLINE_BYTES)
+    checker = _Checker(INLINE_BYTES, _as_it_is)
     _encoded(tree, checker)
     _bounded(checker.nbytes)
 
@@ -507,8 +527,9 @@ class _Encoder:
     plain values nor in ``tensors``; without ``inline_bytes`` all tensors are encoded with the rest.
     """
 
-    def __init__(self, inline_bytes: int | None) -> None:
+    def __init__(self, inline_bytes: int | None, taken: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.nbytes = 0
+        self._taken = taken
         self.tensors: list[torch.Tensor] = []
         self._inline_bytes = inline_bytes
         self._open: set[int] = set()
@@ -623,7 +644,8 @@ class _Encoder:
             raise _Refused(f"has attributes ({', '.join(map(str, extra))}) besides its items: keep a plain dict")
         return [self.encode(extra.get("_metadata"))] if type(mapping) is OrderedDict else []
 
-    def _tensor(self, tensor: torch.Tensor) -> _Tensor:
+    def _tensor(self, given: torch.Tensor) -> _Tensor:
+        tensor = self._taken(given)
         kind = type(tensor)
         if self._in_key:
             raise _Refused("is a tensor as a key: use a name or a number")
@@ -668,8 +690,11 @@ class _Checker(_Encoder):
 class _Decoder:
     """Decodes one tree; trusts nothing that it reads."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self, tensors: Sequence[torch.Tensor], placed: Callable[[torch.Tensor, str], torch.Tensor]
+    ) -> None:
         self._tensors = tensors
+        self._placed = placed
         self._made: list[Tree] = []  # in the order in which they were finished
 
     def decode(self, node: _Node) -> Tree:
@@ -707,8 +732,9 @@ class _Decoder:
         laid_out = shape if order is None else torch.Size([shape[dim] for dim in order])
         if isinstance(node.memory, int):
             tensor = self._tensors[node.memory]
-            if tensor.dtype != dtype or tensor.shape != laid_out or tensor.device.type != node.device:
+            if tensor.dtype != dtype or tensor.shape != laid_out:
                 raise ValueError("a state tree refers to another tensor")
+            tensor = self._placed(tensor, node.device)
         else:
             if shape.numel() * dtype.itemsize != len(node.memory):
                 raise ValueError(f"a tensor {tuple(shape)} has {len(node.memory)} bytes")
@@ -724,7 +750,7 @@ class _Decoder:
 
     def _array(self, node: _Array) -> Any:
         flat: Any = (
-            self._tensors[node.memory].numpy()
+            self._tensors[node.memory].cpu().numpy()
             if isinstance(node.memory, int)
             else numpy.frombuffer(bytearray(node.memory), dtype=numpy.uint8)
         )

@@ -17,6 +17,7 @@ from checkpointless.replication.local_checkpoint import (
     register_form,
 )
 from checkpointless.replication.tensor_aware import content_of
+from checkpointless.state.serialization import state_tree
 from checkpointless.state.serialization.state_tree import StateTreeError
 from tests.ranks.local_checkpoint_ranks import bits, state
 
@@ -81,14 +82,20 @@ class Moments(NamedTuple):
     step: int
 
 
-def test_tensors_in_a_named_tuple_are_found(tmp_path: Path) -> None:
+def test_tensors_in_a_named_tuple_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     aware = BasicTensorAwareStateDict({"moments": Moments(torch.ones(2), 1), "more": torch.zeros(1)})
     taken = aware.pop_tensors()
     aware.insert_tensors(taken)
     assert type(aware.state_dict["moments"]) is Moments
     manager = LocalCheckpointManager(tmp_path)
+    with pytest.raises(LocalCheckpointError, match="Moments, which cannot be given to another rank"):
+        manager.save(aware, 1)
+    monkeypatch.setattr(state_tree, "_registered", {})
+    state_tree.register_plain_type(Moments)
     manager.save(aware, 1)
-    assert [each.tolist() for each in manager.load()[0].tensors] == [[1, 1], [0]]
+    loaded, _ = manager.load()
+    assert [each.tolist() for each in loaded.tensors] == [[1, 1], [0]]
+    assert type(loaded.state_dict["moments"]) is Moments
 
 
 def test_a_hollow_state_is_not_saved(tmp_path: Path) -> None:

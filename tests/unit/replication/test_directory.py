@@ -125,7 +125,7 @@ def test_a_sealed_header_of_any_other_shape_is_refused(tmp_path: Path, field: st
     packed = msgspec.msgpack.encode(header)
     path = tmp_path / str(NAME)
     digest = xxhash.xxh3_64_intdigest(packed)
-    path.write_bytes(b"CKPTPRT2" + len(packed).to_bytes(8, "little") + digest.to_bytes(8, "little") + packed)
+    path.write_bytes(b"CKPTPRT3" + len(packed).to_bytes(8, "little") + digest.to_bytes(8, "little") + packed)
     with pytest.raises(PartError, match=re.escape(str(NAME))):
         read(path)
 
@@ -138,7 +138,7 @@ def test_a_file_of_an_earlier_version_is_refused(tmp_path: Path, good: bytes) ->
 
 
 def test_the_header_is_where_it_is_said_to_be(good: bytes) -> None:
-    assert good.startswith(b"CKPTPRT2")
+    assert good.startswith(b"CKPTPRT3")
     length = int.from_bytes(good[8:16], "little")
     tensors = good[24 + length :]
     assert torch.frombuffer(bytearray(tensors[:120]), dtype=torch.float32).tolist() == list(range(30))

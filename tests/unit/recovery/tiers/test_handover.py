@@ -163,7 +163,7 @@ def test_without_a_folder_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     assert take_over(RankLocalState(0)) is None
 
 
-@pytest.mark.parametrize("structure", [{"format": 0}, []])
+@pytest.mark.parametrize("structure", [{"format": 0}, [], [b"", b"", 0]])
 def test_what_is_no_state_of_a_rank_is_refused(structure: Any) -> None:
     with pytest.raises(ValueError, match="state of a rank"):
         Snapshot.of(Content(state_tree.dumps(structure), ()))
