@@ -10,13 +10,11 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
@@ -54,12 +52,8 @@ from checkpointless.transfer.transfer import TransferError
 
 logger = logging.getLogger(__name__)
 
-_TURN_S = 0.05
-
-
 __all__ = [
     "AsyncRequest",
-    "AsyncSave",
     "BasicTensorAwareStateDict",
     "CliqueReplicationStrategy",
     "GroupWrapper",
@@ -74,7 +68,7 @@ __all__ = [
 ]
 
 
-# --- A save that is made while training goes on: a request that a framework's queue, or a thread, carries out ----
+# --- A save that is made while training goes on: a request that a framework's queue carries out ------------------
 
 
 class AsyncRequest(NamedTuple):
@@ -83,7 +77,8 @@ class AsyncRequest(NamedTuple):
     It has the fields and methods of the requests of Megatron-core
     (``megatron.core.dist_checkpointing.strategies.async_utils``) and of nvidia-resiliency-ext
     (``checkpointing.async_ckpt.core``), so that the ``AsyncCallsQueue`` of either one can schedule it, also with a
-    persistent worker. Without such a queue, :class:`AsyncSave` carries it out in a thread.
+    persistent worker. Without such a queue, call :meth:`write` in a thread, and :meth:`execute_finalize_fns` on all
+    ranks when it has ended.
 
     Attributes:
         async_fn: writes this rank's files; it may be called in another process. None: there is nothing to write.
@@ -137,46 +132,6 @@ class AsyncRequest(NamedTuple):
         for each in self.finalize_fns:
             each()
         return self.call_idx
-
-
-class AsyncSave:
-    """Carries a request of :meth:`LocalCheckpointManager.save` out in a thread of this process."""
-
-    def __init__(self, request: AsyncRequest) -> None:
-        self._request = request.freeze()
-        self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name="checkpointless-write")
-        self._thread.start()
-
-    def done(self) -> bool:
-        """Return whether this rank's files are written, or cannot be."""
-        return not self._thread.is_alive()
-
-    def wait(self, timeout: timedelta | None = None) -> None:
-        """Wait until the files of all ranks are written, and end the save. Collective.
-
-        Args:
-            timeout: how long to wait for this rank's files at most; None: as long as it takes.
-
-        Raises:
-            TimeoutError: the files are not written yet.
-            LocalCheckpointError: writing raised an error that costs more than a copy.
-        """
-        deadline_s = None if timeout is None else time.monotonic() + timeout.total_seconds()
-        while self._thread.is_alive():  # in turns: a thread that waits for a lock hears no interruption
-            if deadline_s is not None and time.monotonic() >= deadline_s:
-                raise TimeoutError("a local checkpoint is still being written")
-            self._thread.join(_TURN_S)
-        self._request.execute_finalize_fns()
-        if self._error is not None:
-            raise LocalCheckpointError(f"a local checkpoint could not be written: {self._error}") from self._error
-
-    def _run(self) -> None:
-        try:
-            self._request.write()
-        except Exception as error:
-            logger.exception("a local checkpoint could not be written")
-            self._error = error
 
 
 # --- the manager --------------------------------------------------------------------------------------------------
@@ -252,10 +207,9 @@ class LocalCheckpointManager:
             is_async: only copy the state, so that training can go on, and return what is still to be done.
 
         Returns:
-            With ``is_async``, a request for the ``AsyncCallsQueue`` of Megatron-core or nvidia-resiliency-ext, or
-            for :class:`AsyncSave`. The save is complete when the
-            request has been carried out and ended on all ranks. Otherwise None; the save is then complete, or a
-            warning says why it is not.
+            With ``is_async``, a request for the ``AsyncCallsQueue`` of Megatron-core or nvidia-resiliency-ext. The
+            save is complete when it has been carried out and ended on all ranks. Otherwise None; the save is then
+            complete, or a warning says why it is not.
 
         Raises:
             LocalCheckpointError: on every rank, if the state of any rank cannot be stored, or if the ranks call

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import shutil
+import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -20,7 +21,7 @@ from checkpointless.recovery import (
     NoReplicasAvailableError,
     ReplicationStrategy,
 )
-from checkpointless.replication.local_checkpoint import AsyncSave, BasicTensorAwareStateDict, register_form
+from checkpointless.replication.local_checkpoint import AsyncRequest, BasicTensorAwareStateDict, register_form
 
 TOO_SMALL = 16 * 1024  # no rank's part fits
 EVERY_DTYPE = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool, torch.complex64)
@@ -90,6 +91,21 @@ def play(
     return outcomes
 
 
+class Writer(threading.Thread):
+    """Carries a request out, as a queue of Megatron's or NVRx's does."""
+
+    def __init__(self, request: AsyncRequest) -> None:
+        super().__init__(target=request.write, daemon=True)
+        self.request = request
+        self.start()
+
+    def wait(self) -> None:
+        """Wait until the files are written, and end the save."""
+        self.join(60)
+        assert not self.is_alive()
+        self.request.execute_finalize_fns()
+
+
 class Unknown(BasicTensorAwareStateDict):
     """Represents a state of a user's own class."""
 
@@ -109,7 +125,7 @@ class Player:
         self.strategy = strategy
         self.rank = dist.get_rank()
         self.manager = LocalCheckpointManager(folder, repl_strategy=strategy)
-        self.work: AsyncSave | None = None
+        self.work: Writer | None = None
 
     def save(self, *iterations: int) -> None:
         for iteration in iterations:
@@ -135,14 +151,14 @@ class Player:
         tree = state(self.rank, iteration)
         request = self.manager.save(tree, iteration, is_async=True)
         assert request is not None
-        self.work = AsyncSave(request)
+        self.work = Writer(request)
         tree["model"]["layers.0.weight"].zero_()
         tree["dtypes"].clear()
 
     def wait(self) -> bool:
         assert self.work is not None
-        self.work.wait(timedelta(seconds=20))
-        return self.work.done()
+        self.work.wait()
+        return not self.work.is_alive()
 
     def find(self) -> int:
         return self.manager.find_latest()
