@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+import msgspec
 import torch
 
 from checkpointless.state.port import SnapshotPoint
@@ -25,10 +26,16 @@ from checkpointless.state.serialization import state_tree
 
 _PYTHON = struct.Struct("<i?d")  # version, whether a second normal number is pending, and which; then the words
 _NUMPY = struct.Struct("<16si?d")  # generator, position, whether a second normal is pending, and which; then words
-_HEAD = struct.Struct("<4sb?diH")  # magic, stage, whether the loss is known, and it; length of `own`; streams
-_MAGIC = b"RNG1"
-_ENTRY = struct.Struct("<HII")  # of a stream: the lengths of its name and its state, and the state's crc32
-_NO_OWN = -1  # in the place of its length
+_LENGTH = struct.Struct("<I")  # of the head, which follows
+
+
+class _Head(msgspec.Struct, array_like=True):
+    """What precedes the streams as bytes; of each it has the name, the length and the crc32."""
+
+    stage: int
+    loss: float | None
+    own: bytes | None
+    streams: list[tuple[str, int, int]]
 
 
 @dataclass(frozen=True)
@@ -108,18 +115,10 @@ class RngStates:
 
     def to_parts(self) -> tuple[bytes, list[bytes]]:
         """Return what :meth:`to_bytes` does, in parts: a head with the checksum of each stream, and the streams."""
-        own = b"" if not self.own else state_tree.dumps(dict(self.own))
-        length = _NO_OWN if self.own is None else len(own)
-        loss = self.loss
-        head = [
-            _HEAD.pack(
-                _MAGIC, self.stage, loss is not None, 0.0 if loss is None else loss, length, len(self.streams)
-            ),
-            own,
-        ]
-        for name, state in self.streams.items():
-            head += (_ENTRY.pack(len(name), len(state), _checksum(name, state)), name.encode())
-        return b"".join(head), list(self.streams.values())
+        own = None if self.own is None else state_tree.dumps(dict(self.own)) if self.own else b""
+        entries = [(name, len(state), _checksum(name, state)) for name, state in self.streams.items()]
+        head = msgspec.msgpack.encode(_Head(self.stage, self.loss, own, entries))
+        return _LENGTH.pack(len(head)) + head, list(self.streams.values())
 
     @classmethod
     def from_bytes(cls, data: bytes) -> RngStates:
@@ -129,25 +128,19 @@ class RngStates:
             ValueError: ``data`` was not made by :meth:`to_bytes`, or is damaged.
         """
         try:
-            magic, stage, has_loss, loss, length, count = _HEAD.unpack_from(data)
-            if magic != _MAGIC:
-                raise ValueError("these are no random streams")
-            place = _HEAD.size + max(length, 0)
-            own = None if length == _NO_OWN else state_tree.loads(data[_HEAD.size : place]) if length else {}
-            entries = []
-            for _ in range(count):
-                name_length, size, crc = _ENTRY.unpack_from(data, place)
-                place += _ENTRY.size + name_length
-                entries.append((data[place - name_length : place].decode(), size, crc))
-        except struct.error as error:
-            raise ValueError(f"the random streams are cut off: {error}") from error
+            (length,) = _LENGTH.unpack_from(data)
+            place = _LENGTH.size + length
+            head = msgspec.msgpack.decode(data[_LENGTH.size : place], type=_Head)
+        except (struct.error, msgspec.DecodeError) as error:
+            raise ValueError(f"the random streams cannot be read: {error}") from error
         streams = {}
-        for name, size, crc in entries:
+        for name, size, crc in head.streams:
             streams[name] = data[place : place + size]
             place += size
             if len(streams[name]) != size or zlib.crc32(streams[name]) != crc:
                 raise ValueError(f"the random stream {name} is damaged")
-        return cls(streams, loss if has_loss else None, SnapshotPoint(stage), own)
+        own = None if head.own is None else state_tree.loads(head.own) if head.own else {}
+        return cls(streams, head.loss, SnapshotPoint(head.stage), own)
 
 
 _checksums: dict[str, tuple[bytes, int]] = {}  # by stream: the state that was looked at last, and its checksum
