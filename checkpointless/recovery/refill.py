@@ -75,7 +75,7 @@ class Refill:
         Raises:
             RuntimeError: this rank is not to be filled and holds nothing, or holds a tensor for a rank to fill of
                 which the decision does not know.
-            TransferError: something arrived damaged and could not be mended.
+            TransferError: something.
         """
         rank = dist.get_rank()
         if rank in refills:

@@ -472,7 +472,7 @@ class Copies:
 
         Raises:
             UnrecoverableError: a tier cannot be used on some rank.
-            TransferError: a copy arrived damaged and could not be mended.
+            TransferError: a copy.
         """
         call, rank = active_call_wrapper(), dist.get_rank()
         with span(EventName.COPIES, why=refusal) as fields:

@@ -6,19 +6,19 @@ All messages are point to point, in this order, between one rank to fill (D) and
 2. S0 to D: the metadata of the shard (keys, dtype, shape, device, and digests if D asked for them), the metadata of
    the large tensors inside its non-tensor state, and the skeleton of that state.
 3. D to each S: the tensors that it wants, and the size of a bucket.
-4. The buckets, in rounds. In each, S sends D its stripe of them, several in flight, and then their digests; D
-   answers with the damaged ones that S is to send in the next round, or that everything has arrived.
+4. Each S to D: its stripe of the buckets, several in flight, and then their digests. If a bucket is damaged, D
+   raises. It is sent again in the next generation, in which D has all that arrived whole.
 
 The non-tensor state, with the large tensors inside it, comes from S0: a callback's state may differ between ranks.
 
 A large tensor is sent from where it lies to where it belongs; small ones share a bucket. Every bucket is digested
 at the sender, while others are under way, and at the receiver where its bytes ended up. Digests on a device are
-fetched once per round.
+fetched once.
 
 Messages under way are launched in groups, in ascending order of their buckets, with a bounded number of groups.
 Groups do not wait for each other in a circle, although the ranks cut them differently: on NCCL a group is done
 when all its messages are, and the next one of the same rank begins then. Both ends go through the buckets in
-ascending order, and a rank to fill wants each bucket from one holder per round. Take the smallest bucket of which
+ascending order, and a rank to fill wants each bucket from one holder. Take the smallest bucket of which
 any message is not done. Each rank to fill that still waits for it has it in its present group, because all smaller
 ones are done. So has each holder its first message of that bucket. This message is in the present group at both its
 ends, and is done, because NCCL does the messages of a group side by side. Thus there is always a message that can
@@ -30,10 +30,9 @@ waiting for the last one.
 from __future__ import annotations
 
 import json
-import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -165,18 +164,11 @@ class _Shares:
         ]
         return cls(of_shard + of_objects, len(of_shard), places, bucket_bytes)
 
-    def sender(self, index: int, attempt: int) -> int:
-        """Return the place of the holder that sends a bucket.
-
-        Each attempt takes the next holder of the shard, if there is one. Objects are the first holder's.
-        """
-        return (index + attempt) % self.places if index < self.first else 0
-
-    def split(self, indices: Iterable[int], attempt: int) -> list[list[int]]:
-        """Return ``indices`` by the place of their sender, each list in ascending order."""
+    def by_place(self) -> list[list[int]]:
+        """Return the buckets that each holder sends, in ascending order. Objects are the first holder's."""
         wanted: list[list[int]] = [[] for _ in range(self.places)]
-        for index in sorted(indices):
-            wanted[self.sender(index, attempt)].append(index)
+        for index in range(len(self.buckets)):
+            wanted[index % self.places if index < self.first else 0].append(index)
         return wanted
 
 
@@ -270,19 +262,17 @@ class _Window:
             self._finish(parcel)
 
 
-logger = logging.getLogger(__name__)
-MAX_ROUNDS = 4
 #: Called with a bucket's number in the sequence, the number of buckets and its bytes; returns what to send.
 OnBucket = Callable[[int, int, torch.Tensor], torch.Tensor]
 
 
 class TransferError(RuntimeError):
-    """What arrived is not what was sent, and no holder could mend it."""
+    """What arrived is not what was sent."""
 
 
 @dataclass
 class _Order:
-    """What one destination still wants from this holder."""
+    """What one destination wants from this holder."""
 
     destination: int
     buckets: list[Bucket]
@@ -291,48 +281,23 @@ class _Order:
     digests: list[int] = field(default_factory=list)
 
 
-def _send_buckets(tensors: Sequence[torch.Tensor], orders: Sequence[_Order], on_bucket: OnBucket | None) -> None:
-    """Send every order's buckets and their digests, and the damaged ones again until every destination has all."""
-    while orders:
-        _send_round(tensors, orders, on_bucket)
-        for order in orders:
-            _send_json(order.digests, order.destination)
-        waiting, orders = orders, []
-        for order in waiting:
-            again = _receive_json(order.destination)
-            if again is not None:
-                order.wanted, order.digests = _checked(again, len(order.buckets)), []
-                orders.append(order)
+def _receive_buckets(sources: Sequence[int], shares: _Shares, tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Receive every bucket, and return their digests.
 
-
-def _receive_buckets(
-    sources: Sequence[int], shares: _Shares, tensors: Sequence[torch.Tensor]
-) -> tuple[list[int], int]:
-    """Receive every bucket; fetch a damaged one again from the next holder.
-
-    Return the digests of all buckets, and how many buckets were fetched again.
+    Raises:
+        TransferError: a bucket arrived damaged.
     """
-    buckets = shares.buckets
-    wanted = shares.split(range(len(buckets)), 0)
-    digests = [0] * len(buckets)
-    fetched_again = 0
-    for attempt in range(MAX_ROUNDS):
-        for index, digest in _receive_round(sources, wanted, shares, tensors):
-            digests[index] = digest
-        bad: list[int] = []
-        for place, source in enumerate(sources):
-            theirs = _receive_json(source)
-            if len(theirs) != len(wanted[place]):
-                raise TransferError(f"rank {source} sent {len(theirs)} digests for {len(wanted[place])} buckets")
-            bad += [index for index, digest in zip(wanted[place], theirs) if digests[index] != digest]
-        wanted = shares.split(bad, attempt + 1)
-        for place, source in enumerate(sources):
-            _send_json(wanted[place] if bad and attempt < MAX_ROUNDS - 1 else None, source)
-        if not bad:
-            return digests, fetched_again
-        fetched_again += len(bad)
-        logger.warning("%d of %d buckets arrived damaged and are fetched again", len(bad), len(buckets))
-    raise TransferError(f"{len(bad)} buckets stayed damaged after {MAX_ROUNDS} tries")
+    wanted = shares.by_place()
+    arrived = dict(_receive_stripes(sources, wanted, shares, tensors))
+    damaged = 0
+    for source, mine in zip(sources, wanted):
+        theirs = _receive_json(source)
+        if len(theirs) != len(mine):
+            raise TransferError(f"rank {source} sent {len(theirs)} digests for {len(mine)} buckets")
+        damaged += sum(arrived[index] != digest for index, digest in zip(mine, theirs))
+    if damaged:
+        raise TransferError(f"{damaged} of {len(arrived)} buckets arrived damaged from ranks {list(sources)}")
+    return [arrived[index] for index in sorted(arrived)]
 
 
 def _checked(indices: object, count: int) -> list[int]:
@@ -346,12 +311,8 @@ def _checked(indices: object, count: int) -> list[int]:
     return indices
 
 
-def _send_round(
-    tensors: Sequence[torch.Tensor],
-    orders: Sequence[_Order],
-    on_bucket: OnBucket | None,
-) -> None:
-    """Send every order's buckets, in ascending order to each destination, with several in flight."""
+def _send_buckets(tensors: Sequence[torch.Tensor], orders: Sequence[_Order], on_bucket: OnBucket | None) -> None:
+    """Send every order's buckets, in ascending order to each destination, with several in flight; then digests."""
     parcels: dict[tuple[int, int], list[_Order]] = {}
     for order in orders:
         for index in order.wanted:
@@ -381,9 +342,11 @@ def _send_round(
     for (_, takers), digest in zip(in_turn, digests.fetch(), strict=True):
         for order in takers:
             order.digests.append(digest)
+    for order in orders:
+        _send_json(order.digests, order.destination)
 
 
-def _receive_round(
+def _receive_stripes(
     sources: Sequence[int],
     wanted: Sequence[Sequence[int]],
     shares: _Shares,
@@ -508,7 +471,6 @@ class TransferReport:
     kept: int = 0
     sources: tuple[int, ...] = ()
     seconds: float = 0.0
-    fetched_again: int = 0
     digest: str = ""
     gb_per_s: float = 0.0
 
@@ -521,7 +483,6 @@ class TransferReport:
             kept=sum(each.kept for each in reports),
             sources=tuple(sorted({source for each in reports for source in each.sources})),
             seconds=seconds,
-            fetched_again=sum(each.fetched_again for each in reports),
             digest="".join(each.digest for each in reports),
             gb_per_s=nbytes / seconds / 1e9 if seconds > 0 else 0.0,
         )
@@ -590,7 +551,7 @@ def receive_state(
         The non-tensor state, and a report of what was moved.
 
     Raises:
-        TransferError: something arrived damaged and could not be mended.
+        TransferError: something arrived damaged.
     """
     began_s = time.monotonic()
     told = _hear_metadata(sources, wants_digests=bool(known))
@@ -607,14 +568,13 @@ def receive_state(
     wanted_bytes = [told.entries[index].nbytes for index in missing]
     inside_bytes = [tensor.nbytes for tensor in inside]
     shares = _Shares.of(wanted_bytes, inside_bytes, bucket_bytes, len(sources), ahead)
-    digests, again = _receive_buckets(sources, shares, arriving)
+    digests = _receive_buckets(sources, shares, arriving)
     seconds, nbytes = time.monotonic() - began_s, sum(tensor.nbytes for tensor in arriving)
     return state_tree.join(told.skeleton, inside), TransferReport(
         bytes=nbytes,
         kept=sum(entry.nbytes for entry in told.entries if entry.key in kept),
         sources=tuple(sources),
         seconds=seconds,
-        fetched_again=again,
         digest=xxhash.xxh3_64_hexdigest(json.dumps(digests).encode()) if digests else "",
         gb_per_s=nbytes / seconds / 1e9 if seconds > 0 else 0.0,
     )

@@ -67,7 +67,6 @@ def held_before(known: str, original: Mapping[Key, torch.Tensor]) -> Mapping[Key
 def fill(
     destinations: Sequence[int],
     damaged: Sequence[int] = (),
-    damage_always: bool = False,
     known: str = "nothing",
     ahead: bool = False,
     gaps: bool = False,
@@ -75,8 +74,7 @@ def fill(
     """Fill ``destinations`` from all other ranks.
 
     Args:
-        damaged: the holders that damage the bucket in the middle of what they send at first.
-        damage_always: they damage all of them, again and again.
+        damaged: the holders that damage the bucket in the middle of what they send.
         known: what a destination has already, as :func:`held_before` takes it.
         ahead: the wire is played to run ahead.
         gaps: the large tensor and each second small one have gaps in the memory of destinations.
@@ -107,8 +105,7 @@ def fill(
 
         def on_bucket(position: int, count: int, payload: torch.Tensor) -> torch.Tensor:
             seen.append(position)
-            first_round = len(seen) <= count
-            if rank in damaged and (damage_always or (first_round and position == count // 2)):
+            if rank in damaged and position == count // 2:
                 payload = payload.clone()
                 _flip_a_bit(payload)
             return payload

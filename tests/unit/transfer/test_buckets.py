@@ -84,23 +84,20 @@ def test_a_bucket_of_nothing_is_refused() -> None:
     st.lists(st.integers(0, 50), max_size=9),
     st.lists(st.integers(0, 50), max_size=9),
     st.integers(1, 40),
-    st.integers(0, 3),
 )
-def test_objects_come_from_the_first_holder(
-    shard: list[int], inside: list[int], bucket_bytes: int, attempt: int
-) -> None:
+def test_objects_come_from_the_first_holder(shard: list[int], inside: list[int], bucket_bytes: int) -> None:
     places = 5
     shares = _Shares.of(shard, inside, bucket_bytes, places)
-    indices = range(len(shares.buckets))
     seen = [
         (part.index, byte) for bucket in shares.buckets for part in bucket for byte in range(part.start, part.stop)
     ]
     assert sorted(seen) == [(index, byte) for index, size in enumerate(shard + inside) for byte in range(size)]
-    assert sorted(index for each in shares.split(indices, attempt) for index in each) == list(indices)
-    for index in indices:
-        of_objects = shares.buckets[index][0].index >= len(shard)
-        assert all((part.index >= len(shard)) is of_objects for part in shares.buckets[index])
-        assert shares.sender(index, attempt) == (0 if of_objects else (index + attempt) % places)
+    sender = {index: place for place, indices in enumerate(shares.by_place()) for index in indices}
+    assert sorted(sender) == list(range(len(shares.buckets)))
+    for index, bucket in enumerate(shares.buckets):
+        of_objects = bucket[0].index >= len(shard)
+        assert all((part.index >= len(shard)) is of_objects for part in bucket)
+        assert sender[index] == (0 if of_objects else index % places)
 
 
 # --- What is packed into a bucket is unpacked into the same bits, wherever the tensors lie ------------------------
