@@ -75,7 +75,7 @@ def main() -> int:
     pairs = {
         "wall clock": (goodput.wall_s, wall_s),
         "training, saves and stragglers": (goodput.ettr * goodput.wall_s, training_s),
-        "incidents": (report.spent.recovery_s if report.spent is not None else 0.0, lost_s),
+        "incidents": (goodput.incidents_s, lost_s),
     }
     load = f"load {about['load_at_start']:.0f} to {os.getloadavg()[0]:.0f}"
     where = f"{about['date']}, {about['cpu']}, {about['cores']} cores, commit {about['commit']}, {load}"

@@ -15,7 +15,7 @@ from checkpointless.doctor.findings import Finding, Severity, worst_first
 from checkpointless.faults.spec import USUAL_PHASES, FaultKind, FaultPhase
 from checkpointless.observability.report.goodput import CAUSES, Goodput
 from checkpointless.observability.report.incidents import IncidentSummary
-from checkpointless.observability.report.summary import Comparison, Job, Report, RunState, utc
+from checkpointless.observability.report.summary import Job, Report, RunState, utc
 from checkpointless.observability.report.verify import Quantity, Steps, Verdict
 from checkpointless.observability.telemetry import wording
 from checkpointless.observability.telemetry.event_names import PHASES
@@ -78,8 +78,6 @@ def show_report(report: Report, page: Console) -> None:
     if report.corrupted:
         page.print(_corrupted_table(report))
     _show_goodput(report.goodput, page)
-    if report.comparison is not None and report.comparison.restarts:
-        page.print(_restart_table(report.comparison))
     steps, samples = _number(report.steps_lost), _number(report.samples_lost)
     step = "" if run.step_s is None else f"; a step takes {wording.duration(run.step_s)}"
     tracebacks = Path(run.path) / TRACEBACKS_DIR
@@ -187,25 +185,6 @@ def _lost_table(goodput: Goodput) -> Table:
         share = _share(each.seconds / goodput.wall_s if goodput.wall_s > 0 else None)
         shown = wording.printable(each.cause, _LONGEST_KIND), wording.printable(who, _LONGEST_CAUSE)
         table.add_row(*shown, wording.duration(each.seconds), share)
-    return table
-
-
-def _restart_table(comparison: Comparison) -> Table:
-    """Return a table of the estimated cost of restarts from a checkpoint, with every figure that it uses."""
-    table = Table("", "", "", title="estimate: restarts from a checkpoint instead", title_justify="left")
-    for each in comparison.assumptions:
-        value = "per fault" if each.seconds is None else wording.duration(each.seconds)
-        table.add_row(each.name, value, f"{each.source.value}{each.why and ': '}{each.why} ({each.option})")
-    table.add_section()
-    count = wording.plural(len(comparison.restarts), "restart")
-    table.add_row("restarts", wording.duration(comparison.restart_s), f"{count}, estimated from the figures above")
-    factor = "" if comparison.factor is None else f"measured; restarts: {comparison.factor:.3g} times as much"
-    table.add_row("recovery", wording.duration(comparison.recovered_s), factor)
-    table.add_row("ETTR with restarts", _share(comparison.ettr), "the same training, the same faults")
-    if comparison.incidents_left_out:
-        table.add_row(
-            "left out", str(comparison.incidents_left_out), "incidents that ended the job, or have not ended"
-        )
     return table
 
 

@@ -18,6 +18,7 @@ from types import TracebackType
 
 from typing_extensions import Self
 
+from checkpointless.observability.report.goodput import REPEATED
 from checkpointless.observability.report.incidents import Outcome
 from checkpointless.observability.report.summary import build_report
 from checkpointless.observability.telemetry.events import EVENTS_FILE, Event, LineTail, parse_event, read_events
@@ -173,8 +174,8 @@ def _facts(run_dir: Path) -> str:
     said = []
     if last is not None and last > 0:
         said.append(plural(last - (first or 1) + 1, "step"))
-    if report.incidents and report.spent is not None:
-        lost_s = report.spent.recovery_s + (report.spent.repeated_s or 0.0)
+    if report.incidents and report.goodput is not None:
+        lost_s = report.goodput.incidents_s + report.goodput.seconds.get(REPEATED, 0.0)
         inexact = report.outcomes[Outcome.INEXACT]
         count = plural(len(report.incidents), "incident") + (f" ({inexact} not exact)" if inexact else "")
         said += [count, f"{duration(lost_s)} lost"]

@@ -29,16 +29,12 @@ def check(job: Job) -> None:
     assert (report.run.state, report.run.last_step, report.run.nproc) == (RunState.SUCCEEDED, 7, 4)
     assert sum(second.tiles_s.values()) == pytest.approx(second.headline_s, abs=0.002)
 
-    spent = report.spent
-    assert spent is not None
-    assert report.run.step_s is not None
-    assert spent.repeated_s == pytest.approx(report.run.step_s)
-    assert spent.ettr is not None
-    assert 0 < spent.ettr < 1
-    assert min(spent.startup_s, spent.recovery_s, spent.shutdown_s) > 0
-    assert report.comparison is not None
-    (restart,) = report.comparison.restarts
-    assert restart.incidents == (first.incident, second.incident)
+    goodput = report.goodput
+    assert goodput is not None
+    assert goodput.seconds["repeated"] == pytest.approx(report.run.step_s)
+    assert goodput.ettr is not None
+    assert 0 < goodput.ettr < 1
+    assert min(goodput.seconds["startup"], goodput.incidents_s, goodput.seconds["shutdown"]) > 0
 
     test_trace.check(json.loads(write_trace(report, events)))
     test_page.check(html_page(report, {}))

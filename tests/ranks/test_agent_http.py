@@ -127,7 +127,7 @@ def test_a_run_an_incident_and_the_end(tmp_path: Path) -> None:
     about = r'run_dir="[^"]+",script="[^"]+steps.py",version="[^"]+"} 1.0'
     assert re.search(f"^checkpointless_info{whose}{about}$", http.get("/metrics")[1], re.MULTILINE)
     assert http.metric("inexact_incidents_total") == 0
-    wait_until(lambda: (http.metric("time_seconds", activity="recovery") or 0) > 2)
+    wait_until(lambda: (http.metric("wall_seconds", cause="SIGKILL") or 0) > 2)
 
     ended = job.end()
     assert ended.code == 0, ended.err

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,6 @@ from checkpointless.cli.command import (
     out,
     positive,
     say,
-    seconds,
 )
 
 if TYPE_CHECKING:
@@ -30,21 +29,9 @@ examples:
   checkpointless report runs/1 runs/2 --html job.html   all runs of a job, and its goodput
   checkpointless report runs/1 --json - | jq .goodput.seconds
   checkpointless report runs/1 --trace trace.json       for ui.perfetto.dev or chrome://tracing
-  checkpointless report runs/1 --restart-startup 420 --restart-load 90 --checkpoint-interval 1800
 
-The cost of restarts from a checkpoint is an estimate that shows where each of its figures comes from.
 A run can be reported while it is in progress.
 """
-
-
-#: What a restart would cost, for the estimate.
-_RESTART_OPTIONS = {
-    "--restart-detect": "from a fault to a restart (default: as in this run)",
-    "--restart-requeue": "in the scheduler's queue (default: 0)",
-    "--restart-startup": "from a start to the first step (default: as in this run)",
-    "--restart-load": "to load a checkpoint (default: 0)",
-    "--checkpoint-interval": "of training between two checkpoints (default: 900)",
-}
 
 
 def _add_report_options(parser: argparse.ArgumentParser) -> None:
@@ -53,9 +40,6 @@ def _add_report_options(parser: argparse.ArgumentParser) -> None:
     add("--json", type=Path, metavar="FILE", help="write JSON (-: to standard output, and nothing else)")
     add("--html", type=Path, metavar="FILE", help="write a web page")
     add("--trace", type=Path, metavar="FILE", help="write a trace for Perfetto or Chrome")
-    for option, text in _RESTART_OPTIONS.items():
-        kind = seconds if option == "--checkpoint-interval" else _at_least_zero
-        add(option, type=kind, metavar="S", help=f"seconds {text}")
 
 
 def _check_run_dir(run_dir: Path) -> None:
@@ -67,11 +51,9 @@ def _check_run_dir(run_dir: Path) -> None:
 def _report_command(options: argparse.Namespace) -> int:
     from checkpointless.observability.report.summary import as_json, build_job
 
-    named = {option: getattr(options, option[2:].replace("-", "_")) for option in _RESTART_OPTIONS}
-    given = {option: value for option, value in named.items() if value is not None}
     if len(options.run_dirs) > 1 and options.trace is not None:
         raise UsageError("--trace is of one run: name one run directory")
-    built = [_read(run_dir, given) for run_dir in options.run_dirs]
+    built = [_read(run_dir) for run_dir in options.run_dirs]
     try:
         job = build_job(report for report, _ in built)
     except ValueError as error:
@@ -93,7 +75,7 @@ def _report_command(options: argparse.Namespace) -> int:
     return 0
 
 
-def _read(run_dir: Path, given: Mapping[str, float]) -> tuple[Report, Sequence[Event]]:
+def _read(run_dir: Path) -> tuple[Report, Sequence[Event]]:
     """Return the report of a run, and its events."""
     from checkpointless.faults.ledger import fired
     from checkpointless.observability.report.summary import build_report
@@ -110,7 +92,7 @@ def _read(run_dir: Path, given: Mapping[str, float]) -> tuple[Report, Sequence[E
     except OSError as error:
         raise UsageError(f"cannot read {run_dir}: {error.strerror}") from error
     left_out = max(0, lines - len(events))
-    return build_report(str(run_dir), events, caused=caused, lines_left_out=left_out, given=given), events
+    return build_report(str(run_dir), events, caused=caused, lines_left_out=left_out), events
 
 
 def _write(path: Path, text: str) -> None:
@@ -144,10 +126,6 @@ def _tracebacks(run_dir: Path, report: Report) -> dict[str, str]:
             except OSError as error:
                 raise UsageError(f"cannot read {path}: {error.strerror}") from error
     return found
-
-
-def _at_least_zero(text: str) -> float:
-    return 0.0 if text.strip() in ("0", "0.0") else seconds(text)
 
 
 REPORT = Command(

@@ -515,9 +515,9 @@ _OF_JOB: tuple[_Gauge[JobStatus], ...] = (
 )
 
 
-def _spent(name: str) -> Callable[[Report], float | None]:
-    """Return what reads a figure from a report's account of time; None as long as there is none."""
-    return lambda report: getattr(report.spent, name, None)
+def _of_goodput(name: str) -> Callable[[Report], float | None]:
+    """Return what reads a ratio from a report's goodput; None as long as there is none."""
+    return lambda report: getattr(report.goodput, name, None)
 
 
 def _by_cause(report: Report) -> Mapping[str, float]:
@@ -527,7 +527,6 @@ def _by_cause(report: Report) -> Mapping[str, float]:
     return {**dict.fromkeys((*CAUSES, *_CAUSES), 0.0), **report.goodput.seconds}
 
 
-_ACTIVITIES = ("startup", "training", "recovery", "repeated", "shutdown")
 _OF_RUN: tuple[_Gauge[Report], ...] = (
     _Gauge(
         "steps",
@@ -536,20 +535,10 @@ _OF_RUN: tuple[_Gauge[Report], ...] = (
         kind=CounterMetricFamily,
     ),
     _Gauge("step_seconds", "Seconds per optimizer step in undisturbed training.", lambda report: report.run.step_s),
-    _Gauge(
-        "goodput_ratio",
-        "Training of steps that count over wall-clock time.",
-        lambda report: getattr(report.goodput, "ratio", None),
-    ),
+    _Gauge("goodput_ratio", "Training of steps that count over wall-clock time.", _of_goodput("ratio")),
     _Gauge("wall_seconds", "What the run's wall-clock time went to so far.", _by_cause, "cause"),
-    _Gauge("ettr_ratio", "Effective training time over wall-clock time (ETTR).", _spent("ettr")),
-    _Gauge("ettr_while_training_ratio", "ETTR without start-up and shutdown.", _spent("ettr_while_training")),
-    _Gauge(
-        "time_seconds",
-        "What the run's time was spent on so far.",
-        lambda report: {name: _spent(f"{name}_s")(report) for name in _ACTIVITIES},
-        "activity",
-    ),
+    _Gauge("ettr_ratio", "Effective training time over wall-clock time (ETTR).", _of_goodput("ettr")),
+    _Gauge("ettr_while_training_ratio", "ETTR without start-up and shutdown.", _of_goodput("ettr_while_training")),
 )
 
 

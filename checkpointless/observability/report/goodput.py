@@ -12,15 +12,16 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 _NS_PER_S = 1e9
-TRAINING, REPEATED, STRAGGLERS, SAVES, IDLE = "training", "repeated", "stragglers", "saves", "idle"
+TRAINING, REPEATED, STRAGGLERS, SAVES = "training", "repeated", "stragglers", "saves"
+STARTUP, SHUTDOWN, IDLE = "startup", "shutdown", "idle"
 #: The causes that are no incidents, and what they are. An incident's cause is how it was noticed.
 CAUSES: Mapping[str, str] = {
     TRAINING: "steps that count",
-    "startup": "until the last rank begins its first step",
+    STARTUP: "until the last rank begins its first step",
     REPEATED: "steps that had been made before",
     STRAGGLERS: "others wait for a slow rank, after it was found",
     SAVES: "training stands still for a checkpoint",
-    "shutdown": "after the last step",
+    SHUTDOWN: "after the last step",
     IDLE: "between two runs",
 }
 _OF_ETTR = (TRAINING, STRAGGLERS, SAVES)
@@ -100,8 +101,13 @@ class Goodput:
     @property
     def ettr_while_training(self) -> float | None:
         """ETTR without start-up, shutdown and the time between runs; None if not known."""
-        others = sum(self.seconds.get(cause, 0.0) for cause in ("startup", "shutdown", IDLE))
+        others = sum(self.seconds.get(cause, 0.0) for cause in (STARTUP, SHUTDOWN, IDLE))
         return self._share(_OF_ETTR, self.wall_s - others)
+
+    @property
+    def incidents_s(self) -> float:
+        """Seconds of incidents, without the steps that were repeated after them."""
+        return sum(spent_s for cause, spent_s in self.seconds.items() if cause not in CAUSES)
 
     def _share(self, causes: Iterable[str], of_s: float) -> float | None:
         if not self.is_known or of_s <= 0:

@@ -13,7 +13,10 @@ from typing import Any
 
 from checkpointless.observability.report.goodput import (
     SAVES,
+    SHUTDOWN,
+    STARTUP,
     STRAGGLERS,
+    TRAINING,
     Goodput,
     Spell,
     goodput_of_job,
@@ -25,35 +28,6 @@ from checkpointless.observability.telemetry.events import Event, JsonValue, json
 
 _NS_PER_S = 1e9
 _MOST_S = 1e10
-
-
-class _Activity(enum.Enum):
-    STARTUP = "start-up"
-    TRAINING = "training"
-    RECOVERY = "recovery"
-    SHUTDOWN = "shutdown"
-
-
-@dataclass(frozen=True)
-class _Period:
-    """A part of a run's time that was spent on one activity, in UTC nanoseconds; ``incident`` for a recovery."""
-
-    activity: _Activity
-    begin_ns: int
-    end_ns: int
-    incident: IncidentSummary | None = None
-
-    @property
-    def seconds(self) -> float:
-        return (self.end_ns - self.begin_ns) / _NS_PER_S
-
-    @property
-    def spell(self) -> Spell:
-        """The period with its cause."""
-        by = self.incident
-        if by is None:
-            return Spell(self.activity.name.lower(), self.begin_ns, self.end_ns)
-        return Spell(by.label, self.begin_ns, self.end_ns, 1.0, by.culprit, by.node, by.who)
 
 
 @dataclass(frozen=True)
@@ -71,30 +45,6 @@ class _Milestones:
     end_ns: int
     trains_ns: int | None = None
     trained_ns: int | None = None
-
-
-@dataclass(frozen=True)
-class _TimeAccount:
-    """How a run's time was spent, in seconds; None for what is not known."""
-
-    periods: tuple[_Period, ...]
-    wall_s: float
-    startup_s: float
-    recovery_s: float
-    shutdown_s: float
-    repeated_s: float | None
-    training_s: float | None
-
-    @property
-    def ettr(self) -> float | None:
-        """Effective training time over wall-clock time, in [0, 1]; None if unknown."""
-        return self.training_s / self.wall_s if self.training_s is not None and self.wall_s > 0 else None
-
-    @property
-    def ettr_while_training(self) -> float | None:
-        """ETTR without start-up and shutdown, which short and long runs alike have; None if unknown."""
-        underway_s = self.wall_s - self.startup_s - self.shutdown_s
-        return self.training_s / underway_s if self.training_s is not None and underway_s > 0 else None
 
 
 def _milestones(events: Iterable[Event]) -> _Milestones | None:
@@ -132,52 +82,41 @@ def _was_at_ns(event: Event) -> int:
     return event.ts - round(_seconds(event.fields.get("before_s")) * _NS_PER_S)
 
 
-def _account(marks: _Milestones, incidents: Sequence[IncidentSummary], step_s: float | None) -> _TimeAccount:
-    """Account for a run's time.
+def _periods(marks: _Milestones, incidents: Sequence[IncidentSummary]) -> tuple[Spell, ...]:
+    """Divide a run's time into start-up, training, incidents and shutdown.
 
     An incident without an end lasts until the next incident or the end of the run.
     """
-    begin_ns, end_ns = marks.begin_ns, max(marks.end_ns, marks.begin_ns)
+    end_ns = max(marks.end_ns, marks.begin_ns)
     trains_ns = end_ns if marks.trains_ns is None else marks.trains_ns
-    periods: list[_Period] = []
+    periods: list[Spell] = []
 
-    def spend(until_ns: int, activity: _Activity, by: IncidentSummary | None = None) -> None:
-        at_ns = periods[-1].end_ns if periods else begin_ns
+    def spend(until_ns: int, cause: str, by: IncidentSummary | None = None) -> None:
+        at_ns = periods[-1].end_ns if periods else marks.begin_ns
         until_ns = min(until_ns, end_ns)
         if until_ns <= at_ns:
             return
-        if periods and (periods[-1].activity, periods[-1].incident) == (activity, by):
+        if by is not None:
+            periods.append(Spell(cause, at_ns, until_ns, 1.0, by.culprit, by.node, by.who))
+            return
+        if periods and periods[-1].cause == cause:
             at_ns = periods.pop().begin_ns
-        periods.append(_Period(activity, at_ns, until_ns, by))
+        periods.append(Spell(cause, at_ns, until_ns))
 
     for index, incident in enumerate(incidents):
         following_ns = incidents[index + 1].start_ns if index + 1 < len(incidents) else end_ns
         if index == 0:
-            spend(min(trains_ns, incident.start_ns), _Activity.STARTUP)
-        spend(incident.start_ns, _Activity.TRAINING)
-        spend(following_ns if incident.end_ns is None else incident.end_ns, _Activity.RECOVERY, incident)
+            spend(min(trains_ns, incident.start_ns), STARTUP)
+        spend(incident.start_ns, TRAINING)
+        spend(following_ns if incident.end_ns is None else incident.end_ns, incident.label, incident)
     if not incidents:
-        spend(trains_ns, _Activity.STARTUP)
+        spend(trains_ns, STARTUP)
     if marks.trained_ns is not None:
-        spend(marks.trained_ns, _Activity.TRAINING)
-        spend(end_ns, _Activity.SHUTDOWN)
+        spend(marks.trained_ns, TRAINING)
+        spend(end_ns, SHUTDOWN)
     else:
-        spend(end_ns, _Activity.TRAINING)
-
-    spent = {activity: sum(each.seconds for each in periods if each.activity is activity) for activity in _Activity}
-    repeated_s = _repeated_s(incidents, step_s)
-    training_s = None
-    if marks.trains_ns is not None and repeated_s is not None:
-        training_s = max(0.0, spent[_Activity.TRAINING] - repeated_s)
-    return _TimeAccount(
-        periods=tuple(periods),
-        wall_s=(end_ns - begin_ns) / _NS_PER_S,
-        startup_s=spent[_Activity.STARTUP],
-        recovery_s=spent[_Activity.RECOVERY],
-        shutdown_s=spent[_Activity.SHUTDOWN],
-        repeated_s=repeated_s,
-        training_s=training_s,
-    )
+        spend(end_ns, TRAINING)
+    return tuple(periods)
 
 
 def _step_time_s(events: Iterable[Event], incidents: Sequence[IncidentSummary]) -> float | None:
@@ -222,181 +161,8 @@ def _repeated_s(incidents: Iterable[IncidentSummary], step_s: float | None) -> f
     return None if step_s is None else steps * step_s
 
 
-# --- What restarts from a checkpoint would have cost --------------------------------------------------------------
-#
-#     cost of one fault = detection + requeue + start-up + checkpoint load + steps made again
-#     steps made again  = min(half the checkpoint interval, effective training so far)
-#
-# The expected loss of work is half an interval, as in the first-order model of Young (1974, "A first order
-# approximation to the optimum checkpoint interval") and in Kokolis et al. A fault that came while another one was
-# handled belongs to the same restart. Faults that ended the job are left out, since they need a restart in either
-# case. The cost of writing checkpoints during undisturbed training is not counted either. A figure that is neither
-# given nor known from the run itself is assumed in favour of the restart, so the result is too low rather than too
-# high.
-
-
-class _Source(enum.Enum):
-    MEASURED = "measured in this run"
-    GIVEN = "given"
-    ASSUMED = "assumed"
-
-
-@dataclass(frozen=True)
-class _Assumption:
-    """One figure of the estimate, which ``option`` of ``report`` sets; None if each fault has another."""
-
-    name: str
-    seconds: float | None
-    source: _Source
-    why: str
-    option: str
-
-
-#: The figures in the order in which a restart spends them, as far as they are not given.
-_FIGURES = (
-    _Assumption(
-        "detection",
-        None,
-        _Source.MEASURED,
-        "each fault as soon as here; at once where nobody knows when it happened",
-        "--restart-detect",
-    ),
-    _Assumption("requeue", 0.0, _Source.ASSUMED, "the same nodes at once", "--restart-requeue"),
-    _Assumption(
-        "start-up", 60.0, _Source.ASSUMED, "the log does not say how long this run's took", "--restart-startup"
-    ),
-    _Assumption("checkpoint load", 0.0, _Source.ASSUMED, "as if it took no time", "--restart-load"),
-    _Assumption(  # nemo.collections.llm.recipes.log.default
-        "checkpoint interval",
-        15 * 60.0,
-        _Source.ASSUMED,
-        "as in NeMo's recipes; half of it is done again",
-        "--checkpoint-interval",
-    ),
-)
-
-
-@dataclass(frozen=True)
-class _Restart:
-    """What one restart would have cost, and what the recovery cost instead, in seconds.
-
-    ``incidents`` are those that the restart would have answered; the last of them was resumed. ``redo_steps`` is
-    None if the duration of a step is not known.
-    """
-
-    incidents: tuple[str, ...]
-    detect_s: float
-    requeue_s: float
-    startup_s: float
-    load_s: float
-    redo_s: float
-    redo_steps: float | None
-    recovered_s: float
-    total_s: float
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Comparison of recovery in memory with restarts from a checkpoint.
-
-    Attributes:
-        restarts: the restarts that the recovered faults would have caused; overlapping faults share one.
-        factor: the cost of the restarts divided by the cost of recovery; None without restarts.
-        ettr: the run's ETTR if it had been restarted each time; None if the run's actual ETTR is not known.
-        incidents_left_out: number of incidents that ended the job or have not ended yet, and are not compared.
-    """
-
-    assumptions: tuple[_Assumption, ...]
-    restarts: tuple[_Restart, ...]
-    restart_s: float
-    recovered_s: float
-    factor: float | None
-    ettr: float | None
-    incidents_left_out: int
-
-
-def _compare_with_restart(
-    given: Mapping[str, float],
-    spent: _TimeAccount,
-    incidents: Sequence[IncidentSummary],
-    step_s: float | None,
-    trained: bool,
-) -> Comparison:
-    """Estimate what the faults of a run would have cost with restarts from a checkpoint.
-
-    ``given`` has the figures that the user gives, by their option. If the run has ``trained``, its start-up is a
-    complete one, from the first event to the first step.
-    """
-    why = "processes, imports, model and optimizer, until the first step"
-    measured = {"start-up": (spent.startup_s, why)} if trained else {}
-    assumptions = tuple(
-        _Assumption(each.name, given[each.option], _Source.GIVEN, "", each.option)
-        if each.option in given
-        else _Assumption(each.name, *measured[each.name][:1], _Source.MEASURED, measured[each.name][1], each.option)
-        if each.name in measured
-        else each
-        for each in _FIGURES
-    )
-    figures = [each.seconds for each in assumptions]
-    chains, left_out = _chains(incidents)
-    restarts = tuple(_restart(chain, figures, spent, step_s) for chain in chains)
-    restart_s = sum(restart.total_s for restart in restarts)
-    recovered_s = sum(restart.recovered_s for restart in restarts)
-    ettr = None
-    if spent.training_s is not None and spent.wall_s > 0:
-        ettr = spent.training_s / max(spent.wall_s - recovered_s + restart_s, spent.training_s)
-    factor = restart_s / recovered_s if recovered_s > 0 else None
-    return Comparison(assumptions, restarts, restart_s, recovered_s, factor, ettr, left_out)
-
-
-def _restart(
-    chain: Sequence[IncidentSummary], figures: Sequence[float | None], spent: _TimeAccount, step_s: float | None
-) -> _Restart:
-    """Estimate the restart that would have answered the incidents of one chain."""
-    first, last = chain[0], chain[-1]
-    detect_s, *others = figures
-    requeue_s, startup_s, load_s, interval_s = (each or 0.0 for each in others)
-    if detect_s is None:
-        detect_s = first.stages_s.get(EventName.DETECT, 0.0)
-    trained_s = sum(
-        (min(period.end_ns, first.start_ns) - period.begin_ns) / _NS_PER_S
-        for period in spent.periods
-        if period.activity is _Activity.TRAINING and period.begin_ns < first.start_ns
-    )
-    redo_s = min(interval_s / 2, trained_s)
-    end_ns = first.start_ns if last.end_ns is None else last.end_ns
-    return _Restart(
-        incidents=tuple(incident.incident for incident in chain),
-        detect_s=detect_s,
-        requeue_s=requeue_s,
-        startup_s=startup_s,
-        load_s=load_s,
-        redo_s=redo_s,
-        redo_steps=redo_s / step_s if step_s else None,
-        recovered_s=max(0.0, (end_ns - first.start_ns) / _NS_PER_S) + (last.steps_lost or 0) * (step_s or 0.0),
-        total_s=detect_s + requeue_s + startup_s + load_s + redo_s,
-    )
-
-
-def _chains(incidents: Sequence[IncidentSummary]) -> tuple[list[list[IncidentSummary]], int]:
-    """Group the incidents that one restart would have answered; also return how many belong to no restart."""
-    chains: list[list[IncidentSummary]] = []
-    open_chain: list[IncidentSummary] = []
-    left_out = 0
-    for incident in incidents:
-        open_chain.append(incident)
-        if incident.outcome is Outcome.ESCALATED:
-            continue
-        if incident.has_resumed:
-            chains.append(open_chain)
-        else:
-            left_out += len(open_chain)
-        open_chain = []
-    return chains, left_out + len(open_chain)
-
-
 #: Version of the JSON format; it changes when a field changes its meaning or is removed.
-FORMAT = 1
+FORMAT = 2
 SAMPLES_PER_STEP = "samples_per_step"
 _OF_STEPS_IN_PROGRESS = (EventName.FAULT_INJECTED, EventName.STALL, EventName.INEXACT)
 
@@ -522,13 +288,12 @@ class _Corrupted:
 
 @dataclass(frozen=True)
 class Report:
-    """A run and its incidents; without events, ``spent``, ``comparison`` and ``goodput`` are None."""
+    """A run and its incidents; without events, ``goodput`` is None. The ``periods`` tile the run's time."""
 
     run: _Run
     incidents: tuple[IncidentSummary, ...] = ()
     stages: tuple[_StageFigures, ...] = ()
-    spent: _TimeAccount | None = None
-    comparison: Comparison | None = None
+    periods: tuple[Spell, ...] = ()
     devices: tuple[_BadDevice, ...] = ()
     failed_saves: tuple[_FailedSave, ...] = ()
     stragglers: tuple[_Straggler, ...] = ()
@@ -573,17 +338,14 @@ def build_report(
     *,
     caused: Mapping[str, int] | None = None,
     lines_left_out: int = 0,
-    given: Mapping[str, float] | None = None,
 ) -> Report:
-    """Build the report of a run; ``given`` are costs of a restart in seconds, by the option of ``report``."""
+    """Build the report of a run."""
     marks = _milestones(events)
     if marks is None:
         return Report(_Run(path, RunState.EMPTY, caused=caused, lines_left_out=lines_left_out))
     incidents = tuple(summarize(events))
     step_s = _step_time_s(events, incidents)
-    spent = _account(marks, incidents, step_s)
-    trained = marks.trains_ns is not None and not (incidents and incidents[0].start_ns < marks.trains_ns)
-    comparison = _compare_with_restart(given or {}, spent, incidents, step_s, trained)
+    periods = _periods(marks, incidents)
     jobs = [event for event in events if event.stage == EventName.JOB]
     begins = [event.fields for event in jobs if event.edge == "begin"]
     ends = sorted((event for event in jobs if event.edge == "end"), key=lambda event: event.ts)
@@ -610,20 +372,20 @@ def build_report(
         run,
         incidents,
         _stage_figures(incidents),
-        spent,
-        comparison,
+        periods,
         _bad_devices(events),
         _failed_saves(events),
         stragglers,
         _corrupted(events),
-        _goodput(run, marks, spent, events, stragglers),
+        _goodput(run, marks, periods, _repeated_s(incidents, step_s), events, stragglers),
     )
 
 
 def _goodput(
     run: _Run,
     marks: _Milestones,
-    spent: _TimeAccount,
+    periods: Sequence[Spell],
+    repeated_s: float | None,
     events: Sequence[Event],
     stragglers: Sequence[_Straggler],
 ) -> Goodput:
@@ -631,7 +393,7 @@ def _goodput(
     whole = Goodput(
         marks.begin_ns,
         end_ns,
-        is_known=spent.training_s is not None,
+        is_known=marks.trains_ns is not None and repeated_s is not None,
         first_step=run.first_step,
         last_step=run.last_step,
         step_s=run.step_s,
@@ -642,7 +404,7 @@ def _goodput(
         if event.stage == EventName.SAVED
     )
     within = [*saves, *(each.spell(end_ns, run.last_step) for each in stragglers)]
-    return goodput_of_run(whole, [each.spell for each in spent.periods], within, spent.repeated_s or 0.0)
+    return goodput_of_run(whole, periods, within, repeated_s or 0.0)
 
 
 def _corrupted(events: Sequence[Event]) -> tuple[_Corrupted, ...]:
@@ -746,7 +508,7 @@ def goodput_as_json(goodput: Goodput | None) -> dict[str, JsonValue] | None:
 
 
 def _plain(report: Report) -> dict[str, Any]:
-    run, spent = report.run, report.spent
+    run = report.run
     return {
         "format": FORMAT,
         "run": {
@@ -756,26 +518,9 @@ def _plain(report: Report) -> dict[str, Any]:
             "end": utc(run.end_ns),
             "caused": dict(run.caused or {}),
         },
-        "time": spent
-        and {
-            "wall_s": spent.wall_s,
-            "startup_s": spent.startup_s,
-            "training_s": spent.training_s,
-            "recovery_s": spent.recovery_s,
-            "repeated_s": spent.repeated_s,
-            "shutdown_s": spent.shutdown_s,
-            "ettr": spent.ettr,
-            "ettr_while_training": spent.ettr_while_training,
-            "periods": [
-                {
-                    "activity": each.activity.value,
-                    "cause": each.spell.cause,
-                    "begin": utc(each.begin_ns),
-                    "seconds": each.seconds,
-                }
-                for each in spent.periods
-            ],
-        },
+        "periods": [
+            {"cause": each.cause, "begin": utc(each.begin_ns), "seconds": each.seconds} for each in report.periods
+        ],
         "goodput": goodput_as_json(report.goodput),
         "steps_lost": report.steps_lost,
         "samples_lost": report.samples_lost,
@@ -787,7 +532,6 @@ def _plain(report: Report) -> dict[str, Any]:
         "stragglers": [_without_ns(each) for each in report.stragglers],
         "corrupted": [asdict(each) for each in report.corrupted],
         "incidents": [_incident(number, each, report) for number, each in enumerate(report.incidents, start=1)],
-        "restart_from_checkpoint": report.comparison and asdict(report.comparison),
     }
 
 

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from checkpointless.observability.report.goodput import CAUSES
 from checkpointless.observability.report.incidents import IncidentSummary
 from checkpointless.observability.report.summary import Report, utc
 from checkpointless.observability.telemetry.event_names import EventName
@@ -144,9 +145,9 @@ def _of_job(report: Report, begin_ns: int) -> list[dict[str, Any]]:
             {"name": name, "cat": "job", "ph": "X", "pid": _JOB_PID, "tid": tid, "ts": ts, "dur": dur, "args": args}
         )
 
-    if report.spent is not None:
-        for period in report.spent.periods:
-            add(_RUN_TID, period.activity.value, period.begin_ns, period.end_ns, {"cause": period.spell.cause})
+    for period in report.periods:
+        name = period.cause if period.cause in CAUSES else "recovery"
+        add(_RUN_TID, name, period.begin_ns, period.end_ns, {"cause": period.cause})
     reached_ns = begin_ns
     for number, incident in enumerate(report.incidents, start=1):
         later = report.incidents[number : number + 1]

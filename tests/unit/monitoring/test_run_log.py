@@ -142,8 +142,8 @@ def test_the_log_is_read_while_somebody_asks(
 ) -> None:
     write(tmp_path, disturbed_run().events, monkeypatch)
     time.sleep(0.05)
-    assert asked.report.spent is None, "nobody has asked"
-    wait_until(lambda: asked.ask(None).spent is not None)
+    assert asked.report.goodput is None, "nobody has asked"
+    wait_until(lambda: asked.ask(None).goodput is not None)
 
 
 # ---- the account
@@ -256,7 +256,7 @@ def test_a_log_that_is_too_long_has_no_account(
     with caplog.at_level(logging.WARNING):
         for now_s in (0.0, 1e6):
             reader.look(now_s)
-    assert reader.report.spent is None
+    assert reader.report.goodput is None
     assert caplog.text.count("over 10 events") == 1
 
 

@@ -32,18 +32,18 @@ def test_what_no_event_says_is_unknown() -> None:
     report = report_of(plain)
     assert report.incidents[0].outcome is Outcome.RESUMED
     assert (report.steps_lost, report.samples_lost, report.run.step_s) == (None, None, None)
-    assert report.spent is not None
-    assert (report.spent.startup_s, report.spent.recovery_s, report.spent.ettr) == (2.0, 1.0, None)
+    assert report.goodput is not None
+    assert (report.goodput.seconds["startup"], report.goodput.incidents_s, report.goodput.ettr) == (2.0, 1.0, None)
 
 
 @examples(50)
 @given(LOGS)
 def test_any_log_has_a_report(events: list[Event]) -> None:
     document = json.loads(as_json(build_report("x", events)))
-    assert document["format"] == 1
-    time = document["time"]
-    assert (time is None) == (not events)
-    assert time is None or time["ettr"] is None or 0 <= time["ettr"] <= 1
+    assert document["format"] == 2
+    goodput = document["goodput"]
+    assert (goodput is None) == (not events)
+    assert goodput is None or goodput["ettr"] is None or 0 <= goodput["ettr"] <= 1
 
 
 def test_json_says_what_the_report_says() -> None:
@@ -59,7 +59,7 @@ def test_json_says_what_the_report_says() -> None:
     assert (incident["nbytes"], incident["sources"]) == (1_500_000, [0])
     assert sum(incident["tiles_s"].values()) == pytest.approx(incident["headline_s"])
     assert document["outcomes"] == {"resumed": 1, "resumed, not exact": 0, "escalated": 0, "failed": 0}
-    assert document["restart_from_checkpoint"]["assumptions"][2]["source"] == "measured in this run"
+    assert sum(period["seconds"] for period in document["periods"]) == document["goodput"]["wall_s"] == 100.0
 
 
 def test_tiles_of_an_incident_add_up_whatever_ranks_do() -> None:
