@@ -1,7 +1,6 @@
 """A job on this node: the options that ``run`` and ``train`` share, and its launch.
 
-Options of injected faults, ``--fault`` and ``--chaos``, and of agents and coordinators: the limits of a job, and
-health and metrics over HTTP.
+Options of injected faults, and of agents and coordinators: the limits of a job, and health and metrics over HTTP.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from checkpointless.cli.command import (
     new_run_dir,
     nodes,
     port,
-    positive,
     ranks,
     say,
     seconds,
@@ -32,15 +30,11 @@ from checkpointless.observability.telemetry.wording import plural
 from checkpointless.system.environment import DEVICE_CHECK_ENV, DEVICE_CHECK_TIMEOUT_ENV, TOKEN_ENV
 
 if TYPE_CHECKING:
-    from checkpointless.faults.chaos import Outcome
     from checkpointless.faults.spec import FaultSpec
     from checkpointless.launcher.agent.launch import LaunchConfig
     from checkpointless.launcher.coordinator.job_config import JobConfig
 
 _Config = TypeVar("_Config", bound="JobConfig")
-SEED_HELP = "seed of the draws (default: 0)"
-_NEEDS_CHAOS = {"seed": None, "overlap": False, "chaos_case": None, "chaos_steps": None}
-
 _FAULT_HELP = "inject a fault, e.g. sigkill@backward:rank=1,step=5; repeatable (list: `checkpointless faults`)"
 
 
@@ -69,53 +63,6 @@ def fault_specs(
         if spec.kind.is_of_node and nnodes == 1:
             raise UsageError(f"fault {spec.text!r}: a node can only be lost in a job of several (--nnodes)")
     return specs
-
-
-def _add_job_chaos_options(parser: argparse._ActionsContainer) -> None:
-    add = parser.add_argument
-    add("--chaos", type=positive, metavar="N", help="inject N drawn faults, one after the other")
-    add("--seed", type=count, metavar="K", help=SEED_HELP)
-    add("--overlap", action="store_true", help="inject a second fault during half of the recoveries")
-    add("--chaos-steps", type=positive, metavar="S", help="optimizer steps of the job (known for `train`)")
-
-
-def check_goes_with_chaos(options: argparse.Namespace) -> None:
-    """Refuse options that mean nothing without ``--chaos``."""
-    for name, default in _NEEDS_CHAOS.items():
-        if options.chaos is None and getattr(options, name, default) != default:
-            raise UsageError(f"--{name.replace('_', '-')} needs --chaos")
-
-
-def _draw_into(options: argparse.Namespace, world_size: int, steps: int | None) -> Outcome | None:
-    """Add drawn faults to those that were asked for; return the expected outcome (None: none were)."""
-    check_goes_with_chaos(options)
-    if options.chaos is None:
-        return None
-    steps = options.chaos_steps or steps
-    if steps is None:
-        raise UsageError("--chaos needs the number of optimizer steps: add --chaos-steps S")
-    from checkpointless.faults.chaos import draw_faults
-
-    try:
-        texts, expected = draw_faults(
-            options.seed or 0, options.chaos, nproc=world_size, steps=steps, overlap=options.overlap
-        )
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-    options.faults += texts
-    return expected
-
-
-def _judge_chaos(run_dir: Path, code: int, expected: Outcome) -> str:
-    """Return what is wrong with the outcome of a job with drawn faults ("" if nothing is)."""
-    from checkpointless.faults.chaos import outcome_of
-    from checkpointless.observability.report.incidents import summarize
-    from checkpointless.observability.telemetry.events import read_events
-
-    outcome = outcome_of(code, summarize(read_events(run_dir)))
-    if outcome is expected:
-        return ""
-    return f"expected: {expected.value}; found: " + (outcome.value if outcome else f"it ended with code {code}")
 
 
 _HEARTBEAT_HELP = "seconds without progress until a rank counts as hung (default: ten of its steps, 30 s to 10 min)"
@@ -231,7 +178,6 @@ def add_job_options(parser: argparse.ArgumentParser, default_ranks: str = "1") -
     tests = parser.add_argument_group("fault injection")
     tests.add_argument("--record-steps", action="store_true", help=_RECORD_HELP)
     add_fault_option(tests)
-    _add_job_chaos_options(tests)
 
 
 def launch_job(
@@ -251,7 +197,6 @@ def launch_job(
     from checkpointless.launcher.agent.launch import launch
 
     world_size = options.nproc_per_node * options.nnodes
-    expected = _draw_into(options, world_size, steps)
     specs = fault_specs(options.faults, world_size, steps, options.nnodes, options.cpu)
     config = _configured(options, program, more or {})
     run_dir = config.run_dir
@@ -267,10 +212,7 @@ def launch_job(
         say(f"fault {text} did not happen as often as asked for: {_why_not(text, is_script=steps is None)}")
     if not config.is_alone:  # other nodes may have recorded faults in their run directories
         return status
-    problem = "" if expected is None else _judge_chaos(run_dir, status, expected)
-    if problem:
-        say(f"chaos: {problem}; the same again: --chaos {options.chaos} --seed {options.seed or 0}")
-    return status or int(bool(missing or problem))
+    return status or int(bool(missing))
 
 
 def _why_not(text: str, is_script: bool) -> str:

@@ -163,35 +163,6 @@ def draw(
     return drawn.alone(dice.choice(group))
 
 
-def draw_faults(
-    seed: int, count: int, *, nproc: int, steps: int, overlap: bool = False
-) -> tuple[tuple[str, ...], Outcome]:
-    """Draw faults for a job that is not ours, of whose shards and steps only the number is known.
-
-    Only kinds are drawn that any job on one node survives as long as each shard has a second holder. At most one
-    rank loses its state at a time. With ``overlap``, half of the faults are followed by an exception during the
-    recovery from them. Return the specs and the highest recovery level that the job needs.
-
-    Raises:
-        ValueError: there are not enough steps to have one fault at a time.
-    """
-    usable = range(2, steps)
-    if count > len(usable) // 2:
-        raise ValueError(f"{count} faults, one at a time, need at least {2 * count + 2} steps, not {steps}")
-    dice = random.Random(f"checkpointless/{seed}/job/{overlap}")
-    width = len(usable) // count
-    texts, deadly = [], False
-    for index in range(count):
-        step = usable[index * width] + dice.randrange(max(1, width - 1))
-        kind = dice.choice((FaultKind.EXCEPTION, FaultKind.OOM, *DEADLY[:-1]))
-        deadly |= kind in DEADLY
-        texts.append(_spec(kind, dice.choice(_BEFORE_UPDATE), dice.randrange(nproc), step))
-        if overlap and dice.random() < 0.5:
-            phase = dice.choice((FaultPhase.INIT, FaultPhase.RECOVERY))
-            texts.append(_spec(FaultKind.EXCEPTION, phase, dice.randrange(nproc), step - 1))
-    return tuple(texts), Outcome.PROCESS if deadly else Outcome.IN_PROCESS
-
-
 class _Drawn:
     """The random choices of one case."""
 

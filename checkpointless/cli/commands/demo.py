@@ -21,7 +21,7 @@ from checkpointless.cli.command import (
     positive,
     say,
 )
-from checkpointless.cli.job import SEED_HELP, add_fault_option, check_goes_with_chaos, fault_specs
+from checkpointless.cli.job import add_fault_option, fault_specs
 
 if TYPE_CHECKING:
     from checkpointless.testing.demo.trainers import Task, Trainer
@@ -55,7 +55,7 @@ def _add_demo_options(parser: argparse.ArgumentParser) -> None:
     add_fault_option(parser)
     add("--run-dir", type=Path, metavar="D", help="directory of both runs (default: under runs/)")
     add("--chaos", type=positive, metavar="N", help="run N small jobs with drawn layouts and faults instead")
-    add("--seed", type=count, metavar="K", help=SEED_HELP)
+    add("--seed", type=count, metavar="K", help="seed of the draws (default: 0)")
     add("--overlap", action="store_true", help="give half of the jobs a second fault")
     add("--chaos-case", type=count, metavar="I", help="run only case I of the N")
 
@@ -71,7 +71,9 @@ def _check_can_be_made(run_dir: Path | None) -> None:
 
 
 def _demo(options: argparse.Namespace) -> int:
-    check_goes_with_chaos(options)
+    for name in ("seed", "overlap", "chaos_case"):
+        if options.chaos is None and getattr(options, name) not in (None, False):
+            raise UsageError(f"--{name.replace('_', '-')} needs --chaos")
     from checkpointless.launcher.agent.ranks.preload import PlatformMissingError
 
     try:

@@ -6,8 +6,6 @@ import itertools
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from checkpointless import cli
 from checkpointless.faults.chaos import (
@@ -24,11 +22,9 @@ from checkpointless.faults.chaos import (
     Outcome,
     Scope,
     draw,
-    draw_faults,
     outcome_of,
 )
 from checkpointless.faults.spec import SETUP_PHASES, FaultKind, parse, parse_all
-from checkpointless.launcher.agent.launch_config import LaunchConfig
 from checkpointless.observability.report.incidents import IncidentSummary
 from checkpointless.observability.report.incidents import Outcome as Ending
 from checkpointless.observability.telemetry.event_names import Rung
@@ -124,26 +120,6 @@ def test_what_cannot_be_drawn_is_refused(steps: int, most_ranks: int, what: str)
         draw(0, 0, steps=steps, most_ranks=most_ranks)
 
 
-# ---- a job that is not ours
-
-
-@given(st.integers(0, 10**6), st.integers(1, 20), st.integers(1, 16), st.integers(4, 200), st.booleans())
-def test_drawn_faults_of_a_job_come_one_at_a_time(
-    seed: int, count: int, nproc: int, steps: int, overlap: bool
-) -> None:
-    if count > (steps - 2) // 2:
-        with pytest.raises(ValueError, match="one at a time"):
-            draw_faults(seed, count, nproc=nproc, steps=steps, overlap=overlap)
-        return
-    texts, expected = draw_faults(seed, count, nproc=nproc, steps=steps, overlap=overlap)
-    specs = parse_all(texts, nproc, steps)
-    steps_of = [spec.step for spec in specs if spec.phase not in SETUP_PHASES]
-    assert len(steps_of) == count
-    assert all(a is not None and b is not None and a < b for a, b in itertools.pairwise(steps_of))
-    deadly = any(spec.kind in DEADLY for spec in specs)
-    assert expected is (Outcome.PROCESS if deadly else Outcome.IN_PROCESS)
-
-
 def incident(rung: Rung, ending: Ending = Ending.RESUMED) -> IncidentSummary:
     return IncidentSummary("1", 0, "", None, "", 0, None, None, rung=rung, outcome=ending)
 
@@ -177,9 +153,6 @@ def test_what_came_of_a_job(code: int, incidents: list[IncidentSummary], outcome
         ("demo --chaos 4 --layout tp=2", "leave --layout out"),
         ("demo --chaos 4 --chaos-case 4", "below 4"),
         ("demo --chaos 4 --steps 3", "at least 6 steps"),
-        ("run --overlap SCRIPT", "--overlap needs --chaos"),
-        ("run --chaos 2 SCRIPT", "--chaos-steps"),
-        ("run --chaos 5 --chaos-steps 8 SCRIPT", "at least 12"),
     ],
 )
 def test_chaos_that_cannot_be_is_refused_in_one_line(
@@ -187,36 +160,11 @@ def test_chaos_that_cannot_be_is_refused_in_one_line(
 ) -> None:
     monkeypatch.setattr(Trainer, "require", lambda _: None)  # the demo looks first whether there is NeMo
     monkeypatch.chdir(tmp_path)
-    script = tmp_path / "train.py"
-    script.write_text("")
     try:
-        code = cli.main(words.replace("SCRIPT", str(script)).split())
+        code = cli.main(words.split())
     except SystemExit as leaving:
         code = int(leaving.code or 0)
     said = capsys.readouterr().err
     assert (code, said.count("\n")) == (2, 1)
     assert what in said
     assert not (tmp_path / "runs").exists()
-
-
-def test_a_job_gets_the_drawn_faults_and_fails_if_they_come_to_something_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    launched: list[LaunchConfig] = []
-
-    def launch(config: LaunchConfig, say: object) -> int:
-        launched.append(config)
-        return 0
-
-    monkeypatch.setattr("checkpointless.launcher.agent.launch.launch", launch)
-    script = tmp_path / "train.py"
-    script.write_text("")
-    words = ["run", "--chaos", "3", "--seed", "7", "--chaos-steps", "30", "--nproc-per-node", "4"]
-    code = cli.main([*words, "--run-dir", str(tmp_path / "run"), str(script)])
-    expected, outcome = draw_faults(7, 3, nproc=4, steps=30)
-    assert launched[0].faults == expected
-    said = capsys.readouterr().err
-    assert f"faults will be injected: {' '.join(expected)}" in said
-    assert f"expected: {outcome.value}; found: no incident" in said
-    assert "--chaos 3 --seed 7" in said
-    assert code == 1
