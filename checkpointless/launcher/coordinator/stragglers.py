@@ -1,18 +1,17 @@
 """Which ranks are slow, by what each does by itself in a step: a pure rule over the newest steps of all ranks.
 
-A rank is compared with the ranks of its role, which do the same work, so uneven pipeline stages accuse nobody. One
-without such peers is compared with itself some time ago, and with how that has changed for all others.
+A rank is compared with the ranks of its role, which do the same work, so uneven pipeline stages accuse nobody, nor
+does a rank without such peers.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
 
-from checkpointless.launcher.protocol.board import PaceReading, PaceRing
+from checkpointless.launcher.protocol.board import PaceReading
 from checkpointless.launcher.protocol.node_messages import RankPace
 
 _LEAST = 8  # steps that are known of a rank before it is compared
@@ -22,7 +21,6 @@ _SPREADS = 6.0  # above the median of its peers
 _NOISE = 3.0  # above it, in spreads of the steps of a rank
 _TO_SIGMA = 1.4826  # of a median absolute deviation
 _LEAST_US = 2000.0
-_PAST, _OLD_ENOUGH = 16, 3  # windows that are kept of a rank, and how many are needed
 
 
 @dataclass(frozen=True)
@@ -55,31 +53,6 @@ class Straggler:
             f"rank {self.rank} on node {node} is slow and the others wait for it: it {what}; a step takes it "
             f"{self.own_us / 1e6:.3g} s, not {self.usual_us / 1e6:.3g} s"
         )
-
-
-@dataclass
-class _Past:
-    """What is known of a rank's earlier steps."""
-
-    own_us: deque[float] = field(default_factory=lambda: deque(maxlen=_PAST))
-    data_us: deque[float] = field(default_factory=lambda: deque(maxlen=_PAST))
-    at: int = 0  # steps when the newest were taken
-    suspected_at: int | None = None
-
-    def take(self, pace: RankPace) -> None:
-        """Keep the medians of a window that shares no step with the one before."""
-        if pace.steps >= self.at + PaceRing.SIZE:
-            self.at = pace.steps
-            self.own_us.append(pace.own_us)
-            self.data_us.append(pace.data_us)
-
-    @property
-    def is_old_enough(self) -> bool:
-        return len(self.own_us) >= _OLD_ENOUGH
-
-    def change(self, pace: RankPace) -> float:
-        """Return how many times as long as in the past the rank takes now."""
-        return pace.own_us / max(median(self.own_us), 1.0)
 
 
 @dataclass(frozen=True)
@@ -131,13 +104,13 @@ class StragglerRule:
     """Finds slow ranks, each once until it is no longer slow."""
 
     def __init__(self) -> None:
-        self._past: dict[int, _Past] = {}
+        self._suspected_at: dict[int, int] = {}  # by rank: its steps when it was slow first
         self.found: dict[int, Straggler] = {}
 
     def forget(self) -> list[int]:
         """Forget everything, because a generation begins; return the ranks that were slow."""
         slow = list(self.found)
-        self._past, self.found = {}, {}
+        self._suspected_at, self.found = {}, {}
         return slow
 
     def look(self, paces: Mapping[int, RankPace]) -> tuple[list[Straggler], list[int]]:
@@ -147,39 +120,21 @@ class StragglerRule:
         for pace in known.values():
             of_role.setdefault(pace.role, []).append(pace)
         roles = {role: _Role(each) for role, each in of_role.items()}
-        changes = self._changes(known) if any(len(role) == 1 for role in roles.values()) else _Sorted(())
         found, over = [], []
         for rank, pace in known.items():
-            past, role = self._past.setdefault(rank, _Past()), roles[pace.role]
-            usual = role.usual_without(pace) if len(role) > 1 else _of_past(pace, past, changes)
+            role = roles[pace.role]
+            usual = role.usual_without(pace) if len(role) > 1 else None
             if usual is not None and _is_slow(pace, usual):
-                if past.suspected_at is None:
-                    past.suspected_at = pace.steps
-                if pace.steps >= past.suspected_at + _CONFIRMED and rank not in self.found:
+                since = self._suspected_at.setdefault(rank, pace.steps)
+                if pace.steps >= since + _CONFIRMED and rank not in self.found:
                     self.found[rank] = _straggler(pace, usual)
                     found.append(self.found[rank])
                 continue
-            past.suspected_at = None
-            past.take(pace)
+            self._suspected_at.pop(rank, None)
             if rank in self.found and (usual is None or pace.own_us < _OVER * usual.own_us):
                 del self.found[rank]
                 over.append(rank)
         return found, over
-
-    def _changes(self, known: Mapping[int, RankPace]) -> _Sorted:
-        """Return how the work of each rank with a past has changed since."""
-        pasts = ((pace, self._past.get(rank)) for rank, pace in known.items())
-        return _Sorted(past.change(pace) for pace, past in pasts if past is not None and past.is_old_enough)
-
-
-def _of_past(pace: RankPace, past: _Past, changes: _Sorted) -> _Usual | None:
-    """Return what a rank without peers takes usually, if the work of all has changed as that of the others."""
-    if not past.is_old_enough or len(changes) < 2:
-        return None
-    change = max(1.0, changes.median_without(past.change(pace)))
-    own_us = median(past.own_us)
-    spread_us = max(_deviation(past.own_us, own_us) * _SPREADS, pace.spread_us * _NOISE)
-    return _Usual(own_us * change, median(past.data_us) * change, spread_us)
 
 
 def _straggler(pace: RankPace, usual: _Usual) -> Straggler:
@@ -192,7 +147,7 @@ def _is_slow(pace: RankPace, usual: _Usual) -> bool:
     return excess_us >= max((_FACTOR - 1) * usual.own_us, usual.spread_us, _LEAST_US)
 
 
-def _deviation(values: Sequence[float] | deque[float], middle: float) -> float:
+def _deviation(values: Sequence[float], middle: float) -> float:
     return _TO_SIGMA * median(abs(each - middle) for each in values)
 
 

@@ -42,10 +42,10 @@ class Played:
             self.over += over
 
 
-def uneven(seed: int) -> tuple[list[int], Step]:
+def uneven(seed: int, least: int = 1) -> tuple[list[int], Step]:
     """Return a healthy job: stages, experts with other loads, noise, hiccups, growing sequences, rank 0's saves."""
     draw = random.Random(seed)
-    stages, replicas = draw.choice([(1, 4), (2, 2), (4, 1), (4, 2), (3, 4), (1, 2)])
+    stages, replicas = draw.choice([(1, 4), (2, 2), (4, least), (4, 2), (3, 4), (1, 2)])
     of_stage = [draw.uniform(0.02, 0.2) for _ in range(stages)]
     noise, load = draw.uniform(0.01, 0.15), draw.uniform(0.0, 0.2)
     grows, hiccups, saves = draw.choice([0.0, 1.0]), draw.uniform(0.0, 0.1), draw.choice([10, 40])
@@ -68,7 +68,7 @@ def test_an_uneven_job_that_is_healthy_accuses_nobody(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_throttled_rank_is_found_within_twenty_steps(seed: int) -> None:
-    roles, healthy = uneven(seed)
+    roles, healthy = uneven(seed, least=2)  # a rank without peers is compared with nobody
     culprit = random.Random(seed).randrange(len(roles))
     is_data = seed % 2 == 1
 
@@ -101,9 +101,8 @@ def test_steps_that_are_too_short_to_matter_and_a_lone_rank_accuse_nobody() -> N
     assert Played([0], lambda rank, number: (0.1 if number > ONSET else 0.01, 0.0)).found == []
 
 
-@pytest.mark.parametrize("roles", [(0, 0, 0, 0), (0, 1, 2, 3)])
 @pytest.mark.parametrize("step_s", [0.01, 30.0])
-def test_a_slow_rank_is_confirmed_when_looks_are_five_seconds_apart(step_s: float, roles: tuple[int, ...]) -> None:
+def test_a_slow_rank_is_confirmed_when_looks_are_five_seconds_apart(step_s: float) -> None:
     rule, draw, every_s = StragglerRule(), random.Random(1), 5.0
     onset, last = max(60, int(20 * every_s / step_s)), max(100, int(30 * every_s / step_s))
     found_at: list[int] = []
@@ -112,10 +111,10 @@ def test_a_slow_rank_is_confirmed_when_looks_are_five_seconds_apart(step_s: floa
         if not steps:
             continue
         paces = {}
-        for rank, role in enumerate(roles):
+        for rank in range(4):
             of_ring = range(max(0, steps - PaceRing.SIZE), steps)
             own = tuple(step_s * (3 if rank == 2 and step >= onset else draw.uniform(1, 1.1)) for step in of_ring)
-            paces[rank] = pace_of(rank, PaceReading(role, steps, own, tuple(0.0 for _ in own)))
+            paces[rank] = pace_of(rank, PaceReading(0, steps, own, tuple(0.0 for _ in own)))
         found, _ = rule.look(paces)
         assert {each.rank for each in found} <= {2}
         found_at += [steps] * len(found)
@@ -130,7 +129,7 @@ def test_the_median_of_all_but_one(values: list[float]) -> None:
         assert of_all.median_without(value) == median(values[:at] + values[at + 1 :])
 
 
-@pytest.mark.parametrize("peers", [1024, 128, 1])
+@pytest.mark.parametrize("peers", [1024, 128])
 def test_a_look_at_many_ranks_goes_a_few_times_over_each(peers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = 0
 
@@ -151,7 +150,7 @@ def test_a_look_at_many_ranks_goes_a_few_times_over_each(peers: int, monkeypatch
                 for rank in range(ranks)
             }
         )
-    assert ranks <= seen <= ranks * (6 if peers > 1 else 6 * PaceRing.SIZE)
+    assert ranks <= seen <= ranks * 6
 
 
 def test_messages_between_two_looks_cause_one(monkeypatch: pytest.MonkeyPatch) -> None:
