@@ -26,7 +26,7 @@ from checkpointless.doctor.findings import Family, Finding, Severity
 from checkpointless.launcher.agent.launch_config import import_environment
 from checkpointless.launcher.agent.ranks import preload as preloading
 from checkpointless.launcher.agent.ranks.fork_server import zygote_env
-from checkpointless.launcher.agent.ranks.preload import CPU, install_platform
+from checkpointless.launcher.agent.ranks.preload import install_cpu_platform
 from checkpointless.launcher.agent.ranks.rank_process import Script, die_with_parent
 from checkpointless.launcher.agent.ranks.zygote import can_fork
 from checkpointless.observability.telemetry.wording import duration, plural
@@ -128,7 +128,7 @@ def read(
     """
     with tempfile.TemporaryFile() as said, tempfile.TemporaryFile() as errors:
         command = [sys.executable, "-m", "checkpointless.doctor.forking", str(said.fileno()), str(os.getpid())]
-        command += [CPU if cpu else "", "" if script is None else script.to_json(), *preload]
+        command += ["cpu" if cpu else "", "" if script is None else script.to_json(), *preload]
         process = subprocess.Popen(
             command,
             env=zygote_env(import_environment(ranks, cpu)),
@@ -193,7 +193,7 @@ class _Failures(logging.Handler):
 
 def _main() -> None:
     """Import, fork once, and write down what was seen."""
-    descriptor, parent, platform, given, *names = sys.argv[1:]
+    descriptor, parent, cpu, given, *names = sys.argv[1:]
     die_with_parent(int(parent))
     os.set_inheritable(int(descriptor), False)
 
@@ -211,9 +211,9 @@ def _main() -> None:
         say({"importing": f"{name} ({number} of {len(names)})"})
         preloading.preload((name,), script)
         watch.look(name)
-    if platform:
-        install_platform(platform)
-        watch.look(f"the platform {platform}")
+    if cpu:
+        install_cpu_platform()
+        watch.look("the CPU platform")
     seconds = time.monotonic() - began_s
     trial = _Trial(tuple(names), tuple(failures.lines), *watch.cuda, can_fork(), watch.threads(), seconds)
     say(asdict(trial))

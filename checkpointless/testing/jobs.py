@@ -19,7 +19,7 @@ from checkpointless.faults.ledger import not_fired
 from checkpointless.faults.spec import parse_all
 from checkpointless.launcher.agent.launch import AgentProcess
 from checkpointless.launcher.agent.launch_config import LaunchConfig, import_environment
-from checkpointless.launcher.agent.ranks.preload import CPU, install_platform, preload, preloads_of
+from checkpointless.launcher.agent.ranks.preload import install_cpu_platform, preload, preloads_of
 from checkpointless.launcher.agent.ranks.rank_process import Script
 from checkpointless.observability.report.incidents import IncidentSummary, gone_back, summarize
 from checkpointless.observability.report.verify import Steps, Verdict, What, compare
@@ -125,7 +125,7 @@ def import_once(config: LaunchConfig, log: Path) -> LaunchConfig:
     names = preloads_of(script) if config.preload is None else config.preload
     with _printing_into(log):
         if config.cpu:
-            install_platform(CPU)
+            install_cpu_platform()
         preload(names, script)
         importlib.import_module("torch.distributed")  # of the agents; it takes longest
     gc.collect()

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from checkpointless.faults.spec import FaultKind, FaultPhase, FaultSpec, parse
 from checkpointless.launcher.agent.launch_config import LaunchConfig
-from checkpointless.launcher.agent.ranks.preload import PlatformMissingError
+from checkpointless.launcher.agent.ranks.preload import PlatformError
 from checkpointless.observability.report.incidents import IncidentSummary
 from checkpointless.observability.report.verify import Difference, Quantity, What, compare, differences
 from checkpointless.observability.telemetry import wording
@@ -507,7 +507,7 @@ def rehearse(rehearsal: Rehearsal, say: Callable[[str], None]) -> _Page:
         say("importing what the ranks need, once for all jobs")
         try:
             rehearsal = replace(rehearsal, config=import_once(rehearsal.config, folder / "imports.txt"))
-        except PlatformMissingError as error:
+        except PlatformError as error:
             return _Page(name, str(error), None, folder=folder, seed=seed)
     calm = run_jobs([rehearsal.job(each) for each in _CALM], rehearsal.at_once, say)
     course: _Course | None = None

@@ -79,26 +79,3 @@ def test_a_script_without_a_launcher_says_what_to_do_and_is_entered_once(tmp_pat
     assert ended.stderr.count("start this script with `checkpointless run` or with torchrun") == 1
     assert ended.stderr.splitlines()[-1] == "ValueError: RANK expected, but not set"
     assert "AgentLostError" not in ended.stderr
-
-
-def test_what_an_earlier_installation_has_left_is_named_in_the_last_line(tmp_path: Path) -> None:
-    """Its metadata may come before those of the package, and name a function that has moved since."""
-    left = tmp_path / "left" / "checkpointless.egg-info"
-    left.mkdir(parents=True)
-    (left / "PKG-INFO").write_text("Metadata-Version: 2.1\nName: checkpointless\nVersion: 0.0.1\n")
-    (left / "entry_points.txt").write_text("[checkpointless.platforms]\ncpu = checkpointless.gone:install\n")
-    (tmp_path / "script.py").write_text("print('trained')\n")
-    paths = [str(left.parent), str(ROOT), os.environ.get("PYTHONPATH", "")]
-    ended = subprocess.run(  # elsewhere: what lies in the current directory comes before PYTHONPATH
-        [sys.executable, "-m", "checkpointless", "run", "--nproc-per-node", "1", "--cpu", "script.py"],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
-    assert ended.returncode == 1
-    *_, last = ended.stderr.splitlines()
-    wanted = "the entry point cpu = checkpointless.gone:install in checkpointless.platforms of checkpointless 0.0.1"
-    assert f"{wanted} in {left.parent} cannot be used: ModuleNotFoundError" in last

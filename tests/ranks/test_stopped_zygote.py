@@ -40,7 +40,7 @@ class Node:
         self.clock = Clock()
         script = Script(str(SCRIPTS / "orphan.py"), ("wait",))
         self._log = folder / "log"
-        self.starter = ForkServer(script, preload=(), platform=None, env={}, log=2, folder=None, clock=self.clock)
+        self.starter = ForkServer(script, preload=(), cpu=False, env={}, log=2, folder=None, clock=self.clock)
         self.process = psutil.Process(self.starter.process.pid)
         self.news: list[object] = []
         self.hear(Ready)

@@ -74,11 +74,11 @@ def _demo(options: argparse.Namespace) -> int:
     for name in ("seed", "overlap", "chaos_case"):
         if options.chaos is None and getattr(options, name) not in (None, False):
             raise UsageError(f"--{name.replace('_', '-')} needs --chaos")
-    from checkpointless.launcher.agent.ranks.preload import PlatformMissingError
+    from checkpointless.launcher.agent.ranks.preload import PlatformError
 
     try:
         return _twice(options) if options.chaos is None else _chaos(options)
-    except PlatformMissingError as error:
+    except PlatformError as error:
         raise UsageError(str(error)) from error
 
 

@@ -18,7 +18,7 @@ from checkpointless.launcher.agent.links import JoinError, Link, link_to_coordin
 from checkpointless.launcher.agent.node import NodeAgent
 from checkpointless.launcher.agent.ranks.fork_server import ForkServer
 from checkpointless.launcher.agent.ranks.output import Output
-from checkpointless.launcher.agent.ranks.preload import CPU, PlatformMissingError, find_platform, preloads_of
+from checkpointless.launcher.agent.ranks.preload import preloads_of
 from checkpointless.launcher.agent.ranks.process_keeper import LocalRank
 from checkpointless.launcher.agent.ranks.rank_process import Script, die_with_parent
 from checkpointless.launcher.coordinator.hosting import TICK_S, coordinate
@@ -138,12 +138,10 @@ def _run(
 
         selector, clock = selectors.DefaultSelector(), AwakeClock()
         try:
-            if config.cpu:
-                find_platform(CPU)
             if http is not None:
                 http.open(say)  # not earlier: the fork server may have been forked from this process
             link = link_to_coordinator(config, selector, events, signals, say, clock)
-        except (JoinError, PlatformMissingError, OSError) as error:
+        except (JoinError, OSError) as error:
             server.close()
             output.close()
             say(str(error))
@@ -184,7 +182,7 @@ def _fork_servers(
         return ForkServer(
             script,
             preload=() if is_bare else preload,
-            platform=CPU if config.cpu else None,
+            cpu=config.cpu,
             env=env,
             log=output.fork_server.begin(),
             close=output.descriptors(),

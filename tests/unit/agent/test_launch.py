@@ -1,6 +1,5 @@
 """Test what ends a run before it begins, and what its metrics are told."""
 
-from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -8,23 +7,7 @@ import pytest
 
 from checkpointless.launcher.agent.launch import launch
 from checkpointless.launcher.agent.launch_config import LaunchConfig
-from checkpointless.launcher.agent.ranks import preload
 from checkpointless.observability.monitoring.metrics import JobNames
-
-
-def test_a_platform_that_is_not_installed_ends_the_run_in_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def none(group: str, name: str) -> list[EntryPoint]:
-        return []
-
-    monkeypatch.setattr(preload, "entry_points", none)
-    said: list[str] = []
-    config = LaunchConfig(nproc_per_node=1, script=__file__, run_dir=tmp_path / "run", preload=(), cpu=True)
-    assert launch(config, said.append) == 1
-    (line,) = said
-    assert line.startswith("no installed package has the entry point 'cpu' in checkpointless.platforms")
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["logs"]
 
 
 @pytest.mark.parametrize(("job", "named"), [("llama3_8b_pretrain", "llama3_8b_pretrain"), ("", "test_launch")])

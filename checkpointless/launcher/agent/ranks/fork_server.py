@@ -57,7 +57,7 @@ class ForkServer:
     """Starts, signals and reaps the processes of ranks, which a zygote forks.
 
     Args:
-        platform: name of the platform that the zygote installs after the imports (:mod:`.preload`); None: none.
+        cpu: whether the zygote installs the CPU platform after the imports.
         env: environment variables of the zygote, on top of this process's environment.
         log: descriptor that the zygote's own output goes to; it is only lent.
         folder: folder in which the ranks keep their sockets (:mod:`checkpointless.system.temp_folder`).
@@ -71,7 +71,7 @@ class ForkServer:
         script: Script,
         *,
         preload: tuple[str, ...],
-        platform: str | None,
+        cpu: bool,
         env: dict[str, str],
         log: int,
         folder: Path | None,
@@ -84,8 +84,8 @@ class ForkServer:
         arguments += ["--preload", ",".join(preload), "--script", script.to_json()]
         if folder is not None:
             arguments += ["--temp-folder", str(folder)]
-        if platform is not None:
-            arguments += ["--platform", platform]
+        if cpu:
+            arguments.append("--cpu")
         self.process: subprocess.Popen[bytes] | ForkedProcess
         with theirs:
             if fork_here:

@@ -11,7 +11,6 @@ import sys
 import sysconfig
 from collections.abc import Iterable
 from importlib.machinery import ModuleSpec, PathFinder
-from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
 from checkpointless.launcher.agent.ranks.rank_process import Script
@@ -131,33 +130,17 @@ def _in_site_packages(place: str) -> bool:
     return any(Path(place).is_relative_to(path) for path in {*paths, *site.getsitepackages()} if path)
 
 
-GROUP = "checkpointless.platforms"
-CPU = "cpu"
+_CPU_PLATFORM = "checkpointless.integrations.megatron.cpu_platform:install"  # the launcher knows no framework
 
 
-class PlatformMissingError(RuntimeError):
-    """No installed package offers the platform, or not one that can be used; the message says what to do."""
+class PlatformError(RuntimeError):
+    """The CPU platform cannot be used; the message says why, in one line."""
 
 
-def find_platform(name: str) -> EntryPoint:
-    """Return the entry point of a platform without loading it; :class:`PlatformMissingError` if there is none."""
-    for entry in entry_points(group=GROUP, name=name):
-        return entry
-    raise PlatformMissingError(
-        f"no installed package has the entry point {name!r} in {GROUP}: install checkpointless again "
-        "(pip install -e . in a clone)"
-    )
-
-
-def install_platform(name: str) -> None:
-    """Prepare this process for a platform; :class:`PlatformMissingError` if that cannot be done."""
-    entry = find_platform(name)
+def install_cpu_platform() -> None:
+    """Have Megatron-core and NeMo train on CPUs in this process; :class:`PlatformError` if they cannot."""
     try:
-        entry.load()()
-    except Exception as error:  # in what an earlier installation has left, or in another package
-        of = f" of {entry.dist.name} {entry.dist.version} in {entry.dist.locate_file('')}" if entry.dist else ""
+        pkgutil.resolve_name(_CPU_PLATFORM)()
+    except Exception as error:  # CUDA is there, or a framework is not as it should be
         why = " ".join(f"{type(error).__name__}: {error}".split())
-        raise PlatformMissingError(
-            f"the entry point {name} = {entry.value} in {GROUP}{of} cannot be used: {why}; install checkpointless "
-            "again (pip install -e . in a clone), and remove what an earlier installation has left there"
-        ) from error
+        raise PlatformError(f"the CPU platform cannot be used: {why}") from error

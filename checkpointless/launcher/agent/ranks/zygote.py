@@ -27,7 +27,7 @@ from typing import NoReturn, TypeAlias
 
 import msgspec
 
-from checkpointless.launcher.agent.ranks.preload import PlatformMissingError, install_platform, preload, prepare
+from checkpointless.launcher.agent.ranks.preload import PlatformError, install_cpu_platform, preload, prepare
 from checkpointless.launcher.agent.ranks.rank_process import Script, die_with_parent, run_script
 from checkpointless.system import temp_folder
 from checkpointless.system.environment import AGENT_FD_ENV, BOARD_FD_ENV, HANDOVER_ENV, RANK_ENV
@@ -283,7 +283,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Preload, then serve the agent."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--parent", type=int, required=True)
-    parser.add_argument("--platform")
+    parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--script", type=Script.from_json, required=True)
     parser.add_argument("--temp-folder", type=Path)
     parser.add_argument("--fd", type=int, required=True)
@@ -296,9 +296,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     started_s = time.monotonic()
     failed = preload(tuple(name for name in options.preload.split(",") if name), options.script)
     try:
-        if options.platform is not None:
-            install_platform(options.platform)
-    except PlatformMissingError as error:
+        if options.cpu:
+            install_cpu_platform()
+    except PlatformError as error:
         connection.send(msgspec.json.encode(Failed(str(error))))
         sys.exit(1)
     prepare(options.script)
