@@ -95,7 +95,7 @@ def test_a_run_an_incident_and_the_end(tmp_path: Path) -> None:
     assert http.get("/healthz") == (200, "ok, recovering from incident 1\n")
     assert http.metric("incident_in_progress") == 1
     assert (during["node"], during["generation"], during["exit_code"]) == (0, 0, None)
-    assert (during["job"]["incidents"], during["job"]["cause"], during["job"]["causes"]) == (1, "SIGKILL", {})
+    assert (during["job"]["incidents"], during["job"]["cause"]) == (1, "SIGKILL")
     asleep = during["ranks"][2]
     assert (asleep["state"], asleep["committed"], asleep["making"], asleep["incarnation"]) == ("leaving", 3, 4, 0)
     assert asleep["beat_age_s"] > 0
@@ -103,13 +103,12 @@ def test_a_run_an_incident_and_the_end(tmp_path: Path) -> None:
     wait_until(lambda: any(note["generation"] == 1 for note in job.notes("fault", 0)))
     after = http.until(lambda now: now["ranks"][1]["state"] == now["ranks"][2]["state"] == "done")
     assert http.get("/healthz") == (200, "ok\n")
-    assert (after["generation"], after["high_water"], after["incident"], after["respawns"]) == (1, 10, None, 2)
+    assert (after["generation"], after["high_water"], after["incident"]) == (1, 10, None)
     assert [rank["incarnation"] for rank in after["ranks"]] == [0, 1, 1]
     pids = {note["rank"]: note["pid"] for note in job.notes("go")}
     assert {rank["rank"]: rank["pid"] for rank in after["ranks"]} == pids
     assert (after["ranks"][0]["committed"], after["ranks"][0]["making"]) == (8, 9)
-    assert (after["job"]["causes"], after["job"]["recoveries"]["count"]) == ({"SIGKILL": 1}, 1)
-    assert after["job"]["recoveries"]["seconds"] > 2
+    assert (http.metric("recovery_seconds_sum", rung="process") or 0) > 2
     assert after["job"]["nodes"] == [{"node": 0, "state": "joined", "why": ""}]
     assert len(after["job"]["ranks"]) == 3
 
@@ -175,11 +174,11 @@ def test_a_coordinator_in_a_process_of_its_own_tells_of_the_job(tmp_path: Path) 
     during = nodes.http.until(lambda now: now["job"] and now["job"]["nodes"][1]["state"] == "joined")
     assert (during["node"], during["ranks"], during["exit_code"]) == (-1, [], None)
     wait_until(lambda: nodes.notes("fault", 0))
-    after = nodes.http.until(lambda now: now["job"]["recoveries"]["count"] == 1)
-    assert (after["generation"], after["job"]["causes"], after["job"]["incidents"]) == (1, {"SIGKILL": 1}, 1)
+    wait_until(lambda: nodes.http.metric("recovery_seconds_count", rung="process") == 1)
+    after = nodes.http.until(lambda now: now["generation"] == 1)
+    assert after["job"]["incidents"] == 1
     assert after["high_water"] >= 4
     assert nodes.http.get("/healthz") == (200, "ok\n")
-    assert nodes.http.metric("recovery_seconds_count", rung="process") == 1
     assert nodes.http.metric("incidents_total", cause="SIGKILL") == 1
     assert nodes.http.metric("job_nodes", state="joined") == 2
     assert nodes.http.metric("respawns_total") is None  # each node tells of its own

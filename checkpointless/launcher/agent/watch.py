@@ -69,8 +69,6 @@ class Watch:
             generation=_known(agent.job.generation),
             high_water=_known(agent.job.began_after) if committed is None else committed,
             incident=agent.incident,
-            respawns=int(self.metrics.values("respawns")[""]),
-            device_checks_failed=int(self.metrics.values("device_checks_failed")[""]),
             exit_code=None if agent.job.outcome is None else agent.job.outcome.code,
             ranks=ranks,
             job=None if coordinator is None else self._job(coordinator),
@@ -109,8 +107,6 @@ class Watch:
         self.metrics.take((Source.RANKS,), {**event.fields, **about, "incident": event.incident})
 
     def _job(self, coordinator: Coordinator) -> JobStatus:
-        metrics = self.metrics
-        counts, sums = (metrics.values("recovery_seconds", suffix) for suffix in ("_count", "_sum"))
         return JobStatus(
             nodes=tuple(_node(node) for node in coordinator.nodes),
             ranks=tuple(
@@ -118,13 +114,8 @@ class Watch:
                 for rank in coordinator.ranks
             ),
             spares=len(coordinator.spares),
-            incidents=metrics.incidents,
+            incidents=self.metrics.incidents,
             cause=next(reversed(self.metrics.open.values()), None),
-            causes={cause: int(count) for cause, count in metrics.values("incidents").items() if count},
-            recoveries=_durations(sum(counts.values()), sum(sums.values())),
-            rungs={rung: _durations(count, sums[rung]) for rung, count in counts.items()},
-            steps_lost=int(metrics.values("steps_lost")[""]),
-            given_up=int(metrics.values("nodes_given_up")[""]),
             inexact=coordinator.job.incidents.inexact,
         )
 
@@ -163,10 +154,6 @@ def _ranks(agent: NodeAgent, now_s: float) -> Iterator[RankStatus]:
             _known(reading.making),
             round(max(0.0, now_s - rank.beats.at_s), 3) if rank.state in _BEATING else None,
         )
-
-
-def _durations(count: float, seconds: float) -> dict[str, float]:
-    return {"count": int(count), "seconds": round(seconds, 3)}
 
 
 def _node(node: Node) -> JobNode:

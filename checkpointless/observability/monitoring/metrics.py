@@ -34,7 +34,6 @@ from checkpointless.observability.telemetry.events import Event, LineTail, parse
 
 OUTSIDE = -1  # in place of a node's number: a coordinator in a separate process is no node
 STALE_S = 5.0  # a loop that has not turned for this long counts as stuck
-_Durations = Mapping[str, float]  # how many there were, and their sum: ``count`` and ``seconds``
 
 
 @dataclass(frozen=True)
@@ -89,9 +88,6 @@ class JobStatus:
 
     Attributes:
         cause: how the cause of the incident in progress came about: ``exception``, ``hang``, ``SIGKILL``...
-        causes: how many incidents the ranks have met again after, by how the incident's cause came about.
-        recoveries: time from the fault until the lost step was made, of the incidents after which it was made.
-        rungs: the times in ``recoveries``, by the label of the recovery level.
         inexact: after how many incidents the job resumed, and was another one.
     """
 
@@ -100,11 +96,6 @@ class JobStatus:
     spares: int
     incidents: int
     cause: str | None
-    causes: Mapping[str, int]
-    recoveries: _Durations
-    rungs: Mapping[str, _Durations]
-    steps_lost: int = 0
-    given_up: int = 0
     inexact: int = 0
 
 
@@ -127,8 +118,6 @@ class Snapshot:
     generation: int | None = None
     high_water: int | None = None
     incident: str | None = None
-    respawns: int = 0
-    device_checks_failed: int = 0
     exit_code: int | None = None
     ranks: tuple[RankStatus, ...] = ()
     job: JobStatus | None = None
@@ -445,19 +434,6 @@ class Metrics:
                 if amount is not None:
                     found = self._labelled(self._counted[metric.name], metric, metric.of(known))
                     (found.observe if metric.buckets else found.inc)(amount)
-
-    def values(self, name: str, suffix: str = "_total") -> dict[str, float]:
-        """Return the values of a metric that is counted, by the value of its label ("" without one).
-
-        A counter's suffix is ``_total``; a histogram has ``_count`` and ``_sum``.
-        """
-        label = next(metric.label for metric in EVENT_METRICS if metric.name == name)
-        return {
-            sample.labels.get(label, ""): sample.value
-            for family in self._counted[name].collect()
-            for sample in family.samples
-            if sample.name.endswith(suffix)
-        }
 
     def page(self, now: Snapshot, account: Report | None, has_log: bool = True) -> bytes:
         """Return the metrics of a node, or of a coordinator in a separate process; ``account`` may be left out."""

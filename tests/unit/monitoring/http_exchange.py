@@ -15,11 +15,7 @@ JOB = JobStatus(
     spares=1,
     incidents=4,
     cause="node",
-    causes={"SIGKILL": 2, "SIGSEGV": 1},
-    recoveries={"count": 2, "seconds": 40.75},
-    rungs={"process": {"count": 1, "seconds": 40.0}},
-    steps_lost=3,
-    given_up=1,
+    inexact=1,
 )
 SNAPSHOT = Snapshot(
     node=0,
@@ -28,8 +24,6 @@ SNAPSHOT = Snapshot(
     generation=3,
     high_water=7,
     incident="4",
-    respawns=1,
-    device_checks_failed=1,
     ranks=(RankStatus(0, "leaving", 4242, 1, 7, 8, 0.25), RankStatus(2, "starting", None, 2, None, None, None)),
     job=JOB,
 )

@@ -16,7 +16,14 @@ from hypothesis import strategies as st
 
 from checkpointless.launcher.agent.watch import Watch
 from checkpointless.observability.monitoring import metrics as metrics_module
-from checkpointless.observability.monitoring.metrics import MEASURED_STAGES, RankStatus, RunLog, Snapshot
+from checkpointless.observability.monitoring.metrics import (
+    EVENT_METRICS,
+    MEASURED_STAGES,
+    Metrics,
+    RankStatus,
+    RunLog,
+    Snapshot,
+)
 from checkpointless.observability.report.summary import Report, build_report
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.events import (
@@ -35,6 +42,17 @@ from tests.waiting import wait_until
 
 OWN = (2, 3)
 Counted = Callable[[], Watch]
+
+
+def values(metrics: Metrics, name: str, suffix: str = "_total") -> dict[str, float]:
+    """Return the values of a metric that is counted, by the value of its label ("" without one)."""
+    label = next(metric.label for metric in EVENT_METRICS if metric.name == name)
+    return {
+        sample.labels.get(label, ""): sample.value
+        for family in metrics._counted[name].collect()
+        for sample in family.samples
+        if sample.name.endswith(suffix)
+    }
 
 
 def rank(number: int) -> RankStatus:
@@ -64,7 +82,7 @@ def emit(folder: Path, stage: str, edge: Any, of: int | None, generation: int, *
 
 
 def test_stages_and_bytes_are_those_of_this_nodes_ranks_in_incidents(tmp_path: Path, counted: Counted) -> None:
-    counts = counted().metrics.values("stage_seconds", "_count")
+    counts = values(counted().metrics, "stage_seconds", "_count")
     assert counts == dict.fromkeys(MEASURED_STAGES, 0)
     for of in (0, 2, 3):  # rank 0 is another node's
         emit(tmp_path, "abort", "end", of, 0, seconds=0.25, incident=None)  # it does not know the incident yet
@@ -74,19 +92,19 @@ def test_stages_and_bytes_are_those_of_this_nodes_ranks_in_incidents(tmp_path: P
     emit(tmp_path, "init", "end", 2, 0, seconds=9.0, incident=None)  # the job begins
     emit(tmp_path, "notify", "end", None, 0, seconds=0.125)
     metrics = counted().metrics
-    counts, sums = (metrics.values("stage_seconds", suffix) for suffix in ("_count", "_sum"))
+    counts, sums = (values(metrics, "stage_seconds", suffix) for suffix in ("_count", "_sum"))
     assert {stage: (count, sums[stage]) for stage, count in counts.items() if count} == {
         "abort": (2, 0.5),
         "transfer": (2, 1.0),
         "notify": (1, 0.125),
     }
-    assert metrics.values("transfer_bytes") == {"": 200}
+    assert values(metrics, "transfer_bytes") == {"": 200}
 
 
 def test_faults_on_purpose_are_counted_by_kind_and_unknown_ones_together(tmp_path: Path, counted: Counted) -> None:
     for of, spec in ((2, "hang@forward:rank=2"), (3, "sigkill:rank=3"), (3, "x" * 99), (0, "hang")):
         emit(tmp_path, "fault_injected", "point", of, 0, spec=spec)
-    found = counted().metrics.values("faults_injected")
+    found = values(counted().metrics, "faults_injected")
     assert {kind: count for kind, count in found.items() if count} == {"hang": 1, "sigkill": 1, "other": 1}
     assert found["slow"] == 0
 
@@ -94,7 +112,7 @@ def test_faults_on_purpose_are_counted_by_kind_and_unknown_ones_together(tmp_pat
 def test_what_is_no_longer_the_undisturbed_run_counts_once_per_incident(tmp_path: Path, counted: Counted) -> None:
     for of, generation in ((2, 1), (3, 1), (0, 2), (3, 4)):
         emit(tmp_path, "inexact", "point", of, generation)
-    assert counted().metrics.values("inexact_incidents") == {"": 2}
+    assert values(counted().metrics, "inexact_incidents") == {"": 2}
 
 
 def test_what_another_agent_wrote_before_is_not_counted(tmp_path: Path) -> None:
