@@ -13,6 +13,7 @@ from enum import Enum
 
 from checkpointless.launcher.protocol.messages import Answer
 from checkpointless.launcher.protocol.node_messages import SilentRank
+from checkpointless.observability.telemetry.wording import numbered
 from checkpointless.system.process_tree import ProcessLook, ProcessState, state_of
 
 _NEARLY = 0.9  # ranks that wait for a stalled rank stopped at about the same time
@@ -198,14 +199,6 @@ def _is_culprit(evidence: _Evidence, ceiling_s: float) -> bool:
     return evidence.stance is _Stance.ELSEWHERE or _is_given_up(evidence, ceiling_s)
 
 
-def _numbers(ranks: Iterable[int]) -> str:
-    """Return ``rank 3`` or ``ranks 0, 1, 2``, with the numbers of at most eight ranks."""
-    listed = sorted(ranks)
-    shown = ", ".join(str(rank) for rank in listed[:8])
-    more = f" and {len(listed) - 8} more" if len(listed) > 8 else ""
-    return ("rank " if len(listed) == 1 else "ranks ") + shown + more
-
-
 _Launched = Mapping[int, Mapping[str, int]]  # for each rank, the number of collectives in each of its groups
 
 
@@ -334,7 +327,7 @@ class Stall:
     places: str = ""
 
     def __str__(self) -> str:
-        who = _numbers(self.ranks)
+        who = numbered("rank", self.ranks)
         if not self.up_to_s:
             return f"the stall of {who} is over after {self.seconds:.0f} s"
         at = f" at step {self.step}" if self.step >= 0 else ""
@@ -498,7 +491,7 @@ class HangWatch:
             ceiling_s = self._ceiling_s
             self.pause_s = max(self.pause_s, 2 * ceiling_s / PAUSE_TIMES)  # if it was no hang, it will come again
             since_s = min(silent[rank].since_s for rank in diagnosis.ranks)
-            return [_Hang(None, ceiling_s, since_s, step, who=_numbers(diagnosis.ranks))]
+            return [_Hang(None, ceiling_s, since_s, step, who=numbered("rank", diagnosis.ranks))]
         if diagnosis.finding is not _Finding.CULPRITS:
             return []
         return [
@@ -534,7 +527,7 @@ class HangWatch:
                 places[f"no answer, {evidence[rank].state.value}"].append(rank)
             else:
                 places[_place(inquiry.stack(rank))].append(rank)
-        named = [f"{_numbers(ranks)}: {place}" for place, ranks in list(places.items())[:_PLACES]]
+        named = [f"{numbered('rank', ranks)}: {place}" for place, ranks in list(places.items())[:_PLACES]]
         if len(places) > _PLACES:
             named.append(f"{len(places) - _PLACES} more places")
         step = max(silent[rank].making for rank in diagnosis.ranks)

@@ -10,7 +10,7 @@ from pathlib import Path
 from checkpointless.observability.telemetry.event_names import LIVING, EventName, Rung
 from checkpointless.observability.telemetry.events import Event
 from checkpointless.observability.telemetry.scribe import traceback_path
-from checkpointless.observability.telemetry.wording import plural
+from checkpointless.observability.telemetry.wording import numbered, plural, size
 
 #: Stages of the generation that begins; each is told as soon as all ranks have finished it. A loop of one's own has
 #: no `init` and no `rebuild`, and ranks that nobody decides for have no `transfer`: such a stage is left out.
@@ -60,7 +60,7 @@ def recovered_line(
 
 def _failed_save_line(event: Event) -> str:
     ranks = event.fields.get("ranks") or [event.rank]
-    where = f"{_ranks(set(ranks))}: {event.fields.get('reason')}"
+    where = f"{numbered('rank', ranks)}: {event.fields.get('reason')}"
     return f"checkpoint {event.fields.get('path')} could not be saved ({where}); training goes on"
 
 
@@ -279,7 +279,7 @@ class Narrator:
         here = ended.began_to_wait
         note = f"{self._world or len(here)} ranks are together again, generation {go.generation}"
         if incident.respawned:
-            note += f"; new: {_ranks(incident.respawned)}"
+            note += f"; new: {numbered('rank', incident.respawned)}"
         first = max(incident.noticed, min((at for at in here.values() if at >= 0), default=go.mono))
         yield _line(EventName.BARRIER, (go.mono - first) / 1e9, note)
 
@@ -307,10 +307,10 @@ class Narrator:
                 return _from_copies(generation)
             if not generation.filled:
                 return "every rank has kept its own state"
-            filled, sources = _ranks(generation.filled), _ranks(generation.sources)
+            filled, sources = (numbered("rank", ranks) for ranks in (generation.filled, generation.sources))
             if not generation.nbytes:  # a torn update had not changed a byte
                 return f"{filled} compared with {sources}: the same bytes, none were sent"
-            return f"{filled} filled with {_size(generation.nbytes)} from {sources}"
+            return f"{filled} filled with {size(generation.nbytes)} from {sources}"
         if stage == EventName.FIRST_STEP and generation.step is not None:
             return f"step {generation.step} is made"
         return ""
@@ -339,22 +339,11 @@ def _line(stage: str, seconds: float, note: str) -> str:
 def _from_copies(generation: _Generation) -> str:
     """Return which ranks were filled from copies, and what that cost."""
     tiers = sorted(generation.tiers.items(), key=lambda each: (each[0] == LIVING, each[0]))
-    names = [f"{_ranks(ranks)} {'kept their state' if tier == LIVING else f'from {tier}'}" for tier, ranks in tiers]
+    names = [
+        f"{numbered('rank', ranks)} {'kept their state' if tier == LIVING else f'from {tier}'}"
+        for tier, ranks in tiers
+    ]
     lost = {0: "", 1: "; 1 finished step is lost"}.get(
         generation.steps_lost, f"; {generation.steps_lost} finished steps are lost"
     )
     return f"after step {generation.target}: {', '.join(names)}{lost}"
-
-
-def _ranks(numbers: set[int]) -> str:
-    """Format ranks as ``rank 3``, ``ranks 1, 2`` or ``8 ranks``."""
-    if len(numbers) > 4:
-        return f"{len(numbers)} ranks"
-    return ("rank " if len(numbers) == 1 else "ranks ") + ", ".join(map(str, sorted(numbers)))
-
-
-def _size(nbytes: int) -> str:
-    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if nbytes >= factor:
-            return f"{nbytes / factor:.1f} {unit}"
-    return f"{nbytes} B"

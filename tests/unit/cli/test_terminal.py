@@ -94,7 +94,7 @@ def test_an_incident_is_a_block_of_a_dozen_lines(narrator: Narrator, log: EventL
     assert [line.split()[0] for line in lines[1:-1]] == [
         *("abort", "finalize", "barrier", "init", "rebuild", "decide", "transfer", "first_step")
     ]
-    assert "rank 1 filled with 1.6 MB from rank 0" in lines[7]
+    assert "rank 1 filled with 1.63 MB from rank 0" in lines[7]
     assert "resume after step 2" in lines[6]
     assert "0.20 s" in lines[1]  # the slowest rank's
     assert not narrator.is_telling

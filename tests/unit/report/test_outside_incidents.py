@@ -65,6 +65,6 @@ def test_the_report_shows_them_everywhere_and_in_order(
 def test_the_terminal_tells_of_failed_saves() -> None:
     lines = [_failed_save_line(event) for event in made_up_run().events if event.stage == "save_failed"]
     assert lines == [
-        "checkpoint /ckpt/step=5 could not be saved (ranks 0, 1: no mount); training goes on",
+        "checkpoint /ckpt/step=5 could not be saved (ranks 0-1: no mount); training goes on",
         "checkpoint /ckpt/step=3 could not be saved (rank 1: disk <full>); training goes on",
     ]
