@@ -107,7 +107,6 @@ NEMO = Scope("nemo", list(zip(LAYOUTS, _OFTEN, strict=True)), storage=True)
 DATA_PARALLEL = Scope("ddp", _REPLICATED, _ANNOUNCED)
 SHARDED = Scope("hsdp", _SHARDED, _ANNOUNCED)
 MEGATRON = Scope("megatron", [each for each in NEMO.layouts if each[0].expert == 1], _ANNOUNCED)
-BRIDGE = Scope("bridge", MEGATRON.layouts, _ANNOUNCED)
 LIGHTNING = Scope("lightning-ddp", _REPLICATED, _ANNOUNCED)
 LIGHTNING_SHARDED = Scope("lightning-hsdp", _SHARDED, _ANNOUNCED)
 

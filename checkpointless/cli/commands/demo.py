@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from checkpointless.testing.demo.trainers import Task, Trainer
 
 #: Names of the demo's trainers, which cost an import; a test compares the two.
-TRAINER_NAMES = ("nemo", "ddp", "hsdp", "megatron", "bridge", "lightning-ddp", "lightning-hsdp")
+TRAINER_NAMES = ("nemo", "ddp", "hsdp", "megatron", "lightning-ddp", "lightning-hsdp")
 _DEFAULT, _WITHOUT_NEMO = "nemo", "ddp"
 _CHAOS_STEPS, _CHAOS_RANKS = 6, 8
 _EPILOG = """\

@@ -327,79 +327,10 @@ def _megatron_step(
     return output, loss_of
 
 
-def _bridge(caller: HPCallWrapper, options: argparse.Namespace) -> None:
-    """Train with Megatron-Bridge, on made-up text."""
-    from checkpointless.integrations.megatron_bridge import pretrain
-
-    # isort: split
-    from megatron.bridge.training import config as bridge
-    from megatron.bridge.training.gpt_step import forward_step
-
-    data = bridge.MockGPTDatasetConfig(
-        seq_length=SEQUENCE,
-        random_seed=SEED,
-        split="900,50,50",
-        reset_position_ids=False,
-        reset_attention_mask=False,
-        eod_mask_loss=False,
-        create_attention_mask=True,
-        skip_getting_attention_mask_from_dataset=False,
-        dataloader_type="single",
-        num_workers=options.workers,
-    )
-    ranks = own_world_size() // (options.tensor * options.pipeline)
-    config = bridge.ConfigContainer(
-        model=_bridge_model(options),
-        dataset=data,
-        train=bridge.TrainingConfig(
-            train_iters=options.steps,
-            global_batch_size=MICRO_BATCH * MICRO_BATCHES * ranks,
-            micro_batch_size=MICRO_BATCH,
-            eval_interval=options.steps + 1,
-            eval_iters=0,
-        ),
-        optimizer=bridge.OptimizerConfig(lr=1e-3, min_lr=1e-4, use_distributed_optimizer=True, weight_decay=0.01),
-        ddp=bridge.DistributedDataParallelConfig(
-            num_distributed_optimizer_instances=options.holders, use_distributed_optimizer=True
-        ),
-        scheduler=bridge.SchedulerConfig(
-            lr_decay_style="cosine", lr_warmup_iters=2, start_weight_decay=0.01, end_weight_decay=0.01
-        ),
-        logger=bridge.LoggerConfig(log_interval=1),
-        tokenizer=bridge.TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=128),
-        checkpoint=bridge.CheckpointConfig(),
-        rng=bridge.RNGConfig(seed=SEED),
-        dist=bridge.DistributedInitConfig(distributed_backend="gloo"),
-    )
-    pretrain(config, forward_step)
-
-
-def _bridge_model(options: argparse.Namespace) -> Any:
-    """Return what makes Megatron-Bridge's GPT."""
-    from megatron.bridge.models.gpt_provider import GPTModelProvider, local_layer_spec
-
-    unfused = ("gradient_accumulation", "masked_softmax", "cross_entropy_loss", "bias_dropout", "bias_activation")
-    return GPTModelProvider(
-        num_layers=LAYERS,
-        hidden_size=WIDTH,
-        ffn_hidden_size=2 * WIDTH,
-        num_attention_heads=HEADS,
-        seq_length=SEQUENCE,
-        hidden_dropout=options.dropout,
-        attention_dropout=options.dropout,
-        tensor_model_parallel_size=options.tensor,
-        pipeline_model_parallel_size=options.pipeline,
-        transformer_layer_spec=local_layer_spec,
-        apply_rope_fusion=False,
-        **{f"{each}_fusion": False for each in unfused},
-    )
-
-
 _TRAINERS: dict[str, Callable[[HPCallWrapper, argparse.Namespace], None]] = {
     "ddp": _loop,
     "hsdp": _loop,
     "megatron": _megatron,
-    "bridge": _bridge,
     "lightning-ddp": _lightning,
     "lightning-hsdp": _lightning,
 }

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from checkpointless.faults.chaos import (
-    BRIDGE,
     DATA_PARALLEL,
     LIGHTNING,
     LIGHTNING_SHARDED,
@@ -168,7 +167,6 @@ _FSDP2 = ("torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.
 _PL = ("lightning.pytorch", "checkpointless.strategies.torch_strategies", "checkpointless.callbacks")
 _CORE = ("megatron.core.models.gpt", "megatron.core.optimizer", "checkpointless.integrations.megatron.training")
 _LIGHTNING_NEEDS = (("lightning",), "pip install lightning")
-_BRIDGE_INSTALL = "see docs/megatron-bridge.md, which says how; it and NeMo need environments of their own"
 
 _NEMO = Trainer("nemo", "A NeMo GPT", NEMO, ("tp", "pp", "ep", "cp"), ("nemo", "hydra"), _NEMO_EXTRA)
 #: By name; the first is the default.
@@ -186,15 +184,6 @@ TRAINERS: dict[str, Trainer] = {
             ("megatron.core",),
             _NEMO_EXTRA,
             _CORE,
-        ),
-        Trainer(
-            "bridge",
-            "Megatron-Bridge's GPT, on made-up text",
-            BRIDGE,
-            ("tp", "pp"),
-            ("megatron.bridge",),
-            _BRIDGE_INSTALL,
-            ("checkpointless.integrations.megatron_bridge",),
         ),
         Trainer("lightning-ddp", "A GPT with Lightning's DDP strategy", LIGHTNING, (), *_LIGHTNING_NEEDS, _PL),
         Trainer(

@@ -9,7 +9,6 @@ import pytest
 
 from checkpointless import cli
 from checkpointless.faults.chaos import (
-    BRIDGE,
     DATA_PARALLEL,
     DEADLY,
     LAYOUTS,
@@ -34,7 +33,7 @@ from checkpointless.testing.demo.trainers import Trainer
 MANY = [(seed, number, seed % 2 == 1) for seed in range(12) for number in range(40)]
 
 
-SCOPES = (NEMO, DATA_PARALLEL, SHARDED, MEGATRON, BRIDGE, LIGHTNING, LIGHTNING_SHARDED)
+SCOPES = (NEMO, DATA_PARALLEL, SHARDED, MEGATRON, LIGHTNING, LIGHTNING_SHARDED)
 IN_EVERY_SCOPE = pytest.mark.parametrize("scope", SCOPES, ids=lambda scope: scope.name)
 
 
