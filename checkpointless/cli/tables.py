@@ -78,12 +78,11 @@ def show_report(report: Report, page: Console) -> None:
     if report.corrupted:
         page.print(_corrupted_table(report))
     _show_goodput(report.goodput, page)
-    steps, samples = _number(report.steps_lost), _number(report.samples_lost)
     step = "" if run.step_s is None else f"; a step takes {wording.duration(run.step_s)}"
     tracebacks = Path(run.path) / TRACEBACKS_DIR
     if tracebacks.is_dir():
         page.print(f"tracebacks in full: {wording.printable(str(tracebacks))}")
-    page.print(f"finished steps lost: {steps}; samples used again: {samples}{step}")
+    page.print(f"finished steps lost: {_number(report.steps_lost)}{step}")
 
 
 def show_job(job: Job, page: Console) -> None:
@@ -247,7 +246,7 @@ def _incident_table(report: Report) -> Table:
             wording.printable(incident.cause or "unknown", _LONGEST_CAUSE),
             _level(incident),
             ended + (f": {wording.printable(why, _LONGEST_CAUSE)}" if why else ""),
-            _lost(incident, report),
+            _lost(incident),
             _sources(incident),
             "" if incident.headline_s is None else wording.duration(incident.headline_s),
         )
@@ -298,13 +297,10 @@ def _sources(incident: IncidentSummary) -> str:
     return "; ".join([*filled, *copies])
 
 
-def _lost(incident: IncidentSummary, report: Report) -> str:
+def _lost(incident: IncidentSummary) -> str:
     if not incident.has_resumed:
         return ""
-    lost, samples = incident.steps_lost, report.samples(incident.steps_lost)
-    if lost is None:
-        return wording.UNKNOWN
-    return f"{lost:,}" + (f" ({wording.plural(samples, 'sample')})" if samples else "")
+    return _number(incident.steps_lost)
 
 
 def _level(incident: IncidentSummary) -> str:

@@ -36,12 +36,11 @@ class MadeUpRun:
         self.add(at_s, stage, "begin", rank, **about)
         self.add(at_s + STAGE_S, stage, "end", rank, **fields)
 
-    def start(self, at_s: float = 10.0, samples: int | None = 16) -> None:
+    def start(self, at_s: float = 10.0) -> None:
         """Begin the job at 0, have it train from ``at_s`` on and make its first step a second later."""
         self.add(0.0, "job", "begin", nproc=self.ranks, nnodes=1, script="train.py")
         for rank in range(self.ranks):
-            said = {} if samples is None else {"samples_per_step": samples}
-            self.add(at_s - 0.1, "data", "begin", rank, **said)
+            self.add(at_s - 0.1, "data", "begin", rank)
             self.add(at_s, "data", "end", rank)
             self.add(at_s, "first_step", "begin", rank)
             self.add(at_s + 1, "first_step", "end", rank, step=1)

@@ -44,8 +44,6 @@ class IncidentSummary:
             ``detect`` lasts from the fault, if it is known when that happened, to the first notice of it.
         target: step after which training resumes; None if nothing was decided, or nothing had been committed.
         tiers: ranks that were filled from copies, by the name of the tier that had them.
-        peak_growth_bytes: largest growth of host memory, from the fault until the state was back, on any rank that
-            survived the fault; None if no rank reported it.
         steps_up: reason for each recovery level above ``in-process`` that was needed, in the order of the levels.
         tiles_s: seconds of the incident by stage, without overlap: a stage lasts from the end of the previous stage
             until the last rank has finished it. They add up to ``headline_s`` if a step was left to train.
@@ -72,7 +70,6 @@ class IncidentSummary:
     nbytes: int = 0
     sources: tuple[int, ...] = ()
     tiers: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    peak_growth_bytes: int | None = None
     respawned: tuple[int, ...] = ()
     rung: Rung = Rung.IN_PROCESS
     steps_up: tuple[str, ...] = ()
@@ -213,10 +210,6 @@ def _summary(incident: str, events: Sequence[Event], log: _Log, superseded: bool
         stages_s={stage: stages_s[stage] for stage in STAGES if stage in stages_s},
         target=target,
         nbytes=sum(_whole(event.fields.get("bytes")) for event in fills),
-        peak_growth_bytes=max(
-            (_whole(event.fields["peak_growth_bytes"]) for event in ends if "peak_growth_bytes" in event.fields),
-            default=None,
-        ),
         sources=tuple(sorted({rank for event in fills for rank in _ranks(event.fields["sources"])})),
         tiers=_tiers(ends),
         respawned=tuple(sorted({e.rank for e in events if e.stage == EventName.RESPAWN and e.rank is not None})),

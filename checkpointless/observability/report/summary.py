@@ -163,7 +163,6 @@ def _repeated_s(incidents: Iterable[IncidentSummary], step_s: float | None) -> f
 
 #: Version of the JSON format; it changes when a field changes its meaning or is removed.
 FORMAT = 2
-SAMPLES_PER_STEP = "samples_per_step"
 _OF_STEPS_IN_PROGRESS = (EventName.FAULT_INJECTED, EventName.STALL, EventName.INEXACT)
 
 
@@ -183,7 +182,6 @@ class _Run:
     Attributes:
         last_step: newest step that any event mentions.
         step_s: duration of an undisturbed step, in seconds.
-        samples_per_step: number of samples that the whole job processes in a step.
     """
 
     path: str
@@ -197,7 +195,6 @@ class _Run:
     first_step: int | None = None
     last_step: int | None = None
     step_s: float | None = None
-    samples_per_step: int | None = None
     caused: Mapping[str, int] | None = None
     lines_left_out: int = 0
 
@@ -318,19 +315,6 @@ class Report:
         known = [each for each in lost if each is not None]
         return sum(known) if len(known) == len(lost) else None
 
-    @property
-    def samples_lost(self) -> int | None:
-        """The number of samples that had to be processed again; None if not known."""
-        return self.samples(self.steps_lost)
-
-    def samples(self, steps: int | None) -> int | None:
-        """Return the number of samples in ``steps`` steps; None if not known."""
-        if steps == 0:
-            return 0
-        if steps is None or self.run.samples_per_step is None:
-            return None
-        return steps * self.run.samples_per_step
-
 
 def build_report(
     path: str,
@@ -361,9 +345,6 @@ def build_report(
         first_step=_first_step(events),
         last_step=_last_step(events),
         step_s=step_s,
-        samples_per_step=_newest(
-            [event.fields for event in events if event.stage == EventName.DATA], SAMPLES_PER_STEP
-        ),
         caused=caused,
         lines_left_out=lines_left_out,
     )
@@ -523,7 +504,6 @@ def _plain(report: Report) -> dict[str, Any]:
         ],
         "goodput": goodput_as_json(report.goodput),
         "steps_lost": report.steps_lost,
-        "samples_lost": report.samples_lost,
         "outcomes": {outcome.value: count for outcome, count in report.outcomes.items()},
         "kinds": report.kinds,
         "stages": [asdict(each) for each in report.stages],
@@ -531,7 +511,7 @@ def _plain(report: Report) -> dict[str, Any]:
         "failed_saves": [asdict(each) for each in report.failed_saves],
         "stragglers": [_without_ns(each) for each in report.stragglers],
         "corrupted": [asdict(each) for each in report.corrupted],
-        "incidents": [_incident(number, each, report) for number, each in enumerate(report.incidents, start=1)],
+        "incidents": [_incident(number, each) for number, each in enumerate(report.incidents, start=1)],
     }
 
 
@@ -551,7 +531,7 @@ def utc(ns: int | None) -> str | None:
     return at.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
-def _incident(number: int, incident: IncidentSummary, report: Report) -> dict[str, Any]:
+def _incident(number: int, incident: IncidentSummary) -> dict[str, Any]:
     return {
         "number": number,
         **_without_ns(incident),
@@ -561,7 +541,6 @@ def _incident(number: int, incident: IncidentSummary, report: Report) -> dict[st
         "begin": utc(incident.start_ns),
         "end": utc(incident.end_ns),
         "steps_lost": incident.steps_lost,
-        "samples_lost": report.samples(incident.steps_lost),
     }
 
 

@@ -326,11 +326,9 @@ class _EventLine(msgspec.Struct):
     nnodes: _Number | None = None
     nproc: _Number | None = None
     path: str | None = None
-    peak_growth_bytes: _Whole | None = None
     ranks: list[_Number] | None = None
     reason: str | list[str] | None = None
     rung: str | None = None
-    samples_per_step: _Whole | None = None
     seconds: _Seconds | None = None
     sources: list[_Number] | None = None
     spec: str | None = None

@@ -25,13 +25,13 @@ def test_every_second_is_accounted_for() -> None:
     assert causes == ["startup", "training", "SIGKILL", "training", "shutdown"]
 
 
-def test_steps_and_samples_lost_and_the_time_to_make_them_again() -> None:
+def test_steps_lost_and_the_time_to_make_them_again() -> None:
     run = MadeUpRun()
-    run.start(at_s=10, samples=16)
+    run.start(at_s=10)
     run.incident(31.0, "1", committed=21, resumed=15)
     run.end(100.0, step=80)
     report = report_of(run)
-    assert (report.steps_lost, report.samples_lost) == (6, 96)
+    assert report.steps_lost == 6
     assert report.run.step_s == pytest.approx((20 + 99 - 32.3) / (20 + 64), rel=0.02)
     assert report.goodput is not None
     assert report.goodput.seconds["repeated"] == pytest.approx(6 * (report.run.step_s or 0))

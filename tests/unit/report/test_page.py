@@ -52,7 +52,7 @@ def test_all_of_a_report_is_on_the_page() -> None:
     run.incident(50.0, "2", committed=30, resumed=25)
     run.end(60.0, step=40)
     page = check(page_of(run.events, caused={"sigkill@optimizer:rank=1,step=22": 1}))
-    for said in ("ETTR", "sigkill", "5 (80", "rank 0: 1.5", "injected"):
+    for said in ("ETTR", "sigkill", "finished steps lost: 5", "rank 0: 1.5", "injected"):
         assert said in page.words
 
 

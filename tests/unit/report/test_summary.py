@@ -17,10 +17,10 @@ from tests.unit.report.reports import LOGS, as_json, report_of, simple_run
 
 def test_what_no_event_says_is_unknown() -> None:
     run = MadeUpRun()
-    run.start(samples=None)
+    run.start()
     run.incident(31.0, "1", committed=21, resumed=15)
     report = report_of(run)
-    assert (report.steps_lost, report.samples_lost) == (6, None)
+    assert report.steps_lost == 6
     assert report.run.state is RunState.OPEN
     plain = MadeUpRun()  # its block is no training loop that we know
     plain.add(0, "job", "begin")
@@ -31,7 +31,7 @@ def test_what_no_event_says_is_unknown() -> None:
     plain.add(9, "job", "end", code=0, reason=[])
     report = report_of(plain)
     assert report.incidents[0].outcome is Outcome.RESUMED
-    assert (report.steps_lost, report.samples_lost, report.run.step_s) == (None, None, None)
+    assert (report.steps_lost, report.run.step_s) == (None, None)
     assert report.goodput is not None
     assert (report.goodput.seconds["startup"], report.goodput.incidents_s, report.goodput.ettr) == (2.0, 1.0, None)
 

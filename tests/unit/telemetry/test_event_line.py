@@ -112,7 +112,6 @@ FIELDS += (
     "ranks",
     "spec",
     "path",
-    "peak_growth_bytes",
     "is_final",
     "nproc",
 )
