@@ -60,7 +60,7 @@ from checkpointless.launcher.protocol.node_messages import (
     Trouble,
 )
 from checkpointless.observability.telemetry.event_names import EventName
-from checkpointless.observability.telemetry.events import Edge, EventLog
+from checkpointless.observability.telemetry.events import EventLog
 
 logger = logging.getLogger(__name__)
 
@@ -286,10 +286,9 @@ def _ask(job: Job, inquiry: int, ranks: list[int]) -> None:
 
 
 def _report_stall(job: Job, stall: Stall) -> None:
-    """Write and print a stall that is waited for, or that is over."""
-    edge: Edge = "point" if stall.up_to_s else "end"
+    """Write and print a stall that is waited for."""
     fields = {name: value for name, value in vars(stall).items() if name not in ("ranks", "running")}
-    job.incidents.emit(EventName.STALL, edge, ranks=list(stall.ranks), **fields)
+    job.incidents.emit(EventName.STALL, "point", ranks=list(stall.ranks), **fields)
     job.say(str(stall))
 
 

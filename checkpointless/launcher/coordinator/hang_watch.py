@@ -317,19 +317,17 @@ class _Hang:
 
 @dataclass(frozen=True)
 class Stall:
-    """A report on a stall that is waited for, for ``up_to_s`` seconds at most (0: it is over)."""
+    """A report on a stall that is waited for, for ``up_to_s`` seconds at most."""
 
     ranks: tuple[int, ...]
     running: int
     seconds: float
     up_to_s: float
     step: int
-    places: str = ""
+    places: str
 
     def __str__(self) -> str:
         who = numbered("rank", self.ranks)
-        if not self.up_to_s:
-            return f"the stall of {who} is over after {self.seconds:.0f} s"
         at = f" at step {self.step}" if self.step >= 0 else ""
         verb = "has" if len(self.ranks) == 1 else "have"
         return (
@@ -343,7 +341,7 @@ class HangWatch:
 
     Args:
         ask: asks ranks where their main threads stand; called with the number of the question and the ranks.
-        tell: called with a stall that is waited for: when it is noticed, at growing intervals, and when it is over.
+        tell: called with a stall that is waited for, when it is noticed.
 
     Attributes:
         shows_progress: whether any rank has ever shown progress beyond the entry of its block; if not, silence
@@ -371,16 +369,13 @@ class HangWatch:
         self._questions = 0
         self._next_inquiry_s = 0.0
         self._mute_since_s: dict[int, float] = {}
-        self._told: Stall | None = None
-        self._told_beats: dict[int, int] = {}
-        self._told_age_s = 0.0
+        self._told: dict[int, int] = {}  # the ranks of the stall that was told, each with its beat
         self._steady = 0
         self._last_seen: object = None
 
     def forget(self) -> None:
         """Forget what was observed, because the generation is over or another begins."""
-        self._silent, self._inquiry, self._mute_since_s = {}, None, {}
-        self._told, self._told_beats = None, {}
+        self._silent, self._inquiry, self._mute_since_s, self._told = {}, None, {}, {}
         self._steady, self._last_seen = 0, None
 
     def hear(self, node: int, ranks: Iterable[SilentRank], longest_s: float, now_s: float) -> None:
@@ -406,12 +401,11 @@ class HangWatch:
 
     def look(self, running: Iterable[int], now_s: float) -> list[_Hang]:
         """Return the hangs that are found now."""
-        if self._inquiry is None and self._told is None and not any(self._silent.values()):
+        if self._inquiry is None and not any(self._silent.values()):
             return []
         known = {rank: found for node in self._silent.values() for rank, found in node.items()}
         everybody = tuple(running)
         silent = {rank: known[rank] for rank in everybody if rank in known and known[rank].is_fresh(now_s)}
-        self._see_whether_it_is_over(known)
         if self._inquiry is None:
             self._begin_inquiry(silent, everybody, now_s)
             return []
@@ -507,8 +501,6 @@ class HangWatch:
             for rank in diagnosis.ranks
         ]
 
-    # ---- stalls that are waited for
-
     def _wait(
         self,
         diagnosis: _Diagnosis,
@@ -517,10 +509,11 @@ class HangWatch:
         inquiry: _Inquiry,
         running: int,
     ) -> None:
-        """Report a stall when it is new, and again when it has lasted twice as long as at the last report."""
-        seconds = max(silent[rank].age_s for rank in diagnosis.ranks)
-        if self._told is not None and seconds < 2 * self._told.seconds:
+        """Report a stall, once."""
+        beats = {rank: silent[rank].beat for rank in diagnosis.ranks}
+        if beats.items() & self._told.items():
             return
+        self._told = beats
         places: defaultdict[str, list[int]] = defaultdict(list)
         for rank in diagnosis.ranks:
             if evidence[rank].stance is _Stance.MUTE:
@@ -530,23 +523,9 @@ class HangWatch:
         named = [f"{numbered('rank', ranks)}: {place}" for place, ranks in list(places.items())[:_PLACES]]
         if len(places) > _PLACES:
             named.append(f"{len(places) - _PLACES} more places")
+        seconds = max(silent[rank].age_s for rank in diagnosis.ranks)
         step = max(silent[rank].making for rank in diagnosis.ranks)
-        self._told = Stall(diagnosis.ranks, running, seconds, self._ceiling_s, step, "; ".join(named))
-        self._told_beats = {rank: silent[rank].beat for rank in diagnosis.ranks}
-        self._tell(self._told)
-
-    def _see_whether_it_is_over(self, known: Mapping[int, _Silence]) -> None:
-        told = self._told
-        if told is None:
-            return
-        still = [
-            known[rank] for rank, beat in self._told_beats.items() if rank in known and known[rank].beat == beat
-        ]
-        if still:
-            self._told_age_s = max(each.age_s for each in still)
-            return
-        self._told, self._told_beats = None, {}
-        self._tell(Stall(told.ranks, told.running, max(told.seconds, self._told_age_s), 0.0, told.step))
+        self._tell(Stall(diagnosis.ranks, running, seconds, self._ceiling_s, step, "; ".join(named)))
 
 
 def _place(stack: str) -> str:

@@ -140,11 +140,8 @@ def test_a_stall_that_many_share_is_waited_for_and_told(ranks: tuple[int, ...]) 
         stall(job, ranks, age_s)
     assert (job.take(FaultNotice), job.take(Kill)) == ([], [])
     told = [line for line in job.said if "made no progress" in line]
-    assert 2 <= len(told) <= 3
+    assert len(told) == 1
     assert "read in data.py:31" in told[0]
-    silence(job)
-    job.tick()
-    assert "is over after 119 s" in job.said[-1]
 
 
 def test_a_shared_stall_beyond_the_ceiling_is_an_incident_in_which_nobody_is_killed() -> None:
