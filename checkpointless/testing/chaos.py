@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import shutil
@@ -10,7 +9,7 @@ import socket
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -82,13 +81,11 @@ class ChaosConfig:
 
 @dataclass(frozen=True)
 class _Result:
-    """Result of a case; ``outcome`` is None if no job may have it, and ``seconds`` are those of its incidents."""
+    """Result of a case; ``seconds`` are those of its incidents."""
 
     case: Case
-    outcome: Outcome | None
     problem: str = ""
     seconds: float | None = None
-    took_s: float = field(default=0.0, compare=False)
 
 
 def run_chaos(config: ChaosConfig, console: Console) -> int:
@@ -117,7 +114,6 @@ def run_chaos(config: ChaosConfig, console: Console) -> int:
             console.print(f"    repeat it: {config.repeat(case)}")
         elif config.only is None:
             shutil.rmtree(runner.directory(case))
-        _write(results, config.run_dir / "chaos.json")
     console.print(_table(results))
     wrong = [result for result in results if result.problem]
     console.print(
@@ -142,7 +138,7 @@ def _judge(case: Case, ended: Ended, calm: Steps) -> _Result:
     # A job that is refused ends early, and its steps until then are the same.
     if not verdict.equal and (case.outcome is not Outcome.REFUSED or verdict.difference is not None):
         problems.append(verdict.sentence)
-    return _Result(case, outcome, "; ".join(problems), _seconds(ended.incidents), ended.seconds)
+    return _Result(case, "; ".join(problems), _seconds(ended.incidents))
 
 
 def _seconds(incidents: Sequence[IncidentSummary]) -> float | None:
@@ -254,20 +250,3 @@ def _say(console: Console, index: int, count: int, result: _Result) -> None:
         console.print(f"    UNEXPECTED: {result.problem}")
     else:
         console.print(f"    {case.outcome.value}{seconds}" + (f": {case.reason}" if case.reason else ""))
-
-
-def _write(results: Sequence[_Result], path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps([_entry(result) for result in results], indent=1) + "\n")
-
-
-def _entry(result: _Result) -> dict[str, Any]:
-    layout = result.case.layout
-    return {
-        **asdict(result.case),
-        "layout": {"nproc": layout.world_size, "sizes": layout.sizes, "holders": layout.instances},
-        "outcome": result.case.outcome.value,
-        "problem": result.problem,
-        "seconds": result.seconds,
-        "took_s": round(result.took_s, 2),
-    }
