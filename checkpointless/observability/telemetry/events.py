@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, TypeVar, get_args
+from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 import msgspec
 
@@ -26,7 +26,6 @@ from checkpointless.observability.telemetry.scribe import scribe
 from checkpointless.system.environment import NODE_RANK_ENV, RANK_ENV, own_run_dir
 
 Edge = Literal["begin", "end", "point"]
-EDGES: tuple[Edge, ...] = get_args(Edge)
 _Whole = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 _Time = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 _Number = Annotated[int, msgspec.Meta(ge=-1, le=(1 << 31) - 1)]
@@ -100,15 +99,7 @@ class EventLog:
             incident: id of the incident that the event belongs to; None if it belongs to none.
             rank: rank that the event is about (default: the log's own rank).
             **fields: further fields; values that are not plain JSON (paths, enums, sets, ...) are converted.
-
-        Raises:
-            ValueError: ``edge`` is unknown, or a field has the name of one of the log's own fields.
         """
-        if edge not in EDGES:
-            raise ValueError(f"edge must be one of {', '.join(EDGES)}, not {edge!r}")
-        taken = sorted(set(fields).intersection(_OWN_KEYS))
-        if taken:
-            raise ValueError(f"an event has its own {', '.join(taken)}: use another field name")
         if self.path is None:
             return
         record = {
@@ -255,19 +246,8 @@ def parse_event(line: bytes) -> Event | None:
     own = None if record is None else _checked(record)
     if record is None or own is None:
         return None
-    fields = {key: value for key, value in record.items() if key not in _OWN_KEYS}
-    return Event(
-        own.ts,
-        own.mono,
-        own.node,
-        own.rank,
-        own.pid,
-        own.generation,
-        own.incident,
-        event_name(own.stage),
-        own.edge,
-        fields,
-    )
+    known: dict[str, Any] = {key: getattr(own, key) for key in _OWN_KEYS} | {"stage": event_name(own.stage)}
+    return Event(**known, fields={key: value for key, value in record.items() if key not in _OWN_KEYS})
 
 
 def _parsed(path: Path, parse: Callable[[bytes], _Parsed | None], kind: str) -> Iterator[tuple[int, _Parsed]]:

@@ -109,14 +109,6 @@ def test_a_log_that_cannot_be_written_does_not_stop_the_job(
     assert "events are lost" in caplog.text
 
 
-def test_wrong_use_is_refused(tmp_path: Path) -> None:
-    log = EventLog(tmp_path / EVENTS_FILE)
-    with pytest.raises(ValueError, match="own mono"):
-        log.emit(EventName.INIT, "point", generation=0, mono=3)
-    with pytest.raises(ValueError, match="edge"):
-        log.emit(EventName.INIT, "middle", generation=0)  # type: ignore[arg-type]
-
-
 def test_the_environment_says_where_events_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "6")
     monkeypatch.delenv(RUN_DIR_ENV, raising=False)

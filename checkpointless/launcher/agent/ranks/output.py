@@ -19,7 +19,6 @@ logger = logging.getLogger(__name__)
 FILES = 4  # that the bytes of a rank's log are divided into: the log and, as long as there is room, older ones
 
 _MOST_LINE_BYTES = 64 * 1024
-_TORN_S = 1.0
 
 
 class _LogFile:
@@ -100,13 +99,12 @@ class _LineCopy:
     """Shows the lines of a rank with the rank in front.
 
     Only whole lines are shown, so that nothing is ever added to one. A state of a progress bar, which ends in a
-    carriage return, is a line. So is a piece of a very long line, and of one that has no end after a second.
+    carriage return, is a line. So is a piece of a very long line.
     """
 
     def __init__(self, name: str, show: Callable[[bytes], None], where: Path) -> None:
         self._header, self._show, self._where = f"[{name}] ".encode(), show, where
-        self._torn, self._since_s = b"", 0.0
-        self._was_returned = self._was_ended = False
+        self._torn, self._was_returned = b"", False
 
     def write(self, data: bytes | bytearray, lost: int) -> None:
         """Show the lines that have come to their end, and how many bytes after them were lost."""
@@ -122,24 +120,13 @@ class _LineCopy:
         self._torn = b""
 
     def _lines(self, data: bytes) -> list[bytes]:
-        now_s = time.monotonic()
         if data:
             rest = data.removeprefix(b"\n") if self._was_returned else data  # half of b"\r\n" came before
             data, self._was_returned = rest, data.endswith(b"\r")
         data = data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
-        if data and not self._torn:
-            self._since_s = now_s
         *lines, torn = (self._torn + data).split(b"\n")
-        if lines:
-            if self._was_ended and not lines[0]:  # it ends what has been shown
-                del lines[0]
-            self._was_ended, self._since_s = False, now_s
         long = len(torn) // _MOST_LINE_BYTES * _MOST_LINE_BYTES
-        if torn and not long and now_s - self._since_s >= _TORN_S:
-            long = len(torn)
-        if long:
-            lines.append(torn[:long])
-            self._was_ended, self._since_s = True, now_s
+        lines += [torn[:long]] * bool(long)
         self._torn = torn[long:]
         return lines
 
