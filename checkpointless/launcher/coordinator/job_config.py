@@ -32,9 +32,6 @@ class JobConfig:
         join_timeout_s: how long to try to reach the coordinator, and how long the coordinator waits for all nodes.
         move_stragglers: whether a spare takes over the ranks of a node on which a rank is slow.
         http_port: port on which health, status and metrics are served (0: any free port; None: they are not).
-
-    Raises:
-        ValueError: a value is out of range.
     """
 
     nproc_per_node: int
@@ -51,10 +48,6 @@ class JobConfig:
     move_stragglers: bool = False
     http_port: int | None = None
     http_host: str = "127.0.0.1"
-
-    def __post_init__(self) -> None:
-        if self.http_port is not None and not 0 <= self.http_port < 65536:
-            raise ValueError(f"the HTTP port must be from 0 to 65535, not {self.http_port}")
 
     @property
     def heartbeat(self) -> Heartbeat:
