@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
-import shutil
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,16 +57,6 @@ def _add_demo_options(parser: argparse.ArgumentParser) -> None:
     add("--chaos-case", type=count, metavar="I", help="run only case I of the N")
 
 
-def _check_can_be_made(run_dir: Path | None) -> None:
-    """Raise a :class:`UsageError` if it is known already that a run directory cannot be created."""
-    places = [] if run_dir is None else [run_dir, *run_dir.parents]
-    there = next((place for place in places if place.exists()), Path.cwd())
-    if not there.is_dir():
-        raise UsageError(f"cannot make run directory {run_dir}: {there} is a file")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise UsageError(f"cannot make run directory {run_dir}: nothing may be written into {there}")
-
-
 def _demo(options: argparse.Namespace) -> int:
     for name in ("seed", "overlap", "chaos_case"):
         if options.chaos is None and getattr(options, name) not in (None, False):
@@ -98,9 +85,7 @@ def _twice(options: argparse.Namespace) -> int:
     except DemoError as error:
         raise UsageError(str(error)) from error
     fault_specs(faults, nproc, steps, cpu=True)
-    _check_can_be_made(options.run_dir)
-    stamp = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%SZ")
-    return _run_demo(trainer, task, faults, options.run_dir or RUNS_DIR / f"{stamp}-demo")
+    return _run_demo(trainer, task, faults, new_run_dir(options.run_dir, "demo"))
 
 
 def _run_demo(trainer: Trainer, task: Task, faults: Sequence[str], run_dir: Path) -> int:
@@ -120,7 +105,6 @@ def _run_demo(trainer: Trainer, task: Task, faults: Sequence[str], run_dir: Path
     for name, specs in (("undisturbed", ()), ("disturbed", tuple(faults))):
         directory = run_dir / name
         say(f"the {name} run: {' '.join(specs) or 'no faults'} (imports the frameworks once, about 10 s)")
-        shutil.rmtree(directory, ignore_errors=True)
         ended += run_jobs([Job(name, [trainer.config(task, directory, specs)], math.inf)], tell=say)
         if not ended[-1].is_good:
             say(f"the {name} run ended with exit code {ended[-1].code}; its logs: {directory / 'logs'}")

@@ -74,7 +74,7 @@ def refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["demo", "--layout", "cp=2"], "TransformerEngine"),
         (["demo", "--nproc", "8", "--layout", "tp=2,ep=2"], "use one of the two"),
         (["demo", "--run-dir", "train.py"], "train.py is a file"),
-        (["demo", "--run-dir", "train.py/below"], "train.py is a file"),
+        (["demo", "--run-dir", "train.py/below"], "Not a directory"),
         (["verify", "nowhere"], "RUN_B"),
         (["verify", "nowhere", "nowhere"], "no run directory nowhere"),
         (["verify", ".", "."], "--record-steps"),

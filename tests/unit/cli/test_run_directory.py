@@ -8,7 +8,6 @@ import pytest
 
 from checkpointless.cli import command
 from checkpointless.cli.command import UsageError, new_run_dir
-from checkpointless.cli.commands.demo import _check_can_be_made
 
 
 @pytest.fixture(autouse=True)
@@ -90,11 +89,3 @@ def test_a_directory_that_cannot_be_made_is_said_in_one_line() -> None:
     Path("file").write_text("")
     with pytest.raises(UsageError, match="cannot make run directory file/run: Not a directory"):
         new_run_dir(Path("file/run"), "train")
-
-
-def test_what_cannot_be_made_is_known_before() -> None:
-    _check_can_be_made(None)
-    _check_can_be_made(Path("not/there/yet"))
-    Path("file").write_text("")
-    with pytest.raises(UsageError, match="file is a file"):
-        _check_can_be_made(Path("file/below"))
