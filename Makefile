@@ -34,7 +34,7 @@ OLDER_BRIDGE := .venv-bridge
 PYTHON312 ?= $(shell for p in python3.12 "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/3.12.*/bin/python; do \
 	"$$p" -c 'import sys, ensurepip, venv; sys.exit(sys.version_info[:2] != (3, 12))' 2>/dev/null && echo "$$p" && break; done)
 # Ranks that need no NeMo, with this Megatron-core and torch.
-BARE := tests/ranks/test_megatron_loop.py tests/ranks/test_plain_ddp.py
+BARE := tests/ranks/test_megatron_loop.py
 # What an older Bridge can break: the seams, a fault in every phase, and Megatron-core 0.16.
 OLDER := tests/bridge/test_parts.py tests/bridge/test_faults.py tests/unit/megatron
 

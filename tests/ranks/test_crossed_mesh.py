@@ -45,7 +45,8 @@ def train(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Trai
     return compared
 
 
-@pytest.mark.parametrize("kind", [pytest.param("exception", marks=pytest.mark.long), "sigkill"])
+@pytest.mark.long  # test_plain_fsdp2.py has every phase, and a test below such a mesh
+@pytest.mark.parametrize("kind", ["exception", "sigkill"])
 def test_a_fault_in_every_phase(train: Train, kind: str) -> None:
     faults = [f"{kind}@{phase}:rank={place % 4},step={2 * place}" for place, phase in enumerate(PHASES, start=1)]
     job = train(*faults)

@@ -20,15 +20,15 @@ from tests.ranks.nemo_zygote import Zygote
 
 pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(400)]
 
-# The parts of the first are those of train_lightning and train_hsdp, that of the second is that of train_ddp.
-SIBLINGS = ("train_lightning_hsdp", "train_accelerate")
-EACH = [pytest.param(name, marks=pytest.mark.long if name in SIBLINGS else ()) for name in WITH_DIFF]
 HERE = ("train_ddp", "train_megatron")  # dist-check trains the others through faults
 STEPS, MOST_LINES, MOST_OF_A_SCRIPT = 7, 5, 61
 FAULTS = (
     "exception@before_optimizer:rank=1,step=2",
     "sigkill@optimizer:rank=0,step=4",
     "sigkill@between:rank=1,step=5",
+)
+EACH = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in HERE else pytest.mark.long) for name in WITH_DIFF]
 )
 # Megatron-core trains on GPUs only; --cpu has our platform installed by MegatronTraining.
 ON_CPU = "from checkpointless.integrations.megatron import cpu_platform\n\ncpu_platform.install()\n"
@@ -70,9 +70,7 @@ def _losses(printed: str) -> list[str]:
     return re.findall(r"^step \d+: loss \d+\.\d+$", printed, re.M)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in HERE else pytest.mark.long) for name in WITH_DIFF]
-)
+@EACH
 def test_an_example_comes_through_faults(
     nemo_zygote: Zygote, tmp_path: Path, undisturbed: Undisturbed, name: str
 ) -> None:
@@ -85,16 +83,12 @@ def test_an_example_comes_through_faults(
     assert len({record.loss for record in calm.steps[0]}) == STEPS, "each step has another loss"
 
 
-@pytest.mark.parametrize("name", EACH)
+@EACH
 def test_without_the_lines_of_its_diff_an_example_is_anybodys_script(
     nemo_zygote: Zygote, tmp_path: Path, undisturbed: Undisturbed, name: str
 ) -> None:
     """The script to which the diff is applied computes the same."""
-    added = changed_lines((EXAMPLES / f"{name}.diff").read_text(), "+")
-    assert 0 < len([line for line in added if line.strip()]) <= MOST_LINES
     plain = stock_script(name, tmp_path)
-    assert len(plain.read_text().splitlines()) <= MOST_OF_A_SCRIPT
-
     if name == "train_megatron":
         plain.write_text(ON_CPU + plain.read_text())
     arguments = {"script": str(plain), "args": ["--steps", str(STEPS)]}
@@ -103,6 +97,13 @@ def test_without_the_lines_of_its_diff_an_example_is_anybodys_script(
     )
     assert _losses(without) == _losses(undisturbed(name).log(0))
     assert len(_losses(without)) == (0 if "lightning" in name else STEPS)
+
+
+@pytest.mark.parametrize("name", WITH_DIFF)
+def test_the_diff_of_an_example_is_short(tmp_path: Path, name: str) -> None:
+    added = changed_lines((EXAMPLES / f"{name}.diff").read_text(), "+")
+    assert 0 < len([line for line in added if line.strip()]) <= MOST_LINES
+    assert len(stock_script(name, tmp_path).read_text().splitlines()) <= MOST_OF_A_SCRIPT
 
 
 def test_every_script_has_its_diff() -> None:
