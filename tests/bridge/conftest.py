@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
-import pytest
-
-from tests.ranks.nemo_zygote import Zygote
+from tests.ranks.conftest import nemo_zygote as bridge_zygote  # noqa: F401 - a fixture
 
 try:
     version("megatron-bridge")
@@ -16,11 +13,3 @@ try:
     collect_ignore_glob = [] if find_spec("megatron.training") else ["test_megatron_lm.py"]
 except PackageNotFoundError:  # where NeMo is, Bridge cannot be: they want different versions of Megatron-core
     collect_ignore_glob = ["test_*.py"]
-
-
-@pytest.fixture(scope="session")
-def bridge_zygote() -> Iterator[Zygote]:
-    """Yield a process that has imported Bridge on the CPU platform and forks ranks in milliseconds."""
-    zygote = Zygote(("checkpointless.integrations.megatron_bridge",))
-    yield zygote
-    zygote.close()

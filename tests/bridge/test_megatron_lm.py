@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,21 +21,14 @@ Train = Callable[..., Job]
 
 
 @pytest.fixture(scope="module")
-def lm_zygote() -> Iterator[Zygote]:
-    zygote = Zygote(("checkpointless.megatron.pretrain", "tests.ranks.jobs"))
-    yield zygote
-    zygote.close()
-
-
-@pytest.fixture(scope="module")
-def train(lm_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Train:
+def train(bridge_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Train:
     """Return a function that trains with faults and compares; the undisturbed job is made once for each kind."""
     undisturbed: dict[tuple[str, ...], Job] = {}
 
     def run(args: tuple[str, ...], *faults: str) -> Job:
         folder = tmp_path_factory.mktemp("lm")
         args = tuple(each.replace("FOLDER", str(folder / "saved")) for each in args)
-        job = run_job(lm_zygote, folder / "run", 4, script=SCRIPT, args=args, faults=faults)
+        job = run_job(bridge_zygote, folder / "run", 4, script=SCRIPT, args=args, faults=faults)
         assert job.code == 0, job.story()
         assert fired(job.run_dir) == {fault: 2 if fault.endswith("times=2") else 1 for fault in faults}
         return job
@@ -66,7 +59,11 @@ def logged(job: Job) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("kind", ["exception", "sigkill"])
-@pytest.mark.parametrize("layout", ["", "--tensor-model-parallel-size 2"], ids=["dp4", "tp2-dp2"])
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param("", marks=pytest.mark.long), "--tensor-model-parallel-size 2"],
+    ids=["dp4", "tp2-dp2"],
+)
 def test_every_phase(train: Train, layout: str, kind: str) -> None:
     faults = [f"{kind}@{phase}:rank={place % 4},step={2 * place}" for place, phase in enumerate(PHASES, start=1)]
     train(2 * len(PHASES) + 1, f"--eval-interval 3 {layout}", *faults)
@@ -76,7 +73,9 @@ def test_every_phase(train: Train, layout: str, kind: str) -> None:
     "options",
     [
         "--pipeline-model-parallel-size 2 --bf16",
-        "--bf16 --overlap-grad-reduce --overlap-param-gather --global-batch-size 16",
+        pytest.param(
+            "--bf16 --overlap-grad-reduce --overlap-param-gather --global-batch-size 16", marks=pytest.mark.long
+        ),
     ],
     ids=["pp2", "overlap-accumulation"],
 )
@@ -89,7 +88,7 @@ def test_layouts(train: Train, options: str) -> None:
     train(7, f"--eval-interval 3 {options}", *faults)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.long), 2])
 def test_the_second_pass_over_the_data(train: Train, workers: int) -> None:
     """There are five batches in a pass: the faults come in the second, at its ends, and in the third."""
     faults = (
@@ -102,18 +101,25 @@ def test_the_second_pass_over_the_data(train: Train, workers: int) -> None:
     train(13, f"{options}", *faults)
 
 
-@pytest.mark.parametrize("kind", ["exception", "sigkill"])
-@pytest.mark.parametrize("where", ["evaluate", "save_checkpoint"])
+@pytest.mark.parametrize(
+    ("where", "kind"),
+    [
+        ("evaluate", "sigkill"),
+        ("save_checkpoint", "exception"),
+        pytest.param("evaluate", "exception", marks=pytest.mark.long),
+        pytest.param("save_checkpoint", "sigkill", marks=pytest.mark.long),
+    ],
+)
 def test_in_a_validation_and_in_a_save(train: Train, where: str, kind: str) -> None:
     options = "--eval-interval 2 --save FOLDER --save-interval 2"
     train(6, options, breaks=f"{where}:{kind}:1:2")
 
 
-def test_a_checkpoint_that_was_loaded(lm_zygote: Zygote, train: Train, tmp_path: Path) -> None:
+def test_a_checkpoint_that_was_loaded(bridge_zygote: Zygote, train: Train, tmp_path: Path) -> None:
     """After a fault, memory has more than the checkpoint with which the job began."""
     common = f"--load {tmp_path / 'saved'}"
     saving = f"--train-iters 7 --save {tmp_path / 'saved'} --save-interval 100 --exit-interval 3 {common}"
-    job = run_job(lm_zygote, tmp_path / "run", 4, script=SCRIPT, args=tuple(saving.split()))
+    job = run_job(bridge_zygote, tmp_path / "run", 4, script=SCRIPT, args=tuple(saving.split()))
     assert job.code == 0, job.story()
     train(7, common, "sigkill@forward:rank=1,step=5", "exception@between:rank=2,step=6", made=4)
 
@@ -129,8 +135,8 @@ def test_a_checkpoint_that_was_loaded(lm_zygote: Zygote, train: Train, tmp_path:
     ],
 )
 def test_what_cannot_be_carried_through_a_fault_ends_the_job_at_once(
-    lm_zygote: Zygote, tmp_path: Path, options: str, reason: str
+    bridge_zygote: Zygote, tmp_path: Path, options: str, reason: str
 ) -> None:
-    job = run_job(lm_zygote, tmp_path / "run", 2, script=SCRIPT, args=("--train-iters", "3", *options.split()))
+    job = run_job(bridge_zygote, tmp_path / "run", 2, script=SCRIPT, args=("--train-iters", "3", *options.split()))
     assert job.code == 1
     assert reason in "\n".join(job.said)

@@ -61,10 +61,9 @@ def contents(folder: Path) -> dict[str, object]:
 @pytest.mark.parametrize(
     "breaks",
     [
-        "save:exception:2:4",
         "saved:sigkill:1:4",
+        pytest.param("save:exception:2:4", marks=pytest.mark.long),
         pytest.param("saved:exception:0:6", marks=pytest.mark.long),
-        pytest.param("save:sigkill:3:6", marks=pytest.mark.long),
     ],
 )
 def test_a_fault_in_a_save(saved: Run, undisturbed: Job, breaks: str) -> None:
