@@ -74,18 +74,7 @@ def test_a_source_killed_in_the_middle_of_a_transfer(disturb: Disturb) -> None:
     assert (killed.outcome, killed.target) == (Outcome.RESUMED, 2)
     (fill,) = transfers(job, 1)
     assert fill["sources"] == [3, 5]
-    assert isinstance(fill["bytes"], int)
-    assert fill["bytes"] > 1_000_000
-    assert fill["gb_per_s"]
-    assert fill["digest"]
-    assert fill["seconds"]
-
-
-def test_a_source_killed_in_the_middle_of_a_transfer(disturb: Disturb) -> None:
-    faults = ("sigkill@between:rank=0,step=2", "sigkill@transfer:rank=2,step=2")
-    job = disturb(6, 4, *faults, args=(*THREE_HOLDERS, *SMALL_BUCKETS))
-    assert job.incidents[-1].outcome is Outcome.RESUMED
-    assert job.incidents[-1].target == 2
+    assert (flipped.target, last.target) == (4, 6)
 
 
 @pytest.mark.parametrize("args", [pytest.param((), id="dp4"), pytest.param(EP2, id="ep2", marks=pytest.mark.long)])
@@ -96,16 +85,8 @@ def test_a_bucket_damaged_on_the_way_is_sent_again(disturb: Disturb, args: tuple
     assert int(str(fill["kept"])) > 0, "what arrived whole is not sent again"
 
 
-@pytest.mark.parametrize(
-    ("nproc", "args", "sources"),
-    [
-        pytest.param(6, THREE_HOLDERS, [3, 5], id="three-holders"),
-        pytest.param(8, EP2_FOUR_HOLDERS, [3, 5, 7], id="experts-four-holders", marks=pytest.mark.long),
-    ],
-)
-def test_a_bit_that_flipped_in_one_of_many_replicas_is_mended_before_it_spreads(
-    disturb: Disturb, nproc: int, args: tuple[str, ...], sources: list[int]
-) -> None:
+@pytest.mark.long
+def test_a_bit_that_flipped_in_one_of_many_replicas_of_experts(disturb: Disturb) -> None:
     faults = ("bitflip@between:rank=1,step=2", "exception@before_optimizer:rank=0,step=3")
     job = disturb(8, 4, *faults, args=(*EP2_FOUR_HOLDERS, *CHECKSUM))
     (fill,) = transfers(job, 1)
