@@ -14,7 +14,7 @@ BUDGETS = {
     "lines of the product": 51_937,
     "modules of the product": 220,
     "public names of the product": 760,
-    "lines of the tests": 59_902,
+    "lines of the tests": 59_883,
     "bytes of docs/": 204_742,
     "bytes of docs/architecture.md": 34_890,
     "bytes of docs/guarantees.md": 13_466,
