@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import functools
 import logging
 import pickle
@@ -28,37 +27,34 @@ from checkpointless.integrations.megatron.update import fp8_parameters, sub_opti
 from checkpointless.state.rng import RngStates
 
 # --- Fingerprints of values: what a value is now, to be compared with what another one is later -------------------
-#
-# A fingerprint does not change when its value does. If two are equal, code that reads the values finds the same.
-# Where this cannot be known, they are equal only if they are of the very same object.
 
-_LARGE_BYTES = 1 << 20  # a larger tensor is known by its identity
-_MOST_PARTS, _MOST_PICKLED_BYTES = 100_000, 64 << 20
-_PLAIN = (bool, int, float, complex, str, bytes, type, enum.Enum, torch.dtype, torch.device, torch.Size)
-_NAMED = (types.ModuleType, types.BuiltinFunctionType)
-
-
-def _fingerprint(value: object) -> object:
-    """Return a fingerprint of ``value``; what cannot be read, or is too large, is known by its identity."""
-    try:
-        return _Builder().of(value)
-    except Exception:  # noqa: BLE001 - any class may refuse to be looked at in its own way
-        return _Same(value)
+_MOST_BYTES = 64 << 20  # what is pickled to more is known by its identity
 
 
 def fingerprints(values: Mapping[str, object]) -> dict[str, object]:
-    """Return a fingerprint of each of ``values``, by name."""
+    """Return a fingerprint of each of ``values``, by name: a digest of what the value is pickled to.
+
+    It does not change when the value does. If two are equal, code that reads the values finds the same. A value
+    that cannot be pickled, such as a lambda, has a fingerprint that is equal only to that of the very same object.
+    """
     return {name: _fingerprint(value) for name, value in values.items()}
+
+
+def _fingerprint(value: object) -> object:
+    file = _BoundedDigest()
+    pickler = pickle.Pickler(file, protocol=pickle.HIGHEST_PROTOCOL)
+    pickler.fast = True  # else equal values differ if one of them refers to one object twice
+    try:
+        pickler.dump(value)
+    except Exception:  # noqa: BLE001 - any class may refuse in its own way
+        return _Same(value)
+    return file.digest.hexdigest()
 
 
 def _differing(then: Mapping[str, object], now: Mapping[str, object]) -> str | None:
     """Return the first name whose fingerprint differs, in alphabetical order; None: there is none."""
     missing = object()
     return next((name for name in sorted({*then, *now}) if then.get(name, missing) != now.get(name, missing)), None)
-
-
-class _TooLargeError(Exception):
-    """Raised for what is too large to be read."""
 
 
 class _Same:
@@ -74,88 +70,6 @@ class _Same:
         return id(self._value)
 
 
-class _Builder:
-    """Builds one fingerprint. An object that is met once more is known by when it was met first."""
-
-    def __init__(self) -> None:
-        self._met: dict[int, int] = {}
-        self._kept: list[object] = []  # so that no id is given to another object meanwhile
-
-    def of(self, value: Any) -> object:
-        if value is None or isinstance(value, _PLAIN):
-            return type(value), value
-        if isinstance(value, _NAMED):
-            return _Same(value)
-        if id(value) in self._met:
-            return "again", self._met[id(value)]
-        self._met[id(value)] = len(self._met)
-        self._kept.append(value)
-        if len(self._kept) > _MOST_PARTS:
-            raise _TooLargeError
-        if isinstance(value, dict | list | tuple) and getattr(
-            value, "__dict__", None
-        ):  # a subclass with attributes
-            return type(value), self._inside(value), self.of(vars(value))
-        return type(value), self._inside(value)
-
-    def _inside(self, value: Any) -> object:
-        if isinstance(value, torch.Tensor):
-            return self._tensor(value)
-        if isinstance(value, dict | list | tuple | set | frozenset) and len(value) > _MOST_PARTS:
-            raise _TooLargeError
-        if isinstance(value, dict):
-            return [(self.of(key), self.of(each)) for key, each in value.items()]
-        if isinstance(value, list | tuple):
-            return [self.of(each) for each in value]
-        if isinstance(value, functools.partial):
-            return [self.of(each) for each in (value.func, value.args, value.keywords)]
-        if isinstance(value, types.MethodType):
-            return [self.of(value.__func__), self.of(value.__self__)]
-        if isinstance(value, types.FunctionType):
-            return self._function(value)
-        if _is_transparent(value):
-            return self.of(vars(value))
-        digest = _pickled_digest(value)
-        return _Same(value) if digest is None else digest  # what cannot be pickled is known by its identity
-
-    def _tensor(self, tensor: torch.Tensor) -> object:
-        if tensor.nbytes > _LARGE_BYTES or tensor.layout is not torch.strided or type(tensor) is not torch.Tensor:
-            return _Same(tensor)
-        flat = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-        return tensor.dtype, tensor.shape, str(tensor.device), bytes(flat.tolist())
-
-    def _function(self, function: types.FunctionType) -> object:
-        cells = []
-        for cell in function.__closure__ or ():
-            try:
-                cells.append(self.of(cell.cell_contents))
-            except ValueError:  # not yet filled
-                cells.append("empty")
-        return function.__code__, cells, self.of(function.__defaults__), self.of(function.__kwdefaults__)
-
-
-def _is_transparent(value: object) -> bool:
-    """Return whether an object is no more than its attributes: neither pickled nor compared in its own way."""
-    kind = type(value)
-    return (
-        hasattr(value, "__dict__")
-        and not any(each.__dict__.get("__slots__") for each in kind.__mro__)
-        and kind.__reduce__ is object.__reduce__
-        and kind.__reduce_ex__ is object.__reduce_ex__
-        and kind.__getstate__ is object.__getstate__
-    )
-
-
-def _pickled_digest(value: object) -> str | None:
-    """Return a digest of what an object is pickled to; None if it cannot be pickled, or to too much."""
-    file = _BoundedDigest()
-    try:
-        pickle.Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
-    except Exception:  # noqa: BLE001 - any class may refuse in its own way
-        return None
-    return file.digest.hexdigest()
-
-
 class _BoundedDigest:
     """A file that keeps a digest of what is written, up to a size."""
 
@@ -165,8 +79,8 @@ class _BoundedDigest:
 
     def write(self, data: bytes) -> int:
         self._size += len(data)
-        if self._size > _MOST_PICKLED_BYTES:
-            raise _TooLargeError
+        if self._size > _MOST_BYTES:
+            raise ValueError("it is too large")
         self.digest.update(data)
         return len(data)
 

@@ -45,10 +45,7 @@ class Pickled:
 
 
 def normal(sigma: float) -> Callable[[torch.Tensor], torch.Tensor]:
-    def start(tensor: torch.Tensor) -> torch.Tensor:
-        return torch.nn.init.normal_(tensor, std=sigma)
-
-    return start
+    return functools.partial(torch.nn.init.normal_, std=sigma)
 
 
 def hook(*_: object, key: int = 0) -> None:
@@ -70,8 +67,9 @@ def hook(*_: object, key: int = 0) -> None:
         ([1, {"a": (2, None)}], [1, {"a": (3, None)}], False),
         (Settings(1, torch.float32), Settings(1, torch.float32), True),
         (Settings(1, torch.float32), Settings(1, torch.bfloat16), False),
-        (torch.ones(2), torch.ones(2), True),
         (torch.ones(2), torch.zeros(2), False),
+        (lambda: 1, lambda: 1, False),
+        (torch, torch, True),
         (Bare(), Bare(), True),
         (Opaque(), Opaque(), False),
         (Pickled(1), Pickled(1), True),
@@ -91,35 +89,29 @@ def test_a_value_that_is_missing_differs() -> None:
 
 
 def test_a_picture_stays_as_it_was() -> None:
-    value: dict[str, Any] = {"a": [1], "b": torch.zeros(2), "c": Settings(1, [2])}
+    value: dict[str, Any] = {"a": [1], "c": Settings(1, [2])}
     before = _fingerprint(value)
     value["a"].append(2)
     assert _fingerprint(value) != before
     value["a"].pop()
     assert _fingerprint(value) == before
-    value["b"].add_(1)
-    assert _fingerprint(value) != before
-    value["b"].zero_()
     value["c"].start.append(3)
     assert _fingerprint(value) != before
 
 
-def test_circles_end() -> None:
-    def circle(end: int) -> dict[str, Any]:
-        made: dict[str, Any] = {"end": end}
-        made["self"] = [made]
-        return made
-
-    assert _fingerprint(circle(1)) == _fingerprint(circle(1))
-    assert _fingerprint(circle(1)) != _fingerprint(circle(2))
-
-
-def test_what_is_shared_is_not_like_what_is_equal() -> None:
+def test_what_is_shared_is_like_what_is_equal() -> None:
     one: list[int] = []
-    assert _fingerprint([one, one]) != _fingerprint([[], []])
+    assert _fingerprint([one, one]) == _fingerprint([[], []])
 
 
-def test_a_large_tensor_is_known_by_its_identity() -> None:
-    large = torch.zeros(1 << 20)
-    assert _fingerprint(large) == _fingerprint(large)
-    assert _fingerprint(large) != _fingerprint(large.clone())
+@pytest.mark.parametrize("make", [lambda: bytes(65 << 20), lambda: _circle()], ids=["large", "circle"])
+def test_what_cannot_be_digested_is_known_by_its_identity(make: Callable[[], Any]) -> None:
+    value = make()
+    assert _fingerprint(value) == _fingerprint(value)
+    assert _fingerprint(value) != _fingerprint(make())
+
+
+def _circle() -> list[Any]:
+    made: list[Any] = []
+    made.append(made)
+    return made
