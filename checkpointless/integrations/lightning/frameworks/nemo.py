@@ -31,13 +31,13 @@ _of_the_user: set[logging.Handler] = set()  # log files that were open before th
 
 
 def install() -> None:
-    """Have NeMo's patches undone, its log files closed and its spans ended at every restart. Idempotent."""
+    """Have NeMo's patches undone, its log files closed and its telemetry ended at every restart. Idempotent."""
     if not _installed:
         _installed.append(True)
         _of_the_user.update(_log_files())
     register_cleanup("nemo", _unwrap_data_fetchers)
     register_cleanup("log files", _close_log_files)
-    register_cleanup("one_logger", _end_all_spans)
+    register_cleanup("one_logger", _switch_off_one_logger)
 
 
 def _close_log_files() -> None:
@@ -84,34 +84,10 @@ def _unwrap_data_fetchers() -> None:
 # next start of the same span is an error, which OneLogger by default raises in the middle of training.
 
 
-def _end_all_spans() -> None:
-    """End every active span of training. If that is not possible, OneLogger is switched off."""
+def _switch_off_one_logger() -> None:
     module = sys.modules.get("nv_one_logger.api.one_logger_provider")
-    if module is None:
-        return
-    provider = module.OneLoggerProvider.instance()
-    if not provider.one_logger_enabled:
-        return
-    try:
-        _end_spans(provider.recorder)
-    except Exception as error:  # noqa: BLE001 - telemetry must not keep training from going on
-        logger.warning("OneLogger is switched off, since its spans could not be ended: %s", error)
-        provider.force_disable_logging()
-
-
-def _end_spans(recorder: Any) -> None:
-    from nv_one_logger.training_telemetry.api.spans import StandardTrainingJobSpanName
-
-    active = [span for name in StandardTrainingJobSpanName for span in recorder.get_active_spans_by_name(name)]
-    for span in sorted(active, key=_depth, reverse=True):
-        recorder.stop(span)
-    for timer in recorder._training_state.multi_iteration_timers.values():
-        if timer.is_active:  # it was started for a span that did not exist yet
-            timer.stop()
-
-
-def _depth(span: Any) -> int:
-    return 0 if span.parent_span is None else 1 + _depth(span.parent_span)
+    if module is not None:
+        module.OneLoggerProvider.instance().force_disable_logging()
 
 
 # --- Megatron's datasets, built once by a process that lives through a fault --------------------------------------

@@ -8,20 +8,16 @@ import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from nv_one_logger.api.config import OneLoggerConfig
-from nv_one_logger.api.one_logger_provider import OneLoggerProvider
 from nv_one_logger.core.exceptions import OneLoggerError
 from nv_one_logger.core.internal.singleton import SingletonMeta
-from nv_one_logger.core.span import StandardSpanName
 from nv_one_logger.training_telemetry.api import callbacks
 from nv_one_logger.training_telemetry.api.config import TrainingTelemetryConfig
-from nv_one_logger.training_telemetry.api.spans import StandardTrainingJobSpanName as Name
 from nv_one_logger.training_telemetry.api.training_telemetry_provider import TrainingTelemetryProvider
 
-from checkpointless.integrations.lightning.frameworks.nemo import _end_all_spans
+from checkpointless.integrations.lightning.frameworks.nemo import _switch_off_one_logger
 
 pytest.importorskip("nemo.lightning", reason="needs NeMo")
 
@@ -109,11 +105,6 @@ def train(steps: int, interrupted: bool) -> None:
     callbacks.on_train_end()
 
 
-def active() -> set[Any]:
-    recorder: Any = OneLoggerProvider.instance().recorder
-    return {span.name for span in recorder._spans.values()}
-
-
 def test_without_it_a_restart_is_an_error() -> None:
     def run() -> None:
         train(3, interrupted=True)
@@ -123,50 +114,11 @@ def test_without_it_a_restart_is_an_error() -> None:
     on_rank_0(run)
 
 
-def test_spans_end_with_their_generation_and_telemetry_goes_on() -> None:
+def test_after_a_fault_it_is_off() -> None:
     def run() -> None:
-        for _ in range(2):
-            callbacks.on_model_init_start()
-            _end_all_spans()
         train(3, interrupted=True)
-        assert active() == {StandardSpanName.APPLICATION, Name.TRAINING_LOOP, Name.TRAINING_SINGLE_ITERATION}
-        _end_all_spans()
-        _end_all_spans()
-        assert active() == {StandardSpanName.APPLICATION}
+        _switch_off_one_logger()
+        _switch_off_one_logger()
         train(3, interrupted=False)
-        assert OneLoggerProvider.instance().one_logger_enabled
-        callbacks.on_app_end()
-
-    on_rank_0(run)
-
-
-def test_a_timer_without_its_span_is_stopped() -> None:
-    def run() -> None:
-        recorder: Any = OneLoggerProvider.instance().recorder
-        callbacks.on_train_start(train_iterations_start=0, train_samples_start=0)
-        recorder._training_state.multi_iteration_timers[Name.TRAINING_SINGLE_ITERATION].start()
-        _end_all_spans()
-        train(3, interrupted=False)
-
-    on_rank_0(run)
-
-
-def test_what_cannot_be_ended_is_switched_off(caplog: pytest.LogCaptureFixture) -> None:
-    def run() -> None:
-        recorder: Any = OneLoggerProvider.instance().recorder
-        train(3, interrupted=True)
-        del recorder._training_state.multi_iteration_timers
-        with caplog.at_level(logging.WARNING):
-            _end_all_spans()
-        assert "OneLogger is switched off" in caplog.text
-        train(3, interrupted=False)
-
-    on_rank_0(run)
-
-
-def test_where_it_is_off_nothing_happens() -> None:
-    def run() -> None:
-        OneLoggerProvider.instance().force_disable_logging()
-        _end_all_spans()
 
     on_rank_0(run)
