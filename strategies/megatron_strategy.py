@@ -41,7 +41,7 @@ from checkpointless.integrations.lightning.checkpoints.saves import (
     remove_whole,
     wait_for_removals,
 )
-from checkpointless.integrations.lightning.frameworks import loggers, nemo
+from checkpointless.integrations.lightning.frameworks import nemo
 from checkpointless.integrations.lightning.frameworks.nemo import cache_megatron_datasets
 from checkpointless.integrations.lightning.recoverable_strategy import RecoverableStrategy
 from checkpointless.integrations.megatron import cleanup as megatron_cleanup
@@ -354,8 +354,7 @@ class CheckpointlessMegatronStrategy(RecoverableStrategy, MegatronStrategy):
         return int(parallel_state.get_data_parallel_rank())
 
     def on_train_start(self) -> None:
-        """Let the frameworks log again, and announce from now on when gradients are reduced."""
-        loggers.speak()
+        """Announce from now on when gradients are reduced."""
         if self._call is not None:
             announce_gradient_sync(self.megatron_parallel[0], self._call)
 

@@ -29,7 +29,6 @@ from checkpointless.inprocess.communicators import launch_bound
 from checkpointless.integrations.compat.lightning import AutomaticOptimization, without_zero_grad
 from checkpointless.integrations.lightning.boundary.epoch_metrics import keep_metrics, unseen
 from checkpointless.integrations.lightning.boundary.step_keeper import StepOutcome, take_state
-from checkpointless.integrations.lightning.frameworks import loggers
 from checkpointless.integrations.lightning.recoverable_strategy import RecoverableStrategy, unfit
 from checkpointless.integrations.torch.gradient_check import GradientCheck, unreduced
 from checkpointless.integrations.torch.repeated_steps import repeated_steps
@@ -225,10 +224,6 @@ class _TorchRecoverable(RecoverableStrategy):
         """Return the optimizer's state; nothing of it while a fault is being handled."""
         state: dict[str, Any] = {} if self.is_left else super().optimizer_state(optimizer)
         return state
-
-    def on_train_start(self) -> None:
-        """Let the frameworks log again."""
-        loggers.speak()
 
     @override
     def teardown(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -42,7 +43,6 @@ from checkpointless.integrations.lightning.data.loaders import (
     samples_per_step,
 )
 from checkpointless.integrations.lightning.data.worker_streams import WorkerSeed, repeat_worker_draws
-from checkpointless.integrations.lightning.frameworks import loggers
 from checkpointless.integrations.lightning.frameworks.loggers import keep_loggers, resume_loggers
 from checkpointless.integrations.torch.repeated_steps import repeated_steps
 from checkpointless.launcher.protocol.board import Facts
@@ -56,6 +56,9 @@ from checkpointless.state.journal import StepJournal
 from checkpointless.state.port import SnapshotPoint
 from checkpointless.state.rank_local.declared import DeclaredState, begin_declared
 
+_UNTRUE = (
+    "You're resuming from a checkpoint that ended before the epoch ended"  # the position in the data is restored
+)
 logger = logging.getLogger(__name__)
 
 
@@ -74,10 +77,8 @@ class RecoverableStrategy(ParallelStrategy):
         self._worker_seed = WorkerSeed()
         if self._call is None:
             logger.warning("no HPWrapper is active: this run has no in-process recovery")
-            return
-        loggers.install()
-        if self._call.generation > 0:  # also in a new process, which has logged nothing yet
-            loggers.quiet()
+        elif self._call.generation > 0:
+            warnings.filterwarnings("ignore", message=_UNTRUE)
 
     # --- what the recovery asks for -------------------------------------------------------------------------------
 
