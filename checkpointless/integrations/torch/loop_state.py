@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import io
 import logging
-import os
-import sys
-import sysconfig
 from collections import deque
 from collections.abc import Iterable, Mapping, Set
 from types import FrameType
@@ -17,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from checkpointless.state.module_tensors import own_state_of
 from checkpointless.state.rank_local.declared import has_state, put_object, put_value, take_object
 from checkpointless.state.serialization.digest import digest_value, samples
 
@@ -28,8 +23,7 @@ _LARGE = 1024  # elements of a tensor from which a look takes samples
 _DEEPEST = 8  # containers within containers
 _UNDECLARED = (
     "these variables of the loop change from step to step and begin anew after a fault: %s. Where a later step "
-    "uses one, declare it: state={%r: %s}; of a module, keep it in a buffer; of an optimizer, register it "
-    "(checkpointless.register_optimizer_state; docs/contract.md, 3)"
+    "uses one, declare it: state={%r: %s} (docs/contract.md, 3)"
 )
 _ITERATOR = (
     "the iterator %s was made before the first step: after a fault it begins anew, and steps take other batches "
@@ -131,7 +125,7 @@ class Undeclared:
         self._looks += 1
         if frame is None or self._looks > _LOOKS:
             return
-        variables = _with_attributes(_variables_of(frame))
+        variables = _variables_of(frame)
         if self._looks == 1:
             self._found = {name for name, value in variables.items() if self._is_candidate(value)}
             for name, value in variables.items():
@@ -185,13 +179,6 @@ def _is_written_to(value: object) -> bool:
     return isinstance(value, io.IOBase) and not value.closed and value.writable()
 
 
-#: What every module and optimizer has in attributes.
-_INHERITED = {
-    torch.nn.Module: frozenset(vars(torch.nn.Module())),
-    torch.optim.Optimizer: frozenset(vars(torch.optim.Optimizer([torch.zeros(1)], {}))),
-}
-
-
 # --- how state is put back, and looked at -------------------------------------------------------------------------
 
 
@@ -203,44 +190,6 @@ def _put(name: str, present: Any, value: Any) -> None:
             f"state[{name!r}] was a {type(value).__name__} before the fault and is a {type(present).__name__} now: "
             "declare the same at every entry of the block"
         )
-
-
-def _with_attributes(variables: Mapping[str, Any]) -> dict[str, Any]:
-    """Return variables, and of objects of the script's own classes their attributes.
-
-    An object with a state has what it keeps there, but for modules and optimizers: a forward pass counts, and an
-    optimizer wraps another, without a word in their states.
-    """
-    found, seen = dict(variables), set()
-    for name, value in variables.items():
-        parts = [(name, value)]
-        if isinstance(value, torch.nn.Module):
-            parts = list(torch.nn.Module.named_modules(value, prefix=name))
-        for path, each in parts:
-            if id(each) in seen:  # two variables refer to it
-                continue
-            seen.add(id(each))
-            inherited = next((names for kind, names in _INHERITED.items() if isinstance(each, kind)), None)
-            is_seen = inherited is not None or not has_state(each)
-            is_seen = is_seen and own_state_of(each) is None and not _has_extra_state(each)
-            if is_seen and not isinstance(each, type) and _is_of_script(type(each).__module__):
-                kept = getattr(each, "__dict__", {}).items()
-                found.update((f"{path}.{key}", part) for key, part in kept if key not in (inherited or ()))
-    return found
-
-
-def _has_extra_state(value: object) -> bool:
-    return isinstance(value, torch.nn.Module) and type(value).get_extra_state is not torch.nn.Module.get_extra_state
-
-
-@functools.cache
-def _is_of_script(module: str) -> bool:
-    """Return whether a module is neither installed nor Python's own nor ours."""
-    file = getattr(sys.modules.get(module), "__file__", None)
-    if file is None or module.partition(".")[0] == "checkpointless":
-        return False
-    installed = (sysconfig.get_path(each) for each in ("stdlib", "purelib", "platlib"))
-    return "site-packages" not in file and not any(file.startswith(each + os.sep) for each in installed)
 
 
 def _digest(value: Any, known: Set[int] = frozenset()) -> str:
