@@ -9,12 +9,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from checkpointless.integrations.lightning.checkpoints.auto_resume import CheckpointlessAutoResume
     from checkpointless.integrations.lightning.checkpoints.connector import CheckpointlessCompatibleConnector
-    from checkpointless.integrations.lightning.checkpoints.copies import (
-        CheckpointlessAutoResume,
-        KeepCopies,
-        keep_copies,
-    )
     from checkpointless.strategies.megatron_strategy import CheckpointlessMegatronStrategy
     from checkpointless.strategies.nemo_run import enable
     from checkpointless.strategies.torch_strategies import (
@@ -28,20 +24,16 @@ __all__ = [
     "CheckpointlessDDPStrategy",
     "CheckpointlessMegatronStrategy",
     "CheckpointlessModelParallelStrategy",
-    "KeepCopies",
     "enable",
-    "keep_copies",
 ]
 
 _MODULES = {
-    "CheckpointlessAutoResume": "integrations.lightning.checkpoints.copies",
+    "CheckpointlessAutoResume": "integrations.lightning.checkpoints.auto_resume",
     "CheckpointlessCompatibleConnector": "integrations.lightning.checkpoints.connector",
     "CheckpointlessDDPStrategy": "strategies.torch_strategies",
     "CheckpointlessMegatronStrategy": "strategies.megatron_strategy",
     "CheckpointlessModelParallelStrategy": "strategies.torch_strategies",
-    "KeepCopies": "integrations.lightning.checkpoints.copies",
     "enable": "strategies.nemo_run",
-    "keep_copies": "integrations.lightning.checkpoints.copies",
 }
 
 

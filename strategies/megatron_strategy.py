@@ -32,7 +32,6 @@ from checkpointless.inprocess.finalize import register_cleanup
 from checkpointless.integrations.lightning.boundary.epoch_metrics import keep_metrics, unseen
 from checkpointless.integrations.lightning.boundary.step_keeper import StepOutcome
 from checkpointless.integrations.lightning.checkpoints import saves as checkpoint_callbacks
-from checkpointless.integrations.lightning.checkpoints.copies import loading_from_copies
 from checkpointless.integrations.lightning.checkpoints.saves import (
     FailedSaves,
     OnSaveError,
@@ -334,20 +333,6 @@ class CheckpointlessMegatronStrategy(RecoverableStrategy, MegatronStrategy):
             save(storage_options)
         else:
             self._fit.save(str(filepath), partial(save, storage_options), calls=calls)
-
-    @override
-    def load_checkpoint(
-        self, checkpoint_path: str | os.PathLike[str], selective_restore: bool = False
-    ) -> dict[str, Any]:
-        """Load a checkpoint; after a fault from copies of it, and each chunk that they lack from storage once."""
-        load = partial(super().load_checkpoint, checkpoint_path, selective_restore)  # type: ignore
-        if self._call is None or self._call.generation == 0:
-            return load()
-        with loading_from_copies(self.checkpoint_io) as strategy:
-            loaded = load()
-        if strategy is not None and dist.get_rank() == 0:
-            logger.warning("%s was loaded after a fault: %s", checkpoint_path, strategy.report)
-        return loaded
 
     @override
     def _data_rank(self) -> int:

@@ -20,7 +20,7 @@ from typing_extensions import override
 from checkpointless.callbacks import CheckpointlessCallback
 from checkpointless.inprocess import HPWrapper
 from checkpointless.integrations.compat.precision import unabortable, unsupported
-from checkpointless.integrations.lightning.checkpoints.copies import CheckpointlessAutoResume
+from checkpointless.integrations.lightning.checkpoints.auto_resume import CheckpointlessAutoResume
 from checkpointless.integrations.megatron import cpu_platform
 from checkpointless.strategies.megatron_strategy import CheckpointlessMegatronStrategy
 from checkpointless.system.environment import WORLD_SIZE_ENV

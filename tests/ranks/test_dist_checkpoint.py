@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from checkpointless.observability.report.verify import Steps, compare
-from tests.ranks.jobs import run_job, small
 from tests.ranks.nemo_zygote import Zygote
-from tests.ranks.test_recovery import with_checkpoints
 
 pytestmark = [pytest.mark.ranks, pytest.mark.nemo]
 RANKS = "tests.ranks.dist_checkpoint_ranks"
@@ -223,24 +220,3 @@ def test_bad_input_is_one_line_on_all_ranks(job: Job) -> None:
 
 def test_the_strategies_are_registered_by_one_call(job: Job) -> None:
     assert returned(job.run(["load_registered", "a", 1]), 0) == [True] * 2
-
-
-@pytest.mark.long  # test_recovery.py goes on from storage, and copies are loaded above
-def test_a_job_goes_on_from_the_copies_of_nemos_checkpoint(
-    nemo_zygote: Zygote, undisturbed: Callable[..., Steps], tmp_path: Path
-) -> None:
-    # Rank 2 dies before it can give what it holds; ranks 1 and 3 keep copies for the two.
-    faults = ("sigkill@forward:rank=0,step=5", "sigkill@recovery:rank=2,step=4")
-    keep = (
-        "callbacks.copies={_target_: checkpointless.strategies.KeepCopies, replication_jump: 1, "
-        "replication_factor: 2}"
-    )
-    args = (*small(4, 7), *with_checkpoints(tmp_path / "nemo"), keep)
-    job = run_job(nemo_zygote, tmp_path / "run", 4, args=args, faults=faults)
-    assert job.code == 0, job.story()
-    verdict = compare(undisturbed(4, small(4, 7)), job.steps)
-    assert verdict.difference is None, "what was done again has other bits"
-    assert {place.step for place in verdict.repeated} == {4}, "it went on from the checkpoint after step 3"
-    said = next(line for line in job.log(0).splitlines() if "was loaded after a fault" in line)
-    assert "bytes from memory" in said
-    assert "from storage" not in said

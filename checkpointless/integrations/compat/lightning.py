@@ -19,9 +19,6 @@ from lightning.pytorch.loops.fetchers import _DataFetcher as DataFetcher
 from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization as AutomaticOptimization
 
-# Base class of checkpoint IOs around another one (2.4.0, 2.6.6).
-from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO as WrappingCheckpointIO
-
 # How hooks are called that load a checkpoint's parts (2.4.0, 2.6.6).
 from lightning.pytorch.trainer.call import _call_callbacks_load_state_dict as call_callbacks_load_state_dict
 from lightning.pytorch.trainer.call import _call_callbacks_on_load_checkpoint as call_callbacks_on_load_checkpoint

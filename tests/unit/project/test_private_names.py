@@ -30,7 +30,6 @@ LEFT = {
     "checkpointless/integrations/lightning/boundary/epoch_metrics.py": 9,
     "checkpointless/integrations/lightning/boundary/step_keeper.py": 2,
     "checkpointless/integrations/lightning/boundary/loops.py": 4,
-    "checkpointless/integrations/lightning/checkpoints/copies.py": 2,
     "checkpointless/integrations/lightning/checkpoints/saves.py": 2,
     "checkpointless/integrations/lightning/data/loaders.py": 7,
     "checkpointless/integrations/lightning/frameworks/loggers.py": 1,

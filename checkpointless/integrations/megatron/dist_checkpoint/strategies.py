@@ -13,8 +13,7 @@ import re
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -784,7 +783,25 @@ def register(copies: Copies | None = None) -> None:
         ImportError: this Megatron-core has no default strategies.
     """
     unregister()
-    _install(_PATCHES, CopiesLoadStrategy(copies=copies), CopiesSaveStrategy(copies=copies))
+    try:
+        from megatron.core.dist_checkpointing.strategies.base import StrategyAction, register_default_strategy
+    except ImportError as error:
+        raise ImportError(
+            "this Megatron-core has no default strategies: give CopiesSaveStrategy() and CopiesLoadStrategy() to "
+            "dist_checkpointing.save and load as sharded_strategy"
+        ) from error
+    load, save = CopiesLoadStrategy(copies=copies), CopiesSaveStrategy(copies=copies)
+
+    def make(original: Callable[[], None]) -> Callable[[], None]:
+        def register_ours() -> None:
+            original()
+            register_default_strategy(StrategyAction.LOAD_SHARDED, *_BACKEND, load)
+            register_default_strategy(StrategyAction.SAVE_SHARDED, *_BACKEND, save)
+
+        return register_ours
+
+    why = "Megatron-core registers its own strategies again before each look-up"
+    _PATCHES.make([Patch(torch_strategies, "register_default_torch_strategies", make, why)])
 
 
 def unregister() -> None:
@@ -795,36 +812,3 @@ def unregister() -> None:
 def are_defaults() -> bool:
     """Return whether our strategies are the ones that Megatron-core uses if it is given none."""
     return _PATCHES.are_made
-
-
-@contextmanager
-def loading(strategy: CopiesLoadStrategy) -> Iterator[None]:
-    """Return a context in which Megatron-core loads with ``strategy`` if it is given none."""
-    patches = Patches()
-    _install(patches, strategy, None)
-    try:
-        yield
-    finally:
-        patches.undo()
-
-
-def _install(patches: Patches, load: CopiesLoadStrategy, save: CopiesSaveStrategy | None) -> None:
-    try:
-        from megatron.core.dist_checkpointing.strategies.base import StrategyAction, register_default_strategy
-    except ImportError as error:
-        raise ImportError(
-            "this Megatron-core has no default strategies: give CopiesSaveStrategy() and CopiesLoadStrategy() to "
-            "dist_checkpointing.save and load as sharded_strategy"
-        ) from error
-
-    def make(original: Callable[[], None]) -> Callable[[], None]:
-        def register_ours() -> None:
-            original()
-            register_default_strategy(StrategyAction.LOAD_SHARDED, *_BACKEND, load)
-            if save is not None:
-                register_default_strategy(StrategyAction.SAVE_SHARDED, *_BACKEND, save)
-
-        return register_ours
-
-    why = "Megatron-core registers its own strategies again before each look-up"
-    patches.make([Patch(torch_strategies, "register_default_torch_strategies", make, why)])

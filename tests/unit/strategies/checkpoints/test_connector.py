@@ -75,14 +75,14 @@ def test_every_rank_looks_in_the_folder_of_rank_0(monkeypatch: pytest.MonkeyPatc
     from nemo.lightning.resume import AutoResume
     from nemo.utils.app_state import AppState
 
-    from checkpointless.integrations.lightning.checkpoints import copies
+    from checkpointless.integrations.lightning.checkpoints import auto_resume
 
     looked: list[tuple[Any, str]] = []
-    again = copies.CheckpointlessAutoResume(resume_if_exists=True)
+    again = auto_resume.CheckpointlessAutoResume(resume_if_exists=True)
     monkeypatch.setattr(AutoResume, "setup", lambda *_: looked.append((AppState().log_dir, again.looks_in)))
-    monkeypatch.setattr(copies, "active_call_wrapper", lambda: SimpleNamespace(generation=1))
-    monkeypatch.setattr(copies.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(copies, "all_gather_json", lambda mine: ["runs/gpt/2026-11-26_12-00-00", mine])
+    monkeypatch.setattr(auto_resume, "active_call_wrapper", lambda: SimpleNamespace(generation=1))
+    monkeypatch.setattr(auto_resume.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(auto_resume, "all_gather_json", lambda mine: ["runs/gpt/2026-11-26_12-00-00", mine])
     monkeypatch.setattr(AppState(), "log_dir", Path("runs/gpt"))
     trainer = SimpleNamespace()
     again.setup(trainer)
@@ -90,4 +90,4 @@ def test_every_rank_looks_in_the_folder_of_rank_0(monkeypatch: pytest.MonkeyPatc
     again.setup(trainer, force_setup=True)
     folder = Path("runs/gpt/2026-11-26_12-00-00")
     assert looked == [(folder, str(folder / "checkpoints"))]
-    assert copies.CheckpointlessAutoResume(resume_from_path="a/b").looks_in == "a/b"
+    assert auto_resume.CheckpointlessAutoResume(resume_from_path="a/b").looks_in == "a/b"
