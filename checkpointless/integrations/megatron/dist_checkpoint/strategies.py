@@ -311,7 +311,7 @@ class CopiesLoadStrategy:
     """Loads a checkpoint from copies of it, and what they lack from storage by the strategy that it wraps.
 
     Each unique chunk comes from the memory of a living rank that saved it, else from the memory of a neighbour that
-    keeps it for that rank, else from a lasting place, else from storage. There one rank reads it, whatever the
+    keeps it for that rank, else from storage. There one rank reads it, whatever the
     number of ranks that need it, and sends it to them in digest-checked buckets. A copy is used only if it is one
     of exactly this checkpoint and of exactly the chunk that is asked for; if the model is cut differently than when
     it was saved, those chunks come from storage. All ranks of the job load together.
@@ -345,13 +345,11 @@ class CopiesLoadStrategy:
             LoadError: on every rank, if anything could not be loaded on any rank.
         """
         began_s = time.monotonic()
-        wanted, places = _Wanted(sharded_state_dict), [*self.copies.stores]
+        wanted = _Wanted(sharded_state_dict)
         mine, problem = attempt(lambda: _read_identity(checkpoint_dir) if own_rank() == 0 else None)
         if problem is not None:
             logger.warning("copies of %s are not used: %s", checkpoint_dir, problem)
-        told = gather({"wanted": wanted.told(), "identity": msgspec.to_builtins(mine), "places": places})
-        if any(each["places"] != places for each in told):
-            raise LoadError(f"the ranks keep copies in different places: {[each['places'] for each in told]}")
+        told = gather({"wanted": wanted.told(), "identity": msgspec.to_builtins(mine)})
         identity = msgspec.convert(told[0]["identity"], _Identity | None)
         needs = _needs_of([each["wanted"] for each in told])
         found = _Found() if identity is None else _find(self.copies.stores, identity, needs)
@@ -416,10 +414,10 @@ class _Found:
 
 
 def _find(stores: Mapping[str, PartStore], identity: _Identity, needs: Mapping[str, _Need]) -> _Found:
-    """Find chunks of a checkpoint in places, the first places first. Collective.
+    """Find chunks of a checkpoint in places. Collective.
 
-    A part is read by one rank, first by the one that wrote it. If its copy is damaged, another copy is read,
-    with a warning, on this rank, then on another one, then in the next place.
+    A part is read by one rank, first by the one that wrote it. If its copy is damaged, another copy is read, with a
+    warning.
     """
 
     def read(copy: StoredPart, is_own: bool) -> tuple[Part, dict[str, Tree]]:
@@ -623,8 +621,7 @@ class CopiesSaveStrategy(TorchDistSaveShardedStrategy):
     """Saves in Megatron's ``torch_dist`` format, and keeps copies of what this rank writes.
 
     What this rank writes is copied to host memory first; then training may go on. A thread exchanges the copies
-    with the peers and writes them to lasting places, while Megatron writes the checkpoint itself. All ranks save
-    together.
+    with the peers, while Megatron writes the checkpoint itself. All ranks save together.
 
     A write to storage that fails costs a warning, and that checkpoint: it is not finished, so that Megatron's and
     NeMo's functions that finish it are not called, and its copies are dropped. The copies of the newest checkpoint
