@@ -18,8 +18,6 @@ _WRITERS = (
     "megatron.core.dist_checkpointing.strategies.filesystem_async",
     "nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async",
 )
-_FLOPS = "_flops_"
-_FLOPS_LOGGED = "_flops_at_last_log"
 
 
 def microbatches_calculator() -> num_microbatches_calculator.NumMicroBatchesCalculator | None:
@@ -81,10 +79,3 @@ def queues_of_writers() -> Iterator[tuple[ModuleType, str]]:
         for name in ("_get_write_results_queue", "get_write_results_queue"):
             if hasattr(module, name):
                 yield module, name
-
-
-def counted_flops(state: object) -> dict[str, int]:
-    """Return what the forward steps of an iteration have added up on Bridge's global state, by name (0.6.2)."""
-    return {
-        name: int(value) for name, value in vars(state).items() if name.startswith(_FLOPS) and name != _FLOPS_LOGGED
-    }

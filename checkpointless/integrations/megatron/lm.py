@@ -120,12 +120,6 @@ class _MegatronLM:
     def samples(self) -> int:
         return int(get_num_microbatches() * self._args.micro_batch_size * self._args.data_parallel_size)
 
-    def flops(self) -> dict[str, int]:
-        return {}
-
-    def set_flops(self, flops: Mapping[str, int]) -> None:
-        """Do nothing: packed sequences are counted in globals, for a line of the log."""
-
 
 _OPERATIONS = "num_floating_point_operations_so_far"
 _VARIABLES = ("iteration", _OPERATIONS)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.rerun_state_machine import get_rerun_state_machine
 from typing_extensions import override
 
 from checkpointless.inprocess import HPCallWrapper, StateLostError, UnrecoverableError
@@ -56,12 +55,6 @@ class Trainer(Protocol):
 
     def samples(self) -> int:
         """Return how many samples a step takes, of all ranks."""
-
-    def flops(self) -> Mapping[str, int]:
-        """Return what the forward pass has counted of its operations, by name."""
-
-    def set_flops(self, flops: Mapping[str, int]) -> None:
-        """Set what :meth:`flops` returned."""
 
 
 STEP, TRAIN, VALID = "step", "consumed_train_samples", "consumed_valid_samples"
@@ -174,7 +167,6 @@ class Pretraining(JournaledTraining):
         manager = self._manager
         if self.recovered:
             manager.restore_streams()
-            self._put_largest()
         else:
             self.step = self._trainer.counters()[STEP]
             self._journal.begin(self.step, SnapshotPoint.LOADED)
@@ -239,7 +231,6 @@ class Pretraining(JournaledTraining):
     def replay(self, outcome: _StepOutcome) -> Iterator[None]:
         """Let the optimizer's ``step`` give ``outcome`` and change nothing but the streams while this lasts."""
         kept = outcome.succeeded, outcome.grad_norm, outcome.num_zeros
-        self._trainer.set_flops(outcome.flops)
 
         def step() -> tuple[bool, float | None, float | None]:
             self._manager.restore_streams()
@@ -259,12 +250,12 @@ class Pretraining(JournaledTraining):
         outcome = self._outcome().to_plain()
         losses = [float(values.sum()) for _, values in outcome["losses"].values()]
         repeated_steps.compute(step, sum(losses) if losses else None)
-        return Captured(own={"outcome": outcome, **self._largest()}, is_skipped=not outcome["succeeded"])
+        return Captured(own={"outcome": outcome}, is_skipped=not outcome["succeeded"])
 
     @override
     def reached(self, step: int, point: SnapshotPoint) -> Captured:
         """Capture the state before the next step."""
-        return Captured(self._capture(step), self._largest() if point is SnapshotPoint.CHECKED else {})
+        return Captured(self._capture(step))
 
     @override
     def _capture(self, step: int) -> Callable[[], dict[str, Any]]:
@@ -281,22 +272,7 @@ class Pretraining(JournaledTraining):
             self._norms.grad_norm if succeeded else None,
             self._norms.num_zeros if succeeded else None,
             self._trainer.samples(),
-            self._trainer.flops(),
         )
-
-    def _largest(self) -> dict[str, Any]:
-        """Return the largest values that Megatron's rerun machine has seen on this rank, if it looks for them."""
-        machine = get_rerun_state_machine()
-        if not machine.max_values:
-            return {}
-        return {"largest": dict(machine.max_values), "large": dict(machine.large_value_counts)}
-
-    def _put_largest(self) -> None:
-        step, stage = self._manager.resumed_at or (self.step, SnapshotPoint.CHECKED)
-        own = self._manager.own.kept_at(step, stage) or {}
-        machine = get_rerun_state_machine()
-        machine.max_values.update(own.get("largest", {}))
-        machine.large_value_counts.update(own.get("large", {}))
 
 
 def _gathers_late(optimizer: MegatronOptimizer) -> bool:
@@ -315,7 +291,6 @@ class _StepOutcome:
         grad_norm: norm of all gradients, if it was computed.
         num_zeros: number of gradients that are zero, if they were counted.
         samples: number of samples that the step took, of all ranks.
-        flops: what forward has counted of its operations, by name.
     """
 
     losses: Losses
@@ -323,7 +298,6 @@ class _StepOutcome:
     grad_norm: float | None
     num_zeros: float | None
     samples: int
-    flops: Mapping[str, int] = field(default_factory=dict)
 
     def to_plain(self) -> dict[str, Any]:
         """Return the outcome as plain data, with one tensor for each name."""
@@ -335,7 +309,6 @@ class _StepOutcome:
             "grad_norm": self.grad_norm,
             "num_zeros": self.num_zeros,
             "samples": self.samples,
-            "flops": dict(self.flops),
         }
 
     @classmethod

@@ -13,7 +13,6 @@ from megatron.bridge.training.utils.checkpoint_utils import checkpoint_exists
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from typing_extensions import override
 
-from checkpointless.integrations.compat import megatron as compat
 from checkpointless.integrations.megatron.pretrain_generation import (
     Call,
     PretrainGeneration,
@@ -62,12 +61,6 @@ class _BridgeTrainer:
     def samples(self) -> int:
         cfg = self._state.cfg
         return int(get_num_microbatches() * cfg.train.micro_batch_size * cfg.data_parallel_size)
-
-    def flops(self) -> dict[str, int]:
-        return compat.counted_flops(self._state)
-
-    def set_flops(self, flops: Mapping[str, int]) -> None:
-        vars(self._state).update(flops)
 
 
 def _rows() -> tuple[list[Patch], list[Patch]]:
