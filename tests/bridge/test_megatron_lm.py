@@ -129,7 +129,7 @@ def test_a_checkpoint_that_was_loaded(bridge_zygote: Zygote, train: Train, tmp_p
     [
         (
             "--async-save --use-persistent-ckpt-worker",
-            "async_save: checkpointless does not go on with background saves: set no --async-save",
+            "async_save: checkpointless does not go on with background saves: set it to False",
         ),
         ("--full-validation", "full_validation: checkpointless does not know the pass of a whole validation"),
     ],

@@ -14,6 +14,7 @@ from checkpointless.inprocess import UnrecoverableError, active_call_wrapper
 from checkpointless.integrations.compat import megatron as compat
 from checkpointless.integrations.megatron import cleanup
 from checkpointless.integrations.megatron.pretrain_generation import (
+    REFUSALS,
     Call,
     PretrainGeneration,
     Refusal,
@@ -21,7 +22,6 @@ from checkpointless.integrations.megatron.pretrain_generation import (
     arguments_of,
     first_refusal,
     in_a_block,
-    is_given,
     of_data,
 )
 from checkpointless.integrations.megatron.pretraining import STEP, TRAIN, VALID
@@ -205,50 +205,15 @@ def _trainer(generation: PretrainGeneration) -> _MegatronLM:
     return generation.trainer
 
 
-_FSDP = "does not know the shards of Megatron's FSDP and FSDP2", "it to False"
 _REFUSALS = (
-    Refusal("inprocess_restart", "shares a process with no other restart", "no --inprocess-restart"),
-    Refusal("enable_ft_package", "shares a process with no other watchdog", "no --enable-ft-package"),
-    Refusal("use_megatron_fsdp", *_FSDP),
-    Refusal("use_torch_fsdp2", *_FSDP),
-    Refusal(
-        "dataloader_type",
-        "does not know the position of an external data loader",
-        "--dataloader-type single or cyclic",
-        lambda value: value == "external",
-    ),
-    Refusal("full_validation", "does not know the pass of a whole validation", "--eval-iters"),
-    Refusal("hybrid_context_parallel", "does not know the position of its data", "no --hybrid-context-parallel"),
-    Refusal("iterations_to_skip", "counts no iteration without an update", "no --iterations-to-skip"),
-    Refusal("phase_transition_iterations", "does not know the position in a phase", "no phase transitions"),
-    Refusal("perform_rl_step", "does not know the state of rollouts", "no --perform-rl-step"),
-    Refusal("skip_train", "recovers trainings only", "no --skip-train"),
-    Refusal("moe_use_upcycling", "upcycles a model once only", "--load to the upcycled checkpoint"),
-    Refusal(
-        "moe_expert_rank_capacity_factor",
-        "does not know a step that is computed twice",
-        "no --moe-expert-rank-capacity-factor",
-        is_given,
-    ),
-    Refusal("qk_clip", "cannot guard parameters that change after the update", "no --qk-clip"),
-    Refusal(
-        "optimizer",
-        "cannot guard an optimizer that communicates in its step",
-        "--optimizer adam or sgd",
-        lambda value: value not in ("adam", "sgd"),
-    ),
-    Refusal("optimizer_cuda_graph", "cannot guard an update in a graph", "no --optimizer-cuda-graph"),
-    Refusal(
-        "rerun_mode",
-        "does not carry the statistics of determinism",
-        "--rerun-mode disabled or validate_results",
-        lambda value: value == "report_determinism_stats",
-    ),
-    Refusal("error_injection_rate", "repeats no injected error", "--error-injection-rate 0"),
-    Refusal("async_save", "does not go on with background saves", "no --async-save"),
-    Refusal("log_straggler", "cannot start its detector twice", "no --log-straggler"),
-    Refusal("run_workload_inspector_server", "cannot start its server twice", "no --run-workload-inspector-server"),
-    Refusal("use_pytorch_profiler", "cannot start a profiler twice", "no --use-pytorch-profiler"),
+    *REFUSALS,
+    Refusal("full_validation", "does not know the pass of a whole validation"),
+    Refusal("hybrid_context_parallel", "does not know the position of its data"),
+    Refusal("phase_transition_iterations", "does not know the position in a phase", "None"),
+    Refusal("perform_rl_step", "does not know the state of rollouts"),
+    Refusal("skip_train", "recovers trainings only"),
+    Refusal("moe_use_upcycling", "upcycles a model once only", "False, and --load to the upcycled checkpoint"),
+    Refusal("run_workload_inspector_server", "cannot start its server twice"),
 )
 
 

@@ -6,7 +6,7 @@ import functools
 import inspect
 import queue
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
@@ -344,13 +344,13 @@ class Refusal:
     Attributes:
         setting: its name.
         why: what checkpointless cannot do with it.
-        instead: what to set.
+        instead: what to set it to.
         refused: whether a value of it is refused.
     """
 
     setting: str
     why: str
-    instead: str
+    instead: str = "False"
     refused: Callable[[Any], bool] = bool
 
 
@@ -359,7 +359,7 @@ def is_given(value: object) -> bool:
     return value is not None
 
 
-def first_refusal(refusals: Sequence[Refusal], value: Callable[[str], object]) -> str | None:
+def first_refusal(refusals: Iterable[Refusal], value: Callable[[str], object]) -> str | None:
     """Return why a training cannot be recovered exactly, in one line that says what to set; None if it can be.
 
     Args:
@@ -367,5 +367,40 @@ def first_refusal(refusals: Sequence[Refusal], value: Callable[[str], object]) -
     """
     for each in refusals:
         if each.refused(value(each.setting)):
-            return f"{each.setting}: checkpointless {each.why}: set {each.instead}"
+            return f"{each.setting}: checkpointless {each.why}: set it to {each.instead}"
     return None
+
+
+#: What Megatron-LM and Bridge have in common, by the names of Megatron-LM's arguments.
+REFUSALS = (
+    Refusal("inprocess_restart", "shares a process with no other restart"),
+    Refusal("enable_ft_package", "shares a process with no other watchdog"),
+    Refusal("use_megatron_fsdp", "does not know the shards of Megatron's FSDP"),
+    Refusal("use_torch_fsdp2", "does not know Megatron's shards of FSDP2"),
+    Refusal(
+        "dataloader_type",
+        "does not know the position of an external data loader",
+        "'single' or 'cyclic'",
+        lambda value: value == "external",
+    ),
+    Refusal("iterations_to_skip", "counts no iteration without an update", "none"),
+    Refusal("moe_expert_rank_capacity_factor", "does not know a step that is computed twice", "None", is_given),
+    Refusal("qk_clip", "cannot guard parameters that change after the update"),
+    Refusal(
+        "optimizer",
+        "cannot guard an optimizer that communicates in its step",
+        "'adam' or 'sgd'",
+        lambda value: value not in (None, "adam", "sgd"),
+    ),
+    Refusal("optimizer_cuda_graph", "cannot guard an update in a graph"),
+    Refusal(
+        "rerun_mode",
+        "does not carry the statistics of determinism",
+        "'disabled' or 'validate_results'",
+        lambda value: value == "report_determinism_stats",
+    ),
+    Refusal("error_injection_rate", "repeats no injected error", "0"),
+    Refusal("async_save", "does not go on with background saves"),
+    Refusal("log_straggler", "cannot start its detector twice"),
+    Refusal("use_pytorch_profiler", "cannot start a profiler twice"),
+)

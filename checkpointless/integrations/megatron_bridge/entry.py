@@ -18,6 +18,7 @@ from checkpointless.integrations.compat import BRIDGE, CORE, installed, untested
 from checkpointless.integrations.compat import megatron as compat
 from checkpointless.integrations.megatron import cleanup, cpu_platform
 from checkpointless.integrations.megatron.pretrain_generation import (
+    REFUSALS,
     PretrainGeneration,
     Refusal,
     first_refusal,
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from megatron.bridge.training.config import ConfigContainer
     from megatron.bridge.training.forward_step_func_types import ForwardStepCallable
 
-_GUARDED = ("adam", "sgd")
 logger = logging.getLogger(__name__)
 
 
@@ -122,55 +122,33 @@ def _copied(config: ConfigContainer) -> ConfigContainer:
 # --- Settings of Megatron-Bridge that are refused -----------------------------------------------------------------
 
 
-_FSDP = "does not know the shards of Megatron's FSDP", "use_megatron_fsdp=False"
-_TWICE = "cannot start its detector twice"
+#: Where Bridge has the settings of Megatron-LM.
+_PATHS = {
+    "inprocess_restart": "inprocess_restart.enabled",
+    "enable_ft_package": "ft.enable_ft_package",
+    "use_megatron_fsdp": "dist.use_megatron_fsdp",
+    "use_torch_fsdp2": "dist.use_torch_fsdp2",
+    "dataloader_type": "dataset.dataloader_type",
+    "iterations_to_skip": "train.iterations_to_skip",
+    "moe_expert_rank_capacity_factor": "model.moe_expert_rank_capacity_factor",
+    "qk_clip": "model.qk_clip",
+    "optimizer": "optimizer.optimizer",
+    "optimizer_cuda_graph": "optimizer.optimizer_cuda_graph",
+    "rerun_mode": "rerun_state_machine.rerun_mode",
+    "error_injection_rate": "rerun_state_machine.error_injection_rate",
+    "async_save": "checkpoint.async_save",
+    "log_straggler": "straggler.log_straggler",
+    "use_pytorch_profiler": "profiling.use_pytorch_profiler",
+}
 _REFUSALS = (
-    Refusal("inprocess_restart.enabled", "shares a process with no other restart", "inprocess_restart=None"),
-    Refusal("ft.enable_ft_package", "shares a process with no other watchdog", "ft=None"),
-    Refusal("dist.use_megatron_fsdp", *_FSDP),
-    Refusal("ddp.use_megatron_fsdp", *_FSDP),
-    Refusal("dist.use_torch_fsdp2", "does not know Bridge's shards of FSDP2", "use_torch_fsdp2=False"),
-    Refusal(
-        "dist.use_decentralized_pg",
-        "finds replicas by Megatron's parallel state, which it leaves out",
-        "use_decentralized_pg=False",
-    ),
-    Refusal("dist.lazy_init", "has no process groups to find replicas by", "lazy_init=False"),
-    Refusal("peft", "has not been tried with Bridge's PEFT", "peft=None", is_given),
-    Refusal(
-        "dataset.dataloader_type",
-        "does not know the position of an external data loader",
-        "dataloader_type='single', 'cyclic' or 'batch'",
-        lambda value: value == "external",
-    ),
-    Refusal("train.iterations_to_skip", "counts no iteration without an update", "iterations_to_skip=[]"),
-    Refusal("model.qk_clip", "cannot guard parameters that change after the update", "qk_clip=False"),
-    Refusal("model.dist_train.use_dist_train", "finds replicas by one parallel state", "use_dist_train=False"),
-    Refusal(
-        "model.moe_expert_rank_capacity_factor",
-        "does not know a step that Bridge computes twice",
-        "moe_expert_rank_capacity_factor=None",
-        is_given,
-    ),
-    Refusal(
-        "optimizer.optimizer",
-        "cannot guard an optimizer that communicates in its step",
-        "optimizer='adam' or 'sgd'",
-        lambda value: value is not None and value not in _GUARDED,
-    ),
-    Refusal("optimizer.optimizer_cuda_graph", "cannot guard an update in a graph", "optimizer_cuda_graph=False"),
-    Refusal(
-        "rerun_state_machine.rerun_mode",
-        "does not carry the statistics of determinism",
-        "rerun_mode='disabled' or 'validate_results'",
-        lambda value: value == "report_determinism_stats",
-    ),
-    Refusal("rerun_state_machine.error_injection_rate", "repeats no injected error", "error_injection_rate=0"),
-    Refusal("checkpoint.async_save", "does not go on with Bridge's background saves", "async_save=False"),
-    Refusal("straggler.log_straggler", _TWICE, "log_straggler=False"),
-    Refusal("nvrx_straggler.enabled", _TWICE, "nvrx_straggler=None"),
-    Refusal("tensor_inspect.enabled", "does not carry what it collects", "tensor_inspect=None"),
-    Refusal("profiling.use_pytorch_profiler", "cannot start a profiler twice", "use_pytorch_profiler=False"),
+    *(dataclasses.replace(each, setting=_PATHS[each.setting]) for each in REFUSALS),
+    Refusal("ddp.use_megatron_fsdp", "does not know the shards of Megatron's FSDP"),
+    Refusal("dist.use_decentralized_pg", "finds replicas by Megatron's parallel state, which it leaves out"),
+    Refusal("dist.lazy_init", "has no process groups to find replicas by"),
+    Refusal("peft", "has not been tried with Bridge's PEFT", "None", is_given),
+    Refusal("model.dist_train.use_dist_train", "finds replicas by one parallel state"),
+    Refusal("nvrx_straggler.enabled", "cannot start its detector twice"),
+    Refusal("tensor_inspect.enabled", "does not carry what it collects"),
 )
 
 
