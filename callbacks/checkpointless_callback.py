@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import time
 import weakref
 from typing import Any, Protocol
 
@@ -15,9 +13,6 @@ from checkpointless.callbacks.trainer_parts import steps_made
 from checkpointless.inprocess import HPCallWrapper, active_call_wrapper
 from checkpointless.inprocess.finalize import register_cleanup
 from checkpointless.recovery.manager import manager_of
-
-PREFIX = "checkpointless/"
-logger = logging.getLogger(__name__)
 
 
 class _PeftCallback(Protocol):
@@ -127,13 +122,10 @@ class CheckpointlessCallback(Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Report to the wrapper that an optimizer step is over, and log an incident after the first step since."""
+        """Report to the wrapper that an optimizer step is over."""
         wrapper = self.get_wrapper_from_trainer(trainer)
-        if wrapper is None or _is_replaying(trainer) or trainer.fit_loop._should_accumulate():
-            return
-        wrapper.steps.end()
-        if wrapper.incident is not None and wrapper.step_upon_restart == 1:
-            _log_incident(trainer, wrapper, wrapper.steps.making)
+        if wrapper is not None and not _is_replaying(trainer) and not trainer.fit_loop._should_accumulate():
+            wrapper.steps.end()
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -168,43 +160,3 @@ def _clean_lightning_module(trainer: pl.Trainer | None) -> None:
     if strategy is not None:
         strategy.model = None
         strategy._lightning_module = None
-
-
-# --- Metrics of an incident for the trainer's loggers -------------------------------------------------------------
-
-
-def _incident_metrics(call: HPCallWrapper, step: int, now_s: float) -> dict[str, float]:
-    """Return what rank 0 knows of the incident that preceded ``step``, without asking any other rank.
-
-    These are ``generation`` and, where they are known, ``incidents`` (of the job so far), ``recovery_seconds`` from
-    the fault until now (a hang counts from its last progress), ``steps_lost``, the number of committed steps that
-    had to be repeated, and ``bytes_received`` by this rank from living replicas.
-    """
-    found: dict[str, float] = {"generation": float(call.generation)}
-    if call.incident is not None and call.incident.isdecimal():  # agents number incidents consecutively
-        found["incidents"] = float(call.incident)
-    if call.recovering_since_s is not None:
-        found["recovery_seconds"] = now_s - call.recovering_since_s
-    if call.high_water >= 0:
-        found["steps_lost"] = float(max(0, call.high_water - (step - 1)))
-    manager = manager_of(call)
-    if manager is not None:
-        found["bytes_received"] = float(manager.bytes_received)
-    return {f"{PREFIX}{name}": value for name, value in found.items()}
-
-
-def _log_incident(trainer: pl.Trainer, call: HPCallWrapper, step: int) -> None:
-    """Log the incident to every logger of rank 0, in the row of the loss of ``step``, the first of its generation.
-
-    A logger that fails does not end the training. Nothing is communicated and no random number is drawn.
-    """
-    if not trainer.is_global_zero:
-        return
-    metrics = _incident_metrics(call, step, time.monotonic())
-    row = trainer.fit_loop.epoch_loop._batches_that_stepped  # Lightning's axis for loss and learning rate
-    for each in trainer.loggers:
-        try:
-            each.log_metrics(metrics, step=row)
-            each.save()
-        except Exception:
-            logger.warning("%s did not take the metrics of an incident", type(each).__name__, exc_info=True)
