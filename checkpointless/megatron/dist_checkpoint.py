@@ -10,7 +10,6 @@ from checkpointless.integrations.megatron.dist_checkpoint.strategies import (
     CopiesSaveStrategy,
     DrainError,
     LoadError,
-    are_defaults,
     register,
     unregister,
 )
@@ -21,7 +20,6 @@ __all__ = [
     "CopiesSaveStrategy",
     "DrainError",
     "LoadError",
-    "are_defaults",
     "process_copies",
     "register",
     "unregister",

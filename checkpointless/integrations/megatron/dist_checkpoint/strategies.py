@@ -296,7 +296,7 @@ class LoadError(CheckpointingException):
 
 @dataclass(frozen=True)
 class _LoadReport:
-    """Where the chunks of a load came from: bytes of unique tensor chunks by a place of copies, or ``storage``."""
+    """Where the chunks of a load came from: bytes of unique tensor chunks, ``memory`` or ``storage``."""
 
     nbytes: dict[str, int] = field(default_factory=dict)
     chunks: int = 0
@@ -363,7 +363,7 @@ class CopiesLoadStrategy:
             self.copies.found(identity.save)
         nbytes: dict[str, int] = defaultdict(int)
         for id_, need in needs.items():
-            nbytes[found.places.get(id_, "storage")] += need.nbytes
+            nbytes["memory" if id_ in found.sources else "storage"] += need.nbytes
         counted = {place: number for place, number in nbytes.items() if number}
         self.report = _LoadReport(counted, len(needs), time.monotonic() - began_s)
         if own_rank() == 0:
@@ -401,14 +401,13 @@ class CopiesLoadStrategy:
 
 @dataclass
 class _Found:
-    """Chunks that were found. ``sources`` (ranks) and ``places`` are the same on all ranks.
+    """Chunks that were found. ``sources``, the ranks that have them, are the same on all ranks.
 
     ``values`` are those that this rank has, which are not to be changed, and ``parts`` what they are from, whose
     memory is not used again as long as somebody holds them.
     """
 
     sources: dict[str, int] = field(default_factory=dict)
-    places: dict[str, str] = field(default_factory=dict)
     values: dict[str, Tree] = field(default_factory=dict)
     parts: list[Part] = field(default_factory=list)
 
@@ -434,7 +433,7 @@ def _find(stores: Mapping[str, PartStore], identity: _Identity, needs: Mapping[s
         copy = choice.copies[number]
         for id_ in chunks:
             if id_ not in found.sources:
-                found.sources[id_], found.places[id_] = copy.holder, copy.place
+                found.sources[id_] = copy.holder
                 if copy in mine:
                     found.values[id_] = mine[copy][1][id_]
     return found
@@ -804,8 +803,3 @@ def register(copies: Copies | None = None) -> None:
 def unregister() -> None:
     """Make Megatron-core use its own strategies again."""
     _PATCHES.undo()
-
-
-def are_defaults() -> bool:
-    """Return whether our strategies are the ones that Megatron-core uses if it is given none."""
-    return _PATCHES.are_made
