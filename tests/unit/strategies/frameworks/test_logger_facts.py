@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from lightning.pytorch.loggers import CSVLogger
 
-from checkpointless.integrations.lightning.frameworks.loggers import keep_loggers, resume_loggers
+from checkpointless.integrations.lightning.recoverable_strategy import keep_loggers, resume_loggers
 from checkpointless.launcher.protocol.board import Facts
 
 pytestmark = pytest.mark.lightning
