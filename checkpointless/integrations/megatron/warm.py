@@ -161,10 +161,6 @@ class KeptModel:
             return f"it is not known what {unknown} keeps from step to step"
         if fp8_parameters(self.chunks):
             return "parameters in FP8 are built anew"
-        if getattr(self.optimizer.config, "overlap_param_gather_with_optimizer_step", False):
-            return "overlap_param_gather_with_optimizer_step is on"
-        if self.chunks[0].ddp_config.use_megatron_fsdp:
-            return "Megatron's FSDP is built anew"
         for model in self.chunks:
             config = get_model_config(model)
             on = [name for name in _UNKNOWN_REMAINS if getattr(config, name, False)]
