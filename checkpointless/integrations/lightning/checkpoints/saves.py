@@ -535,7 +535,6 @@ class _Agreement:
     in_vain: frozenset[int]  # the numbers of those that are made again
     failed: frozenset[int]  # whose writer failed on some rank, and that are not started over
     lost: frozenset[int]
-    forgotten: frozenset[int]  # those of ``lost`` that no rank passes again
     lost_paths: tuple[str, ...]  # those that are known, the newest first
     going_on: frozenset[str]
     continues: bool  # whether the pending background saves of all ranks, if there are any, can continue
@@ -570,7 +569,6 @@ class _Agreement:
             in_vain=frozenset(in_vain),
             failed=frozenset(failed),
             lost=frozenset(lost),
-            forgotten=frozenset(lost - in_vain),
             lost_paths=tuple(path_of[number] for number in sorted(lost, reverse=True) if number in path_of),
             going_on=frozenset(path_of[number] for number in kept[0] if number in path_of and number not in lost),
             continues=continues,
@@ -701,7 +699,7 @@ class Saves:
             if save.path in agreed.lost_paths:
                 save.spare()
         self._go_on(agreed, calls, strategy.trainer)
-        self._made = [each for each in self._made if each.number not in agreed.forgotten]
+        self._made = [each for each in self._made if each.number not in agreed.lost]
         self.pending = None  # not earlier: a fault may come while the ranks agree
         _reset_reports()
         self._write_to_the_same(strategy.trainer.callbacks)

@@ -340,7 +340,7 @@ def test_a_save_from_before_the_moment_is_lost_with_one_writer() -> None:
     agreed = _Agreement.of([says(pending=(3,), newest=3), says(newest=3)], in_background=True)
     assert agreed.is_cut_off
     assert not agreed.continues
-    assert (agreed.lost, agreed.forgotten, agreed.lost_paths) == ({3}, {3}, ("/c/3",))
+    assert (agreed.lost, agreed.lost_paths) == ({3}, ("/c/3",))
 
 
 def test_a_save_whose_writer_failed_is_lost_and_the_others_go_on() -> None:
@@ -372,7 +372,7 @@ def test_no_save_is_both_lost_and_going_on(everyone: list[dict[str, Any]], in_ba
     agreed = _Agreement.of(everyone, in_background)
     assert agreed.whole <= agreed.again
     assert not agreed.going_on & set(agreed.lost_paths)
-    assert agreed.forgotten <= agreed.lost
+    assert not agreed.lost & agreed.in_vain
     assert not (agreed.continues and agreed.is_cut_off)
 
 
