@@ -1,1 +1,1 @@
-"""What NeMo and Lightning keep outside of a training's state: messages, log files, loggers, patches and spans."""
+"""What NeMo keeps outside of a training's state: patches, log files, telemetry and datasets."""
