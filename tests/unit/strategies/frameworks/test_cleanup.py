@@ -91,7 +91,7 @@ def on_rank_0(run: Callable[[], None]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         child = multiprocessing.get_context("fork").Process(target=process, args=(folder,), daemon=True)
         child.start()
-        child.join(30)
+        child.join()
     assert child.exitcode == 0
 
 
