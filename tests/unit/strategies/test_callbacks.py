@@ -48,28 +48,6 @@ def test_what_the_command_line_asks_for_comes_last_and_once() -> None:
 
 
 @pytest.mark.usefixtures("asking")
-def test_a_list_that_was_given_to_a_trainer_before_has_what_is_asked_for_once() -> None:
-    present: list[Any] = [*asked_for()]
-    added = _complete(present)
-    newest = asked_for()
-    present += newest
-    assert _complete(present) is added
-    assert present == [added, *newest]
-
-
-@pytest.mark.usefixtures("asking")
-def test_what_the_command_line_asks_for_is_added_where_lightning_did_not() -> None:
-    present: list[Any] = []
-    added = _complete(present)
-    assert [type(callback) for callback in present] == [
-        CheckpointlessCallback,
-        StepRecorder,
-        HPFaultInjectionCallback,
-    ]
-    assert present[0] is added
-
-
-@pytest.mark.usefixtures("asking")
 def test_a_script_that_records_steps_itself_records_them_once() -> None:
     recorder, faults = asked_for()
     mine = StepRecorder.from_environment()

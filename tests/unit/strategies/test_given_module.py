@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from typing import Any
 
 import lightning.pytorch as pl
@@ -59,13 +57,3 @@ def test_all_modules_of_all_fits_are_as_they_were_before_the_first_one() -> None
             set_up(model)
     clean_up_frameworks()
     assert not any(hasattr(model, "module") for model in models)
-
-
-def test_a_module_of_one_generation_is_not_kept() -> None:
-    model = Model()
-    given, left = _GivenModule(model), weakref.ref(model)
-    set_up(model)
-    del model
-    gc.collect()
-    assert left() is None
-    given.put_back()

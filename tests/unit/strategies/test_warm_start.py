@@ -72,16 +72,6 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Job:
     return made
 
 
-def test_what_is_the_same_is_taken(job: Job) -> None:
-    assert job.start(Kept()).is_warm
-    assert job.told == []
-
-
-def test_a_rank_keeps_its_model_although_another_one_builds(job: Job) -> None:
-    job.everyone = False
-    assert job.start(Kept()).is_warm
-
-
 def test_ranks_that_build_together_do_so_if_one_does(job: Job) -> None:
     assert job.start(Kept(builds_together=True)).is_warm
     job.everyone = False
@@ -114,10 +104,6 @@ def test_other_random_numbers_before_a_model_is_built_give_another_model(job: Jo
     draw()
     assert not job.start(kept).is_warm
     assert job.told == [{"kept": False, "reason": "random numbers were drawn otherwise before"}]
-
-
-def test_the_model_of_another_fit_is_not_taken(job: Job) -> None:
-    assert not job.start(Kept(), fit=2).is_warm
 
 
 def test_a_module_that_another_thread_copies_meanwhile_is_none_of_the_models(

@@ -22,7 +22,6 @@ from checkpointless.integrations.lightning.boundary.epoch_metrics import (
     with_own,
 )
 from checkpointless.state.serialization import state_tree
-from checkpointless.state.serialization.digest import digest_value
 
 pytestmark = pytest.mark.nemo
 
@@ -112,19 +111,6 @@ def test_what_is_put_back_goes_on_as_if_nothing_had_been() -> None:
     assert ended(resumed) == ended(calm)
 
 
-def test_what_is_put_back_stays_as_it_was_kept() -> None:
-    broken = trainer_of()
-    log(broken, 3.0)
-    kept = taken(broken)
-    before = digest_value(kept)
-    for _ in range(2):
-        resumed = trainer_of()
-        put_accumulated(resumed, kept)
-        log(resumed, 5.0)
-        ended(resumed)
-    assert digest_value(kept) == before
-
-
 def test_a_peers_values_are_not_taken_for_ones_own() -> None:
     mine, peer, resumed = trainer_of(), trainer_of(), trainer_of()
     log(mine, 2.0)
@@ -134,15 +120,6 @@ def test_a_peers_values_are_not_taken_for_ones_own() -> None:
     assert own is not None
     put_accumulated(resumed, with_own(taken(peer), state_tree.loads(state_tree.dumps(own))))
     assert ended(resumed) == ended(mine)
-
-
-def test_nothing_is_kept_of_what_is_not_accumulated() -> None:
-    trainer = trainer_of()
-    trainer.lightning_module = torch.nn.Module()
-    trainer.fit_loop.epoch_loop._results.log(
-        "training_step", "loss", torch.tensor(1.0), on_step=True, on_epoch=False
-    )
-    assert _own_part(taken(trainer)) == {}
 
 
 def test_what_is_too_large_to_outlive_its_process_is_said_once(

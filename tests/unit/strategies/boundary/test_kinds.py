@@ -15,13 +15,10 @@ from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType
 
-from checkpointless.inprocess import UnrecoverableError
 from checkpointless.integrations.lightning.boundary.step_keeper import (
-    OF_LOADERS,
     _load_again,
     _of_save_hooks,
     _put_of_epoch,
-    _put_settings,
     _take_settings,
     take_state,
 )
@@ -41,16 +38,6 @@ class Module(Adds, pl.LightningModule): ...
 
 
 class Data(Adds, pl.LightningDataModule): ...
-
-
-class Positioned(pl.LightningDataModule):
-    def state_dict(self) -> dict[str, Any]:
-        return {"position": 3}
-
-
-class HalfPrecision(Precision):
-    def state_dict(self) -> dict[str, Any]:
-        return {"scale": 2.0}
 
 
 @pytest.mark.parametrize(
@@ -75,20 +62,6 @@ def test_what_hooks_have_added(module: Any, data: Any, found: dict[str, Any]) ->
     own = ("callbacks", "lr_schedulers", "Precision", type(data).__qualname__)
     checkpoint = {**dict.fromkeys((*parts, *own), 0), "added": 1}
     assert _of_save_hooks(trainer, checkpoint) == found
-
-
-def test_who_is_asked_follows_what_the_trainer_has() -> None:
-    callback = pl.Callback()
-    trainer = fitted(callbacks=[callback])
-    assert take_state(trainer)()["checkpoint"]["callbacks"] == {}
-    vars(callback)["state_dict"] = lambda: {"count": 1}
-    vars(callback)["on_save_checkpoint"] = lambda trainer, module, checkpoint: checkpoint.update(added=1)
-    taken = take_state(trainer)()["checkpoint"]
-    assert (taken["callbacks"], taken["added"]) == ({callback.state_key: {"count": 1}}, 1)
-    trainer.datamodule = Positioned()  # of the trainer's next fit
-    trainer.strategy.precision_plugin = HalfPrecision()
-    taken = take_state(trainer)()["checkpoint"]
-    assert (taken["Positioned"], taken["HalfPrecision"]) == ({"position": 3}, {"scale": 2.0})
 
 
 class Owns:
@@ -127,15 +100,6 @@ def fitted(**options: Any) -> Any:
     return trainer
 
 
-def test_a_state_that_was_empty_stays_empty_when_its_owner_fills_it() -> None:
-    trainer = fitted(callbacks=[callback := OwnsAsCallback()])
-    taken = take_state(trainer)
-    trainer.datamodule.seen["n"] = callback.seen["n"] = 1
-    checkpoint = taken()["checkpoint"]
-    assert checkpoint["OwnsAsData"] == {}
-    assert checkpoint["callbacks"] == {}
-
-
 def test_a_callback_whose_state_was_empty_is_emptied_again() -> None:
     """Lightning gives an empty state to no callback, so that what hooks at the start had put in would stay."""
     trainer = fitted(callbacks=[callback := OwnsAsCallback()])
@@ -143,21 +107,6 @@ def test_a_callback_whose_state_was_empty_is_emptied_again() -> None:
     callback.seen["n"] = 1
     _load_again(trainer, checkpoint)
     assert callback.seen == {}
-
-
-def test_a_callback_that_takes_no_empty_state_is_named() -> None:
-    class Strict(OwnsAsCallback):
-        """Takes only what it has written itself."""
-
-        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-            self.seen = {"n": state_dict["n"]}
-
-    trainer = fitted(callbacks=[callback := Strict()])
-    checkpoint = take_state(trainer)()["checkpoint"]
-    _load_again(trainer, checkpoint)  # it is empty still
-    callback.seen["n"] = 1
-    with pytest.raises(UnrecoverableError, match="the state of Strict was empty before the fault"):
-        _load_again(trainer, checkpoint)
 
 
 # --- That what is taken of a trainer is what Lightning's loops had then, at every step boundary of a fit ----------
@@ -246,36 +195,6 @@ def test_a_checkpoint_has_what_callbacks_and_schedulers_had_when_it_was_taken() 
     assert (checkpoint["state_dict"], checkpoint["optimizer_states"]) == ({}, [])
 
 
-@pytest.mark.parametrize("where", ["callback", "module", "module's attribute"])
-def test_hooks_that_save_see_the_whole_checkpoint_and_add_to_it(
-    where: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trainer, _ = fit(torch.utils.data.DataLoader(RandomDataset(32, 5)))
-    kept = [1]
-
-    def save(*given: Any) -> None:
-        given[-1]["mine"] = kept, given[-1]["loops"]["fit_loop"]["epoch_progress"]["total"]["completed"]
-
-    class Saves(Callback):
-        """Adds to a checkpoint."""
-
-        on_save_checkpoint = save  # type: ignore[assignment]
-
-    take_state(trainer)
-    module: Any = trainer.lightning_module
-    if where == "callback":
-        trainer.callbacks.append(Saves())  # type: ignore[attr-defined]
-    elif where == "module":
-        monkeypatch.setattr(
-            trainer.strategy, "_lightning_module", type("Own", (BoringModel,), {"on_save_checkpoint": save})()
-        )
-    else:
-        module.on_save_checkpoint = save
-    taken = take_state(trainer)
-    kept.append(2)
-    assert taken()["checkpoint"]["mine"] == ([1], 2)
-
-
 # --- What of a trainer is put back after hooks have changed it ----------------------------------------------------
 
 
@@ -328,12 +247,6 @@ def test_what_was_taken_is_put_into_a_trainer_that_was_made_anew(trainer: Any) -
     assert isinstance(fresh.gradient_clip_algorithm, GradClipAlgorithmType)
 
 
-def test_what_was_taken_does_not_follow_later_changes(trainer: Any) -> None:
-    taken = take_state(trainer)
-    trainer.accumulate_grad_batches = 5
-    assert taken()["kinds"]["settings"]["accumulate_grad_batches"] == 1
-
-
 @pytest.mark.parametrize("is_due", [True, False], ids=["reload", "none"])
 def test_an_epoch_with_a_loader_of_its_own_keeps_what_that_loader_has(trainer: Any, is_due: bool) -> None:
     trainer.fit_loop.max_batches, trainer.val_check_batch = 77, 78
@@ -342,10 +255,3 @@ def test_an_epoch_with_a_loader_of_its_own_keeps_what_that_loader_has(trainer: A
     fresh = trained()
     _put_of_epoch(fresh, state, begins_epoch=True)
     assert (fresh.fit_loop.max_batches, fresh.val_check_batch) == ((3, 3) if is_due else (77, 78))
-
-
-def test_before_the_loader_is_made_only_what_makes_it_is_put(trainer: Any) -> None:
-    state = _take_settings(trainer)
-    fresh = trained()
-    _put_settings(fresh, {**state, "val_check_interval": 0.25, "accumulate_grad_batches": 4}, OF_LOADERS)
-    assert (fresh.val_check_interval, fresh.accumulate_grad_batches) == (0.25, 1)

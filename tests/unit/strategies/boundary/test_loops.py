@@ -39,13 +39,6 @@ def loops(monkeypatch: pytest.MonkeyPatch) -> Loops:
 def nothing(*_: object) -> None: ...
 
 
-def test_a_start_is_lightnings_own(loops: Loops) -> None:
-    fit_loop, epoch_loop, guessed = loops
-    fit_loop.update_restart_stage()
-    epoch_loop.update_restart_stage()
-    assert guessed == ["fit", "epoch"]
-
-
 @pytest.mark.parametrize("is_recovered", [True, False])
 def test_schedulers_step_at_the_end_of_an_epoch_that_was_resumed_as_at_any(
     loops: Loops, monkeypatch: pytest.MonkeyPatch, is_recovered: bool

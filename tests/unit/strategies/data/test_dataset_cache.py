@@ -85,17 +85,6 @@ def test_all_build_if_one_rank_is_new(call: Call, monkeypatch: pytest.MonkeyPatc
     assert build()[0] is not first[0]
 
 
-def test_an_undisturbed_run_builds_each_time(call: Call) -> None:
-    assert build()[0] is not build()[0]
-
-
-def test_datasets_that_two_entries_have_not_used_are_dropped(call: Call) -> None:
-    build()
-    call.generation = 2
-    build(size=9)
-    assert [each.generation for each in nemo._built[call]] == [2]  # type: ignore[index]
-
-
 def test_a_tokenizer_that_says_nothing_of_itself_is_another_one(call: Call) -> None:
     assert nemo._plain(object()) != nemo._plain(object())
     same = object()

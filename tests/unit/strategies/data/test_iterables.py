@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -89,28 +88,3 @@ def test_a_dataset_that_draws_for_its_second_item_is_refused() -> None:
     items = iter(made("for each item", Starts(), None))
     with pytest.raises(UnrecoverableError, match="Rows draws random numbers of the training process item by item"):
         next(items)
-
-
-def test_a_loader_that_keeps_its_position_is_left_alone() -> None:
-    """torchdata's goes through the dataset when it is told where it stands."""
-    stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
-    loader = stateful(Rows("counts"), batch_size=None)
-    before = dict(vars(loader))
-    _repeat_items(loader, Starts(), None)
-    assert vars(loader) == before
-
-
-def test_what_workers_go_through_is_left_alone() -> None:
-    loader: DataLoader[int] = DataLoader(Rows("for each item"), batch_size=None, num_workers=1)
-    _repeat_items(loader, Starts(), None)
-    assert "_get_iterator" not in vars(loader)
-
-
-def test_the_loaders_dataset_is_what_it_was() -> None:
-    loader = made("counts", Starts(), None)
-    iterator: Any = iter(loader)
-    assert isinstance(loader.dataset, Rows)
-    assert iterator._dataset is iterator._dataset_fetcher.dataset is loader.dataset
-    assert loader.dataset.passes == 0
-    assert next(iterator) == 0
-    assert loader.dataset.passes == 1

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler
 
-from checkpointless.integrations.lightning.data.loaders import DataPosition, _keep_own_state, _one_pass, _track
+from checkpointless.integrations.lightning.data.loaders import DataPosition, _keep_own_state, _track
 from checkpointless.state import rng
 from checkpointless.state.rng import RngStates
 from tests.unit.strategies.data.starts import Starts
@@ -138,41 +138,6 @@ def test_a_sampler_of_the_users_is_asked_for_one_item_ahead_and_once() -> None:
     batches = iter(loader.batch_sampler)
     asked = [(next(batches), sampler.asked)[1] for _ in range(4)]
     assert asked == [2, 2, 3, 4]
-
-
-class Endless(Sampler[int]):
-    """Draws each so many items, of a pass that has no end."""
-
-    def __init__(self, every: int) -> None:
-        self.every = every
-
-    def __iter__(self) -> Iterator[int]:
-        for number in itertools.count():
-            if number % self.every == 0:
-                drawn = random.randrange(SAMPLES)
-            yield drawn + number % self.every
-
-
-class NominallyFinite(Endless):
-    """Has a length all the same, as samplers that are repeated for ever have."""
-
-    def __len__(self) -> int:
-        return 4
-
-
-def test_what_has_no_length_is_asked_for_two_items() -> None:
-    items = _one_pass(Endless(100), Starts(), again=False)
-    assert len(list(itertools.islice(items, 300))) == 300
-
-
-def test_a_length_bounds_what_is_drawn_at_the_beginning() -> None:
-    items = _one_pass(NominallyFinite(1), Starts(), again=False)
-    first = next(items)
-    state = random.getstate()
-    assert [first, *itertools.islice(items, 3)]
-    assert random.getstate() == state
-    next(items)
-    assert random.getstate() != state
 
 
 def test_nothing_of_torchs_samplers_is_asked_for_ahead_or_kept() -> None:

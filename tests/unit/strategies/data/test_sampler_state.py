@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import RandomSampler, Sampler
 
-from checkpointless.integrations.lightning.data.loaders import _samplers_within, _SamplerState
+from checkpointless.integrations.lightning.data.loaders import _SamplerState
 from checkpointless.state.serialization import state_tree
 
 pytestmark = pytest.mark.nemo
@@ -76,13 +76,6 @@ def test_numbers_of_a_users_sampler() -> None:
     other: Any = Other(epoch=0)
     _SamplerState([None, other]).put(state)
     assert other.epoch == 0, "it is of another class"
-
-
-def test_samplers_that_items_are_taken_from_are_found() -> None:
-    inner, base = Keeps(), RandomSampler([1])
-    inner.sampler = base  # type: ignore[attr-defined]
-    outer = Keeps(sampler=inner)
-    assert _samplers_within(outer) == [outer, inner, base]
 
 
 def test_generators_alone_are_kept_of_a_librarys_sampler() -> None:

@@ -12,8 +12,6 @@ from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from torch.utils.data import (
     DataLoader,
     DistributedSampler,
-    IterableDataset,
-    RandomSampler,
     SequentialSampler,
     WeightedRandomSampler,
 )
@@ -21,11 +19,8 @@ from torch.utils.data import (
 from checkpointless.inprocess import UnrecoverableError
 from checkpointless.integrations.lightning.data.loaders import (
     DataPosition,
-    _begin_anew,
     _DrawnOrder,
     _repeat_order,
-    _samplers_of,
-    _SamplerState,
     without_worker_seeds,
 )
 from checkpointless.state.rng import RngStates
@@ -46,11 +41,6 @@ def divided(sampler: Any) -> DistributedSamplerWrapper:
 
 def loader_of(sampler: Any) -> DataLoader[Any]:
     return DataLoader(torch.arange(SAMPLES), batch_size=4, sampler=sampler)  # type: ignore[arg-type]
-
-
-def generators_of(loader: DataLoader[Any]) -> list[torch.Generator]:
-    kept = _SamplerState([loader, *_samplers_of(loader)])._kept()
-    return list({id(value): value for *_, value in kept}.values())
 
 
 def seeded() -> torch.Generator:
@@ -114,22 +104,6 @@ def test_an_order_that_follows_from_seed_and_epoch_needs_nothing(sampler: Any) -
     assert loader.sampler is sampler
 
 
-def test_generators_are_found_below_what_lightning_divides() -> None:
-    own = seeded()
-    assert generators_of(loader_of(divided(weighted(own)))) == [own]
-    assert generators_of(loader_of(RandomSampler(range(SAMPLES), generator=own))) == [own]
-    assert generators_of(loader_of(DistributedSampler(range(SAMPLES), 2, 0))) == []  # type: ignore[arg-type]
-
-
-def test_a_place_that_a_sampler_was_told_is_not_that_of_the_next_pass() -> None:
-    class Told(SequentialSampler):
-        next_yielded: int | None = 8
-
-    sampler = Told(range(SAMPLES))
-    _begin_anew(loader_of(sampler))
-    assert sampler.next_yielded is None
-
-
 class Endless(torch.utils.data.Sampler[int]):
     """Has no length, and never ends."""
 
@@ -141,28 +115,6 @@ class Endless(torch.utils.data.Sampler[int]):
         yield first
         for number in itertools.count(first + 1):
             yield int(torch.randint(SAMPLES, ())) if self.draws_each else number % SAMPLES
-
-
-class OwnBatches:
-    """Draws batches, and takes their items from no sampler."""
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return iter([torch.randint(SAMPLES, (4,)).tolist() for _ in range(8)])
-
-    def __len__(self) -> int:
-        return 8
-
-
-class Text(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(8))
-
-
-def test_an_iterable_dataset_has_no_order_to_draw() -> None:
-    """Torch gives it a sampler that never ends."""
-    loader = DataLoader(Text(), batch_size=4)
-    assert _repeat_order(loader, Starts(), None) is None
-    assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
 def test_an_endless_order_is_drawn_again_item_by_item() -> None:
@@ -185,16 +137,6 @@ def test_an_endless_order_that_draws_each_item_is_refused() -> None:
         next(iter(loader))
 
 
-def test_batches_of_ones_own_are_drawn_again() -> None:
-    starts = Starts()
-    loader: Any = DataLoader(torch.arange(SAMPLES), batch_sampler=OwnBatches())  # type: ignore[arg-type]
-    assert _repeat_order(loader, starts, None) is not None
-    begun = [batch.tolist() for batch in loader]
-    entered: Any = DataLoader(torch.arange(SAMPLES), batch_sampler=OwnBatches())  # type: ignore[arg-type]
-    assert _repeat_order(entered, starts, DataPosition(3, 3)) is not None
-    assert [batch.tolist() for batch in entered] == begun
-
-
 def torchdatas_state(seed: int, dataset: Any, batches: int) -> dict[str, Any]:
     """Return the state of a loader with a worker, in a process that was seeded with ``seed``."""
     stateful = pytest.importorskip("torchdata.stateful_dataloader")
@@ -214,11 +156,6 @@ def test_what_workers_are_seeded_with_is_not_compared_between_ranks() -> None:
     further = torchdatas_state(1, torch.arange(SAMPLES), 3)
     assert without_worker_seeds(further) != without_worker_seeds(states[0])
     assert "_base_seed" in str(states[0])  # what is loaded is whole
-
-
-def test_seeds_of_workers_that_are_not_seeded_otherwise_are_compared() -> None:
-    state = torchdatas_state(1, Text(), 2)
-    assert without_worker_seeds(state) == state
 
 
 @pytest.mark.parametrize("state", [{}, {"given": 3}, [{"_snapshot": {}}], [{"_snapshot": None}], 5])
