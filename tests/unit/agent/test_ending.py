@@ -7,7 +7,7 @@ import pytest
 from checkpointless.launcher.agent import launch
 from checkpointless.launcher.agent.launch_config import LaunchConfig
 from checkpointless.launcher.protocol.node_messages import End
-from checkpointless.observability.telemetry.events import EVENTS_FILE, EventLog, read_events
+from checkpointless.observability.telemetry.events import EVENTS_FILE, EventLog
 
 
 def conclude(outcome: End, run_dir: Path, generation: int = 3) -> tuple[int, list[str]]:
@@ -17,16 +17,6 @@ def conclude(outcome: End, run_dir: Path, generation: int = 3) -> tuple[int, lis
     events = EventLog(run_dir / EVENTS_FILE, node=0)
     code = launch._conclude(outcome, generation, -1, config, events, said.append)
     return code, said
-
-
-@pytest.mark.parametrize(("generation", "written"), [(3, 3), (-1, 0)])
-def test_the_last_event_is_the_end_of_the_job(tmp_path: Path, generation: int, written: int) -> None:
-    assert conclude(End(7, ["rank 1 gave up", "for a reason"]), tmp_path, generation) == (
-        7,
-        ["rank 1 gave up", "for a reason"],
-    )
-    (event,) = read_events(tmp_path)
-    assert (event.stage, event.edge, event.generation) == ("job", "end", written)
 
 
 def test_events_that_may_be_lost_are_said_before_the_last_words(

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from checkpointless.launcher.agent.launch_config import LaunchConfig
-from checkpointless.launcher.coordinator.job_config import DEFAULT_PORT, JobConfig
 
 TOKEN = "t" * 32
 
@@ -42,8 +41,3 @@ def test_a_node_runs_the_ranks_of_its_number_and_a_spare_runs_none(tmp_path: Pat
         token=TOKEN,
     )
     assert config.own_ranks == own
-
-
-def test_the_port_of_an_endpoint_without_one_is_that_of_torchrun() -> None:
-    config = JobConfig(nnodes=2, nproc_per_node=2, rdzv_endpoint="node0", token=TOKEN)
-    assert config.endpoint == ("node0", DEFAULT_PORT)

@@ -128,13 +128,6 @@ def test_a_node_whose_ranks_have_moved_joins_again_as_a_spare() -> None:
     assert not scene.agent.offers, "who offers a state ends: a later coordinator knows nothing of the move"
 
 
-def test_a_node_without_ranks_joins_again_as_what_it_was() -> None:
-    scene = Scene()
-    scene.coordinators.lose("it closed the connection")
-    scene.until(lambda: scene.coordinators.heard)
-    assert (scene.coordinators.heard, scene.coordinators.numbers) == ([Joined()], [-1, -1])
-
-
 @pytest.mark.parametrize(
     ("refusal", "grace_s"),
     [(JoinError("it was not reached within 2 s"), 5.0), (_RefusedError("node 1 is here already"), 0.0)],
@@ -151,32 +144,12 @@ def test_a_search_in_vain_ends_the_ranks_and_at_once_if_others_have_their_place(
     assert scene.agent.grace_s == grace_s
 
 
-def test_an_agent_that_ends_does_not_offer_its_ranks_to_another_coordinator() -> None:
-    scene = Scene(2, 3)
-    scene.coordinators.lose("it closed the connection")
-    scene.deliver()
-    scene.agent.end(End(1, ["stopped by SIGTERM"]))
-    time.sleep(0.1)  # by now it has been found
-    scene.deliver()
-    assert scene.coordinators.heard == []
-
-
 def test_a_node_that_ends_its_ranks_does_not_offer_them_to_another_coordinator() -> None:
     scene = Scene(2, 3)
     scene.agent.processes.is_discarding = True
     scene.coordinators.lose("it closed the connection")
     scene.until(lambda: scene.said[-1:] == ["the coordinator at node0:29400 is back"])
     assert scene.coordinators.heard == []
-
-
-def test_ranks_that_ended_well_are_told_of_if_the_coordinator_is_found_in_time() -> None:
-    scene = Scene(2, 3)
-    scene.coordinators.lose("it closed the connection")
-    scene.deliver()
-    scene.link.report(ENDED)
-    scene.agent.has_ended_well = True
-    scene.until(lambda: scene.coordinators.heard)
-    assert (scene.coordinators.heard, scene.agent.job.outcome) == ([ENDED, STANDING], None)
 
 
 @pytest.mark.parametrize("refusal", [_RefusedError("the job is over"), JoinError("it was not reached within 2 s")])

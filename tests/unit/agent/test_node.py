@@ -11,23 +11,18 @@ from typing import Any, TypeVar
 
 import pytest
 
-from checkpointless.launcher.agent.launch_config import DEFAULT_TERM_GRACE_S
 from checkpointless.launcher.agent.ranks.process_keeper import LEAVE_S, _RankLink
-from checkpointless.launcher.protocol.channel import LOOPBACK
 from checkpointless.launcher.protocol.messages import Inexact, encode
 from checkpointless.launcher.protocol.node_messages import (
     AllDone,
-    Ask,
     Begin,
     Discard,
     Displaced,
     End,
-    FaultNotice,
     Joined,
     Kill,
     MoveRefused,
     MoveWanted,
-    OpenStore,
     Progress,
     RankEnded,
     RankInexact,
@@ -36,7 +31,6 @@ from checkpointless.launcher.protocol.node_messages import (
     Silent,
     Spawn,
     Standing,
-    StoreOpened,
 )
 from checkpointless.system.environment import SOURCE_ENV
 from tests.unit.agent.commanded_node import CommandedNode
@@ -88,26 +82,6 @@ def test_a_kill_that_comes_after_the_next_generation_began_is_ignored(node: Comm
     assert node.starter.signals == []
     node.agent.obey(Kill(1, 0, 1))
     assert node.starter.signals == [(1001, signal.SIGKILL)]
-
-
-def test_an_inquiry_for_a_rank_that_is_not_here_is_refused(node: CommandedNode) -> None:
-    with pytest.raises(ValueError, match="rank 7, which this node does not run"):
-        node.agent.obey(Ask(1, [7]))
-
-
-def test_a_rank_that_was_never_started_need_not_be_killed(node: CommandedNode) -> None:
-    node.agent.obey(Kill(7, 0, 0))  # the command to start it was lost
-    assert node.starter.signals == []
-    assert node.agent.job.outcome is None
-
-
-@pytest.mark.parametrize("grace_s", [0.0, DEFAULT_TERM_GRACE_S])
-def test_the_end_kills_who_does_not_go_in_time(node: CommandedNode, grace_s: float) -> None:
-    node.agent.end(End(1, ["the coordinator was lost"]), grace_s=grace_s)
-    assert [pid for pid, _ in node.starter.signals] == [1000, 1001]
-    node.starter.signals.clear()
-    node.tick(grace_s + 0.1)
-    assert node.starter.signals == [(1000, signal.SIGKILL), (1001, signal.SIGKILL)]
 
 
 def test_a_later_sigint_kills_but_not_one_that_is_of_the_same_ctrl_c(node: CommandedNode) -> None:
@@ -376,19 +350,3 @@ def test_a_successor_is_forgotten_with_the_processes_that_are_discarded(node: Co
     node.tick()
     assert node.agent.alive() == []
     assert node.said[-1] == Joined()
-
-
-def test_the_store_of_a_generation_is_opened_and_closed_with_it(node: CommandedNode) -> None:
-    node.said.clear()
-    node.agent.obey(OpenStore(2))
-    (opened,) = node.said
-    assert isinstance(opened, StoreOpened)
-    assert (opened.generation, opened.address) == (2, LOOPBACK)
-    with socket.create_connection((opened.address, opened.port)):
-        pass
-    node.agent.obey(FaultNotice(1, "1", "of the generation before", None))
-    with socket.create_connection((opened.address, opened.port)):
-        pass
-    node.agent.obey(FaultNotice(2, "1", "rank 0 raised", 0))
-    with pytest.raises(ConnectionRefusedError):
-        socket.create_connection((opened.address, opened.port))

@@ -61,16 +61,6 @@ def test_a_command_that_hangs_is_killed_and_named_once(polled: list[Polled]) -> 
     assert hangs.said == ["the notice command is killed, since it was not over within 30 s"]
 
 
-def test_a_command_that_cannot_be_run(polled: list[Polled]) -> None:
-    absent = Polled("/there/is/no/such/program")
-    polled.append(absent)
-    for _ in range(2):
-        absent.look(notice._EVERY_S)
-        absent.ends()
-    assert absent.came == 0
-    assert len(absent.said) == 1
-
-
 def test_a_program_on_a_stalled_file_system_holds_up_nobody(polled: list[Polled], stalled: Path) -> None:
     held = Polled(str(stalled))
     polled.append(held)
@@ -79,10 +69,3 @@ def test_a_program_on_a_stalled_file_system_holds_up_nobody(polled: list[Polled]
     assert held.said == ["the notice command is killed, since it was not over within 30 s"]
     assert held.came == 0
     held.ends()
-
-
-def test_without_a_command_nothing_is_run(polled: list[Polled]) -> None:
-    nothing = Polled()
-    polled.append(nothing)
-    assert nothing.look() == 0
-    assert nothing.notice._process is None

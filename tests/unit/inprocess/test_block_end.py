@@ -45,14 +45,6 @@ def test_room_is_made_if_there_is_no_more_memory(kind: type[Exception]) -> None:
     assert built[0]() is None
 
 
-def test_nothing_is_freed_for_another_error() -> None:
-    built: list[weakref.ref[Built]] = []
-    error = error_beside(built, RuntimeError)
-    assert not make_room(error)
-    assert built[0]() is not None
-    assert error.__traceback__ is not None
-
-
 @pytest.mark.parametrize(
     ("code", "status"),
     [

@@ -76,14 +76,3 @@ def test_a_relative_chdir_leads_to_the_same_folder_at_each_entry(
         os.chdir("outputs")
         assert Path.cwd() == tmp_path / "outputs"
         before.restore()
-
-
-def test_a_working_directory_that_is_gone_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gone = tmp_path / "gone"
-    gone.mkdir()
-    monkeypatch.chdir(gone)
-    gone.rmdir()
-    before = _EntryModes()
-    os.chdir(tmp_path)
-    before.restore()
-    assert Path.cwd() == tmp_path

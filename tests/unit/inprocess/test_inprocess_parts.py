@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -28,14 +27,11 @@ from checkpointless.inprocess import (
     HPDataLoaderAbort,
     HPState,
     HPWrapper,
-    InternalError,
     RankShouldRestart,
 )
 from checkpointless.inprocess.abort import after_block
 from checkpointless.inprocess.exceptions import is_victim
 from checkpointless.inprocess.fault_responder import MainThread
-from checkpointless.inprocess.finalize import register_cleanup
-from checkpointless.inprocess.memory import peak_growth, reset_peak
 from checkpointless.inprocess.wrap import _SignalHandlers, _with_caller
 
 STATE = HPState(rank=0, world_size=1, local_rank=0, generation=0)
@@ -100,19 +96,6 @@ def test_aborts_run_from_the_data_loaders_to_the_framework_or_communicators_firs
     assert order_of(HPWrapper()) == kinds
     kinds[:2] = HPAbortTorchDistributed, HPDataLoaderAbort
     assert order_of(HPWrapper(early_abort_communicator=True)) == kinds
-
-
-def test_the_clean_up_takes_whatever_it_is_given() -> None:
-    cleaned: list[str] = []
-    register_cleanup("test", lambda: cleaned.append("it"))
-    try:
-        cleanup = CheckpointlessFinalizeCleanup()
-        cleanup()
-        cleanup(STATE)
-        cleanup(STATE, None, train_ex=ValueError())
-    finally:
-        register_cleanup("test", lambda: None)
-    assert cleaned == ["it"] * 3
 
 
 def module(monkeypatch: pytest.MonkeyPatch, name: str, **content: Any) -> Any:
@@ -211,13 +194,6 @@ def test_the_caller_goes_where_it_is_wanted_and_nothing_else_was_given(
     assert block(*args, **kwargs) == ("c", given)
 
 
-@pytest.mark.parametrize("args", [(), ("c", None, "more")])
-def test_arguments_that_do_not_fit_are_the_blocks_own_error(args: tuple[Any, ...]) -> None:
-    args, kwargs = _with_caller(documented, args, {}, THE_CALLER)
-    with pytest.raises(TypeError, match="documented"):
-        documented(*args, **kwargs)
-
-
 @pytest.mark.parametrize("limit", [30, 30.0, timedelta(seconds=30)])
 def test_a_time_limit_is_seconds_or_a_timedelta_everywhere(limit: float | timedelta) -> None:
     assert HPWrapper(abort_timeout=limit).abort_timeout == timedelta(seconds=30)
@@ -235,38 +211,6 @@ def test_victims_are_told_from_culprits() -> None:
     with pytest.raises(ValueError) as caught:
         raise ValueError("outer") from gloo
     assert is_victim(caught.value)
-
-
-def test_the_main_thread_is_interrupted_until_it_has_left_and_not_after() -> None:
-    outcome: list[str] = []
-    ready = threading.Event()
-    left: list[bool] = []
-    main = MainThread()
-
-    def block() -> None:
-        ready.set()
-        for _ in range(3):  # user code may swallow what it should not
-            try:
-                while True:
-                    time.sleep(0.005)
-            except RankShouldRestart:
-                outcome.append("swallowed")
-        outcome.append("left")
-
-    def interrupt() -> None:
-        ready.wait(60)
-        left.append(main.interrupt_until_left(60, lambda _: None))
-        main.interrupt()
-
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    main.run(block)
-    time.sleep(0.2)
-    outcome.append("undisturbed")
-    thread.join(60)
-    main.close()
-    assert left == [True]
-    assert outcome == ["swallowed"] * 3 + ["left", "undisturbed"]
 
 
 _SLOW_MODULE = """
@@ -314,56 +258,6 @@ def test_a_module_that_the_block_imports_is_imported_whole(tmp_path: Path, monke
         sys.modules.pop("slow_to_import", None)
 
 
-@pytest.mark.slow
-def test_an_import_that_does_not_end_is_spared_for_half_of_the_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "never_imported.py").write_text("import time\nbegan = True\nwhile True:\n    time.sleep(0.005)\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    main = MainThread()
-    left: list[bool] = []
-
-    def interrupt() -> None:
-        while not hasattr(sys.modules.get("never_imported"), "began"):
-            time.sleep(0.005)
-        left.append(main.interrupt_until_left(10, lambda _: None))
-
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    try:
-        with pytest.raises(RankShouldRestart):
-            main.run(lambda: importlib.import_module("never_imported"))
-        thread.join(60)
-        assert left == [True]
-    finally:
-        main.close()
-
-
-def test_a_signal_that_has_a_use_is_not_taken_and_none_is_kept() -> None:
-    before = {number: signal.getsignal(number) for number in range(signal.SIGRTMIN, signal.SIGRTMAX + 1)}
-    first = MainThread()
-    second = MainThread()
-    assert first._signal != second._signal
-    second.close()
-    first.close()
-    assert {number: signal.getsignal(number) for number in before} == before
-
-
-def test_another_thread_than_the_main_one_is_refused() -> None:
-    errors: list[BaseException] = []
-
-    def call() -> None:
-        try:
-            MainThread()
-        except InternalError as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=call)
-    thread.start()
-    thread.join(60)
-    assert "main thread" in str(errors[0])
-
-
 def test_handlers_that_a_block_leaves_are_taken_back() -> None:
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR1)
     handlers = _SignalHandlers()
@@ -393,16 +287,6 @@ def test_torch_hears_of_dead_workers_also_after_its_handler_was_taken_back() -> 
         torch_workers._SIGCHLD_handler_set = before[1]
 
 
-def test_the_peak_of_memory_counts_from_its_reset() -> None:
-    block = b"x" * 200_000_000
-    reset_peak()
-    assert peak_growth()["peak_growth_bytes"] < 50_000_000
-    more = b"y" * 100_000_000
-    del more
-    assert 90_000_000 < peak_growth()["peak_growth_bytes"] < 150_000_000
-    del block
-
-
 def test_the_wrapper_is_a_decorator_with_and_without_parentheses() -> None:
     def block(value: int) -> int:
         """Return the value."""
@@ -420,33 +304,3 @@ def test_the_wrapper_is_a_decorator_with_and_without_parentheses() -> None:
 
 
 # --- Test what a script imports with the aborts and with Lightning's own strategies, and what not -----------------
-
-
-SCRIPT = """
-import sys
-
-for name in ("nemo", "nemo_run", "megatron"):
-    sys.modules[name] = None  # an import of it fails
-from checkpointless.inprocess import HPDataLoaderAbort
-from checkpointless.inprocess import abort
-assert "checkpointless.callbacks" not in sys.modules and not abort._known
-class Trainer: pass
-mine = Trainer()
-HPDataLoaderAbort().register_attributes(mine)
-print(*abort._known)
-from checkpointless.strategies import CheckpointlessDDPStrategy, CheckpointlessModelParallelStrategy
-
-print(CheckpointlessDDPStrategy.__name__, CheckpointlessModelParallelStrategy.__name__)
-"""
-
-
-@pytest.mark.slow
-def test_aborts_find_the_parts_of_a_trainer_without_callbacks_and_lightnings_strategies_need_no_nemo() -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", SCRIPT], capture_output=True, text=True, timeout=300
-    )
-    assert done.stdout.split() == [
-        "lightning",
-        "CheckpointlessDDPStrategy",
-        "CheckpointlessModelParallelStrategy",
-    ], done.stderr

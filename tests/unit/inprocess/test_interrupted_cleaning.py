@@ -6,17 +6,14 @@ import socket
 import struct
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from multiprocessing.util import Finalize, close_fds  # type: ignore[attr-defined]
-from pathlib import Path
 
 import pytest
 
 from checkpointless.inprocess import fault_responder
 from checkpointless.inprocess.exceptions import RankShouldRestart
 from checkpointless.inprocess.fault_responder import MainThread
-from checkpointless.observability.telemetry.events import append_line
 
 
 class Owner:
@@ -74,22 +71,6 @@ def test_both_pipes_of_a_worker_are_closed() -> None:
     assert not is_open(second)
 
 
-def test_a_file_that_was_being_opened_is_closed(tmp_path: Path) -> None:
-    path = tmp_path / "events.jsonl"
-    os.mkfifo(path)  # whoever opens it to write waits for a reader
-    reader: list[int] = []
-
-    def read_later() -> None:
-        if not reader and time.monotonic() > began + 0.3:
-            reader.append(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
-
-    began = time.monotonic()
-    leave_while(lambda: append_line(path, "{}"), read_later)
-    assert os.read(reader[0], 100) in (b"", b"{}\n")
-    assert os.read(reader[0], 100) == b"", "somebody holds it open for writing"
-    os.close(reader[0])
-
-
 def test_a_destructor_ends_and_is_interrupted_afterwards() -> None:
     ended = []
 
@@ -101,20 +82,6 @@ def test_a_destructor_ends_and_is_interrupted_afterwards() -> None:
 
     slow = [Slow()]
     leave_while(slow.clear)
-    assert ended
-
-
-def test_what_is_called_when_an_object_ends_is_called_to_its_end() -> None:
-    ended = []
-
-    def end() -> None:
-        for _ in range(40):
-            time.sleep(0.005)
-        ended.append(True)
-
-    owners = [Owner()]
-    weakref.finalize(owners[0], end)
-    leave_while(owners.clear)
     assert ended
 
 

@@ -345,28 +345,3 @@ def test_what_is_put_back_on_the_way_of_a_fault_is_put_back_as_a_whole(is_lost: 
         thread.join()
     assert len(back) == 300
     assert isinstance(error, ConnectionError if is_lost else RankShouldRestart)
-
-
-def test_what_does_not_end_is_interrupted_where_something_is_put_back_too() -> None:
-    with a_call() as call:
-
-        def block() -> None:
-            with call._main.putting_back():
-                try:
-                    raise ConnectionError("a peer is lost")
-                finally:
-                    while True:
-                        time.sleep(0.001)
-
-        ended: list[bool] = []
-
-        def interrupt() -> None:
-            time.sleep(0.05)
-            ended.append(call._main.interrupt_until_left(1.0, lambda _: None))
-
-        thread = threading.Thread(target=interrupt)
-        thread.start()
-        _, error = call.launch(block)
-        thread.join()
-    assert ended == [True]
-    assert isinstance(error, RankShouldRestart)

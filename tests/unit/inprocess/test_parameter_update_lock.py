@@ -89,13 +89,6 @@ def test_an_update_that_fails_is_torn_and_frees_who_waits() -> None:
     assert not lock.state().torn
 
 
-def test_ready_is_only_for_the_next_step() -> None:
-    lock = ParameterUpdateLock()
-    lock.set_committed(2)
-    lock.mark_ready(2)
-    assert not lock.state().ready
-
-
 def test_a_close_and_an_update_that_begins_meanwhile_never_miss_each_other() -> None:
     lock = ParameterUpdateLock()
     before = sys.getswitchinterval()

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import os
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from checkpointless.inprocess import HPWrapper, wrap
+from checkpointless.inprocess import wrap
 from checkpointless.inprocess.exceptions import RankShouldRestart
 from checkpointless.inprocess.generation import Generation, StepTracker
-from checkpointless.inprocess.wrap import HandedOver, Pause, _Blocks, _Succession
+from checkpointless.inprocess.wrap import Pause, _Blocks, _Succession
 from checkpointless.launcher.client import RankClient
 from checkpointless.launcher.protocol.board import Facts
 from checkpointless.launcher.protocol.messages import Barrier as BarrierMessage
-from checkpointless.launcher.protocol.messages import Go, HandOver, Offer, Offered, Paused, RankMessage, Replace
+from checkpointless.launcher.protocol.messages import Go, HandOver, Offer, Offered, Paused, RankMessage
 from checkpointless.launcher.protocol.messages import Pause as PauseMessage
 
 
@@ -86,13 +84,6 @@ def test_what_says_nothing_of_the_script(error: BaseException | None) -> None:
     assert [rank.entry(error), rank.entry(error)] == ["", ""]
 
 
-def test_what_the_engine_raises_says_nothing_of_the_script() -> None:
-    rank = Judged()
-    rank.entry(None, made=1)
-    of_the_engine = raised(lambda: HPWrapper(abort_timeout=-1))
-    assert [rank.entry(of_the_engine), rank.entry(of_the_engine)] == ["", ""]
-
-
 class Barrier(RankClient):
     """An agent that wants something once, by default a successor, and then begins the next generation."""
 
@@ -116,39 +107,6 @@ class Barrier(RankClient):
             self._hear(Go(1, None, {}, 5))
 
 
-def test_a_process_whose_state_finds_no_room_stays_if_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
-    client, ended = Barrier(), []
-    keeper = SimpleNamespace(hand_over=lambda high_water: HandedOver(0, f"no room at {high_water}"))
-    monkeypatch.setattr(wrap, "AgentClient", Barrier)
-    it = _Succession(Generation(0), client, StepTracker(Generation(0), None), _Blocks(Facts(None)), "process")
-    assert it.unfit
-    assert it.wait_go(0, cast(Any, keeper)).generation == 1
-    assert client.sent == [BarrierMessage(0)]
-
-    def end(code: int) -> None:
-        ended.append(code)
-        raise SystemExit
-
-    monkeypatch.setattr(os, "_exit", end)
-    client = Barrier()
-    it = _Succession(Generation(0), client, StepTracker(Generation(0), None), _Blocks(Facts(None)), "in-process")
-    with pytest.raises(SystemExit):
-        it.wait_go(0, cast(Any, keeper))
-    assert client.sent == [Replace(0, "its state could not be handed over: no room at 5")]
-    assert ended == [75]
-
-
-def test_a_process_offers_its_state_and_waits_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    client, withdrawn = Barrier(Offer(0, 5, [0], "10.0.0.1")), list[int]()
-    left = HandedOver(source="there", withdraw=lambda: withdrawn.append(1))
-    keeper = SimpleNamespace(hand_over=lambda *where: left if where == (5, "10.0.0.1") else None)
-    monkeypatch.setattr(wrap, "AgentClient", Barrier)
-    it = _Succession(Generation(0), client, StepTracker(Generation(0), None), _Blocks(Facts(None)), "in-process")
-    assert it.wait_go(0, cast(Any, keeper)).generation == 1
-    assert client.sent == [Offered(0, "there")]
-    assert withdrawn == [1], "it goes on with its state itself"
-
-
 def test_a_rank_waits_at_the_agreed_boundary_until_its_generation_ends(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -169,19 +127,3 @@ def test_a_rank_waits_at_the_agreed_boundary_until_its_generation_ends(
     pause.wait(lambda: None, end)  # there is no coordinator any more
     assert "training goes on" in caplog.text
     assert not pause.is_wanted, "else each step would wait that long"
-
-
-@pytest.mark.parametrize("has_launcher", [True, False], ids=["torchrun", "none"])
-def test_another_launcher_starts_no_successors(has_launcher: bool) -> None:
-    client = cast(Any, SimpleNamespace(has_launcher=has_launcher))
-    steps, blocks = StepTracker(Generation(0), None), _Blocks(Facts(None))
-    if not has_launcher:  # nothing is recovered from
-        assert not _Succession(Generation(0), client, steps, blocks, "process").unfit
-        return
-    with pytest.raises(ValueError, match="needs `checkpointless run`"):
-        _Succession(Generation(0), client, steps, blocks, "process")
-
-
-def test_there_are_two_ways_to_restart() -> None:
-    with pytest.raises(ValueError, match="restart is 'in-process' or 'process', and not 'job'"):
-        HPWrapper(restart="job")

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
-from checkpointless.faults.inject import FaultInjector
-from checkpointless.faults.ledger import FaultLedger, fired
 from checkpointless.inprocess import HPWrapper, RankShouldRestart
 from checkpointless.inprocess.wrap import active_call_wrapper
 from checkpointless.launcher.client import FaultNotice, RankClient
 from checkpointless.launcher.protocol.messages import Barrier, Done, FaultReport, Finish, Go, Hello, RankMessage
-from checkpointless.system.environment import FAULTS_ENV, RANK_ENV, RUN_DIR_ENV
 
 LATE_S = 0.5
 
@@ -88,57 +83,3 @@ def test_a_fault_that_is_handled_late_does_not_reach_into_the_next_generation() 
     assert wrapper_of(agent)(block)() == "done"
     assert errors == []
     assert updates == list(range(20))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("asks", [True, False])
-def test_every_generation_has_its_own_injector_of_the_jobs_faults(
-    asks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    agent = SlowAgent()
-    spec = "exception@between:rank=0,step=2"
-    monkeypatch.setenv(RUN_DIR_ENV, str(tmp_path))
-    monkeypatch.setenv(RANK_ENV, "0")
-    monkeypatch.setenv(FAULTS_ENV, json.dumps([spec] if asks else []))
-    found: list[FaultInjector | None] = []
-
-    def block() -> str:
-        call = active_call_wrapper()
-        assert call is not None
-        found.append(call.faults)
-        for step in range(1, 4):
-            call.enter_phase("between", step)
-        if not asks and call.generation == 0:
-            call.faults = FaultInjector([], 0, FaultLedger(None))  # a script may set its own
-            raise ValueError("the fault")
-        return "done"
-
-    assert wrapper_of(agent)(block)() == "done"
-    first, second = found
-    assert fired(tmp_path) == ({spec: 1} if asks else {})
-    if asks:
-        assert first is not None
-        assert second is not None
-        assert first is not second
-        assert first.of_job
-    else:
-        assert first is second is None
-
-
-class Unspeakable(RuntimeError):
-    """Says nothing of itself."""
-
-    def __str__(self) -> str:
-        raise self
-
-
-def test_an_exception_that_says_nothing_of_itself_is_a_fault_like_any_other() -> None:
-    agent = SlowAgent()
-
-    def block() -> str:
-        if agent.generation == 0:
-            raise Unspeakable
-        return "done"
-
-    assert wrapper_of(agent)(block)() == "done"
-    assert agent.said == "<its __str__ raised Unspeakable>"

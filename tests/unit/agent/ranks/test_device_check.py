@@ -9,10 +9,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from checkpointless.launcher.agent.ranks.process_keeper import REPORT_AGAIN_S, DeviceCheck
+from checkpointless.launcher.agent.ranks.process_keeper import DeviceCheck
 from checkpointless.launcher.protocol.node_messages import (
     DeviceBad,
-    End,
     Kill,
     NodeMessage,
     RankEnded,
@@ -143,36 +142,6 @@ def test_at_its_limit_a_check_is_killed_with_its_children_and_the_loop_goes_on(m
     node.until(lambda: are_dead(found))
 
 
-def test_what_a_check_leaves_behind_is_killed_and_not_waited_for(make: Make, tmp_path: Path) -> None:
-    node = make("sleep 100 & echo $! > pids; exit 0")
-    node.replace()
-    node.until(lambda: node.is_started)
-    node.until(lambda: are_dead(pids(tmp_path / "pids", 1)))
-
-
-def test_each_start_has_a_check_of_its_own(make: Make, tmp_path: Path) -> None:
-    node = make("echo >> runs; test $(wc -l < runs) -ne 2")
-    node.replace(1)
-    node.until(lambda: node.is_started)
-    node.replace(2)
-    node.until(lambda: bool(node.reports))
-    assert node.reports == [DeviceBad(0, 2, "the device check exited with 1")]
-    node.spawn(3)
-    node.until(lambda: node.is_started)
-    assert (tmp_path / "runs").read_text() == "\n\n\n"
-
-
-def test_a_failed_check_is_reported_again_until_there_is_an_answer(make: Make) -> None:
-    node = make("exit 1")
-    node.replace()
-    node.until(lambda: len(node.reports) == 1)
-    node.agent.standing()  # to a coordinator that has not heard of it
-    node.until(lambda: len(node.reports) == 2)
-    node.later_s += REPORT_AGAIN_S
-    node.until(lambda: len(node.reports) == 3)
-    assert len(node.printed) == 1, "it is run, and said, once"
-
-
 def test_a_rank_that_is_killed_during_its_check_has_ended_with_it(make: Make, tmp_path: Path) -> None:
     node = make("echo $$ > pids; exec sleep 100")
     node.replace()
@@ -184,15 +153,6 @@ def test_a_rank_that_is_killed_during_its_check_has_ended_with_it(make: Make, tm
     node.until(lambda: are_dead(found))
     node.spawn(1, anyway=True)  # an answer that comes too late
     assert not node.is_started
-
-
-def test_a_check_ends_with_the_job(make: Make, tmp_path: Path) -> None:
-    node = make("echo $$ > pids; exec sleep 100")
-    node.replace()
-    found = pids(tmp_path / "pids", 1)
-    node.agent.end(End(1, ["it is over"]))
-    assert node.agent.alive() == []
-    node.until(lambda: are_dead(found))
 
 
 def test_a_check_that_cannot_be_run_any_more_says_nothing_of_the_device(tmp_path: Path) -> None:
@@ -212,28 +172,6 @@ def test_a_check_that_cannot_be_run_any_more_says_nothing_of_the_device(tmp_path
     assert str(program) in said
     node.agent.close()
     node.selector.close()
-
-
-def test_a_check_on_a_stalled_file_system_holds_up_nobody(tmp_path: Path, stalled: Path) -> None:
-    later_s = 0.0
-    node = CommandedNode(
-        tmp_path, device_check=str(stalled), device_check_timeout_s=60.0, clock=lambda: time.monotonic() + later_s
-    )
-    node.tick()
-    node.agent.obey(Spawn(0, 0, 0, "", {}))
-    node.tick()
-    node.ends(0)
-    node.agent.obey(Spawn(0, 1, 0, "1", {}))
-    node.tick()
-    later_s = 60.0
-    node.tick()
-    assert node.printed == ["rank 0: the device check was not over within 60 s"]
-    node.agent.close()
-    node.selector.close()
-
-
-def test_a_command_is_divided_as_in_a_shell() -> None:
-    assert DeviceCheck.of("sh -c 'exit 1'", 30.0) == DeviceCheck(("sh", "-c", "exit 1"), 30.0)
 
 
 @pytest.mark.parametrize(

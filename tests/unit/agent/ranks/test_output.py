@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from checkpointless.launcher.agent.ranks import output as output_module
 from checkpointless.launcher.agent.ranks.output import Output, Printed
 from tests.descriptors import descriptors
 from tests.waiting import wait_until
@@ -104,51 +102,6 @@ def test_the_last_lines_are_those_of_the_last_process_though_nobody_has_read_the
     assert node.log(0).startswith("of an earlier process\nfirst\n")
 
 
-def test_the_last_lines_of_a_rank_that_has_left_a_printing_process_come_at_once(node: Node) -> None:
-    node.start()
-    os.close(node.terminal)  # nobody shows anything
-    node.terminal = os.open(os.devnull, os.O_RDONLY)
-    stop = threading.Event()
-    descriptor = node.ranks[0].begin()
-
-    def chatter() -> None:
-        while not stop.is_set():
-            os.write(descriptor, b"and so on\n" * 100)
-            time.sleep(0.001)
-
-    thread = threading.Thread(target=chatter, daemon=True)
-    thread.start()
-    wait_until(lambda: node.log(0))
-    assert node.ranks[0].last_lines(1) != []
-    stop.set()
-    thread.join(60)
-
-
-def test_nothing_of_a_flood_is_missing_in_a_log_whose_disk_takes_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(output_module, "_DISK_PATIENCE_S", 60)  # for a machine that is busy with other things
-    node = Node(tmp_path)
-    os.close(node.terminal)
-    node.start()
-    for thread in [pour(rank, PLENTY) for rank in node.ranks]:
-        thread.join(120)
-        assert not thread.is_alive()
-    node.end()
-    assert [len(node.log(rank)) for rank in (0, 1)] == [PLENTY, PLENTY]
-
-
-def test_a_burst_is_shown_whole_on_a_terminal_that_is_slow(node: Node) -> None:
-    node.start()
-    pour(node.ranks[0], 3_000_000).join(60)
-    got: list[str] = []
-    reader = threading.Thread(target=lambda: got.append(node.read_terminal()), daemon=True)
-    reader.start()
-    node.end()
-    reader.join(60)
-    assert got[0] == f"[rank 0] {'x' * 99}\n" * 30_000
-
-
 def test_a_disk_that_stops_costs_output_and_no_time(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "rank-1.log")  # nobody can open it until somebody reads
     node = Node(tmp_path, new_logs=())
@@ -170,24 +123,6 @@ def test_a_disk_that_stops_costs_output_and_no_time(tmp_path: Path) -> None:
         back.read()
         ended.join(60)
     assert missing > PLENTY // 2
-
-
-def test_a_job_ends_though_neither_disk_nor_terminal_answers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(output_module, "_CLOSE_S", 0.3)
-    os.mkfifo(tmp_path / "rank-1.log")
-    node = Node(tmp_path, new_logs=())
-    node.start()
-    pour(node.ranks[1], PLENTY).join(60)  # more than the terminal's pipe holds
-    node.output.close()
-    assert any("the last output of the ranks is not kept" in line for line in node.said), node.said
-    assert any("the last output of the ranks is not shown" in line for line in node.said), node.said
-    os.close(os.open(tmp_path / "rank-1.log", os.O_RDWR | os.O_NONBLOCK))
-    os.close(node.terminal)
-    # Its thread would write on to whatever has the number of a descriptor that is closed now.
-    wait_until(lambda: "checkpointless-shown" not in {thread.name for thread in threading.enumerate()})
-    os.close(node.shown)
 
 
 def test_a_terminal_that_takes_nothing_costs_lines_on_it_and_no_time(
@@ -233,8 +168,3 @@ def test_processes_cost_no_descriptor_and_the_end_leaves_none(tmp_path: Path) ->
     os.close(node.terminal)
     assert descriptors() == before
     assert set(threading.enumerate()) <= threads
-
-
-def test_a_process_that_made_its_output_non_blocking_leaves_it_to_itself(node: Node) -> None:
-    os.set_blocking(node.ranks[0].begin(), False)
-    assert os.get_blocking(node.ranks[0].begin())

@@ -1,13 +1,12 @@
 """Test what the zygote has imported before it forks."""
 
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from checkpointless.launcher.agent.ranks.preload import preload, preloads_of, prepare
+from checkpointless.launcher.agent.ranks.preload import preloads_of, prepare
 from checkpointless.launcher.agent.ranks.rank_process import Script
 
 
@@ -28,27 +27,6 @@ def test_installed_modules_are_preloaded_and_the_users_own_are_not(tmp_path: Pat
     )
 
 
-@pytest.mark.long
-@pytest.mark.slow
-def test_a_first_optimizer_imports_nothing_more(tmp_path: Path) -> None:
-    """Else a rank that takes another's place would import for seconds, while the others wait for it."""
-    script = tmp_path / "train.py"
-    script.write_text("import torch")
-    code = (
-        "import sys\n"
-        "from checkpointless.launcher.agent.ranks.preload import preload, preloads_of, prepare\n"
-        "from checkpointless.launcher.agent.ranks.rank_process import Script\n"
-        f"script = Script({str(script)!r})\n"
-        "assert preload(preloads_of(script), script) == []\n"
-        "import torch\n"
-        "before = set(sys.modules)\n"
-        "torch.optim.AdamW(torch.nn.Linear(2, 1).parameters())\n"
-        "assert set(sys.modules) == before\n"
-        "assert not torch.cuda.is_initialized()\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=240)
-
-
 def test_a_local_module_hides_an_installed_one(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("")
     script = tmp_path / "train.py"
@@ -61,15 +39,6 @@ def test_a_script_that_cannot_be_parsed_preloads_nothing(tmp_path: Path, source:
     script = tmp_path / "train.py"
     script.write_text(source, encoding="latin-1")
     assert preloads_of(Script(str(script))) == ()
-
-
-def test_what_cannot_be_preloaded_is_left_to_the_script() -> None:
-    assert preload(("json.decoder", "nowhere_to_be_found")) == ["nowhere_to_be_found"]
-
-
-def test_a_script_goes_through_a_command_line() -> None:
-    script = Script("a b.py", ("--x", "ü", ""), module=True)
-    assert Script.from_json(script.to_json()) == script
 
 
 @pytest.fixture

@@ -68,9 +68,3 @@ def test_what_is_no_message_is_refused(pair: Pair) -> None:
 def test_a_rank_that_reads_nothing_blocks_nobody(pair: Pair) -> None:
     while pair.link.send(Finish()):
         pass
-
-
-def test_a_link_that_is_closed_is_out_of_the_loop(pair: Pair) -> None:
-    pair.link.close()
-    assert pair.rank.recv(1) == b""
-    assert not pair.selector.get_map()

@@ -17,19 +17,6 @@ run_script(Script(sys.argv[1]))
 """
 
 
-def test_a_ranks_process_is_found_by_its_name(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text("print(open('/proc/self/comm').read())")
-    ended = subprocess.run(
-        [sys.executable, "-c", RUN, str(script)],
-        env={**os.environ, RANK_ENV: "12"},
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
-    assert ended.stdout.strip() == "ckpl-rank-12", ended.stderr
-
-
 INTERRUPTED = """
 import atexit, os, signal, threading
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import threading
 import time
@@ -85,24 +84,6 @@ def test_an_error_is_raised_where_the_group_was_to_be_made(install: Callable[...
         c10d.ProcessGroupGloo("no store")
 
 
-def test_a_helper_thread_makes_each_group_and_ends(install: Callable[..., None]) -> None:
-    install(Waits)
-    makers = {c10d.ProcessGroupGloo(0.0).made_in for _ in range(5)}
-    assert threading.current_thread() not in makers
-    for maker in makers:
-        maker.join(30)
-        assert not maker.is_alive()
-
-
-def test_other_threads_make_their_groups_themselves(install: Callable[..., None]) -> None:
-    install(Waits)
-    made: list[Waits] = []
-    thread = threading.Thread(target=lambda: made.append(c10d.ProcessGroupGloo(0.0)))
-    thread.start()
-    thread.join()
-    assert [each.made_in for each in made] == [thread]
-
-
 def test_a_forked_process_makes_a_helper_of_its_own(install: Callable[..., None]) -> None:
     install(Waits)
     c10d.ProcessGroupGloo(0.0)
@@ -123,11 +104,6 @@ def test_a_forked_process_makes_a_helper_of_its_own(install: Callable[..., None]
     assert ended[1] == 0
 
 
-def test_a_copy_of_the_class_is_the_class(install: Callable[..., None]) -> None:
-    install()
-    assert copy.copy(c10d.ProcessGroupGloo).__name__ == "ProcessGroupGloo"
-
-
 @pytest.mark.parametrize("asked", ["1", "true", "Yes"])
 def test_two_ranks_are_connected_when_their_group_has_been_made(
     install: Callable[..., None], asked: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -143,22 +119,6 @@ def test_two_ranks_are_connected_when_their_group_has_been_made(
     caplog.clear()
     made.append(c10d.ProcessGroupGloo(dist.HashStore(), 0, 1, timeout=limit))
     assert caplog.text == "", "it is said once"
-
-
-@pytest.mark.parametrize("asked", [None, "0"])
-def test_nothing_is_said_of_groups_that_connect_at_once(
-    install: Callable[..., None],
-    asked: str | None,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    monkeypatch.delenv("TORCH_GLOO_LAZY_INIT", raising=False)
-    if asked is not None:
-        monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", asked)
-    install()
-    c10d.ProcessGroupGloo(dist.HashStore(), 0, 1, timeout=c10d.default_pg_timeout)
-    assert os.environ.get("TORCH_GLOO_LAZY_INIT") == asked
-    assert caplog.text == ""
 
 
 def established() -> set[tuple[Any, ...]]:

@@ -3,10 +3,8 @@
 import contextlib
 import errno
 import socket
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,18 +34,6 @@ class Installed(_GlooSockets):
     def uninstall(self) -> None:
         """Restore the factory."""
         setattr(c10d, FACTORY, self._factory)
-
-
-def test_a_number_that_a_file_has_taken_meanwhile_is_left_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with (tmp_path / "file").open("wb") as file:
-        # The socket of that number was closed after the listing.
-        monkeypatch.setattr(process_groups, "_sockets", lambda: {file.fileno(): 1})
-        before = descriptors()
-        assert _GlooSockets().shutdown() == 0
-        assert descriptors() <= before
-        assert file.write(b"still open") == 10
 
 
 def test_where_descriptors_are_used_up_later_sockets_are_not_the_groups(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,52 +85,6 @@ def still_talk(mine: socket.socket, other: socket.socket) -> bool:
         other.sendall(b"a logger's")
         mine.settimeout(60)
         return mine.recv(10) == b"a logger's"
-
-
-class Listings:
-    """Stands in for torch's factory of groups, and counts how often all descriptors are listed."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.open: list[socket.socket] = []
-        self._listed = process_groups._sockets
-
-    def __call__(self) -> dict[int, int]:
-        self.count += 1
-        return self._listed()
-
-    def make_group(self, *_: object, **__: object) -> None:
-        """Connect, as a group does."""
-        self.open += connected_by_gloo()
-
-
-@pytest.fixture
-def listings(monkeypatch: pytest.MonkeyPatch) -> Iterator[Listings]:
-    made = Listings()
-    monkeypatch.setattr(c10d, FACTORY, made.make_group)
-    monkeypatch.setattr(process_groups, "_sockets", made)
-    yield made
-    for each in made.open:
-        each.close()
-
-
-def test_descriptors_are_looked_at_only_for_groups_that_connect_here(listings: Listings) -> None:
-    """There are as many groups as ranks, and about as many descriptors: all of them for each would be a square."""
-    noted = Installed()
-    noted.install()
-    try:
-        make: Callable[..., Any] = getattr(c10d, FACTORY)
-        for _ in range(50):
-            make(4, None, [4, 5, 6, 7], "gloo")  # groups of others
-            make(1, 0, [0], "gloo")  # groups of this rank alone
-        assert listings.count == 0
-        make(4, 2, [0, 1, 2, 3], "gloo")
-        make(group_size=8, group_rank=0, global_ranks_in_group=[])
-        assert listings.count == 4
-        assert noted.shutdown() == 4
-        noted.release()
-    finally:
-        noted.uninstall()
 
 
 def test_a_group_that_is_still_made_is_cut_again_and_again_without_a_new_descriptor(
@@ -206,30 +146,6 @@ def test_what_other_threads_open_while_a_group_is_made_is_left_alone(
         noted.release()
         noted.uninstall()
         for each in mine[0]:
-            each.close()
-
-
-def test_a_client_of_a_library_in_c_is_not_gloos(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may not be closed on exec, but it reuses no address. NCCL's does not either."""
-    noted = Installed()
-    clients: list[socket.socket] = []
-
-    def make_group(*_: object, **__: object) -> None:
-        clients.extend(connected())
-        clients[-2].set_inheritable(True)
-
-    monkeypatch.setattr(c10d, FACTORY, make_group)
-    noted.install()
-    try:
-        getattr(c10d, FACTORY)(4, 2, [0, 1, 2, 3], "gloo")
-        assert noted.shutdown() == 0
-        getattr(c10d, FACTORY)(4, 2, [0, 1, 2, 3], "nccl")
-        assert noted.shutdown() == 1
-        assert still_talk(clients[0], clients[1])
-    finally:
-        noted.release()
-        noted.uninstall()
-        for each in clients:
             each.close()
 
 

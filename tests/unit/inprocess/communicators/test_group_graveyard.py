@@ -25,19 +25,3 @@ def test_the_last_reference_is_never_dropped_by_the_thread_that_reaps() -> None:
     finally:
         sys.setswitchinterval(interval)
     assert set(ended_in) == {"checkpointless-reaper"}
-
-
-def test_a_group_that_somebody_still_refers_to_stays() -> None:
-    class Group:
-        pass
-
-    kept = Group()
-    _bury([kept])
-    process_groups.reap()
-    references = sys.getrefcount(kept)
-    process_groups.reap()
-    assert sys.getrefcount(kept) == references == 4
-    holder = [kept]
-    del kept
-    holder.clear()
-    process_groups.reap()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -86,18 +84,3 @@ def test_nccl_means_what_it_meant_before_torch_2_15(
     process_groups._prepare_nccl()
     assert os.environ["TORCH_DIST_USE_NCCL2"] == "0"
     assert [text.startswith("nccl means torch's former") for text in caplog.messages] == [True] * said
-
-
-@pytest.mark.parametrize(("loaded", "found"), [(None, (2, 31, 2)), (nccl.LIBRARY, (2, 31, 2)), ("", ())])
-def test_nccls_version_is_that_of_the_library_in_force(
-    monkeypatch: pytest.MonkeyPatch, loaded: str | None, found: tuple[int, ...]
-) -> None:
-    """A library that is loaded first stands in the process itself, torch's own under its name."""
-
-    def open_library(name: str | None) -> Any:
-        if name != loaded:
-            raise OSError(f"{name}: cannot open shared object file")
-        return SimpleNamespace(ncclGetVersion=lambda reference: setattr(reference._obj, "value", 23102))
-
-    monkeypatch.setattr(nccl.ctypes, "CDLL", open_library)
-    assert nccl.in_force() == found

@@ -159,16 +159,6 @@ def test_a_lock_that_a_worker_died_with(iterator_of: Callable[[Dataset[Any]], An
     assert comes_to_its_end(iterator._shutdown_workers)
 
 
-def test_a_lock_that_nobody_has(iterator_of: Callable[[Dataset[Any]], Any]) -> None:
-    iterator = iterator_of(Long())
-    abort(iterator)
-    condition = iterator._workers_done_event._cond
-    assert condition.acquire(False)
-    assert not condition.acquire(False), "it can be taken once"
-    condition.release()
-    assert comes_to_its_end(iterator._shutdown_workers)
-
-
 def test_a_message_of_which_half_was_written(iterator_of: Callable[[Dataset[Any]], Any]) -> None:
     iterator = iterator_of(Long())
     while not iterator._worker_result_queue._reader.poll(0.1):
@@ -186,33 +176,12 @@ def test_a_worker_that_ignores_sigterm(iterator_of: Callable[[Dataset[Any]], Any
     assert comes_to_its_end(iterator._shutdown_workers)
 
 
-def test_a_worker_whose_end_was_lost(iterator_of: Callable[[Dataset[Any]], Any]) -> None:
-    """It was reaped, but whoever did that was interrupted before it could say so."""
-    iterator = iterator_of(Long())
-    (worker,) = iterator._workers
-    iterator._worker_pids_set = False
-    signal_handling._remove_worker_pids(id(iterator))
-    condition = iterator._workers_done_event._cond
-    assert condition.acquire(True, 10)  # this lets it seem that the worker has it
-    os.kill(worker.pid, signal.SIGKILL)
-    os.waitpid(worker.pid, 0)
-    assert worker.is_alive(), "it will always say so"
-    abort(iterator)
-    assert comes_to_its_end(iterator._workers_done_event.set)
-
-
 def test_what_a_killed_worker_had_in_shared_memory_goes(iterator_of: Callable[[Dataset[Any]], Any]) -> None:
     iterator = iterator_of(DiesBetweenOpenAndUnlink())
     wait_until_dead(iterator)
     (left,) = temp_folder.SHARED_MEMORY.glob(f"torch_{iterator._workers[0].pid}_*")
     abort(iterator)
     assert not left.exists()
-
-
-def test_torch_names_what_is_in_shared_memory_by_the_pid() -> None:
-    tensor = torch.zeros(4).share_memory_()
-    assert f" {temp_folder.SHARED_MEMORY}/torch_{os.getpid()}_" in Path("/proc/self/maps").read_text()
-    del tensor
 
 
 def test_the_socket_of_a_killed_worker_goes_and_that_of_a_living_one_stays(

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import gc
-import pickle
-import random
-from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler
 
-from checkpointless.inprocess.worker_streams import _WorkerStreams, epochs_begun, is_iterable
+from checkpointless.inprocess.worker_streams import _WorkerStreams, epochs_begun
 from checkpointless.recovery import Place, seed_data_workers
 
 
@@ -25,25 +20,11 @@ def later() -> Place:
     return Place(3, 7)
 
 
-class Lines(IterableDataset[int]):
-    """Can be iterated over, but has no length."""
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(())
-
-
 class OwnWorkers(DataLoader[int]):
     """Represents a loader that does not start torch's workers."""
 
     def _get_iterator(self) -> Any:
         return iter(())
-
-
-def test_a_loader_without_workers_is_left_as_it_is() -> None:
-    loader: DataLoader[int] = DataLoader(range(4), worker_init_fn=ignore)  # type: ignore[arg-type]
-    before = dict(vars(loader))
-    seed_data_workers(loader, 1)
-    assert vars(loader) == before
 
 
 def test_the_loaders_own_init_is_kept_and_nothing_is_stacked() -> None:
@@ -72,25 +53,3 @@ def test_epochs_are_those_of_the_samplers(workers: int) -> None:
     del sampler, loader
     gc.collect()
     assert epochs_begun() == before
-
-
-def test_only_a_worker_has_its_streams_set() -> None:
-    called: list[int] = []
-    torch_state, numpy_state, python_state = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    _WorkerStreams((1, 0, ""), Place, called.append)(5)
-    assert called == [5]
-    assert torch.equal(torch.get_rng_state(), torch_state)
-    assert np.random.get_state()[1].tolist() == numpy_state[1].tolist()  # type: ignore[index, union-attr]
-    assert random.getstate() == python_state
-
-
-def test_what_is_sent_to_a_spawned_worker_knows_the_place_and_nothing_else() -> None:
-    streams = _WorkerStreams((1, 2, "training"), lambda: later(), ignore)  # a lambda cannot be pickled
-    copied = pickle.loads(pickle.dumps(streams))
-    assert copied.place() == Place(3, 7)
-    assert (copied.key, copied.init) == (streams.key, ignore)
-
-
-def test_a_dataset_without_indices_is_told_apart() -> None:
-    assert is_iterable(DataLoader(Lines()))
-    assert not is_iterable(DataLoader(range(4)))  # type: ignore[arg-type]
