@@ -59,13 +59,6 @@ def test_a_generation_begins_when_every_rank_is_ready_and_not_before() -> None:
     assert job.coordinator.job.generation == 0
 
 
-def test_a_node_that_joins_twice_is_refused() -> None:
-    job = Job()
-    job.join(0)
-    with pytest.raises(ValueError, match="node 0 is here already"):
-        job.admit(0)
-
-
 def test_a_node_that_does_not_fit_is_refused() -> None:
     job = Job()
     with pytest.raises(ValueError, match="it runs 3 ranks, and the nodes of this job run 2"):
@@ -101,29 +94,6 @@ def test_ranks_that_never_enter_are_replaced_once_and_then_end_the_job() -> None
     assert job.last_word == "rank 3 did not enter the block within 10 s, also not as a new process"
 
 
-def test_a_rank_that_is_replaced_before_it_entered_begins_with_the_others() -> None:
-    job = Job()
-    for index in (0, 1):
-        job.join(index)
-    job.ready(0, 1, 2)
-    job.tick(HEARTBEAT_S + 1)
-    job.ends(3, forgiven=True)
-    job.ready(3)
-    assert [begin.generation for _, begin in job.take(Begin)] == [0, 0]
-
-
-def test_a_rank_that_is_ready_before_all_nodes_have_joined_has_no_process() -> None:
-    job = Job()
-    job.join(0)
-    job.tell(0, RankReady(0, 0, -1, 0))
-    job.join(1)
-    assert [spawn.rank for _, spawn in job.take(Spawn)] == list(job.ranks)
-    job.ready(1, 2, 3)
-    assert job.take(Begin) == []
-    job.ready(0)
-    assert len(job.take(Begin)) == 2
-
-
 # ---- the end
 
 
@@ -140,15 +110,6 @@ def test_all_done_and_gone_is_a_good_end() -> None:
     assert job.take(End) == [(0, End(0, [])), (1, End(0, []))]
 
 
-def test_ranks_that_end_without_ever_entering_are_a_good_end_too() -> None:
-    job = Job()
-    for index in (0, 1):
-        job.join(index)
-    for rank in job.ranks:
-        job.ends(rank, 0)
-    assert job.outcome == End(0, [])
-
-
 @pytest.mark.parametrize("ready_first", [True, False])
 def test_a_rank_that_ends_while_another_waits_for_it(ready_first: bool) -> None:
     job = Job()
@@ -161,14 +122,6 @@ def test_a_rank_that_ends_while_another_waits_for_it(ready_first: bool) -> None:
         job.ends(1, 0)
         job.ready(2)
     assert job.last_word == "rank 1 ended without entering the block that rank 2 waits in"
-
-
-def test_a_first_process_that_fails_before_it_entered_ends_the_job() -> None:
-    job = Job()
-    for index in (0, 1):
-        job.join(index)
-    job.ends(1, 3)
-    assert job.outcome == End(1, ["its last line", "rank 1 exited with code 3; its log: rank-1.log"])
 
 
 def test_a_node_that_gives_up_ends_the_job_everywhere() -> None:
@@ -190,13 +143,6 @@ def test_a_job_that_was_given_up_does_not_end_well(code: int) -> None:
     job = Job().begin()
     job.hear(job.coordinator.nodes[0], JobOver("it left", code))
     assert job.outcome == End(1, ["it left"])
-
-
-def test_finished_ranks_may_enter_again() -> None:
-    job = Job().begin()
-    job.returns()
-    job.ready(*job.ranks)
-    assert [begin.generation for _, begin in job.take(Begin)] == [1, 1]
 
 
 # ---- progress

@@ -48,15 +48,3 @@ def test_where_it_was_needed_once_it_is_done_at_every_fault_to_processes_that_we
     job.ready(0, 1, 3, committed=4, entered=True)
     assert [command.ranks for _, command in job.take(HandOver)] == [[0, 1], [3]]
     assert len([line for line in job.said if UNFIT in line]) == 1
-
-
-def test_one_that_dies_meanwhile_is_replaced_as_ever(tmp_path: Path) -> None:
-    job = Job(events=tmp_path / "events.jsonl").begin()
-    job.raises(1)
-    job.ready(*job.ranks, entered=True, unfit=UNFIT)
-    hand_over(job, 0, 1, 3)
-    job.ends(2)
-    job.ready(*job.ranks, committed=4)
-    assert [begin.generation for _, begin in job.take(Begin)] == [1, 1]
-    rungs = [event.fields["rung"] for event in read_events(tmp_path) if event.stage == EventName.RUNG]
-    assert rungs == [Rung.OWN_STATE.label, Rung.PROCESS.label]

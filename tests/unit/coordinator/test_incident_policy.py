@@ -1,6 +1,5 @@
 """Test the policy of incidents: who is to blame, and when it is enough."""
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -33,20 +32,6 @@ def test_the_first_of_the_strongest_causes_explains(causes: list[Cause]) -> None
     assert all(kinds.index(cause.kind) <= kinds.index(found.kind) for cause in causes)
     assert next(cause for cause in causes if cause.kind == found.kind) == found
     assert found.culprit == (None if found.kind is CauseKind.VICTIM else found.rank)
-
-
-def test_a_death_beats_a_bug_beats_a_victim() -> None:
-    assert attribute([VICTIM, bug(), DEATH]) is DEATH
-    assert attribute([VICTIM, bug()]) == bug()
-    assert attribute([VICTIM]).culprit is None
-    with pytest.raises(ValueError, match="cause"):
-        attribute([])
-
-
-def test_what_is_said_of_a_cause() -> None:
-    assert str(DEATH) == "rank 2 killed by SIGKILL at step 4"
-    assert str(exit_cause(1, 3, -1)) == "rank 1 exited with code 3"
-    assert str(bug(message="no\nsecond line")) == "rank 1 raised ValueError at step 4: no"
 
 
 FAILURES = st.builds(

@@ -113,15 +113,6 @@ def test_what_cannot_be_moved(node: int, why: str) -> None:
     assert moving.job.sent == []
 
 
-def test_a_second_move_and_one_while_the_job_recovers_are_refused() -> None:
-    moving = Moving(spares=2).ask()
-    moving.ask(0)
-    assert "node 0 is not moved: node 1 is being moved: ask again when that is over" in moving.outcome
-    recovering = Moving()
-    recovering.job.raises(0)
-    assert "the job is not training" in recovering.ask().outcome
-
-
 def test_a_node_asks_by_itself_and_hears_why_not() -> None:
     moving = Moving(spares=0)
     moving.job.hear(moving.left, MoveWanted("maintenance"))
@@ -177,29 +168,6 @@ def test_another_node_that_is_lost_gets_the_only_spare_without_its_successors(st
     assert moving.job.coordinator.nodes[0] is spare
 
 
-def test_another_node_that_is_lost_gets_a_spare_that_nobody_moves_to() -> None:
-    moving = Moving(spares=2).ask().warm()
-    moving.job.hear(moving.job.coordinator.nodes[0], Leaving("its power is off"))
-    assert moving.job.coordinator.nodes[0] is moving.spares[1]
-    assert [ok for _, ok in moving.news if ok is not None] == []
-
-
-def test_a_node_that_comes_back_with_another_connection_stays() -> None:
-    moving = Moving().ask().warm().pause().gather()
-    moving.job.coordinator.job.roster.put_in_place(Node(1, 2, lambda _: None, joined=True), 1)
-    moving.job.tick()
-    assert moving.outcome.startswith("node 1 was not moved: it lost sight of the coordinator")
-
-
-def test_ranks_that_have_waited_too_long_are_asked_again() -> None:
-    moving = Moving().ask().warm()
-    moving.job.sent.clear()
-    moving.job.tick(30.0)
-    assert moving.job.take(Pause) == []
-    moving.job.tick(100.0)
-    assert moving.job.take(Pause) == [(0, Pause(0)), (1, Pause(0))]
-
-
 def test_a_spare_that_is_lost_early_leaves_training_undisturbed_and_later_costs_one_regrouping() -> None:
     moving = Moving().ask()
     moving.job.lose(moving.spares[0], "gone")
@@ -232,36 +200,3 @@ def test_successors_that_do_not_come() -> None:
     moving = Moving().ask()
     moving.job.tick(REGROUP_S + 1)
     assert "its successors did not come within 30 s" in moving.outcome
-
-
-def test_a_rank_that_ends_while_its_state_is_offered_is_asked_again() -> None:
-    moving = Moving().ask().warm().pause().gather()
-    moving.job.ends(2)
-    moving.job.hear(moving.left, RankOffered(3, 0, "10.0.0.1 703 secret"))
-    moving.job.ready(2)
-    assert moving.sent_to(moving.left, Offer) == [Offer(0, 4, [2, 3]), Offer(0, 4, [2])]
-    moving.job.hear(moving.left, RankOffered(2, 1, ""))
-    sources = [begin.sources for _, begin in moving.job.take(Begin)]
-    assert sources == [{"3": "10.0.0.1 703 secret"}] * 2
-
-
-def test_a_planned_move_counts_as_no_incident() -> None:
-    moving = Moving()
-    moving.job = Job(max_incidents=0).begin()
-    moving.spares, moving.left = [moving.job.join(-1)], moving.job.coordinator.nodes[1]
-    moving.ask().warm().pause().gather().offer()
-    assert moving.job.outcome is None
-    assert len(moving.job.take(Begin)) == 2
-
-
-def test_a_rank_that_was_wrong_twice_leaves_its_node() -> None:
-    moving = Moving()
-    for generation in range(2):
-        moving.job.raises(2, error="CorruptedGradientError")
-        moving.job.ready(*moving.job.ranks, committed=4 + generation, entered=True)
-        moving.job.tick()
-        assert moving.job.take(Spawn) == []
-        moving.job.coordinator.job.incidents.recovered(5 + generation)
-        moving.job.tick()
-    assert [(each.rank, each.incarnation) for _, each in moving.job.take(Spawn)] == [(2, 1), (3, 1)]
-    assert any("node 1 moves to a spare (rank 2 has computed" in line for line in moving.job.said)

@@ -6,16 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from checkpointless.launcher.coordinator.incident_policy import STILLBORN_LIMIT
 from checkpointless.launcher.protocol.causes import CauseKind
 from checkpointless.launcher.protocol.messages import Answer
 from checkpointless.launcher.protocol.node_messages import (
     Alive,
     Answered,
     Begin,
-    End,
     FaultNotice,
-    Kill,
     Progress,
     RankDone,
     RankReady,
@@ -24,7 +21,7 @@ from checkpointless.launcher.protocol.node_messages import (
 )
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.events import read_events
-from tests.unit.messaged_job import REGROUP_S, Job, go_env
+from tests.unit.messaged_job import Job, go_env
 
 
 def test_an_exception_interrupts_all_and_the_next_generation_begins_with_all() -> None:
@@ -100,14 +97,6 @@ def test_every_step_up_says_why(logged: Job, tmp_path: Path) -> None:
     assert job.said[-1] == "incident 2: storage or copies brought step 0 back; step 3 had been committed"
 
 
-def test_a_rank_at_the_barrier_of_a_running_generation_has_left_it() -> None:
-    job = Job().begin()
-    job.ready(1)
-    assert [interrupt.cause for _, interrupt in job.take(FaultNotice)] == ["rank 1 left the block"] * 2
-    job.ready(0, 2, 3)
-    assert [begin.generation for _, begin in job.take(Begin)] == [1, 1]
-
-
 def test_what_is_stale_is_ignored() -> None:
     job = Job().begin()
     job.ends(2)
@@ -133,37 +122,6 @@ def test_a_fault_during_the_recovery_belongs_to_the_incident() -> None:
     assert job.take(Begin) == []
     job.ready(0)
     assert [(begin.generation, begin.incident) for _, begin in job.take(Begin)] == [(1, "1")] * 2
-
-
-def test_successors_that_never_enter_end_the_job() -> None:
-    job = Job().begin()
-    job.ends(1)
-    for _ in range(STILLBORN_LIMIT):
-        assert job.outcome is None
-        job.ends(1, 7)
-    assert job.last_word.startswith("5 successors ended before they entered the block; the last: rank 1 exited")
-
-
-def test_incidents_over_the_limit_end_the_job() -> None:
-    job = Job(max_incidents=1).begin()
-    job.raises(0)
-    job.ready(*job.ranks, committed=4)
-    job.raises(0, generation=1)
-    job.ready(*job.ranks, committed=5)
-    reason = "incident 2 is over the limit of 1: rank 0 raised ValueError at step 4: no"
-    assert job.outcome == End(1, [reason, "Traceback"])
-
-
-def test_ranks_that_are_late_are_killed_once_and_then_missed() -> None:
-    job = Job().begin()
-    job.raises(0)
-    job.ready(0, 1, 2)
-    job.tick(REGROUP_S + 1)
-    assert job.take(Kill) == [(1, Kill(3, 0, 0))]
-    job.ends(3, forgiven=True)
-    assert [spawn.rank for _, spawn in job.take(Spawn)] == [3]
-    job.tick(2 * REGROUP_S + 2)
-    assert job.last_word == "rank 3 did not come back within 30 s, also not as a new process"
 
 
 def test_a_rank_that_has_returned_within_a_step_is_named_before_the_others_count_as_stalled() -> None:

@@ -69,25 +69,6 @@ def test_a_job_whose_state_is_lost_begins_again_with_new_processes(tmp_path: Pat
     assert f"restart 1 of 1: {LOST}" in why
 
 
-def test_what_an_earlier_generation_began_after_is_no_fallback() -> None:
-    job = begin_after_a_death(0)
-    for node in job.coordinator.nodes:
-        job.hear(node, Progress(7, 7, 8, 0, began_after=0, generation=0))  # it was under way
-    assert not [line for line in job.said if "back" in line]
-
-
-def test_a_fault_after_a_restart_is_recovered_from_as_ever() -> None:
-    job = begin_after_a_death(1)
-    lose_state(job)
-    job.ready(*job.ranks)
-    job.sent.clear()
-    job.ends(1)
-    (spawn,) = [spawn for _, spawn in job.take(Spawn)]
-    assert (spawn.rank, spawn.afresh) == (1, False)
-    job.ready(*job.ranks)
-    assert [(begin.generation, begin.origin) for _, begin in job.take(Begin)] == [(3, 2)] * 2
-
-
 @pytest.mark.parametrize("max_restarts", [0, 2])
 def test_a_job_without_a_restart_left_ends_with_the_reason(max_restarts: int) -> None:
     job = begin_after_a_death(max_restarts)
@@ -164,14 +145,6 @@ def test_what_not_all_ranks_raise_before_the_first_step_is_tried_again(other: st
     assert len(job.take(FaultNotice)) == 2
     fail_before_the_first_step(job, 0)  # in a later generation nobody waits
     assert len(job.take(FaultNotice)) == 4
-
-
-def test_what_is_over_a_limit_of_the_user_is_not_restarted() -> None:
-    job = Job(max_restarts=1, max_incidents=0).begin()
-    job.raises(0)
-    job.ready(*job.ranks)
-    assert job.outcome is not None
-    assert "over the limit of 0" in job.outcome.last_words[0]
 
 
 def test_a_script_without_a_block_is_restarted_as_torchrun_does() -> None:

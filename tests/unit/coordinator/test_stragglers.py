@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable
-from statistics import median
+from collections.abc import Callable
 
 import pytest
 
-from checkpointless.launcher.coordinator import coordinator, stragglers
 from checkpointless.launcher.coordinator.stragglers import Straggler, StragglerRule, pace_of
 from checkpointless.launcher.protocol.board import PaceReading, PaceRing
 from checkpointless.launcher.protocol.node_messages import Paces, RankPace
-from tests.unit.messaged_job import NPROC, Job
+from tests.unit.messaged_job import Job
 
 STEPS, ONSET = 120, 60
 Step = Callable[[int, int], tuple[float, float]]  # by rank and step: what it takes, and how much of it is data
@@ -120,63 +118,6 @@ def test_a_slow_rank_is_confirmed_when_looks_are_five_seconds_apart(step_s: floa
         found_at += [steps] * len(found)
     (steps,) = found_at
     assert onset < steps <= onset + max(20, 3 * every_s / step_s)
-
-
-@pytest.mark.parametrize("values", [[1, 2], [3, 3, 1], [5, 1, 4, 2], [7, 7, 7, 7, 2], [*range(9), 4]])
-def test_the_median_of_all_but_one(values: list[float]) -> None:
-    of_all = stragglers._Sorted(values)
-    for at, value in enumerate(values):
-        assert of_all.median_without(value) == median(values[:at] + values[at + 1 :])
-
-
-@pytest.mark.parametrize("peers", [1024, 128])
-def test_a_look_at_many_ranks_goes_a_few_times_over_each(peers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = 0
-
-    def counted(values: Iterable[float]) -> list[float]:
-        nonlocal seen
-        listed = list(values)
-        seen += len(listed)
-        return listed
-
-    monkeypatch.setattr(stragglers, "median", lambda values: median(counted(values)))
-    monkeypatch.setattr(stragglers, "sorted", lambda values: sorted(counted(values)), raising=False)
-    rule, draw, ranks = StragglerRule(), random.Random(1), 1024
-    for look in range(1, 5):
-        seen, steps = 0, look * PaceRing.SIZE
-        rule.look(
-            {
-                rank: RankPace(rank, rank // peers, steps, draw.randrange(50_000, 60_000), 100, 100)
-                for rank in range(ranks)
-            }
-        )
-    assert ranks <= seen <= ranks * 6
-
-
-def test_messages_between_two_looks_cause_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    looks: list[int] = []
-
-    def look(rule: StragglerRule, paces: dict[int, RankPace]) -> tuple[list[Straggler], list[int]]:
-        looks.append(len(paces))
-        return [], []
-
-    monkeypatch.setattr(StragglerRule, "look", look)
-    monkeypatch.setattr(coordinator._Stragglers, "MANY", NPROC)
-    job = Job().begin()
-    now_s, every_s = job.now_s(), coordinator._Stragglers.EVERY_S
-
-    def tick_after(intervals: float, messages: int) -> list[int]:
-        for number in range(messages):
-            rank = number % 2 * NPROC  # of either node
-            job.tell(rank, Paces(0, [RankPace(rank, 0, number, 100, 1, 1)]))
-        job.coordinator.tick(now_s + intervals * every_s)
-        return looks
-
-    assert tick_after(0, messages=0) == []
-    assert tick_after(0.1, messages=10) == [2]
-    assert tick_after(0.9, messages=10) == [2]
-    assert tick_after(1.2, messages=0) == [2, 2]
-    assert tick_after(9.0, messages=0) == [2, 2]
 
 
 @pytest.mark.parametrize("spares", [0, 1])

@@ -10,22 +10,11 @@ import pytest
 from checkpointless.inprocess.parameter_update_lock import CommitState
 from checkpointless.recovery import CheckpointManager, manager
 from checkpointless.recovery.decide import Decision, Verdict
-from checkpointless.recovery.manager import _differing_names, _find_loss
+from checkpointless.recovery.manager import _find_loss
 from checkpointless.state.held_state import HeldState
 from checkpointless.state.port import DATA
 from checkpointless.state.rank_local.state import RankLocalState
 from tests.unit.recovery.made_up_state import MadeUpJournal, MadeUpState
-
-
-def test_a_name_differs_if_a_digest_does_or_if_somebody_lacks_it() -> None:
-    digests = [{"same": "1", "other": "1", "lacking": "1"}, {"same": "1", "other": "2"}]
-    assert _differing_names(digests) == ["lacking", "other"]
-    assert _differing_names(digests[:1]) == []
-    assert _differing_names([]) == []
-
-
-def test_nothing_is_lost_at_the_start_where_nobody_is_refilled() -> None:
-    assert _find_loss(MadeUpJournal(MadeUpState(0)), None, RankLocalState(0), Decision(Verdict.RESUME, 0), 0) == ""
 
 
 def test_only_data_that_differed_is_lost_with_its_process(

@@ -38,31 +38,6 @@ def test_sparse_embeddings_hooks_and_frozen_parameters_are_left_alone() -> None:
     assert model._get_ddp_logging_data()["has_rebuilt_buckets"]
 
 
-def test_buckets_that_stay_as_they_are_are_not_made() -> None:
-    model = DistributedDataParallel(torch.nn.Linear(4, 2), find_unused_parameters=True)
-    _settle_buckets([model])
-    model(torch.ones(1, 4)).sum().backward()
-    assert not model._get_ddp_logging_data().get("has_rebuilt_buckets")
-
-
-def test_there_is_never_memory_for_two_sets_of_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = DistributedDataParallel(torch.nn.Linear(4, 2), gradient_as_bucket_view=True)
-    model_reducer: Any = model.reducer
-    kept: list[bool] = []  # gradients, which are parts of the buckets that are given up
-
-    class Watched:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(model_reducer, name)
-
-        def _rebuild_buckets(self) -> bool:
-            kept.append(any(parameter.grad is not None for parameter in model.parameters()))
-            return bool(model_reducer._rebuild_buckets())
-
-    monkeypatch.setattr(model, "reducer", Watched())
-    _settle_buckets([model])
-    assert kept == [False, False]  # asked whether there are any, and made
-
-
 def test_ddp_gives_all_ranks_the_same_buffers_at_the_same_forward_passes_after_a_fault() -> None:
     """It does not in the pass after one without gradients: a validation of Lightning's goes through it."""
 

@@ -103,9 +103,3 @@ def test_steps_that_are_not_due_are_run_once_and_those_that_are_must_be_checked(
     between.check.require()
     with pytest.raises(UnrecoverableError, match="sdc_check_every=2 finds nothing to check in step 4"):
         Checked(monkeypatch, 2).check.require()
-
-
-@pytest.mark.parametrize("every", [0, -1, 1.5])
-def test_what_is_no_number_of_steps_is_refused(monkeypatch: pytest.MonkeyPatch, every: int) -> None:
-    with pytest.raises(ValueError, match="is a number of steps from 1 on"):
-        Checked(monkeypatch, every)

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import gc
-import logging
 import weakref
-from collections.abc import Mapping
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +11,7 @@ import torch
 from checkpointless.inprocess.parameter_update_lock import CommitState
 from checkpointless.state import held_state
 from checkpointless.state.held_state import HeldState, HostMemory
-from checkpointless.state.port import SnapshotPoint, StepSnapshot
+from checkpointless.state.port import SnapshotPoint
 from checkpointless.state.serialization.digest import MemoryChecksumManager
 from checkpointless.transfer.tensor_entry import Key
 from tests.unit.recovery.made_up_state import MadeUpJournal, MadeUpState
@@ -90,25 +86,6 @@ def test_an_update_that_is_interrupted_belongs_to_no_step() -> None:
     assert held.commit == CommitState(3, ready=False, torn=True)
 
 
-def test_the_parts_of_a_step_that_is_to_be_redone_are_those_after_it() -> None:
-    class Parts(MadeUpJournal):
-        def own_parts(self, objects: Mapping[str, Any]) -> dict[str, Any]:
-            return {"a callback": objects["step"]}
-
-    held, fresh = hold(MadeUpState(step=3), CommitState(3, ready=True, torn=False)), Parts(MadeUpState(step=0))
-    now, redone = (held.own_parts(fresh, target, SnapshotPoint.COMMITTED) for target in (None, 4))
-    assert now.keys() == redone.keys() == {"a callback"}
-    assert now != redone
-    assert held.own_parts(fresh, None, SnapshotPoint.TURNED) == {}
-
-
-def test_a_moment_is_not_changed_by_what_is_held() -> None:
-    moment = StepSnapshot({"step": 1}, {("model", 0, "buffer"): torch.ones(1)})
-    held = HeldState(CommitState(1, ready=False, torn=False), {}, {SnapshotPoint.COMMITTED: moment})
-    assert held.go_back_to(SnapshotPoint.COMMITTED) == {"step": 1}
-    assert held.tensors == {}, "a buffer that is not held is not added"
-
-
 def written(held: HeldState) -> bool:
     """Write to a tensor of ``held`` as another process's weights would; return whether the state is given up."""
     held.tensors["model", 0, "frozen"].add_(1)
@@ -128,13 +105,6 @@ def test_what_a_script_writes_to_before_the_recovery_is_given_up(caplog: pytest.
     assert "frozen was written to since the fault" in caplog.text
 
 
-def test_what_a_script_has_written_to_before_a_second_fault_is_given_up() -> None:
-    held = hold(trainable(), CommitState(3, ready=False, torn=False))
-    held.tensors["model", 0, "frozen"].add_(1)
-    held.outlive()
-    assert held.commit.torn
-
-
 def test_a_recovery_may_write_and_what_is_written_behind_a_second_fault_is_given_up() -> None:
     held = hold(trainable(), CommitState(3, ready=False, torn=False))
     held.use()
@@ -142,13 +112,6 @@ def test_a_recovery_may_write_and_what_is_written_behind_a_second_fault_is_given
     held.outlive()
     assert not held.commit.torn
     assert written(held)
-
-
-def test_buffers_may_be_written_to() -> None:
-    held = hold(trainable(), CommitState(3, ready=False, torn=False))
-    held.tensors["model", 0, "buffer"].add_(1)
-    held.use()
-    assert not held.commit.torn
 
 
 def test_an_update_gives_way_if_memory_is_short_and_then_a_state_that_replicas_have() -> None:
@@ -211,19 +174,6 @@ def test_copies_are_equal_and_do_not_overlap_and_the_rest_stays_where_it_is() ->
     assert torch.equal(copies[key("odd")], tensors[key("odd")])
 
 
-def test_a_number_stays_where_it_is() -> None:
-    step = torch.tensor(3.0)
-    assert HostMemory().copies({key("step"): step})[key("step")] is step
-
-
-def test_the_memory_is_used_again() -> None:
-    memory = HostMemory()
-    first = memory.copies({key("a"): torch.ones(100), key("b"): torch.ones(5)})
-    again = memory.copies({key("a"): torch.zeros(90)})
-    assert again[key("a")].data_ptr() == first[key("a")].data_ptr()
-    assert len(memory._buffers) == 1
-
-
 def test_what_was_copied_before_and_is_still_held_is_not_overwritten() -> None:
     memory = HostMemory()
     held = memory.copies({key("a"): torch.ones(100), key("b"): torch.full((5,), 2.0)})
@@ -232,32 +182,3 @@ def test_what_was_copied_before_and_is_still_held_is_not_overwritten() -> None:
     mixed = memory.copies({key("a"): on_host[key("a")], key("b"): torch.full((5,), 7.0)})  # b was filled
     assert torch.equal(mixed[key("a")], before[key("a")])
     assert mixed[key("b")].tolist() == [7.0] * 5
-
-
-def test_a_host_that_locks_no_pages_is_said_once_for_each_buffer(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    locked: list[tuple[int, int]] = []
-
-    def register(pointer: int, nbytes: int, flags: int) -> int:
-        locked.append((pointer, nbytes))
-        return 2
-
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    zeros = torch.zeros
-    cleared: list[object] = []
-
-    def launch(*size: int, device: str) -> torch.Tensor:
-        cleared.append(device)
-        return zeros(*size)
-
-    monkeypatch.setattr(torch, "zeros", launch)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=register))
-    memory = HostMemory()
-    with caplog.at_level(logging.WARNING):
-        for _ in range(2):
-            copies = memory.copies({key("a"): torch.ones(100)})
-    assert cleared == ["cuda"], "else torch's next kernel would raise"
-    assert locked == [(copies[key("a")].data_ptr(), 512)]
-    assert caplog.text.count("512 bytes of host memory cannot be page-locked (error 2)") == 1

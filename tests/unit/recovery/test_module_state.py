@@ -40,19 +40,6 @@ def test_modes_and_extra_state_are_put_back() -> None:
     assert counter.count == {"calls": [3]}, "what was taken is nobody's to change"
 
 
-def test_nothing_is_put_back_of_a_state_that_has_nothing() -> None:
-    module = torch.nn.Dropout().eval()
-    Tensors([module], []).restore({})
-    assert not module.training
-
-
-def test_an_extra_state_that_cannot_travel_is_named() -> None:
-    assert _ExtraState([Counter(1)]).unfit() is None
-    reason = _ExtraState([torch.nn.Sequential(Counter(object()))]).unfit()
-    assert reason is not None
-    assert reason.startswith("Counter.get_extra_state returns what cannot travel")
-
-
 def test_hooks_of_ddp_that_keep_something_are_refused() -> None:
     class Wrapper(torch.nn.Module):
         _comm_hooks: tuple[tuple[Any, Any], ...] = ()
@@ -98,15 +85,6 @@ def optimizer(**values: Any) -> torch.optim.Optimizer:
     made = torch.optim.AdamW(torch.nn.Linear(2, 2).parameters(), lr=values.pop("lr", 0.1))
     made.param_groups[0].update(values)
     return made
-
-
-def test_values_are_those_of_the_moment_without_the_parameters() -> None:
-    inner = optimizer(names=["weight", "bias"])
-    taken = _ParamGroups([inner, None]).take()
-    inner.param_groups[0]["lr"] = 0.2
-    assert taken()[0][0]["lr"] == 0.1
-    assert taken()[1] == []
-    assert "params" not in taken()[0][0]
 
 
 @pytest.mark.parametrize(

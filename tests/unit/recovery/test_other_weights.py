@@ -51,10 +51,3 @@ def test_weights_that_stay_exchanged_are_refused_and_a_fault_is_told_first() -> 
     with pytest.raises(IndexError), training.other_weights():
         weights[0].mul_(3)[9]
     assert not journal.noted
-
-
-def test_what_was_written_before_stays_noted() -> None:
-    journal = Journal(written=True)
-    with training_of([torch.ones(3)], journal).other_weights():
-        pass
-    assert not journal.noted

@@ -55,21 +55,6 @@ def test_an_optimizer_that_communicates_is_refused_in_the_jobs_first_step(
         train(0)._tensors.finish_update()
 
 
-def test_after_a_fault_whatever_communicates_beside_an_update_is_no_reason_to_end_the_job(
-    train: Callable[..., PlainTraining],
-) -> None:
-    """Copies of the state are exchanged by a thread, and may be while the next step is applied."""
-    train(1)._tensors.finish_update()
-
-
-def test_a_users_module_may_have_a_method_of_the_name_of_fsdps(train: Callable[..., PlainTraining]) -> None:
-    class Own(torch.nn.Linear):
-        def reshard(self, groups: int) -> None:
-            raise AssertionError("it is the user's")
-
-    train(1, Own(3, 2))
-
-
 def test_a_change_of_weights_counts_until_the_state_is_taken_again(train: Callable[..., PlainTraining]) -> None:
     training = train(1)
     journal = training._journal
@@ -166,16 +151,6 @@ def test_weights_that_are_changed_beside_an_update_are_refused(
         training._refuse_early("in a step before its update()")
 
 
-def test_nothing_is_compared_behind_the_first_steps(train: Callable[..., PlainTraining]) -> None:
-    training = train(1)
-    weight = _taken_behind_the_first_update(training)
-    training.step = training._updated = 3
-    with torch.no_grad():
-        weight.mul_(0.5)
-    begin_next(training)
-    training._refuse_early("in a step before its update()")
-
-
 def test_a_scheduler_that_is_not_given_is_noticed() -> None:
     def optimizer() -> torch.optim.Optimizer:
         return torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1)
@@ -200,18 +175,6 @@ def test_an_optimizer_with_a_scaler_of_its_own_is_refused(train: Callable[..., P
     call: Any = SimpleNamespace(high_water=0)
     with pytest.raises(UnrecoverableError, match="has a GradScaler of its own"):
         PlainTraining(call, [module], [optimizer])
-
-
-def test_what_is_missing_is_said() -> None:
-    module = torch.nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match="no block is running"):
-        PlainTraining(modules=[module], optimizers=[optimizer])
-    call: Any = SimpleNamespace(high_water=0)
-    with pytest.raises(ValueError, match="give the modules and the optimizers"):
-        PlainTraining(call, optimizers=[optimizer])
-    with pytest.raises(ValueError, match="give the modules and the optimizers"):
-        PlainTraining(call, [module])
 
 
 def test_other_weights_say_nothing_of_what_was_written_before_them(train: Callable[..., PlainTraining]) -> None:

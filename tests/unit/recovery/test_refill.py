@@ -121,16 +121,6 @@ def test_a_tensor_of_which_the_rank_to_fill_has_said_nothing_is_not_left_out(sen
     assert sent == []
 
 
-def test_where_nobody_is_filled_nothing_is_sent(sent: list[Any]) -> None:
-    Refill().move(MadeUpState(0), {}, dict(HELD), {}, memory_budget_bytes=1)
-    assert sent == []
-
-
-def test_a_rank_that_holds_nothing_must_be_filled(sent: list[Any]) -> None:
-    with pytest.raises(RuntimeError, match="rank 1 was decided to be healthy but holds no state"):
-        Refill().move(MadeUpState(0), {2: (((0, 2), (0,)),)}, None, {}, memory_budget_bytes=1)
-
-
 def test_what_an_interrupted_transfer_brought_is_known_to_the_next(
     sent: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,31 +179,6 @@ def test_frozen_weights_are_taken_out_of_what_is_held() -> None:
     assert base.weights[WEIGHT].item() == 5
 
 
-def test_nothing_is_frozen_before_it_is_known_what_is_trained() -> None:
-    base, state = BaseModel(MemoryChecksumManager()), held(MadeUpState(3))
-    base.part_from(state)
-    assert base.weights is None
-    assert list(state.tensors) == [WEIGHT, BUFFER, MOMENTUM]
-    assert base.digests(MadeUpState(3)) == {}
-
-
-def test_the_digest_is_that_of_the_running_models_frozen_weights() -> None:
-    base = frozen()
-    base.attached(MadeUpState(3))
-    assert base.digests(MadeUpState(3)) != base.digests(MadeUpState(4))
-
-
-def test_what_is_offloaded_is_not_offloaded_again() -> None:
-    base, state = frozen(), held(MadeUpState(3))
-    base.part_from(state)
-    base.offload(state)
-    first = base.weights
-    base.offload(state)
-    assert base.weights is first
-    assert first is not None
-    assert first[WEIGHT].item() == 3
-
-
 @pytest.mark.parametrize(
     ("answers", "checksum", "lacking"),
     [([True, False, False], False, {1, 2}), ([True, True, False], False, {2}), ([False] * 3, True, {1, 2})],
@@ -235,20 +200,6 @@ def test_those_are_filled_that_are_refilled_and_have_no_weights(
     )
     assert base._ranks_without(decision) == lacking
     assert told == [not checksum]
-
-
-def test_where_nobody_is_refilled_nobody_is_asked() -> None:
-    assert frozen()._ranks_without(Decision(Verdict.RESUME, 3)) == set()
-
-
-def test_without_a_base_model_all_is_held_and_nothing_is_moved() -> None:
-    base, state = BaseModel(MemoryChecksumManager()), held(MadeUpState(3))
-    base.part_from(state)
-    base.attached(MadeUpState(3))
-    base.offload(state)
-    assert list(state.tensors) == [WEIGHT, BUFFER, MOMENTUM]
-    assert base.digests(MadeUpState(3)) == {}
-    assert base.restore(MadeUpState(3), Decision(Verdict.RESUME, 3), torch.iinfo(torch.int32).max) == 0
 
 
 # --- Test what belongs to an adapter, and what the base model is --------------------------------------------------
@@ -274,12 +225,3 @@ def test_adapter_keys(key: Any, expected: bool) -> None:
     manager = PEFTCheckpointManager()
     manager.params_to_save = {"a.name.of.its.own"}
     assert manager.is_adapter_key(key) is expected
-
-
-def test_nothing_is_a_base_model_before_it_is_known_what_is_trained() -> None:
-    manager = PEFTCheckpointManager(enable_offload=True)
-    assert manager.enable_offload
-    assert manager.params_to_save == set()
-    manager.maybe_offload_checkpoint()
-    assert manager.base_model_weights is None
-    assert manager.base_model_keys_to_extract is None

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from checkpointless.launcher.coordinator.hang_watch import (
     BUSY_TIMES,
-    MOST_GRACE_S,
     STEADY_LOOKS,
     Heartbeat,
     _Evidence,
@@ -16,7 +15,6 @@ from checkpointless.launcher.coordinator.hang_watch import (
     _grace_s,
     _is_shared,
     _judge,
-    _stalled,
     _Stance,
 )
 from checkpointless.system.process_tree import ProcessState
@@ -24,12 +22,6 @@ from tests.drawn import examples
 
 CEILING_S = 600.0
 RANKS = range(8)
-
-
-def test_nobody_is_asked_while_all_make_progress() -> None:
-    assert _stalled({}, {}) == ()
-    assert _stalled({0: 9.9, 1: 0.0}, dict.fromkeys(range(2), 10.0)) == ()
-    assert _stalled({0: 6.0, 1: 10.1, 2: 3.0}, dict.fromkeys(range(3), 10.0)) == (0, 1)
 
 
 @pytest.mark.parametrize(
@@ -51,17 +43,6 @@ def test_the_ceiling_follows_the_pauses_unless_it_is_given() -> None:
 )
 def test_half_of_the_job_or_a_whole_node_is_a_shared_stall(standing: tuple[int, ...], shared: bool) -> None:
     assert _is_shared(standing, 8, 2) is shared
-
-
-def test_one_of_two_ranks_hangs_by_itself_and_one_of_one_does_not() -> None:
-    assert not _is_shared((0,), 2, 2)
-    assert not _is_shared((0,), 2, 1)
-    assert _is_shared((0,), 1, 1)
-
-
-def test_the_last_rank_in_its_block_hangs_by_itself() -> None:
-    silent = {0: _Evidence(_Stance.ELSEWHERE, 31.0, 30.0)}
-    assert _judge(silent, 1, 8, 2, CEILING_S).ranks == (0,)
 
 
 EVIDENCE = st.builds(
@@ -123,10 +104,6 @@ def test_where_nobody_shows_progress_one_look_is_no_evidence(
 ) -> None:
     verdict = _judge(silent, 8, 8, nproc, CEILING_S, steady)
     assert verdict.finding in (_Finding.NOTHING, _Finding.ASK_AGAIN)
-
-
-def test_a_grace_is_short_and_in_proportion() -> None:
-    assert [_grace_s(limit_s) for limit_s in (1.0, 4.0, 30.0, 600.0)] == [1.0, 2.0, MOST_GRACE_S, MOST_GRACE_S]
 
 
 @pytest.mark.parametrize("unclear", [1, 2, 8])

@@ -69,22 +69,6 @@ def test_who_waits_in_no_collective_is_asked_to_leave_and_replaced_if_it_does_no
     assert [begin.generation for _, begin in job.take(Begin)] == [1, 1, 1]
 
 
-def test_who_leaves_in_time_is_not_replaced() -> None:
-    job = Job(nnodes=3).begin()
-    longest(job, 0)
-    silence(job, 4)
-    job.tick()
-    job.tell(4, Answered(4, Answer(1, False, "elsewhere")))
-    job.tick()
-    job.ready(4)
-    job.later_s = 20.0
-    job.tick()
-    assert job.take(Kill) == []
-    job.ready(0, 1, 2, 3, 5)
-    assert [begin.generation for _, begin in job.take(Begin)] == [1, 1, 1]
-    assert {rank.incarnation for rank in job.coordinator.ranks} == {0}
-
-
 def test_who_does_not_answer_again_and_again_hangs() -> None:
     job = Job().begin()
     longest(job, 0)
@@ -95,17 +79,6 @@ def test_who_does_not_answer_again_and_again_hangs() -> None:
     assert job.take(FaultNotice) == []
     wait_in_silence(job, 3, seconds=2)
     assert job.take(Kill) == [(1, Kill(3, 0, 0, 7))]
-
-
-def test_an_answer_that_comes_late_counts() -> None:
-    job = Job().begin()
-    longest(job, 0)
-    silence(job, 3)
-    job.tick()
-    wait_in_silence(job, 3, seconds=3)
-    job.tell(3, Answered(3, Answer(1, True, "in a collective")))
-    wait_in_silence(job, 3, seconds=4)
-    assert (job.take(FaultNotice), job.take(Kill)) == ([], [])
 
 
 @pytest.mark.parametrize("letter", ["R", "D", "t"])

@@ -20,11 +20,6 @@ def on_gpus(launched: Mapping[int, Mapping[str, int]], *in_collective: int) -> d
     return _stances_of(answers, is_complete=True)
 
 
-def test_the_one_that_has_not_come_is_told_from_those_who_wait_wherever_they_stand() -> None:
-    launched = {rank: {"0": 70 if rank == 5 else 71} for rank in range(8)}
-    assert on_gpus(launched) == {rank: ELSEWHERE if rank == 5 else WAITS for rank in range(8)}
-
-
 def test_who_waits_for_one_that_waits_is_no_culprit() -> None:
     """Rank 3 hangs; rank 2 waits for it in their tensor-parallel group, and ranks 0 and 1 for rank 2 or 3."""
     launched = {
@@ -65,10 +60,6 @@ def test_who_is_behind_may_wait_for_one_that_has_not_answered() -> None:
     launched = {0: {"a": 5}, 1: {"a": 4, "b": 3}}
     answers = {rank: Answer(0, False, "", True, dict(each)) for rank, each in launched.items()}
     assert _stances_of(answers, is_complete=False) == {0: WAITS, 1: UNCLEAR}
-
-
-def test_a_stack_in_a_collective_counts_on_gpus_too() -> None:
-    assert on_gpus({0: {"0": 4}, 1: {"0": 4}}, 1) == {0: UNCLEAR, 1: WAITS}
 
 
 def test_where_calls_return_when_they_are_done_the_stack_is_the_evidence() -> None:

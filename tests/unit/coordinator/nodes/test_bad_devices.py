@@ -70,18 +70,6 @@ def test_without_a_spare_the_device_is_tried_until_the_limits_of_every_job_are_r
     assert "in a row" in job.last_word
 
 
-def test_a_spare_that_came_meanwhile_takes_the_place() -> None:
-    job = Job().begin()
-    job.ends(2)
-    bad(job, 2)
-    job.join(-1)
-    job.ready(*job.ranks)
-    job.ends(2)
-    bad(job, 2)
-    assert job.outcome is None
-    assert "a spare takes the place of node 1" in job.said[-1]
-
-
 def test_the_node_that_hosts_the_coordinator_is_not_given_up() -> None:
     job = Job().begin()
     job.coordinator.host = job.coordinator.nodes[0]
@@ -130,18 +118,6 @@ def test_a_device_that_has_worked_since_is_tried_again() -> None:
     assert job.outcome is None
 
 
-def test_a_node_that_comes_anew_has_tried_nothing() -> None:
-    job = Job().begin()
-    job.ends(2)
-    bad(job, 2)
-    job.lose(job.coordinator.nodes[1], "its machine was exchanged")
-    job.join(1)
-    job.sent.clear()
-    bad(job, 2)
-    assert spawns(job) == [(1, 2, 2, True)]
-    assert job.outcome is None
-
-
 def test_a_report_that_is_repeated_gets_the_same_answer_because_it_may_be_lost() -> None:
     job = Job().begin()
     job.ends(2)
@@ -154,33 +130,6 @@ def test_a_report_that_is_repeated_gets_the_same_answer_because_it_may_be_lost()
         bad(job, 2)
     assert spawns(job) == [(1, 2, 1, True)] * 3
     assert (job.outcome, job.take(End)) == (None, [])
-
-
-def test_two_ranks_on_one_device_are_tried_each() -> None:
-    job = Job().begin()
-    for rank in (2, 3):
-        job.ends(rank)
-    job.sent.clear()
-    for rank in (2, 3):
-        bad(job, rank)
-    assert spawns(job) == [(1, 2, 1, True), (1, 3, 1, True)]
-
-
-def test_steps_after_a_fallback_count_as_progress() -> None:
-    job = Job().begin()
-    commits(job, 100)
-    job.ends(2)
-    bad(job, 2)
-    job.ready(*job.ranks, committed=50)
-    commits(job, 60)
-    job.join(-1)
-    for index in (0, 1):
-        job.hear(job.coordinator.nodes[index], Holding([2 * index, 2 * index + 1]))
-    job.ends(2)
-    job.sent.clear()
-    bad(job, 2)
-    assert job.take(End) == [], "its device has worked since: rank 3, the only one with its shard, is not given up"
-    assert spawns(job) == [(1, 2, 2, True)]
 
 
 def test_a_process_that_was_never_started_is_not_stillborn() -> None:
@@ -204,18 +153,3 @@ def test_the_device_is_tried_when_there_is_a_store_again() -> None:
     job.opens = True
     job.open_stores()
     assert (1, 2, 1, True) in spawns(job)
-
-
-def test_a_process_that_was_only_started_holds_no_shard() -> None:
-    job = Job().begin()
-    commits(job, 4)
-    for index in (0, 1):
-        job.hear(job.coordinator.nodes[index], Holding([0, 1]))
-    job.ends(0)  # the other holder of what rank 2 holds
-    job.ready(0, 1, 2, 3, committed=4)
-    job.join(-1)
-    job.ends(3)
-    job.sent.clear()
-    bad(job, 3)
-    assert not job.take(End), "rank 2 was the last one with its shard"
-    assert spawns(job) == [(1, 3, 1, True)]

@@ -13,8 +13,6 @@ from checkpointless.launcher.protocol.node_messages import (
     Joined,
     Kill,
     Leaving,
-    Progress,
-    RankEnded,
     RankReady,
     Searching,
     Spawn,
@@ -62,28 +60,6 @@ def test_without_a_spare_another_node_may_come_in_time(index: int) -> None:
     assert [node for node, _ in job.take(Begin)] == [0, 1]
 
 
-def test_without_another_node_the_job_ends() -> None:
-    job = Job().begin()
-    job.lose(job.coordinator.nodes[1], "it is gone")
-    job.ready(0, 1)
-    job.tick(REGROUP_S + 1)
-    assert job.last_word == "node 1 was lost (it is gone) and no other took its place within 30 s"
-    assert [node for node, _ in job.take(End)] == [0]
-
-
-def test_processes_for_two_lost_nodes_are_asked_for_when_both_places_are_taken() -> None:
-    job = Job(nnodes=3).begin()
-    for index in (0, 2):
-        job.lose(job.coordinator.nodes[index], "it is gone")
-    job.ready(2, 3)
-    job.join(2)
-    assert job.take(Spawn) == []
-    job.join(0)
-    assert [spawn.rank for _, spawn in job.take(Spawn)] == [0, 1, 4, 5]
-    job.ready(0, 1, 4, 5)
-    assert [node for node, _ in job.take(Begin)] == [0, 1, 2]
-
-
 def test_a_node_that_is_lost_before_the_job_began_may_come_back() -> None:
     job = Job()
     job.lose(job.join(1), "it is gone")
@@ -93,14 +69,6 @@ def test_a_node_that_is_lost_before_the_job_began_may_come_back() -> None:
     assert job.sent == []
     job.join(1)
     assert [spawn.incarnation for _, spawn in job.take(Spawn)] == [0] * 4
-
-
-def test_a_spare_that_is_lost_is_not_missed() -> None:
-    job = Job().begin()
-    job.lose(job.join(-1), "it is gone")
-    assert (job.sent, job.said) == ([], [])
-    job.lose(job.coordinator.nodes[1], "it is gone")
-    assert "no spare is ready" in job.said[-1]
 
 
 def test_a_node_whose_processes_have_ended_well_is_not_missed() -> None:
@@ -127,25 +95,6 @@ def test_a_node_lost_before_its_processes_have_ended_is_no_success() -> None:
     assert job.last_word == f"node 1 was lost before its ranks had ended ({why})"
 
 
-def test_a_node_that_leaves_before_its_processes_have_ended_is_not_waited_for() -> None:
-    job = Job().begin()
-    job.returns()
-    job.hear(job.coordinator.nodes[1], Leaving("stopped by SIGTERM"))
-    assert job.last_word == "node 1 was lost before its ranks had ended (stopped by SIGTERM)"
-
-
-def test_how_ranks_ended_while_their_node_was_away_is_heard() -> None:
-    job = Job().begin()
-    job.returns()
-    job.lose(job.coordinator.nodes[1], "it closed the connection")
-    job.ends(0, 0)
-    job.ends(1, 0)
-    node = job.admit(1)
-    for rank in (2, 3):
-        job.hear(node, RankEnded(rank, 0, 0, False, 3, 4, "rank.log", []))
-    assert job.outcome == End(0, [])
-
-
 def test_a_replacement_that_still_imports_is_waited_for() -> None:
     job = Job().begin()
     job.lose(job.coordinator.nodes[1], "it is gone")
@@ -169,23 +118,6 @@ def test_a_replacement_that_is_lost_before_its_ranks_were_started_is_replaced_by
     job.join(-1)
     job.lose(replacement, "gone as well")
     assert [spawn.rank for _, spawn in job.take(Spawn)] == [2, 3]
-
-
-def test_a_node_lost_late_in_an_incident_has_its_own_time() -> None:
-    job = Job(nnodes=3).begin()
-    job.raises(0)
-    job.tick(REGROUP_S - 0.1)
-    job.lose(job.coordinator.nodes[1], "it is gone")
-    job.tick(REGROUP_S - 0.1)
-    assert job.outcome is None
-
-
-def test_a_spare_that_is_told_to_stop_is_not_the_end_of_the_job() -> None:
-    job = Job().begin()
-    spare = job.join(-1)
-    job.hear(spare, Leaving("stopped by SIGTERM"))
-    assert job.outcome is None
-    assert job.coordinator.spares == []
 
 
 def test_a_node_that_leaves_is_lost_once_and_not_again_when_its_connection_closes() -> None:
@@ -214,12 +146,6 @@ def test_nodes_that_never_join_end_the_job_by_name() -> None:
     job.join(1)
     job.tick(600.1)
     assert job.last_word == "node 0, 2 did not join the job within 600 s"
-
-
-def test_a_rank_that_was_killed_for_being_late_and_was_not_is_a_fault() -> None:
-    job = Job().begin()
-    job.ends(3, forgiven=True)
-    assert [index for index, _ in job.take(FaultNotice)] == [0, 1]
 
 
 # ---- stores
@@ -275,20 +201,6 @@ def test_a_node_that_opens_no_store_ends_the_job_in_time() -> None:
     job.ready(*job.ranks)
     job.tick(REGROUP_S + 1)
     assert job.last_word == "node 0 opened no store for generation 1 in time"
-
-
-def test_what_a_spare_says_of_progress_is_not_counted() -> None:
-    job = Job().begin()
-    spare = job.join(-1)
-    job.hear(spare, Progress(9, 9, 10, 0))
-    assert job.coordinator.job.high_water == -1
-    for node in job.coordinator.nodes:
-        job.hear(node, Progress(3, 3, 4, 0))
-    job.raises(0)
-    job.ready(*job.ranks, committed=3, making=4)
-    for node in job.coordinator.nodes:
-        job.hear(node, Progress(4, 4, 5, 0))
-    assert "recovered" in job.said[-1]
 
 
 def test_a_node_that_is_looked_for_while_all_ranks_are_ready_is_waited_for() -> None:

@@ -11,37 +11,20 @@ from hypothesis import strategies as st
 from checkpointless.launcher.coordinator.coordinator import _assumed, _Reunion, _reunite
 from checkpointless.launcher.coordinator.job import Phase
 from checkpointless.launcher.protocol.node_messages import (
-    AllDone,
     Begin,
     Discard,
-    End,
     FaultNotice,
     Joined,
     RankEnded,
-    RankStanding,
     RankState,
     Searching,
     Spawn,
-    Standing,
 )
 from tests.drawn import examples
 from tests.unit.coordinator.nodes.standings import back, goes_searching
 from tests.unit.messaged_job import REGROUP_S, Job
 
 RUNNING, DONE = RankState.RUNNING, RankState.DONE
-
-
-def test_a_node_that_was_taken_for_lost_is_taken_back_with_its_processes() -> None:
-    job = Job().begin()
-    job.lose(job.coordinator.nodes[1], "no word from it for 10 s")
-    job.sent.clear()
-    back(job, 1, RUNNING, RankState.LEAVING)
-    assert job.take(Discard) == []
-    assert [(index, interrupt.generation) for index, interrupt in job.take(FaultNotice)] == [(1, 0)]
-    job.ready(*job.ranks)
-    assert [begin.generation for _, begin in job.take(Begin)] == [1, 1]
-    assert job.take(Spawn) == []
-    assert {rank.incarnation for rank in job.coordinator.ranks} == {0}
 
 
 @pytest.mark.parametrize("more", [{"generation": 1}, {"run_id": "another"}, {"finished": True}])
@@ -69,44 +52,6 @@ def test_a_node_that_lost_sight_of_the_coordinator_comes_back_and_nobody_is_told
     job.tick(60.0)
     job.ends(3)
     assert [(spawn.rank, spawn.incarnation) for _, spawn in job.take(Spawn)] == [(3, 1)]
-
-
-def test_a_node_that_lost_sight_of_the_coordinator_and_does_not_come_back_is_lost() -> None:
-    job = Job().begin()
-    goes_searching(job)
-    job.tick(10.1)
-    assert "node 1 was lost" in job.said[0]
-    back(job, 1, RUNNING, RUNNING)
-    job.ready(*job.ranks)
-    assert [begin.generation for _, begin in job.take(Begin)] == [1, 1]
-
-
-def test_a_node_that_looked_for_the_coordinator_and_comes_back_empty_gets_new_processes() -> None:
-    job = Job().begin()
-    goes_searching(job)
-    job.join(1)
-    assert "node 1 was lost" in job.said[0]
-    assert [(spawn.rank, spawn.incarnation) for _, spawn in job.take(Spawn)] == [(2, 1), (3, 1)]
-    job.ready(*job.ranks)
-    assert [begin.generation for _, begin in job.take(Begin)] == [1, 1]
-
-
-@pytest.mark.parametrize("searching", [True, False])
-def test_a_rank_that_a_node_was_never_told_to_start_is_started(searching: bool) -> None:
-    job = Job().begin()
-    for rank in (2, 3):
-        job.ends(rank)
-    node = job.coordinator.nodes[1]
-    if searching:
-        job.hear(node, Searching())
-    job.lose(node, "the connection broke between two commands")
-    job.sent.clear()
-    node = job.admit(1)
-    starting = RankStanding(2, 1, RankState.STARTING, 3, 4)
-    job.hear(node, Standing(0, 1, 3, job.run_id, False, [starting]))
-    assert [spawn.rank for index, spawn in job.take(Spawn) if index == 1] == [3]
-    job.ready(*job.ranks)
-    assert [begin.generation for _, begin in job.take(Begin)] == [1, 1]
 
 
 def test_a_node_that_is_back_and_says_nothing_is_not_waited_for_without_end() -> None:
@@ -148,28 +93,6 @@ def test_ranks_that_did_not_hear_that_a_generation_began_are_kept(searching: boo
     assert [begin.generation for _, begin in job.take(Begin)] == [2, 2]
 
 
-def test_a_node_that_did_not_hear_that_all_are_done_is_told() -> None:
-    job = Job().begin()
-    job.returns()
-    goes_searching(job)
-    job.sent.clear()
-    node = back(job, 1, DONE, DONE)
-    assert (job.outcome, job.take(AllDone)[0]) == (None, (1, AllDone()))
-    for rank in job.ranks:
-        job.ends(rank, 0)
-    assert job.outcome == End(0, [])
-    assert not node.lost
-
-
-def test_a_node_that_goes_away_again_before_it_has_spoken_is_not_missed() -> None:
-    job = Job().begin()
-    goes_searching(job)
-    job.admit(1)
-    goes_searching(job)
-    back(job, 1, RUNNING, RUNNING)
-    assert (job.sent, job.said) == ([], ["node 1 is back with its ranks, and nobody had missed it"])
-
-
 def test_a_node_that_is_lost_before_it_has_spoken_is_not_waited_for_twice() -> None:
     job = Job().begin()
     goes_searching(job)
@@ -182,19 +105,6 @@ def test_a_node_that_is_lost_before_it_has_spoken_is_not_waited_for_twice() -> N
     job.later_s = REGROUP_S + 20
     job.tick()
     assert "and no other took its place within 30 s" in job.last_word
-
-
-def test_ranks_of_the_next_block_that_did_not_hear_that_it_began_are_kept() -> None:
-    job = Job().begin()
-    job.returns()
-    job.ready(*job.ranks)  # the same processes, at the entry of another block
-    assert job.coordinator.job.generation == 1
-    goes_searching(job)
-    job.sent.clear()
-    back(job, 1, RankState.READY, RankState.READY, finished=True)
-    assert (job.take(Discard), job.take(Spawn)) == ([], [])
-    job.ready(0, 1)
-    assert [begin.generation for _, begin in job.take(Begin)] == [2, 2]
 
 
 def test_ranks_that_missed_several_generations_are_kept_and_those_of_an_earlier_holder_are_not() -> None:
@@ -215,43 +125,6 @@ def test_ranks_that_missed_several_generations_are_kept_and_those_of_an_earlier_
     job.sent.clear()
     back(job, 1, RankState.READY, RankState.READY)
     assert job.take(Discard) == [(1, Discard())]
-
-
-def test_no_generation_begins_before_a_node_that_is_back_has_said_what_its_ranks_do() -> None:
-    job = Job().begin()
-    job.raises(0)
-    job.ready(1, 2, 3)
-    goes_searching(job)
-    node = job.admit(1)
-    job.ready(0)
-    assert job.take(Begin) == []
-    ready = [RankStanding(rank, 0, RankState.READY, 3, 4) for rank in (2, 3)]
-    job.hear(node, Standing(0, 1, 3, job.run_id, False, ready))
-    assert job.take(Discard) == []
-    assert [begin.generation for _, begin in job.take(Begin)] == [1, 1]
-
-
-def test_a_node_that_comes_back_to_a_spare_whose_ranks_wait_for_it_ends_no_job() -> None:
-    job = Job().begin()
-    for index in (1, 0):
-        job.lose(job.coordinator.nodes[index], "no word from it")
-    job.join(-1)
-    back(job, 1, RankState.READY, RankState.READY)
-    assert job.outcome is None
-    job.ready(0, 1)
-    assert [begin.generation for _, begin in job.take(Begin)] == [1, 1]
-
-
-def test_a_rank_that_is_ready_while_a_node_is_missing_ends_no_job() -> None:
-    job = Job(nnodes=3).begin()
-    for index in (0, 1):
-        job.lose(job.coordinator.nodes[index], "no word from it")
-    job.join(-1)  # its ranks wait until the other node is here, too
-    job.ready(4, 5)
-    assert job.outcome is None
-    job.join(-1)
-    job.ready(*job.ranks)
-    assert [begin.generation for _, begin in job.take(Begin)] == [1, 1, 1]
 
 
 LIVING = [state for state in RankState if state is not RankState.FINISHED]
@@ -322,13 +195,3 @@ def test_a_rank_that_waits_for_the_next_block_and_dies_unheard_is_replaced() -> 
     assert [spawn.rank for _, spawn in job.take(Spawn)] == [2]
     job.ready(0, 2)
     assert [begin.generation for _, begin in job.take(Begin)] == [1, 1]
-
-
-def test_an_end_that_is_told_twice_counts_once() -> None:
-    job = Job().begin()
-    job.returns()
-    job.ends(2, 0)
-    job.ends(2, 0)
-    for rank in (0, 1, 3):
-        job.ends(rank, 0)
-    assert job.outcome == End(0, [])

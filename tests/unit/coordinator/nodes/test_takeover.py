@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,9 +10,7 @@ from checkpointless.launcher.protocol.causes import CauseKind
 from checkpointless.launcher.protocol.node_messages import (
     AllDone,
     Begin,
-    End,
     FaultNotice,
-    RankDone,
     RankEnded,
     RankState,
     Spawn,
@@ -40,14 +37,6 @@ def test_ranks_that_train_are_not_disturbed_and_their_next_fault_is_handled() ->
     assert spawn.env["TORCHELASTIC_RUN_ID"] == "the run"
     job.ready(*job.ranks, committed=8, making=9)
     assert [(begin.generation, begin.high_water) for _, begin in job.take(Begin)] == [(4, 8), (4, 8)]
-
-
-def test_a_rank_that_died_in_between_is_replaced() -> None:
-    job = Job()
-    standing(job, 1, RUNNING, RUNNING)
-    standing(job, 0, RUNNING, RankState.GONE, before=RankEnded(1, 1, -11, False, 7, 8, "rank-1.log", []))
-    assert job.said[1] == "incident 3: rank 1 killed by SIGSEGV at step 8; recovering"
-    assert [spawn.rank for _, spawn in job.take(Spawn)] == [1]
 
 
 def test_an_exception_that_nobody_heard_of_is_handled() -> None:
@@ -79,15 +68,6 @@ def test_a_spare_takes_the_place_of_a_node_that_does_not_find_the_new_coordinato
     assert [spawn.rank for _, spawn in job.take(Spawn)] == [0, 1]
 
 
-def test_a_spare_may_come_later_than_the_time_that_a_missing_node_had() -> None:
-    job = Job()
-    standing(job, 1, RUNNING, RUNNING)
-    job.tick(10.5)
-    assert "no spare is ready" in job.said[-1]
-    job.join(-1)
-    assert [spawn.rank for _, spawn in job.take(Spawn)] == [0, 1]
-
-
 def test_a_node_that_is_nowhere_ends_the_job_in_time() -> None:
     job = Job()
     standing(job, 1, RUNNING, RUNNING)
@@ -97,31 +77,12 @@ def test_a_node_that_is_nowhere_ends_the_job_in_time() -> None:
     assert job.last_word == "node 0 did not join the job within 30 s"
 
 
-def test_ranks_that_were_finished_may_end() -> None:
-    job = Job()
-    standing(job, 0, DONE, DONE)
-    standing(job, 1, RankState.FINISHED, RankState.GONE, finished=True)
-    assert [node for node, _ in job.take(AllDone)] == [0, 1]
-    for rank in (0, 1, 2):
-        job.ends(rank, 0)
-    assert job.outcome == End(0, [])
-
-
 def test_a_finished_rank_that_failed_in_between_is_no_success() -> None:
     job = Job()
     standing(job, 1, RankState.GONE, RankState.GONE, finished=True)
     job.hear(job.coordinator.nodes[1], RankEnded(3, 1, 3, False, 7, 8, "rank-3.log", []))
     standing(job, 0, DONE, DONE)
     assert job.last_word == "rank 3 exited with code 3"
-
-
-def test_a_job_that_had_not_begun_begins() -> None:
-    job = Job()
-    standing(job, 0, RankState.READY, RankState.STARTING, generation=-1, incarnation=0)
-    standing(job, 1, RankState.READY, RankState.READY, generation=-1, incarnation=0)
-    assert (job.take(Spawn), job.take(FaultNotice)) == ([], [])
-    job.ready(1)
-    assert [begin.generation for _, begin in job.take(Begin)] == [0, 0]
 
 
 STATE = st.sampled_from([state for state in RankState if state is not RankState.FINISHED])
@@ -166,58 +127,8 @@ def test_a_node_that_goes_away_from_a_new_coordinator_keeps_its_place_for_a_whil
     assert (job.sent, job.coordinator.job.phase) == ([], Phase.RUNNING)
 
 
-def test_a_spare_takes_the_place_of_a_node_that_stays_away_from_a_new_coordinator() -> None:
-    job = Job()
-    node = standing(job, 1, RUNNING, RUNNING)
-    job.join(-1)
-    job.lose(node, "it closed the connection")
-    standing(job, 0, RUNNING, RUNNING)
-    job.tick(10.1)
-    assert [spawn.rank for _, spawn in job.take(Spawn)] == [2, 3]
-
-
-def test_ranks_that_wait_at_the_entry_of_the_next_block_are_not_taken_for_finished() -> None:
-    job = Job()
-    standing(job, 0, RankState.READY, RankState.FINISHED, finished=True)
-    standing(job, 1, RankState.READY, RankState.READY, finished=True)
-    assert job.coordinator.job.phase is Phase.FINISHING
-    job.ready(1)
-    assert [begin.generation for _, begin in job.take(Begin)] == [4, 4]
-
-
-def test_ranks_that_train_in_the_next_block_are_not_ended_because_others_missed_its_begin() -> None:
-    job = Job()
-    standing(job, 0, RankState.READY, RankState.READY, generation=3, finished=True)
-    standing(job, 1, RUNNING, RUNNING, generation=4)
-    assert job.take(AllDone) == []
-    job.ready(2, 3)
-    assert [begin.generation for _, begin in job.take(Begin)] == [5, 5]
-
-
-@pytest.mark.parametrize("taken_over_in", [RUNNING, RankState.FINISHED])
-def test_a_coordinator_that_took_a_job_over_begins_its_next_block(taken_over_in: RankState) -> None:
-    job = Job()
-    finished = taken_over_in is RankState.FINISHED
-    for index in (0, 1):
-        standing(job, index, taken_over_in, taken_over_in, finished=finished)
-    for rank in job.ranks if not finished else ():
-        job.tell(rank, RankDone(rank, 3))
-    job.ready(*job.ranks)
-    assert [begin.generation for _, begin in job.take(Begin)] == [4, 4]
-
-
 def test_a_node_lost_with_the_coordinator_before_its_ranks_had_ended_is_no_success() -> None:
     job = Job()
     standing(job, 1, RankState.FINISHED, RankState.FINISHED, finished=True)
     job.join(0)
     assert job.last_word == "node 0 was lost before its ranks had ended (as was the coordinator)"
-
-
-def test_a_rank_that_died_at_the_entry_of_the_next_block_is_replaced_by_a_new_coordinator() -> None:
-    job = Job()
-    standing(job, 0, RankState.READY, RankState.FINISHED, finished=True)
-    died = RankEnded(2, 1, -9, False, 7, 8, "rank-2.log", [])
-    standing(job, 1, RankState.GONE, RankState.READY, finished=True, before=died)
-    assert [spawn.rank for _, spawn in job.take(Spawn)] == [2]
-    job.ready(*job.ranks)
-    assert [begin.generation for _, begin in job.take(Begin)] == [4, 4]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,18 +14,14 @@ import torch
 from checkpointless.inprocess.parameter_update_lock import CommitState
 from checkpointless.launcher.protocol.channel import LOOPBACK
 from checkpointless.observability.telemetry.wording import size
-from checkpointless.recovery import CheckpointManager
 from checkpointless.replication import handover
 from checkpointless.replication.handover import Snapshot, clear, hand_over, offer, take_over
-from checkpointless.replication.parts import Content
 from checkpointless.state.held_state import HeldState
 from checkpointless.state.port import SnapshotPoint, StepSnapshot
 from checkpointless.state.rank_local.state import RankLocalState
 from checkpointless.state.rng import RngStates
-from checkpointless.state.serialization import state_tree
 from checkpointless.system.environment import HANDOVER_ENV, SOURCE_ENV
 from checkpointless.transfer.tensor_entry import Key
-from tests.waiting import wait_until
 
 WEIGHT, BUFFER = ("model", 0, "weight"), ("model", 0, "running")
 
@@ -87,13 +82,6 @@ def test_it_comes_back_as_it_was(folder: Path) -> None:
     assert not list(folder.iterdir())
 
 
-def test_what_the_process_before_has_left_stays_if_nothing_is_held(folder: Path) -> None:
-    hand_over(Snapshot(held()), RankLocalState(0), 7)
-    nbytes, problem = hand_over(None, RankLocalState(0), 7)
-    assert (nbytes > 0, problem) == (True, "")
-    assert take_over(RankLocalState(0)) is not None
-
-
 @pytest.mark.parametrize("at", ["middle", "end"])
 def test_what_is_damaged_is_not_used(folder: Path, at: str, caplog: pytest.LogCaptureFixture) -> None:
     hand_over(Snapshot(held()), RankLocalState(0), 7)
@@ -152,23 +140,6 @@ def test_an_update_that_another_rank_has_made_is_made_first(folder: Path, high_w
     assert found.held.moments[SnapshotPoint.COMMITTED].objects == {"step": high_water}
 
 
-def test_half_of_an_update_is_not_handed_over(folder: Path) -> None:
-    assert hand_over(Snapshot(held(torn=True)), RankLocalState(0), 7) == (0, "an update failed half-way")
-    assert not list(folder.iterdir())
-
-
-def test_without_a_folder_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(HANDOVER_ENV)
-    assert hand_over(Snapshot(held()), RankLocalState(0), 7) == (0, handover._NO_FOLDER)
-    assert take_over(RankLocalState(0)) is None
-
-
-@pytest.mark.parametrize("structure", [{"format": 0}, [], [b"", b"", 0]])
-def test_what_is_no_state_of_a_rank_is_refused(structure: Any) -> None:
-    with pytest.raises(ValueError, match="state of a rank"):
-        Snapshot.of(Content(state_tree.dumps(structure), ()))
-
-
 # --- over the network ---------------------------------------------------------------------------------------------
 
 
@@ -187,17 +158,6 @@ def test_a_successor_on_another_node_fetches_it_as_often_as_it_likes(monkeypatch
         assert all(torch.equal(found.held.tensors[key], each) for key, each in state.tensors.items())
     clear()
     assert fetch_from(source, monkeypatch) is None
-
-
-def test_an_offer_keeps_nothing_once_it_is_withdrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    manager = CheckpointManager()
-    manager._held = held()
-    left = manager.hand_over(7, LOOPBACK)
-    assert fetch_from(left.source, monkeypatch) is not None
-    assert handover._offering is not None
-    kept = weakref.ref(handover._offering)
-    left.withdraw()
-    wait_until(lambda: kept() is None)
 
 
 def test_only_who_knows_the_secret_gets_it(
@@ -219,10 +179,3 @@ def test_who_says_nothing_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> No
     with socket.create_connection((address, int(port))):
         assert fetch_from(source, monkeypatch) is not None
     clear()
-
-
-def test_what_is_of_no_step_or_not_there_is_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert offer(None, RankLocalState(0), 7, LOOPBACK) == ("", "")
-    source, problem = offer(Snapshot(held(torn=True)), RankLocalState(0), 7, LOOPBACK)
-    assert (source, problem) == ("", "an update failed half-way")
-    assert take_over(RankLocalState(0)) is None

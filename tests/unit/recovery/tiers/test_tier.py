@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -12,7 +11,6 @@ from checkpointless.recovery import (
     CheckpointManager,
     LocalDirectory,
     NeighborMemory,
-    PEFTCheckpointManager,
     SharedDirectory,
 )
 from checkpointless.replication import DirectoryStore
@@ -34,11 +32,6 @@ def test_neighbors_are_on_other_nodes_if_there_are_any(
     assert NeighborMemory(jump=jump).distances(world, node) == distances
 
 
-def test_without_neighbors_there_is_no_distance_to_choose(tmp_path: Path) -> None:
-    assert SharedDirectory(tmp_path).distances(5, 5)
-    assert LocalDirectory(tmp_path, copies=0).distances(1, 1) == [1]
-
-
 def test_ranks_that_cannot_be_divided_are_told_what_is_possible() -> None:
     with pytest.raises(
         ValueError, match=r"neighbor memory: 12 ranks cannot keep a copy each, 4 ranks apart: .* = 8"
@@ -48,21 +41,6 @@ def test_ranks_that_cannot_be_divided_are_told_what_is_possible() -> None:
         NeighborMemory().distances(1, 1)
     with pytest.raises(ValueError, match="cannot keep 2 copies each"):
         LocalDirectory("x", copies=2).distances(4, 3)
-
-
-@pytest.mark.parametrize("settings", [{"every": 0}, {"copies": 0}, {"jump": -1}])
-def test_numbers_out_of_range(settings: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=">="):
-        NeighborMemory(**settings)
-
-
-def test_directories_have_a_folder_for_each_job(tmp_path: Path) -> None:
-    local = LocalDirectory(tmp_path / "local").open("abc", 3)
-    shared = SharedDirectory(tmp_path / "shared").open("abc", 3)
-    assert isinstance(local, DirectoryStore)
-    assert isinstance(shared, DirectoryStore)
-    assert local.root == tmp_path / "local" / "job-abc"
-    assert shared.root == tmp_path / "shared" / "job-abc" / "rank-3"
 
 
 def test_tiers_of_a_recipe_are_made_by_name(tmp_path: Path) -> None:
@@ -98,11 +76,6 @@ def test_each_tier_is_given_once_and_the_cheapest_is_asked_first(tmp_path: Path)
     assert [tier.name for tier in Copies(given).tiers] == [kind.name for kind in TIERS.values()]
     with pytest.raises(ValueError, match="each tier can be given once"):
         CheckpointManager(tiers=[NeighborMemory(), NeighborMemory(every=2)])
-
-
-def test_adapters_have_no_tiers() -> None:
-    with pytest.raises(ValueError, match="leave out tiers"):
-        PEFTCheckpointManager(tiers=[NeighborMemory()])
 
 
 def test_a_folder_that_was_purged_is_made_again_at_the_next_copy(tmp_path: Path) -> None:
