@@ -34,16 +34,6 @@ def test_it_says_steps_incidents_seconds_and_where_the_report_is(tmp_path: Path)
     )
 
 
-def test_it_counts_what_is_not_exact(tmp_path: Path) -> None:
-    run = MadeUpRun()
-    run.start(at_s=10)
-    run.incident(31.0, "1", committed=21)
-    run.add(31.5, "inexact", "point", 1, incident="1", step=22, reason="step 22 takes another batch")
-    run.incident(51.0, "2", committed=41)
-    run.end(100.0, step=85)
-    assert "85 steps, 2 incidents (1 not exact), " in closing_line(written(tmp_path / "run", run), 0)
-
-
 def test_only_the_steps_of_this_run_count(tmp_path: Path) -> None:
     run = MadeUpRun(ranks=1)
     run.span(10.0, "first_step", 0, step=101)
@@ -51,23 +41,6 @@ def test_only_the_steps_of_this_run_count(tmp_path: Path) -> None:
     assert closing_line(written(tmp_path / "a run", run), 1) == (
         f"failed: 40 steps, no incidents; report: checkpointless report '{tmp_path / 'a run'}'"
     )
-
-
-def test_a_first_step_that_a_fault_interrupted_counts(tmp_path: Path) -> None:
-    """Its update was made on one rank, so that the job goes on with the second step."""
-    run = MadeUpRun(ranks=1)
-    run.add(10.0, "first_step", "begin", 0, step=1)
-    run.add(15.0, "first_step", "begin", 0, step=2, generation=1)
-    run.add(16.0, "first_step", "end", 0, step=2, generation=1)
-    run.end(20.0, step=12)
-    assert closing_line(written(tmp_path / "run", run), 0).startswith("done: 12 steps, ")
-
-
-def test_a_step_that_was_only_begun_is_not_made(tmp_path: Path) -> None:
-    run = MadeUpRun(ranks=1)
-    run.add(10.0, "first_step", "begin", 0, step=1)
-    run.end(20.0, code=1, reason="no")
-    assert closing_line(written(tmp_path / "run", run), 1) == ""
 
 
 def test_a_job_without_steps_and_incidents_says_nothing_and_one_with_incidents_counts_these(tmp_path: Path) -> None:

@@ -2,8 +2,6 @@
 
 import importlib
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +9,6 @@ import pytest
 import torch
 
 from checkpointless.cli import main
-from checkpointless.cli.commands.demo import TRAINER_NAMES
 from checkpointless.faults.ledger import FaultLedger
 from checkpointless.faults.spec import FaultKind, FaultPhase, parse
 from checkpointless.launcher.agent import launch as launch_module
@@ -129,21 +126,6 @@ def test_a_node_can_be_lost_in_a_job_of_several(
     assert "--nnodes" in refused([command, "--nproc-per-node", "4", *fault, *rest], capsys)
 
 
-@pytest.mark.nemo
-@pytest.mark.parametrize(
-    "argv",
-    [
-        ["--nproc-per-node", "8"],
-        ["--nproc-per-node", "16", "data.global_batch_size=32"],
-        ["trainer.max_steps=-1", "trainer.max_epochs=1", "data.num_train_samples=64"],
-        ["checkpointless.rng_replication_jump=0"],
-    ],
-)
-def test_what_can_work_is_not_refused(argv: list[str], launched: list[LaunchConfig]) -> None:
-    assert main(["train", "tiny_gpt_cpu", *argv, "--fault", "exception@data:rank=0,step=3"]) == 7
-    assert len(launched) == 1
-
-
 def test_the_demo_fits_its_batch_to_its_ranks() -> None:
     def task(nproc: int, layout: str = "") -> Task:
         return Task(nproc, 3, parse_layout(layout, TRAINERS["nemo"].keys))
@@ -159,10 +141,6 @@ def test_the_demo_fits_its_batch_to_its_ranks() -> None:
     assert "data.global_batch_size=32" in demo.overrides(task(16))
 
 
-def test_the_demo_has_the_trainers_that_the_command_line_names() -> None:
-    assert tuple(TRAINERS) == TRAINER_NAMES
-
-
 @pytest.mark.nemo
 def test_the_demo_knows_what_its_recipe_is_made_of() -> None:
     from checkpointless.recipes.checks import check_layout, check_settings, layout_of
@@ -176,40 +154,6 @@ def test_the_demo_knows_what_its_recipe_is_made_of() -> None:
         changed = load(demo.RECIPE, demo.overrides(task))
         check_layout(changed, layout_of(changed, 1, nproc))
         check_settings(changed)
-
-
-def test_a_module_of_an_editable_install_or_beside_the_script_can_be_preloaded(tmp_path: Path) -> None:
-    """Run in a process of its own, with an editable install's finder: no path entry leads to the package."""
-    source = tmp_path / "source" / "made_up_package"
-    source.mkdir(parents=True)
-    (source / "__init__.py").write_text("")
-    scripts = tmp_path / "scripts"
-    scripts.mkdir()
-    (scripts / "train.py").write_text("")
-    (scripts / "helper_beside.py").write_text("")
-    program = f"""
-import importlib.util, sys
-from pathlib import Path
-
-class Finder:
-    @classmethod
-    def find_spec(cls, name, path=None, target=None):
-        if name == "made_up_package":
-            return importlib.util.spec_from_file_location(name, {str(source / "__init__.py")!r})
-
-sys.meta_path.append(Finder)
-from checkpointless import cli
-from checkpointless.launcher.agent import launch
-launch.launch = lambda config, *more: print("would launch with", *config.preload) or 0
-assert cli.main(["run", "--preload", "made_up_package.part,helper_beside", {str(scripts / "train.py")!r}]) == 0
-assert cli.main(["run", "--preload", "no_such_module_anywhere", {str(scripts / "train.py")!r}]) == 2
-"""
-    ended = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert "would launch with made_up_package.part helper_beside" in ended.stdout
-    assert "there is no module no_such_module_anywhere" in ended.stderr
 
 
 def test_run_launches_what_was_asked(launched: list[LaunchConfig]) -> None:
@@ -228,46 +172,12 @@ def test_run_launches_what_was_asked(launched: list[LaunchConfig]) -> None:
     assert config.faults == (fault,)
 
 
-def test_a_job_says_how_many_ranks_it_has(launched: list[LaunchConfig], capsys: pytest.CaptureFixture[str]) -> None:
-    for ranks, says in (("1", "1 rank of train;"), ("2", "2 ranks of train;")):
-        assert main(["run", "--nproc-per-node", ranks, "--run-dir", ranks, "train.py"]) == 7
-        assert capsys.readouterr().err.startswith(f"checkpointless: {says} events in {ranks}\n")
-    assert len(launched) == 2
-
-
 def test_nothing_is_injected_or_recorded_unless_asked_for(launched: list[LaunchConfig]) -> None:
     assert main(["run", "train.py"]) == 7
     (config,) = launched
     assert (config.faults, config.record_steps, config.cpu) == ((), False, False)
     assert config.run_dir.parent.name == "runs"
     assert config.run_dir.name.endswith("-train")
-
-
-def test_a_run_that_records_says_what_and_what_it_costs(
-    launched: list[LaunchConfig], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["run", "--record-steps", "--run-dir", "a", "train.py"]) == 7
-    said = capsys.readouterr().err
-    (recorded,) = [line for line in said.splitlines() if "each step is recorded" in line]
-    assert len(recorded) < 100
-    assert "one pass over the model each" in recorded
-    assert main(["run", "--run-dir", "b", "train.py"]) == 7
-    assert "recorded" not in capsys.readouterr().err
-
-
-def test_logs_go_where_and_grow_as_far_as_was_asked_for(launched: list[LaunchConfig]) -> None:
-    assert main(["run", "--run-dir", "a", "train.py"]) == 7
-    assert main(["run", "--run-dir", "b", "--log-dir", "l/b", "--log-bytes", "3M", "train.py"]) == 7
-    assert [config.logs for config in launched] == [Path("a/logs"), Path("l/b")]
-    assert [config.log_bytes for config in launched] == [2**30, 3 * 2**20]
-
-
-def test_health_and_metrics_are_served_where_it_was_asked_for(launched: list[LaunchConfig]) -> None:
-    assert main(["run", "--run-dir", "a", "train.py"]) == 7
-    assert main(["run", "--run-dir", "b", "--http-port", "9400", "train.py"]) == 7
-    assert main(["run", "--run-dir", "c", "--http-port", "0", "--http-host", "::1", "train.py"]) == 7
-    found = [(config.http_port, config.http_host) for config in launched]
-    assert found == [(None, "127.0.0.1"), (9400, "127.0.0.1"), (0, "::1")]
 
 
 def test_a_run_that_injects_says_so_before_and_names_what_did_not_happen(
@@ -332,14 +242,6 @@ def test_train_launches_the_recipe_with_overrides_wherever_they_stand(launched: 
     assert config.script_args == ("tiny_gpt_cpu", "trainer.max_steps=3", "data.seed=5")
     assert config.preload is not None
     assert "nemo.collections.llm" in config.preload
-
-
-@pytest.mark.nemo
-def test_a_recipe_for_the_cpu_needs_no_option(launched: list[LaunchConfig]) -> None:
-    assert main(["train", "tiny_gpt_cpu"]) == 7
-    (config,) = launched
-    assert config.cpu
-    assert config.nproc_per_node == 4
 
 
 @pytest.fixture

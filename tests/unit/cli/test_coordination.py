@@ -2,9 +2,6 @@
 
 import argparse
 
-import pytest
-
-from checkpointless.cli.command import UsageError
 from checkpointless.cli.job import add_coordination_options, config_of
 from checkpointless.launcher.coordinator.job_config import JobConfig
 
@@ -19,8 +16,3 @@ def test_only_what_was_given_is_set() -> None:
     assert config() == JobConfig(nproc_per_node=1)
     found = config("--max-incidents", "0", "--node-timeout", "2.5", "--http-port", "0", "--http-host", "::1")
     assert (found.max_incidents, found.node_timeout_s, found.http_port, found.http_host) == (0, 2.5, 0, "::1")
-
-
-def test_an_address_without_a_port_is_refused() -> None:
-    with pytest.raises(UsageError, match="--http-port"):
-        config("--http-host", "::1")

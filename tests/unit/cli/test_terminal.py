@@ -1,7 +1,6 @@
 """Test what the terminal shows of an incident, from events of the shape that real runs have."""
 
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -100,15 +99,6 @@ def test_an_incident_is_a_block_of_a_dozen_lines(narrator: Narrator, log: EventL
     assert not narrator.is_telling
 
 
-def test_a_stage_is_told_when_the_last_rank_is_through(narrator: Narrator, log: EventLog) -> None:
-    begin(log)
-    incident(log)
-    ranks_end(log, 1, "init", ranks=(0,))
-    assert not any("init" in line for line in told(narrator, log))
-    ranks_end(log, 1, "init", ranks=(1,))
-    assert any("init" in line for line in told(Narrator(narrator._run_dir, 0, os.getpid()), log))
-
-
 def test_other_coordinators_incidents_are_theirs(tmp_path: Path, log: EventLog) -> None:
     begin(log)
     incident(log)
@@ -133,47 +123,6 @@ def test_a_second_fault_begins_a_second_block(narrator: Narrator, log: EventLog)
     ]
 
 
-def test_a_block_without_stages_of_ours_ends_at_once(narrator: Narrator, log: EventLog) -> None:
-    begin(log)
-    incident(log)
-    last = recovered(log)
-    assert told(narrator, log)[-1] == last
-
-
-def test_the_wait_is_that_of_the_incident_and_not_of_the_start(narrator: Narrator, log: EventLog) -> None:
-    begin(log)
-    for rank in RANKS:
-        log.emit(EventName.BARRIER, "begin", generation=0, rank=rank)
-    log.emit(EventName.GO, "point", generation=0, high_water=-1)
-    time.sleep(0.2)
-    began_s = time.monotonic()
-    log.emit(EventName.DETECT, "point", generation=0, incident="1", cause=CAUSE, culprit=1, how="SIGKILL")
-    log.emit(EventName.BARRIER, "begin", generation=0, rank=0, incident="1")
-    log.emit(EventName.BARRIER, "begin", generation=1, rank=1)  # a new process
-    log.emit(EventName.GO, "point", generation=1, incident="1", high_water=2)
-    took_s = time.monotonic() - began_s
-    (line,) = [line for line in told(narrator, log) if "barrier" in line]
-    assert float(line.split()[1]) <= took_s + 0.01  # it is rounded
-
-
-@pytest.mark.parametrize(
-    ("steps", "says"),
-    [(None, "(process)"), (0, "nothing was lost"), (1, "1 step is made"), (2, "2 steps are made")],
-)
-def test_what_was_lost_is_said_if_it_is_known(steps: int | None, says: str) -> None:
-    assert says in recovered_line("1", 1.0, "process", steps)
-
-
-def test_a_fallback_says_why(narrator: Narrator, log: EventLog) -> None:
-    begin(log)
-    incident(log)
-    log.emit(EventName.FALLBACK, "point", generation=1, rank=0, reason="no living holder of shard 0")
-    ranks_end(log, 1, "init", "rebuild", "decide", "first_step", step=1)
-    lines = told(narrator, log)
-    assert any("not from memory: no living holder of shard 0" in line for line in lines)
-    assert lines[-1].split()[0] == "first_step"  # nothing was transferred, and that holds nothing up
-
-
 def test_a_loop_of_ones_own_has_no_stages_of_a_framework(narrator: Narrator, log: EventLog) -> None:
     begin(log)
     incident(log)
@@ -186,39 +135,6 @@ def test_a_loop_of_ones_own_has_no_stages_of_a_framework(narrator: Narrator, log
     assert [line.split()[0] for line in lines[4:-1]] == ["decide", "transfer", "first_step"]
     assert lines[-1] == last  # and it did not wait for stages that never come
     assert not narrator.is_telling
-
-
-def test_a_base_model_counts_as_a_part_of_the_transfer(narrator: Narrator, log: EventLog) -> None:
-    begin(log)
-    incident(log)
-    ranks_end(log, 1, "init", "rebuild", "decide", target=2)
-    ranks_end(log, 1, "transfer", ranks=(0,), part="base model", bytes=0, sources=[])
-    ranks_end(log, 1, "transfer", ranks=(1,), part="base model", bytes=1_200_000, sources=[0])
-    assert not any("transfer" in line for line in told(narrator, log))
-    ranks_end(log, 1, "transfer", bytes=0, sources=[])
-    (line,) = [line for line in told(Narrator(narrator._run_dir, 0, os.getpid()), log) if "transfer" in line]
-    assert "rank 1 filled with 1.2 MB from rank 0" in line
-
-
-def test_a_rank_that_lacks_nothing_is_not_filled(narrator: Narrator, log: EventLog) -> None:
-    begin(log)
-    incident(log)
-    ranks_end(log, 1, "init", "rebuild", "decide")
-    ranks_end(log, 1, "transfer", ranks=(0,), bytes=0, kept=1948, sources=[])
-    ranks_end(log, 1, "transfer", ranks=(1,), bytes=0, kept=1948, sources=[0])
-    (line,) = [line for line in told(narrator, log) if "transfer" in line]
-    assert line.endswith("rank 1 compared with rank 0: the same bytes, none were sent")
-
-
-def test_a_silence_in_a_script_is_not_taken_for_a_stage_of_a_framework(narrator: Narrator, log: EventLog) -> None:
-    begin(log)
-    incident(log)
-    for rank in RANKS:
-        log.emit(EventName.ENTER, "begin", generation=1, rank=rank)
-    told(narrator, log)
-    assert [line.split()[0] for line in narrator.tick(60.0)] == ["enter:"]
-    log.emit(EventName.INIT, "begin", generation=1, rank=0)
-    assert [line.split()[0] for line in (*told(narrator, log)[:0], *narrator.tick(120.0))] == ["init:"]
 
 
 def test_a_late_word_of_the_start_is_not_the_wait_of_the_incident(narrator: Narrator, log: EventLog) -> None:
@@ -296,30 +212,6 @@ def test_the_terminal_shows_each_line_once_and_in_order(tmp_path: Path, log: Eve
     assert len(shown) == len({*shown}) + 1  # the greeting came twice
 
 
-def test_the_last_line_waits_for_the_ranks_but_not_for_ever(tmp_path: Path, log: EventLog) -> None:
-    shown: list[str] = []
-    with Terminal(shown.append, tmp_path, 0) as terminal:
-        begin(log)
-        incident(log)
-        ranks_end(log, 1, "init")
-        terminal.say(detected_line("1", CAUSE))
-        terminal.say(recovered(log))
-    assert shown[-1] == recovered_line("1", 1.25, "process", 0)
-
-
-def test_an_event_that_is_not_as_it_should_be_costs_no_other_line(tmp_path: Path, log: EventLog) -> None:
-    shown: list[str] = []
-    with Terminal(shown.append, tmp_path, 0) as terminal:
-        begin(log)
-        log.emit(EventName.INIT, "end", generation=0, rank=0, seconds="soon")
-        log.emit(EventName.JOB, "begin", generation=0, nproc="many")
-        incident(log)
-        log.emit(EventName.RECOVERED, "point", generation=1, incident="1")
-        terminal.say(detected_line("1", CAUSE))
-        terminal.say("bye")
-    assert [line for line in shown if not line.startswith(" ")] == [detected_line("1", CAUSE), "bye"]
-
-
 def test_without_a_readable_log_the_agents_lines_are_shown(tmp_path: Path) -> None:
     (tmp_path / EVENTS_FILE).mkdir()
     shown: list[str] = []
@@ -339,27 +231,6 @@ def test_while_the_disk_of_the_log_does_not_answer_the_agents_lines_are_shown(tm
         terminal.say("bye")
     assert shown == [detected_line("1", CAUSE), "bye"]
     os.close(os.open(path, os.O_RDWR))
-
-
-@pytest.mark.slow
-def test_the_incident_is_told_when_the_disk_is_back(tmp_path: Path, log: EventLog) -> None:
-    path = tmp_path / EVENTS_FILE
-    begin(log)
-    incident(log)
-    assert scribe.flush()
-    lines = path.read_bytes()
-    path.unlink()
-    os.mkfifo(path)
-    shown: list[str] = []
-    with Terminal(shown.append, tmp_path, 0) as terminal:
-        terminal.say(detected_line("1", CAUSE))
-        wait_until(lambda: shown)
-        time.sleep(1.5)
-        path.rename(tmp_path / "fifo")
-        path.write_bytes(lines)
-        os.close(os.open(tmp_path / "fifo", os.O_RDWR))
-        wait_until(lambda: len(shown) > 1)
-    assert shown[1].startswith(" ")
 
 
 def test_a_traceback_is_kept_and_a_full_disk_is_no_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,10 +12,9 @@ from torch.distributed.run import get_args_parser
 
 from checkpointless.cli import command, main
 from checkpointless.cli.commands import run
-from checkpointless.cli.commands.run import _ACCEPTED, _REFUSED
+from checkpointless.cli.commands.run import _ACCEPTED
 from checkpointless.launcher.agent.launch_config import LaunchConfig
 
-OF_TORCH_2_14 = {"--log-line-prefix-template", "--print-completion"}
 VALUES = {"--rdzv-backend": "c10d", "--numa-binding": "node"}
 
 
@@ -45,10 +43,6 @@ def test_every_option_of_torchrun_is_known_in_each_spelling() -> None:
     theirs = {name for flag, action in torchruns().items() for name in action.option_strings}
     assert len(theirs) > 40
     assert theirs <= ours
-
-
-def test_what_is_accepted_or_refused_is_an_option_of_torchrun() -> None:
-    assert {*_ACCEPTED, *_REFUSED} - OF_TORCH_2_14 <= torchruns().keys()
 
 
 @pytest.mark.parametrize("flag", _ACCEPTED)
@@ -125,27 +119,6 @@ def test_ranks_are_as_many_as_there_are_devices(
     for word in words.split():
         assert start(f"--nproc-per-node {word}") == 0
     assert {config.nproc_per_node for config in launched} == {gpus or len(os.sched_getaffinity(0))}
-
-
-def test_no_driver_means_no_gpu_and_no_import_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "_DRIVERS", ("/nowhere",))
-    monkeypatch.setitem(sys.modules, "torch", None)  # an import would raise
-    assert command._count_cuda() == 0
-
-
-def test_only_the_chosen_local_ranks_are_shown(launched: list[LaunchConfig]) -> None:
-    assert start("--nproc-per-node 4 --local-ranks-filter 0,2") == 0
-    assert start("--nproc-per-node 4 --nnodes 2 --node-rank 1 --local-ranks-filter 3 --rdzv-endpoint a") == 0
-    assert start("--nproc-per-node 2") == 0
-    assert [config.shown_ranks for config in launched] == [[0, 2], [7], [0, 1]]
-
-
-def test_the_time_to_join_is_taken_from_the_rendezvous(
-    launched: list[LaunchConfig], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert start("--rdzv-conf timeout=5,join_timeout=77") == 0
-    assert launched[0].join_timeout_s == 77.0
-    assert "--rdzv-conf timeout has no meaning here" in capsys.readouterr().err
 
 
 def test_variables_stand_for_options_which_win(

@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("megatron.core", reason="needs Megatron-core")
 
-from megatron.core import parallel_state, rerun_state_machine
+from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from megatron.core.transformer import cuda_graphs
 
@@ -56,12 +56,6 @@ def test_streams_are_taken_and_put_back(tracker: CudaRNGStatesTracker, for_graph
     assert {name: draw(state) for name, state in states.items()} == expected
 
 
-def test_a_stream_that_this_generation_does_not_have_is_added(tracker: CudaRNGStatesTracker) -> None:
-    state = torch.Generator().manual_seed(3).get_state()
-    cleanup._set_tracker_states({"a": state.numpy().tobytes()})
-    assert torch.equal(tracker.get_states()["a"], state)
-
-
 @pytest.fixture
 def record() -> Iterator[Any]:
     made: Any = cuda_graphs._CudagraphGlobalRecord
@@ -79,24 +73,9 @@ def test_graphs_of_the_generation_that_is_over_are_dropped(record: Any, created:
     assert (record.cudagraph_created, record.cudagraph_record) == (False, [])
 
 
-def test_the_machine_that_repeats_steps_is_dropped() -> None:
-    before = rerun_state_machine.get_rerun_state_machine()
-    cleanup._drop_globals()
-    assert rerun_state_machine.get_rerun_state_machine() is not before
-    rerun_state_machine.destroy_rerun_state_machine()
-
-
 def test_no_process_group_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """Megatron forgets most of its groups itself."""
     name = "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP"
     monkeypatch.setattr(parallel_state, name, torch.distributed.ProcessGroup(torch.distributed.HashStore(), 0, 1))
     cleanup._drop_globals()
     assert getattr(parallel_state, name) is None
-
-
-def test_arguments_of_megatron_lm_are_dropped_so_that_they_can_be_set_again() -> None:
-    global_vars = pytest.importorskip("megatron.training.global_vars", reason="Megatron-core 0.19's wheel has it")
-    global_vars.set_args("those of the generation before")
-    cleanup._drop_globals()
-    with pytest.raises(AssertionError, match="not initialized"):
-        global_vars.get_args()

@@ -37,10 +37,6 @@ class Layer(torch.nn.Module):
         self.fp8_meta.setdefault("scaling_bwd", State(2 * products))
 
 
-class LayerNormMLP(Layer):
-    """Has two products."""
-
-
 class GroupedLinear(Layer):
     """Has as many products as groups."""
 
@@ -92,27 +88,6 @@ def test_what_a_step_has_changed_is_taken_back() -> None:
     tensors.buffers.put(kept)
     assert layer.fp8_meta["scaling_fwd"].scale.tolist() == [3.0] * 3
     assert layer.fp8_meta["scaling_bwd"].amax_history.sum() == 0
-
-
-def test_a_history_of_another_length_is_followed() -> None:
-    layer = Layer()
-    tensors = MegatronTensors([model(layer)], None)
-    layer.fp8_meta["scaling_fwd"].amax_history = torch.ones(5, 3)
-    kept = tensors.buffers.take()
-    assert kept["model", 0, "1.checkpointless_scaling_fwd_amax_history"].shape == (5, 3)
-
-
-@pytest.mark.parametrize(("layer", "products"), [(Layer(), 1), (LayerNormMLP(), 2), (GroupedLinear(), 4)])
-def test_layers_have_scales_for_each_of_their_products(layer: Layer, products: int) -> None:
-    _Scales([model(layer)])
-    assert layer.fp8_meta["scaling_fwd"].scale.numel() == 3 * products
-
-
-def test_a_checkpoint_before_the_first_forward_pass_has_the_scales() -> None:
-    layer = Layer()
-    _Scales([model(layer)])
-    assert layer.fp8_meta["fp8_checkpoint"] is True
-    assert "recipe" in layer.fp8_meta
 
 
 def test_a_large_history_that_a_kernel_has_written_is_copied_again() -> None:

@@ -55,10 +55,6 @@ class Optimizer:
         return not self.prepare_grads() and self.step_with_ready_grads()
 
 
-class Fault(Exception):
-    """Stands in for an error that a vote raises."""
-
-
 @pytest.fixture
 def votes(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Return the list of what the next votes do: an entry that is an exception is raised."""
@@ -197,11 +193,6 @@ def test_a_megatron_that_quantises_in_another_way_is_refused(
 ) -> None:
     monkeypatch.delattr(DistributedOptimizer, "_get_fp8_params_and_shard_fp32_from_fp8")
     assert "does not know how this Megatron-core quantises" in str(_unguardable(distributed([]), [in_fp8]))
-
-
-def test_precision_aware_states_without_scales_are_fine() -> None:
-    config: dict[str, Any] = {"use_precision_aware_optimizer": True, "exp_avg_dtype": torch.bfloat16}
-    assert _unguardable(Optimizer(**config)) is None
 
 
 @pytest.mark.parametrize(

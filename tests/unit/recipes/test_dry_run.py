@@ -13,8 +13,6 @@ pytest.importorskip("hydra", reason="recipes need hydra-core")
 from rich.console import Console
 
 from checkpointless.cli import command_line
-from checkpointless.cli.command import UsageError
-from checkpointless.cli.commands import train
 from checkpointless.recipes.checks import _replica_lines, layout_of, show
 from checkpointless.recipes.settings import load
 from checkpointless.system.layout import Layout
@@ -42,20 +40,6 @@ def test_the_loss_of_a_node_is_said_plainly() -> None:
     assert _replica_lines(Layout(8, 8), enabled=True, has_copies=True) == [
         "No replicas: a shard has one holder, and comes from a copy in tiers."
     ]
-
-
-def test_one_instance_of_the_optimizer_is_enough_with_copies_in_tiers() -> None:
-    overrides = (
-        "strategy.num_distributed_optimizer_instances=1",
-        "checkpointless.tiers={neighbor_memory: {every: 1}}",
-    )
-    argv = ["train", "tiny_gpt_cpu", "--cpu", "--dry-run", "--nproc-per-node", "4"]
-    options = command_line._parser().parse_args(argv)
-    options.overrides = overrides
-    train._check_train(options, lambda: False)
-    options.overrides = overrides[:1]
-    with pytest.raises(UsageError, match="there is no replica"):
-        train._check_train(options, lambda: False)
 
 
 def test_what_it_shows_is_the_recipe_as_it_would_be_trained() -> None:
@@ -91,26 +75,6 @@ def test_what_cannot_work_ends_in_one_line(
     assert captured.out == ""
     assert captured.err.count("\n") == 1
     assert message in captured.err
-
-
-def test_a_recipe_for_gpus_says_so_where_there_is_none(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(train, "has_cuda", lambda: False)
-    assert command_line.main(["train", "llama3_8b_pretrain", "--nnodes", "2"]) == 2
-    line = capsys.readouterr().err
-    assert "needs GPUs and this machine has none" in line
-    assert "--dry-run" in line
-
-
-def test_values_that_are_the_users_are_asked_for_in_one_line(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(train, "has_cuda", lambda: True)
-    assert command_line.main(["train", "llama3_8b_pretrain", "--nnodes", "2"]) == 2
-    line = capsys.readouterr().err
-    assert line.count("\n") == 1
-    assert "add data.paths=... data.tokenizer.pretrained_model_name=..." in line
 
 
 def test_a_dry_run_piped_is_plain_text_and_starts_nothing(

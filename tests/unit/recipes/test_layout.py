@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
 
 import pytest
 
@@ -75,24 +74,3 @@ def test_replica_groups_are_megatrons_at_the_real_world_size(recipe: str, monkey
 def test_no_replica_is_one_line_that_says_what_to_set(overrides: list[str], message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         check_replicas(layout_of(load("tiny_gpt_cpu", overrides)))
-
-
-def test_a_recipe_of_ones_own_may_leave_things_out(tmp_path: Path) -> None:
-    own = tmp_path / "own.yaml"
-    own.write_text("trainer: {devices: 2}\nmodel: {}\ndata: {}\n")
-    config = load(own)
-    layout = layout_of(config)
-    check_layout(config, layout)
-    assert (layout.world_size, layout.instances, layout.sharded) == (2, 1, False)
-    check_replicas(layout)
-    own.write_text("trainer: {devices: auto}\n")
-    with pytest.raises(RecipeError, match=r"trainer\.devices must be a whole number of at least 1, not 'auto'"):
-        layout_of(load(own))
-
-
-def test_sizes_are_of_the_launcher_where_it_has_started_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert layout_of(load("llama3_8b_pretrain")).world_size == 16
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    monkeypatch.setenv("GROUP_WORLD_SIZE", "3")
-    assert layout_of(load("llama3_8b_pretrain")).world_size == 12
-    assert layout_of(load("llama3_8b_pretrain"), 5, 6).world_size == 30

@@ -64,24 +64,6 @@ def test_partial_objects_take_their_last_arguments_later() -> None:
     assert made(y=3) == Part(1, x=2, y=3)
 
 
-def test_objects_are_passed_as_they_are() -> None:
-    given = [Part(1)]
-    made = make(recipe({"_target_": PART, "callbacks": None}), "part", callbacks=given)
-    assert made.given["callbacks"] is given
-
-
-def test_an_object_given_in_place_of_a_part_spares_the_part() -> None:
-    made = make(recipe({"_target_": PART, "x": {"_target_": "builtins.int", "_args_": ["no"]}}), "part", x=4)
-    assert made == Part(x=4)
-
-
-def test_containers_are_new_each_time() -> None:
-    config = recipe({"_target_": PART, "sizes": [1]})
-    first = make(config, "part")
-    first.given["sizes"].append(2)
-    assert make(config, "part") == Part(sizes=[1])
-
-
 @pytest.mark.parametrize(
     ("part", "message"),
     [

@@ -40,12 +40,6 @@ def test_a_network_that_fails_may_work_the_next_time(recipe: DictConfig) -> None
         runner._fit_if_it_can_be_made(recipe, generation=0)
 
 
-def test_what_has_nothing_to_do_with_the_network_says_nothing_of_it(recipe: DictConfig) -> None:
-    with pytest.raises(RecipeError, match="model: invalid literal") as raised:
-        runner._make(recipe, "model")
-    assert "downloads" not in str(raised.value)
-
-
 def test_a_callback_that_is_null_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     config = load("tiny_gpt_cpu", ["callbacks.one={_target_: builtins.dict, x: 1}", "callbacks.two=null"])
     monkeypatch.setattr(runner, "_make", lambda config, key, **given: given or _object_of(config, key))
@@ -64,9 +58,3 @@ def test_a_list_of_callbacks_is_refused_in_a_line() -> None:
     config.callbacks = [{"_target_": "builtins.object"}]
     with pytest.raises(RecipeError, match="callbacks has a name for each callback"):
         check_settings(config)
-
-
-def test_a_bare_key_is_said_to_be_an_error(recipe: DictConfig) -> None:
-    recipe.model = {"_target_": "operator.getitem", "_args_": [{}, "size"]}
-    with pytest.raises(RecipeError, match="model: KeyError: 'size'"):
-        runner._make(recipe, "model")

@@ -39,18 +39,6 @@ def test_steps_lost_and_the_time_to_make_them_again() -> None:
     assert report_of(unhurt).steps_lost == 0
 
 
-def test_a_long_run_that_goes_on_is_known_up_to_its_last_note() -> None:
-    run = MadeUpRun()
-    run.start(at_s=10)
-    for minute in range(1, 61):
-        run.add(11 + 60 * minute, "progress", "point", high_water=1 + 30 * minute)
-    report = report_of(run)
-    assert report.run.step_s == pytest.approx(2.0)
-    assert report.run.last_step == 1801
-    assert report.goodput is not None
-    assert report.goodput.ettr == pytest.approx(3601 / 3611)
-
-
 @given(
     st.lists(st.tuples(st.floats(0, 100), st.floats(0, 50)), max_size=8),
     st.floats(0, 120),

@@ -82,22 +82,6 @@ def test_the_start_of_the_first_command_counts() -> None:
     assert (found.wall_s, found.seconds["startup"]) == (105.0, 15.0)
 
 
-def test_of_two_slow_ranks_the_slower_one_counts() -> None:
-    run, _ = simple_run()
-    for rank, own_s in ((0, 0.7), (1, 0.9)):
-        run.add(50.0, "straggler", "begin", rank, step=40, own_s=own_s, usual_s=0.5, why="compute")
-        run.add(60.0, "straggler", "end", rank, step=50)
-    assert goodput_of(run).seconds["stragglers"] == pytest.approx(4.0)
-
-
-def test_without_known_steps_nothing_is_said_of_how_much_counts() -> None:
-    run = MadeUpRun()
-    run.add(0.0, "job", "begin")
-    run.end(10.0)
-    found = goodput_of(run)
-    assert (found.ratio, found.ettr) == (None, None)
-
-
 @examples(200)
 @given(LOGS)
 def test_the_parts_add_up_whatever_the_events_are(events: Sequence[Event]) -> None:

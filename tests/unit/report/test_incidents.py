@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from checkpointless.observability.report.incidents import IncidentSummary, Outcome, summarize
 from checkpointless.observability.telemetry.event_names import STAGES, EventName
 from checkpointless.observability.telemetry.events import Edge, Event
+from tests.unit.report.reports import LOGS
 
 MS = 1_000_000
 UTC = 1_700_000_000_000_000_000  # nothing may depend on where a clock begins
@@ -121,81 +122,6 @@ def test_a_step_that_is_another_one_is_an_outcome() -> None:
     assert summary.sentence.endswith(" s, not exact: rank 2: step 8 has another loss")
 
 
-def test_what_is_not_exact_is_no_reason_why_a_recovery_did_not_finish() -> None:
-    script = Script()
-    script.detect(0, 0, "i1", culprit=1)
-    script.recovery(10, 0, "i1", ranks=3, lengths={})
-    script.events.pop()  # this is the last rank's end of first_step
-    script.add(15, EventName.INEXACT, "point", 0, 1, "i1", step=8, reason="step 8 has another loss")
-    summary = one(script)
-    assert (summary.outcome, summary.reason) == (Outcome.FAILED, "")
-
-
-def test_without_an_injected_fault_the_clock_starts_at_detection() -> None:
-    script = Script()
-    script.detect(130, 0, "i1", culprit=None)
-    done = script.recovery(140, 0, "i1", ranks=2, lengths={})
-    summary = one(script)
-    assert summary.headline_s == pytest.approx((done - 130) / 1000)
-    assert "detect" not in summary.stages_s
-
-
-def test_one_rank_without_a_first_step_is_not_resumed() -> None:
-    script = Script()
-    script.detect(0, 0, "i1", culprit=1)
-    script.recovery(10, 0, "i1", ranks=3, lengths={})
-    script.events.pop()  # this is the last rank's end of first_step
-    summary = one(script)
-    assert summary.outcome is Outcome.FAILED
-    assert summary.headline_s is None
-    assert summary.end_ns is None
-
-
-def test_a_step_that_a_rank_made_but_could_not_write_down_any_more_was_made() -> None:
-    script = Script()
-    script.detect(0, 0, "i1", culprit=1)
-    done = script.recovery(10, 0, "i1", ranks=3, lengths={})
-    script.events.pop()
-    script.add(done + 5, "recovered", "point", None, 1, "i1", seconds=0.1, rung="process", steps_lost=0, step=8)
-    script.detect(done + 6, 1, "i2", culprit=2)
-    script.recovery(done + 10, 1, "i2", ranks=3, lengths={})
-    first, second = summarize(script.events)
-    assert (first.outcome, second.outcome) == (Outcome.RESUMED, Outcome.RESUMED)
-    assert first.headline_s == pytest.approx((done + 5) / 1000)
-    assert sum(first.tiles_s.values()) == pytest.approx(first.headline_s)
-
-
-def test_where_no_step_was_to_be_made_nothing_has_been_recovered() -> None:
-    """All were together, and failed again in set-up."""
-    script = Script()
-    script.detect(0, 0, "i1", culprit=1)
-    for rank in range(2):
-        script.span(10 + rank, 1, "init", rank, 1, "i1")
-    script.add(15, "recovered", "point", None, 1, "i1", seconds=0.0, rung="in-process", steps_lost=None, step=None)
-    script.detect(20, 1, "i2", culprit=1)
-    first, _ = summarize(script.events)
-    assert first.outcome is Outcome.ESCALATED
-
-
-def test_the_loss_of_a_node_explains_an_exception_that_was_told_before() -> None:
-    script = Script()
-    script.detect(100, 0, "i1", culprit=1)
-    script.add(104, "detect", "point", None, 0, "i1", cause="node 1 was lost", culprit=None, how="node")
-    script.recovery(120, 0, "i1", ranks=2, lengths={})
-    summary = one(script)
-    assert (summary.cause, summary.culprit) == ("node 1 was lost", None)
-
-
-def test_a_victim_that_is_told_last_is_not_what_an_incident_came_from() -> None:
-    """Where each rank tells of itself (an agent of somebody else's), nobody else sorts them."""
-    script = Script()
-    script.detect(100, 0, "i1", culprit=1)
-    script.add(104, "detect", "point", 0, 0, "i1", cause="rank 0 lost its peer", culprit=None, how="exception")
-    script.recovery(120, 0, "i1", ranks=2, lengths={})
-    summary = one(script)
-    assert (summary.cause, summary.culprit) == ("RuntimeError: x", 1)
-
-
 def test_a_fault_during_recovery_takes_over() -> None:
     script = Script()
     script.detect(0, 0, "i1", culprit=1)
@@ -284,21 +210,6 @@ def test_with_no_step_left_to_make_the_end_of_the_job_decides(code: int, outcome
     assert summary.reason == ("" if code == 0 else "too many incidents")
 
 
-def test_a_block_without_known_steps_was_recovered_when_it_was_entered_and_not_when_it_returned() -> None:
-    script = Script()
-    script.detect(0, 0, "i1", culprit=1)
-    script.add(8, "go", "point", None, 1, "i1")
-    script.add(10, "enter", "begin", 0, 1, "i1")
-    script.add(11, "enter", "begin", 1, 1, "i1")
-    script.add(900, "recovered", "point", None, 1, "i1", seconds=0.011, rung="process", steps_lost=None, step=None)
-    script.add(950, "job", "end", None, 1, None, code=0)
-    assert one(script).headline_s == pytest.approx(0.011)
-
-
-def test_no_events_no_incidents() -> None:
-    assert summarize([]) == []
-
-
 @given(
     st.integers(1, 6),
     st.integers(0, 5),
@@ -324,27 +235,7 @@ def test_every_stage_is_its_slowest_rank_in_whatever_order_lines_come(
     assert summarize(sorted(script.events, key=lambda event: (places[event.pid], event.ts))) == [summary]
 
 
-@given(
-    st.lists(
-        st.builds(
-            Event,
-            ts=st.integers(0, 10**6),
-            mono=st.integers(0, 10**6),
-            node=st.integers(0, 1),
-            rank=st.none() | st.integers(0, 3),
-            pid=st.integers(1, 4),
-            generation=st.integers(0, 3),
-            incident=st.none() | st.sampled_from(["a", "b"]),
-            stage=st.sampled_from([*STAGES, "go", "respawn", "job", EventName.FAULT_INJECTED]),
-            edge=st.sampled_from(["begin", "end", "point"]),
-            fields=st.dictionaries(
-                st.sampled_from(["cause", "culprit", "target", "bytes", "sources", "error", "reason", "code"]),
-                st.none() | st.integers() | st.text(max_size=3) | st.lists(st.integers(0, 3), max_size=3),
-            ),
-        ),
-        max_size=40,
-    )
-)
+@given(LOGS)
 def test_any_log_has_a_summary_of_every_incident(events: list[Event]) -> None:
     summaries = summarize(events)
     ids = [summary.incident for summary in summaries]
@@ -353,19 +244,3 @@ def test_any_log_has_a_summary_of_every_incident(events: list[Event]) -> None:
     for summary in summaries:
         assert (summary.outcome is Outcome.RESUMED) == (summary.headline_s is not None)
         assert all(seconds >= 0 for seconds in summary.stages_s.values())
-
-
-def test_the_same_pid_on_two_nodes_is_two_processes() -> None:
-    script = Script()
-    script.detect(0, 0, "i1", culprit=None)
-    edges: tuple[tuple[float, Edge, int], ...] = (
-        (10, "begin", 0),
-        (20, "begin", 1),
-        (25, "end", 1),
-        (50, "end", 0),
-    )
-    for ms, edge, node in edges:
-        script.add(ms, "health", edge, node, 0, "i1")
-        script.events[-1] = replace(script.events[-1], node=node, pid=77)
-    (summary,) = summarize(script.events)
-    assert summary.stages_s["health"] == pytest.approx(0.040)

@@ -10,7 +10,6 @@ from rich.table import Table
 
 from checkpointless.cli.tables import _device_table, _failed_save_table
 from checkpointless.observability.report.summary import Report
-from checkpointless.observability.telemetry.narration import _failed_save_line
 from tests.unit.made_up_run import MadeUpRun
 from tests.unit.report.reports import as_json, html_page, report_of
 
@@ -60,11 +59,3 @@ def test_the_report_shows_them_everywhere_and_in_order(
     plain = MadeUpRun()
     plain.start()
     assert title not in html_page(report_of(plain), {})
-
-
-def test_the_terminal_tells_of_failed_saves() -> None:
-    lines = [_failed_save_line(event) for event in made_up_run().events if event.stage == "save_failed"]
-    assert lines == [
-        "checkpoint /ckpt/step=5 could not be saved (ranks 0-1: no mount); training goes on",
-        "checkpoint /ckpt/step=3 could not be saved (rank 1: disk <full>); training goes on",
-    ]

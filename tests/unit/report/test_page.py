@@ -6,9 +6,7 @@ from typing import Any
 
 from hypothesis import given
 
-from checkpointless.cli.tables import _MARKS
 from checkpointless.observability.report.summary import build_report
-from checkpointless.observability.telemetry.event_names import PHASES
 from checkpointless.observability.telemetry.events import Event
 from tests.drawn import examples
 from tests.unit.made_up_run import MadeUpRun
@@ -69,10 +67,6 @@ def test_what_comes_from_a_run_is_text() -> None:
     assert "\n  here\n" in page.words
     assert "{{ 7 * 7 }}" in page.words
     assert not {"\x1b", "\x07", "\u202e"} & set(text)
-
-
-def test_every_stage_has_a_colour() -> None:
-    assert list(_MARKS) == list(PHASES)
 
 
 @examples(25)

@@ -86,23 +86,6 @@ def test_ranks_agents_and_the_job_each_have_their_line() -> None:
     assert incident["args"]["resumed_after_step"] == 21
 
 
-def test_what_an_agent_does_for_ranks_that_come_and_go_is_asynchronous() -> None:
-    run = MadeUpRun()
-    run.start()
-    run.add(31.0, "respawn", "begin", 0, incident="1")
-    run.add(31.0, "respawn", "begin", 1, incident="1")
-    run.add(31.2, "barrier", "begin", 1, incident="1")
-    run.add(31.3, "respawn", "end", 1, incident="1")
-    run.add(31.5, "barrier", "end", 1, incident="1")
-    document = trace_of(run.events)
-    check(document)
-    respawns = [event for event in document["traceEvents"] if event["name"] == "respawn"]
-    assert sorted(event["ph"] for event in respawns) == ["b", "b", "e", "e"]
-    assert {event["id2"]["local"] for event in respawns if event["ph"] == "b"} == {
-        event["id2"]["local"] for event in respawns if event["ph"] == "e"
-    }
-
-
 def test_a_stage_that_never_ended_lasts_until_the_next_thing_that_is_known() -> None:
     run = MadeUpRun(ranks=1)
     run.start()
@@ -114,17 +97,6 @@ def test_a_stage_that_never_ended_lasts_until_the_next_thing_that_is_known() -> 
     (init,) = [event for event in document["traceEvents"] if event["name"] == "init"]
     assert init["dur"] == 700_000
     assert init["args"]["unfinished"] is True
-
-
-def test_a_thousand_ranks() -> None:
-    run = MadeUpRun(ranks=1000, per_node=8)
-    run.start()
-    run.incident(31.0, "1", committed=21, culprit=503)
-    text = write_trace(build_report("runs/1", run.events), run.events)
-    document = json.loads(text)
-    check(document)
-    assert sum(1 for event in document["traceEvents"] if event["name"] == "thread_name") == 1000 + 1 + 2
-    assert len(text) < 10_000_000
 
 
 @examples(50)

@@ -74,13 +74,6 @@ def test_a_step_that_was_lost_and_made_again_is_compared() -> None:
     assert "loss of step 4 on rank 1 differs" in verdict.sentence
 
 
-def test_equal_runs() -> None:
-    verdict = compare(run(2, 5), run(2, 5))
-    assert verdict.equal
-    assert (verdict.difference, verdict.steps, verdict.ranks) == (None, 5, (0, 1))
-    assert verdict.sentence == "equal: 5 steps on 2 ranks, bit by bit"
-
-
 def test_the_first_difference_is_named() -> None:
     other = run(2, 5)
     other[0][3] = StepRecord(4, other[0][3].loss, "other")
@@ -96,29 +89,6 @@ def test_one_bit_is_a_difference_and_so_is_the_sign_of_zero() -> None:
     assert verdict.difference is not None
     assert verdict.difference.by == 0.0
     assert not verdict.equal
-
-
-def test_losses_that_are_not_finite_have_no_distance() -> None:
-    verdict = compare({0: [StepRecord(1, "nan", "d")]}, {0: [StepRecord(1, "inf", "d")]})
-    assert verdict.difference is not None
-    assert verdict.difference.by is None
-    assert compare({0: [StepRecord(1, "nan", "d")]}, {0: [StepRecord(1, "nan", "d")]}).equal
-
-
-def test_runs_that_are_short_of_the_same_step_are_not_equal() -> None:
-    a, b = run(2, 5), run(2, 5)
-    del a[1][2], b[1][2]
-    verdict = compare(a, b)
-    assert not verdict.equal
-    assert verdict.missing == (_StepPlace(_Run.A, 1, 3), _StepPlace(_Run.B, 1, 3))
-    assert "missing steps: 3 on rank 1 of run A, 3 on rank 1 of run B" in verdict.sentence
-
-
-def test_a_missing_rank_is_missing_steps() -> None:
-    verdict = compare(run(2, 4), run(1, 4))
-    assert verdict.missing == tuple(_StepPlace(_Run.B, 1, step) for step in range(1, 5))
-    assert verdict.ranks == (0,)
-    assert verdict.sentence.endswith("and 1 more")
 
 
 def test_nothing_recorded_is_not_equal() -> None:
@@ -252,21 +222,6 @@ def test_validations_are_compared_by_what_they_ended_with() -> None:
     )
 
 
-def test_a_difference_of_a_validation_comes_before_that_of_a_later_step() -> None:
-    other = changed_at(4, 0, buffers="c")
-    other.validations = {
-        0: [ValidationRecord(2, {}), *recording().validations[0][1:]],
-        1: recording().validations[1],
-    }
-    assert "val_loss of the validation after step 2" in compare(other, recording()).sentence
-    other = changed_at(2, 0, buffers="c")
-    other.validations = {
-        0: [ValidationRecord(2, {}), *recording().validations[0][1:]],
-        1: recording().validations[1],
-    }
-    assert "buffers of step 2" in compare(other, recording()).sentence
-
-
 def test_a_validation_that_is_missing_makes_runs_unequal() -> None:
     fewer = compare(recording(validated=(4,)), recording())
     assert fewer.missing_validations == tuple(_StepPlace(_Run.A, rank, 2) for rank in (0, 1))
@@ -312,13 +267,6 @@ def test_what_an_older_recording_lacks_is_not_compared_and_said() -> None:
     assert compare(recording(), old).not_compared == tuple(
         text.replace("run B", "run A") for text in verdict.not_compared
     )
-
-
-def test_a_callback_that_only_one_run_has_is_said() -> None:
-    alone = recording(extras=replace(EXTRAS, callbacks={"Average": "1"}))
-    verdict = compare(recording(), alone)
-    assert verdict.equal
-    assert verdict.not_compared == ("state of callback EarlyStopping{'monitor': 'val_loss'} (only in run A)",)
 
 
 def test_what_is_recorded_is_read(tmp_path: Path) -> None:

@@ -50,15 +50,6 @@ def test_options_may_follow_a_recipe(trained: list[argparse.Namespace]) -> None:
     assert trained[-1].nproc_per_node is None, "the recipe says it"
 
 
-def test_a_script_with_the_name_of_a_recipe_is_a_script(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: list[argparse.Namespace]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "tiny_gpt_cpu").write_text("")
-    assert rehearse._program(parsed("tiny_gpt_cpu")).script == "tiny_gpt_cpu"
-    assert trained == []
-
-
 @pytest.mark.parametrize(
     ("words", "says"),
     [

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from checkpointless.cli import main
-from checkpointless.observability.telemetry.event_names import EventName
-from checkpointless.observability.telemetry.events import EVENTS_FILE, EventLog
-from checkpointless.observability.telemetry.scribe import scribe, traceback_path
+from checkpointless.observability.telemetry.events import EVENTS_FILE
+from checkpointless.observability.telemetry.scribe import traceback_path
 from tests.unit.made_up_run import MadeUpRun, S
 from tests.unit.report.reports import HOSTILE, simple_run
 
@@ -68,12 +67,6 @@ def test_the_traceback_of_the_rank_that_failed_is_on_the_page(tmp_path: Path, sh
     assert "ValueError: of rank 0" not in (tmp_path / "r.html").read_text()
 
 
-def test_json_goes_to_standard_output_alone(tmp_path: Path, shown: Callable[..., str]) -> None:
-    run, _ = simple_run()
-    document = json.loads(shown(str(written(tmp_path, run)), "--json", "-"))
-    assert document["incidents"][0]["kind"] == "sigkill"
-
-
 def test_empty_torn_and_unfinished_logs_are_shown_for_what_they_are(
     tmp_path: Path, shown: Callable[..., str]
 ) -> None:
@@ -93,18 +86,6 @@ def test_empty_torn_and_unfinished_logs_are_shown_for_what_they_are(
     text = shown(*argv)
     assert "2 lines of the log are torn" in text
     assert "no end in its log" in text
-
-
-def test_an_incident_without_stages(tmp_path: Path, shown: Callable[..., str]) -> None:
-    log = EventLog(tmp_path / EVENTS_FILE, rank=0)
-    log.emit(EventName.DETECT, "point", generation=0, incident="i1", cause="gone", culprit=0, how="exit")
-    log.emit(EventName.RUNG, "point", generation=0, incident="i1", rung="node", why="node 1 was lost")
-    assert scribe.flush()
-    page = tmp_path / "r.html"
-    text = shown(str(tmp_path), "--html", str(page))
-    assert "failed" in text
-    assert "node; node 1 was lost" in text
-    assert "node 1 was lost" in page.read_text()
 
 
 def test_runs_of_one_job_are_added_up_everywhere(tmp_path: Path, shown: Callable[..., str]) -> None:
@@ -141,17 +122,6 @@ def test_runs_that_are_no_job_are_refused_in_one_line(
     assert main(["report", run_dir, run_dir, *argv]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert "name one run directory" in line or "overlap" in line
-
-
-@pytest.mark.slow
-def test_of_hundreds_of_incidents_the_terminal_shows_the_newest(tmp_path: Path, shown: Callable[..., str]) -> None:
-    run = MadeUpRun()
-    run.start()
-    for number in range(300):
-        run.incident(20.0 + 5 * number, str(number), committed=10 + number)
-    text = shown(str(written(tmp_path, run)))
-    assert "270 earlier ones" in text
-    assert len(text.splitlines()) < 130
 
 
 @pytest.mark.parametrize("option", ["--json", "--html", "--trace"])

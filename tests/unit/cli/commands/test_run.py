@@ -15,8 +15,3 @@ def test_a_dry_run_starts_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     script = str(EXAMPLES / "train_ddp.py")
     assert main(["run", "--nproc-per-node", "4", "--dry-run", script, "--steps", "5"]) == 0
     assert capsys.readouterr().out == f"would start 4 ranks of {script} on this node\n"
-
-
-def test_a_script_that_is_not_there_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert main(["run", "--dry-run", str(tmp_path / "no.py")]) != 0
-    assert "there is no script" in capsys.readouterr().err

@@ -5,17 +5,15 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator
-from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from checkpointless.integrations.megatron.dist_checkpoint import copies as copies_module
-from checkpointless.integrations.megatron.dist_checkpoint.strategies import _in_storage_of_its_own
 from checkpointless.megatron.dist_checkpoint import Copies
-from checkpointless.replication.host_memory import HostMemoryPool
-from checkpointless.replication.parts import Content, SaveId
+from checkpointless.replication import MemoryStore, register_store
+from checkpointless.replication.parts import Content, Part, SaveId
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.nemo
@@ -63,13 +61,58 @@ def test_the_newest_whole_checkpoint_and_the_one_being_written_are_kept() -> Non
     assert kept(copies) == {SAVES[2]: {2.0}}
 
 
-def test_two_pieces_of_memory_are_used_in_turn() -> None:
-    copies = Copies()
-    pieces = []
-    for number in range(6):
-        pieces.append(save(copies, number).data_ptr())
-        assert kept(copies) == {SAVES[number]: {float(number)}}
-    assert len(set(pieces)) == 2
+class SlowStore(MemoryStore):
+    """A place that takes long."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go_on = threading.Event()
+
+    def write(self, part: Part, holder: int) -> None:
+        """Write when it is told to."""
+        assert self.go_on.wait(LIMIT_S)
+        super().write(part, holder)
+
+
+@pytest.fixture
+def slow() -> SlowStore:
+    """Return the store of the place ``slow://``."""
+    store = SlowStore()
+    register_store("slow", lambda name: store)
+    return store
+
+
+def test_training_waits_for_nothing_but_the_copy_in_memory(slow: SlowStore) -> None:
+    copies = Copies(disk="slow://")
+    live = torch.full((5,), 1.0)
+    written(copies.keep(SAVES[1], Content.of({"weight": live})))
+    live.fill_(-1.0)
+    assert not slow.shelf(1)
+    slow.go_on.set()  # it is waited for, for a while
+    copies.end(SAVES[1], is_whole=True)
+    (copy,) = slow.shelf(1)[SAVES[1]][0]
+    assert copy.read().content.tensors[0].tolist() == [1.0] * 5
+
+
+def test_a_place_that_does_not_answer_is_waited_for_once(
+    slow: SlowStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(copies_module, "_WRITE_S", 0.1)
+    copies = Copies(disk="slow://")
+    with caplog.at_level(logging.WARNING):
+        save(copies, 0)
+        assert "were not written within 0.1 s" in caplog.text
+        caplog.clear()
+        save(copies, 1)
+    assert "is not kept in disk: the one before is still written" in caplog.text
+    assert "within" not in caplog.text
+    assert kept(copies) == {SAVES[1]: {1.0}}
+    slow.go_on.set()
+    wait_until(lambda: not slow.shelf(1))
+    wait_until(lambda: not copies._places[1].is_busy)
+    monkeypatch.setattr(copies_module, "_WRITE_S", 60.0)
+    save(copies, 2)
+    assert slow.shelf(1).keys() == {SAVES[2]}
 
 
 def test_a_save_that_never_ends_leaves_nothing_behind() -> None:
@@ -81,70 +124,3 @@ def test_a_save_that_never_ends_leaves_nothing_behind() -> None:
     save(copies, 3)
     assert kept(copies) == {SAVES[3]: {3.0}}
     assert not copies._writing
-
-
-def test_several_that_are_being_written_are_all_kept() -> None:
-    copies = Copies()
-    save(copies, 0)
-    for number in (1, 2, 3):
-        written(copies.keep(SAVES[number], Content.of({"weight": torch.full((5,), float(number))})))
-    wait_until(lambda: kept(copies).keys() == {*SAVES[:4]})  # they are brought in the background
-    for number in (1, 2, 3):
-        copies.end(SAVES[number], is_whole=True)
-        assert kept(copies) == {SAVES[each]: {float(each)} for each in range(number, 4)}
-
-
-def test_memory_that_is_not_there_costs_the_copy(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    copies = Copies()
-    save(copies, 0)
-
-    def none(*_: object, **__: object) -> Content:
-        raise RuntimeError("no room")
-
-    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
-        patch.setattr(HostMemoryPool, "content", none)
-        assert copies.keep(SAVES[1], Content.of({"weight": torch.ones(5)})) is None
-    copies.end(SAVES[1], is_whole=True)
-    assert "no copy is kept of what rank 0 saves: no room" in caplog.text
-    assert kept(copies) == {}, "the one before is not the newest any more"
-
-
-@pytest.mark.parametrize("wrong", [{"replication_jump": -1}, {"replication_factor": 0}])
-def test_numbers_that_cannot_be_are_refused(wrong: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="must be"):
-        Copies(**wrong)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool])
-@pytest.mark.parametrize("shape", [(), (0, 3), (4, 5)])
-def test_a_tensor_gets_a_storage_of_its_own_over_the_same_memory(
-    dtype: torch.dtype, shape: tuple[int, ...]
-) -> None:
-    memory = torch.zeros(4096, dtype=torch.uint8)
-    count = torch.Size(shape).numel()
-    view = memory[256 : 256 + count * dtype.itemsize].view(dtype).view(shape)
-    alone = _in_storage_of_its_own(view)
-    assert alone.shape == view.shape
-    assert alone.dtype == view.dtype
-    assert alone.untyped_storage().size() == count * dtype.itemsize
-    view.fill_(1)
-    assert torch.equal(alone, view)
-
-
-def test_an_exchange_that_was_late_does_not_keep_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copies_module, "_EXCHANGE_S", 0.05)
-    copies = Copies()
-    made = copies.prepare()
-    for number in range(4):
-        late = threading.Event()
-        made._lane.do(partial(_wait_for, late))
-        save(copies, number)
-        late.set()
-        wait_until(lambda: made._lane.is_idle)
-    assert not copies._writing
-
-
-def _wait_for(event: threading.Event) -> None:
-    assert event.wait(LIMIT_S)

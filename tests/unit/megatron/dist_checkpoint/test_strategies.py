@@ -21,13 +21,6 @@ import torch
 pytest.importorskip("megatron.core.dist_checkpointing.strategies.base", reason="gone from Megatron-core 0.19")
 
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
-from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
-from megatron.core.dist_checkpointing.strategies.base import (
-    AsyncSaveShardedStrategy,
-    StrategyAction,
-    get_default_strategy,
-)
-from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
 from checkpointless.integrations.megatron.dist_checkpoint.strategies import (
     FILE,
@@ -36,20 +29,11 @@ from checkpointless.integrations.megatron.dist_checkpoint.strategies import (
     _decoded,
     _encoded,
     _Identity,
-    _leaves_of,
     _name_of,
     _read_identity,
-    _replaced,
     _values_of,
     _values_to_keep,
     _write_identity,
-)
-from checkpointless.megatron.dist_checkpoint import (
-    Copies,
-    CopiesLoadStrategy,
-    CopiesSaveStrategy,
-    register,
-    unregister,
 )
 from checkpointless.replication.parts import PartError, SaveId
 
@@ -114,34 +98,3 @@ def test_an_identity_holds_as_long_as_the_checkpoint_is_as_it_was(tmp_path: Path
     (folder / FILE).write_text("[]")
     assert _read_identity(folder) is None
     assert _read_identity("msc://bucket/weights") is None
-
-
-def test_a_state_is_walked_through_and_replaced_leaf_by_leaf() -> None:
-    given_ = leaves()
-    state = {"a": given_[0], "b": [given_[1], {3: given_[2]}]}
-    assert _leaves_of(state) == given_[:3]
-    assert _replaced(state, lambda leaf: leaf.key) == {"a": "weight", "b": ["layers", {3: "extra"}]}
-
-
-def test_the_strategies_are_what_megatron_looks_for() -> None:
-    save, load = CopiesSaveStrategy(copies=Copies()), CopiesLoadStrategy(copies=Copies())
-    assert isinstance(save, TorchDistSaveShardedStrategy | AsyncSaveShardedStrategy)
-    assert (save.backend, save.version) == ("torch_dist", 1)
-    assert load.can_handle_sharded_objects
-    assert save.can_handle_sharded_objects
-
-
-def test_they_are_registered_and_unregistered() -> None:
-    copies = Copies()
-    try:
-        register(Copies())
-        register(copies)
-        for _ in range(2):  # Megatron registers its own again at each look-up
-            load = get_default_strategy(StrategyAction.LOAD_SHARDED, "torch_dist", 1)
-            save = get_default_save_sharded_strategy()
-            assert isinstance(load, CopiesLoadStrategy)
-            assert isinstance(save, CopiesSaveStrategy)
-            assert load.copies is save.copies is copies
-    finally:
-        unregister()
-    assert type(get_default_save_sharded_strategy()) is TorchDistSaveShardedStrategy

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections import namedtuple
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -79,14 +78,6 @@ def test_every_place_is_found() -> None:
     assert parameter.group is new  # type: ignore[attr-defined]
 
 
-def test_circles_end_and_nothing_is_replaced_without_a_successor() -> None:
-    first: dict[str, Any] = {"group": Group()}
-    first["self"] = [first]
-    before = first["group"]
-    assert _rebind([first], {}) == 0
-    assert first["group"] is before
-
-
 class Tracker:
     """Stands for a tracker of random streams."""
 
@@ -99,9 +90,3 @@ def test_methods_are_bound_to_the_successor() -> None:
     owner = SimpleNamespace(context=old.fork, partial=functools.partial(old.fork), tracker=old)
     assert _rebind([owner], {id(old): new}) == 3
     assert owner.context() is owner.partial() is owner.tracker is new
-
-
-def test_loggers_lead_nowhere() -> None:
-    logger, old = logging.getLogger("a logger of a layer's"), Group()
-    logger.__dict__["somebody_elses"] = old
-    assert _rebind([{"logger": logger}], {id(old): Group()}) == 0

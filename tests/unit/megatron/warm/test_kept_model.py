@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, param_and_grad_buffer
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -173,52 +173,7 @@ def test_an_optimizer_that_somebody_has_changed_is_not_kept(hook: str) -> None:
         assert training.kept.unfit() == "the optimizer has other hooks or functions than when it was built"
 
 
-def test_what_checkpointless_puts_over_an_optimizers_functions_is_no_change() -> None:
-    with generation():
-        training = Training()
-        training.optimizer.step = training.optimizer.prepare_grads = fail  # type: ignore[method-assign]
-        assert training.kept.unfit() is None
-        training.kept.bind()
-        training.step(1)
-
-
 # --- what ranks exchange that build -------------------------------------------------------------------------------
-
-
-def test_all_build_if_one_does_only_where_more_is_exchanged_than_tied_embeddings() -> None:
-    with generation():
-        training = Training()
-        config: Any = training.config
-        assert not training.kept.builds_together
-        config.pipeline_model_parallel_size = 2
-        assert not training.kept.builds_together
-        config.mtp_num_layers = 1
-        assert training.kept.builds_together
-        config.mtp_num_layers = None
-        training.model.module.__class__ = type("ModelWithMore", (GPTModel,), {})
-        assert training.kept.builds_together
-        config.share_embeddings_and_output_weights = False
-        assert not training.kept.builds_together
-
-
-@pytest.mark.parametrize("ties", [True, False])
-def test_a_kept_stage_takes_part_in_the_exchange_of_tied_embeddings_and_stays_as_it_is(
-    ties: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sent: list[tuple[torch.Tensor, object]] = []
-    with generation():
-        training = Training(ties=ties)
-        weight = training.model.module.shared_embedding_or_output_weight()
-        before = weight.detach().clone()
-        training.config.pipeline_model_parallel_size = 2
-        kept = KeptModel([training.model], training.optimizer, training.plans, training.kept.streams, [{}])
-        monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: sent.append((tensor, group)))
-        kept.take_part(0, torch.bfloat16)
-        assert len(sent) == ties
-        for tensor, group in sent:
-            assert (tensor.shape, tensor.dtype, bool(tensor.any())) == (weight.shape, torch.bfloat16, False)
-            assert group is parallel_state.get_embedding_group()
-        assert torch.equal(weight, before)
 
 
 # --- what a half-made step has left -------------------------------------------------------------------------------
@@ -301,40 +256,3 @@ def between_gradient_and_buffer(training: Training) -> None:
 def test_the_next_step_is_as_without_a_fault(fault: Callable[[Training], None]) -> None:
     undisturbed, disturbed = losses_after(fault)
     assert disturbed == undisturbed
-
-
-def test_a_gather_that_is_due_is_not_one_of_the_generation_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Megatron gathers nothing where it finds a handle, or a note that a gather was begun."""
-    gathered: list[object] = []
-    gather = param_and_grad_buffer.dist_all_gather_func
-
-    def note(output: torch.Tensor, given: torch.Tensor, group: Any, **options: Any) -> Any:
-        gathered.append(group)
-        return gather(output, given, group=group, **options)
-
-    monkeypatch.setattr(param_and_grad_buffer, "dist_all_gather_func", note)
-    with generation():
-        training = Training()
-        training.step(0)
-        in_forward(training)
-    with generation():
-        training.kept.bind()
-        del gathered[:]
-        training.model.start_param_sync(force_sync=True)
-        assert len(gathered) == sum(len(each.buckets) for each in training.buckets)
-    with generation():
-        training.kept.bind()
-        del gathered[:]
-        training.compute(1)
-        assert len(gathered) == sum(len(each.buckets) for each in training.buckets)
-
-
-def test_modules_train_and_hold_no_input_of_a_stage_before() -> None:
-    """A fault may come within a validation, or before a stage has read what the one before it has sent."""
-    with generation():
-        training = Training()
-        training.model.eval()
-        training.model.module.decoder.set_input_tensor(torch.ones(LENGTH, 2, 16))
-        training.kept.bind()
-        assert all(each.training for each in training.model.modules())
-        assert training.model.module.decoder.input_tensor is None

@@ -12,7 +12,7 @@ from checkpointless.launcher.coordinator.job_config import DEFAULT_PORT
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.events import EVENTS_FILE, EventLog
 from checkpointless.observability.telemetry.scribe import scribe
-from tests.unit.recipes.launch.manifests import job_of, script_of
+from tests.unit.recipes.launch.manifests import script_of
 from tests.unit.recipes.launch.pod import options_of, pod_environment, run_coordinator, run_pod
 
 
@@ -85,25 +85,6 @@ def test_a_node_that_fails_waits_for_the_verdict(tmp_path: Path, bin_dir: Path) 
             time.sleep(0.02)
         (tmp_path / "run" / "verdict").write_text("42\n")
         assert pod.wait(60) == 42
-
-
-def test_a_node_that_fails_alone_is_replaced(tmp_path: Path, bin_dir: Path) -> None:
-    script = script_of("jobset.yaml")
-    assert "sleep 1;" in script
-    words = ["bash", "-c", script.replace("sleep 1;", ":;"), "node", "train.py"]
-    environment = pod_environment(tmp_path, 3, FAKE_STATUS="1")
-    assert subprocess.run(words, env=environment, timeout=30).returncode == 1
-    assert 1 not in job_of("jobset.yaml")["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"]
-
-
-def test_a_node_that_is_stopped_ends_its_agent_and_asks_nobody(tmp_path: Path, bin_dir: Path) -> None:
-    words = ["bash", "-c", script_of("jobset.yaml"), "node", "train.py"]
-    environment = pod_environment(tmp_path, 0, FAKE_WAIT="1")
-    with subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, text=True) as pod:
-        assert pod.stdout is not None
-        assert pod.stdout.readline() == "waiting\n"
-        pod.terminate()
-        assert pod.wait(60) == 1
 
 
 def test_a_coordinator_that_is_killed_or_moved_says_nothing(tmp_path: Path, bin_dir: Path) -> None:

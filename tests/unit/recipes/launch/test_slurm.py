@@ -9,7 +9,7 @@ import pytest
 
 from checkpointless.cli.commands.run import COORDINATOR
 from checkpointless.launcher.coordinator.job_config import DEFAULT_PORT
-from tests.unit.recipes.launch.batch import coordinated, run_changed_sbatch, run_sbatch, sbatch_environment
+from tests.unit.recipes.launch.batch import coordinated, run_sbatch, sbatch_environment
 from tests.unit.recipes.launch.manifests import SBATCH
 from tests.unit.recipes.launch.pod import options_of
 
@@ -41,22 +41,6 @@ def test_a_coordinator_that_is_killed_is_begun_again_at_the_same_place(tmp_path:
     assert done.returncode == 0, done.stderr
     assert len(coordinated(tmp_path)) == 3
     assert len(set(coordinated(tmp_path))) == 1
-
-
-@pytest.mark.long
-def test_a_coordinator_is_not_begun_again_for_ever(tmp_path: Path, bin_dir: Path) -> None:
-    more = {"FAKE_COORDINATOR": "killed", "FAKE_COORDINATORS": "3", "FAKE_STATUS": "1"}
-    assert run_changed_sbatch(tmp_path, "starts == 10", "starts == 3", **more) == 1
-    assert len(coordinated(tmp_path)) == 3
-
-
-@pytest.mark.parametrize("status", [0, pytest.param(1, marks=pytest.mark.long)])
-def test_a_coordinator_begun_again_when_all_was_over_does_not_spoil_it(
-    status: int, tmp_path: Path, bin_dir: Path
-) -> None:
-    more = {"FAKE_COORDINATOR": "killed deaf", "FAKE_COORDINATORS": "2", "FAKE_STATUS": str(status)}
-    assert run_changed_sbatch(tmp_path, '"$coordinator" 15', '"$coordinator" 1', **more) == status
-    assert len(coordinated(tmp_path)) == 2
 
 
 def test_the_end_of_the_time_limit_ends_the_job_by_the_coordinator(tmp_path: Path, bin_dir: Path) -> None:
