@@ -4,9 +4,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from http import HTTPStatus
 
 import pytest
 from hypothesis import given
@@ -14,7 +12,7 @@ from hypothesis import strategies as st
 
 from checkpointless.launcher.agent.watch import Watch
 from checkpointless.observability.monitoring import http_status
-from checkpointless.observability.monitoring.http_status import MAX_CONNECTIONS, HttpStatus, _Page, _StatusServer
+from checkpointless.observability.monitoring.http_status import MAX_CONNECTIONS, HttpStatus
 from tests.descriptors import descriptors
 from tests.unit.monitoring.http_exchange import SNAPSHOT, answer, pages_of
 
@@ -107,11 +105,6 @@ def test_a_server_on_loopback_answers_to_no_sites_name(host: str, status: int) -
         assert ask(where, headers=f"Host: {host}\r\n").startswith(f"HTTP/1.0 {status} ".encode())
 
 
-def test_a_server_that_others_reach_may_have_any_name() -> None:
-    with _StatusServer(("0.0.0.0", 0), socket.AF_INET, pages_of(SNAPSHOT)) as server:
-        assert server.answers_to("job.namespace.svc:9400")
-
-
 @pytest.mark.slow
 def test_who_is_slow_keeps_nobody_waiting_and_loses_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_status._StatusHandler, "timeout", 3.0)
@@ -124,33 +117,6 @@ def test_who_is_slow_keeps_nobody_waiting_and_loses_the_connection(monkeypatch: 
         for client in slow:
             with client:
                 assert not client.recv(100).startswith(b"HTTP/1.0 200")
-
-
-def test_a_request_may_come_byte_by_byte() -> None:
-    with serving() as where, socket.create_connection(where, timeout=60) as client:
-        for byte in b"GET /healthz HTTP/1.0\r\n\r\n":
-            client.sendall(bytes([byte]))
-            time.sleep(0.001)
-        assert client.recv(100).startswith(b"HTTP/1.0 503 ")
-
-
-def test_of_all_clients_one_at_a_time_is_worked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loop thus shares the interpreter with one thread, however many clients there are."""
-    within: set[int] = set()
-    most: list[int] = []
-
-    def at(path: str, _: Watch) -> _Page:
-        within.add(threading.get_ident())
-        most.append(len(within))
-        time.sleep(0.01)
-        within.discard(threading.get_ident())
-        return _Page(HTTPStatus.OK, "text/plain", path.encode())
-
-    monkeypatch.setattr(http_status, "_page_at", at)
-    with serving() as where, ThreadPoolExecutor(16) as crowd:
-        replies = list(crowd.map(lambda number: ask(where, f"/{number}"), range(24)))
-    assert [reply.rpartition(b"/")[2] for reply in replies] == [str(number).encode() for number in range(24)]
-    assert (max(most), len(most)) == (1, 24)
 
 
 def test_no_more_clients_have_threads_than_there_may_be_connections() -> None:
@@ -194,18 +160,6 @@ def test_closing_does_not_wait_for_clients(monkeypatch: pytest.MonkeyPatch) -> N
         client.close()
 
 
-def test_no_name_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A name server that does not answer would hold up the start of the job."""
-
-    def look_up(_: str) -> str:
-        raise AssertionError("a name was looked up")
-
-    monkeypatch.setattr(socket, "getfqdn", look_up)
-    monkeypatch.setattr(socket, "gethostbyaddr", look_up)
-    with serving() as where:
-        assert b"high_water" in ask(where)
-
-
 def test_nothing_is_written_to_the_terminal(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -220,14 +174,6 @@ def test_nothing_is_written_to_the_terminal(
     assert [record.message for record in caplog.records if record.levelname != "DEBUG"] == [
         "HTTP: a request could not be answered"
     ]
-
-
-def test_what_follows_the_headers_is_not_read() -> None:
-    with serving() as where, socket.create_connection(where, timeout=60) as client:
-        client.sendall(b"POST /status HTTP/1.1\r\nContent-Length: 1000000000\r\n\r\n")
-        reply = b"".join(iter(lambda: client.recv(65536), b""))
-    assert reply.startswith(b"HTTP/1.0 405 ")
-    assert b"\r\nAllow: GET, HEAD\r\n" in reply
 
 
 @pytest.mark.parametrize("host", ["not-a-host.invalid", "a..b", "203.0.113.7"])

@@ -12,7 +12,6 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from checkpointless.launcher.agent.watch import Watch
-from checkpointless.launcher.protocol.node_messages import End
 from checkpointless.observability.monitoring.metrics import OUTSIDE, STALE_S, JobNames, Snapshot
 from checkpointless.observability.telemetry.event_names import EventName
 from tests.unit.monitoring.http_exchange import SNAPSHOT, get, pages_of
@@ -31,12 +30,6 @@ from tests.unit.monitoring.http_exchange import SNAPSHOT, get, pages_of
 )
 def test_health(snapshot: Snapshot, now_s: float, well: bool, words: str) -> None:
     assert snapshot.health(now_s) == (well, words)
-
-
-def test_a_sick_job_is_503_in_one_line() -> None:
-    assert get(pages_of(Snapshot(0)), "/healthz") == (503, "the agent has not joined the job yet\n")
-    well = Snapshot(0, looked_at_s=time.monotonic(), generation=0)
-    assert get(pages_of(well), "/healthz?from=probe") == (200, "ok\n")
 
 
 def test_the_status_is_the_snapshot() -> None:
@@ -151,16 +144,6 @@ def test_a_coordinator_in_a_process_of_its_own_tells_of_the_job_alone() -> None:
     assert not {name for name, _ in found} & {"ranks", "respawns_total", "stage_seconds_count"}
 
 
-def test_the_first_page_lists_the_paths_and_so_does_404() -> None:
-    pages = pages_of(SNAPSHOT)
-    status, listing = get(pages, "/")
-    assert status == 200
-    paths = [line.split()[0] for line in listing.splitlines()]
-    assert paths == ["/healthz", "/status", "/metrics"]
-    assert all(get(pages, path)[0] in (200, 503) for path in paths)
-    assert get(pages, "/metric") == (404, f"Not Found\n{listing}")
-
-
 def test_every_sample_says_whose_it_is() -> None:
     watch = Watch(0, JobNames("train", "/data/runs/20260101T120000Z-train", "train.py"))
     watch.snapshot = SNAPSHOT
@@ -189,25 +172,11 @@ def test_the_status_names_the_cause_of_the_incident_in_progress() -> None:
         log.emit(EventName.DETECT, "point", generation=0, incident="1", how=how)
     log.emit(EventName.GO, "point", generation=1, incident="1")
     log.emit(EventName.DETECT, "point", generation=1, incident="2", how="hang")
-    watch.look_from_outside(a_coordinator(), time.monotonic() + 1e6)
-    found = json.loads(get(watch, "/status")[1])["job"]
-    assert (found["incidents"], found["cause"]) == (2, "hang")
-    assert samples(get(watch, "/metrics")[1])["incidents_total", "SIGKILL"] == 1
-
-
-def test_the_snapshot_is_replaced_a_few_times_per_second(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(time, "perf_counter", lambda: 0.0)  # however long a look takes on a busy machine
-    watch = Watch(0)
-    job = SimpleNamespace(generation=-1, began_after=-1, outcome=None)
-    node: Any = SimpleNamespace(index=0, ranks={}, incident=None, clock=time.monotonic, job=job)
-    found: list[Snapshot] = []
-    for turn in range(1000):
-        watch.look(node, None, 10.0 + turn / 1000)
-        if watch.snapshot not in found:
-            found.append(watch.snapshot)
-    assert 2 <= len(found) <= 4
-    kept = watch.snapshot
-    assert (kept.generation, kept.high_water, kept.ranks) == (None, None, ())
-    job.outcome = End(1, [])
-    watch.look(node, None, 20.0)
-    assert (kept.exit_code, watch.snapshot.exit_code) == (None, 1)
+    found = status()
+    assert (found["incidents"], found["cause"], found["causes"], found["steps_lost"]) == (
+        2,
+        "hang",
+        {"SIGKILL": 1},
+        2,
+    )
+    assert found["recoveries"] == found["rungs"]["process"] == {"count": 1, "seconds": 0.07}

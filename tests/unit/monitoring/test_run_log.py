@@ -16,15 +16,8 @@ from hypothesis import strategies as st
 
 from checkpointless.launcher.agent.watch import Watch
 from checkpointless.observability.monitoring import metrics as metrics_module
-from checkpointless.observability.monitoring.metrics import (
-    EVENT_METRICS,
-    MEASURED_STAGES,
-    Metrics,
-    RankStatus,
-    RunLog,
-    Snapshot,
-)
-from checkpointless.observability.report.summary import Report, build_report
+from checkpointless.observability.monitoring.metrics import MEASURED_STAGES, RankStatus, RunLog, Snapshot
+from checkpointless.observability.report.summary import build_report
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.events import (
     EVENTS_FILE,
@@ -99,31 +92,6 @@ def test_stages_and_bytes_are_those_of_this_nodes_ranks_in_incidents(tmp_path: P
         "notify": (1, 0.125),
     }
     assert values(metrics, "transfer_bytes") == {"": 200}
-
-
-def test_faults_on_purpose_are_counted_by_kind_and_unknown_ones_together(tmp_path: Path, counted: Counted) -> None:
-    for of, spec in ((2, "hang@forward:rank=2"), (3, "sigkill:rank=3"), (3, "x" * 99), (0, "hang")):
-        emit(tmp_path, "fault_injected", "point", of, 0, spec=spec)
-    found = values(counted().metrics, "faults_injected")
-    assert {kind: count for kind, count in found.items() if count} == {"hang": 1, "sigkill": 1, "other": 1}
-    assert found["slow"] == 0
-
-
-def test_what_is_no_longer_the_undisturbed_run_counts_once_per_incident(tmp_path: Path, counted: Counted) -> None:
-    for of, generation in ((2, 1), (3, 1), (0, 2), (3, 4)):
-        emit(tmp_path, "inexact", "point", of, generation)
-    assert values(counted().metrics, "inexact_incidents") == {"": 2}
-
-
-def test_what_another_agent_wrote_before_is_not_counted(tmp_path: Path) -> None:
-    emit(tmp_path, "fault_injected", "point", 2, 0, spec="hang")
-    assert scribe.flush()
-    taken: list[Event] = []
-    reader = RunLog(tmp_path / EVENTS_FILE, 1, lambda: frozenset(OWN), taken.append)
-    emit(tmp_path, "fault_injected", "point", 3, 0, spec="hang")
-    assert scribe.flush()
-    reader.look(0.0)
-    assert [event.rank for event in taken] == [3]
 
 
 @given(
@@ -227,43 +195,6 @@ def test_metrics_and_status_have_the_sums_of_the_report(tmp_path: Path, monkeypa
     assert found["goodput_ratio", ""] == goodput.ratio
 
 
-def test_steps_are_counted_from_the_first_one_of_the_job_and_never_less(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = MadeUpRun(ranks=1)
-    run.add(1.0, "first_step", "end", 0, step=101)  # the script resumed from a checkpoint of step 100
-    write(tmp_path, run.events, monkeypatch)
-    reader = reader_of(tmp_path)
-    monkeypatch.setattr(reader, "_read", lambda: None)
-    assert reader.ask(None).run.steps is None
-    reader.look(0.0)
-    assert reader.ask(None).run.steps == 1
-    assert reader.ask(110).run.steps == 10
-    assert reader.ask(105).run.steps == 10  # the job fell back to storage
-
-
-def test_an_account_is_made_only_if_something_was_written_and_not_too_often(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: list[int] = []
-
-    def made_of(run_dir: str, events: list[Event]) -> Report:
-        made.append(len(events))
-        return build_report(run_dir, [])
-
-    run, reader = disturbed_run(), reader_of(tmp_path)
-    monkeypatch.setattr(metrics_module, "build_report", made_of)
-    write(tmp_path, run.events[:5], monkeypatch)
-    for now_s in (0.0, 1e6, 2e6):
-        reader.look(now_s)
-    assert made == [5]
-    write(tmp_path, run.events[5:7], monkeypatch)
-    reader.look(0.0)
-    assert made == [5], "the last one is not paid for yet"
-    reader.look(3e6)
-    assert made == [5, 7]
-
-
 def test_a_log_that_is_too_long_has_no_account(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -279,21 +210,6 @@ def test_a_log_that_is_too_long_has_no_account(
 
 
 # ---- the file
-
-
-def test_only_what_is_appended_is_read_and_a_torn_line_when_it_is_whole(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    log.write_bytes(b"of another agent\n")
-    tail = LineTail(log, 1000)
-    assert tail.lines() == []
-    with log.open("ab") as file:
-        file.write(b"one\ntwo\nth")
-        file.flush()
-        assert tail.lines() == [b"one", b"two"]
-        assert tail.lines() == []
-        file.write(b"ree\n")
-        file.flush()
-        assert tail.lines() == [b"three"]
 
 
 def test_a_file_that_is_cut_rotated_or_removed_is_read_on(tmp_path: Path) -> None:
@@ -336,11 +252,3 @@ def test_every_line_is_read_once_however_it_is_cut(tmp_path_factory: Any, said: 
             found += tail.lines()
         found += [line for _ in range(len(data) // 4 + 1) for line in tail.lines()]
     assert found == said
-
-
-def test_a_log_that_cannot_be_read_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "log").mkdir()
-    tail = LineTail(tmp_path / "log", 1000)
-    assert tail.lines() == tail.lines() == []
-    (record,) = caplog.records
-    assert record.message == f"what is appended to {tmp_path / 'log'} is not read: Is a directory"

@@ -55,24 +55,3 @@ def test_everything_that_the_base_declares_is_imported() -> None:
     assert len(BASE) > 10
     idle = {each for each in BASE if not any(is_declared(top, {each}, installed) for top in tops)}
     assert not idle, f"nothing imports {idle}"
-
-
-@pytest.mark.parametrize(
-    ("module", "declared", "expected"),
-    [
-        ("yaml.nodes", {"pyyaml"}, True),
-        ("yaml", {"yaml"}, False),
-        ("hydra.utils", {"hydra-core"}, True),
-        ("hydra", {"hydrazine"}, False),
-        ("viztracer", {"viztracer"}, True),
-        ("viztracer", set(), False),
-    ],
-)
-def test_a_module_is_of_the_distribution_that_brings_it(module: str, declared: set[str], expected: bool) -> None:
-    assert is_declared(module, declared, {"yaml": ["PyYAML"]}) is expected
-
-
-def test_imports_in_functions_count_where_they_are_asked_for() -> None:
-    tree = ast.parse("import torch.nn, os\nfrom . import own\ndef f():\n    from yaml import load\n")
-    assert list(imported(tree)) == ["torch.nn", "yaml"]
-    assert list(imported(tree, lazily=False)) == ["torch.nn"]

@@ -8,40 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.marks import IMPORTED, left_out, marks_of
+from tests.marks import IMPORTED, marks_of
 from tests.unit.project.test_floors import MODULES, ROOT, tree_of
 
 TESTS = sorted((ROOT / "tests" / "unit").rglob("test_*.py"))
-
-
-@pytest.mark.parametrize(
-    ("expression", "marks"),
-    [
-        ("", set()),
-        ("not long", {"long"}),
-        ("not nemo and not long", {"nemo", "long"}),
-        ("not nemo or not long", set()),
-        ("not (nemo or long)", set()),
-        ("long", set()),
-        ("nemo and not long", set()),
-    ],
-)
-def test_only_what_is_left_out_for_certain_is_not_imported(expression: str, marks: set[str]) -> None:
-    assert left_out(expression) == marks
-
-
-@pytest.mark.parametrize(
-    ("line", "marks"),
-    [
-        ("pytestmark = pytest.mark.nemo", {"nemo"}),
-        ("pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]", {"ranks", "timeout"}),
-        ("@pytest.mark.nemo\ndef test() -> None: ...", set()),
-    ],
-)
-def test_the_marks_of_a_file_are_those_of_all_its_tests(line: str, marks: set[str], tmp_path: Path) -> None:
-    path = tmp_path / "test_something.py"
-    path.write_text(f"import pytest\n\n{line}\n")
-    assert marks_of(path) == marks
 
 
 @cache

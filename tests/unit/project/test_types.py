@@ -79,43 +79,6 @@ def without_reason(source: str) -> list[Seam]:
     return [seam for seam in seams(source) if not REASON.search(lines[seam.line - 1])]
 
 
-EXAMPLE = """
-x: Any = 1
-_y: Any = 1
-z: list[Any] = []
-
-def public(
-    one: Any, /, two: "int",
-    *more: Any,
-    three: Any,  # Any: whatever the user gives
-) -> Any: ...
-
-def _private(one: Any) -> Any: ...
-
-class Public:
-    attribute: Any
-    def __init__(self, one: Any) -> None:
-        self.one: Any = one
-    def __getattr__(self, name: str) -> Any: ...
-    @override
-    def theirs(self, one: Any) -> Any: ...
-
-class _Private:
-    def method(self, one: Any) -> Any: ...
-"""
-
-
-def test_seams_are_found_and_reasons_are_read() -> None:
-    found = [
-        Seam("x", 2),
-        *(Seam("public", line) for line in (7, 9, 10)),
-        Seam("attribute", 15),
-        Seam("__init__", 16),
-    ]
-    assert seams(EXAMPLE) == found
-    assert without_reason(EXAMPLE) == [seam for seam in found if seam.line != 9]
-
-
 @pytest.mark.parametrize("source", SOURCES)
 def test_a_seam_that_takes_or_gives_anything_says_why(source: str) -> None:
     found = without_reason((ROOT / source).read_text())

@@ -146,18 +146,6 @@ def test_a_write_that_a_fault_leaves_is_of_the_bytes_that_it_began_with(tmp_path
     assert value_of(store, named(FIRST, 1)) == 1
 
 
-def test_memory_of_a_generation_that_was_left_is_not_changed_any_more() -> None:
-    store = MemoryStore()
-    place = memory(store)
-    first = copier_of(FIRST, place)
-    copied(first, named(FIRST, 1), 1, place)
-    first.leave()
-    making, _ = begin(first, named(FIRST, 2), 2, place)
-    wait_until(lambda: first.has_ended)
-    assert not making.begun
-    assert parts_of(store) == {1: {0}}
-
-
 def test_a_step_that_a_generation_goes_on_from_stays_until_it_is_copied_again() -> None:
     """In a loop of one's own that step is copied once more. A rank may die before its neighbor has it."""
     neighbor, store = Neighbor(), MemoryStore()
@@ -228,33 +216,3 @@ def test_a_directory_that_does_not_answer_holds_up_no_other(tmp_path: Path) -> N
         GoneStore.over.set()
         made.leave()
     wait_until(lambda: made.has_ended)
-
-
-def test_what_was_there_before_stays_until_a_newer_copy_is_whole(tmp_path: Path) -> None:
-    store = DirectoryStore(tmp_path / "copies")
-    before = Place("directory", store)
-    earlier = copier_of(FIRST, before)
-    copied(earlier, named(FIRST, 1), 1, before)
-    wait_until(lambda: before.present == {named(FIRST, 1)})
-    earlier.leave()
-    lineage = FIRST.begin(1, 1)
-    place = Place("directory", store)
-    later = copier_of(lineage, place)
-    wait_until(lambda: place.present == {named(FIRST, 1)})
-    copied(later, named(lineage, 2), 2, place)
-    wait_until(lambda: not place.is_busy)
-    assert sorted(store.shelf(1)) == [named(FIRST, 1), named(lineage, 2)]
-    later.leave()
-    wait_until(lambda: earlier.has_ended and later.has_ended)
-
-
-def test_a_place_that_cannot_be_written_to_has_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    place = Place("directory", DirectoryStore(tmp_path / "copies"))
-    made = copier_of(FIRST, place)
-    (tmp_path / "copies").rmdir()
-    (tmp_path / "copies").touch()
-    copied(made, named(FIRST, 1), 1, place)
-    wait_until(lambda: not place.is_busy)
-    assert not place.present
-    assert "part 0 of iteration 1 cannot be written by rank 0" in caplog.text
-    made.leave()

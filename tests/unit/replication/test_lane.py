@@ -19,18 +19,6 @@ def ended(lane: _Lane) -> bool:
     return not lane._thread.is_alive()
 
 
-def test_tasks_are_done_in_their_order() -> None:
-    lane, done, last = _Lane("testing"), [], threading.Event()
-    for number in range(5):
-        lane.do(lambda number=number: done.append(number))  # type: ignore[misc]
-    lane.do(last.set)
-    assert last.wait(LIMIT_S)
-    lane.leave()
-    assert ended(lane)
-    assert lane.is_idle
-    assert done == [0, 1, 2, 3, 4]
-
-
 def test_no_task_begins_after_it_was_left() -> None:
     lane, begun, go_on, done = _Lane("testing"), threading.Event(), threading.Event(), []
 

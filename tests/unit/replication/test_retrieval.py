@@ -24,29 +24,6 @@ def of_this_training(_: SaveId) -> bool:
     return True
 
 
-def test_a_lost_rank_is_filled_from_its_neighbor_and_the_others_keep_their_state() -> None:
-    holdings: list[Holding] = [
-        {"living": [part(7, 0)], "memory": [part(7, 0), part(7, 1)]},
-        {},
-        {"living": [part(7, 2)], "memory": [part(7, 2)]},
-    ]
-    choice = choose(holdings, PLACES, of_this_training)
-    assert choice.save == save(7)
-    assert choice.copies == (
-        Copy("living", 0, part(7, 0)),
-        Copy("memory", 0, part(7, 1)),
-        Copy("living", 2, part(7, 2)),
-    )
-
-
-def test_all_go_back_to_a_step_that_everybody_has() -> None:
-    holdings = [{"living": [part(8, 0)], "memory": [part(7, 0), part(7, 1), part(8, 0)]}, {}]
-    choice = choose(holdings, PLACES, of_this_training)
-    assert choice.save == save(7)
-    assert {copy.place for copy in choice.copies} == {"memory"}
-    assert choice.lacking == {save(8): [1]}
-
-
 def test_a_damaged_copy_is_replaced_by_the_next_one_and_then_by_the_next_place() -> None:
     holdings = [
         {"memory": [part(5, 0)], "shared": [part(5, 0)]},
@@ -66,12 +43,6 @@ def test_holders_take_turns() -> None:
     everything = {"memory": [part(3, rank) for rank in range(6)]}
     choice = choose([{}, {}, {}, {}, everything, everything], PLACES, of_this_training)
     assert [copy.holder for copy in choice.copies] == [4, 5, 4, 5, 4, 5]
-
-
-def test_saves_of_another_training_are_left_out() -> None:
-    holdings = [{"local": [part(9, 0), part(4, 0)]}]
-    assert choose(holdings, PLACES, lambda each: each.iteration < 9).save == save(4)
-    assert choose(holdings, PLACES, lambda _: False).save is None
 
 
 @given(st.lists(st.dictionaries(st.sampled_from(PLACES), st.lists(st.builds(part, st.just(1), st.integers(0, 5))))))

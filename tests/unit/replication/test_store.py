@@ -41,12 +41,6 @@ def test_a_part_is_a_copy_in_and_out() -> None:
     assert torch.equal(weight(store), torch.arange(8.0))
 
 
-def test_a_part_in_memory_of_its_own_is_not_copied_and_may_be_read_without_a_copy() -> None:
-    store, pool = MemoryStore(), HostMemoryPool()
-    tensor = written(store, given=pool.copy(content()))
-    assert weight(store, is_shared=True).data_ptr() == tensor.data_ptr() != weight(store).data_ptr()
-
-
 def test_a_flipped_bit_is_found(caplog: pytest.LogCaptureFixture) -> None:
     store = MemoryStore()
     written(store)
@@ -56,24 +50,6 @@ def test_a_flipped_bit_is_found(caplog: pytest.LogCaptureFixture) -> None:
         copy.read()
     assert _usable(lambda each: each.read(), copy) is None
     assert "taken for missing" in caplog.text
-
-
-def test_a_copy_of_the_store_does_not_change_with_it() -> None:
-    store = MemoryStore()
-    written(store)
-    copied = store.copy()
-    written(store, SAVES[1])
-    store.delete(lambda save: save == SAVES[0])
-    assert sorted(copied.shelf(2)) == [SAVES[0]]
-
-
-def test_what_is_not_kept_is_forgotten() -> None:
-    store = MemoryStore()
-    for save in SAVES:
-        written(store, save)
-        written(store, save, part=1)
-    store.delete(lambda save: save == SAVES[1])
-    assert {save: sorted(parts) for save, parts in store.shelf(2).items()} == {SAVES[0]: [0, 1], SAVES[2]: [0, 1]}
 
 
 def test_a_place_is_opened_by_its_scheme_or_is_a_directory(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from checkpointless.state.module_tensors import TrainingTensors
-from checkpointless.state.serialization.tensor_memory import local_part, tensor_bytes
+from checkpointless.state.serialization.tensor_memory import local_part
 
 
 @pytest.fixture
@@ -20,19 +20,6 @@ def alone() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
-
-
-def test_of_a_parameter_it_is_the_memory_without_its_gradient() -> None:
-    parameter = torch.nn.Parameter(torch.zeros(3))
-    part = local_part(parameter)
-    assert (type(part), part.requires_grad) == (torch.Tensor, False)
-    part[0] = 1.0
-    assert parameter[0] == 1.0
-
-
-def test_a_buffer_is_itself_so_that_a_change_is_seen_by_its_version() -> None:
-    buffer = torch.zeros(3)
-    assert local_part(buffer) is buffer
 
 
 @pytest.mark.usefixtures("alone")
@@ -55,10 +42,3 @@ def test_a_module_of_dtensors_has_its_shards_under_its_keys() -> None:
     found = TrainingTensors([module], [optimizer]).tensors()
     assert {key[-1] for key in found} == {"weight", "exp_avg", "exp_avg_sq", "step"}
     assert {type(tensor) for tensor in found.values()} == {torch.Tensor}
-
-
-def test_one_element_among_others_has_its_own_bytes() -> None:
-    one = torch.arange(3.0).reshape(1, 3)[:, 1]
-    assert one.stride() == (3,)
-    assert tensor_bytes(one).view(torch.float32).tolist() == [1.0]
-    assert tensor_bytes(one).data_ptr() == one.data_ptr()

@@ -5,9 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import enum
-import fractions
 import typing
-from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -17,7 +15,7 @@ from hypothesis import example, given
 
 from checkpointless.state.serialization import state_tree
 from checkpointless.state.serialization.digest import digest_value
-from checkpointless.state.serialization.state_tree import Later, copies_of
+from checkpointless.state.serialization.state_tree import copies_of
 from tests.unit.serialization.trees import Loud, Word, back, same, trees
 
 
@@ -49,20 +47,6 @@ def test_nothing_that_changes_reaches_a_copy() -> None:
     assert copied["p"].requires_grad
 
 
-def test_unknown_objects_are_copied_if_they_can_be() -> None:
-    class Stubborn:
-        def __deepcopy__(self, memo: Any) -> Any:
-            raise RuntimeError("no")
-
-    shared = [1]
-    known, stubborn = Loud(), Stubborn()
-    known.items = shared  # type: ignore[attr-defined]
-    copied: list[Any] = state_tree.copy([known, stubborn, shared, known])
-    assert copied[0] is copied[3] is not known
-    assert copied[0].items is copied[2] is not shared
-    assert copied[1] is stubborn
-
-
 # --- What is taken at a moment and put into its form later --------------------------------------------------------
 
 
@@ -71,14 +55,6 @@ NAN = torch.tensor([0x7FC12345], dtype=torch.int32).view(torch.float32)[0]
 
 def bits(tensor: torch.Tensor) -> tuple[torch.dtype, torch.Size, bytes]:
     return tensor.dtype, tensor.shape, tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
-def test_it_is_made_once_and_only_when_it_is_asked_for() -> None:
-    made: list[int] = []
-    later = Later(lambda: made.append(1) or [3])  # type: ignore[func-returns-value]
-    assert made == []
-    assert later() is later()
-    assert made == [1]
 
 
 @pytest.mark.parametrize(
@@ -99,13 +75,6 @@ def test_copies_have_the_bits_that_the_tensors_had(tensors: list[torch.Tensor]) 
     for each in tensors:
         each.zero_()
     assert [bits(each) for each in copies()] == before
-
-
-def test_copies_have_no_gradients() -> None:
-    weight = torch.tensor(2.0, requires_grad=True)
-    copies = copies_of([weight * 2, torch.tensor([1.0], requires_grad=True), weight])()
-    assert [each.requires_grad for each in copies] == [False] * 3
-    assert [each.item() for each in copies] == [4.0, 1.0, 2.0]
 
 
 # --- Classes that are registered, and numbers that are no floats, come back as what they were ---------------------
@@ -147,9 +116,3 @@ def test_registered_classes_come_back_as_what_they_were() -> None:
 def test_only_classes_of_plain_parts_can_be_registered(kind: Any) -> None:
     with pytest.raises(TypeError, match="cannot be registered"):
         state_tree.register_plain_type(kind)
-
-
-def test_decimals_and_fractions() -> None:
-    assert same(
-        back([Decimal("1.10"), fractions.Fraction(1, 10**40)]), [Decimal("1.10"), fractions.Fraction(1, 10**40)]
-    )

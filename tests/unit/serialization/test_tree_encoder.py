@@ -92,21 +92,6 @@ def test_what_cannot_travel_is_refused_with_its_path(intruder: Any) -> None:
     state_tree.copy([intruder])
 
 
-def test_the_refusal_says_what_to_do() -> None:
-    with pytest.raises(
-        StateTreeError, match=r"^state\['net'\] is a torch.nn.modules.linear.Linear, which .*state_dict"
-    ):
-        state_tree.check({"net": torch.nn.Linear(1, 1)})
-    with pytest.raises(StateTreeError, match="keep a plain int, or call register_plain_type"):
-        state_tree.check(Colour.RED)
-
-
-@pytest.mark.filterwarnings("ignore:.*quantized")
-def test_a_quantized_tensor_is_refused() -> None:
-    with pytest.raises(StateTreeError, match="quantized"):
-        state_tree.check(torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8))
-
-
 def test_a_check_reads_no_tensor() -> None:
     state_tree.check([np.broadcast_to(np.zeros(1), (1 << 40,)), np.broadcast_to(np.zeros(1), (1 << 20, 1 << 20)).T])
     state_tree.check(torch.zeros(1).expand(1 << 40))

@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -17,15 +16,10 @@ from hypothesis import strategies as st
 from checkpointless.state.port import SnapshotPoint
 from checkpointless.state.rank_local import declared
 from checkpointless.state.rank_local.declared import (
-    ATTRIBUTES,
     DeclaredState,
     begin_declared,
-    digest_declared,
-    put_declared,
-    take_declared,
 )
 from checkpointless.state.rank_local.state import _OwnStreams
-from checkpointless.state.rng import RngStates
 from checkpointless.state.serialization import state_tree
 from checkpointless.system.environment import RANK_STATE_BYTES_ENV
 
@@ -70,17 +64,6 @@ def test_what_was_captured_comes_back(first: Any, then: Any) -> None:
     assert state.take() == taken  # bytes, in which NaN is equal to itself
 
 
-def test_what_has_not_changed_is_the_same_objects() -> None:
-    box = Box(number=1.5, norms=[0.1, 0.2], table={"a": 1}, weights=torch.ones(3))
-    state = DeclaredState(lambda: [box])
-    before = state.take()
-    assert state.take() is before
-    box.has["norms"].append(0.3)
-    after = state.take()
-    assert after is not before
-    assert {name for name in after if after[name] is not before[name]} == {"plain:box.norms"}
-
-
 @pytest.mark.parametrize(
     ("value", "change"),
     [
@@ -115,17 +98,6 @@ def test_a_tensor_that_a_validation_made_in_inference_mode_comes_back() -> None:
         box.has["value"] = torch.zeros(2)
     state.put(before)
     assert box.has["value"].tolist() == [1, 1]
-
-
-def test_attributes_that_come_later_are_kept() -> None:
-    box = Box(average=None)
-    state = DeclaredState(lambda: [box])
-    state.take()
-    box.has["average"], box.has["later"] = 0.5, [1]
-    taken = dict(state.take())
-    fresh = Box(average=None)
-    DeclaredState(lambda: [fresh]).put(taken)
-    assert fresh.has == {"average": 0.5, "later": [1]}
 
 
 def test_what_is_left_out_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -163,19 +135,6 @@ def test_it_is_kept_and_restored_with_the_random_streams() -> None:
     assert torch.equal(torch.rand(1), drawn)
 
 
-def test_random_streams_that_are_restored_by_themselves_leave_it_alone() -> None:
-    """The order of an epoch is drawn again from streams that were captured at its beginning."""
-    box = Box(norms=[1.0])
-    begin_declared(DeclaredState(lambda: [box]))
-    start = RngStates.capture()
-    box.has["norms"].append(2.0)
-    start.restore()
-    assert box.has["norms"] == [1.0, 2.0]
-    put_declared(start.streams)
-    assert box.has["norms"] == [1.0, 2.0]
-    assert list(take_declared()) == ["plain:box.norms"]
-
-
 class Color(enum.Enum):
     RED = 1
     BLUE = 2
@@ -201,41 +160,6 @@ def test_enum_members_and_named_tuples_come_back_where_there_was_nothing(
     assert fresh.has == {"value": value}
 
 
-def test_a_class_that_no_module_has_is_left_out() -> None:
-    class Local(enum.Enum):
-        ONE = 1
-
-    assert DeclaredState(lambda: [Box(value=[Local.ONE])]).take() == {}
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        torch.zeros(1 << 20),
-        [0.5] * 999,
-        {"rows": [["text"]] * 999},
-        [torch.zeros(99), torch.zeros(99)],
-        np.zeros(999),
-    ],
-    ids=["tensor", "list", "nested", "tensors", "array"],
-)
-def test_what_is_too_large_is_not_encoded(value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any) -> None:
-        raise AssertionError("it was encoded")
-
-    monkeypatch.setattr(declared, "_encoded", refuse)
-    state = DeclaredState(lambda: [Box(value=value)], limit=500)
-    assert state.take() == state.take() == {}
-
-
-def test_what_has_become_small_again_is_kept() -> None:
-    values = [0.5] * 999
-    state = DeclaredState(lambda: [Box(value=values)], limit=500)
-    assert state.take() == {}
-    del values[1:]
-    assert list(state.take()) == ["plain:box.value"]
-
-
 def test_parameters_belong_to_the_model(caplog: pytest.LogCaptureFixture) -> None:
     net = torch.nn.Linear(2, 2)
     box = Box(trained=list(net.parameters()), by_name=dict(net.named_parameters()))
@@ -248,11 +172,3 @@ def test_declared_state_that_cannot_be_kept_is_refused() -> None:
     DeclaredState(lambda: [Box(norms=[])]).require_all()
     with pytest.raises(ValueError, match=r"box\.ema is no plain data or larger than the limit of 500 bytes"):
         DeclaredState(lambda: [Box(norms=[], ema={"weight": torch.zeros(999)})], limit=500).require_all()
-
-
-def test_what_is_left_out_has_an_empty_digest() -> None:
-    """As an attribute that is a module has, which no value is taken of."""
-    box = Box(plain=1, odd=object(), **{ATTRIBUTES: ["plain", "odd", "module"]})
-    digests = digest_declared(DeclaredState(lambda: [box]).take())
-    assert digests.pop("box.plain")
-    assert digests == {"box.odd": "", "box.module": ""}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import random
 from collections.abc import Callable
@@ -62,14 +61,6 @@ def test_a_source_that_moved_is_encoded_again_and_one_that_did_not_is_the_same(f
     now = second
     taken += [RngStates.capture().of_source("own") for _ in range(2)]
     assert list(map(repr, taken)) == list(map(repr, [first, first, second, second]))
-
-
-def test_a_source_may_change_what_it_gave() -> None:
-    own = {"a": b"1"}
-    register_rng_source("own", RngSource(lambda: own, own.update))
-    before = RngStates.capture()
-    own["a"] = b"2"
-    assert not RngStates.capture().same_streams(before)
 
 
 def test_no_instruction_at_which_a_fault_interrupts_leaves_a_stale_stream() -> None:
@@ -134,47 +125,6 @@ def test_what_was_taken_before_is_never_taken_for_what_is(move: Callable[[], obj
     assert (draw(), np.random.standard_normal(), random.gauss(0, 1)) == first
 
 
-def test_another_generator_of_numpys_is_taken_too() -> None:
-    usual = np.random.get_bit_generator()
-    try:
-        np.random.set_bit_generator(np.random.MT19937(7))
-        states = RngStates.capture()
-        first = np.random.rand()
-        states.restore()
-        assert np.random.rand() == first
-        np.random.set_bit_generator(usual)
-        assert not RngStates.capture().same_streams(states)
-    finally:
-        np.random.set_bit_generator(usual)
-
-
-def test_a_moment_may_be_known_without_the_end_of_its_step() -> None:
-    board = Board.create(0)
-    loaded = RngStates.capture(stage=SnapshotPoint.LOADED)
-    _put_on_board(board, 0, loaded)
-    assert _found_on_board(board, 0)[SnapshotPoint.LOADED].same_streams(loaded)
-    board.close()
-
-
-@pytest.mark.parametrize("own", [{}, {"mean": torch.tensor(3.0)}, None])
-@pytest.mark.parametrize("moves", [False, True])
-def test_what_else_is_a_ranks_own_is_kept_with_its_streams(
-    moves: bool, own: dict[str, torch.Tensor] | None
-) -> None:
-    board = Board.create(0)
-    after = RngStates.capture(loss=0.5, own={"mean": torch.tensor(2.0)})
-    _put_on_board(board, 3, after)
-    if moves:
-        torch.rand(())
-    later = RngStates.capture(loss=0.5, stage=SnapshotPoint.CHECKED, own=own)
-    _put_on_board(board, 3, later)
-    found = _found_on_board(board, 3)
-    assert found[SnapshotPoint.CHECKED].same_streams(later)
-    assert found[SnapshotPoint.CHECKED].own == own
-    assert found[SnapshotPoint.COMMITTED].own == {"mean": torch.tensor(2.0)}
-    board.close()
-
-
 @pytest.mark.parametrize("own", [None, {}, {"a": 1.5, "t": torch.arange(3)}])
 @pytest.mark.parametrize("loss", [None, 0.0, -0.0, 2.5])
 def test_everything_comes_back_from_bytes(loss: float | None, own: dict[str, Any] | None) -> None:
@@ -200,38 +150,3 @@ def test_damaged_streams_are_refused_and_those_of_a_board_are_not_there() -> Non
     os.pwrite(board.fd, bytes([words[100] ^ 1]), place + 100)
     assert _found_on_board(board, 3) == {}
     board.close()
-
-
-def test_another_generator_of_pythons_is_taken_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Mine(random.Random):
-        """A generator of the user's own."""
-
-    def taken() -> bytes:
-        return RngStates.capture().streams["python"]
-
-    before = taken()
-    for generator in (random.Random(5), Mine(6)):
-        monkeypatch.setattr(random, "getstate", generator.getstate)
-        assert taken() != before
-        before = taken()
-        generator.random()
-        assert taken() != before
-        generator.gauss(0, 1)
-        pending = taken()
-        generator.gauss(0, 1)  # this uses the pending one up: no word changes
-        assert taken() != pending
-
-
-def test_streams_that_have_not_moved_are_the_same_dictionary_and_any_draw_makes_another() -> None:
-    generator, value = torch.Generator().manual_seed(1), 1
-    register_rng_source("own", RngSource(lambda: {"0": generator.get_state().numpy().tobytes()}, lambda _: None))
-    register_rng_source("value", RngSource(lambda: value, lambda _: None))
-    taken = [RngStates.capture().streams]
-    for move in (random.random, np.random.rand, lambda: torch.rand(1), lambda: torch.rand(1, generator=generator)):
-        assert RngStates.capture().streams is taken[-1]
-        move()
-        taken.append(RngStates.capture().streams)
-    value = 2
-    taken.append(RngStates.capture().streams)
-    assert all(before != after for before, after in itertools.pairwise(taken))
-    assert RngStates(taken[-1]).of_source("value") == 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -69,14 +68,6 @@ def test_text_that_is_no_utf8_and_fields_of_newer_versions_are_kept() -> None:
         "\udc80\x1b[2J",
         {"a": [1, None, 1.5]},
     )
-
-
-def test_one_warning_counts_the_odd_lines(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    odd = [line(ts=float("inf")), line(incident=[1]), b"no json"]
-    (tmp_path / EVENTS_FILE).write_bytes(b"\n".join([line(), *odd, line(), b""]))
-    assert len(read_events(tmp_path)) == 2
-    assert [record.levelno for record in caplog.records] == [logging.WARNING]
-    assert "3 lines, from line 2 on, are no events" in caplog.text
 
 
 ODD = st.one_of(

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from checkpointless.observability.monitoring.metrics import MEASURED_STAGES
-from checkpointless.observability.telemetry.event_names import STAGES, EventName, event_name
-from checkpointless.observability.telemetry.events import EVENTS_FILE, EventLog, parse_event, read_events
+from checkpointless.observability.telemetry.event_names import STAGES, EventName
+from checkpointless.observability.telemetry.events import EVENTS_FILE, EventLog, read_events
 from checkpointless.observability.telemetry.scribe import scribe
 
 ROOT = Path(__file__).parents[3]
@@ -67,14 +67,6 @@ def test_a_member_is_written_as_its_name_and_read_as_itself(tmp_path: Path, name
     assert json.loads(line)["stage"] == name.value == str(name) == f"{name}"
     (event,) = read_events(tmp_path)
     assert event.stage is name
-
-
-def test_a_name_of_a_newer_version_is_read_as_a_word() -> None:
-    record = {"ts": 1, "mono": 1, "node": 0, "rank": 0, "pid": 1, "generation": 0, "incident": None}
-    event = parse_event(json.dumps({**record, "stage": "new", "edge": "point"}).encode())
-    assert event is not None
-    assert event.stage == event_name("new") == "new"
-    assert not isinstance(event.stage, EventName)
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,14 @@
 """Test the event log and the step log, written and read back."""
 
 import enum
-import logging
 from pathlib import Path
 
 import pytest
 
 from checkpointless.observability.telemetry.event_names import EventName
-from checkpointless.observability.telemetry.events import EVENTS_FILE, EventLog, event_log, parse_event, read_events
+from checkpointless.observability.telemetry.events import EVENTS_FILE, EventLog, parse_event, read_events
 from checkpointless.observability.telemetry.scribe import scribe
 from checkpointless.observability.telemetry.steps import StepLog, StepRecord, read_steps
-from checkpointless.system.environment import RUN_DIR_ENV
 
 
 def test_events_are_read_back_as_they_were_written(tmp_path: Path) -> None:
@@ -59,16 +57,6 @@ def test_what_has_no_json_form_becomes_text(tmp_path: Path) -> None:
     assert event.fields == {"a": "nan", "b": "/p", "c": [1, 2], "d": [1, "red"], "e": {"1": None}}
 
 
-def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
-    log = EventLog(tmp_path / EVENTS_FILE)
-    log.emit(EventName.INIT, "point", generation=0)
-    log.emit(EventName.DATA, "point", generation=0)
-    assert scribe.flush()
-    data = (tmp_path / EVENTS_FILE).read_bytes()
-    (tmp_path / EVENTS_FILE).write_bytes(data[:-5])
-    assert [event.stage for event in read_events(tmp_path)] == ["init"]
-
-
 @pytest.mark.parametrize("kept", [1, 40, 150, -1])
 def test_a_line_behind_the_beginning_of_one_whose_writer_was_killed_is_read(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, kept: int
@@ -100,24 +88,6 @@ def test_a_broken_line_is_left_out_and_said(tmp_path: Path, caplog: pytest.LogCa
     assert "3 lines, from line 2 on, are no events" in record.getMessage()
 
 
-def test_a_log_that_cannot_be_written_does_not_stop_the_job(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.WARNING):
-        EventLog(tmp_path / "gone" / EVENTS_FILE).emit(EventName.INIT, "point", generation=0)
-        assert scribe.flush()
-    assert "events are lost" in caplog.text
-
-
-def test_the_environment_says_where_events_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "6")
-    monkeypatch.delenv(RUN_DIR_ENV, raising=False)
-    event_log().emit(EventName.INIT, "point", generation=0)
-    monkeypatch.setenv(RUN_DIR_ENV, str(tmp_path))
-    event_log().emit(EventName.DATA, "point", generation=0)
-    assert [(event.stage, event.rank) for event in read_events(tmp_path)] == [("data", 6)]
-
-
 def test_steps_are_kept_over_a_new_process_and_to_the_bit(tmp_path: Path) -> None:
     StepLog(tmp_path, 3).record(1, 0.1, "d1")
     path = tmp_path / "steps" / "rank-3.jsonl"
@@ -130,8 +100,3 @@ def test_steps_are_kept_over_a_new_process_and_to_the_bit(tmp_path: Path) -> Non
     assert read_steps(tmp_path) == {
         3: [StepRecord(1, (0.1).hex(), "d1"), StepRecord(2, "nan", "d2"), StepRecord(2, (0.1 + 0.2).hex(), "d2")]
     }
-
-
-def test_a_run_without_steps_says_how_to_record_them(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="--record-steps"):
-        read_steps(tmp_path)

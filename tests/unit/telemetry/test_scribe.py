@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import functools
 import json
 import logging
@@ -18,9 +17,8 @@ import pytest
 from checkpointless.observability.telemetry import events, scribe, steps
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.events import EVENTS_FILE, EventLog, read_events
-from checkpointless.observability.telemetry.scribe import LogRelay, _Scribe, keep_traceback, traceback_path
+from checkpointless.observability.telemetry.scribe import LogRelay, _Scribe
 from checkpointless.observability.telemetry.steps import StepLog
-from checkpointless.system.environment import RUN_DIR_ENV
 from tests.interrupting import interrupt
 from tests.waiting import wait_until
 
@@ -84,19 +82,6 @@ def test_nobody_waits_for_a_disk_that_has_stopped_and_the_events_come_when_it_is
     assert [event.generation for event in read_events(tmp_path)] == [*range(1, 50), 50, 50]
 
 
-def test_a_second_flush_does_not_wait_again_for_a_disk_that_did_nothing_since(
-    tmp_path: Path, mine: _Scribe
-) -> None:
-    gate = threading.Event()
-    mine.put(gate.wait)
-    assert not mine.flush(0.3)
-    began_s = time.monotonic()
-    assert not mine.flush(600)
-    assert time.monotonic() - began_s < 300, "as long as it was told to"
-    gate.set()
-    assert mine.flush(60)
-
-
 def test_what_waits_is_bounded_chatter_goes_first_and_the_number_is_written(
     tmp_path: Path, mine: _Scribe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,21 +126,6 @@ def test_a_disk_that_refuses_is_complained_of_once_and_written_to_again_as_soon_
         (tmp_path / "run").rmdir()
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
-def test_a_full_disk_costs_the_events_and_nothing_else(
-    tmp_path: Path, mine: _Scribe, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = tmp_path / EVENTS_FILE
-    path.symlink_to("/dev/full")
-    log = EventLog(path)
-    log.emit(EventName.PROGRESS, "point", generation=0)
-    assert mine.flush(60)
-    assert os.strerror(errno.ENOSPC) in caplog.text
-    path.unlink()
-    log.emit(EventName.DATA, "point", generation=0)
-    assert stages(tmp_path) == ["events_dropped", "data"]
-
-
 def test_a_fork_writes_nothing_twice_and_can_write(tmp_path: Path, mine: _Scribe) -> None:
     os.register_at_fork(after_in_child=mine.forget)
     log = EventLog(tmp_path / EVENTS_FILE)
@@ -170,36 +140,6 @@ def test_a_fork_writes_nothing_twice_and_can_write(tmp_path: Path, mine: _Scribe
     assert os.waitstatus_to_exitcode(status) == 0
     gate.set()
     assert stages(tmp_path) == ["init", "job"]
-
-
-def test_a_thread_that_was_started_beside_another_one_and_comes_late_ends(mine: _Scribe) -> None:
-    late = threading.Thread(target=mine._work, args=(mine._waiting, mine._at_work), daemon=True)
-    late.start()
-    late.join(30)
-    assert not late.is_alive()
-
-
-def test_the_thread_ends_when_told_to_and_another_one_goes_on(tmp_path: Path, mine: _Scribe) -> None:
-    def threads() -> set[str]:
-        return set(os.listdir("/proc/self/task"))
-
-    before = threads()
-    log = EventLog(tmp_path / EVENTS_FILE)
-    log.emit(EventName.INIT, "point", generation=0)
-    (writer,) = threads() - before
-    assert mine.close(60)
-    wait_until(lambda: writer not in threads())
-    log.emit(EventName.DATA, "point", generation=0)
-    assert stages(tmp_path) == ["init", "data"]
-
-
-def test_what_fails_does_not_end_the_thread(mine: _Scribe, caplog: pytest.LogCaptureFixture) -> None:
-    def fails() -> None:
-        raise ValueError("no")
-
-    mine.put(fails)
-    assert mine.flush(60)
-    assert "no" in caplog.text
 
 
 def test_many_threads_start_one_writer(tmp_path: Path, mine: _Scribe) -> None:
@@ -291,17 +231,6 @@ def test_a_message_waits_for_no_handler_and_says_what_was_when_it_was_written(
     assert record.exc_info is None, "whose frames would keep what they refer to"
     logging.getLogger("checkpointless.test").warning("as before")
     assert caplog.messages[-1] == "as before"
-
-
-def test_a_traceback_waits_for_nobody(tmp_path: Path, mine: _Scribe, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(RUN_DIR_ENV, str(tmp_path))
-    gate = threading.Event()
-    mine.put(gate.wait)
-    keep_traceback(3, 1, "where it happened")
-    assert not traceback_path(tmp_path, 3, 1).exists()
-    gate.set()
-    assert mine.flush(60)
-    assert traceback_path(tmp_path, 3, 1).read_text() == "where it happened"
 
 
 def test_a_step_waits_for_a_stopped_disk_no_longer_than_a_moment_and_is_not_lost(

@@ -14,13 +14,13 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from checkpointless.integrations.torch.torch_tensors import _HoldersByMesh
 from checkpointless.state.module_tensors import TrainingTensors, _spread_like
 from checkpointless.state.port import groups_of, holders_of, split
 from checkpointless.state.serialization.tensor_memory import local_part
-from checkpointless.transfer.rank_groups import CompactGroups, Group, all_groups, compact, names
+from checkpointless.transfer.rank_groups import CompactGroups, Group, all_groups, compact
 from checkpointless.transfer.tensor_entry import TensorEntry
 from tests.unit.recovery.made_up_state import BUFFER, MOMENTUM, WEIGHT, MadeUpState
 
@@ -57,12 +57,6 @@ def test_thousands_of_ranks_along_a_mesh_take_few_bytes(group: Group) -> None:
     assert CompactGroups(4096).read([json.loads(told)]) == (group,)
 
 
-def test_equal_groups_are_one_object_that_is_made_once() -> None:
-    groups = CompactGroups(8)
-    first, again = groups.read([[0, 3]]), groups.read([[0, 3]])
-    assert first[0] is again[0]
-
-
 @pytest.mark.parametrize("told", [{"first": 0, "by": [[1, 10**9], [1, 10**9]]}, [0, 1, 2]])
 def test_a_group_of_more_ranks_than_there_are_takes_no_memory(told: object) -> None:
     with pytest.raises(ValueError, match="was reported, and there are 2"):
@@ -81,18 +75,6 @@ def test_groups_are_taken_if_all_members_tell_them_and_only_then(
         if len(group) > 1 or rank not in group:
             with pytest.raises(ValueError, match=r"contradict each other|is in no replica group"):
                 all_groups({**parts, rank: other})
-
-
-def test_a_contradiction_is_told_with_a_rank_that_says_something_else() -> None:
-    with pytest.raises(ValueError, match="of ranks 0, 1, 2, rank 2 says something else"):
-        all_groups({0: [(0, 1, 2)], 1: [(0, 1, 2)], 2: [(2,)]})
-    with pytest.raises(ValueError, match="rank 1 is in no replica group"):
-        all_groups({0: [(0,)], 1: []})
-
-
-def test_many_ranks_are_named_by_the_first_ones() -> None:
-    assert names([3, 5]) == "3, 5"
-    assert names(range(9)) == "0, 1, 2, 3, 4, 5, 6, 7, ... (9 ranks)"
 
 
 def test_a_state_is_split_by_its_holders() -> None:
@@ -192,13 +174,6 @@ def test_all_ranks_tell_the_same_groups(replicated: set[int]) -> None:
     assert all_groups(told)
 
 
-def test_a_layout_that_cannot_be_is_refused() -> None:
-    with pytest.raises(ValueError, match="rank 9 is not in the mesh"):
-        _HoldersByMesh([spread(Replicate(), Shard(0), Shard(1))], 9, 10)
-    with pytest.raises(ValueError, match="still to be reduced"):
-        _HoldersByMesh([spread(Partial(), Shard(0), Shard(1))], 0, 8)
-
-
 @pytest.fixture
 def parameter() -> Iterator[torch.nn.Parameter]:
     """Return a parameter that is a DTensor."""
@@ -206,16 +181,6 @@ def parameter() -> Iterator[torch.nn.Parameter]:
     mesh = init_device_mesh("cpu", (1,))
     yield torch.nn.Parameter(distribute_tensor(torch.arange(12.0).view(4, 3), mesh, [Shard(0)]))
     dist.destroy_process_group()
-
-
-def test_what_an_optimizer_keeps_is_like_its_parameter(parameter: torch.nn.Parameter) -> None:
-    part = torch.ones(4, 3)
-    made = _spread_like(part, parameter)
-    assert isinstance(made, DTensor)
-    assert local_part(made).data_ptr() == part.data_ptr()
-    number = torch.tensor(3.0)
-    assert _spread_like(number, parameter) is number
-    assert _spread_like(part, torch.ones(4, 3)) is part
 
 
 def test_an_optimizer_goes_on_with_state_that_was_adopted_or_filled(parameter: torch.nn.Parameter) -> None:
@@ -273,15 +238,3 @@ def test_a_state_that_is_divided_otherwise_is_unfit(parameter: torch.nn.Paramete
     reason = tensors.unfit()
     assert reason is not None
     assert "factor of parameter 0 is a DTensor that is divided otherwise" in reason
-
-
-def test_buffers_may_be_dtensors(parameter: torch.nn.Parameter) -> None:
-    module: Any = torch.nn.Module()
-    module.register_buffer("mean", parameter.detach().clone())
-    tensors = TrainingTensors([module], [])
-    copies = tensors.buffers.take()
-    (copy,) = copies.values()
-    assert type(copy) is torch.Tensor
-    local_part(module.mean).zero_()
-    tensors.buffers.put(copies)
-    assert torch.equal(local_part(module.mean), copy)

@@ -135,16 +135,6 @@ def test_groups_never_wait_for_each_other_in_a_circle(
     assert complete(ranks)
 
 
-def test_the_simulation_finds_a_circle() -> None:
-    """Two ranks to fill that go through the buckets of two holders in different orders wait forever."""
-    assert complete(
-        {0: [[(0, 2)], [(1, 3)]], 1: [[(0, 2)], [(1, 3)]], 2: [[(0, 0), (0, 1)]], 3: [[(1, 0), (1, 1)]]}
-    )
-    assert not complete(
-        {0: [[(0, 2)], [(1, 3)]], 1: [[(1, 3)], [(0, 2)]], 2: [[(0, 1)], [(0, 0)]], 3: [[(1, 0)], [(1, 1)]]}
-    )
-
-
 @given(st.lists(st.integers(0, 100), max_size=60))
 @examples(200)
 def test_buffers_stay_within_the_budget_unless_one_alone_is_larger(staged: list[int]) -> None:
@@ -160,17 +150,3 @@ def test_on_the_cpu_each_is_launched_alone_and_eight_are_under_way() -> None:
     rank.run([(index, (1, 2), 50) for index in range(30)], ahead=False)
     assert rank.groups == [[(index, 1), (index, 2)] for index in range(30)]
     assert rank.most == IN_FLIGHT
-
-
-def test_ahead_two_groups_of_eight_are_under_way() -> None:
-    rank = Rank()
-    rank.run([(index, (1,), 0) for index in range(40)])
-    assert [len(group) for group in rank.groups] == [IN_FLIGHT] * 5
-    assert rank.most == 2 * IN_FLIGHT
-
-
-def test_what_is_packed_is_in_two_groups_so_that_one_is_under_way_while_the_other_is_packed() -> None:
-    rank = Rank()
-    rank.run([(index, (1,), BUFFERS // 8) for index in range(16)])
-    assert [len(group) for group in rank.groups] == [4] * 4
-    assert rank.most_staged == BUFFERS

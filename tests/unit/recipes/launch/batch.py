@@ -48,16 +48,6 @@ def run_sbatch(tmp_path: Path, **more: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(words, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
 
 
-def run_changed_sbatch(tmp_path: Path, old: str, new: str, **more: str) -> int:
-    """Run the batch script with ``old`` replaced by ``new``, and return its exit status."""
-    script = SBATCH.read_text()
-    assert script.count(old) == 1
-    changed = tmp_path / "changed.sbatch"
-    changed.write_text(script.replace(old, new))
-    environment = sbatch_environment(tmp_path, **more)
-    return subprocess.run(["bash", str(changed)], env=environment, cwd=tmp_path, timeout=180).returncode
-
-
 def coordinated(tmp_path: Path) -> list[str]:
     """Return the command line of every coordinator that was started."""
     return (tmp_path / "coordinated").read_text().splitlines()

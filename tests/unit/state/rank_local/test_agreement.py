@@ -80,10 +80,3 @@ def test_a_tensor_that_is_a_ranks_own_is_refused(
     name = ".".join(map(str, key))
     expected = reason.format("and it begins with other values on", HELP, name=name)
     assert meet(states, monkeypatch) == [expected] * 4
-
-
-def test_ranks_that_contradict_each_other_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    states = [a_rank(number, None if number == 3 else EVERYBODY) for number in range(4)]
-    reasons = meet(states, monkeypatch)
-    assert len(set(reasons)) == 1
-    assert reasons[0].endswith("of ranks 0, 1, 2, 3, rank 3 says something else")

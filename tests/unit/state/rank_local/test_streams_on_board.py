@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from collections.abc import Iterator
 
@@ -55,20 +54,6 @@ def test_a_step_that_is_made_again_leaves_the_streams_of_the_step_before(board: 
         assert _found_on_board(board, 4)[SnapshotPoint.COMMITTED].streams == streams(50 + again)
 
 
-def test_what_is_kept_beside_the_streams_is_not_taken_for_that_of_another_step(board: Board) -> None:
-    for step, own in enumerate([{}, {"mine": 1}, {"mine": 2}, {}], start=1):
-        _put_on_board(board, step, dataclasses.replace(RngStates(streams(1)), own=own))
-        assert _found_on_board(board, step)[SnapshotPoint.COMMITTED].own == own
-
-
-def test_a_board_that_was_cleared_gets_the_streams_again(board: Board) -> None:
-    put(board, 1, 1)
-    board.clear_snapshots()
-    assert _found_on_board(board, 1) == {}
-    put(board, 2, 1)
-    assert _found_on_board(board, 2)[SnapshotPoint.COMMITTED].streams == streams(1)
-
-
 # --- The streams of the two newest steps are kept, and a new process has those of its predecessor's board ---------
 
 
@@ -78,28 +63,6 @@ def own_board(monkeypatch: pytest.MonkeyPatch) -> Iterator[Board]:
     monkeypatch.setattr(own_streams, "own_board", lambda: made)
     yield made
     made.close()
-
-
-def test_the_two_newest_steps_are_kept() -> None:
-    streams = _OwnStreams()
-    for step in range(4):
-        streams.capture(step, 0.5 * step, SnapshotPoint.COMMITTED, {})
-    assert [step for step in range(5) if streams.at(step)] == [2, 3]
-    assert streams.known() == ((2, 0), (3, 0))
-    streams.forget()
-    assert streams.known() == ()
-    assert streams.newest(3) is None
-
-
-def test_a_step_that_is_made_again_voids_what_followed_it() -> None:
-    streams = _OwnStreams()
-    streams.capture(1, 0.5, SnapshotPoint.COMMITTED, {})
-    streams.capture(1, None, SnapshotPoint.CHECKED, {"mine": 1})
-    newest = streams.newest(1)
-    assert newest is not None
-    assert (newest.stage, newest.loss, newest.own) == (SnapshotPoint.CHECKED, 0.5, {"mine": 1})
-    streams.capture(1, 0.25, SnapshotPoint.COMMITTED, {})
-    assert streams.known() == ((1, 0),)
 
 
 def test_streams_go_on_where_they_were() -> None:
@@ -152,13 +115,3 @@ def test_where_streams_are_kept(
     monkeypatch.setattr(own_replicas, "own_board", lambda: object() if under_our_agent else None)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local))
     assert _OwnReplicas(asked).jump == jump
-
-
-def test_a_negative_jump_is_refused() -> None:
-    with pytest.raises(ValueError, match="must not be negative"):
-        _OwnReplicas(-1)
-
-
-def test_nothing_is_made_or_sent_where_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(own_replicas.dist, "get_world_size", lambda: 8)
-    _OwnReplicas(0).exchange(3, lambda: pytest.fail("nobody wants them"))
