@@ -87,17 +87,6 @@ def test_every_rank_is_in_one_replica_group(layout: Layout) -> None:
             assert {frozenset(group) for group in each.replica_groups()} == groups
 
 
-def test_only_experts_have_fewer_holders_without_the_distributed_optimizer() -> None:
-    layout = Layout(8, 4, expert=4, sharded=False)
-    everybody = tuple(range(8))
-    assert layout.replica_groups() == sorted([everybody, *((rank, rank + 4) for rank in range(4))])
-    assert layout.replicas(5) == {1, 5}
-    assert layout.lost_with_a_node() == []
-    assert replace(layout, expert=1).replica_groups() == [everybody]
-    alone = replace(layout, expert=8).replica_groups()
-    assert sorted(map(len, alone)) == [1] * 8 + [8]
-
-
 @examples(50)
 @given(layout=layouts())
 def test_lost_with_a_node_means_what_it_says(layout: Layout) -> None:
@@ -108,12 +97,6 @@ def test_lost_with_a_node_means_what_it_says(layout: Layout) -> None:
         assert gone <= lost
         lost -= gone
     assert not lost
-
-
-def test_replicas_on_one_node_are_found() -> None:
-    layout = Layout(16, 8, tensor=1, pipeline=2, instances=2)
-    assert layout.lost_with_a_node() == layout.replica_groups()
-    assert not replace(layout, pipeline=1).lost_with_a_node()
 
 
 @pytest.mark.parametrize(
@@ -158,15 +141,3 @@ def test_the_nodes_for_replicas_are_the_fewest(layout: Layout, replicas: int) ->
     nodes = layout.nodes_for(replicas)
     assert can_hold(nodes)
     assert not any(can_hold(fewer) for fewer in range(layout.nodes, nodes))
-
-
-def test_sizes_and_text_are_for_people() -> None:
-    layout = Layout.on_one_node(8, tensor=2, pipeline=2)
-    assert (layout.nodes, layout.instances, layout.expert_tensor) == (1, 2, 2)
-    assert layout.text == "8 ranks, tp=2,pp=2"
-    assert Layout.on_one_node(6, instances=3).text == "6 ranks, data parallel, 3 holders"
-
-
-def test_a_node_may_have_fewer_ranks() -> None:
-    assert Layout(7, 8).nodes == 1
-    assert Layout(17, 8).nodes == 3

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from checkpointless.integrations.megatron.cpu_platform import _constant, _itself, _replaced_by
+from checkpointless.integrations.megatron.cpu_platform import _replaced_by
 from checkpointless.system.patches import Patch, Patches
 
 
@@ -54,17 +54,3 @@ def test_a_row_that_fails_undoes_the_earlier_ones_too() -> None:
         made.make([patch(target, "second", 20), Patch(target, "second", lambda old: old.no_such_thing, "fails")])
     assert not made.are_made
     assert vars(target) == {"first": 1, "second": 2}
-
-
-def test_it_knows_whose_attributes_are_replaced() -> None:
-    one, other = SimpleNamespace(value=1), SimpleNamespace(value=1)
-    made = Patches()
-    made.make([patch(one, "value", 2)])
-    assert made.touch(one)
-    assert not made.touch(other)
-
-
-def test_a_function_with_one_answer_and_a_method_that_returns_its_object() -> None:
-    assert _constant(3)(len)("any", argument=True) == 3
-    assert _replaced_by(None)(len) is None
-    assert _itself(len, "any", argument=True) is len

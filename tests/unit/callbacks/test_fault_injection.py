@@ -82,13 +82,6 @@ def test_a_scripts_faults_come_at_the_phases_of_the_wrapper(call: HPCallWrapper,
     assert fired(run_dir) == {MINE: 1}
 
 
-def test_the_newest_faults_of_a_script_replace_the_others(call: HPCallWrapper) -> None:
-    first, second = HPFaultInjectionCallback([MINE]), HPFaultInjectionCallback([MINE])
-    assert call.faults is second.injector
-    first.listen()
-    assert call.faults is first.injector
-
-
 def test_the_jobs_faults_stay_and_their_callback_has_the_same_injector(
     call: HPCallWrapper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,11 +92,3 @@ def test_the_jobs_faults_stay_and_their_callback_has_the_same_injector(
     callback = HPFaultInjectionCallback.from_environment()
     assert callback is not None
     assert callback.injector is jobs
-
-
-def test_without_a_wrapper_the_environment_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert HPFaultInjectionCallback.from_environment() is None
-    monkeypatch.setenv(FAULTS_ENV, json.dumps([JOBS]))
-    callback = HPFaultInjectionCallback.from_environment()
-    assert callback is not None
-    assert callback.injector.of_job

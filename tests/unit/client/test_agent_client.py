@@ -8,16 +8,13 @@ from typing import Any
 
 import pytest
 
-from checkpointless.launcher.client import HPAgentK8sAPIFactory, RankUnknownError, agent_client, wait_rank
+from checkpointless.launcher.client import agent_client, wait_rank
 from checkpointless.launcher.client.agent_client import AgentClient, AgentLostError, StandaloneClient
 from checkpointless.launcher.protocol import messages
-from checkpointless.launcher.protocol.causes import exception_cause
 from checkpointless.launcher.protocol.messages import (
     Answer,
     Barrier,
-    Done,
     FaultNotice,
-    FaultReport,
     Finish,
     Go,
     Hello,
@@ -114,22 +111,6 @@ def test_a_notice_is_forgotten_with_its_generation(pair: tuple[AgentClient, Agen
     assert client.pending_fault(0) is None
 
 
-def test_done_and_finish(pair: tuple[AgentClient, Agent]) -> None:
-    client, agent = pair
-    client.done(0)
-    assert agent.hear() == Done(0)
-    agent.say(Finish())
-    assert client.wait_finish_or_fault(0, 5) == Finish()
-
-
-def test_a_fault_is_reported_in_full(pair: tuple[AgentClient, Agent]) -> None:
-    client, agent = pair
-    client.report_fault(1, error="ValueError", message="no", traceback="Traceback", step=7, victim=False)
-    assert agent.hear() == FaultReport(
-        1, exception_cause(client.rank, "ValueError", "no", "Traceback", 7, victim=False)
-    )
-
-
 def test_an_inquiry_is_answered_from_another_thread(pair: tuple[AgentClient, Agent]) -> None:
     client, agent = pair
     asked_on: list[threading.Thread] = []
@@ -181,25 +162,6 @@ def test_a_message_that_is_not_handled_is_refused_and_no_fault(
         client.wait_finish_or_fault(7, 5)
     assert client.pending_fault(7) is None
     assert called == []
-
-
-def test_a_failing_callback_hangs_up_so_that_the_agent_notices(pair: tuple[AgentClient, Agent]) -> None:
-    client, agent = pair
-
-    def fail(_: FaultNotice) -> None:
-        raise KeyError("abort")
-
-    client.on_fault = fail
-    agent.say(notice(0))
-    assert agent.connection.recv(1) == b""
-    with pytest.raises(AgentLostError):
-        client.wait_go(0, 5)
-
-
-def test_close_ends_the_reader(pair: tuple[AgentClient, Agent]) -> None:
-    client, _ = pair
-    client.close()
-    assert not [t for t in threading.enumerate() if t.name == "checkpointless-agent-reader" and t.is_alive()]
 
 
 def test_a_standalone_rank_regroups_with_itself() -> None:
@@ -255,10 +217,3 @@ def test_wait_rank(monkeypatch: pytest.MonkeyPatch, change: dict[str, str], said
         wait_rank()
     monkeypatch.setattr(multiprocessing, "parent_process", lambda: object())
     wait_rank()
-
-
-def test_to_meet_the_others_without_an_agent_takes_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (RANK | {"MASTER_PORT": ""}).items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(RankUnknownError, match="MASTER_PORT not set"):
-        HPAgentK8sAPIFactory()()

@@ -104,29 +104,9 @@ def test_a_thread_that_goes_on_is_named(folder: Path) -> None:
     assert found.seen.startswith("importing uploads started the thread uploader")
 
 
-def test_what_cannot_be_imported_is_left_to_the_script(folder: Path) -> None:
-    trial = tried(folder, "not_there", "json")
-    (fine, failed) = judge(trial)
-    assert (failed.severity, fine.severity) == (Severity.ADVICE, Severity.OK)
-    assert failed.seen == "preloading not_there failed: ModuleNotFoundError: No module named 'not_there'"
-
-
-def test_an_import_that_ends_the_process_is_told(folder: Path) -> None:
-    source = "import os, sys\nsys.stderr.write('no licence\\n')\nsys.stderr.flush()\nos._exit(7)\n"
-    (folder / "ends.py").write_text(source)
-    found = worst(tried(folder, "ends"))
-    assert found.severity is Severity.WARNING
-    assert found.seen == "the process that imports ended with code 7 at ends (1 of 1): no licence"
-
-
 def test_an_import_that_does_not_end_is_killed_in_time(folder: Path) -> None:
     (folder / "hangs.py").write_text("import time\ntime.sleep(100)\n")
     began_s = time.monotonic()
     found = worst(tried(folder, "hangs", timeout_s=8.0))
     assert time.monotonic() - began_s < 60
     assert found.seen == "the process that imports did not end within 8 s at hangs (1 of 1)"
-
-
-def test_a_script_says_itself_what_is_imported(folder: Path) -> None:
-    (folder / "train.py").write_text("import msgspec\nimport beside_it\nimport json\n")
-    assert tried(folder).names == ("msgspec",)

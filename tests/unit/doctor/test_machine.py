@@ -16,20 +16,12 @@ from checkpointless.doctor.findings import Family, Finding, Severity
 from checkpointless.doctor.node import _open_files
 from checkpointless.system.nccl import SETTINGS
 
-HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 UNLIMITED = resource.RLIM_INFINITY
 
 
 def of(name: str, environ: dict[str, str]) -> Finding:
     (found,) = [each for each in node._variables(environ) if each.seen.startswith(f"{name}=")]
     return found
-
-
-def test_without_variables_the_defaults_are_in_force() -> None:
-    found = node._variables({"PATH": "/bin", "NCCL": "x"})
-    assert {each.severity for each in found} == {Severity.OK}
-    assert [each.seen for each in found] == [f"{name}={setting.value}" for name, setting in SETTINGS.items()]
-    assert {each.source for each in found} == {"the default that checkpointless sets"}
 
 
 @pytest.mark.parametrize(("name", "value"), [(name, "3") for name in SETTINGS] + [("NCCL_NVLS_ENABLE", "1")])
@@ -39,28 +31,6 @@ def test_a_harmful_value_is_named_with_what_it_costs(name: str, value: str) -> N
     assert found.seen == f"{name}={value}: {SETTINGS[name].otherwise}"
     assert (found.source, found.todo) == ("this environment", f"unset {name}")
     assert of(name, {name: SETTINGS[name].value}).severity is Severity.OK
-
-
-def test_what_torchrun_sets_is_no_users_wish() -> None:
-    found = of(HANDLING, {HANDLING: "1", "TORCHELASTIC_RUN_ID": "job"})
-    assert (found.severity, found.seen) == (Severity.OK, f"{HANDLING}=0")
-    assert "torchrun" in found.source
-    assert of(HANDLING, {HANDLING: "1"}).severity is Severity.WARNING
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "severity"),
-    [
-        ("TORCH_DISTRIBUTED_DEBUG", "DETAIL", Severity.WARNING),
-        ("TORCH_DISTRIBUTED_DEBUG", "INFO", Severity.OK),
-        ("TORCH_NCCL_BLOCKING_WAIT", "1", Severity.WARNING),
-        ("NCCL_BLOCKING_WAIT", "1", Severity.WARNING),  # torch reads the old name where there is no new one
-        ("NCCL_ASYNC_ERROR_HANDLING", "3", Severity.ADVICE),  # overruled by the new one, which is always set
-        ("NCCL_DEBUG", "INFO", Severity.OK),
-    ],
-)
-def test_other_variables(name: str, value: str, severity: Severity) -> None:
-    assert of(name, {name: value}).severity is severity
 
 
 def test_a_folder_is_written_and_left_as_it_was(tmp_path: Path) -> None:
@@ -87,18 +57,6 @@ def test_shared_memory_of_a_container_is_measured(tmp_path: Path) -> None:
     done = subprocess.run([unshare, "-rm", "sh", "-c", command], capture_output=True, text=True, timeout=120)
     assert "has 33.6 MB, 33.6 MB of it free" in done.stdout, done.stderr
     assert "NCCL and data-loader workers die of SIGBUS" in done.stdout
-
-
-def test_a_folder_for_temporary_files_that_does_not_exist_is_a_warning() -> None:
-    (missing,) = [each for each in node._folders({"TMPDIR": "/nowhere"}, None) if each.source == "TMPDIR"]
-    assert missing.severity is Severity.WARNING
-    assert missing.todo.startswith("create /nowhere, ")
-
-
-def test_a_run_directory_is_not_made(tmp_path: Path) -> None:
-    found = node._folders({}, tmp_path / "not" / "yet")[-1]
-    assert (found.severity, found.source) == (Severity.OK, "--run-dir")
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from checkpointless import cli
 from checkpointless.faults.chaos import (
     DATA_PARALLEL,
     DEADLY,
-    LAYOUTS,
     LIGHTNING,
     LIGHTNING_SHARDED,
     MEGATRON,
@@ -42,14 +41,6 @@ def cases(scope: Scope = NEMO) -> list[Case]:
 
 
 # ---- layouts
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.text)
-def test_the_replica_groups_of_a_layout_divide_its_ranks(layout: Layout) -> None:
-    groups = {layout.replicas(rank) for rank in range(layout.world_size)}
-    assert {len(group) for group in groups} == {layout.instances}
-    assert sorted(itertools.chain(*groups)) == list(range(layout.world_size))
-    assert all(rank in layout.replicas(rank) for rank in range(layout.world_size))
 
 
 @pytest.mark.parametrize(
@@ -95,11 +86,6 @@ def test_all_outcomes_kinds_and_layouts_are_drawn(scope: Scope) -> None:
     kinds = {parse(text).kind for case in drawn for text in case.faults}
     assert kinds == set(FaultKind) - {FaultKind.CUDA}
     assert {case.layout.text for case in drawn} == {layout.text for layout, _ in scope.layouts}
-
-
-def test_each_trainer_has_its_own_cases() -> None:
-    assert len({draw(1, 2, scope=scope).faults for scope in SCOPES}) > 1
-    assert draw(1, 2) == draw(1, 2, scope=NEMO)
 
 
 @IN_EVERY_SCOPE

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -53,10 +52,6 @@ def test_what_a_test_runs_in_a_process_exists_and_takes_its_arguments(path: Path
         inspect.signature(body).bind(**dict.fromkeys(arguments))
 
 
-def test_there_are_calls_to_check() -> None:
-    assert sum(len(calls(path)) for path in TESTS) > 12
-
-
 @pytest.mark.parametrize("measurement", benchmark.MEASUREMENTS, ids=lambda each: each.name)
 def test_a_measurement_takes_its_arguments(measurement: benchmark.Measurement) -> None:
     parameters = set(inspect.signature(getattr(figures, measurement.name)).parameters)
@@ -76,10 +71,3 @@ def test_a_held_state_is_whole_and_adopted_after_a_reentry(no_group_is_left: Non
     assert found["are_adopted"]
     assert found["kept"] == found["bytes"]
     assert found["parameters"] == 2 * 32 * 32
-
-
-def test_a_pulse_sees_for_how_long_others_hold_the_interpreter_lock() -> None:
-    pulse = single.Pulse()
-    with pulse:
-        time.sleep(0.05)
-    assert pulse.longest_s > 0.0

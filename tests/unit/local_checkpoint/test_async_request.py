@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -62,69 +61,6 @@ def test_saves_that_are_being_written_are_left_alone_by_others(
     assert manager.find_latest() == 2
     manager.save({"n": 3}, 3)
     assert [len(files(tmp_path, iteration)) for iteration in (1, 2, 3)] == [0, 1, 1]
-
-
-def test_saves_that_end_twice_or_in_another_order_lose_nothing(manager: LocalCheckpointManager) -> None:
-    requests = [manager.save({"n": n}, n, is_async=True) for n in (1, 2)]
-    for request in requests:
-        assert request is not None
-        request.write()
-    for index in (1, 0, 1, 0):
-        request = requests[index]
-        assert request is not None
-        request.execute_finalize_fns()
-    assert manager.find_latest() == 2
-    assert manager.load()[0] == {"n": 2}
-
-
-def test_a_request_that_nobody_carried_out_stands_in_no_way(
-    manager: LocalCheckpointManager, tmp_path: Path
-) -> None:
-    manager.save({"n": 1}, 1, is_async=True)
-    manager.save({"n": 2}, 2)
-    manager.save({"n": 3}, 3)
-    assert manager.find_latest() == 3
-    assert manager.load()[0] == {"n": 3}
-    assert [int(path.name[5:15]) for path in files(tmp_path)] == [2, 3]
-
-
-@pytest.mark.parametrize("is_async", [False, True])
-def test_no_error_of_a_writer_is_raised_for_which_other_ranks_would_wait(
-    manager: LocalCheckpointManager,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    is_async: bool,
-) -> None:
-    monkeypatch.setattr(DirectoryStore, "write", lambda *arguments: 1 / 0)
-    if is_async:
-        begun(manager, {}, 2).wait()
-    else:
-        manager.save({}, 2)
-    assert "part 0 of iteration 2 cannot be written by rank 0" in caplog.text
-    assert "ZeroDivisionError" in caplog.text
-
-
-def test_a_save_that_was_given_up_is_not_found_after_training_went_back(
-    manager: LocalCheckpointManager, tmp_path: Path
-) -> None:
-    manager.save({"n": 90}, 90)
-    abandoned = manager.save({"n": 100}, 100, is_async=True)
-    assert abandoned is not None
-    abandoned.write()
-    manager.save({"n": 95}, 95)
-    assert LocalCheckpointManager(tmp_path / "local" / "checkpoints").load()[0] == {"n": 95}
-
-
-def test_a_killed_writer_costs_its_save(manager: LocalCheckpointManager, caplog: pytest.LogCaptureFixture) -> None:
-    manager.save({"n": 1}, 1)
-    request = manager.save({"n": 2}, 2, is_async=True)
-    assert request is not None
-    writer = multiprocessing.get_context("fork").Process(target=signal.raise_signal, args=(signal.SIGKILL,))
-    writer.start()
-    writer.join()
-    request.execute_finalize_fns()
-    assert "iteration 2 is not kept" in caplog.text
-    assert manager.load()[0] == {"n": 1}
 
 
 @pytest.mark.slow

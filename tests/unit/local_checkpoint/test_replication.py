@@ -19,12 +19,6 @@ def test_the_lazy_strategy_needs_no_process_group_to_be_made() -> None:
         _ = strategy.replication_strategy
 
 
-@pytest.mark.parametrize(("jump", "factor"), [(-1, 2), (0, 0)])
-def test_the_lazy_strategy_refuses_at_once_what_can_never_be(jump: int, factor: int) -> None:
-    with pytest.raises(ValueError, match="0 or more and replication_factor 1 or more"):
-        LazyCliqueReplicationStrategy(jump, factor)
-
-
 # --- Cliques divide the job into failure domains ------------------------------------------------------------------
 
 
@@ -37,18 +31,8 @@ def test_every_rank_is_in_one_clique_with_ranks_of_other_nodes(blocks: int, jump
     assert cliques == [tuple(first + step * jump for step in range(factor)) for first in firsts], "as documented"
 
 
-def test_the_documented_example() -> None:
-    assert cliques_of(32, 8, 2) == [(rank, rank + 8) for rank in [*range(8), *range(16, 24)]]
-
-
 @pytest.mark.parametrize(("world", "jump", "factor"), [(6, 2, 2), (4, 4, 2), (3, 1, 2), (2, 1, 4)])
 def test_a_world_that_cannot_be_divided(world: int, jump: int, factor: int) -> None:
     words = f"{world} ranks cannot be divided .* = {jump * factor}.*replication_jump=1"
     with pytest.raises(ValueError, match=words):
         cliques_of(world, jump, factor)
-
-
-@pytest.mark.parametrize(("jump", "factor"), [(0, 2), (-1, 2), (1, 0)])
-def test_distances_and_sizes_are_positive(jump: int, factor: int) -> None:
-    with pytest.raises(ValueError, match="must be positive"):
-        cliques_of(4, jump, factor)

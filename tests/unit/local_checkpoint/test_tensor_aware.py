@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +17,6 @@ from checkpointless.replication.local_checkpoint import (
     register_form,
 )
 from checkpointless.replication.tensor_aware import content_of
-from checkpointless.state.serialization import state_tree
 from checkpointless.state.serialization.state_tree import StateTreeError
 from tests.ranks.local_checkpoint_ranks import bits, state
 
@@ -31,25 +30,6 @@ def test_tensors_are_taken_out_and_put_back_in_order() -> None:
     assert not aware.is_hollow
     assert bits(aware.state_dict) == bits(state(0, 5))
     assert list(map(id, aware.tensors)) == list(map(id, taken))
-
-
-def test_new_tensors_are_like_those_that_were_taken_out() -> None:
-    aware = BasicTensorAwareStateDict({"a": torch.ones(2, 3, dtype=torch.bfloat16), "b": [(torch.zeros(1),)]})
-    aware.pop_tensors()
-    aware.init_tensors()
-    assert [(each.dtype, tuple(each.shape)) for each in aware.tensors] == [
-        (torch.bfloat16, (2, 3)),
-        (torch.float32, (1,)),
-    ]
-
-
-def test_a_copy_in_host_memory_shares_nothing_with_what_was_given() -> None:
-    given = torch.zeros(3)
-    aware = BasicTensorAwareStateDict({"a": given})
-    aware.copy_tensors_to_cpu()
-    given.fill_(1)
-    aware.restore_tensor_device()
-    assert aware.state_dict["a"].tolist() == [0, 0, 0]
 
 
 @pytest.mark.parametrize("call", ["pop_tensors", "copy_tensors_to_cpu", "restore_tensor_device"])
@@ -73,36 +53,6 @@ def test_a_saved_state_comes_back_as_its_class_and_the_given_one_stays(tmp_path:
     loaded, _ = manager.load()
     assert type(loaded) is BasicTensorAwareStateDict
     assert bits(loaded.state_dict) == bits(state(0, 5))
-
-
-class Moments(NamedTuple):
-    """Represents what an optimizer keeps."""
-
-    first: torch.Tensor
-    step: int
-
-
-def test_tensors_in_a_named_tuple_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    aware = BasicTensorAwareStateDict({"moments": Moments(torch.ones(2), 1), "more": torch.zeros(1)})
-    taken = aware.pop_tensors()
-    aware.insert_tensors(taken)
-    assert type(aware.state_dict["moments"]) is Moments
-    manager = LocalCheckpointManager(tmp_path)
-    with pytest.raises(LocalCheckpointError, match="Moments, which cannot be given to another rank"):
-        manager.save(aware, 1)
-    monkeypatch.setattr(state_tree, "_registered", {})
-    state_tree.register_plain_type(Moments)
-    manager.save(aware, 1)
-    loaded, _ = manager.load()
-    assert [each.tolist() for each in loaded.tensors] == [[1, 1], [0]]
-    assert type(loaded.state_dict["moments"]) is Moments
-
-
-def test_a_hollow_state_is_not_saved(tmp_path: Path) -> None:
-    aware = BasicTensorAwareStateDict({"a": torch.zeros(3)})
-    aware.pop_tensors()
-    with pytest.raises(LocalCheckpointError, match="state is hollow: put its tensors back first"):
-        LocalCheckpointManager(tmp_path).save(aware, 1)
 
 
 @dataclass

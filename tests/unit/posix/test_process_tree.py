@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from checkpointless.system import temp_folder
-from checkpointless.system.process_tree import ProcessLook, ProcessTree, kill_descendants, wait_for_killed
+from checkpointless.system.process_tree import ProcessLook, ProcessTree, kill_descendants
 
 NOBODY = 4194305 + os.getpid()  # no pid is as large, and no other test uses it
 
@@ -41,14 +41,6 @@ def file_of() -> Iterator[Callable[[int], Path]]:
     yield make
     for path in made:
         path.unlink(missing_ok=True)
-
-
-def test_files_of_the_named_processes_go(file_of: Callable[[int], Path]) -> None:
-    first, second, another = file_of(NOBODY), file_of(NOBODY), file_of(NOBODY * 10)
-    temp_folder.remove_shared([NOBODY, NOBODY + 1])
-    assert not first.exists()
-    assert not second.exists()
-    assert another.exists()
 
 
 def test_a_file_that_somebody_uses_stays(file_of: Callable[[int], Path]) -> None:
@@ -100,15 +92,6 @@ def test_a_group_is_killed_and_what_it_had_in_shared_memory_goes(twice: bool) ->
     assert list(temp_folder.SHARED_MEMORY.glob(f"torch_*_{mark}_0")) == []
 
 
-def test_a_process_that_has_not_made_its_group_yet() -> None:
-    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    group = ProcessTree(process.pid, None)
-    group.kill()
-    assert process.poll() is None
-    process.communicate(b"\n")
-    group.clean()
-
-
 BRANCHES = """
 import os, sys, time
 from checkpointless.system.process_tree import adopt_orphans
@@ -138,11 +121,3 @@ def test_whoever_adopts_orphans_has_all_that_it_led_to_below() -> None:
             assert root.poll() is None
         finally:
             root.kill()
-
-
-def test_a_child_that_does_not_end_in_time_is_left(caplog: pytest.LogCaptureFixture) -> None:
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        assert wait_for_killed(process, 0.1) is None
-        assert f"process {process.pid} did not exit within 0.1 s after SIGKILL" in caplog.text
-        process.kill()
-        assert wait_for_killed(process, 60) == -9

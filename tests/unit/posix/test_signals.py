@@ -1,6 +1,5 @@
 """Test how a process takes signals for a job, and what would become of another one that got them."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -9,7 +8,6 @@ from collections.abc import Iterator
 import pytest
 
 from checkpointless.system.signals import ENDING, PASSED_ON, forget_handlers, handling, is_default
-from tests.waiting import wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -63,10 +61,3 @@ def test_a_handler_of_another_process_is_seen() -> None:
         assert not is_default(process.pid, signal.SIGUSR1)
         assert is_default(process.pid, signal.SIGUSR2)
         process.kill()
-
-
-def test_this_process_is_no_exception() -> None:
-    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-    assert not is_default(os.getpid(), signal.SIGUSR2)
-    signal.signal(signal.SIGUSR2, signal.SIG_DFL)
-    wait_until(lambda: is_default(os.getpid(), signal.SIGUSR2))

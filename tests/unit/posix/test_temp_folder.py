@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import multiprocessing
 import os
 import shutil
@@ -19,7 +17,6 @@ from pathlib import Path
 
 import pytest
 
-from checkpointless.inprocess.abort import _remove_unused_sockets, share_socket_folder
 from checkpointless.system import temp_folder
 from checkpointless.system.temp_folder import private_temp_folder
 
@@ -74,46 +71,6 @@ def test_that_of_a_killed_agent_goes_with_the_next_one_and_no_other_does(tempora
             agent.communicate()
 
 
-def test_a_folder_that_another_agent_removes_at_once_is_made_again(
-    temporary: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    really, made = tempfile.mkdtemp, []
-
-    def mkdtemp(prefix: str, dir: Path) -> str:
-        path = really(prefix=prefix, dir=dir)
-        made.append(path)
-        if len(made) == 1:
-            shutil.rmtree(path)
-        return path
-
-    monkeypatch.setattr(tempfile, "mkdtemp", mkdtemp)
-    with private_temp_folder() as folder:
-        assert folder == Path(made[1])
-
-
-def test_too_long_a_path_means_pythons_own_folders(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    deep = temporary / ("d" * 80)
-    deep.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(deep))
-    with private_temp_folder() as folder:
-        assert folder is None
-        temp_folder.use(folder)
-        temp_folder.remove(folder, 1)
-    assert list(deep.iterdir()) == []
-
-
-def test_sockets_are_told_apart_by_their_whole_path(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = temporary / "of two words"
-    folder.mkdir()
-    monkeypatch.setitem(multiprocessing.current_process()._config, "tempdir", str(folder))  # type: ignore[attr-defined]
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(folder / "listener-12345678"))
-        _remove_unused_sockets()
-        assert (folder / "listener-12345678").exists()
-    _remove_unused_sockets()
-    assert not (folder / "listener-12345678").exists()
-
-
 def test_where_nothing_can_be_made_the_job_goes_on(
     temporary: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -121,31 +78,6 @@ def test_where_nothing_can_be_made_the_job_goes_on(
     with private_temp_folder() as folder:
         assert folder is None
     assert "no temporary folder for the ranks" in caplog.text
-
-
-def test_where_there_is_no_place_for_temporary_files_the_job_goes_on(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", None)
-    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/proc/nowhere"])
-    monkeypatch.setitem(multiprocessing.current_process()._config, "tempdir", None)  # type: ignore[attr-defined]
-    with private_temp_folder() as folder:
-        assert folder is None
-    share_socket_folder()
-    assert caplog.text.count("No usable temporary directory") == 2
-
-
-def test_where_nothing_can_be_locked_nothing_is_left(
-    temporary: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def flock(descriptor: int, operation: int) -> None:
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr(fcntl, "flock", flock)
-    with private_temp_folder() as folder:
-        assert folder is None
-    assert "No locks available" in caplog.text
-    assert list(temporary.iterdir()) == []
 
 
 def rank(folder: Path) -> None:

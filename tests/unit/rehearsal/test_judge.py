@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from checkpointless.observability.report.verify import Difference, Quantity
-from checkpointless.observability.telemetry.steps import Recording, StepExtras, StepLog, StepRecord, read_steps
+from checkpointless.observability.telemetry.steps import Recording, StepExtras, StepLog, StepRecord
 from checkpointless.testing import rehearsal as pages
 from checkpointless.testing.jobs import Ended
 from checkpointless.testing.rehearsal import (
@@ -16,7 +16,6 @@ from checkpointless.testing.rehearsal import (
     _Course,
     _cut,
     _judge,
-    _messages_of,
     _Outcome,
     _Page,
     _Result,
@@ -74,16 +73,6 @@ def test_what_two_runs_compute_has_to_be_the_same_and_the_rest_is_left_out() -> 
     assert difference.step == 2
 
 
-def test_a_batch_that_is_not_known_is_not_compared() -> None:
-    late = StepRecord(2, "-", "q", StepExtras(buffers="b"))
-    other = run("p", "q")
-    assert _unsteady(run("p", "q"), Recording({0: [other[0][0], late]}, {0: ()}, None)) == (None, frozenset())
-
-
-def test_only_the_steps_to_compare_count() -> None:
-    assert [each.step for each in _cut(run(*"abcdef"), COURSE, True)[0]] == [1, 2, 3, 4]
-
-
 class Job:
     """A run directory of a job with a fault, made by hand."""
 
@@ -138,12 +127,6 @@ def test_a_run_that_ends_is_not_recovered(tmp_path: Path) -> None:
     assert "did not end in time" in found.why
 
 
-def test_a_message_counts_once_and_those_of_faults_do_not(tmp_path: Path) -> None:
-    said = f"{LEFT_OUT}\nWARNING checkpointless.faults.inject: rank 1: injecting {FAULT}\n"
-    jobs = [Job(tmp_path / each, said=said) for each in "ab"]
-    assert _messages_of([each.run_dir for each in jobs]) == [LEFT_OUT.partition(": ")[2]]
-
-
 def test_the_page_ends_with_the_verdict_and_has_its_exit_status(tmp_path: Path) -> None:
     good = _Result(_Trial(FAULT), _Outcome.EXACT)
     bad = _Result(_Trial(FAULT), _Outcome.INEXACT, "params of step 3 on rank 0 differs", (3,), ("declare it",))
@@ -158,9 +141,3 @@ def test_the_page_ends_with_the_verdict_and_has_its_exit_status(tmp_path: Path) 
     assert '"verdict": "inexact"' in pages.as_json(page)
     page = _Page("train", "calm-1, which has no fault, failed: KeyError")
     assert (page.status, page.sentence) == (3, f"could not be rehearsed: {page.problem}")
-
-
-def test_a_recording_comes_back_with_what_was_added_to_it(tmp_path: Path) -> None:
-    extras = StepExtras(optimizer="o", own={"state.norms": "n"}, batch="x", epoch=2, validated=True)
-    StepLog(tmp_path, 0).record(1, None, "p", extras)
-    assert read_steps(tmp_path)[0] == [StepRecord(1, "-", "p", extras)]

@@ -44,9 +44,3 @@ def test_a_job_within_the_folder_does_not_see_itself_without_end(project: Path) 
     twin = _linked_folder(project, jobs / "1")
     assert (twin / "package" / "module.py").is_file()
     assert (twin / "runs").is_symlink()
-
-
-def test_a_large_folder_is_linked_as_a_whole(project: Path, tmp_path: Path) -> None:
-    twin = _linked_folder(project, tmp_path / "jobs" / "1", most=2)
-    assert (twin / "package").is_symlink()
-    assert (twin / "package" / "module.py").is_file()

@@ -43,14 +43,6 @@ def test_a_course_says_where_epochs_and_validations_are_among_the_steps_to_compa
     assert found == _Course(1, 12, 2, (7,), (7,), is_lightning=True)
 
 
-def test_a_resumed_script_is_compared_from_its_first_step_on() -> None:
-    assert _course_of(recording(range(41, 90)), 20) == _Course(41, 60, 2)
-
-
-def test_an_epoch_that_each_step_has_is_none() -> None:
-    assert _course_of(recording(range(1, 21), epoch=1), 20).epoch_ends == ()
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_the_first_faults_are_an_exception_a_sigkill_and_those_after_epoch_and_validation(seed: int) -> None:
     course = _Course(1, 20, 3, epoch_ends=(7, 14), validations=(4,), is_lightning=True)
@@ -71,11 +63,6 @@ def test_a_loop_of_ones_own_gets_faults_where_it_announces_phases() -> None:
     specs = [parse(each.fault) for each in _draw(_Course(1, 9, 2), 8, 0)]
     assert {spec.phase for spec in specs} == OF_UPDATE
     assert all(not each.after for each in _draw(_Course(1, 9, 2), 8, 0))
-
-
-def test_an_epoch_that_ends_with_the_last_step_is_too_late_for_a_fault() -> None:
-    trials = _draw(_Course(1, 10, 2, epoch_ends=(9,)), 3, 0)
-    assert trials[2].after == ""
 
 
 def test_three_steps_are_needed() -> None:

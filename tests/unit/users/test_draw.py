@@ -38,14 +38,3 @@ def test_a_shard_never_loses_all_its_holders(seed: int, number: int) -> None:
             lost.setdefault(spec.step, set()).update((2, 3))
     for ranks in lost.values():
         assert all(case.layout.replicas(rank) - ranks for rank in ranks)
-
-
-def test_the_same_number_draws_the_same_case() -> None:
-    assert draw(3, 17) == draw(3, 17)
-    assert draw(3, 17) != draw(4, 17)
-
-
-def test_half_of_the_cases_are_busy_and_every_feature_is_drawn() -> None:
-    cases = [draw(1, number) for number in range(300)]
-    assert 120 < sum(case.busy for case in cases) < 180
-    assert {name for case in cases for name in case.shown_features} >= {*FEATURES, *PLAIN_FEATURES}

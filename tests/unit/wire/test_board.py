@@ -6,20 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointless.launcher.protocol.board import NO_STEP, Board, BoardReading, PaceReading, PaceRing
+from checkpointless.launcher.protocol.board import Board, BoardReading, PaceReading, PaceRing
 
 
 @pytest.fixture(scope="module")
 def board() -> Board:
     return Board.create(0)
-
-
-def test_a_new_board_is_empty() -> None:
-    board = Board.create(3)
-    assert board.read() == BoardReading(0, NO_STEP, NO_STEP, 0)
-    assert board.snapshot(0) is None
-    assert board.snapshot(1) is None
-    board.close()
 
 
 def test_another_mapping_sees_what_was_written_also_when_the_writer_is_gone() -> None:
@@ -88,42 +80,6 @@ def test_a_torn_snapshot_is_not_taken_for_whole() -> None:
     os.pwrite(board.fd, b"y", image.index(b"x" * 1000) + 500)
     assert board.snapshot(4) is None
     board.close()
-
-
-def test_a_snapshot_that_does_not_fit_is_refused(board: Board) -> None:
-    with pytest.raises(ValueError, match="does not fit"):
-        board.put_snapshot(1, b"x" * Board.SLOT_BYTES)
-
-
-def test_another_file_is_no_board() -> None:
-    fd = os.memfd_create("other")
-    os.ftruncate(fd, Board.SIZE)
-    with pytest.raises(ValueError, match="not a board"):
-        Board(fd)
-    os.close(fd)
-
-
-def test_the_board_of_the_environment(monkeypatch: pytest.MonkeyPatch, board: Board) -> None:
-    monkeypatch.delenv("CHECKPOINTLESS_BOARD_FD", raising=False)
-    assert Board.from_environment() is None
-    monkeypatch.setenv("CHECKPOINTLESS_BOARD_FD", str(board.fd))
-    found = Board.from_environment()
-    assert found is not None
-    assert found.read() == board.read()
-
-
-def test_each_series_has_its_own_snapshots(board: Board) -> None:
-    for series in range(Board.SERIES):
-        board.put_snapshot(8, bytes([series]), series=series)
-    kept = [board.snapshot(8, series=series) for series in range(Board.SERIES)]
-    assert kept == [bytes([series]) for series in range(Board.SERIES)]
-
-
-def test_cleared_snapshots_are_gone(board: Board) -> None:
-    board.put_snapshot(9, b"", series=1)
-    assert board.snapshot(9, series=1) == b""
-    board.clear_snapshots()
-    assert board.snapshot(9, series=1) is None
 
 
 @pytest.mark.parametrize("size", [0, 4096, Board.SIZE + 4096])

@@ -115,15 +115,3 @@ def test_who_does_not_keep_to_the_protocol_is_cut_off(selector: selectors.BaseSe
     for _ in range(3):
         turn(selector)
     assert "protocol" in end.closed[0]
-
-
-def test_an_error_of_who_hears_ends_the_connection_and_not_the_loop(selector: selectors.BaseSelector) -> None:
-    end = End(selector)
-
-    def refuse(_: Any) -> None:
-        raise ValueError("a rank that there is not")
-
-    end.channel.on_message = refuse
-    end.peer.sendall(encode(Alive()))
-    turn(selector)
-    assert "a rank that there is not" in end.closed[0]

@@ -191,11 +191,6 @@ def test_a_long_traceback_keeps_its_two_ends(character: str) -> None:
     assert msgspec.structs.replace(read.cause, traceback=trace) == report.cause
 
 
-def test_what_cannot_be_shortened_is_refused() -> None:
-    with pytest.raises(ProtocolError):
-        encode(Go(1, None, {str(number): "x" * 100 for number in range(20_000)}, 0))
-
-
 @given(st.lists(FROM_RANK, max_size=4), st.integers(1, 50))
 def test_lines_survive_being_cut_anywhere(said: list[Message], piece: int) -> None:
     stream = b"".join(encode(message) for message in said)
