@@ -160,13 +160,13 @@ def test_every_module_has_a_floor() -> None:
     assert {part_of(module) for module in MODULES} <= FLOORS.keys()
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_imports_point_down(module: str) -> None:
-    mine = part_of(module)
-    upwards = {part for part in own_parts(module) - {mine} if FLOORS[part] > FLOORS[mine]}
-    if FLOORS[mine] < FLOORS["cli"]:
-        upwards |= own_parts(module) & {"__init__"} - {mine}
-    assert not upwards, f"{module} imports {', '.join(sorted(upwards))} from above it"
+def test_imports_point_down() -> None:
+    for module in MODULES:
+        mine = part_of(module)
+        upwards = {part for part in own_parts(module) - {mine} if FLOORS[part] > FLOORS[mine]}
+        if FLOORS[mine] < FLOORS["cli"]:
+            upwards |= own_parts(module) & {"__init__"} - {mine}
+        assert not upwards, f"{module} imports {', '.join(sorted(upwards))} from above it"
 
 
 def test_no_parts_import_each_other_in_a_circle() -> None:
@@ -192,17 +192,17 @@ def test_no_rooms_of_the_lightning_engine_import_each_other_in_a_circle() -> Non
     TopologicalSorter(edges).prepare()  # this raises CycleError, with the circle
 
 
-@pytest.mark.parametrize("module", [module for module in MODULES if part_of(module) in NO_FRAMEWORK])
-def test_the_engine_knows_no_framework(module: str) -> None:
-    found = {name for name in imports(module) if name.partition(".")[0] in FRAMEWORKS}
-    assert not found, f"{module} imports {', '.join(sorted(found))}"
+def test_the_engine_knows_no_framework() -> None:
+    for module in (module for module in MODULES if part_of(module) in NO_FRAMEWORK):
+        found = {name for name in imports(module) if name.partition(".")[0] in FRAMEWORKS}
+        assert not found, f"{module} imports {', '.join(sorted(found))}"
 
 
-@pytest.mark.parametrize("module", [module for module in MODULES if part_of(module) in STANDARD_LIBRARY_ONLY])
-def test_what_runs_outside_of_ranks_uses_the_standard_library_only(module: str) -> None:
-    allowed = {*sys.stdlib_module_names, PACKAGE, *(("msgspec",) if part_of(module) in TYPED_MESSAGES else ())}
-    found = {name for name in imports(module) if name.partition(".")[0] not in allowed}
-    assert not found, f"{module} imports {', '.join(sorted(found))}"
+def test_what_runs_outside_of_ranks_uses_the_standard_library_only() -> None:
+    for module in (module for module in MODULES if part_of(module) in STANDARD_LIBRARY_ONLY):
+        allowed = {*sys.stdlib_module_names, PACKAGE, *(("msgspec",) if part_of(module) in TYPED_MESSAGES else ())}
+        found = {name for name in imports(module) if name.partition(".")[0] not in allowed}
+        assert not found, f"{module} imports {', '.join(sorted(found))}"
 
 
 @pytest.mark.slow
@@ -221,10 +221,9 @@ def strings(module: str) -> Iterator[str]:
             yield node.value
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_every_module_of_ours_that_a_string_names_exists(module: str) -> None:
+def test_every_module_of_ours_that_a_string_names_exists() -> None:
     rooms = {name.partition(".")[0] for name in FLOORS if not name.startswith("_")}
-    for text in strings(module):
+    for module, text in ((name, text) for name in MODULES for text in strings(name)):
         path = text.removeprefix("/").removeprefix(f"{PACKAGE}/")
         if re.fullmatch(r"[\w/]+/\w+\.py", path) and path.partition("/")[0] in rooms:
             assert any((root / path).is_file() for root in (ROOT, ROOT / PACKAGE)), f"{module} names {text}"
@@ -233,14 +232,14 @@ def test_every_module_of_ours_that_a_string_names_exists(module: str) -> None:
             assert named[1] in MODULES or f"{named[1]}.__init__" in MODULES, f"{module} names {text}"
 
 
-@pytest.mark.parametrize("module", LIGHT)
-def test_the_command_line_imports_nothing_heavy_before_it_must(module: str) -> None:
-    tree = tree_of(MODULES[module])
-    names = {alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names} | {
-        node.module or "" for node in tree.body if isinstance(node, ast.ImportFrom)
-    }
+def test_the_command_line_imports_nothing_heavy_before_it_must() -> None:
     light = {"cli", "observability.report", *STANDARD_LIBRARY_ONLY}
-    ours = {name for name in names if name.startswith(f"{PACKAGE}.")}
-    assert not ours & LOADED_LATER
-    assert {part_of(name) for name in ours} <= light
-    assert {name.partition(".")[0] for name in names - ours} <= {*sys.stdlib_module_names}
+    for module in LIGHT:
+        body = tree_of(MODULES[module]).body
+        names = {alias.name for node in body if isinstance(node, ast.Import) for alias in node.names} | {
+            node.module or "" for node in body if isinstance(node, ast.ImportFrom)
+        }
+        ours = {name for name in names if name.startswith(f"{PACKAGE}.")}
+        assert not ours & LOADED_LATER, module
+        assert {part_of(name) for name in ours} <= light, module
+        assert {name.partition(".")[0] for name in names - ours} <= {*sys.stdlib_module_names}, module

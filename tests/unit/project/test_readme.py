@@ -66,61 +66,60 @@ def names_in(source: Path) -> set[str]:
     return names
 
 
-COMMANDS = sorted(set(commands()))
+def test_every_command_parses() -> None:
+    for command in sorted(set(commands())):
+        words = shlex.split(command, comments=True)[1:]
+        options, extra = command_line._parser().parse_known_args(words)
+        assert all("=" in word and not word.startswith("-") for word in extra)
+        for fault in getattr(options, "faults", []):
+            parse(fault)
+        script = getattr(options, "script", None)
+        if script is not None and script not in FILES_OF_THE_READER:
+            assert (ROOT / script).is_file()
+        recipe = getattr(options, "recipe", None)
+        if recipe is not None and recipe not in FILES_OF_THE_READER:
+            path = ROOT / recipe if recipe.endswith(".yaml") else ROOT / "recipes" / f"{recipe}.yaml"
+            assert path.is_file()
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_parses(command: str) -> None:
-    words = shlex.split(command, comments=True)[1:]
-    options, extra = command_line._parser().parse_known_args(words)
-    assert all("=" in word and not word.startswith("-") for word in extra)
-    for fault in getattr(options, "faults", []):
-        parse(fault)
-    script = getattr(options, "script", None)
-    if script is not None and script not in FILES_OF_THE_READER:
-        assert (ROOT / script).is_file()
-    recipe = getattr(options, "recipe", None)
-    if recipe is not None and recipe not in FILES_OF_THE_READER:
-        path = ROOT / recipe if recipe.endswith(".yaml") else ROOT / "recipes" / f"{recipe}.yaml"
-        assert path.is_file()
+def test_every_file_exists() -> None:
+    for document in DOCUMENTS:
+        text = document.read_text()
+        for target in re.findall(r"\]\(([^)#]+)", text):
+            if "://" not in target:
+                assert (document.parent / target).exists(), f"{document.name} links to {target}"
+        for words in quoted(document):
+            path = words.partition("::")[0]
+            if re.fullmatch(r"[\w./-]+/[\w.-]+\.(py|yaml|md|txt|toml)", path):
+                package = [ROOT / path, ROOT / "checkpointless" / path]
+                assert any(each.is_file() for each in package), f"{document.name} names {path}"
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_every_file_exists(document: Path) -> None:
-    text = document.read_text()
-    for target in re.findall(r"\]\(([^)#]+)", text):
-        if "://" not in target:
-            assert (document.parent / target).exists(), f"{document.name} links to {target}"
-    for words in quoted(document):
-        path = words.partition("::")[0]
-        if re.fullmatch(r"[\w./-]+/[\w.-]+\.(py|yaml|md|txt|toml)", path):
-            package = [ROOT / path, ROOT / "checkpointless" / path]
-            assert any(each.is_file() for each in package), f"{document.name} names {path}"
+def test_every_test_that_is_named_exists() -> None:
+    for document in DOCUMENTS:
+        for words in quoted(document):
+            if words.startswith("tests/") and "::" in words:
+                path, _, name = words.partition("::")
+                assert name in names_in(ROOT / path), f"{document.name} names {words}"
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_every_test_that_is_named_exists(document: Path) -> None:
-    for words in quoted(document):
-        if words.startswith("tests/") and "::" in words:
-            path, _, name = words.partition("::")
-            assert name in names_in(ROOT / path), f"{document.name} names {words}"
-
-
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_every_import_exists(document: Path) -> None:
-    imports = re.findall(r"from (checkpointless[\w.]*) import ([\w, ]+)", document.read_text())
-    for module, names in imports:
-        source = source_of(module)
-        assert source is not None, f"{document.name} imports from {module}"
-        known = set(checkpointless.__all__) if module == "checkpointless" else names_in(source)
-        for name in (name.strip() for name in names.split(",")):
-            assert name in known or source_of(f"{module}.{name}"), f"{document.name} imports {name} from {module}"
-    for words in quoted(document):
-        if re.fullmatch(r"checkpointless(\.\w+)+", words):
-            parent, _, name = words.rpartition(".")
-            parent_source = source_of(parent)
-            found = source_of(words) or (parent_source is not None and name in names_in(parent_source))
-            assert found, f"{document.name} names {words}"
+def test_every_import_exists() -> None:
+    for document in DOCUMENTS:
+        imports = re.findall(r"from (checkpointless[\w.]*) import (\([^)]*\)|[\w, ]+)", document.read_text())
+        for module, names in imports:
+            source = source_of(module)
+            assert source is not None, f"{document.name} imports from {module}"
+            known = set(checkpointless.__all__) if module == "checkpointless" else names_in(source)
+            for name in re.findall(r"\w+", re.sub(r" as \w+", "", names)):
+                assert name in known or source_of(f"{module}.{name}"), (
+                    f"{document.name} imports {name} from {module}"
+                )
+        for words in quoted(document):
+            if re.fullmatch(r"checkpointless(\.\w+)+", words):
+                parent, _, name = words.rpartition(".")
+                parent_source = source_of(parent)
+                found = source_of(words) or (parent_source is not None and name in names_in(parent_source))
+                assert found, f"{document.name} names {words}"
 
 
 def test_every_make_target_exists() -> None:
