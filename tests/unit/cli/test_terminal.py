@@ -1,6 +1,7 @@
 """Test what the terminal shows of an incident, from events of the shape that real runs have."""
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 
