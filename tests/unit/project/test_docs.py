@@ -54,7 +54,7 @@ def test_python_compiles_and_every_name_is_defined(tmp_path: Path) -> None:
     for document in DOCUMENTS:
         for number, block in enumerate(re.findall(r"^```python\n(.*?)^```", document.read_text(), re.M | re.S)):
             (tmp_path / f"{document.stem}-{number}.py").write_text(block)
-    assert len(list(tmp_path.iterdir())) > 10
+    assert len(list(tmp_path.iterdir())) > 5
     checks = ["--isolated", "--no-cache", "--select", "F821,F811,E9"]
     command = [sys.executable, "-m", "ruff", "check", *checks, str(tmp_path)]
     checked = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from checkpointless.launcher.agent.ranks import output as output_module
 from checkpointless.launcher.agent.ranks.output import Output, Printed
 from tests.descriptors import descriptors
 from tests.waiting import wait_until
