@@ -121,6 +121,13 @@ def test_ranks_are_as_many_as_there_are_devices(
     assert {config.nproc_per_node for config in launched} == {gpus or len(os.sched_getaffinity(0))}
 
 
+def test_only_the_chosen_local_ranks_are_shown(launched: list[LaunchConfig]) -> None:
+    assert start("--nproc-per-node 4 --local-ranks-filter 0,2") == 0
+    assert start("--nproc-per-node 4 --nnodes 2 --node-rank 1 --local-ranks-filter 3 --rdzv-endpoint a") == 0
+    assert start("--nproc-per-node 2") == 0
+    assert [config.shown_ranks for config in launched] == [[0, 2], [7], [0, 1]]
+
+
 def test_variables_stand_for_options_which_win(
     launched: list[LaunchConfig], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from statistics import median
 
 import pytest
 
+from checkpointless.launcher.coordinator import stragglers
 from checkpointless.launcher.coordinator.stragglers import Straggler, StragglerRule, pace_of
 from checkpointless.launcher.protocol.board import PaceReading, PaceRing
 from checkpointless.launcher.protocol.node_messages import Paces, RankPace
@@ -118,6 +120,13 @@ def test_a_slow_rank_is_confirmed_when_looks_are_five_seconds_apart(step_s: floa
         found_at += [steps] * len(found)
     (steps,) = found_at
     assert onset < steps <= onset + max(20, 3 * every_s / step_s)
+
+
+@pytest.mark.parametrize("values", [[1, 2], [3, 3, 1], [5, 1, 4, 2], [7, 7, 7, 7, 2], [*range(9), 4]])
+def test_the_median_of_all_but_one(values: list[float]) -> None:
+    of_all = stragglers._Sorted(values)
+    for at, value in enumerate(values):
+        assert of_all.median_without(value) == median(values[:at] + values[at + 1 :])
 
 
 @pytest.mark.parametrize("spares", [0, 1])

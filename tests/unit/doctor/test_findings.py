@@ -12,6 +12,8 @@ from checkpointless.doctor.findings import (
     Severity,
     checked,
     exit_code,
+    headline,
+    worst_first,
 )
 
 OK = Finding(Family.VERSIONS, Severity.OK, "fine")
@@ -25,6 +27,17 @@ ERROR = Finding(Family.STORAGE, Severity.ERROR, "full", "disk", "free it")
 )
 def test_a_warning_or_an_error_is_for_scripts_to_see(found: list[Finding], code: int) -> None:
     assert exit_code(found) == code
+
+
+def test_the_worst_comes_first() -> None:
+    assert worst_first([OK, ADVICE, WARNING, ERROR]) == [ERROR, WARNING, ADVICE, OK]
+    earlier = Finding(Family.VERSIONS, Severity.WARNING, "old")
+    assert worst_first([WARNING, earlier]) == [earlier, WARNING]
+
+
+def test_a_finding_is_one_line_of_a_terminal() -> None:
+    assert headline(ERROR) == "error: full: free it"
+    assert headline(Finding(Family.VARIABLES, Severity.OK, "a\x1b[2J\nb")) == "ok: a\\x1b[2J b"
 
 
 def test_a_check_that_fails_is_a_finding() -> None:

@@ -32,6 +32,7 @@ from checkpointless.inprocess import (
 from checkpointless.inprocess.abort import after_block
 from checkpointless.inprocess.exceptions import is_victim
 from checkpointless.inprocess.fault_responder import MainThread
+from checkpointless.inprocess.memory import peak_growth, reset_peak
 from checkpointless.inprocess.wrap import _SignalHandlers, _with_caller
 
 STATE = HPState(rank=0, world_size=1, local_rank=0, generation=0)
@@ -285,6 +286,16 @@ def test_torch_hears_of_dead_workers_also_after_its_handler_was_taken_back() -> 
     finally:
         signal.signal(signal.SIGCHLD, before[0])
         torch_workers._SIGCHLD_handler_set = before[1]
+
+
+def test_the_peak_of_memory_counts_from_its_reset() -> None:
+    block = b"x" * 200_000_000
+    reset_peak()
+    assert peak_growth()["peak_growth_bytes"] < 50_000_000
+    more = b"y" * 100_000_000
+    del more
+    assert 90_000_000 < peak_growth()["peak_growth_bytes"] < 150_000_000
+    del block
 
 
 def test_the_wrapper_is_a_decorator_with_and_without_parentheses() -> None:

@@ -200,6 +200,12 @@ def test_the_digest_of_a_shard_is_of_keys_dtypes_shapes_and_bytes() -> None:
     assert manager.digest_all({("a",): tensor.clone()}) == found[0]
 
 
+def test_each_tensor_has_its_own_digest() -> None:
+    manager = MemoryChecksumManager()
+    tensors = {("a",): filled((3,), torch.bfloat16), ("b", 1): filled((2, 2), torch.float32, seed=1)}
+    assert manager.digest_each(tensors) == {key: manager.digest(tensor) for key, tensor in tensors.items()}
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_the_digest_is_the_same_on_every_device() -> None:

@@ -21,6 +21,9 @@ import torch
 pytest.importorskip("megatron.core.dist_checkpointing.strategies.base", reason="gone from Megatron-core 0.19")
 
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
+from megatron.core.dist_checkpointing.strategies.base import StrategyAction, get_default_strategy
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
 from checkpointless.integrations.megatron.dist_checkpoint.strategies import (
     FILE,
@@ -34,6 +37,14 @@ from checkpointless.integrations.megatron.dist_checkpoint.strategies import (
     _values_of,
     _values_to_keep,
     _write_identity,
+)
+from checkpointless.megatron.dist_checkpoint import (
+    Copies,
+    CopiesLoadStrategy,
+    CopiesSaveStrategy,
+    are_defaults,
+    register,
+    unregister,
 )
 from checkpointless.replication.parts import PartError, SaveId
 
@@ -98,3 +109,21 @@ def test_an_identity_holds_as_long_as_the_checkpoint_is_as_it_was(tmp_path: Path
     (folder / FILE).write_text("[]")
     assert _read_identity(folder) is None
     assert _read_identity("msc://bucket/weights") is None
+
+
+def test_they_are_registered_and_unregistered() -> None:
+    copies = Copies()
+    try:
+        register(Copies())
+        register(copies)
+        for _ in range(2):  # Megatron registers its own again at each look-up
+            load = get_default_strategy(StrategyAction.LOAD_SHARDED, "torch_dist", 1)
+            save = get_default_save_sharded_strategy()
+            assert isinstance(load, CopiesLoadStrategy)
+            assert isinstance(save, CopiesSaveStrategy)
+            assert load.copies is save.copies is copies
+            assert are_defaults()
+    finally:
+        unregister()
+    assert type(get_default_save_sharded_strategy()) is TorchDistSaveShardedStrategy
+    assert not are_defaults()

@@ -179,6 +179,26 @@ def test_an_optimizer_that_somebody_has_changed_is_not_kept(hook: str) -> None:
 # --- what a half-made step has left -------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("ties", [True, False])
+def test_a_kept_stage_takes_part_in_the_exchange_of_tied_embeddings_and_stays_as_it_is(
+    ties: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[tuple[torch.Tensor, object]] = []
+    with generation():
+        training = Training(ties=ties)
+        weight = training.model.module.shared_embedding_or_output_weight()
+        before = weight.detach().clone()
+        training.config.pipeline_model_parallel_size = 2
+        kept = KeptModel([training.model], training.optimizer, training.plans, training.kept.streams, [{}])
+        monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: sent.append((tensor, group)))
+        kept.take_part(0, torch.bfloat16)
+        assert len(sent) == ties
+        for tensor, group in sent:
+            assert (tensor.shape, tensor.dtype, bool(tensor.any())) == (weight.shape, torch.bfloat16, False)
+            assert group is parallel_state.get_embedding_group()
+        assert torch.equal(weight, before)
+
+
 def losses_after(fault: Callable[[Training], None]) -> tuple[list[float], list[float]]:
     """Return the losses of a run without a fault, and of one with a fault after a step and a new generation."""
     with generation():
