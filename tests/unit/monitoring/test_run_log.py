@@ -16,7 +16,14 @@ from hypothesis import strategies as st
 
 from checkpointless.launcher.agent.watch import Watch
 from checkpointless.observability.monitoring import metrics as metrics_module
-from checkpointless.observability.monitoring.metrics import MEASURED_STAGES, RankStatus, RunLog, Snapshot
+from checkpointless.observability.monitoring.metrics import (
+    EVENT_METRICS,
+    MEASURED_STAGES,
+    Metrics,
+    RankStatus,
+    RunLog,
+    Snapshot,
+)
 from checkpointless.observability.report.summary import build_report
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.events import (
