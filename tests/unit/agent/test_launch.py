@@ -1,1 +1,0 @@
-"""Test what ends a run before it begins, and what its metrics are told."""
