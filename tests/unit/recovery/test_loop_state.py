@@ -127,12 +127,7 @@ def test_a_log_file_is_no_iterator_of_data(tmp_path: Path, caplog: pytest.LogCap
     assert "the iterator rows was made before the first step" in said
 
 
-class Meter:
-    def __init__(self) -> None:
-        self.sum, self.count, self.still = 0.0, 0, 1
-
-
-def test_none_tuples_arrays_and_meters_are_looked_at(caplog: pytest.LogCaptureFixture) -> None:
+def test_none_tuples_and_arrays_are_looked_at(caplog: pytest.LogCaptureFixture) -> None:
     average: Any = None
     hidden: Any = (torch.zeros(1), torch.zeros(1))
     table, rows = np.zeros(2), [[0]] * 100_000
@@ -143,46 +138,3 @@ def test_none_tuples_arrays_and_meters_are_looked_at(caplog: pytest.LogCaptureFi
     (said,) = _named(caplog)
     assert ": average, hidden, table. " in said
     assert len(rows) == 100_000
-
-
-class Lookahead(torch.optim.Optimizer):
-    """An optimizer that has another, and counts beside its state."""
-
-    def __init__(self, inner: torch.optim.Optimizer) -> None:
-        super().__init__(inner.param_groups, {})
-        self.inner, self.count, self.every = inner, 0, 3
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        self.inner.step()
-        self.count += 1
-
-
-class Tempered(torch.nn.Module):
-    """A module whose forward passes change an attribute."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.temperature, self.still = torch.nn.Linear(2, 2), 1.0, 0.5
-        self.calls: torch.Tensor
-        self.register_buffer("calls", torch.zeros(1))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.temperature *= 0.9
-        with torch.no_grad():
-            self.calls += 1
-        result: torch.Tensor = self.linear(x) * self.temperature
-        return result
-
-
-def test_what_optimizers_and_modules_of_the_script_keep_beside_their_state_is_named(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    model = torch.nn.Sequential(Tempered())
-    optimizer = Lookahead(torch.optim.Adam(model.parameters(), 0.1))
-    known = [optimizer, model, *model.parameters()]
-    for _ in _train(Undeclared(LoopState({}), known), 4):
-        model(torch.ones(2)).sum().backward()
-        optimizer.step()
-    (said,) = _named(caplog)
-    assert ": model.0.temperature, optimizer.count, optimizer.inner. " in said
-    assert "keep it in a buffer" in said

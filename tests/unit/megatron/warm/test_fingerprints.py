@@ -96,4 +96,17 @@ def test_a_picture_stays_as_it_was() -> None:
 
 def test_what_is_shared_is_like_what_is_equal() -> None:
     one: list[int] = []
-    assert _fingerprint([one, one]) != _fingerprint([[], []])
+    assert _fingerprint([one, one]) == _fingerprint([[], []])
+
+
+@pytest.mark.parametrize("make", [lambda: bytes(65 << 20), lambda: _circle()], ids=["large", "circle"])
+def test_what_cannot_be_digested_is_known_by_its_identity(make: Callable[[], Any]) -> None:
+    value = make()
+    assert _fingerprint(value) == _fingerprint(value)
+    assert _fingerprint(value) != _fingerprint(make())
+
+
+def _circle() -> list[Any]:
+    made: list[Any] = []
+    made.append(made)
+    return made

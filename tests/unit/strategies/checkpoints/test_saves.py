@@ -144,20 +144,6 @@ def test_a_fault_while_the_ranks_agree_forgets_no_save(monkeypatch: pytest.Monke
 
 
 @pytest.mark.usefixtures("alike")
-def test_a_save_that_was_ended_is_not_made_again(tmp_path: Path) -> None:
-    job, path = Job(), tmp_path / "a"
-    path.mkdir()
-    job.save(str(path), 10, "before")
-    job.finish()
-    job.fault(10)
-    job.save(str(path), 10, "again")
-    assert job.did == ["made", "Megatron's end", "before"], "not before the callback has said what goes with it"
-    job.finish()
-    assert job.did == ["made", "Megatron's end", "before", "again"]
-    assert job.queue.call_idx == 0
-
-
-@pytest.mark.usefixtures("alike")
 @pytest.mark.parametrize(
     ("there", "faults", "step", "times"),
     [
@@ -201,19 +187,6 @@ def test_a_save_whose_end_failed_is_made_again_or_said_to_be_lost(caplog: pytest
     again.fault(10)  # another fault comes before it is made again
     again.save("/c/a", 10)
     assert again.did == ["made", "made"]
-
-
-@pytest.mark.usefixtures("alike")
-def test_a_save_that_ended_and_is_still_marked_is_made_again(tmp_path: Path) -> None:
-    """NeMo passes over an error at the barrier before it removes the mark, and removes what is marked."""
-    job, path = Job(), tmp_path / "a"
-    path.mkdir()
-    job.save(str(path), 10)
-    job.finish()
-    ModelCheckpoint.format_checkpoint_unfinished_marker_path(path).touch()
-    job.fault(10)
-    job.save(str(path), 10)
-    assert job.did.count("made") == 2
 
 
 @pytest.mark.usefixtures("alike")
@@ -297,8 +270,8 @@ def says(
     return {**said, "failed": list(failed), "paths": paths}
 
 
-def test_a_save_that_one_rank_has_lost_the_writer_of_is_made_again() -> None:
-    here, there = says(["/c/0", 0, True, False], pending=(0,)), says(["/c/0", 0, True, False])
+def test_a_save_in_the_background_that_is_passed_again_is_made_again() -> None:
+    here, there = says(["/c/0", 0, True], pending=(0,)), says(["/c/0", 0, True])
     agreed = _Agreement.of([here, there], in_background=True)
     assert (agreed.again, agreed.whole, agreed.in_vain) == ({"/c/0"}, frozenset(), {0})
     assert not agreed.lost
