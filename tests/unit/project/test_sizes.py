@@ -12,7 +12,7 @@ BUDGETS = {
     "lines of the product": 51_334,
     "modules of the product": 219,
     "public names of the product": 751,
-    "lines of the tests": 59_296,
+    "lines of the tests": 52_987,
     "bytes of docs/": 204_742,
     "bytes of docs/architecture.md": 34_894,
     "bytes of docs/guarantees.md": 13_466,
