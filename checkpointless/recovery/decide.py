@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from checkpointless.transfer.rank_groups import CompactGroups, Group, all_groups, compact, names
 
 if TYPE_CHECKING:
@@ -129,10 +131,8 @@ def reports_of(answers: Sequence[Mapping[str, Any]], jump: int) -> list[RankRepo
     for rank, answer in enumerate(answers):
         each = answer["report"]
         streams = each["streams"] or (answers[(rank + jump) % len(answers)]["keeps"] if jump else [])
-        plain = {name: tuple(each[name]) for name in ("digests", "stages", "examples")}
-        plain["parts"] = groups.read(each["parts"])
-        rows = {"streams": tuple(map(tuple, streams)), "saves": tuple(map(tuple, each["saves"]))}
-        reports.append(RankReport(**{**each, **plain, **rows}))
+        report = msgspec.convert({**each, "streams": streams, "parts": ()}, RankReport)
+        reports.append(replace(report, parts=groups.read(each["parts"])))
     return reports
 
 

@@ -10,18 +10,17 @@ from __future__ import annotations
 import importlib
 import logging
 import os
-import re
 import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from threading import Event
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
+import msgspec
 import torch
 import torch.distributed as dist
 from typing_extensions import override
@@ -44,7 +43,7 @@ from checkpointless.system.environment import LOCAL_WORLD_SIZE_ENV
 from checkpointless.transfer.rank_groups import names as in_words
 
 if TYPE_CHECKING:
-    from checkpointless.launcher.protocol.causes import Json, Parsed
+    from checkpointless.launcher.protocol.causes import Json
 
 logger = logging.getLogger(__name__)
 
@@ -282,18 +281,16 @@ def _imported(name: str) -> type[Tier]:
 # together only if one generation made them all, and only if the training that runs comes from it.
 
 _MOST = 256  # generations; copies of earlier ones are too old to be of use
-_JOB = re.compile(r"[0-9a-f]{16}")
 
 
-@dataclass(frozen=True)
-class _Lineage:
+class _Lineage(msgspec.Struct, frozen=True, array_like=True):
     """The generations that made the steps which the running training comes from.
 
     ``begun`` has the generations, and the step after which each began, both in ascending order. Those whose
     steps were all redone are left out.
     """
 
-    job: str
+    job: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
     begun: tuple[tuple[int, int], ...] = ()
 
     def begin(self, generation: int, step: int) -> _Lineage:
@@ -318,22 +315,6 @@ class _Lineage:
     def newest(self) -> int:
         """The newest generation that is known; -1: none is."""
         return self.begun[-1][0] if self.begun else -1
-
-    def to_json(self) -> Json:
-        """Return the lineage as plain data."""
-        return [self.job, [list(each) for each in self.begun]]
-
-    @classmethod
-    def from_json(cls, plain: Parsed) -> _Lineage:
-        """Return what :meth:`to_json` made; raise ``ValueError`` if it did not make this."""
-        try:
-            job, begun = plain
-            made = cls(str(job), tuple((int(generation), int(after)) for generation, after in begun))
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"not a lineage: {plain!r}") from error
-        if _JOB.fullmatch(made.job) is None:
-            raise ValueError(f"not a lineage: {plain!r}")
-        return made
 
 
 _TURN_S = 0.02
@@ -389,7 +370,7 @@ class Copies:
         self.leave()
         self.lineage = self.agree(facts).begin(generation, step)
         if facts is not None:
-            facts.keep(_FACT, self.lineage.to_json())
+            facts.keep(_FACT, msgspec.to_builtins(self.lineage))
         self.open(required=generation == 0)
         if generation != self._generation:
             self._exchanges, self._generation = {}, generation
@@ -423,13 +404,13 @@ class Copies:
         """
         known = self.lineage
         if known is None and facts is not None and facts.get(_FACT) is not None:
-            known = _Lineage.from_json(facts.get(_FACT))
+            known = msgspec.convert(facts.get(_FACT), _Lineage)
         mine: list[Json] = [[tier.name, tier.every, tier.copies, tier.jump] for tier in self.tiers]
-        told = gather([mine, None if known is None else known.to_json(), secrets.token_hex(8)])
+        told = gather([mine, msgspec.to_builtins(known), secrets.token_hex(8)])
         if any(each[0] != told[0][0] for each in told):
             names = [str([tier[0] for tier in each[0]]) for each in told]
             raise UnrecoverableError(by_rank("the ranks were given different tiers", names))
-        lineages = [_Lineage.from_json(each[1]) for each in told if each[1] is not None]
+        lineages = [msgspec.convert(each[1], _Lineage) for each in told if each[1] is not None]
         self.lineage = max(lineages, key=lambda each: each.newest) if lineages else _Lineage(told[0][2])
         return self.lineage
 
