@@ -77,9 +77,6 @@ def _function(message: Message) -> Callable[[torch.Tensor, int], dist.Work | Non
 MAX_BYTES = 64 * 1024 * 1024  # limit of a message that every rank gets from every other
 MAX_MESSAGE_BYTES = 2 * 1024 * 1024 * 1024 + 8 * 1024 * 1024  # between two ranks: the skeleton of a state fits
 CHUNK_BYTES = 4 * 1024 * 1024
-# On a wire that runs ahead a message begins with one of this size, so that the host waits once for most of them.
-HEAD_BYTES = 64 * 1024
-_LENGTH_BYTES = 8
 GATHERED_BYTES = 256 * 1024  # bytes of each rank per all-gather
 
 
@@ -119,22 +116,14 @@ def all_gather_json(message: Json, group: dist.ProcessGroup | None = None) -> li
 def send_bytes(data: bytes, destination: int) -> None:
     """Send ``data``, at least one byte, to the global rank ``destination``, its length first.
 
-    On a wire that runs ahead, what fits goes with the length, in one message of a fixed size.
-
     Raises:
         ValueError: ``data`` is larger than :data:`MAX_MESSAGE_BYTES`.
     """
     if len(data) > MAX_MESSAGE_BYTES:
         raise ValueError(f"a message of {len(data)} bytes is over {MAX_MESSAGE_BYTES}")
-    device, begun = wire_device(), 0
-    if runs_ahead():
-        begun = HEAD_BYTES - _LENGTH_BYTES
-        head = len(data).to_bytes(_LENGTH_BYTES, "little") + data[:begun]
-        send(to_tensor(head.ljust(HEAD_BYTES, b"\0"), device), destination)
-    else:
-        send(torch.tensor([len(data)]).to(device), destination)
-    view = memoryview(data)
-    for start in range(begun, len(data), CHUNK_BYTES):
+    device, view = wire_device(), memoryview(data)
+    send(torch.tensor([len(data)]).to(device), destination)
+    for start in range(0, len(data), CHUNK_BYTES):
         send(to_tensor(view[start : start + CHUNK_BYTES], device), destination)
 
 
@@ -145,20 +134,14 @@ def receive_bytes(source: int) -> bytes:
         ValueError: the message claims to be empty, or larger than :data:`MAX_MESSAGE_BYTES`.
     """
     device = wire_device()
-    if runs_ahead():
-        head = torch.empty(HEAD_BYTES, dtype=torch.uint8, device=device)
-        receive(head, source)
-        data = to_bytes(head)
-        length, begun = int.from_bytes(data[:_LENGTH_BYTES], "little"), data[_LENGTH_BYTES:]
-    else:
-        size = torch.zeros(1, dtype=torch.int64, device=device)
-        receive(size, source)
-        length, begun = int(size.item()), b""
+    size = torch.zeros(1, dtype=torch.int64, device=device)
+    receive(size, source)
+    length = int(size.item())
     if not 0 < length <= MAX_MESSAGE_BYTES:
         raise ValueError(f"rank {source} announced a message of {length} bytes; the limit is {MAX_MESSAGE_BYTES}")
-    chunks = [begun[:length]]
-    chunk = torch.empty(max(0, min(length - len(begun), CHUNK_BYTES)), dtype=torch.uint8, device=device)
-    for start in range(len(begun), length, CHUNK_BYTES):
+    chunks = []
+    chunk = torch.empty(min(length, CHUNK_BYTES), dtype=torch.uint8, device=device)
+    for start in range(0, length, CHUNK_BYTES):
         part = chunk[: min(CHUNK_BYTES, length - start)]
         receive(part, source)
         chunks.append(to_bytes(part))

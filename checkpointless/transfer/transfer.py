@@ -69,8 +69,6 @@ if TYPE_CHECKING:
 PACKED_BYTES = 4 * 1024 * 1024
 #: How many buckets are under way at once.
 IN_FLIGHT = 8
-#: Largest bucket on a wire that runs ahead, where a message costs more than the bytes of a small one.
-AHEAD_BYTES = 128 * 1024 * 1024
 _WHOLE = 2  # a tensor of at least 1 / _WHOLE of a shared bucket is sent from where it lies, and not packed
 
 
@@ -90,25 +88,12 @@ class _Slice:
 Bucket = tuple[_Slice, ...]
 
 
-def _bucket_bytes_of(memory_budget_bytes: int, ahead: bool) -> int:
-    """Return the size of a bucket with which the buffers of the buckets in flight stay within the budget.
-
-    On the CPU this is an eighth of the budget, because eight buckets are in flight. On a wire that runs ahead a
-    bucket may take the whole budget, up to 128 MiB: most need no buffer, and the buffers of all others in flight
-    take no more than one bucket (:class:`_Window`).
-    """
-    return min(AHEAD_BYTES, memory_budget_bytes) if ahead else max(1, memory_budget_bytes // IN_FLIGHT)
+def _bucket_bytes_of(memory_budget_bytes: int) -> int:
+    """Return the size of a bucket with which the buffers of the buckets in flight stay within the budget."""
+    return max(1, memory_budget_bytes // IN_FLIGHT)
 
 
-def _shared_bytes_of(bucket_bytes: int, ahead: bool) -> int:
-    """Return the size of a bucket that small tensors share: both ends find the same, as they use the same wire.
-
-    On one that runs ahead, so many are in flight as fit into the buffers.
-    """
-    return max(1, bucket_bytes // IN_FLIGHT) if ahead else min(PACKED_BYTES, bucket_bytes)
-
-
-def _plan_buckets(sizes: Sequence[int], bucket_bytes: int, ahead: bool = False) -> list[Bucket]:
+def _plan_buckets(sizes: Sequence[int], bucket_bytes: int) -> list[Bucket]:
     """Cut tensors of ``sizes`` bytes into buckets of at most ``bucket_bytes``. Empty tensors need no bucket.
 
     A large tensor gets separate buckets, so that it can be sent and received without a copy; small ones share
@@ -116,7 +101,7 @@ def _plan_buckets(sizes: Sequence[int], bucket_bytes: int, ahead: bool = False) 
     """
     if bucket_bytes < 1:
         raise ValueError(f"a bucket of {bucket_bytes} bytes holds nothing")
-    room = _shared_bytes_of(bucket_bytes, ahead)
+    room = min(PACKED_BYTES, bucket_bytes)
     buckets: list[Bucket] = []
     shared: list[_Slice] = []
     filled = 0
@@ -150,19 +135,16 @@ class _Shares:
     buckets: list[Bucket]
     first: int
     places: int
-    bucket_bytes: int
 
     @classmethod
-    def of(
-        cls, shard: Sequence[int], inside: Sequence[int], bucket_bytes: int, places: int, ahead: bool = False
-    ) -> _Shares:
+    def of(cls, shard: Sequence[int], inside: Sequence[int], bucket_bytes: int, places: int) -> _Shares:
         """Plan the buckets of a shard and of the tensors inside the objects, of the given sizes in bytes."""
-        of_shard = _plan_buckets(shard, bucket_bytes, ahead)
+        of_shard = _plan_buckets(shard, bucket_bytes)
         of_objects = [
             tuple(_Slice(len(shard) + part.index, part.start, part.stop) for part in bucket)
-            for bucket in _plan_buckets(inside, bucket_bytes, ahead)
+            for bucket in _plan_buckets(inside, bucket_bytes)
         ]
-        return cls(of_shard + of_objects, len(of_shard), places, bucket_bytes)
+        return cls(of_shard + of_objects, len(of_shard), places)
 
     def by_place(self) -> list[list[int]]:
         """Return the buckets that each holder sends, in ascending order. Objects are the first holder's."""
@@ -186,79 +168,50 @@ class _Parcel:
     messages: list[Message]
     slot: torch.Tensor | None
 
-    @property
-    def staged_bytes(self) -> int:
-        return 0 if self.slot is None else self.payload.numel()
-
-
-@dataclass
-class _Group:
-    """Parcels that are launched together."""
-
-    parcels: list[_Parcel] = field(default_factory=list)
-    works: list[dist.Work] = field(default_factory=list)
-
-    @property
-    def staged_bytes(self) -> int:
-        return sum(parcel.staged_bytes for parcel in self.parcels)
-
 
 class _Window:
     """Launches parcels and finishes the oldest ones when too much is under way.
 
-    On the CPU each parcel is launched at once, with eight under way. On a wire that runs ahead they are launched
-    in groups of as many, so that messages with several ranks are done side by side, with two groups under way;
-    their buffers take ``buffer_bytes`` at most, but a single larger one goes alone. ``finish`` is called with
-    each parcel, in the order in which they were added, when the wait for it is over; it gives back the parcel's
-    slot. On a wire that runs ahead the bytes need not be there yet: whatever is launched from now on finds them.
+    On the CPU each parcel is launched at once. On a wire that runs ahead they are launched in groups, so that
+    messages with several ranks are done side by side, and one group is packed while another is under way.
+    ``finish`` is called with each parcel, in the order in which they were added, when the wait for it is over; it
+    gives back the parcel's slot. On a wire that runs ahead the bytes need not be there yet: whatever is launched
+    from now on finds them.
     """
 
-    def __init__(self, buffer_bytes: int, finish: Callable[[_Parcel], None]) -> None:
-        ahead = runs_ahead()
-        self._per_group = IN_FLIGHT if ahead else 1
-        self._groups = _GROUPS if ahead else IN_FLIGHT
-        self._buffer_bytes = buffer_bytes if ahead else None
+    def __init__(self, finish: Callable[[_Parcel], None]) -> None:
+        self._per_group = IN_FLIGHT // _GROUPS if runs_ahead() else 1
         self._finish = finish
-        self._open = _Group()
-        self._launched: deque[_Group] = deque()
+        self._open: list[_Parcel] = []
+        self._launched: deque[tuple[list[_Parcel], list[dist.Work]]] = deque()
 
-    def make_room(self, staged_bytes: int) -> None:
+    def make_room(self) -> None:
         """Finish parcels until one more may be under way. Call this before a buffer is taken for it."""
-        if self._buffer_bytes is not None and staged_bytes:
-            if self._open.staged_bytes and self._open.staged_bytes + staged_bytes > self._buffer_bytes // _GROUPS:
-                self._launch()
-            while self._launched and self._staged_bytes() + staged_bytes > self._buffer_bytes:
-                self._finish_oldest()
-        if not self._open.parcels:
-            while len(self._launched) >= self._groups:
-                self._finish_oldest()
+        while not self._open and len(self._launched) * self._per_group >= IN_FLIGHT:
+            self._finish_oldest()
 
     def add(self, parcel: _Parcel) -> None:
         """Launch a parcel, or keep it until its group is full."""
-        self._open.parcels.append(parcel)
-        if len(self._open.parcels) >= self._per_group:
+        self._open.append(parcel)
+        if len(self._open) >= self._per_group:
             self._launch()
 
     def close(self) -> None:
         """Launch what is left, and finish everything."""
-        if self._open.parcels:
+        if self._open:
             self._launch()
         while self._launched:
             self._finish_oldest()
 
-    def _staged_bytes(self) -> int:
-        return self._open.staged_bytes + sum(group.staged_bytes for group in self._launched)
-
     def _launch(self) -> None:
-        group, self._open = self._open, _Group()
-        group.works = launch([message for parcel in group.parcels for message in parcel.messages])
-        self._launched.append(group)
+        group, self._open = self._open, []
+        self._launched.append((group, launch([message for parcel in group for message in parcel.messages])))
 
     def _finish_oldest(self) -> None:
-        group = self._launched.popleft()
-        for work in group.works:
+        group, works = self._launched.popleft()
+        for work in works:
             work.wait()
-        for parcel in group.parcels:
+        for parcel in group:
             self._finish(parcel)
 
 
@@ -277,7 +230,6 @@ class _Order:
     destination: int
     buckets: list[Bucket]
     wanted: list[int]
-    bucket_bytes: int
     digests: list[int] = field(default_factory=list)
 
 
@@ -323,12 +275,12 @@ def _send_buckets(tensors: Sequence[torch.Tensor], orders: Sequence[_Order], on_
         if parcel.slot is not None:
             staging.give_back(parcel.slot)
 
-    window = _Window(max(order.bucket_bytes for order in orders), finish)
+    window = _Window(finish)
     in_turn = sorted(parcels.items(), key=lambda item: item[0])
     for position, ((index, _), takers) in enumerate(in_turn):
         bucket = takers[0].buckets[index]
         payload = _in_place(tensors, bucket)
-        window.make_room(0 if payload is not None else _size_of(bucket))
+        window.make_room()
         slot = None
         if payload is None:
             slot = staging.take(_size_of(bucket))
@@ -363,12 +315,12 @@ def _receive_stripes(
             _unpack(tensors, shares.buckets[parcel.index], parcel.payload, digests)
             staging.give_back(parcel.slot)
 
-    window = _Window(shares.bucket_bytes, finish)
+    window = _Window(finish)
     for index, place in incoming:
         bucket = shares.buckets[index]
         size = _size_of(bucket)
         landing = _in_place(tensors, bucket)
-        window.make_room(0 if landing is not None else size)
+        window.make_room()
         slot = None
         if landing is None:
             slot = staging.take(size)
@@ -559,15 +511,14 @@ def receive_state(
     _check_room(told.entries, room)
     kept = _keep(told.entries, known or {}, room)
     missing = [index for index, entry in enumerate(told.entries) if entry.key not in kept]
-    ahead = runs_ahead()
-    bucket_bytes = _bucket_bytes_of(memory_budget_bytes, ahead)
+    bucket_bytes = _bucket_bytes_of(memory_budget_bytes)
     for source in sources:
         _send_json({"wanted": missing, "bucket_bytes": bucket_bytes}, source)
     inside = [torch.empty(entry.shape, dtype=entry.dtype, device=own_device(entry.device)) for entry in told.inside]
     arriving = [*(room[told.entries[index].key] for index in missing), *inside]
     wanted_bytes = [told.entries[index].nbytes for index in missing]
     inside_bytes = [tensor.nbytes for tensor in inside]
-    shares = _Shares.of(wanted_bytes, inside_bytes, bucket_bytes, len(sources), ahead)
+    shares = _Shares.of(wanted_bytes, inside_bytes, bucket_bytes, len(sources))
     digests = _receive_buckets(sources, shares, arriving)
     seconds, nbytes = time.monotonic() - began_s, sum(tensor.nbytes for tensor in arriving)
     return state_tree.join(told.skeleton, inside), TransferReport(
@@ -611,14 +562,14 @@ def _hear_order(fill: Fill, tensors: Sequence[torch.Tensor], count: int, plans: 
     buckets = plans[name]
     first = sum(bucket[0].index < count for bucket in buckets)
     wanted = [*range(fill.place, first, fill.places), *range(first, len(buckets))]
-    return _Order(fill.destination, buckets, wanted, order["bucket_bytes"])
+    return _Order(fill.destination, buckets, wanted)
 
 
 def _numbered(tensors: Sequence[torch.Tensor], chosen: Sequence[int], bucket_bytes: int) -> list[Bucket]:
     """Return the buckets of the tensors with the numbers ``chosen``, in terms of these numbers."""
     return [
         tuple(_Slice(chosen[part.index], part.start, part.stop) for part in bucket)
-        for bucket in _plan_buckets([tensors[index].nbytes for index in chosen], bucket_bytes, runs_ahead())
+        for bucket in _plan_buckets([tensors[index].nbytes for index in chosen], bucket_bytes)
     ]
 
 

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from checkpointless.state.serialization.digest import PendingDigests, digest_bytes
 from checkpointless.transfer import transfer as staging
 from checkpointless.transfer.transfer import (
-    AHEAD_BYTES,
     IN_FLIGHT,
+    MEMORY_BUDGET_BYTES,
+    PACKED_BYTES,
     _bucket_bytes_of,
     _in_place,
     _pack,
     _plan_buckets,
-    _shared_bytes_of,
     _Shares,
     _size_of,
     _Slice,
@@ -37,20 +37,15 @@ def test_every_byte_once_and_in_order(sizes: list[int], bucket_bytes: int) -> No
 
 @given(st.integers(1, 2**40))
 def test_buckets_in_flight_stay_within_the_budget(budget: int) -> None:
-    on_cpu, ahead = _bucket_bytes_of(budget, ahead=False), _bucket_bytes_of(budget, ahead=True)
-    assert on_cpu == max(1, budget // IN_FLIGHT)
-    assert 0 < ahead == min(budget, AHEAD_BYTES)
-    assert 0 < _shared_bytes_of(ahead, ahead=True) <= ahead
+    assert 0 < _bucket_bytes_of(budget) <= max(1, budget / IN_FLIGHT)
 
 
-@given(st.lists(st.integers(0, 200)), st.integers(1, 160))
-def test_every_byte_once_on_a_wire_that_runs_ahead(sizes: list[int], bucket_bytes: int) -> None:
-    buckets = _plan_buckets(sizes, bucket_bytes, ahead=True)
-    seen = [(part.index, byte) for bucket in buckets for part in bucket for byte in range(part.start, part.stop)]
-    assert sorted(seen) == [(index, byte) for index, size in enumerate(sizes) for byte in range(size)]
-    assert all(0 < _size_of(bucket) <= bucket_bytes for bucket in buckets)
-    shared = _shared_bytes_of(bucket_bytes, ahead=True)
-    assert all(_size_of(bucket) <= shared for bucket in buckets if len(bucket) > 1)
+def test_the_sizes_of_the_default_budget() -> None:
+    bucket_bytes = _bucket_bytes_of(MEMORY_BUDGET_BYTES)
+    assert bucket_bytes == 16 * 2**20
+    small, large = PACKED_BYTES // 2 - 1, 40 * 2**20
+    sizes = [_size_of(bucket) for bucket in _plan_buckets([small, small, small, large], bucket_bytes)]
+    assert sorted(sizes) == [small, 2 * small, 8 * 2**20, 16 * 2**20, 16 * 2**20]
 
 
 @given(

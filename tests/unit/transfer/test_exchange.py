@@ -67,35 +67,21 @@ def under_way(monkeypatch: pytest.MonkeyPatch) -> deque[torch.Tensor]:
     monkeypatch.setattr(exchange, "wire_device", lambda: torch.device("cpu"))
     monkeypatch.setattr(exchange, "send", lambda tensor, destination: messages.append(tensor.clone()))
     monkeypatch.setattr(exchange, "receive", receive)
-    monkeypatch.setattr(exchange, "HEAD_BYTES", 40)
     monkeypatch.setattr(exchange, "CHUNK_BYTES", 50)
     return messages
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("length", [1, 8, 31, 32, 33, 81, 82, 83, 500])
-def test_a_message_arrives_whole(
-    under_way: deque[torch.Tensor], monkeypatch: pytest.MonkeyPatch, length: int, ahead: bool
-) -> None:
-    monkeypatch.setattr(exchange, "runs_ahead", lambda: ahead)
+@pytest.mark.parametrize("length", [1, 8, 49, 50, 51, 500])
+def test_a_message_arrives_whole(under_way: deque[torch.Tensor], length: int) -> None:
     data = bytes(number % 251 for number in range(length))
     send_bytes(data, 1)
-    rest = length - 32 if ahead else length
-    assert len(under_way) == 1 + max(0, -(-rest // 50))
+    assert len(under_way) == 1 + -(-length // 50)
     assert receive_bytes(0) == data
     assert not under_way
 
 
-@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("length", [0, 1 << 40])
-def test_no_announced_length_is_believed(
-    under_way: deque[torch.Tensor], monkeypatch: pytest.MonkeyPatch, length: int, ahead: bool
-) -> None:
-    monkeypatch.setattr(exchange, "runs_ahead", lambda: ahead)
-    if ahead:
-        head = length.to_bytes(8, "little").ljust(40, b"x")
-        under_way.append(torch.tensor(list(head), dtype=torch.uint8))
-    else:
-        under_way.append(torch.tensor([length]))
+def test_no_announced_length_is_believed(under_way: deque[torch.Tensor], length: int) -> None:
+    under_way.append(torch.tensor([length]))
     with pytest.raises(ValueError, match=f"announced a message of {length} bytes"):
         receive_bytes(0)
