@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, Protocol, cast
 
@@ -18,10 +18,10 @@ from checkpointless.inprocess.parameter_update_lock import CommitState
 from checkpointless.inprocess.wrap import HandedOver, emit_event, span
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.recovery.decide import Decision, RankReport, Verdict, decide, reports_of
-from checkpointless.recovery.refill import BaseModel, Refill
+from checkpointless.recovery.refill import Refill
 from checkpointless.replication.handover import Saves, Snapshot, clear, hand_over, offer, take_over
 from checkpointless.replication.tiers import Copies, Tier
-from checkpointless.state.held_state import HeldState
+from checkpointless.state.held_state import HeldState, HostMemory
 from checkpointless.state.journal import Built, StepJournal
 from checkpointless.state.module_tensors import TrainingTensors
 from checkpointless.state.port import DATA, SnapshotPoint, TrainingState, groups_of, holders_of
@@ -212,7 +212,7 @@ class CheckpointManager(RankLocalKeeper):
         self.copies = Copies(tiers)
         self.tiers_are_kept = bool(tiers)
         self._replicates = True  # until it is known
-        self._base_model = BaseModel(self.checksum_manager)
+        self._memory = HostMemory()
         self._refill = Refill()
         self.refusal = ""
         self.bytes_received = 0
@@ -260,7 +260,6 @@ class CheckpointManager(RankLocalKeeper):
         The held state is dropped here and not earlier: until the trainer has loaded everything, a further fault
         goes back to it. If there are tiers, this is a collective.
         """
-        self._base_model.attached(journal.state)
         self._attached = journal
         self._attached_fit = max(self.fits.number, 1), self.fits.offset
         self._held = self.kept = None
@@ -338,8 +337,7 @@ class CheckpointManager(RankLocalKeeper):
         """
         begun, leaves = max(self._begun, self.fits.number), None
         if self._held is not None:
-            base = self._base_model.kept()
-            leaves = Snapshot(self._held, base, begun, self.fits.finished, self._unfinished_saves())
+            leaves = Snapshot(self._held, begun, self.fits.finished, self._unfinished_saves())
         if address:
             source, problem = offer(leaves, self.own, high_water, address)
             return HandedOver(0, problem, source, clear)
@@ -350,7 +348,6 @@ class CheckpointManager(RankLocalKeeper):
         left = take_over(self.own)
         if left is not None:
             self._held, self._lost_saves = left.held, left.saves
-            self._base_model.take(left.base)
             self._begun = max(self._begun, left.begun)
             self.fits.finished = {**left.finished, **self.fits.finished}
 
@@ -363,14 +360,15 @@ class CheckpointManager(RankLocalKeeper):
 
     def _hold(self, journal: StepJournal) -> None:
         commit = self.parameter_update_lock.state()
-        held = HeldState.of(journal, commit, self.checksum_manager, *self._attached_fit)
+        held = HeldState.of(journal, commit, self.checksum_manager, *self._attached_fit, self._is_frozen)
         self._held = held
         built = _stays_built(journal, held.commit, self.enable_offload)
         self.kept = (self._attached_fit[0], built) if built is not None else None
-        self._base_model.part_from(held)
-        if held.digests is not None:
-            held.add_digests(self._base_model.digests(journal.state))
         self.maybe_offload_checkpoint()
+
+    def _is_frozen(self, key: Key) -> bool:
+        """Return whether a tensor is known to be one that no training changes."""
+        return False
 
     def maybe_offload_checkpoint(self) -> None:
         """Move the held tensors to pinned host memory, if ``enable_offload`` is set.
@@ -379,7 +377,7 @@ class CheckpointManager(RankLocalKeeper):
         """
         held = self._held
         if self.enable_offload and held is not None and held.journal is None:
-            self._base_model.offload(held)
+            held.offload(self._memory)
 
     def delete_checkpoint(self) -> None:
         """Drop the held state and the random streams, and free their memory.
@@ -526,8 +524,6 @@ class CheckpointManager(RankLocalKeeper):
                 held.redo(target)
             held.let_trainer_go()
             held.is_superseded = is_filled
-            self._base_model.part_from(held)
-        self.bytes_received += self._base_model.restore(state, decision, self.memory_budget_bytes)
         self.was_filled = is_filled
         if held is not None and not is_filled:
             own = held.go_back_to(moment[1])
@@ -581,23 +577,19 @@ def running_block(call: HPCallWrapper | None) -> HPCallWrapper:
     return call
 
 
-# --- Fine-tuning with adapters: frozen base weights are kept and filled once, the adapters each time --------------
+# --- Fine-tuning with adapters ------------------------------------------------------------------------------------
 
 
 class PEFTCheckpointManager(CheckpointManager):
     """A :class:`CheckpointManager` for fine-tuning with adapters (LoRA and the like) on a frozen base model.
 
-    From the first time that the base model's weights are whole, they are held by reference over all generations,
-    apart from what training changes. A process that lived through a fault keeps them through any number of
-    recoveries, even one in which its own adapters have to be filled. A new process is given them once, and keeps
-    them if that recovery fails after they arrived. Adapters, optimizer and schedulers are restored each time.
-
-    :attr:`params_to_save` determines what is frozen. While it is empty, nothing is frozen, and this manager behaves
-    as a ``CheckpointManager``.
+    The frozen weights are held by reference like all the rest. What a rank has already is not sent to it: a process
+    that lived through a fault keeps them even where its own adapters have to be filled, and a new process keeps
+    those that arrived before its recovery failed.
 
     Args:
         *args: the arguments of ``CheckpointManager``. With ``enable_checksum``, the base weights are compared
-            between replicas, too, and those of a rank that is refilled are compared with its sources'.
+            between replicas, too.
         **kwargs: the keyword arguments of ``CheckpointManager``, without ``tiers``.
 
     Raises:
@@ -605,36 +597,27 @@ class PEFTCheckpointManager(CheckpointManager):
 
     Attributes:
         params_to_save: the names of all parameters and buffers that training may change; the strategy sets it when
-            the adapters have been added to the model.
-        base_model_weights: the frozen weights by key, as references to the running model's weights; None before
-            they were whole for the first time.
-        base_model_keys_to_extract: the keys of the frozen weights, in the order in which they are sent; None as
-            long as ``base_model_weights`` is None.
+            the adapters have been added to the model. While it is empty, nothing counts as frozen.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self.copies:
             raise ValueError("fine-tuning with adapters keeps no copies in tiers: leave out tiers")
-
-    @property
-    def params_to_save(self) -> set[str]:
-        """The names of all parameters and buffers that training may change; the strategy sets it."""
-        return self._base_model.trained
-
-    @params_to_save.setter
-    def params_to_save(self, names: set[str]) -> None:
-        self._base_model.trained = names
+        self.params_to_save: set[str] = set()
 
     @property
     def base_model_weights(self) -> dict[Key, torch.Tensor] | None:
-        """The frozen weights of the running model by key; None before they were whole for the first time."""
-        return self._base_model.weights
+        """The frozen weights by key, held or of the running model; None before they were whole."""
+        if self._held is not None:
+            return _part_of(self._held.tensors, self._is_frozen)
+        return None if self._attached is None else _part_of(self._attached.state.tensors(), self._is_frozen)
 
     @property
     def base_model_keys_to_extract(self) -> list[Key] | None:
         """The keys of the frozen weights, in the order in which they are sent; None if there are no weights yet."""
-        return None if self._base_model.weights is None else list(self._base_model.weights)
+        weights = self.base_model_weights
+        return None if weights is None else list(weights)
 
     def is_adapter_key(self, key: str | tuple[Any, ...]) -> bool:
         """Return whether a tensor belongs to what training changes, and not to the base model.
@@ -645,27 +628,28 @@ class PEFTCheckpointManager(CheckpointManager):
                 an optimizer is an adapter's; or a tuple of the name and the parameter itself, which counts as an
                 adapter's if it is trained.
         """
-        return self._base_model.is_trained(key)
+        if isinstance(key, tuple):
+            if len(key) > 1 and isinstance(key[1], torch.Tensor):
+                return key[1].requires_grad
+            return key[0] != "model" or self.is_adapter_key(str(key[-1]))
+        return key in self.params_to_save or ".adapter." in key or key.endswith(".adapters")
 
-    def save_checkpoint(self, trainer: _LiveTrainer) -> None:
-        """Hold the state of ``trainer`` as it is now, and the base model's weights if they are not kept yet."""
-        self.maybe_save_base_model(trainer)
-        super().save_checkpoint(trainer)
+    def _is_frozen(self, key: Key) -> bool:
+        return bool(self.params_to_save) and not self.is_adapter_key(key)
 
     def maybe_save_base_model(self, trainer: _LiveTrainer) -> None:
-        """Keep references to the base model's weights, if they are not kept yet.
+        """Hold the state of ``trainer``, with the base model's weights, if none is known yet.
 
         Args:
             trainer: a trainer whose weights are whole and whose strategy has ``journal()``.
         """
-        if self._base_model.weights is None:
-            self._base_model.keep(_journal_of(trainer).state.tensors())
+        if self.base_model_weights is None:
+            self.save_checkpoint(trainer)
 
     def try_base_model_checkpointless_load(self, trainer: _LiveTrainer) -> dict[str, Any] | None:
         """Put the base model's weights of ``trainer`` in place, from this rank's memory or a peer's. Collective.
 
         Call this method to have the weights early; otherwise :meth:`try_checkpointless_load` puts them in place.
-        The base weights that are kept stay kept, whatever happens to the rest.
 
         Args:
             trainer: a freshly built trainer whose adapters have been added.
@@ -680,8 +664,15 @@ class PEFTCheckpointManager(CheckpointManager):
         if decision.verdict is not Verdict.RESUME:
             self.refusal = decision.reason
             return None
-        self.bytes_received += self._base_model.restore(state, decision, self.memory_budget_bytes)
-        return {"state_dict": dict(self.base_model_weights or {})}
+        mine = None if self._held is None else _part_of(self._held.tensors, self._is_frozen)
+        budget = self.memory_budget_bytes
+        _, report = self._refill.move(state, decision.parts, mine, {}, memory_budget_bytes=budget)
+        self.bytes_received += report.bytes
+        return {"state_dict": _part_of(state.tensors(), self._is_frozen)}
+
+
+def _part_of(tensors: Mapping[Key, torch.Tensor], is_meant: Callable[[Key], bool]) -> dict[Key, torch.Tensor]:
+    return {key: tensor for key, tensor in tensors.items() if is_meant(key)}
 
 
 def _stays_built(journal: StepJournal, commit: CommitState, is_offloaded: bool) -> Built | None:

@@ -1,6 +1,4 @@
-"""Put a part of the state in its new place on every rank: a rank takes back what it holds, or its peers fill it.
-
-All of the state is moved this way, or, in fine-tuning, the frozen weights and the rest one after the other.
+"""Put the state in its new place on every rank: a rank takes back what it holds, or its peers fill it.
 
 Tensors that have the same holders move together, and those of other holders afterwards: all ranks go through the
 replica groups in ascending order. A rank takes part in the fills of the groups that it is in, and either fills or
@@ -13,7 +11,6 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -21,14 +18,9 @@ import torch
 import torch.distributed as dist
 
 from checkpointless.inprocess.communicators.helper_thread import run_in_helper_thread
-from checkpointless.inprocess.wrap import span
-from checkpointless.observability.telemetry.event_names import EventName
-from checkpointless.recovery.decide import Decision, Parts, peers_of
-from checkpointless.state.held_state import HeldState, HostMemory
+from checkpointless.recovery.decide import Parts, peers_of
 from checkpointless.state.port import MODEL, PARAMETER, TrainingState, split
-from checkpointless.state.serialization.digest import MemoryChecksumManager
 from checkpointless.state.serialization.state_tree import Tree
-from checkpointless.transfer.exchange import all_gather_json
 from checkpointless.transfer.rank_groups import Group
 from checkpointless.transfer.tensor_entry import Key, TensorEntry
 from checkpointless.transfer.transfer import Fill, OnBucket, TransferReport, receive_state, send_state
@@ -37,14 +29,11 @@ from checkpointless.transfer.transfer import Fill, OnBucket, TransferReport, rec
 class Refill:
     """Moves tensors of the state, and remembers what an interrupted transfer brought.
 
-    With ``adopts``, the tensors that a rank to fill has already are put in their place first, without a copy
-    where possible. ``arrived`` are those that a transfer had room for, filled or not, until :meth:`forget` is
-    called.
+    ``arrived`` are the tensors that a transfer had room for, filled or not, until :meth:`forget` is called.
     """
 
-    def __init__(self, adopts: bool = False) -> None:
+    def __init__(self) -> None:
         self.arrived: Mapping[Key, torch.Tensor] = {}
-        self._adopts = adopts
 
     def forget(self) -> None:
         """Let go of what has arrived, since it is whole and kept elsewhere, or of no use."""
@@ -108,11 +97,8 @@ class Refill:
         known = {**held, **self.arrived}
 
         def room(entries: Sequence[TensorEntry]) -> Mapping[Key, torch.Tensor]:
-            keys = [entry.key for entry in entries]
-            whole = state.allocate(
-                entries, {key: known[key] for key in keys if key in known} if self._adopts else {}
-            )
-            self.arrived = {**self.arrived, **{key: whole[key] for key in keys if key in whole}}
+            whole = state.allocate(entries)
+            self.arrived = {**self.arrived, **{each.key: whole[each.key] for each in entries if each.key in whole}}
             return whole
 
         return run_in_helper_thread(
@@ -171,110 +157,6 @@ def _peers_first(sources: Sequence[int], parts: Parts) -> tuple[int, ...]:
     """Return the sources of a part in their places: first those that hold all parts, the first gives objects."""
     peers = {*peers_of(parts)}
     return tuple(sorted(sources, key=lambda source: (source not in peers, source)))
-
-
-# --- The base model of a fine-tuning with adapters: frozen weights, kept and moved apart from the rest ------------
-
-_MODEL = "model"  # the first word of the key of a parameter or buffer
-
-
-class BaseModel:
-    """Keeps references to the frozen weights over all generations; as long as nothing is frozen, to none.
-
-    Attributes:
-        trained: the names of all parameters and buffers that training may change; empty: nothing is frozen.
-        weights: the frozen weights by key, in the order in which they are sent, as references to the running
-            model's weights or, offloaded, as copies; None before they were whole for the first time.
-    """
-
-    def __init__(self, checksums: MemoryChecksumManager) -> None:
-        self.trained: set[str] = set()
-        self.weights: dict[Key, torch.Tensor] | None = None
-        self._checksums = checksums
-        self._offloaded = False
-        self._memory = HostMemory()
-        self._refill = Refill(adopts=True)
-
-    def is_trained(self, key: str | tuple[Any, ...]) -> bool:
-        """Return whether a tensor belongs to what training changes: by its name, its key, or its name and the
-        parameter.
-        """
-        if isinstance(key, tuple):
-            if len(key) > 1 and isinstance(key[1], torch.Tensor):
-                return key[1].requires_grad
-            return key[0] != _MODEL or self.is_trained(str(key[-1]))
-        return key in self.trained or ".adapter." in key or key.endswith(".adapters")
-
-    def keep(self, tensors: Mapping[Key, torch.Tensor]) -> None:
-        """Keep references to the frozen weights among ``tensors``, which are whole."""
-        if not self.trained:
-            return
-        self.weights = {key: tensor for key, tensor in tensors.items() if not self.is_trained(key)}
-        self._offloaded = False
-
-    def attached(self, state: TrainingState) -> None:
-        """Keep the weights of ``state`` in place of those that were kept before."""
-        if self.trained:
-            self.keep(state.tensors())
-
-    def part_from(self, held: HeldState) -> None:
-        """Remove the frozen weights from ``held``; keep them if they are not kept yet."""
-        if self.weights is None:
-            self.keep(held.tensors)
-        weights = self.weights or {}
-        held.tensors = {key: tensor for key, tensor in held.tensors.items() if key not in weights}
-
-    def kept(self) -> Mapping[Key, torch.Tensor]:
-        """Return the frozen weights."""
-        return self.weights or {}
-
-    def take(self, weights: Mapping[Key, torch.Tensor]) -> None:
-        """Keep ``weights``, in host memory, until those of a model are whole."""
-        if weights:
-            self.weights = dict(weights)
-
-    def digests(self, state: TrainingState) -> Mapping[Group, str]:
-        """Return the digests, by part, of the frozen weights in ``state``."""
-        if not self.weights:
-            return {}
-        tensors = state.tensors()  # not the offloaded copies: another rank may not have offloaded
-        parts = split(state, {key: tensors[key] for key in self.weights})
-        return {group: self._checksums.digest_all(part) for group, part in parts.items()}
-
-    def offload(self, held: HeldState) -> None:
-        """Offload the frozen weights, and if there are none, all of ``held``. What adapters train is small."""
-        if not self.trained:
-            held.offload(self._memory)
-        if self._offloaded or self.weights is None:
-            return
-        self.weights = self._memory.copies(self.weights)
-        self._offloaded = True
-
-    def restore(self, state: TrainingState, decision: Decision, memory_budget_bytes: int) -> int:
-        """Put the frozen weights in place: this rank's own, or those of its sources if it has none. Collective.
-
-        The weights that are kept stay kept, whatever happens to the rest.
-        """
-        if not self.trained:
-            return 0
-        lacking = self._ranks_without(decision)
-        refills = {rank: decision.parts[rank] for rank in lacking}
-        with span(EventName.TRANSFER, part="base model", refills=len(lacking)) as fields:
-            mine = dict(self.weights or {})
-            _, report = self._refill.move(state, refills, mine, {}, memory_budget_bytes=memory_budget_bytes)
-            if dist.get_rank() in lacking:
-                self.keep(self._refill.arrived)
-                self._refill.forget()
-            fields.update(asdict(report))
-        return report.bytes
-
-    def _ranks_without(self, decision: Decision) -> set[int]:
-        """Return the ranks that must be given the frozen weights, the same on every rank. Collective."""
-        if not decision.refills:
-            return set()
-        has_weights = self.weights is not None and not self._checksums.enabled
-        everybody = all_gather_json(has_weights)
-        return {rank for rank in decision.refills if not everybody[rank]}
 
 
 def _join_objects(state: TrainingState, objects: Mapping[Group, dict[str, Any]]) -> dict[str, Any]:

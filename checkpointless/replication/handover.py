@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
 
 from checkpointless.inprocess.exceptions import line_of
 from checkpointless.inprocess.parameter_update_lock import CommitState
@@ -47,7 +46,6 @@ from checkpointless.system.environment import (
     own_rank,
     own_world_size,
 )
-from checkpointless.transfer.tensor_entry import Key
 
 logger = logging.getLogger(__name__)
 
@@ -312,13 +310,11 @@ class Snapshot:
     """The whole state of one rank.
 
     Attributes:
-        base: what is kept besides, over all generations: the frozen weights in fine-tuning.
         begun: the last fit of the block that is known to have begun.
         saves: the background saves whose end this rank has not gone through; their writers end with the process.
     """
 
     held: HeldState
-    base: Mapping[Key, torch.Tensor] = field(default_factory=dict)
     begun: int = 0
     finished: Mapping[int, dict[str, Any]] = field(default_factory=dict)
     saves: Saves = ()
@@ -357,7 +353,6 @@ class Snapshot:
             "begun": self.begun,
             "saves": [[*save[:3], False] for save in self.saves],
             "tensors": held.tensors,
-            "base": dict(self.base),
             "moments": [[int(stage), dict(moment.buffers)] for stage, moment in held.moments.items()],
             "buffers": [[step, int(stage), dict(each)] for (step, stage), each in held.buffers.items()],
             "digests": held.digests,
@@ -397,7 +392,7 @@ class Snapshot:
             )
             own = Carried.from_plain(plain["own"])
             saves = tuple((number, step, stage, going_on) for number, step, stage, going_on in plain["saves"])
-            return cls(held, plain["base"], plain["begun"], objects["finished"], saves, own)
+            return cls(held, plain["begun"], objects["finished"], saves, own)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"this is no state of a rank: {error!r}") from error
 

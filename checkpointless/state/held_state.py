@@ -6,7 +6,7 @@ Page-locked host memory for what is moved away from a device, used again at each
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -129,11 +129,6 @@ class HeldState:
         self.tensors.update({key: copy for key, copy in moment.buffers.items() if key in self.tensors})
         return moment.objects
 
-    def add_digests(self, more: Mapping[Group, str]) -> None:
-        """Let the digests of the parts be those of ``more``, too."""
-        known = self.digests or {}
-        self.digests = {group: known.get(group, "") + more.get(group, "") for group in {**known, **more}}
-
     def let_trainer_go(self) -> None:
         """Record that no update can be applied any more, and drop the old trainer."""
         self.commit = CommitState(self.commit.committed, ready=False, torn=self.commit.torn)
@@ -201,9 +196,18 @@ class HeldState:
 
     @classmethod
     def of(
-        cls, journal: StepJournal, commit: CommitState, checksums: MemoryChecksumManager, fit: int, offset: int
+        cls,
+        journal: StepJournal,
+        commit: CommitState,
+        checksums: MemoryChecksumManager,
+        fit: int,
+        offset: int,
+        is_frozen: Callable[[Key], bool] = lambda key: False,
     ) -> HeldState:
-        """Hold the state of a training, unless code outside the update has changed it."""
+        """Hold the state of a training, unless code outside the update has changed it.
+
+        ``is_frozen`` returns which tensors have digests although no update changes them.
+        """
         changed = journal.changed() if not commit.torn else ""
         if changed:
             logger.error("this rank's state is given up: %s", changed)
@@ -211,7 +215,9 @@ class HeldState:
         state, moments = journal.state, {} if commit.torn else dict(journal.snapshots(commit.committed))
         digests = None
         if checksums.enabled and not commit.torn and commit.committed >= 0:
-            digests = {group: checksums.digest_all(part) for group, part in split(state, shard_of(state)).items()}
+            frozen = {key: tensor for key, tensor in state.tensors().items() if is_frozen(key)}
+            parts = split(state, {**frozen, **shard_of(state)})
+            digests = {group: checksums.digest_all(part) for group, part in parts.items()}
         buffers = {
             (step, stage): copies
             for step in (commit.committed, commit.committed + 1)

@@ -98,7 +98,7 @@ def recover(
         state = FineTuning(seed=generation)
         journal = StepJournal(state, manager, FrontEnd())
         trainer = Trainer(Strategy(journal))
-        outcome: dict[str, Any] = {"held": sorted(_names(manager))}
+        outcome: dict[str, Any] = {}
         if base_first:
             loaded = manager.try_base_model_checkpointless_load(trainer)
             assert loaded is not None
@@ -114,10 +114,3 @@ def recover(
         outcomes.append(outcome)
         dist.barrier()
     return outcomes
-
-
-def _names(manager: PEFTCheckpointManager) -> set[str]:
-    """Return the names of the tensors that a manager holds."""
-    held = manager._held
-    keys: list[Key] = [] if held is None else list(held.tensors)
-    return {".".join(str(part) for part in key) for key in keys}

@@ -17,9 +17,6 @@ def test_the_living_keep_the_base_model_where_it_is_and_others_are_filled(nemo_z
     same_memory = [[outcome["base_is_the_same_memory"] for outcome in rank] for rank in outcomes]
     assert same_memory == [[True, True, False], [False, True, True], [True, True, True]]
     assert all(outcome["equal"] for rank in outcomes for outcome in rank)
-    for outcome in outcomes[2]:
-        assert outcome["held"]
-        assert not [name for name in outcome["held"] if "base" in name]
 
 
 @pytest.mark.parametrize(
@@ -42,4 +39,3 @@ def test_the_base_model_can_be_asked_for_first(nemo_zygote: Zygote, settings: di
 def test_told_of_no_adapters_it_restores_all_together(nemo_zygote: Zygote) -> None:
     outcomes = nemo_zygote.run(2, RECOVER, {"lost": [[0], []], "trained": []})
     assert all(outcome["equal"] for rank in outcomes for outcome in rank)
-    assert [name for name in outcomes[1][0]["held"] if "base" in name]

@@ -17,14 +17,12 @@ from checkpointless.observability.telemetry.wording import numbered, plural, siz
 _STARTING = (EventName.INIT, EventName.REBUILD, EventName.DECIDE, EventName.TRANSFER, EventName.FIRST_STEP)
 #: Stages of the generation that ended; they are told when all ranks have met again.
 _ENDING = (EventName.ABORT, EventName.FINALIZE, EventName.HAND_OVER)
-_PART = "base model"  # the transfer of a base model, which comes before that of the rest
 #: Stages that are usually too short for a separate line, and the stages whose lines mention them.
 _BRIEF: Mapping[str, EventName] = {
     EventName.HEALTH: EventName.FINALIZE,
     EventName.ENTER: EventName.INIT,
     EventName.VERIFY: EventName.TRANSFER,
     EventName.DATA: EventName.TRANSFER,
-    _PART: EventName.TRANSFER,
 }
 _BRIEF_S = 0.5
 _SILENCE_S = 5.0
@@ -246,7 +244,7 @@ class Narrator:
             generation.reason = str(fields.get("reason") or "")
         if event.edge != "end" or "error" in fields:
             return
-        spent = generation.seconds[_PART if event.stage == EventName.TRANSFER and "part" in fields else event.stage]
+        spent = generation.seconds[event.stage]
         spent[rank] = spent.get(rank, 0.0) + float(fields.get("seconds") or 0.0)
         if event.stage == EventName.DECIDE and isinstance(fields.get("target"), int):
             generation.target = fields["target"]

@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from checkpointless.inprocess.parameter_update_lock import CommitState
+from checkpointless.recovery import PEFTCheckpointManager
 from checkpointless.state import held_state
 from checkpointless.state.held_state import HeldState, HostMemory
 from checkpointless.state.port import SnapshotPoint
 from checkpointless.state.serialization.digest import MemoryChecksumManager
 from checkpointless.transfer.tensor_entry import Key
-from tests.unit.recovery.made_up_state import MadeUpJournal, MadeUpState
+from tests.unit.recovery.made_up_state import WEIGHT, MadeUpJournal, MadeUpState
 
 
 def hold(live: MadeUpState, commit: CommitState, checksum: bool = False) -> HeldState:
@@ -30,6 +31,20 @@ def test_moments_and_digest_are_those_of_a_whole_state(torn: bool) -> None:
     assert set(held.buffers) == {(3, SnapshotPoint.COMMITTED), (4, SnapshotPoint.COMMITTED)}
     assert all(held.tensors[key].data_ptr() == tensor.data_ptr() for key, tensor in live.tensors().items())
     assert (held.journal, held.fit, held.offset) == (None, 2, 7)
+
+
+@pytest.mark.parametrize("trained", [set(), {"buffer"}], ids=["all is trained", "a weight is frozen"])
+def test_frozen_weights_are_compared_between_replicas(trained: set[str]) -> None:
+    manager = PEFTCheckpointManager(enable_checksum=True)
+    manager.params_to_save = trained
+    digests = []
+    for value in (1.0, 2.0):
+        live = MadeUpState(step=3)
+        live.present[WEIGHT] = torch.full((1,), value)
+        commit = CommitState(3, ready=False, torn=False)
+        held = HeldState.of(MadeUpJournal(live), commit, manager.checksum_manager, 1, 0, manager._is_frozen)
+        digests.append(held.digests)
+    assert (digests[0] != digests[1]) is bool(trained)
 
 
 @pytest.mark.slow

@@ -8,17 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from checkpointless.inprocess.parameter_update_lock import CommitState
 from checkpointless.recovery import PEFTCheckpointManager, refill
-from checkpointless.recovery import refill as base_model
-from checkpointless.recovery.decide import Decision, Verdict
-from checkpointless.recovery.refill import BaseModel, Refill
-from checkpointless.state.held_state import HeldState
+from checkpointless.recovery.refill import Refill
 from checkpointless.state.port import MODEL, PARAMETER
-from checkpointless.state.serialization.digest import MemoryChecksumManager
 from checkpointless.transfer.tensor_entry import Key, TensorEntry
 from checkpointless.transfer.transfer import Fill, TransferReport
-from tests.unit.recovery.made_up_state import BUFFER, MOMENTUM, WEIGHT, MadeUpJournal, MadeUpState
+from tests.unit.recovery.made_up_state import BUFFER, MOMENTUM, WEIGHT, MadeUpState
 
 FILLED = {1: (((0, 1), (0,)),)}
 HELD = {key: torch.full((1,), 5.0) for key in (WEIGHT, BUFFER, MOMENTUM)}
@@ -136,70 +131,6 @@ def test_what_an_interrupted_transfer_brought_is_known_to_the_next(
     assert {key: tensor.item() for key, tensor in known.items()} == {WEIGHT: 7.0, BUFFER: 5.0, MOMENTUM: 5.0}
     part.forget()
     assert part.arrived == {}
-
-
-@pytest.mark.parametrize("adopts", [True, False])
-def test_frozen_tensors_that_are_here_are_put_in_place_before_a_fill(
-    sent: list[Any], monkeypatch: pytest.MonkeyPatch, adopts: bool
-) -> None:
-    monkeypatch.setattr(refill, "receive_state", receiver({WEIGHT: 7.0}))
-    live, mine = MadeUpState(0, adoptable=[WEIGHT, BUFFER]), {WEIGHT: torch.zeros(1)}
-    Refill(adopts).move(live, FILLED, mine, {}, memory_budget_bytes=1)
-    assert live.adopted == ([WEIGHT] if adopts else [])
-    assert (live.present[WEIGHT] is mine[WEIGHT]) is adopts
-
-
-# --- The frozen weights are kept apart from what is held, once, and by reference ----------------------------------
-
-
-def frozen(checksum: bool = False) -> BaseModel:
-    base = BaseModel(MemoryChecksumManager(checksum))
-    base.trained = {"buffer"}
-    return base
-
-
-def held(live: MadeUpState) -> HeldState:
-    return HeldState.of(
-        MadeUpJournal(live), CommitState(3, ready=False, torn=False), MemoryChecksumManager(), fit=1, offset=0
-    )
-
-
-def test_frozen_weights_are_taken_out_of_what_is_held() -> None:
-    base, live = frozen(), MadeUpState(3)
-    state = held(live)
-    base.part_from(state)
-    assert list(state.tensors) == [BUFFER, MOMENTUM]
-    assert base.weights is not None
-    assert base.weights[WEIGHT].data_ptr() == live.present[WEIGHT].data_ptr()
-    later = held(MadeUpState(4))
-    base.part_from(later)
-    assert list(later.tensors) == [BUFFER, MOMENTUM]
-    assert base.weights[WEIGHT].data_ptr() == live.present[WEIGHT].data_ptr(), "those that were kept stay kept"
-    base.attached(MadeUpState(5))
-    assert base.weights[WEIGHT].item() == 5
-
-
-@pytest.mark.parametrize(
-    ("answers", "checksum", "lacking"),
-    [([True, False, False], False, {1, 2}), ([True, True, False], False, {2}), ([False] * 3, True, {1, 2})],
-)
-def test_those_are_filled_that_are_refilled_and_have_no_weights(
-    monkeypatch: pytest.MonkeyPatch, answers: list[bool], checksum: bool, lacking: set[int]
-) -> None:
-    told: list[Any] = []
-
-    def gather(mine: Any) -> list[bool]:
-        told.append(mine)
-        return answers
-
-    monkeypatch.setattr(base_model, "all_gather_json", gather)
-    base = frozen(checksum)
-    base.attached(MadeUpState(3))
-    decision = Decision(
-        Verdict.RESUME, 3, refills={1: (0,), 2: (0,)}, parts=dict.fromkeys((1, 2), (((0, 1, 2), (0,)),))
-    )
-    assert base._ranks_without(decision) == lacking
-    assert told == [not checksum]
 
 
 # --- Test what belongs to an adapter, and what the base model is --------------------------------------------------
