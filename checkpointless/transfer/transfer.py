@@ -31,9 +31,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -127,31 +127,26 @@ def _size_of(bucket: Bucket) -> int:
 
 
 @dataclass(frozen=True)
-class _Shares:
-    """All buckets of a transfer, and which holder sends which bucket: first those of the shard, ``first`` in
-    number, then those of the tensors inside the objects.
+class _Plan:
+    """How tensors travel to one rank, the same at both ends: the buckets that they are cut into, and which of them
+    the holder in each place sends, in ascending order.
     """
 
+    tensors: Sequence[torch.Tensor]
     buckets: list[Bucket]
-    first: int
-    places: int
+    by_place: list[list[int]]
 
     @classmethod
-    def of(cls, shard: Sequence[int], inside: Sequence[int], bucket_bytes: int, places: int) -> _Shares:
-        """Plan the buckets of a shard and of the tensors inside the objects, of the given sizes in bytes."""
-        of_shard = _plan_buckets(shard, bucket_bytes)
-        of_objects = [
-            tuple(_Slice(len(shard) + part.index, part.start, part.stop) for part in bucket)
-            for bucket in _plan_buckets(inside, bucket_bytes)
-        ]
-        return cls(of_shard + of_objects, len(of_shard), places)
-
-    def by_place(self) -> list[list[int]]:
-        """Return the buckets that each holder sends, in ascending order. Objects are the first holder's."""
-        wanted: list[list[int]] = [[] for _ in range(self.places)]
-        for index in range(len(self.buckets)):
-            wanted[index % self.places if index < self.first else 0].append(index)
-        return wanted
+    def of(
+        cls, shard: Sequence[torch.Tensor], inside: Sequence[torch.Tensor], bucket_bytes: int, places: int
+    ) -> _Plan:
+        """Plan for a shard, which all holders send, and tensors inside the objects, which the first one sends."""
+        buckets = _plan_buckets([tensor.nbytes for tensor in shard], bucket_bytes)
+        by_place = [[*range(place, len(buckets), places)] for place in range(places)]
+        for bucket in _plan_buckets([tensor.nbytes for tensor in inside], bucket_bytes):
+            by_place[0].append(len(buckets))
+            buckets.append(tuple(_Slice(len(shard) + part.index, part.start, part.stop) for part in bucket))
+        return cls([*shard, *inside], buckets, by_place)
 
 
 _GROUPS = 2  # on a wire that runs ahead: one under way, one that is packed or digested meanwhile
@@ -223,33 +218,30 @@ class TransferError(RuntimeError):
     """What arrived is not what was sent."""
 
 
-@dataclass
-class _Order:
+class _Order(NamedTuple):
     """What one destination wants from this holder."""
 
     destination: int
-    buckets: list[Bucket]
-    wanted: list[int]
-    digests: list[int] = field(default_factory=list)
+    plan: _Plan
+    wanted: Sequence[int]
 
 
-def _receive_buckets(sources: Sequence[int], shares: _Shares, tensors: Sequence[torch.Tensor]) -> list[int]:
+def _receive_buckets(sources: Sequence[int], plan: _Plan) -> list[int]:
     """Receive every bucket, and return their digests.
 
     Raises:
         TransferError: a bucket arrived damaged.
     """
-    wanted = shares.by_place()
-    arrived = dict(_receive_stripes(sources, wanted, shares, tensors))
+    arrived = _receive_stripes(sources, plan)
     damaged = 0
-    for source, mine in zip(sources, wanted):
+    for source, mine in zip(sources, plan.by_place):
         theirs = _receive_json(source)
         if len(theirs) != len(mine):
             raise TransferError(f"rank {source} sent {len(theirs)} digests for {len(mine)} buckets")
         damaged += sum(arrived[index] != digest for index, digest in zip(mine, theirs))
     if damaged:
         raise TransferError(f"{damaged} of {len(arrived)} buckets arrived damaged from ranks {list(sources)}")
-    return [arrived[index] for index in sorted(arrived)]
+    return arrived
 
 
 def _checked(indices: object, count: int) -> list[int]:
@@ -263,12 +255,12 @@ def _checked(indices: object, count: int) -> list[int]:
     return indices
 
 
-def _send_buckets(tensors: Sequence[torch.Tensor], orders: Sequence[_Order], on_bucket: OnBucket | None) -> None:
+def _send_buckets(orders: Sequence[_Order], on_bucket: OnBucket | None) -> None:
     """Send every order's buckets, in ascending order to each destination, with several in flight; then digests."""
-    parcels: dict[tuple[int, int], list[_Order]] = {}
+    parcels: dict[tuple[int, int], list[_Order]] = defaultdict(list)
     for order in orders:
         for index in order.wanted:
-            parcels.setdefault((index, id(order.buckets)), []).append(order)
+            parcels[index, id(order.plan)].append(order)
     staging, digests = _Staging(), PendingDigests()
 
     def finish(parcel: _Parcel) -> None:
@@ -276,58 +268,51 @@ def _send_buckets(tensors: Sequence[torch.Tensor], orders: Sequence[_Order], on_
             staging.give_back(parcel.slot)
 
     window = _Window(finish)
-    in_turn = sorted(parcels.items(), key=lambda item: item[0])
-    for position, ((index, _), takers) in enumerate(in_turn):
-        bucket = takers[0].buckets[index]
-        payload = _in_place(tensors, bucket)
+    in_turn = sorted(parcels)
+    for position, name in enumerate(in_turn):
+        plan, takers = parcels[name][0].plan, [order.destination for order in parcels[name]]
+        bucket = plan.buckets[name[0]]
+        payload = _in_place(plan.tensors, bucket)
         window.make_room()
         slot = None
         if payload is None:
             slot = staging.take(_size_of(bucket))
-            payload = _pack(tensors, bucket, slot)
+            payload = _pack(plan.tensors, bucket, slot)
         digests.add(payload)  # before sending, which then finds the bytes in the cache
         if on_bucket is not None:
             payload = on_bucket(position, len(parcels), payload)
-        messages = [Message(payload, order.destination, is_sent=True) for order in takers]
-        window.add(_Parcel(index, payload, messages, slot))
+        messages = [Message(payload, destination, is_sent=True) for destination in takers]
+        window.add(_Parcel(name[0], payload, messages, slot))
     window.close()
-    for (_, takers), digest in zip(in_turn, digests.fetch(), strict=True):
-        for order in takers:
-            order.digests.append(digest)
+    found = dict(zip(in_turn, digests.fetch(), strict=True))
     for order in orders:
-        _send_json(order.digests, order.destination)
+        _send_json([found[index, id(order.plan)] for index in order.wanted], order.destination)
 
 
-def _receive_stripes(
-    sources: Sequence[int],
-    wanted: Sequence[Sequence[int]],
-    shares: _Shares,
-    tensors: Sequence[torch.Tensor],
-) -> list[tuple[int, int]]:
-    """Receive the wanted buckets of every source, and digest each where its bytes ended up."""
-    incoming = sorted((index, place) for place, indices in enumerate(wanted) for index in indices)
+def _receive_stripes(sources: Sequence[int], plan: _Plan) -> list[int]:
+    """Receive the buckets of every source, and return the digest of each, computed where its bytes ended up."""
+    sender = {index: source for source, indices in zip(sources, plan.by_place) for index in indices}
     staging, digests = _Staging(), PendingDigests()
 
     def finish(parcel: _Parcel) -> None:
         if parcel.slot is None:
             digests.add(parcel.payload)
         else:
-            _unpack(tensors, shares.buckets[parcel.index], parcel.payload, digests)
+            _unpack(plan.tensors, plan.buckets[parcel.index], parcel.payload, digests)
             staging.give_back(parcel.slot)
 
     window = _Window(finish)
-    for index, place in incoming:
-        bucket = shares.buckets[index]
+    for index, bucket in enumerate(plan.buckets):
         size = _size_of(bucket)
-        landing = _in_place(tensors, bucket)
+        landing = _in_place(plan.tensors, bucket)
         window.make_room()
         slot = None
         if landing is None:
             slot = staging.take(size)
             landing = slot[:size]
-        window.add(_Parcel(index, landing, [Message(landing, sources[place], is_sent=False)], slot))
+        window.add(_Parcel(index, landing, [Message(landing, sender[index], is_sent=False)], slot))
     window.close()
-    return [(index, digest) for (index, _), digest in zip(incoming, digests.fetch(), strict=True)]
+    return digests.fetch()
 
 
 # The bytes of a bucket in memory: where they lie, or in a buffer that they are packed into and unpacked from.
@@ -478,10 +463,9 @@ def send_state(
             of_shard = [entry.to_json() for entry in _entries(tensors, asked[fill])]
             _send_json({"shard": of_shard, "objects": of_objects}, fill.destination)
             send_bytes(skeleton, fill.destination)
-    ordered = [*tensors.values(), *inside]
-    plans: dict[str, list[Bucket]] = {}
-    orders = [_hear_order(fill, ordered, len(tensors), plans) for fill in fills]
-    _send_buckets(ordered, orders, on_bucket)
+    plans: dict[str, _Plan] = {}
+    orders = [_hear_order(fill, list(tensors.values()), inside, plans) for fill in fills]
+    _send_buckets(orders, on_bucket)
 
 
 def receive_state(
@@ -515,12 +499,9 @@ def receive_state(
     for source in sources:
         _send_json({"wanted": missing, "bucket_bytes": bucket_bytes}, source)
     inside = [torch.empty(entry.shape, dtype=entry.dtype, device=own_device(entry.device)) for entry in told.inside]
-    arriving = [*(room[told.entries[index].key] for index in missing), *inside]
-    wanted_bytes = [told.entries[index].nbytes for index in missing]
-    inside_bytes = [tensor.nbytes for tensor in inside]
-    shares = _Shares.of(wanted_bytes, inside_bytes, bucket_bytes, len(sources))
-    digests = _receive_buckets(sources, shares, arriving)
-    seconds, nbytes = time.monotonic() - began_s, sum(tensor.nbytes for tensor in arriving)
+    plan = _Plan.of([room[told.entries[index].key] for index in missing], inside, bucket_bytes, len(sources))
+    digests = _receive_buckets(sources, plan)
+    seconds, nbytes = time.monotonic() - began_s, sum(tensor.nbytes for tensor in plan.tensors)
     return state_tree.join(told.skeleton, inside), TransferReport(
         bytes=nbytes,
         kept=sum(entry.nbytes for entry in told.entries if entry.key in kept),
@@ -546,31 +527,16 @@ def _entries(tensors: Mapping[Key, torch.Tensor], digested: bool) -> list[Tensor
     ]
 
 
-def _hear_order(fill: Fill, tensors: Sequence[torch.Tensor], count: int, plans: dict[str, list[Bucket]]) -> _Order:
-    """Receive what a destination wants. Destinations that want the same share a plan, and thereby their buckets.
-
-    ``tensors`` are the shard's ``count`` tensors, and then the tensors inside the objects.
-    """
-    order = _receive_json(fill.destination)
-    gives_objects = fill.place == 0
-    name = json.dumps([order["wanted"], order["bucket_bytes"], gives_objects])
+def _hear_order(
+    fill: Fill, shard: Sequence[torch.Tensor], inside: Sequence[torch.Tensor], plans: dict[str, _Plan]
+) -> _Order:
+    """Receive what a destination wants. Destinations that want the same share a plan, and thereby their buckets."""
+    told = _receive_json(fill.destination)
+    name = json.dumps([told["wanted"], told["bucket_bytes"], fill.places])
     if name not in plans:
-        chosen = _checked(order["wanted"], count)
-        of_shard = _numbered(tensors, chosen, order["bucket_bytes"])
-        inside = list(range(count, len(tensors))) if gives_objects else []
-        plans[name] = of_shard + _numbered(tensors, inside, order["bucket_bytes"])
-    buckets = plans[name]
-    first = sum(bucket[0].index < count for bucket in buckets)
-    wanted = [*range(fill.place, first, fill.places), *range(first, len(buckets))]
-    return _Order(fill.destination, buckets, wanted)
-
-
-def _numbered(tensors: Sequence[torch.Tensor], chosen: Sequence[int], bucket_bytes: int) -> list[Bucket]:
-    """Return the buckets of the tensors with the numbers ``chosen``, in terms of these numbers."""
-    return [
-        tuple(_Slice(chosen[part.index], part.start, part.stop) for part in bucket)
-        for bucket in _plan_buckets([tensors[index].nbytes for index in chosen], bucket_bytes)
-    ]
+        chosen = [shard[index] for index in _checked(told["wanted"], len(shard))]
+        plans[name] = _Plan.of(chosen, inside, told["bucket_bytes"], fill.places)
+    return _Order(fill.destination, plans[name], plans[name].by_place[fill.place])
 
 
 # --- the side of the rank to fill -------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import pytest
 import torch
 from hypothesis import given
@@ -16,8 +18,8 @@ from checkpointless.transfer.transfer import (
     _bucket_bytes_of,
     _in_place,
     _pack,
+    _Plan,
     _plan_buckets,
-    _Shares,
     _size_of,
     _Slice,
     _unpack,
@@ -55,14 +57,16 @@ def test_the_sizes_of_the_default_budget() -> None:
 )
 def test_objects_come_from_the_first_holder(shard: list[int], inside: list[int], bucket_bytes: int) -> None:
     places = 5
-    shares = _Shares.of(shard, inside, bucket_bytes, places)
+    tensors = [torch.empty(size, dtype=torch.uint8) for size in [*shard, *inside]]
+    plan = _Plan.of(tensors[: len(shard)], tensors[len(shard) :], bucket_bytes, places)
+    assert all(map(operator.is_, plan.tensors, tensors))
     seen = [
-        (part.index, byte) for bucket in shares.buckets for part in bucket for byte in range(part.start, part.stop)
+        (part.index, byte) for bucket in plan.buckets for part in bucket for byte in range(part.start, part.stop)
     ]
     assert sorted(seen) == [(index, byte) for index, size in enumerate(shard + inside) for byte in range(size)]
-    sender = {index: place for place, indices in enumerate(shares.by_place()) for index in indices}
-    assert sorted(sender) == list(range(len(shares.buckets)))
-    for index, bucket in enumerate(shares.buckets):
+    sender = {index: place for place, indices in enumerate(plan.by_place) for index in indices}
+    assert sorted(sender) == list(range(len(plan.buckets)))
+    for index, bucket in enumerate(plan.buckets):
         of_objects = bucket[0].index >= len(shard)
         assert all((part.index >= len(shard)) is of_objects for part in bucket)
         assert sender[index] == (0 if of_objects else index % places)
