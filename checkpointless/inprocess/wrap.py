@@ -926,10 +926,6 @@ class HPCallWrapper:
         """Report that the optimizer step in progress is complete and committed."""
         self.steps.end()
 
-    def span(self, stage: EventName, **fields: Any) -> AbstractContextManager[dict[str, Any]]:
-        """Return a span of ``stage`` in the event log, of this generation and incident."""
-        return self._now.span(stage, **fields)
-
     def enter_phase(self, phase: str, step: int, target: Callable[[], Any] | None = None) -> None:
         """Report ``phase`` of ``step``, as fault specs name it; ``target`` returns the tensor that it works on."""
         if phase != FaultPhase.BEFORE_OPTIMIZER.value:
