@@ -235,11 +235,15 @@ class Model(pl.LightningModule):
         self.seen += len(batch) + 0.1 * batch_idx  # ranks alike: a peer's is as good
         if "overflow" in FEATURES and self.global_step == 3 and self.trainer.is_global_zero:
             loss = loss * float("inf")
-        self.log("train_loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        self.note("train_loss", loss, on_step=True, on_epoch=True)
         return {"loss": loss, "mean": batch.mean()}
 
     def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
-        self.log("val_loss", (self.net(batch) - batch.roll(1, 1)).square().mean(), sync_dist=True)
+        self.note("val_loss", (self.net(batch) - batch.roll(1, 1)).square().mean())
+
+    @torch.compiler.disable  # to compile what Lightning logs with takes half a minute
+    def note(self, name: str, value: torch.Tensor, **options: Any) -> None:
+        self.log(name, value, sync_dist=True, **options)
 
     def configure_optimizers(self) -> Any:
         if "lbfgs" in FEATURES:
