@@ -43,7 +43,6 @@ HERE = Path(__file__).resolve().parent
 BRIDGE_ENV = "RESILIENCY_PYTHON"
 PACKAGES = {"torchft": "torchft-nightly==2026.10.26", "lm_resiliency": "lm-resiliency==0.2.0"}
 NODES, SPARES = 2, 2
-ENDS: dict[str, tuple[str, ...]] = {}  # faults that a side does not survive: they are left out
 LOOKS = ("checked",)  # for wrong gradients
 FLIP, FLIPPED = ("corrupted",), ("torchrun", "checkpointless")  # sides that run with nothing but the flip, too
 TOKEN = "of-a-benchmark-on-one-machine"
@@ -293,25 +292,19 @@ class Runs:
         return "no"
 
 
-def kinds_for(side: str) -> list[str]:
-    """Return the kinds of faults that come to a side."""
-    return [kind for kind in KINDS if kind not in ENDS.get(side, ())]
-
-
 def show(runs: Runs, sides: Sequence[str], seeds: Sequence[int]) -> None:
     """Print the table."""
     causes = ("startup", *KINDS, "other")
     columns = ("seed", "side", "goodput", "wall", "steps redone", "batches left out", "as undisturbed", *causes)
     print(f"\n| {' | '.join(columns)} |\n{'| --- ' * len(columns)}|")
     for seed, side in itertools.product(seeds, sides):
-        run = runs.find(side, seed, kinds_for(side))
+        run = runs.find(side, seed, KINDS)
         if run is None:
             continue
         share = "not ended" if run.goodput is None else f"{100 * run.goodput:.1f} %"
         lost = {cause: f"{seconds:.1f}" for cause, seconds in run.seconds.items()}
         if side not in LOOKS and "corrupted" in lost:
             lost["corrupted"] = "unseen"
-        lost |= {kind: "ends it" for kind in ENDS.get(side, ())}
         row = [str(seed), side, share, f"{run.wall_s:.1f}", str(run.redone), str(run.left_out), runs.ends_as(run)]
         print(f"| {' | '.join([*row, *(lost.get(cause, '-') for cause in causes)])} |")
     calm = {side: runs.find(side, seeds[0], ()) for side in sides}
@@ -346,7 +339,7 @@ def main() -> None:
             for name in (each for each in FLIPPED if each in pythons):
                 runs.make(name, pythons[name], seed, FLIP, base)
             for name, python in pythons.items():
-                runs.make(name, python, seed, kinds_for(name), base)
+                runs.make(name, python, seed, KINDS, base)
     show(runs, list(pythons), seeds)
 
 
