@@ -116,6 +116,25 @@ def _must_not_build(*args: object, **kwargs: object) -> None:
     raise AssertionError("a second model is built")
 
 
+class ClassesOfTE(Callback):
+    """Fails if a model has none of TransformerEngine's modules, or a linear layer that is not one of them."""
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Look at the model's classes."""
+        classes = {type(each).__name__ for each in pl_module.modules()}
+        assert {"TEDotProductAttention", "TELayerNormColumnParallelLinear", "LayerNorm"} <= classes, classes
+        assert "RowParallelLinear" not in classes
+
+
+class ChangedTE(Callback):
+    """Changes an attribute of one of TransformerEngine's modules when training starts, as a user's callback may."""
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Change one that this layer does not read."""
+        layer = next(each for each in pl_module.modules() if type(each).__name__ == "TERowParallelLinear")
+        layer.use_bias = not layer.use_bias  # type: ignore[assignment]
+
+
 class AdaptersOnce(Callback):
     """Fails if training goes on without adapters, with two in one layer, or with other names to be saved."""
 

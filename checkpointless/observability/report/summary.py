@@ -499,9 +499,12 @@ def _plain(report: Report) -> dict[str, Any]:
             "end": utc(run.end_ns),
             "caused": dict(run.caused or {}),
         },
-        "periods": [
-            {"cause": each.cause, "begin": utc(each.begin_ns), "seconds": each.seconds} for each in report.periods
-        ],
+        "time": {
+            "periods": [
+                {"cause": each.cause, "begin": utc(each.begin_ns), "seconds": each.seconds}
+                for each in report.periods
+            ]
+        },
         "goodput": goodput_as_json(report.goodput),
         "steps_lost": report.steps_lost,
         "outcomes": {outcome.value: count for outcome, count in report.outcomes.items()},

@@ -57,4 +57,5 @@ def test_json_says_what_the_report_says() -> None:
     assert (incident["nbytes"], incident["sources"]) == (1_500_000, [0])
     assert sum(incident["tiles_s"].values()) == pytest.approx(incident["headline_s"])
     assert document["outcomes"] == {"resumed": 1, "resumed, not exact": 0, "escalated": 0, "failed": 0}
-    assert sum(period["seconds"] for period in document["periods"]) == document["goodput"]["wall_s"] == 100.0
+    periods = document["time"]["periods"]
+    assert sum(period["seconds"] for period in periods) == document["goodput"]["wall_s"] == 100.0
