@@ -62,14 +62,17 @@ class Zygote:
         modules: what it imports, in this order, if not NeMo.
         folder: where all workers of a run of tests find the process; whoever comes first starts it. None: it is
             this one's own.
+        path: folders in which it looks for modules first.
     """
 
-    def __init__(self, modules: tuple[str, ...] = MODULES, folder: Path | None = None) -> None:
+    def __init__(
+        self, modules: tuple[str, ...] = MODULES, folder: Path | None = None, path: tuple[Path, ...] = ()
+    ) -> None:
         folder = folder or Path(tempfile.mkdtemp(prefix="checkpointless-zygote-"))
         address = folder / f"zygote-{zlib.crc32(' '.join(modules).encode()):x}"
         with _locked(address):
             if not address.exists():
-                _start(address, modules)
+                _start(address, modules, path)
             self._socket = socket.socket(socket.AF_UNIX)
             self._socket.connect(str(address))
         self._lines = self._socket.makefile("rw")
@@ -132,13 +135,13 @@ def _locked(address: Path, flags: int = fcntl.LOCK_EX) -> IO[str]:
     return lock
 
 
-def _start(address: Path, modules: tuple[str, ...]) -> None:
+def _start(address: Path, modules: tuple[str, ...], path: tuple[Path, ...]) -> None:
     """Start the process that listens at ``address``, and wait until it does."""
     environment = {
         **os.environ,
         "CHECKPOINTLESS_CPU": "1",
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *map(str, path), os.environ.get("PYTHONPATH", "")]),
     }
     with subprocess.Popen(
         [sys.executable, __file__, str(address), *modules],

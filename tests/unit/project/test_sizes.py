@@ -12,7 +12,7 @@ BUDGETS = {
     "lines of the product": 51_086,
     "modules of the product": 219,
     "public names of the product": 750,
-    "lines of the tests": 53_638,
+    "lines of the tests": 53_641,
     "bytes of docs/": 204_742,
     "bytes of docs/architecture.md": 34_845,
     "bytes of docs/guarantees.md": 13_466,
