@@ -326,13 +326,15 @@ class CheckpointlessMegatronStrategy(RecoverableStrategy, MegatronStrategy):
         """Save a checkpoint, unless it was saved before a fault that makes the ranks pass this point once more."""
         save = partial(super().save_checkpoint, checkpoint, filepath)  # type: ignore[arg-type]
         failed, calls = self.failed_saves, getattr(self.checkpoint_io, "async_calls_queue", None)
+        finish = None
         if failed is not None and calls is not None:
             storage_options = storage_options or {}
-            storage_options["finalize_fn"] = partial(failed.end, str(filepath), storage_options.get("finalize_fn"))
+            finish = partial(failed.end, str(filepath), storage_options.get("finalize_fn"))
+            storage_options["finalize_fn"] = finish
         if self._fit is None or failed is None:
             save(storage_options)
         else:
-            self._fit.save(str(filepath), partial(save, storage_options), calls=calls)
+            self._fit.save(str(filepath), partial(save, storage_options), calls=calls, finish=finish)
 
     @override
     def _data_rank(self) -> int:

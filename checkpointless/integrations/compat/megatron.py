@@ -8,6 +8,9 @@ from types import ModuleType
 
 from megatron.core import num_microbatches_calculator
 
+# A background save in Megatron's queue (0.12 to 0.19).
+from megatron.core.dist_checkpointing.strategies.async_utils import _ActiveAsyncRequest as ActiveAsyncRequest
+
 # Switches the garbage collector off in a process that writes a checkpoint (0.12 to 0.19).
 from megatron.core.dist_checkpointing.strategies.filesystem_async import _disable_gc as disable_gc
 

@@ -1,12 +1,13 @@
 """Handles checkpoints that are being saved, or that only some of the ranks have saved, when a fault comes.
 
-After a fault the ranks may go back to before a save that some of them had made. The end of the step is replayed
-then, and the save goes to the same folder as before. It is made again, unless it was made at once and is whole.
+After a fault the ranks may go back to before a save that some of them had finished. The end of the step is replayed
+then, and the save goes to the same folder as before: what is already there is not written twice, and what is not
+whole is written again.
 
 A background save is made by a writer, which is a separate process with a copy of what it writes, so a fault
 of a rank does not stop it. If all ranks still have their writers, the save is finished in the next generation like
-any other. If one writer was lost with its rank, or failed, no part is of use: the ranks go back to where it began
-if they can (:mod:`checkpointless.recovery.decide`); otherwise a warning says that it is lost.
+any other. If one writer was lost with its rank, or failed, no part is of use: the save is repeated if the ranks
+can go back to where it began (:mod:`checkpointless.recovery.decide`); otherwise a warning says that it is lost.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint as LightningModelCheckpo
 from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from nemo.lightning.callback_group import CallbackGroup
@@ -47,7 +49,7 @@ from torch.distributed.checkpoint import CheckpointException
 
 from checkpointless.inprocess import UnrecoverableError, active_call_wrapper
 from checkpointless.inprocess.exceptions import is_victim
-from checkpointless.integrations.compat.megatron import RESULTS_QUEUE, disable_gc
+from checkpointless.integrations.compat.megatron import RESULTS_QUEUE, ActiveAsyncRequest, disable_gc
 from checkpointless.launcher.protocol.causes import Json
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.events import event_log
@@ -509,6 +511,7 @@ class _Save:
     path: str
     after: tuple[int, SnapshotPoint]  # the newest point of the rank when the save began
     number: int | None  # that Megatron's queue of background saves gives it; None: it is made at once
+    finish: Callable[[], None] | None  # the caller's, which ends a background save
     is_made: bool = False  # whether this rank has done its part or, for a background save, begun it
     is_finished: bool = False  # whether this rank has gone through all that ends a background save
     replaced: Replaced = field(default_factory=dict)
@@ -531,10 +534,11 @@ class _Agreement:
     """
 
     again: frozenset[str]
-    whole: frozenset[str]  # those of ``again`` that miss nothing
-    in_vain: frozenset[int]  # the numbers of those that are made again
+    whole: Mapping[str, int | None]  # those of ``again`` that miss nothing, with their numbers; None: made at once
+    in_vain: frozenset[int | None]
     failed: frozenset[int]  # whose writer failed on some rank, and that are not started over
     lost: frozenset[int]
+    forgotten: frozenset[int]  # those of ``lost`` that no rank passes again
     lost_paths: tuple[str, ...]  # those that are known, the newest first
     going_on: frozenset[str]
     continues: bool  # whether the pending background saves of all ranks, if there are any, can continue
@@ -545,16 +549,18 @@ class _Agreement:
     def of(cls, everyone: Sequence[Mapping[str, Any]], in_background: bool) -> _Agreement:
         """Return what follows from what every rank says, as :meth:`Saves.agree` gathers it.
 
-        ``again`` has, for each save that the rank passes again, its path, its number and whether the rank's part is
-        made. ``in_background`` says whether new trainers can continue saves.
+        ``again`` has, for each save that the rank passes again, its path, its number, whether the rank's part is
+        made and whether its end is gone through. ``in_background`` says whether new trainers can continue saves.
         """
         again = [{path: rest for path, *rest in each["again"]} for each in everyone]
         known = {path: rest for each in reversed(again) for path, rest in each.items()}  # the lowest rank's count
-        # In a save that is made at once, the first rank's part is the last.
         whole = {
-            path for path, (number, is_made) in known.items() if number is None and is_made and path in again[0]
+            path: number
+            for path, (number, is_made, _) in known.items()
+            # In a save that is made at once, the first rank's part is the last.
+            if (is_made and path in again[0] if number is None else _is_one_save(path, number, again, everyone))
         }
-        in_vain = {number for each in again for number, _ in each.values() if number is not None}
+        in_vain = {number for each in again for path, (number, *_) in each.items() if path not in whole}
         kept = [sorted(set(each["pending"]) - in_vain) for each in everyone]
         failed = {number for each in everyone for number in each["failed"]} - in_vain
         continues = in_background and all(each == kept[0] for each in kept)
@@ -562,19 +568,33 @@ class _Agreement:
         lost = set(failed)
         if is_cut_off:
             lost |= {number for each in kept for number in each}
+            whole = {path: number for path, number in whole.items() if number is None}
         path_of = {number: path for each in everyone for number, path in each["paths"]}
         return cls(
             again=frozenset(known),
-            whole=frozenset(whole),
+            whole=whole,
             in_vain=frozenset(in_vain),
             failed=frozenset(failed),
             lost=frozenset(lost),
+            forgotten=frozenset(lost - {number for each in again for number, *_ in each.values()}),
             lost_paths=tuple(path_of[number] for number in sorted(lost, reverse=True) if number in path_of),
             going_on=frozenset(path_of[number] for number in kept[0] if number in path_of and number not in lost),
             continues=continues,
             is_cut_off=is_cut_off,
             newest=max(each["newest"] for each in everyone),
         )
+
+
+def _is_one_save(
+    path: str, number: int, again: Sequence[Mapping[str, Any]], everyone: Sequence[Mapping[str, Any]]
+) -> bool:
+    """Return whether a background save is pending on every rank, or finished on every rank that knows of it."""
+    found = [each[path] for each in again if path in each]
+    if not all(each[0] == number and each[1] for each in found):
+        return False
+    if any(number in each["pending"] for each in everyone):
+        return len(found) == len(again) and all(number in each["pending"] for each in everyone)
+    return all(each[2] for each in found)
 
 
 class Saves:
@@ -585,7 +605,7 @@ class Saves:
         self.failed = FailedSaves()
         self._made: list[_Save] = []
         self._again: set[str] = set()  # paths that will be saved to again
-        self._whole: set[str] = set()  # those of them that miss nothing
+        self._whole: dict[str, int | None] = {}  # those of them that miss nothing, with their numbers
         self._resumed_step = -1  # the step that training resumed at
         self._lost: list[tuple[str, Replaced]] = []  # their paths, and what they had replaced in books
 
@@ -595,17 +615,19 @@ class Saves:
         after: tuple[int, SnapshotPoint],
         make: Callable[[], None],
         calls: AsyncCallsQueue | None = None,
+        finish: Callable[[], None] | None = None,
     ) -> None:
         """Make a save, unless it was made before the fault. Every rank calls this.
 
         Args:
             after: the newest point of this rank.
             calls: Megatron's queue of background saves; None: the save is made at once.
+            finish: the present caller's function that ends the save; None: there is none.
         """
         if after[0] != self._resumed_step:
-            self._again, self._whole = set(), set()
+            self._again, self._whole = set(), {}
         before = next((each for each in self._made if each.path == path), None)
-        save = _Save(path, after, None if calls is None else calls.call_idx + 1)
+        save = _Save(path, after, None if calls is None else calls.call_idx + 1, finish)
         if before is not None:
             save.replaced, save.spare = before.replaced, before.spare
         kept = (each for each in self._made if each.after[0] == after[0] or each.is_unfinished)
@@ -613,7 +635,9 @@ class Saves:
         # nothing of it.
         self._made = [each for each in kept if each is not before] + [save]
         if path in self._whole:
-            self._whole.discard(path)
+            save.number = self._whole.pop(path)
+            if save.number is not None:
+                _finish_by(save, before, calls)
         else:
             try:
                 with self.failed.attempt(path):
@@ -672,8 +696,9 @@ class Saves:
         failed = [number for number, _, _, is_pending in self.unfinished if not is_pending]
         self._resumed_step = resumed_at[0] if resumed_at is not None else -1
         pending = self.pending
+        first = bool(strategy.trainer.is_global_zero)
         mine = [
-            [each.path, each.number, each.is_made and _is_there(each.path)]
+            [each.path, each.number, each.is_made and _is_there(each, first), each.is_finished]
             for each in self._made
             if resumed_at is not None and each.after >= resumed_at
         ]
@@ -692,14 +717,14 @@ class Saves:
         self.failed.give_up([each["raised"] for each in everyone], self._resumed_step)
         calls: Any = getattr(strategy.checkpoint_io, "async_calls_queue", None)
         agreed = _Agreement.of(everyone, calls is not None)
-        self._again, self._whole = set(agreed.again), set(agreed.whole)
+        self._again, self._whole = set(agreed.again), dict(agreed.whole)
         was = {path: each for rank in reversed(everyone) for path, each in rank["replaced"].items()}
         self._lost = [(path, was.get(path, {})) for path in agreed.lost_paths]
         for save in unfinished:
             if save.path in agreed.lost_paths:
                 save.spare()
         self._go_on(agreed, calls, strategy.trainer)
-        self._made = [each for each in self._made if each.number not in agreed.lost]
+        self._made = [each for each in self._made if each.number not in agreed.forgotten]
         self.pending = None  # not earlier: a fault may come while the ranks agree
         _reset_reports()
         self._write_to_the_same(strategy.trainer.callbacks)
@@ -708,12 +733,11 @@ class Saves:
     def _go_on(self, agreed: _Agreement, calls: Any, trainer: pl.Trainer) -> None:
         """Let the background saves continue that can, and remove what is left of those that are lost."""
         pending = self.pending
-        if pending is not None:
-            pending.end(agreed.in_vain)
         if agreed.failed:
             logger.warning("a checkpoint that was written in the background could not be finished, and is lost")
         if agreed.continues:
             if pending is not None:
+                pending.end(agreed.in_vain)
                 calls.async_calls.extend(call for call in pending.calls if call.idx not in agreed.in_vain)
                 self._see_the_end_of(calls.async_calls)
             calls.call_idx = agreed.newest
@@ -831,9 +855,47 @@ def _drop(callback: Any, removal: list[str]) -> None:
     removals[:] = [each for each in removals if each is not removal]
 
 
-def _is_there(path: str) -> bool:
-    """Return whether what was saved at once is where it was saved to; a callback may have moved it."""
-    return "://" in path or Path(path).exists() or ckpt_to_dir(path).exists()
+def _is_there(save: _Save, first: bool) -> bool:
+    """Return whether what was saved is where it was saved to, and whole.
+
+    A callback may have moved it; NeMo's marker of an unfinished checkpoint may have stayed, and what is marked is
+    removed. Only the ``first`` rank writes markers, and others may not see its files.
+    """
+    if "://" in save.path or (save.number is not None and not (first and save.is_finished)):
+        return True
+    there = Path(save.path).exists() or ckpt_to_dir(save.path).exists()
+    return there and not (save.number is not None and ModelCheckpoint.is_checkpoint_unfinished(save.path))
+
+
+class _Ended:
+    """Stands for the writer of a background save that has ended."""
+
+    process = None
+
+    def is_current_async_call_done(self, blocking: bool = False, no_dist: bool = False) -> bool:
+        return True
+
+    def close(self, abort: bool = False) -> None:
+        pass
+
+
+def _finish_by(save: _Save, before: _Save | None, calls: AsyncCallsQueue) -> None:
+    """Make ``save`` end what ``before`` began in the background; if that has ended, the next time saves are ended.
+
+    It is not ended at once, because NeMo's callback says only after the save what its end is to remove. Without
+    ``before`` it was another process that began it.
+    """
+    for call in calls.async_calls:
+        if call.idx == save.number:
+            fns = call.async_request.finalize_fns
+            old = (before.finish, before.finished) if before is not None else ()
+            fns[:] = [each for each in fns if each not in old]
+            fns.extend(each for each in (save.finish, save.finished) if each is not None)
+            return
+    calls.call_idx += 1
+    save.number = calls.call_idx
+    fns = [each for each in (save.finish, save.finished) if each is not None]
+    calls.async_calls.append(ActiveAsyncRequest(save.number, _Ended(), AsyncRequest(None, (), fns)))
 
 
 # --- background saves that were not finished when the block was left, and their writers' reports ------------------

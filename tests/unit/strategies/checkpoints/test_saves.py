@@ -93,7 +93,7 @@ class Job:
 
         end = None if finish is None else lambda: self.did.append(finish)
         calls: Any = None if self.at_once else self.queue
-        self.saves.save(path, (step, SnapshotPoint.COMMITTED), make, calls)
+        self.saves.save(path, (step, SnapshotPoint.COMMITTED), make, calls, end)
 
     def finish(self) -> None:
         """Do what Megatron does when the writers are done."""
@@ -113,18 +113,14 @@ class Job:
 
 
 @pytest.mark.usefixtures("alike")
-@pytest.mark.parametrize("has_ended", [False, True])
-def test_a_save_in_the_background_is_made_again_where_it_is_passed_again(has_ended: bool, tmp_path: Path) -> None:
-    job, path = Job(), tmp_path / "a"
-    path.mkdir()
-    job.save(str(path), 10, "before")
-    if has_ended:
-        job.finish()
-    did = list(job.did)
+@pytest.mark.parametrize("finish", ["again", None])
+def test_a_save_that_goes_on_is_ended_once_by_who_asks_for_it_now(finish: str | None) -> None:
+    job = Job()
+    job.save("/c/a", 10, None if finish is None else "before")
     job.fault(10)
-    job.save(str(path), 10, "again")
+    job.save("/c/a", 10, finish)
     job.finish()
-    assert job.did == [*did, "made", "Megatron's end", "again"]
+    assert job.did == ["made", "Megatron's end", *([finish] if finish else [])]
 
 
 @pytest.mark.usefixtures("alike")
@@ -138,9 +134,35 @@ def test_a_fault_while_the_ranks_agree_forgets_no_save(monkeypatch: pytest.Monke
         patched.setattr(saves, "all_gather_json", interrupted)
         with pytest.raises(RuntimeError, match="aborted"):
             job.fault(10)
-    job.fault(10, SnapshotPoint.TURNED)
+    job.fault(10)
+    job.save("/c/a", 10, "again")
     job.finish()
-    assert job.did == ["made", "Megatron's end", "before"]
+    assert job.did == ["made", "Megatron's end", "again"]
+
+
+@pytest.mark.usefixtures("alike")
+def test_a_save_whose_end_was_interrupted_is_made_again() -> None:
+    job = Job()
+    job.save("/c/a", 10, "before")
+    job.queue.async_calls.popleft()  # this is Megatron's first act, and then the fault comes
+    job.fault(10)
+    job.save("/c/a", 10, "again")
+    job.finish()
+    assert job.did == ["made", "made", "Megatron's end", "again"]
+
+
+@pytest.mark.usefixtures("alike")
+def test_a_save_that_was_ended_is_not_made_again(tmp_path: Path) -> None:
+    job, path = Job(), tmp_path / "a"
+    path.mkdir()
+    job.save(str(path), 10, "before")
+    job.finish()
+    job.fault(10)
+    job.save(str(path), 10, "again")
+    assert job.did == ["made", "Megatron's end", "before"], "not before the callback has said what goes with it"
+    job.finish()
+    assert job.did == ["made", "Megatron's end", "before", "again"]
+    assert job.queue.call_idx == 0
 
 
 @pytest.mark.usefixtures("alike")
@@ -187,6 +209,56 @@ def test_a_save_whose_end_failed_is_made_again_or_said_to_be_lost(caplog: pytest
     again.fault(10)  # another fault comes before it is made again
     again.save("/c/a", 10)
     assert again.did == ["made", "made"]
+
+
+def test_a_process_that_knows_nothing_of_a_save_does_not_have_it_made_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Where the others have gone through the end of it, it is whole; it ends with them for the callback of now."""
+
+    def gather(first: Any, second: Any) -> None:
+        """Let both agree on what each says."""
+        said: list[Any] = []
+
+        def listen(value: Any) -> list[Any]:
+            said.append(value)
+            return [value, value]
+
+        with monkeypatch.context() as patched:
+            patched.setattr(saves, "all_gather_json", listen)
+            for job in (first, second):
+                copied = saves.Saves()
+                copied._made, copied.pending = list(job.saves._made), job.saves.pending
+                copied.agree((10, SnapshotPoint.COMMITTED), Job().strategy)
+        for job in (first, second):
+            monkeypatch.setattr(saves, "all_gather_json", lambda value: said)
+            job.saves.agree((10, SnapshotPoint.COMMITTED), job.strategy)
+
+    (tmp_path / "a").mkdir()
+    old, new, path = Job(), Job(), str(tmp_path / "a")
+    old.save(path, 10, "before")
+    old.finish()
+    old.leave()
+    gather(old, new)
+    for job in (old, new):
+        job.save(path, 10, "again")
+        job.finish()
+    assert old.did == ["made", "Megatron's end", "before", "again"]
+    assert new.did == ["again"]
+    assert old.queue.call_idx == new.queue.call_idx
+
+
+@pytest.mark.usefixtures("alike")
+def test_a_save_that_ended_and_is_still_marked_is_made_again(tmp_path: Path) -> None:
+    """NeMo passes over an error at the barrier before it removes the mark, and removes what is marked."""
+    job, path = Job(), tmp_path / "a"
+    path.mkdir()
+    job.save(str(path), 10)
+    job.finish()
+    ModelCheckpoint.format_checkpoint_unfinished_marker_path(path).touch()
+    job.fault(10)
+    job.save(str(path), 10)
+    assert job.did.count("made") == 2
 
 
 @pytest.mark.usefixtures("alike")
@@ -270,11 +342,24 @@ def says(
     return {**said, "failed": list(failed), "paths": paths}
 
 
-def test_a_save_in_the_background_that_is_passed_again_is_made_again() -> None:
-    here, there = says(["/c/0", 0, True], pending=(0,)), says(["/c/0", 0, True])
+def test_a_save_that_all_have_writers_of_goes_on() -> None:
+    agreed = _Agreement.of([says(["/c/0", 0, True, False], pending=(0,))] * 2, in_background=True)
+    assert agreed.whole == {"/c/0": 0}
+    assert (agreed.continues, agreed.going_on, agreed.lost) == (True, {"/c/0"}, frozenset())
+
+
+def test_a_save_that_one_rank_has_lost_the_writer_of_is_made_again() -> None:
+    here, there = says(["/c/0", 0, True, False], pending=(0,)), says(["/c/0", 0, True, False])
     agreed = _Agreement.of([here, there], in_background=True)
-    assert (agreed.again, agreed.whole, agreed.in_vain) == ({"/c/0"}, frozenset(), {0})
+    assert (agreed.again, agreed.whole, agreed.in_vain) == ({"/c/0"}, {}, {0})
     assert not agreed.lost
+
+
+def test_a_save_from_before_the_moment_is_lost_with_one_writer() -> None:
+    agreed = _Agreement.of([says(pending=(3,), newest=3), says(newest=3)], in_background=True)
+    assert agreed.is_cut_off
+    assert not agreed.continues
+    assert (agreed.lost, agreed.forgotten, agreed.lost_paths) == ({3}, {3}, ("/c/3",))
 
 
 def test_a_save_whose_writer_failed_is_lost_and_the_others_go_on() -> None:
@@ -283,9 +368,21 @@ def test_a_save_whose_writer_failed_is_lost_and_the_others_go_on() -> None:
     assert agreed.continues
 
 
+@pytest.mark.parametrize(("first", "whole"), [(True, {"/c/a": None}), (False, {})])
+def test_a_save_that_is_made_at_once_is_whole_with_the_part_of_the_first(
+    first: bool, whole: dict[str, None]
+) -> None:
+    agreed = _Agreement.of(
+        [says(["/c/a", None, first, False]), says(["/c/a", None, True, False])], in_background=False
+    )
+    assert agreed.whole == whole
+
+
 NUMBERS = st.lists(st.integers(0, 3), unique=True).map(tuple)
 SAVES = st.lists(
-    st.tuples(st.sampled_from(["/c/a", "/c/b"]), st.none() | st.integers(0, 3), st.booleans()).map(list),
+    st.tuples(st.sampled_from(["/c/a", "/c/b"]), st.none() | st.integers(0, 3), st.booleans(), st.booleans()).map(
+        list
+    ),
     unique_by=lambda save: save[0],
     max_size=2,
 )
@@ -298,9 +395,9 @@ WORDS = st.builds(
 @given(everyone=st.lists(WORDS, min_size=1, max_size=3), in_background=st.booleans())
 def test_no_save_is_both_lost_and_going_on(everyone: list[dict[str, Any]], in_background: bool) -> None:
     agreed = _Agreement.of(everyone, in_background)
-    assert agreed.whole <= agreed.again
+    assert agreed.whole.keys() <= agreed.again
     assert not agreed.going_on & set(agreed.lost_paths)
-    assert not agreed.lost & agreed.in_vain
+    assert agreed.forgotten <= agreed.lost
     assert not (agreed.continues and agreed.is_cut_off)
 
 
