@@ -129,7 +129,7 @@ class StepTracker:
         """Report that the state is in place and that the first batch is requested.
 
         Args:
-            samples_per_step: number of samples that a step of the whole job takes, for the report; None if unknown.
+            samples_per_step: number of samples that a step of the whole job takes, for the event; None if unknown.
         """
         self.entered()
         fields = {} if samples_per_step is None else {"samples_per_step": samples_per_step}

@@ -64,7 +64,7 @@ class Refill:
         Raises:
             RuntimeError: this rank is not to be filled and holds nothing, or holds a tensor for a rank to fill of
                 which the decision does not know.
-            TransferError: something.
+            TransferError: a source was lost, or a bucket was damaged.
         """
         rank = dist.get_rank()
         if rank in refills:

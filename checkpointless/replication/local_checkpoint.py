@@ -568,7 +568,7 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         """Carry a plan out. Collective in the clique.
 
         Raises:
-            TransferError: a checkpoint.
+            TransferError: a part did not arrive whole.
         """
         due = {id_ for each in plan if each.source == dist.get_rank() for id_ in each.names}
         arrived = deliver(plan, {id_: content_of(held[id_]) for id_ in due}, device=self.target_device)

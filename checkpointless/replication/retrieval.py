@@ -211,7 +211,7 @@ def bring(choice: Choice, read: Mapping[Copy, Part]) -> tuple[Content | None, in
     Return this rank's part, None if that need not be read; and how many bytes came from another rank.
 
     Raises:
-        TransferError: a part. All others were sent: their ranks wait.
+        TransferError: a part did not arrive whole. All others were sent: their ranks wait.
     """
     deliveries = [
         Delivery(copy.holder, copy.part.part, (str(copy.part),))

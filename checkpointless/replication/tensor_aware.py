@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -193,14 +194,24 @@ def content_of(state: Tree) -> Content:
         StateTreeError: something in it cannot be stored safely, or its class is not known, or it is hollow.
     """
     if not is_tensor_aware(state):
-        return Content.of(state)
+        return Content.of(_plain(state))
     name = _name(type(state))
     form = _form(name)
     if form is None:
         raise StateTreeError(f"state is a {name}, which is not known: give it to register_form, on every rank")
     if state.is_hollow:
         raise StateTreeError("state is hollow: put its tensors back first (insert_tensors)")
-    return Content.of({_FORM: name, "state": form.taken_apart(state)})
+    return Content.of({_FORM: name, "state": _plain(form.taken_apart(state))})
+
+
+def _plain(value: Any) -> Any:
+    """Return a nested state with dicts and tuples in the place of subclasses, which a reader may not have."""
+    if isinstance(value, dict):
+        items = {key: _plain(item) for key, item in value.items()}
+        return OrderedDict(items) if type(value) is OrderedDict else items
+    if isinstance(value, tuple) and not isinstance(value, torch.Size):
+        return tuple(map(_plain, value))
+    return list(map(_plain, value)) if type(value) is list else value
 
 
 def state_of(content: Content) -> Tree:

@@ -453,7 +453,7 @@ class Copies:
 
         Raises:
             UnrecoverableError: a tier cannot be used on some rank.
-            TransferError: a copy.
+            TransferError: a copy did not arrive whole.
         """
         call, rank = active_call_wrapper(), dist.get_rank()
         with span(EventName.COPIES, why=refusal) as fields:

@@ -117,7 +117,8 @@ class RngStates:
         """Return what :meth:`to_bytes` does, in parts: a head with the checksum of each stream, and the streams."""
         own = None if self.own is None else state_tree.dumps(dict(self.own)) if self.own else b""
         entries = [(name, len(state), _checksum(name, state)) for name, state in self.streams.items()]
-        head = msgspec.msgpack.encode(_Head(self.stage, self.loss, own, entries))
+        loss = None if self.loss is None else float(self.loss)  # NumPy's numbers and tensors are taken, too
+        head = msgspec.msgpack.encode(_Head(self.stage, loss, own, entries))
         return _LENGTH.pack(len(head)) + head, list(self.streams.values())
 
     @classmethod

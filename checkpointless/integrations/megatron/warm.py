@@ -28,14 +28,15 @@ from checkpointless.state.rng import RngStates
 
 # --- Fingerprints of values: what a value is now, to be compared with what another one is later -------------------
 
-_MOST_BYTES = 64 << 20  # what is pickled to more is known by its identity
+_MOST_BYTES = 64 << 20  # what is pickled to more has no fingerprint
 
 
 def fingerprints(values: Mapping[str, object]) -> dict[str, object]:
     """Return a fingerprint of each of ``values``, by name: a digest of what the value is pickled to.
 
-    It does not change when the value does. If two are equal, code that reads the values finds the same. A value
-    that cannot be pickled, such as a lambda, has a fingerprint that is equal only to that of the very same object.
+    It does not change when the value does. If two are equal, code that reads the values finds the same. A function,
+    module or class that cannot be pickled, such as a lambda, is equal only to itself. Any other such value, and a
+    function that reads variables around it, equals nothing: it may have changed.
     """
     return {name: _fingerprint(value) for name, value in values.items()}
 
@@ -47,7 +48,9 @@ def _fingerprint(value: object) -> object:
     try:
         pickler.dump(value)
     except Exception:  # noqa: BLE001 - any class may refuse in its own way
-        return _Same(value)
+        is_function = isinstance(value, types.FunctionType) and not value.__closure__
+        is_fixed = is_function or isinstance(value, types.ModuleType | type)
+        return _Same(value if is_fixed else object())
     return file.digest.hexdigest()
 
 
@@ -58,7 +61,7 @@ def _differing(then: Mapping[str, object], now: Mapping[str, object]) -> str | N
 
 
 class _Same:
-    """A fingerprint of an object of which nothing but its identity is known."""
+    """A fingerprint of an object that is known by its identity."""
 
     def __init__(self, value: object) -> None:
         self._value = value
@@ -384,7 +387,7 @@ class _Walk:
             arguments, keywords = self._next(each.args), dict(each.keywords)
             self._items(keywords, list(keywords.items()))
             state: Any = each  # Any: typeshed leaves __setstate__ out
-            state.__setstate__((self._next(each.func), arguments, keywords, each.__dict__))
+            state.__setstate__((self._next(each.func), arguments, keywords, vars(each) or None))
         elif isinstance(each, types.MethodType):
             self._next(each.__self__)
             self._next(each.__func__)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from checkpointless.replication.local_checkpoint import (
     TensorAwareStateDict,
     register_form,
 )
-from checkpointless.replication.tensor_aware import content_of
+from checkpointless.replication.tensor_aware import content_of, state_of
 from checkpointless.state.serialization.state_tree import StateTreeError
 from tests.ranks.local_checkpoint_ranks import bits, state
 
@@ -30,6 +30,20 @@ def test_tensors_are_taken_out_and_put_back_in_order() -> None:
     assert not aware.is_hollow
     assert bits(aware.state_dict) == bits(state(0, 5))
     assert list(map(id, aware.tensors)) == list(map(id, taken))
+
+
+class _Parameters(dict[str, Any]):
+    """As Lightning keeps hyper-parameters."""
+
+
+class _Pair(NamedTuple):
+    first: torch.Tensor
+    second: int
+
+
+def test_subclasses_of_dict_and_tuple_come_back_plain() -> None:
+    found = state_of(content_of({"hyper_parameters": _Parameters(lr=0.1), "pair": [_Pair(torch.zeros(2), 1)]}))
+    assert repr(found) == repr({"hyper_parameters": {"lr": 0.1}, "pair": [(torch.zeros(2), 1)]})
 
 
 @pytest.mark.parametrize("call", ["pop_tensors", "copy_tensors_to_cpu", "restore_tensor_device"])
