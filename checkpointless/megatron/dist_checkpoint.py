@@ -10,6 +10,7 @@ from checkpointless.integrations.megatron.dist_checkpoint.strategies import (
     CopiesSaveStrategy,
     DrainError,
     LoadError,
+    are_defaults,
     register,
     unregister,
 )
@@ -20,6 +21,7 @@ __all__ = [
     "CopiesSaveStrategy",
     "DrainError",
     "LoadError",
+    "are_defaults",
     "process_copies",
     "register",
     "unregister",

@@ -120,19 +120,25 @@ class Notes(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def play(root: str, calls: Sequence[Sequence[Any]], factor: int = 1) -> list[dict[str, Any]]:
+def play(
+    root: str, calls: Sequence[Sequence[Any]], factor: int = 1, disk: bool = False, memory: bool = True
+) -> list[dict[str, Any]]:
     """Make calls of a :class:`Player`, one after the other, with a barrier between two.
 
     Args:
-        root: where checkpoints are.
+        root: where checkpoints and disks are.
         calls: names of methods, and their arguments.
         factor: how many ranks keep each part.
+        disk: whether copies are kept on disks: each rank's is its own.
+        memory: whether copies are kept in memory.
 
     Returns:
         What each call returned, or the type and words of what it raised; and what was warned of.
     """
     dist.init_process_group("gloo", timeout=timedelta(seconds=20))
-    player = Player(Path(root), Copies(replication_jump=1, replication_factor=factor))
+    folder = Path(root) / f"disk{dist.get_rank()}" if disk else None
+    copies = Copies(memory=memory, disk=folder, replication_jump=1, replication_factor=factor)
+    player = Player(Path(root), copies)
     outcomes = []
     for name, *arguments in calls:
         call: Callable[..., Any] = getattr(player, name)
@@ -159,7 +165,7 @@ class Player:
     """Makes the calls.
 
     Args:
-        root: where checkpoints are.
+        root: where checkpoints and disks are.
         copies: the copies of this rank.
     """
 
@@ -242,9 +248,17 @@ class Player:
         """These ranks have new processes, which have nothing in memory."""
         if self.rank in ranks:
             self.copies = Copies(
+                disk=self.copies.disk,
                 replication_jump=self.copies.replication_jump,
                 replication_factor=self.copies.replication_factor,
             )
+
+    def damage(self, pattern: str) -> None:
+        """Let rank 0 flip a bit in files."""
+        for path in self.root.glob(pattern) if self.rank == 0 else ():
+            data = bytearray(path.read_bytes())
+            data[len(data) // 2] ^= 1
+            path.write_bytes(data)
 
     def damage_memory(self, rank: int, part: int) -> None:
         """Flip a bit in what a rank keeps of a part in its memory."""

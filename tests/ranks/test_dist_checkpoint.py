@@ -82,11 +82,24 @@ def test_what_megatron_saves_we_load_with_each_chunk_read_once(nemo_zygote: Zygo
 
 
 @pytest.mark.parametrize("how", ["copies", pytest.param("parallel", marks=pytest.mark.long)])
-def test_what_we_save_megatron_loads_and_later_ranks_find_on_storage(job: Job, how: str) -> None:
+def test_what_we_save_megatron_loads_and_later_ranks_find_on_disks(
+    nemo_zygote: Zygote, tmp_path: Path, how: str
+) -> None:
+    job = Job(nemo_zygote, tmp_path, disk=True)
     job.run(["save", "a", 1, how])
     outcomes = job.run(["load", "a", 1, "megatron"], ["load", "a", 1])
     loaded(outcomes, 0)
-    assert loaded(outcomes, 1)[1] == {"storage"}
+    assert loaded(outcomes, 1)[1] == {"disk"}
+
+
+@pytest.mark.long
+def test_another_number_of_ranks_takes_from_copies_what_is_cut_alike(nemo_zygote: Zygote, tmp_path: Path) -> None:
+    job = Job(nemo_zygote, tmp_path, 4, disk=True)
+    job.run(["save", "a", 1])
+    outcomes = job.run(["load", "a", 1], ["load", "a", 1, "megatron"], world=2)
+    ours = [rank[0]["returned"] for rank in outcomes]
+    assert all(rank["tensors"] and rank["in_place"] for rank in ours), ours
+    assert ours[0]["from"].keys() == {"disk", "storage"}, ours
 
 
 def test_a_new_process_gets_its_share_from_a_neighbours_memory(nemo_zygote: Zygote, tmp_path: Path) -> None:
@@ -102,15 +115,28 @@ def test_without_a_neighbour_only_what_is_lost_is_read_from_storage(job: Job) ->
     assert loaded(outcomes, 2)[1] == {"memory", "storage"}
 
 
+def test_a_flipped_bit_on_a_disk_is_found_and_taken_from_the_copy(nemo_zygote: Zygote, tmp_path: Path) -> None:
+    job = Job(nemo_zygote, tmp_path, factor=2, disk=True, memory=False)
+    job.run(["save", "a", 1])
+    outcomes = job.run(["damage", "disk0/*part_0.held_0.ckpt"], ["load", "a", 1])
+    assert loaded(outcomes, 1)[1] == {"disk"}
+    said = warnings(outcomes, 1)
+    assert "part_0.held_0.ckpt is truncated or damaged" in said
+    outcomes = job.run(["damage", "disk1/*part_0.*"], ["load", "a", 1])
+    assert loaded(outcomes, 1)[1] == {"disk", "storage"}, "now both copies are damaged"
+
+
 @pytest.mark.long
-def test_a_flipped_bit_in_memory_is_found_and_taken_from_the_copy(nemo_zygote: Zygote, tmp_path: Path) -> None:
-    job = Job(nemo_zygote, tmp_path, factor=2)
+def test_a_flipped_bit_in_memory_is_found_and_taken_from_the_next_place(
+    nemo_zygote: Zygote, tmp_path: Path
+) -> None:
+    job = Job(nemo_zygote, tmp_path, factor=2, disk=True)
     outcomes = job.run(
         ["save", "a", 1], ["damage_memory", 0, 0], ["load", "a", 1], ["damage_memory", 1, 0], ["load", "a", 1]
     )
     assert loaded(outcomes, 2)[1] == {"memory"}
     assert "part 0 of iteration 0 is damaged" in warnings(outcomes, 2)
-    assert loaded(outcomes, 4)[1] == {"memory", "storage"}, "now both copies are damaged"
+    assert loaded(outcomes, 4)[1] == {"memory", "disk"}
 
 
 def test_copies_of_another_checkpoint_are_never_used(job: Job) -> None:
@@ -130,7 +156,8 @@ def test_copies_of_another_checkpoint_are_never_used(job: Job) -> None:
     assert loaded(outcomes, 7)[1] == {"memory"}
 
 
-def test_a_save_goes_on_while_training_does(job: Job) -> None:
+def test_a_save_goes_on_while_training_does(nemo_zygote: Zygote, tmp_path: Path) -> None:
+    job = Job(nemo_zygote, tmp_path, disk=True)
     outcomes = job.run(
         ["save_async", "a", 1],
         ["save_async", "b", 2, "parallel"],
@@ -144,7 +171,7 @@ def test_a_save_goes_on_while_training_does(job: Job) -> None:
     assert loaded(outcomes, 3)[1] == {"memory"}
     assert loaded(outcomes, 4)[1] == {"storage"}, "only the newest whole one is kept"
     loaded(outcomes, 5)
-    assert returned(outcomes, 6) == [[[rank]] for rank in range(2)]
+    assert returned(outcomes, 6) == [[[rank], [rank]] for rank in range(2)]
 
 
 @pytest.mark.parametrize("fault", [pytest.param("no_room", marks=pytest.mark.long), "kill_writer"])

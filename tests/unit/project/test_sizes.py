@@ -9,10 +9,10 @@ from tests.unit.project.test_floors import MODULES, ROOT, tree_of
 
 #: The aim is 45,000 lines in 280 modules with 600 public names, and 200 KB of documentation.
 BUDGETS = {
-    "lines of the product": 51_168,
+    "lines of the product": 51_196,
     "modules of the product": 219,
-    "public names of the product": 750,
-    "lines of the tests": 53_768,
+    "public names of the product": 751,
+    "lines of the tests": 53_872,
     "bytes of docs/": 204_742,
     "bytes of docs/architecture.md": 34_841,
     "bytes of docs/guarantees.md": 13_466,

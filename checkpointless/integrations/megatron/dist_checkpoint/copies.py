@@ -1,11 +1,13 @@
-"""The copies that a process keeps in its memory of what it writes to checkpoints, and which are kept.
+"""The copies that a process keeps of what it writes to checkpoints: where they are, and which are kept.
 
-They outlive trainers and generations: a block that is entered again finds them.
+They outlive trainers and generations: a block that is entered again finds them, as long as the process lives or
+the place lasts.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import weakref
 from collections.abc import Callable, Collection, Mapping
 from functools import cache
@@ -17,12 +19,13 @@ from checkpointless.replication.copier import Copier, Making, Place
 from checkpointless.replication.exchange import CliqueExchange, clique_group
 from checkpointless.replication.host_memory import HostMemoryPool, recorded
 from checkpointless.replication.parts import Content, SaveId
-from checkpointless.replication.store import MemoryStore, PartStore
+from checkpointless.replication.store import MemoryStore, PartStore, open_store
 
 logger = logging.getLogger(__name__)
 
 # Beyond the time that the checkpoint took to be written; other ranks wait meanwhile.
 _EXCHANGE_S = 60.0
+_WRITE_S = 20.0  # once: a place that takes longer is left out from then on, until it answers
 
 
 class Copies:
@@ -32,25 +35,37 @@ class Copies:
     waits for nothing but the copy in host memory.
 
     Args:
+        memory: whether to keep copies in the memory of the process.
+        disk: a place that lasts longer than the process: a directory, or another one that
+            :func:`~checkpointless.replication.open_store` knows; None: there is none.
         replication_jump: the distance between ranks that keep copies for each other; 0: the number of ranks on a
             node, so that copies are on the next node.
         replication_factor: how many ranks keep each copy. 1: each rank keeps only its own.
 
     Raises:
         ValueError: a number is out of range.
+        OSError: ``disk`` cannot be used.
 
     Attributes:
-        stores: where copies are kept, by name.
+        stores: where copies are kept, by name, the first to be asked first.
     """
 
-    def __init__(self, *, replication_jump: int = 0, replication_factor: int = 1) -> None:
+    def __init__(
+        self,
+        *,
+        memory: bool = True,
+        disk: str | os.PathLike[str] | None = None,
+        replication_jump: int = 0,
+        replication_factor: int = 1,
+    ) -> None:
         if replication_jump < 0 or replication_factor < 1:
             raise ValueError(
                 "replication_jump must be 0 or more and replication_factor 1 or more, "
                 f"not {replication_jump} and {replication_factor}"
             )
-        self.replication_jump, self.replication_factor = replication_jump, replication_factor
-        self.stores: Mapping[str, PartStore] = {"memory": MemoryStore()}
+        self.disk, self.replication_jump, self.replication_factor = disk, replication_jump, replication_factor
+        stores: dict[str, PartStore] = {"memory": MemoryStore()} if memory else {}
+        self.stores: Mapping[str, PartStore] = stores | ({"disk": open_store(disk)} if disk is not None else {})
         self._places: list[Place] = []
         self._copier: Copier | None = None
         self._pool = HostMemoryPool()
@@ -71,7 +86,7 @@ class Copies:
             exchange = None
             if self.replication_factor > 1:
                 exchange = CliqueExchange(clique_group(self.replication_jump, self.replication_factor))
-            self._places = [Place(name, store, True, exchange) for name, store in self.stores.items()]
+            self._places = [Place(name, store, name == "memory", exchange) for name, store in self.stores.items()]
             self._copier = Copier("keeping copies of checkpoints", self._places, self._of_use)
             self._pool = HostMemoryPool()
             self._made_in = weakref.ref(world)  # a strong one would keep an old generation's communicators
@@ -140,9 +155,11 @@ class _Save(NamedTuple):
 
 
 def _wait_for(copier: Copier, making: Making) -> None:
-    """Wait until copies are where they belong, within a limit."""
-    if not copier.wait(making.arrived, _EXCHANGE_S):
-        logger.warning("copies of %s were not exchanged within %g s", making.save, _EXCHANGE_S)
+    """Wait until copies are where they belong, within limits."""
+    for event, limit_s, done in ((making.arrived, _EXCHANGE_S, "exchanged"), (making.written, _WRITE_S, "written")):
+        if not copier.wait(event, limit_s):
+            logger.warning("copies of %s were not %s within %g s", making.save, done, limit_s)
+            break
     if making.error is not None:
         logger.warning("%s is kept without what the peers sent: %s", making.save, making.error)
 

@@ -296,7 +296,7 @@ class LoadError(CheckpointingException):
 
 @dataclass(frozen=True)
 class _LoadReport:
-    """Where the chunks of a load came from: bytes of unique tensor chunks, ``memory`` or ``storage``."""
+    """Where the chunks of a load came from: bytes of unique tensor chunks by a place of copies, or ``storage``."""
 
     nbytes: dict[str, int] = field(default_factory=dict)
     chunks: int = 0
@@ -311,7 +311,7 @@ class CopiesLoadStrategy:
     """Loads a checkpoint from copies of it, and what they lack from storage by the strategy that it wraps.
 
     Each unique chunk comes from the memory of a living rank that saved it, else from the memory of a neighbour that
-    keeps it for that rank, else from storage. There one rank reads it, whatever the
+    keeps it for that rank, else from a lasting place, else from storage. There one rank reads it, whatever the
     number of ranks that need it, and sends it to them in digest-checked buckets. A copy is used only if it is one
     of exactly this checkpoint and of exactly the chunk that is asked for; if the model is cut differently than when
     it was saved, those chunks come from storage. All ranks of the job load together.
@@ -345,11 +345,13 @@ class CopiesLoadStrategy:
             LoadError: on every rank, if anything could not be loaded on any rank.
         """
         began_s = time.monotonic()
-        wanted = _Wanted(sharded_state_dict)
+        wanted, places = _Wanted(sharded_state_dict), [*self.copies.stores]
         mine, problem = attempt(lambda: _read_identity(checkpoint_dir) if own_rank() == 0 else None)
         if problem is not None:
             logger.warning("copies of %s are not used: %s", checkpoint_dir, problem)
-        told = gather({"wanted": wanted.told(), "identity": msgspec.to_builtins(mine)})
+        told = gather({"wanted": wanted.told(), "identity": msgspec.to_builtins(mine), "places": places})
+        if any(each["places"] != places for each in told):
+            raise LoadError(f"the ranks keep copies in different places: {[each['places'] for each in told]}")
         identity = msgspec.convert(told[0]["identity"], _Identity | None)
         needs = _needs_of([each["wanted"] for each in told])
         found = _Found() if identity is None else _find(self.copies.stores, identity, needs)
@@ -363,7 +365,7 @@ class CopiesLoadStrategy:
             self.copies.found(identity.save)
         nbytes: dict[str, int] = defaultdict(int)
         for id_, need in needs.items():
-            nbytes["memory" if id_ in found.sources else "storage"] += need.nbytes
+            nbytes[found.places.get(id_, "storage")] += need.nbytes
         counted = {place: number for place, number in nbytes.items() if number}
         self.report = _LoadReport(counted, len(needs), time.monotonic() - began_s)
         if own_rank() == 0:
@@ -401,22 +403,23 @@ class CopiesLoadStrategy:
 
 @dataclass
 class _Found:
-    """Chunks that were found. ``sources``, the ranks that have them, are the same on all ranks.
+    """Chunks that were found. ``sources`` (ranks) and ``places`` are the same on all ranks.
 
     ``values`` are those that this rank has, which are not to be changed, and ``parts`` what they are from, whose
     memory is not used again as long as somebody holds them.
     """
 
     sources: dict[str, int] = field(default_factory=dict)
+    places: dict[str, str] = field(default_factory=dict)
     values: dict[str, Tree] = field(default_factory=dict)
     parts: list[Part] = field(default_factory=list)
 
 
 def _find(stores: Mapping[str, PartStore], identity: _Identity, needs: Mapping[str, _Need]) -> _Found:
-    """Find chunks of a checkpoint in places. Collective.
+    """Find chunks of a checkpoint in places, the first places first. Collective.
 
-    A part is read by one rank, first by the one that wrote it. If its copy is damaged, another copy is read, with a
-    warning.
+    A part is read by one rank, first by the one that wrote it. If its copy is damaged, another copy is read,
+    with a warning, on this rank, then on another one, then in the next place.
     """
 
     def read(copy: StoredPart, is_own: bool) -> tuple[Part, dict[str, Tree]]:
@@ -433,7 +436,7 @@ def _find(stores: Mapping[str, PartStore], identity: _Identity, needs: Mapping[s
         copy = choice.copies[number]
         for id_ in chunks:
             if id_ not in found.sources:
-                found.sources[id_] = copy.holder
+                found.sources[id_], found.places[id_] = copy.holder, copy.place
                 if copy in mine:
                     found.values[id_] = mine[copy][1][id_]
     return found
@@ -620,7 +623,8 @@ class CopiesSaveStrategy(TorchDistSaveShardedStrategy):
     """Saves in Megatron's ``torch_dist`` format, and keeps copies of what this rank writes.
 
     What this rank writes is copied to host memory first; then training may go on. A thread exchanges the copies
-    with the peers, while Megatron writes the checkpoint itself. All ranks save together.
+    with the peers and writes them to lasting places, while Megatron writes the checkpoint itself. All ranks save
+    together.
 
     A write to storage that fails costs a warning, and that checkpoint: it is not finished, so that Megatron's and
     NeMo's functions that finish it are not called, and its copies are dropped. The copies of the newest checkpoint
@@ -803,3 +807,8 @@ def register(copies: Copies | None = None) -> None:
 def unregister() -> None:
     """Make Megatron-core use its own strategies again."""
     _PATCHES.undo()
+
+
+def are_defaults() -> bool:
+    """Return whether our strategies are the ones that Megatron-core uses if it is given none."""
+    return _PATCHES.are_made

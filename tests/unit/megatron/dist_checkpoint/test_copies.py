@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from checkpointless.integrations.megatron.dist_checkpoint import copies as copies_module
 from checkpointless.megatron.dist_checkpoint import Copies
-from checkpointless.replication.parts import Content, SaveId
+from checkpointless.replication import MemoryStore, register_store
+from checkpointless.replication.parts import Content, Part, SaveId
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.nemo
@@ -55,6 +59,69 @@ def test_the_newest_whole_checkpoint_and_the_one_being_written_are_kept() -> Non
     assert kept(copies) == {SAVES[0]: {0.0}, SAVES[2]: {2.0}}
     copies.end(SAVES[2], is_whole=True)
     assert kept(copies) == {SAVES[2]: {2.0}}
+
+
+def test_two_pieces_of_memory_are_used_in_turn() -> None:
+    copies = Copies()
+    pieces = []
+    for number in range(6):
+        pieces.append(save(copies, number).data_ptr())
+        assert kept(copies) == {SAVES[number]: {float(number)}}
+    assert len(set(pieces)) == 2
+
+
+class SlowStore(MemoryStore):
+    """A place that takes long."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go_on = threading.Event()
+
+    def write(self, part: Part, holder: int) -> None:
+        """Write when it is told to."""
+        assert self.go_on.wait(LIMIT_S)
+        super().write(part, holder)
+
+
+@pytest.fixture
+def slow() -> SlowStore:
+    """Return the store of the place ``slow://``."""
+    store = SlowStore()
+    register_store("slow", lambda name: store)
+    return store
+
+
+def test_training_waits_for_nothing_but_the_copy_in_memory(slow: SlowStore) -> None:
+    copies = Copies(disk="slow://")
+    live = torch.full((5,), 1.0)
+    written(copies.keep(SAVES[1], Content.of({"weight": live})))
+    live.fill_(-1.0)
+    assert not slow.shelf(1)
+    slow.go_on.set()  # it is waited for, for a while
+    copies.end(SAVES[1], is_whole=True)
+    (copy,) = slow.shelf(1)[SAVES[1]][0]
+    assert copy.read().content.tensors[0].tolist() == [1.0] * 5
+
+
+def test_a_place_that_does_not_answer_is_waited_for_once(
+    slow: SlowStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(copies_module, "_WRITE_S", 0.1)
+    copies = Copies(disk="slow://")
+    with caplog.at_level(logging.WARNING):
+        save(copies, 0)
+        assert "were not written within 0.1 s" in caplog.text
+        caplog.clear()
+        save(copies, 1)
+    assert "is not kept in disk: the one before is still written" in caplog.text
+    assert "within" not in caplog.text
+    assert kept(copies) == {SAVES[1]: {1.0}}
+    slow.go_on.set()
+    wait_until(lambda: not slow.shelf(1))
+    wait_until(lambda: not copies._places[1].is_busy)
+    monkeypatch.setattr(copies_module, "_WRITE_S", 60.0)
+    save(copies, 2)
+    assert slow.shelf(1).keys() == {SAVES[2]}
 
 
 def test_a_save_that_never_ends_leaves_nothing_behind() -> None:

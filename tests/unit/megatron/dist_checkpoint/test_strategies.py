@@ -45,6 +45,7 @@ from checkpointless.megatron.dist_checkpoint import (
     Copies,
     CopiesLoadStrategy,
     CopiesSaveStrategy,
+    are_defaults,
     register,
     unregister,
 )
@@ -124,6 +125,8 @@ def test_they_are_registered_and_unregistered() -> None:
             assert isinstance(load, CopiesLoadStrategy)
             assert isinstance(save, CopiesSaveStrategy)
             assert load.copies is save.copies is copies
+            assert are_defaults()
     finally:
         unregister()
     assert type(get_default_save_sharded_strategy()) is TorchDistSaveShardedStrategy
+    assert not are_defaults()
