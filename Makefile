@@ -63,10 +63,10 @@ demo: $(STAMP) ## train a small GPT on 4 CPU ranks, once undisturbed and once wi
 	$(BIN)/checkpointless demo --nproc 4 --steps 10 \
 		--fault exception@backward:rank=2,step=4 --fault sigkill@optimizer:rank=1,step=7
 
-test: $(STAMP) ## run all tests, three files at a time, since many wait (a quarter of an hour on 2 cores)
+test: $(STAMP) ## run all tests, three files at a time, since many wait (nine minutes on 2 cores)
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not long"
 
-test-fast: $(STAMP) ## run the tests that need no NeMo, start no ranks and are quick (under a minute on 2 cores)
+test-fast: $(STAMP) ## run the tests that need no NeMo, start no ranks and are quick (half a minute on 2 cores)
 	$(BIN)/python -m pytest -n 2 --dist loadfile --hypothesis-profile quick tests/unit -m "not lightning and $(FAST)"
 
 test-long: $(STAMP) ## run what takes longer: long tests, many more drawn inputs, users' runs through drawn faults (hours)
@@ -74,7 +74,7 @@ test-long: $(STAMP) ## run what takes longer: long tests, many more drawn inputs
 	$(BIN)/python -m pytest -n 2 -m "hypothesis and not long" --hypothesis-profile nightly --timeout 7200 tests/unit
 	$(BIN)/python benchmarks/users_chaos/run.py --cases 200 --seed 1 --run-dir build/users-chaos
 
-test-bridge: $(BRIDGE)/.installed ## run the tests with Megatron-Bridge 0.6 and Python 3.12 (6 minutes; environment, once: 5, 6.5 GB)
+test-bridge: $(BRIDGE)/.installed ## run the tests with Megatron-Bridge 0.6 and Python 3.12 (5 minutes; environment, once: 5, 6.5 GB)
 	$(BRIDGE)/bin/python -m pytest -n 2 --dist loadfile -m "not long" tests/bridge tests/unit/megatron $(BARE)
 
 test-older-bridge: $(OLDER_BRIDGE)/.installed ## run some with Megatron-Bridge 0.3 and Python 3.11 (2 minutes; environment, once: 3, 3 GB)
