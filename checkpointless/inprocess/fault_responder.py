@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import _thread
 import logging
-import os
 import queue
 import signal
 import sys
@@ -31,7 +30,6 @@ from checkpointless.inprocess.parameter_update_lock import ParameterUpdateLock
 from checkpointless.launcher.client import FaultNotice, RankClient
 from checkpointless.launcher.protocol.messages import Answer
 from checkpointless.observability.telemetry.event_names import EventName
-from checkpointless.system.environment import FAULT_AT_ENV
 
 logger = logging.getLogger(__name__)
 
@@ -279,8 +277,6 @@ class FaultResponder:
         aborted: the generation that was aborted last (-1: none).
         noticed: the newest generation that is known to be over. The block reads it without a lock, because an
             interruption could leave a lock taken.
-        fault_at_s: when this rank first knew of the fault of this generation, in monotonic-clock seconds (None: it
-            knows of none).
     """
 
     def __init__(
@@ -297,8 +293,6 @@ class FaultResponder:
     ) -> None:
         self.aborted = -1
         self.noticed = -1
-        told = os.environ.pop(FAULT_AT_ENV, "")  # the time of the fault after which this process was started
-        self.fault_at_s: float | None = float(told) if told else None
         self._generation = generation
         self._client = client
         self._main = main
@@ -325,11 +319,6 @@ class FaultResponder:
     def between_generations(self) -> AbstractContextManager[bool]:
         """Return the lock under which the rank goes on to the next generation; no fault is handled meanwhile."""
         return self._generation_mutex
-
-    def note_fault(self, undetected_s: float = 0.0) -> None:
-        """Note a fault that nobody has noticed for ``undetected_s``; of several, the earliest counts."""
-        at_s = time.monotonic() - undetected_s
-        self.fault_at_s = at_s if self.fault_at_s is None else min(self.fault_at_s, at_s)
 
     def abort(self, generation: int) -> bool:
         """Abort ``generation`` once, in whichever thread comes first; the other thread waits for it.
@@ -369,7 +358,6 @@ class FaultResponder:
         self.noticed = max(self.noticed, notice.generation)
         if notice.generation < self._generation.number:
             return
-        self.note_fault(notice.undetected_ms / 1000)
         if self._thread is not None:
             self._thread.notify(notice.generation)
 

@@ -27,15 +27,12 @@ class Generation:
             (None: none).
         high_water: the highest optimizer step that any rank of the job is known to have committed (-1: none).
         origin: the generation that began from nothing: 0, or that of the last restart of the whole job.
-        recovering_since_s: when the fault before it happened, as far as this node knows, in monotonic-clock seconds
-            (None if unknown).
     """
 
     number: int
     incident: str | None = None
     high_water: int = -1
     origin: int = 0
-    recovering_since_s: float | None = None
 
     def adopt(self, go: Go) -> None:
         """Take over what the agent says of the generation that begins."""

@@ -701,11 +701,6 @@ class HPCallWrapper:
         return self._now.high_water
 
     @property
-    def recovering_since_s(self) -> float | None:
-        """When the fault happened, as far as this node knows, in monotonic-clock seconds (None if unknown)."""
-        return self._now.recovering_since_s
-
-    @property
     def step_upon_restart(self) -> int:
         """The number of optimizer steps committed since the block was last entered."""
         return self.steps.since_entry
@@ -774,10 +769,8 @@ class HPCallWrapper:
         process_groups.release()
         os.environ.update(go.env)
         with self._responder.between_generations():
-            now, responder = self._now, self._responder
             self.pause.is_agreed = False
-            now.adopt(go)
-            now.recovering_since_s, responder.fault_at_s = responder.fault_at_s, None
+            self._now.adopt(go)
             self.steps.enter()
             if self.board is not None:
                 self.board.set_generation(go.generation)
@@ -826,7 +819,6 @@ class HPCallWrapper:
             raise SystemExit(_GAVE_UP_EXIT_CODE) from call_ex
         if isinstance(call_ex, RankShouldRestart) and self.client.pending_fault(self.generation) is not None:
             return
-        self._responder.note_fault()
         text = _traceback_of(without_own_frames(call_ex))
         keep_traceback(self.generation, own_rank(), text)
         self.client.report_fault(

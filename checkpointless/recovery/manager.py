@@ -190,7 +190,6 @@ class CheckpointManager(RankLocalKeeper):
         tiers_are_kept: whether copies are kept in tiers.
         checksum_manager: computes the digests of tensors.
         refusal: why the last recovery from memory was refused ("" if it was not).
-        bytes_received: how many bytes of tensors were sent to this rank in the last recovery.
     """
 
     def __init__(
@@ -215,7 +214,6 @@ class CheckpointManager(RankLocalKeeper):
         self._memory = HostMemory()
         self._refill = Refill()
         self.refusal = ""
-        self.bytes_received = 0
         self._fallback_lock = ParameterUpdateLock()
         self._held: HeldState | None = None
         self._attached: StepJournal | None = None
@@ -484,7 +482,6 @@ class CheckpointManager(RankLocalKeeper):
 
     def _decide(self, state: TrainingState, compare_digests: bool = True) -> Decision:
         """Decide with all other ranks how the job resumes. Collective."""
-        self.bytes_received = 0
         if self._held is None:
             self._take_over()
         call, own = active_call_wrapper(), self.own
@@ -542,7 +539,6 @@ class CheckpointManager(RankLocalKeeper):
                 self._refill.forget()
             buffers = held.buffers.get(moment) if held is not None else None
             self.own.put_buffers(state, moment, buffers, objects, is_filled)
-            self.bytes_received += report.bytes
             fields.update(asdict(report))
         with span(EventName.VERIFY, refilled=is_filled) as fields:
             journal.restore(*moment, objects)
@@ -666,8 +662,7 @@ class PEFTCheckpointManager(CheckpointManager):
             return None
         mine = None if self._held is None else _part_of(self._held.tensors, self._is_frozen)
         budget = self.memory_budget_bytes
-        _, report = self._refill.move(state, decision.parts, mine, {}, memory_budget_bytes=budget)
-        self.bytes_received += report.bytes
+        self._refill.move(state, decision.parts, mine, {}, memory_budget_bytes=budget)
         return {"state_dict": _part_of(state.tensors(), self._is_frozen)}
 
 

@@ -27,7 +27,6 @@ BOARD_FD_ENV = "CHECKPOINTLESS_BOARD_FD"  # descriptor of the rank's board
 AGENT_PID_ENV = "CHECKPOINTLESS_AGENT_PID"  # process ID of the agent, in a job of several nodes
 SOURCE_ENV = "CHECKPOINTLESS_SOURCE"  # for a rank that has moved: where its state is to be had, with the secret
 HANDOVER_ENV = "CHECKPOINTLESS_HANDOVER"  # folder in shared memory for the state that a process hands over
-FAULT_AT_ENV = "CHECKPOINTLESS_FAULT_AT"  # time of the fault before a new process, in seconds (monotonic clock)
 
 # Set by our agent as by torchrun and other launchers.
 RANK_ENV = "RANK"  # rank in the job

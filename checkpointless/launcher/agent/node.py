@@ -609,7 +609,7 @@ class NodeAgent:
 
     def _interrupt(self, notice: FaultNotice) -> None:
         began_s, now_s = time.monotonic(), self.clock()
-        self.job.interrupt(notice.incident, began_s - notice.undetected_ms / 1000)
+        self.job.incident = notice.incident
         if self._store is not None and self._store.generation <= notice.generation:
             self._close_store()
         # A rank that failed by itself may reach the barrier before this notice; its successor ignores a notice of a

@@ -239,8 +239,7 @@ class Regrouping:
         """Return the notice that has ranks leave their block because of the open incident."""
         incident = self._incidents.open
         assert incident is not None
-        cause, undetected_ms = incident.cause, int(1000 * (incident.undetected_s or 0))
-        return FaultNotice(self._job.generation, incident.id, str(cause), cause.culprit, undetected_ms)
+        return FaultNotice(self._job.generation, incident.id, str(incident.cause), incident.cause.culprit)
 
     def ended(self, rank: Rank, ended: RankEnded) -> None:
         """Act on the end of a rank's process: have it replaced, or end the job."""

@@ -146,14 +146,12 @@ class FaultNotice(Message, frozen=True, tag="fault"):
     Attributes:
         cause: the cause in one line.
         rank: the rank to blame (None: not known).
-        undetected_ms: from the fault to this notice, where the fault was not noticed at once.
     """
 
     generation: Int
     incident: str
     cause: str
     rank: Int | None
-    undetected_ms: Int = 0
 
 
 class HandOver(Message, frozen=True, tag="hand-over"):

@@ -68,7 +68,7 @@ from checkpointless.launcher.protocol.node_messages import (
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.events import Edge, EventLog
 from checkpointless.observability.telemetry.wording import numbered, printable
-from checkpointless.system.environment import FAULT_AT_ENV, INCARNATION_ENV, TORCHELASTIC_RUN_ID_ENV
+from checkpointless.system.environment import INCARNATION_ENV, TORCHELASTIC_RUN_ID_ENV
 from checkpointless.system.process_tree import NOT_RUN, begun_by_shell, kill_descendants, wait_for_killed
 from checkpointless.system.signals import ENDING, is_default
 
@@ -94,17 +94,6 @@ class NodeJobState:
         self.run_id = ""
         self.finished = False
         self.outcome: End | None = None
-        self._told: tuple[str, float] = ("", 0.0)  # an incident, and when its fault happened
-
-    def interrupt(self, incident: str, fault_at_s: float) -> None:
-        """Note the incident that ends the generation, and when its fault happened (monotonic clock)."""
-        self.incident = incident
-        self._told = incident, fault_at_s
-
-    def fault_at(self, incident: str) -> float:
-        """Return when the fault of an incident happened, on the monotonic clock: now if this node knows of none."""
-        told_of, at_s = self._told
-        return at_s if told_of == incident else time.monotonic()
 
     def emit(self, stage: EventName, edge: Edge, *, rank: int | None = None, **fields: object) -> None:
         """Write an event of the generation and incident that this node knows of."""
@@ -500,8 +489,6 @@ class ProcessKeeper:
             rank.board.clear_snapshots()
         ours, theirs = socket.socketpair()
         env = {**self._rank_env, **spawn.env, INCARNATION_ENV: str(rank.incarnation)}
-        if spawn.incident:
-            env[FAULT_AT_ENV] = str(job.fault_at(spawn.incident))
         if rank.incarnation > 0:
             job.emit(EventName.RESPAWN, "begin", rank=rank.number, incarnation=rank.incarnation)
         order = Start(rank.number, rank.incarnation, env)
