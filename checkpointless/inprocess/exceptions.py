@@ -71,6 +71,7 @@ _VICTIM_MARKS = (
     "TCPStore",
     "c10d",
 )
+_HOST_IS_FULL = "DefaultCPUAllocator: can't allocate memory"  # torch has no class for it on the CPU
 
 
 def is_victim(error: BaseException | None) -> bool:
@@ -87,12 +88,19 @@ def is_victim(error: BaseException | None) -> bool:
     )
 
 
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Return whether ``error`` says that the device or the host had no more memory."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
+        isinstance(error, RuntimeError) and _HOST_IS_FULL in text_of(error)
+    )
+
+
 def make_room(error: BaseException | None) -> bool:
     """Free what the block that ``error`` ended has built, if it got no more memory; return whether it got none.
 
     This is for a block whose training has not begun: what clears its frames also leaves its loops.
     """
-    if not isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+    if not is_out_of_memory(error):
         return False
     forget_frames(error)
     gc.collect()

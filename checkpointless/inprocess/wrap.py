@@ -223,7 +223,7 @@ class _Succession:
         if self._steps.has_begun:
             self._has_trained, self._failures = self._has_trained or self._steps.since_entry > 0, 0
             return
-        if error is None or is_victim(error) or isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        if error is None or is_victim(error) or exceptions.is_out_of_memory(error):
             return  # memory is freed, and the block entered again in place
         if not self._has_trained or _is_of_the_engine(error) or self._blocks.left:
             return

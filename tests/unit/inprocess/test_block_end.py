@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from checkpointless.inprocess.exceptions import is_victim, line_of, make_room, text_of
+from checkpointless.inprocess.exceptions import is_out_of_memory, is_victim, line_of, make_room, text_of
 from checkpointless.inprocess.wrap import _is_return, _traceback_of
 from checkpointless.launcher.protocol.causes import exit_code
 
@@ -43,6 +43,13 @@ def test_room_is_made_if_there_is_no_more_memory(kind: type[Exception]) -> None:
     built: list[weakref.ref[Built]] = []
     assert make_room(error_beside(built, kind))
     assert built[0]() is None
+
+
+def test_an_allocation_that_the_host_refuses_is_a_lack_of_memory() -> None:
+    with pytest.raises(RuntimeError) as refused:
+        torch.empty(1 << 62, dtype=torch.uint8)
+    assert is_out_of_memory(refused.value)
+    assert not is_out_of_memory(RuntimeError("index out of range"))
 
 
 @pytest.mark.parametrize(
