@@ -125,8 +125,6 @@ def test_without_a_defect_every_bit_is_the_same(
         *(
             pytest.param(scene, defect, quantity, target, id=name, marks=pytest.mark.long)
             for name, scene, defect, quantity, target in (
-                ("no-lock-and-an-update-made-again", AFTER_UPDATE, mutant("NoLock"), Quantity.PARAMS, 3),
-                ("a-failed-update-not-noted", FAILING, mutant("LockWithoutTorn"), Quantity.PARAMS, 3),
                 ("stale-numpy", KILLED, mutant("StaleStreams", only="'numpy'"), Quantity.LOSS, 2),
                 ("stale-megatron", KILLED, mutant("StaleStreams", only="'source:megatron'"), Quantity.LOSS, 2),
                 ("no-streams", KILLED, mutant("LostStreams"), Quantity.LOSS, 2),
@@ -171,6 +169,14 @@ def test_a_mutant_trains_on_and_its_steps_show_it(
             "(an update failed half-way, or the state was given up, on 0, 2)",
             2,
             id="a-lock-that-does-not-wait",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            AFTER_UPDATE,
+            mutant("NoLock"),
+            "parameters were changed beside the update since step 2",
+            2,
+            id="no-lock-and-an-update-made-again",
             marks=pytest.mark.long,
         ),
         pytest.param(

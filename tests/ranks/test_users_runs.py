@@ -166,7 +166,7 @@ def test_a_fault_outside_of_training(calm: Calm, tmp_path: Path, run: Run, where
                 ("accumulated_metrics_are_a_peers", METRICS, "sigkill@forward:rank=1,step=7"),
                 ("what_a_step_has_logged_is_lost", METRICS, "exception@after_optimizer:rank=1,step=3"),
                 ("batches_are_counted_anew", STARTS, "exception@forward:rank=1,step=4"),
-                ("hooks_at_the_start_are_not_taken_back", STARTS, "exception@forward:rank=1,step=4"),
+                ("attributes_are_a_step_ahead", STARTS, "exception@forward:rank=1,step=4"),
             )
         ),
     ],

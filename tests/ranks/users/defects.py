@@ -30,12 +30,20 @@ def buffers_are_a_peers() -> None:
     RankLocalState.put_buffers = lambda *args: None  # type: ignore[method-assign]
 
 
+def attributes_are_a_step_ahead() -> None:
+    """Keep the attributes of module, data module and callbacks that the fault found."""
+    from checkpointless.integrations.lightning.boundary import plain_attributes
+
+    plain_attributes._Part.put = lambda part, values: None  # type: ignore[method-assign]
+
+
 def callbacks_are_a_step_ahead() -> None:
-    """Keep the state of callbacks that the fault found."""
+    """Keep the state of callbacks that the fault found: no attributes and no checkpoint's states are put back."""
     from lightning.pytorch.trainer import call
 
     from checkpointless.state.journal import StepJournal
 
+    attributes_are_a_step_ahead()
     original = StepJournal.snapshots
 
     def snapshots(journal: Any, step: int) -> Mapping[Any, Any]:
@@ -97,18 +105,12 @@ def batches_are_counted_anew() -> None:
     loaders._go_on_counting = lambda fetcher, position: None
 
 
-def hooks_at_the_start_are_not_taken_back() -> None:
-    """Keep what the hooks have done to the state of module and data module."""
-    from checkpointless.integrations.lightning.boundary import step_keeper
-
-    step_keeper._load_again = lambda trainer, checkpoint: None
-
-
 DEFECTS: Mapping[str, Callable[[], None]] = {
     each.__name__: each
     for each in (
         buffers_are_not_taken_back,
         buffers_are_a_peers,
+        attributes_are_a_step_ahead,
         callbacks_are_a_step_ahead,
         validations_are_repeated,
         entry_streams_are_stale,
@@ -116,7 +118,6 @@ DEFECTS: Mapping[str, Callable[[], None]] = {
         accumulated_metrics_are_a_peers,
         what_a_step_has_logged_is_lost,
         batches_are_counted_anew,
-        hooks_at_the_start_are_not_taken_back,
     )
 }
 

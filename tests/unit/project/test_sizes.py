@@ -9,11 +9,11 @@ from tests.unit.project.test_floors import MODULES, ROOT, tree_of
 
 #: The aim is 45,000 lines in 280 modules with 600 public names, and 200 KB of documentation.
 BUDGETS = {
-    "lines of the product": 51_196,
+    "lines of the product": 51_159,
     "modules of the product": 219,
-    "public names of the product": 751,
-    "lines of the tests": 53_872,
-    "bytes of docs/": 204_742,
+    "public names of the product": 752,
+    "lines of the tests": 53_902,
+    "bytes of docs/": 202_392,
     "bytes of docs/architecture.md": 34_841,
     "bytes of docs/guarantees.md": 13_466,
     "lines of README.md": 129,
