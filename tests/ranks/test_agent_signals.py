@@ -27,26 +27,14 @@ def wait_for_ranks(folder: Path, count: int) -> None:
     wait_until(lambda: left(folder, "began") == list(range(count)), 120)
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({}, ""),
-        pytest.param(
-            {"preload": ("sets_up_cuda",)},
-            "a preloaded module has initialized CUDA: nothing is preloaded, and each rank imports by itself\n",
-            marks=pytest.mark.long,
-        ),
-    ],
-)
-def test_a_signal_for_the_script_has_it_save_and_end_well(
-    tmp_path: Path, options: dict[str, Any], said: str
-) -> None:
+@pytest.mark.parametrize("options", [{}, pytest.param({"preload": ("sets_up_cuda",)}, marks=pytest.mark.long)])
+def test_a_signal_for_the_script_has_it_save_and_end_well(tmp_path: Path, options: dict[str, Any]) -> None:
     """This is what Slurm's ``--signal=USR1@90`` does before the time limit."""
     job = Job(tmp_path, "signalled.py", "SIGUSR1", "0,1", "0", nproc=2, **options)
     wait_for_ranks(tmp_path, 2)
     job.process.send_signal(USR1)
     ended = job.end()
-    assert (ended.code, ended.err) == (0, said)
+    assert (ended.code, "has initialized CUDA" in ended.err) == (0, bool(options))
     for what in ("saved", "after", "atexit"):
         assert left(tmp_path, what) == [0, 1], what
 
