@@ -3,20 +3,9 @@
 from __future__ import annotations
 
 import logging
-import multiprocessing
-import os
-import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from nv_one_logger.api.config import OneLoggerConfig
-from nv_one_logger.core.internal.singleton import SingletonMeta
-from nv_one_logger.training_telemetry.api import callbacks
-from nv_one_logger.training_telemetry.api.config import TrainingTelemetryConfig
-from nv_one_logger.training_telemetry.api.training_telemetry_provider import TrainingTelemetryProvider
-
-from checkpointless.integrations.lightning.frameworks.nemo import _switch_off_one_logger
 
 pytest.importorskip("nemo.lightning", reason="needs NeMo")
 
@@ -65,50 +54,3 @@ def test_the_log_files_of_a_trainer_are_closed_and_the_users_stay(
             for each in set(logger.handlers) - set(handlers):
                 logger.removeHandler(each)
                 each.close()
-
-
-# --- Telemetry that NeMo starts on rank 0 does not keep a restart from training on --------------------------------
-
-
-def on_rank_0(run: Callable[[], None]) -> None:
-    """Run it in a process whose OneLogger is switched on, as NeMo does on rank 0."""
-
-    def process(folder: str) -> None:
-        os.chdir(folder)  # OneLogger writes there what it logs
-        SingletonMeta._instances.clear()
-        config = OneLoggerConfig(
-            application_name="nemo", session_tag_or_fn="test", enable_for_current_rank=True, world_size_or_fn=1
-        )
-        provider = TrainingTelemetryProvider.instance()
-        provider.with_base_config(config).with_export_config().configure_provider()
-        callbacks.on_app_start()
-        provider.set_training_telemetry_config(
-            TrainingTelemetryConfig(perf_tag_or_fn="test", global_batch_size_or_fn=8)
-        )
-        run()
-
-    with tempfile.TemporaryDirectory() as folder:
-        child = multiprocessing.get_context("fork").Process(target=process, args=(folder,), daemon=True)
-        child.start()
-        child.join()
-    assert child.exitcode == 0
-
-
-def train(steps: int, interrupted: bool) -> None:
-    callbacks.on_train_start(train_iterations_start=0, train_samples_start=0)
-    for step in range(steps):
-        callbacks.on_training_single_iteration_start()
-        if interrupted and step == steps - 1:
-            return
-        callbacks.on_training_single_iteration_end()
-    callbacks.on_train_end()
-
-
-def test_after_a_fault_it_is_off() -> None:
-    def run() -> None:
-        train(3, interrupted=True)
-        _switch_off_one_logger()
-        _switch_off_one_logger()
-        train(3, interrupted=False)
-
-    on_rank_0(run)
