@@ -34,7 +34,7 @@ def attributes_are_a_step_ahead() -> None:
     """Keep the attributes of module, data module and callbacks that the fault found."""
     from checkpointless.integrations.lightning.boundary import plain_attributes
 
-    plain_attributes._Part.put = lambda part, values: None  # type: ignore[method-assign]
+    plain_attributes._Part.put = lambda part, values: None  # type: ignore[method-assign, assignment]
 
 
 def callbacks_are_a_step_ahead() -> None:

@@ -143,9 +143,9 @@ def test_a_wait_while_training_went_on_is_not_the_wait_of_the_incident(
     narrator: Narrator, log: EventLog, is_late: bool
 ) -> None:
     begin(log)
-    first, second = (EventName.BARRIER, "begin", {"rank": 1}), (EventName.GO, "point", {})
-    for stage, edge, fields in (first, second) if is_late else (second, first):
-        log.emit(stage, edge, generation=0, **fields)  # type: ignore[arg-type]
+    words = (EventName.BARRIER, 1), (EventName.GO, None)
+    for word, rank in words if is_late else words[::-1]:
+        log.emit(word, "point" if rank is None else "begin", generation=0, rank=rank)
     incident(log)
     events = list(read_events(log.path.parent)) if log.path is not None else []
     ago = 60 * 10**9  # training goes on for this long
