@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -12,9 +13,7 @@ from tests.ranks.nemo_zygote import Zygote
 pytestmark = [pytest.mark.ranks, pytest.mark.nemo]
 
 
-def train(steps: int, interrupted: bool) -> None:
-    from nv_one_logger.training_telemetry.api import callbacks
-
+def train(callbacks: ModuleType, steps: int, interrupted: bool) -> None:
     callbacks.on_train_start(train_iterations_start=0, train_samples_start=0)
     for step in range(steps):
         callbacks.on_training_single_iteration_start()
@@ -45,10 +44,10 @@ def train_through_a_fault(folder: str) -> None:
     provider.set_training_telemetry_config(
         TrainingTelemetryConfig(perf_tag_or_fn="test", global_batch_size_or_fn=8)
     )
-    train(3, interrupted=True)
+    train(callbacks, 3, interrupted=True)
     _switch_off_one_logger()
     _switch_off_one_logger()
-    train(3, interrupted=False)
+    train(callbacks, 3, interrupted=False)
 
 
 def test_after_a_fault_one_logger_is_off(nemo_zygote: Zygote, tmp_path: Path) -> None:

@@ -96,17 +96,8 @@ def test_a_script_that_differs_or_fails_by_itself_is_not_rehearsed(
 @pytest.mark.long  # unit/rehearsal/test_judge.py has the verdict
 def test_a_script_that_resumes_from_another_run_is_not_rehearsed(nemo_zygote: Zygote, folder: Path) -> None:
     """The runs without faults find nothing yet, or what the other one has written, some of their ranks or all."""
-    words = (
-        "--faults",
-        "1",
-        "--steps",
-        "6",
-        str(SCRIPTS / "rehearsed.py"),
-        "9",
-        "resumes",
-        str(folder / "last.pt"),
-    )
-    code, said = rehearse(nemo_zygote, folder, *words)
+    steps, script = ["--faults", "1", "--steps", "6"], [str(SCRIPTS / "rehearsed.py"), "9"]
+    code, said = rehearse(nemo_zygote, folder, *steps, *script, "resumes", str(folder / "last.pt"))
     assert code == 3, said
     last = said.rstrip().splitlines()[-1]
     assert "the script resumes from a checkpoint" in last or "load the same checkpoint on every rank" in last, said

@@ -148,9 +148,8 @@ def test_a_wait_while_training_went_on_is_not_the_wait_of_the_incident(
         log.emit(word, "point" if rank is None else "begin", generation=0, rank=rank)
     incident(log)
     events = list(read_events(log.path.parent)) if log.path is not None else []
-    ago = 60 * 10**9  # training goes on for this long
-    count = 4 if is_late else 3  # the fault, and how long nobody has come to the barrier since
-    events[:count] = [replace(each, ts=each.ts - ago, mono=each.mono - ago) for each in events[:count]]
+    for index in range(4 if is_late else 3):  # a minute before what follows, the late word with a fault
+        events[index] = replace(events[index], mono=events[index].mono - 60 * 10**9)
     late = events.pop(1)
     waits = [event for event in events if event.stage == EventName.BARRIER and event.rank == 1]
     if is_late:  # rank 1 is lost, and its first word is written after the coordinator's own

@@ -49,7 +49,6 @@ def test_an_allocation_that_the_host_refuses_is_a_lack_of_memory() -> None:
     with pytest.raises(RuntimeError) as refused:
         torch.empty(1 << 62, dtype=torch.uint8)
     assert is_out_of_memory(refused.value)
-    assert not is_out_of_memory(RuntimeError("index out of range"))
 
 
 @pytest.mark.parametrize(
