@@ -125,6 +125,7 @@ def test_without_a_defect_every_bit_is_the_same(
         *(
             pytest.param(scene, defect, quantity, target, id=name, marks=pytest.mark.long)
             for name, scene, defect, quantity, target in (
+                ("a-failed-update-not-noted", FAILING, mutant("LockWithoutTorn"), Quantity.PARAMS, 3),
                 ("stale-numpy", KILLED, mutant("StaleStreams", only="'numpy'"), Quantity.LOSS, 2),
                 ("stale-megatron", KILLED, mutant("StaleStreams", only="'source:megatron'"), Quantity.LOSS, 2),
                 ("no-streams", KILLED, mutant("LostStreams"), Quantity.LOSS, 2),

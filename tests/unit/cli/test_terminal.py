@@ -154,10 +154,9 @@ def test_a_wait_while_training_went_on_is_not_the_wait_of_the_incident(
     waits = [event for event in events if event.stage == EventName.BARRIER and event.rank == 1]
     if is_late:  # rank 1 is lost, and its first word is written after the coordinator's own
         events = [event for event in events if event not in waits]
-        events.insert(2, late)
     else:
-        events.insert(1, late)
         events.remove(waits[-1])
+    events.insert(2 if is_late else 1, late)
     (barrier,) = [line for event in events for line in narrator.take(event, 0.0) if "barrier" in line]
     assert float(barrier.split()[1]) < 4.0, barrier
 

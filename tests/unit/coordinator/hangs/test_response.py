@@ -32,8 +32,7 @@ def notices(job: Job, at_least_s: float = HEARTBEAT_S) -> list[tuple[int, FaultN
     """Take the notices; the hang counts from the last progress."""
     incident = job.coordinator.job.incidents.open
     assert incident is not None
-    assert incident.undetected_s is not None
-    assert at_least_s <= incident.undetected_s < at_least_s + 60
+    assert at_least_s <= (incident.undetected_s or -1.0) < at_least_s + 60
     return job.take(FaultNotice)
 
 
