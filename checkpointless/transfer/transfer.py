@@ -93,6 +93,11 @@ def _bucket_bytes_of(memory_budget_bytes: int) -> int:
     return max(1, memory_budget_bytes // IN_FLIGHT)
 
 
+def _shared_bytes(bucket_bytes: int) -> int:
+    """Return the size of a bucket that small tensors share."""
+    return min(PACKED_BYTES, bucket_bytes)
+
+
 def _plan_buckets(sizes: Sequence[int], bucket_bytes: int) -> list[Bucket]:
     """Cut tensors of ``sizes`` bytes into buckets of at most ``bucket_bytes``. Empty tensors need no bucket.
 
@@ -101,7 +106,7 @@ def _plan_buckets(sizes: Sequence[int], bucket_bytes: int) -> list[Bucket]:
     """
     if bucket_bytes < 1:
         raise ValueError(f"a bucket of {bucket_bytes} bytes holds nothing")
-    room = min(PACKED_BYTES, bucket_bytes)
+    room = _shared_bytes(bucket_bytes)
     buckets: list[Bucket] = []
     shared: list[_Slice] = []
     filled = 0
@@ -135,6 +140,7 @@ class _Plan:
     tensors: Sequence[torch.Tensor]
     buckets: list[Bucket]
     by_place: list[list[int]]
+    bucket_bytes: int
 
     @classmethod
     def of(
@@ -146,7 +152,7 @@ class _Plan:
         for bucket in _plan_buckets([tensor.nbytes for tensor in inside], bucket_bytes):
             by_place[0].append(len(buckets))
             buckets.append(tuple(_Slice(len(shard) + part.index, part.start, part.stop) for part in bucket))
-        return cls([*shard, *inside], buckets, by_place)
+        return cls([*shard, *inside], buckets, by_place, bucket_bytes)
 
 
 _GROUPS = 2  # on a wire that runs ahead: one under way, one that is packed or digested meanwhile
@@ -261,7 +267,7 @@ def _send_buckets(orders: Sequence[_Order], on_bucket: OnBucket | None) -> None:
     for order in orders:
         for index in order.wanted:
             parcels[index, id(order.plan)].append(order)
-    staging, digests = _Staging(), PendingDigests()
+    staging, digests = _Staging([order.plan for order in orders]), PendingDigests()
 
     def finish(parcel: _Parcel) -> None:
         if parcel.slot is not None:
@@ -292,7 +298,7 @@ def _send_buckets(orders: Sequence[_Order], on_bucket: OnBucket | None) -> None:
 def _receive_stripes(sources: Sequence[int], plan: _Plan) -> list[int]:
     """Receive the buckets of every source, and return the digest of each, computed where its bytes ended up."""
     sender = {index: source for source, indices in zip(sources, plan.by_place) for index in indices}
-    staging, digests = _Staging(), PendingDigests()
+    staging, digests = _Staging([plan]), PendingDigests()
 
     def finish(parcel: _Parcel) -> None:
         if parcel.slot is None:
@@ -325,8 +331,9 @@ class _Staging:
     may not be done by then, but whatever is launched to fill or to read the buffer comes after it on the device.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, plans: Sequence[_Plan]) -> None:
         self._free: list[torch.Tensor] = []
+        self._least = max((_shared_bytes(plan.bucket_bytes) for plan in plans), default=1)
 
     def take(self, nbytes: int) -> torch.Tensor:
         """Return a flat uint8 tensor of at least ``nbytes`` bytes, on the device that the wire uses."""
@@ -334,7 +341,7 @@ class _Staging:
             if buffer.numel() >= nbytes:
                 return self._free.pop(index)
         self._free.clear()  # too small: only the buffers in flight remain, within the budget
-        return torch.empty(max(nbytes, PACKED_BYTES), dtype=torch.uint8, device=wire_device())
+        return torch.empty(max(nbytes, self._least), dtype=torch.uint8, device=wire_device())
 
     def give_back(self, buffer: torch.Tensor) -> None:
         """Take back a buffer that :meth:`take` returned and that nobody uses any more."""

@@ -28,6 +28,7 @@ from nemo.collections.llm.gpt.model.base import local_layer_spec
 from checkpointless.callbacks import CheckpointlessCallback
 from checkpointless.inprocess import HPWrapper
 from checkpointless.inprocess.parameter_update_lock import ParameterUpdateLock
+from checkpointless.recovery import CheckpointManager
 from checkpointless.strategies import CheckpointlessMegatronStrategy
 from checkpointless.system.environment import own_generation, own_rank, own_run_dir
 from checkpointless.testing.demo.text import ByteTokenizer, TextDataModule
@@ -36,6 +37,7 @@ from tests.ranks.warm_checks import HookedModel
 SEQ_LENGTH, GLOBAL_BATCH = 16, 8
 LINGERS_AFTER = 2
 LATE_IN = 4
+TRANSFER_BYTES = 8 * 2**20  # a buffer of the default size would be a tenth of this device
 
 
 class WritesMemory(Callback):
@@ -124,7 +126,7 @@ def main() -> None:
     train(options)
 
 
-@HPWrapper()
+@HPWrapper(checkpoint_manager=CheckpointManager(memory_budget_bytes=TRANSFER_BYTES))
 def train(options: argparse.Namespace) -> None:
     """Train one generation."""
     config = llm.GPTConfig(

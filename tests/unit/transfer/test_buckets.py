@@ -22,6 +22,7 @@ from checkpointless.transfer.transfer import (
     _plan_buckets,
     _size_of,
     _Slice,
+    _Staging,
     _unpack,
 )
 
@@ -40,6 +41,14 @@ def test_every_byte_once_and_in_order(sizes: list[int], bucket_bytes: int) -> No
 @given(st.integers(1, 2**40))
 def test_buckets_in_flight_stay_within_the_budget(budget: int) -> None:
     assert 0 < _bucket_bytes_of(budget) <= max(1, budget / IN_FLIGHT)
+
+
+@pytest.mark.parametrize("budget", [1, 2**20, MEMORY_BUDGET_BYTES])
+def test_buffers_of_packed_buckets_stay_within_the_budget(monkeypatch: pytest.MonkeyPatch, budget: int) -> None:
+    monkeypatch.setattr(staging, "wire_device", lambda: torch.device("cpu"))
+    plan = _Plan.of([torch.empty(3, dtype=torch.uint8)] * 2, [], _bucket_bytes_of(budget), 1)
+    buffer = _Staging([plan]).take(_size_of(plan.buckets[0]))
+    assert buffer.numel() * IN_FLIGHT <= max(IN_FLIGHT, budget)
 
 
 def test_the_sizes_of_the_default_budget() -> None:
