@@ -40,35 +40,19 @@ print(json.dumps({"Python": platform.python_version()}
 
 @dataclass(frozen=True)
 class Environment:
-    """Describes an environment to try.
-
-    Attributes:
-        name: in the table, and of its folder.
-        python: the version of the interpreter, for example ``3.12``.
-        requirements: what pip installs.
-        further: test files to run beside those of the command line.
-        note: what is said before it is installed, for example how much that downloads.
-        plain_pip: whether pip reads no configuration of this machine, which may cap versions.
-    """
+    """Describes an environment to try."""
 
     name: str
     python: str
     requirements: tuple[str, ...]
-    further: tuple[str, ...] = ()
+    further: tuple[str, ...] = ()  # test files beside those of the command line
     note: str = ""
-    plain_pip: bool = False
+    plain_pip: bool = False  # pip reads no configuration of this machine, which may cap versions
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Describes what came of an environment.
-
-    Attributes:
-        name: of the environment.
-        versions: by name, in words.
-        result: one line.
-        failed: whether tests failed.
-    """
+    """Describes what came of an environment."""
 
     name: str
     versions: str
@@ -97,11 +81,7 @@ ENVIRONMENTS = (
 
 
 def interpreter(version: str) -> Path | None:
-    """Return an interpreter of a version that starts and can make environments, or None.
-
-    Args:
-        version: for example ``3.12``.
-    """
+    """Return an interpreter of a version that starts and can make environments, or None."""
     on_path = shutil.which(f"python{version}")
     pyenv = (Path.home() / ".pyenv" / "versions").glob(f"{version}.*/bin/python{version}")
     for candidate in (*([Path(on_path)] if on_path else []), *sorted(pyenv, reverse=True)):
@@ -111,17 +91,7 @@ def interpreter(version: str) -> Path | None:
 
 
 def watched(what: str, command: Sequence[str | Path], log: Path, plain_pip: bool = False) -> int:
-    """Run a command into a log, and say now and then that it is still running.
-
-    Args:
-        what: it does, for people.
-        command: its words.
-        log: takes all its output.
-        plain_pip: whether pip reads no configuration of this machine.
-
-    Returns:
-        Its exit status.
-    """
+    """Run a command into a log, and say now and then that it is still running."""
     env = {**os.environ, "PIP_CONFIG_FILE": os.devnull} if plain_pip else None
     print(f"compat: {what}", flush=True)
     began_s = time.monotonic()
@@ -135,11 +105,7 @@ def watched(what: str, command: Sequence[str | Path], log: Path, plain_pip: bool
 
 
 def why_not_installed(log: str) -> str:
-    """Say why pip gave up, in one line of at most 160 characters.
-
-    Args:
-        log: all that pip said.
-    """
+    """Say why pip gave up, in one line of at most 160 characters."""
     said = [line.strip().partition(";")[0] for line in log.splitlines() if re.match(r"\s+\S.* depends on ", line)]
     conflicts = [line for line in said if not line.startswith("checkpointless")]
     errors = [line.removeprefix("ERROR: ").strip() for line in log.splitlines() if line.startswith("ERROR: ")]
@@ -147,22 +113,13 @@ def why_not_installed(log: str) -> str:
 
 
 def summary(log: str) -> str:
-    """Return the last line of pytest: how many passed, failed and were skipped.
-
-    Args:
-        log: all that pytest said.
-    """
+    """Return the last line of pytest: how many passed, failed and were skipped."""
     counted = [line for line in log.splitlines() if re.search(r"\d+ (passed|failed|errors?|skipped)\b.* in ", line)]
     return counted[-1].strip("= ") if counted else "pytest said no result"
 
 
 def attempt(environment: Environment, tests: Sequence[str]) -> Outcome:
-    """Make an environment, run the tests in it, and remove it.
-
-    Args:
-        environment: which.
-        tests: arguments of pytest.
-    """
+    """Make an environment, run the tests in it, and remove it."""
     name = environment.name
     python = interpreter(environment.python)
     if python is None:
@@ -206,25 +163,14 @@ def attempt(environment: Environment, tests: Sequence[str]) -> Outcome:
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """Return the outcomes as a table of Markdown.
-
-    Args:
-        outcomes: one for each row.
-    """
+    """Return the outcomes as a table of Markdown."""
     rows = [(each.name, each.versions, each.result) for each in outcomes]
     lines = [("environment", "installed", "result"), ("---",) * 3, *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Try every environment.
-
-    Args:
-        arguments: ``--only NAME`` for one of them, and then the arguments of pytest.
-
-    Returns:
-        1 if tests failed.
-    """
+    """Try every environment."""
     only, tests = "", list(arguments)
     if tests[:1] == ["--only"]:
         only, tests = tests[1], tests[2:]

@@ -27,15 +27,7 @@ FAILS = 2  # the rank
 
 
 class Model(nn.Module):
-    """Represents a language model.
-
-    Args:
-        width: of each token.
-        layers: how many.
-        heads: of each layer.
-        length: of a row.
-        vocabulary: how many tokens there are.
-    """
+    """Represents a language model."""
 
     def __init__(self, width: int, layers: int, heads: int, length: int, vocabulary: int) -> None:
         super().__init__()

@@ -33,32 +33,18 @@ class IsolatedError(AssertionError):
 
 @dataclass(frozen=True)
 class Ended:
-    """Describes how a process ended.
-
-    Attributes:
-        code: its exit code, negative for a signal.
-        result: what the function returned; None if it did not.
-        log: what the process said.
-        seconds: how long it lived.
-    """
+    """Describes how a process ended."""
 
     code: int
-    result: Any
+    result: Any  # None if the function did not return
     log: str
     seconds: float
 
 
 def run(function: str, limit_s: float, *, env: Mapping[str, str] | None = None, **arguments: Any) -> Any:
-    """Return what ``function`` returns in a process of its own.
+    """Return what ``function`` ("module:name", of JSON arguments) returns in a process of its own.
 
-    Args:
-        function: ``module:name``.
-        limit_s: for the whole process, in seconds.
-        env: environment variables beside this process's.
-        **arguments: of the function, as JSON.
-
-    Raises:
-        IsolatedError: it raised, died, or had not ended in time.
+    Raises IsolatedError if it raised, died, or had not ended in time.
     """
     (ended,) = end(function, limit_s, env=env, arguments=arguments)
     return _checked(function, [ended])[0]
@@ -67,18 +53,7 @@ def run(function: str, limit_s: float, *, env: Mapping[str, str] | None = None, 
 def run_ranks(
     function: str, ranks: int, limit_s: float, *, env: Mapping[str, str] | None = None, **arguments: Any
 ) -> list[Any]:
-    """Return what ``function`` returns in each of several processes, which can form a process group.
-
-    Args:
-        function: ``module:name``.
-        ranks: how many.
-        limit_s: for all of them, in seconds.
-        env: environment variables beside this process's.
-        **arguments: of the function, as JSON.
-
-    Raises:
-        IsolatedError: one raised, died, or had not ended in time.
-    """
+    """Return what ``function`` returns in each of several processes, which can form a process group."""
     return _checked(function, end(function, limit_s, ranks=ranks, env=env, arguments=arguments))
 
 
@@ -90,15 +65,7 @@ def end(
     env: Mapping[str, str] | None = None,
     arguments: Mapping[str, Any] | None = None,
 ) -> list[Ended]:
-    """Run ``function`` in processes of its own until they end, and return how.
-
-    Args:
-        function: ``module:name``.
-        limit_s: for all of them, in seconds.
-        ranks: how many.
-        env: environment variables beside this process's.
-        arguments: of the function, as JSON.
-    """
+    """Run ``function`` in processes of its own until they end, at most ``limit_s`` for all, and return how."""
     with tempfile.TemporaryDirectory(prefix="checkpointless-gpu-") as name:
         folder = Path(name)
         began_s = time.monotonic()

@@ -33,13 +33,7 @@ _TAIL = 40  # lines of each log that a failure shows
 
 @dataclass(frozen=True)
 class Finished:
-    """Describes a job that is over.
-
-    Attributes:
-        code: its exit code.
-        run_dir: where it wrote.
-        said: the agent's lines.
-    """
+    """Describes a job that is over."""
 
     code: int
     run_dir: Path
@@ -69,26 +63,12 @@ def run(
     script: Path,
     *args: str,
     ranks: int = 4,
-    nodes: int = 1,
+    nodes: int = 1,  # agents; each rank of a node uses another GPU unless the script says which
     faults: tuple[str, ...] = (),
     limit_s: float = 120.0,
     cpu: bool = False,
 ) -> Finished:
-    """Run a job to its end.
-
-    Args:
-        run_dir: a fresh directory.
-        script: of the ranks.
-        *args: of the script.
-        ranks: how many.
-        nodes: how many agents have them; each rank of a node uses another GPU unless the script says which.
-        faults: specs.
-        limit_s: for the whole job, in seconds.
-        cpu: whether Megatron-core trains on CPUs.
-
-    Raises:
-        AssertionError: it has not ended in time, or has left a process.
-    """
+    """Run a job to its end."""
     before = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     common: dict[str, Any] = {
         "nproc": ranks // nodes,
@@ -109,11 +89,7 @@ def run(
 
 
 def check_equal(undisturbed: Finished, disturbed: Finished, faults: tuple[str, ...], steps: int) -> None:
-    """Check that every fault happened and changed no bit.
-
-    Raises:
-        AssertionError: otherwise.
-    """
+    """Check that every fault happened and changed no bit."""
     assert disturbed.code == 0, disturbed.story()
     assert fired(disturbed.run_dir) == dict.fromkeys(faults, 1)
     verdict = compare(undisturbed.steps, disturbed.steps)
@@ -122,12 +98,7 @@ def check_equal(undisturbed: Finished, disturbed: Finished, faults: tuple[str, .
 
 
 class Undisturbed:
-    """Runs each kind of job once without faults.
-
-    Args:
-        folder: returns a fresh folder for a name.
-        limit_s: for each job, in seconds.
-    """
+    """Runs each kind of job once without faults."""
 
     def __init__(self, folder: Callable[[str], Path], limit_s: float = 120.0) -> None:
         self._folder, self._limit_s = folder, limit_s

@@ -69,11 +69,7 @@ class KitError(RuntimeError):
 
 
 def requirements(pyproject: str) -> list[str]:
-    """Return what the kit has, as pip is told.
-
-    Args:
-        pyproject: the text of ``pyproject.toml``.
-    """
+    """Return what the kit has, as pip is told."""
     base = [each for each in _list(pyproject, "dependencies") if name_of(each) not in WITH_TORCH]
     megatron = [each for each in _list(pyproject, "nemo") if name_of(each) == MEGATRON]
     tools = [each for each in _list(pyproject, "dev") if name_of(each) in TOOLS]
@@ -89,11 +85,7 @@ def name_of(requirement: str) -> str:
 
 
 def lacking(required: Mapping[str, Iterable[str]]) -> list[str]:
-    """Return what wheels require and nobody brings, as ``wheel needs other``.
-
-    Args:
-        required: for each distribution in the kit, the requirements that its metadata names.
-    """
+    """Return what wheels require and nobody brings, as ``wheel needs other``."""
     present = {name_of(each) for each in required} | WITH_TORCH
     return [
         f"{wheel} needs {name_of(each)}"
@@ -111,14 +103,7 @@ def required_by(wheel: Path) -> list[str]:
 
 
 def check_size(sizes: Mapping[str, int]) -> None:
-    """Check that the kit is small enough to be carried.
-
-    Args:
-        sizes: of each file, in bytes.
-
-    Raises:
-        KitError: it is not.
-    """
+    """Check that the kit is small enough to be carried."""
     total = sum(sizes.values())
     if total > MOST_BYTES:
         largest = max(sizes, key=lambda name: sizes[name])
@@ -129,22 +114,13 @@ def check_size(sizes: Mapping[str, int]) -> None:
 
 
 def fits(wheel: str, python: tuple[int, int]) -> bool:
-    """Return whether a wheel is for a version of Python, as its name says.
-
-    Args:
-        wheel: the name of its file.
-        python: for example ``(3, 12)``.
-    """
+    """Return whether a wheel is for a version of Python, as its name says."""
     interpreter, abi = wheel.removesuffix(".whl").split("-")[-3:-1]
     return abi in ("none", "abi3") or f"cp{python[0]}{python[1]}" in interpreter.split(".")
 
 
 def unpack(wheel: Path, site: Path) -> None:
-    """Unpack a wheel into ``site`` without its scripts, and without a ``tests`` that hides this one.
-
-    Raises:
-        KitError: it has a file that would lie outside of ``site``.
-    """
+    """Unpack a wheel into ``site`` without its scripts, and without a ``tests`` that hides this one."""
     with zipfile.ZipFile(wheel) as archive:
         for name in archive.namelist():
             data = re.fullmatch(r"[^/]+\.data/(\w+)/(.*)", name)
@@ -162,16 +138,7 @@ def unpack(wheel: Path, site: Path) -> None:
 
 
 def make(folder: Path, python: str, arch: int) -> list[Path]:
-    """Fill ``folder`` with wheels and NCCL's library, and return them.
-
-    Args:
-        folder: is emptied first.
-        python: the version of the interpreter on the machine with the GPU, for example ``3.12``.
-        arch: that the library is for, for example 90; 0: there is to be none.
-
-    Raises:
-        KitError: a wheel cannot be had, or the kit is not whole, or too large.
-    """
+    """Fill ``folder`` with wheels and NCCL's library for ``arch`` (0: without it), and return them."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
@@ -205,15 +172,7 @@ def make(folder: Path, python: str, arch: int) -> list[Path]:
 
 
 def make_nemo(folder: Path, python: str) -> list[Path]:
-    """Fill ``folder`` with the wheels that NeMo needs beside the kit, and return them.
-
-    Args:
-        folder: is emptied first.
-        python: the version of the interpreter on the machine with the GPU, for example ``3.12``.
-
-    Raises:
-        KitError: a wheel cannot be had, or they are too large.
-    """
+    """Fill ``folder`` with the wheels that NeMo needs beside the kit, and return them."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
@@ -252,14 +211,7 @@ def _run(command: Sequence[str]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Make the kit.
-
-    Args:
-        arguments: of the command line (default: this process's).
-
-    Returns:
-        The exit status.
-    """
+    """Make the kit."""
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--python", default="3.12", help="of the machine with the GPU (default: 3.12)")
     options.add_argument("--arch", type=int, default=90, help="90 for H100 and H200; 0: no NCCL (default: 90)")

@@ -45,13 +45,7 @@ def _restart() -> None:
 
 
 def aborts(count: int, at_once: bool, stall_s: float) -> dict[str, Any]:
-    """Return how long it takes to abort the communicators of one rank.
-
-    Args:
-        count: how many, beside the world's.
-        at_once: all at the same time, or one after the other.
-        stall_s: for how long the device is stalled meanwhile; 0: it is not.
-    """
+    """Return how long it takes to abort the communicators of one rank."""
     spin = Spin()
     _begin(count)
     backends = _nccl_backends()
@@ -70,11 +64,7 @@ def aborts(count: int, at_once: bool, stall_s: float) -> dict[str, Any]:
 
 
 def generations(ports: list[str]) -> list[float]:
-    """Return the sum over all ranks in each of several generations of one process, after an abort each.
-
-    Args:
-        ports: of each generation's store.
-    """
+    """Return the sum over all ranks in each of several generations of one process, after an abort each."""
     sums = []
     for generation in range(len(ports)):
         os.environ[JOB_RESTART_COUNT_ENV] = str(generation)

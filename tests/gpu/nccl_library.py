@@ -34,15 +34,7 @@ _SECTION = struct.Struct("<IIQQQQIIQQ")
 
 
 def cut(library: bytearray, arch: int) -> None:
-    """Overwrite device code that is not for ``arch`` with zeros, in place.
-
-    Args:
-        library: a shared library for 64 bits.
-        arch: 90 for compute capability 9.0.
-
-    Raises:
-        ValueError: it has no device code for ``arch``.
-    """
+    """Overwrite device code that is not for ``arch`` with zeros, in place."""
     sections = _sections(library)
     if _RELOCATABLE in sections:  # for linkers alone
         begin, end = sections[_RELOCATABLE]

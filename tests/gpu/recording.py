@@ -26,12 +26,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class Recorder:
-    """Writes down what becomes of each test.
-
-    Args:
-        folder: where to.
-        part: of the suite.
-    """
+    """Writes down what becomes of each test."""
 
     def __init__(self, folder: Path, part: str) -> None:
         self._folder, self._part = folder, part

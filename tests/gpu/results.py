@@ -28,15 +28,7 @@ class Outcome(str, Enum):
 
 @dataclass(frozen=True)
 class Figure:
-    """Represents a figure that was measured several times, and what it is compared with in the same run.
-
-    Attributes:
-        name: what was measured.
-        unit: of the values.
-        values: one for each repetition.
-        against: what the reference is; "" if there is none.
-        reference: the values of the reference, in the same unit.
-    """
+    """Represents a figure that was measured several times, and what it is compared with in the same run."""
 
     name: str
     unit: str
@@ -54,23 +46,13 @@ class Figure:
 
 @dataclass(frozen=True)
 class Result:
-    """Represents what became of one test or one measurement.
-
-    Attributes:
-        part: the part of the suite.
-        name: of the test.
-        outcome: what became of it.
-        seconds: how long it took.
-        detail: why it failed or was skipped; of a failure the whole report, with stacks.
-        notes: what the test noted, by name.
-        figures: what was measured.
-    """
+    """Represents what became of one test or one measurement."""
 
     part: str
     name: str
     outcome: Outcome
     seconds: float
-    detail: str = ""
+    detail: str = ""  # why it failed or was skipped; of a failure the whole report, with stacks
     notes: Mapping[str, Any] = field(default_factory=dict)
     figures: tuple[Figure, ...] = ()
 

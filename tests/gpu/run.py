@@ -34,25 +34,15 @@ _END_S = 10.0
 
 @dataclass(frozen=True)
 class Part:
-    """Represents a part of the suite.
-
-    Attributes:
-        name: as on the command line.
-        what: it is about, for people.
-        limit_s: for the whole part, in seconds.
-        test_s: for each of its tests, in seconds.
-        paths: its tests; none for the figures.
-        on_cpu: the tests that run in place of ``paths`` where there is no CUDA.
-        by_name: whether it runs only if it is named.
-    """
+    """Represents a part of the suite."""
 
     name: str
     what: str
     limit_s: float
     test_s: float = 120.0
-    paths: tuple[str, ...] = ()
-    on_cpu: tuple[str, ...] = ()
-    by_name: bool = False
+    paths: tuple[str, ...] = ()  # its tests; none for the figures
+    on_cpu: tuple[str, ...] = ()  # in place of ``paths`` where there is no CUDA
+    by_name: bool = False  # it runs only if it is named
 
 
 PARTS = (
@@ -93,14 +83,7 @@ PARTS = (
 
 
 def chosen(only: str) -> list[Part]:
-    """Return the parts that were asked for.
-
-    Args:
-        only: their names, with commas between them; "": all that need no name.
-
-    Raises:
-        ValueError: there is no such part.
-    """
+    """Return the parts that were asked for."""
     names = [name for name in only.split(",") if name]
     unknown = set(names) - {part.name for part in PARTS}
     if unknown:
@@ -110,13 +93,7 @@ def chosen(only: str) -> list[Part]:
 
 
 def command(part: Part, folder: Path, has_cuda: bool) -> list[str]:
-    """Return the command that runs a part; nothing if there is nothing to run without CUDA.
-
-    Args:
-        part: which.
-        folder: where its results go.
-        has_cuda: whether there is a GPU.
-    """
+    """Return the command that runs a part; nothing if there is nothing to run without CUDA."""
     if not part.paths:
         return [
             sys.executable,
@@ -143,14 +120,7 @@ def command(part: Part, folder: Path, has_cuda: bool) -> list[str]:
 
 
 def install(folder: Path, site: Path) -> Path | None:
-    """Install a kit's wheels into ``site``, without a network.
-
-    Returns:
-        NCCL's library; None if the kit has none.
-
-    Raises:
-        kit.KitError: our wheel is of other sources than this tree, or the kit is for another Python.
-    """
+    """Install a kit's wheels into ``site``, without a network, and return NCCL's library if it has one."""
     ours = sorted(folder.glob("checkpointless-*.whl"))
     if not ours:
         raise kit.KitError(f"{folder} has no wheel of checkpointless: run `make gpu-kit` where there is a network")
@@ -181,17 +151,7 @@ def environment(site: Path | None) -> dict[str, str]:
 
 
 def run_part(words: Sequence[str], env: Mapping[str, str], log: Path, limit_s: float) -> int | None:
-    """Run a part to its end, and end everything that it has started.
-
-    Args:
-        words: the command.
-        env: its environment.
-        log: takes what it says, beside the terminal.
-        limit_s: in seconds.
-
-    Returns:
-        The exit status; None if the time was over.
-    """
+    """Run a part to its end, end all that it has started, and return its status; None if the time was over."""
     mark = uuid.uuid4().hex
     with log.open("wb") as out:
         process = subprocess.Popen(
@@ -228,11 +188,7 @@ def _marked(mark: str) -> Iterator[int]:
 
 
 def look(folder: Path, env: Mapping[str, str]) -> bool:
-    """Write down what machine this is, and return whether it has CUDA.
-
-    Raises:
-        kit.KitError: torch cannot be asked.
-    """
+    """Write down what machine this is, and return whether it has CUDA."""
     path = folder / results.MACHINE
     words = [sys.executable, "-m", "tests.gpu.machine", str(path)]
     try:
@@ -271,14 +227,7 @@ def _cut(part: Part, why: str) -> results.Result:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the suite.
-
-    Args:
-        arguments: of the command line (default: this process's).
-
-    Returns:
-        1 if something failed or was cut off, 2 if it could not begin, else 0.
-    """
+    """Run the suite."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument(
         "--only",

@@ -64,16 +64,8 @@ def block(bound_s: float, stall_s: float) -> None:
 
 
 def waits(what: str, bound_s: float, stall_s: float) -> dict[str, float]:
-    """Return how a part of a restart bears a stalled device that is freed by nobody.
-
-    Args:
-        what: the part, a key of the table below.
-        bound_s: after which the process would be replaced.
-        stall_s: how long the device is stalled.
-
-    Returns:
-        How long the part took, after how long its limit was noticed (-1: never), and the longest time for which no
-        other thread could run.
+    """Return how a part of a restart bears a stalled device that nobody frees: how long it took, after how long its
+    limit was noticed (-1: never), and the longest time for which no other thread could run.
     """
     spin = Spin()
     tensors = {("tensor",): torch.ones(1 << 20, device="cuda")}
@@ -99,11 +91,7 @@ def waits(what: str, bound_s: float, stall_s: float) -> dict[str, float]:
 
 
 class Pulse:
-    """Measures in a thread for how long the interpreter lock was held by others.
-
-    Attributes:
-        longest_s: the longest time between two turns of the thread, in seconds.
-    """
+    """Measures in a thread for how long the interpreter lock was held by others."""
 
     def __init__(self) -> None:
         self.longest_s = 0.0

@@ -44,9 +44,6 @@ class Spin:
 
     The driver is called through ``ctypes``: :attr:`driver` releases the interpreter lock during a call, and
     :attr:`holding_driver` does not.
-
-    Raises:
-        RuntimeError: the driver refuses the kernel.
     """
 
     def __init__(self) -> None:
@@ -70,13 +67,7 @@ class Spin:
         time.sleep(_STARTED_S)
 
     def launch(self, most_s: float, holding: bool = False, stream: torch.cuda.Stream | None = None) -> None:
-        """Launch the kernel once more with the flag as it is, with or without the interpreter lock.
-
-        Args:
-            most_s: after which it ends by itself, in seconds.
-            holding: keep the interpreter lock during the call, as a binding does that does not release it.
-            stream: default: the current one.
-        """
+        """Launch the kernel once more with the flag as it is; ``holding`` keeps the interpreter lock meanwhile."""
         where, most = ctypes.c_uint64(self._flag.data_ptr()), ctypes.c_uint64(int(most_s * 1e9))
         given = (ctypes.c_void_p * 2)(ctypes.addressof(where), ctypes.addressof(most))
         handle = ctypes.c_void_p((stream or torch.cuda.current_stream()).cuda_stream)

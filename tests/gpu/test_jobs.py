@@ -48,14 +48,7 @@ FAULTS: dict[str, tuple[int, ...]] = {
 
 @dataclass(frozen=True)
 class Layout:
-    """Describes a job.
-
-    Attributes:
-        script: of the ranks.
-        args: of the script.
-        nodes: how many agents have the four ranks.
-        cpu: whether Megatron-core needs the platform for CPUs where there is no GPU.
-    """
+    """Describes a job."""
 
     script: Path
     args: tuple[str, ...]

@@ -26,15 +26,7 @@ _nursery.set_forkserver_preload(["torch._dynamo", "torch.distributed", __name__]
 
 
 class ForkedAgent:
-    """Runs an agent in a process of its own, and is handled like a ``subprocess.Popen`` with pipes and text.
-
-    Args:
-        options: fields of ``LaunchConfig``; and ``floor_s``, the least limit of a rank in a step, or None.
-        env: the agent's whole environment.
-
-    Attributes:
-        stdout, stderr: what it says.
-    """
+    """Runs an agent in a process of its own, and is handled like a ``subprocess.Popen`` with pipes and text."""
 
     def __init__(self, options: Mapping[str, Any], env: Mapping[str, str]) -> None:
         pipes = [_nursery.Pipe(duplex=False) for _ in range(2)]
@@ -99,7 +91,7 @@ def _be_agent(options: dict[str, Any], env: dict[str, str], *outputs: Connection
     for descriptor, output in enumerate(outputs, start=1):
         os.dup2(output.fileno(), descriptor)
         output.close()
-    floor_s = options.pop("floor_s", None)
+    floor_s = options.pop("floor_s", None)  # the least limit of a rank in a step
     if floor_s is not None:
         hang_watch.FLOOR_S = floor_s
     options["run_dir"] = Path(options["run_dir"])

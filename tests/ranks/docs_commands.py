@@ -10,14 +10,7 @@ from typing import Any
 
 
 def command_here(argv: list[str], folder: str) -> dict[str, Any]:
-    """Carry out a command in ``folder``, in the forked process; a job's ranks are forked from here.
-
-    Args:
-        argv: what follows `checkpointless`.
-
-    Returns:
-        Its exit ``code`` and what it said (``out``), without what the ranks print.
-    """
+    """Carry out a command in ``folder``, in the forked process; a job's ranks are forked from here."""
     from checkpointless import cli
     from checkpointless.launcher.agent import launch as agent
     from checkpointless.launcher.agent.launch_config import LaunchConfig
@@ -39,11 +32,7 @@ def command_here(argv: list[str], folder: str) -> dict[str, Any]:
 
 
 def unknown_names(names: list[str]) -> list[str]:
-    """Return those of ``names`` that nothing of ours has, in the forked process.
-
-    Args:
-        names: `Name`, `Name.attribute` or `Name(parameter=)` each.
-    """
+    """Return those of ``names`` that nothing of ours has, in the forked process."""
     return [name for name in names if not _is_known(name)]
 
 

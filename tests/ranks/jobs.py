@@ -79,13 +79,7 @@ def run_job(
     limit_s: float = 180.0,
     **settings: Any,
 ) -> Job:
-    """Run a job to its end; the test fails if that takes longer than ``limit_s``.
-
-    Args:
-        zygote: the process to fork from.
-        script: a script, or the recipe runner, whose ``args`` are the recipe and its overrides.
-        **settings: further fields of ``LaunchConfig``.
-    """
+    """Run a job with further fields of ``LaunchConfig`` to its end, which has to come within ``limit_s``."""
     settings = {"limit_s": limit_s, **settings}
     (job,) = run_nodes(zygote, run_dir, 1, nproc, script=script, args=args, faults=faults, **settings)
     assert job is not None
@@ -93,14 +87,7 @@ def run_job(
 
 
 class Trainings:
-    """Trains with a script and faults, to the same end as without; without, each training only once.
-
-    Args:
-        zygote: to fork from.
-        folders: makes a folder for each training.
-        script: of the ranks.
-        **settings: further fields of ``LaunchConfig``.
-    """
+    """Trains with a script and faults, to the same end as without; without, each training only once."""
 
     def __init__(self, zygote: Zygote, folders: pytest.TempPathFactory, script: str, **settings: Any) -> None:
         self._zygote, self._folders, self._script, self._settings = zygote, folders, script, settings
@@ -163,30 +150,18 @@ def run_nodes(
     args: tuple[str, ...] = (),
     faults: tuple[str, ...] = (),
     limit_s: float = 180.0,
-    spares: int = 0,
-    late: float | None = None,
-    lost: tuple[int, ...] = (),
-    outside: bool = False,
-    network: Network | None = None,
-    meanwhile: Callable[[Scene], None] | None = None,
-    tmp: Path | None = None,
+    spares: int = 0,  # agents that wait to take the place of a lost one
+    late: float | None = None,  # one more agent starts so many seconds later, as the last node once more
+    lost: tuple[int, ...] = (),  # the nodes that will be killed
+    outside: bool = False,  # the coordinator has a process of its own
+    network: Network | None = None,  # a host for each agent, and one more for a coordinator outside
+    meanwhile: Callable[[Scene], None] | None = None,  # is done to the job while it runs
+    tmp: Path | None = None,  # the nodes' folder for temporary files
     **settings: Any,
 ) -> list[Job | None]:
     """Run a job of several nodes to its end, each under an agent of its own, on this machine.
 
-    Args:
-        nnodes: how many train.
-        nproc: ranks of each.
-        spares: agents that wait to take the place of a lost one.
-        late: start one more agent so many seconds after the others, as the last node once more.
-        lost: the nodes that will be killed.
-        outside: whether the coordinator has a process of its own.
-        network: a host for each agent, and one more for a coordinator outside.
-        meanwhile: what is done to the job while it runs.
-        tmp: the nodes' folder for temporary files.
-
-    Returns:
-        What each agent says, by node; None for one that was killed.
+    The result has what each agent says, by node; None for one that was killed.
     """
     agents = nnodes + spares + (late is not None)
     arguments = _arguments(run_dir, nproc, script, args, faults) | settings

@@ -14,11 +14,7 @@ _MANAGER = "SyncManager"  # in the name of its process
 
 
 class SealedQueue:
-    """Hands on what it is given as bytes, which the process in between need not understand.
-
-    Args:
-        queue: a manager's.
-    """
+    """Hands on what it is given as bytes, which the process in between need not understand."""
 
     def __init__(self, queue: Any) -> None:
         self._queue = queue

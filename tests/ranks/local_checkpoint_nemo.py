@@ -18,12 +18,8 @@ def train(
 ) -> Any:
     """Train with a copy of each rank's part on the other rank, each of which stands for a node.
 
-    Args:
-        root: each node has a directory in it.
-        overrides: of the recipe.
-        every: steps between two local checkpoints; 0: there are none.
-        in_background: save them while training goes on, by NeMo's queue.
-        resume: begin with the newest local checkpoint, where NeMo would begin with the first step's on the disk.
+    Local checkpoints come ``every`` so many steps; ``resume`` begins with the newest one, where NeMo would begin
+    with the first step's on the disk.
     """
     from megatron.core import parallel_state
     from nemo.lightning.pytorch.local_ckpt import MCoreHierarchicalCheckpointIO

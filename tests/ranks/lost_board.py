@@ -12,12 +12,7 @@ from checkpointless.inprocess import active_call_wrapper
 
 
 class LostBoard(Callback):
-    """Clears the board of ``ranks`` just before the optimizer step ``step``.
-
-    Args:
-        ranks: which.
-        step: counted from 1.
-    """
+    """Clears the board of ``ranks`` just before the optimizer step ``step``."""
 
     def __init__(self, ranks: list[int], step: int) -> None:
         self.ranks = list(ranks)

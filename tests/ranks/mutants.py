@@ -53,11 +53,6 @@ class HeldUpUpdate(Callback):
 
     In ``step`` of the first generation the optimizer changes half of the parameters on ``ranks``, waits until the
     fault is known, and a second more, and then changes the others.
-
-    Args:
-        step: counted from 1.
-        ranks: which.
-        fails: do not wait for a fault: be one, by an error between the halves.
     """
 
     def __init__(self, step: int, ranks: Sequence[int], fails: bool = False) -> None:
@@ -158,14 +153,9 @@ class LockWithoutTorn(Callback):
 
 
 class StaleStreams(Callback):
-    """After a recovery the random streams of an earlier step are put back.
+    """After a recovery the random streams of an earlier step are put back."""
 
-    Args:
-        steps: how many steps earlier (0: no defect).
-        only: a single stream, by its name in ``RngStates.streams``; default: all.
-    """
-
-    def __init__(self, steps: int = 1, only: str | None = None) -> None:
+    def __init__(self, steps: int = 1, only: str | None = None) -> None:  # 0 steps: no defect
         def make(original: Any) -> Any:
             def restore_streams(keeper: CheckpointManager) -> None:
                 if keeper.resumed_at is None:
@@ -192,13 +182,9 @@ class LostStreams(Callback):
 
 
 class ShiftedData(Callback):
-    """After a recovery the data does not go on where it stood.
+    """After a recovery the data does not go on where it stood."""
 
-    Args:
-        samples: how many of the whole job are skipped (0: no defect; negative: used again).
-    """
-
-    def __init__(self, samples: int) -> None:
+    def __init__(self, samples: int) -> None:  # skipped, of the whole job; 0: no defect
         def make(original: Any) -> Any:
             def snapshots(journal: StepJournal, step: int) -> Mapping[SnapshotPoint, StepSnapshot]:
                 found: Mapping[SnapshotPoint, StepSnapshot] = original(journal, step)
@@ -220,12 +206,9 @@ class ShiftedData(Callback):
 class TensorLeftOut(Callback):
     """One tensor is left out when a state moves; the rank that should get it keeps what it has.
 
-    Args:
-        where: ``wire``: its bytes are lost before they are in their place; ``order``: it is not asked for;
-            ``source``: the holders do not speak of it; ``room``: it is put beside its place; ``own``: a living rank
-            does not take it back; ``nowhere``: no defect.
-        tensor: a part of the last word of its key; the first such tensor.
-        rank: which rank is without it at the end.
+    ``where`` is ``wire``: its bytes are lost before they are in their place; ``order``: it is not asked for;
+    ``source``: the holders do not speak of it; ``room``: it is put beside its place; ``own``: a living rank does
+    not take it back; ``nowhere``: no defect. ``tensor`` is a part of the last word of its key.
     """
 
     def __init__(self, where: str, tensor: str, rank: int) -> None:

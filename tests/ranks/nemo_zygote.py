@@ -58,11 +58,8 @@ class RankFailure(AssertionError):
 class Zygote:
     """Forks ranks on demand from a process that has imported NeMo on the CPU platform.
 
-    Args:
-        modules: what it imports, in this order, if not NeMo.
-        folder: where all workers of a run of tests find the process; whoever comes first starts it. None: it is
-            this one's own.
-        path: folders in which it looks for modules first.
+    All workers of a run of tests find the process in ``folder``, and whoever comes first starts it; with None it is
+    this one's own. In the folders of ``path`` it looks for modules first.
     """
 
     def __init__(
@@ -87,16 +84,10 @@ class Zygote:
         limit_s: float = 180.0,
         expendable: tuple[int, ...] = (),
     ) -> list[Any]:
-        """Run `function` ("module:name") with `arguments` in `world_size` forked ranks.
+        """Run `function` ("module:name") in `world_size` forked ranks, and return what each returned, by rank.
 
-        Args:
-            expendable: ranks that may die; what they return is None then.
-
-        Returns:
-            What each rank returned, by rank.
-
-        Raises:
-            RankFailure: a rank raised, died or was still running after `limit_s` seconds.
+        Of `expendable` ranks, which may die, that is None then. Raises RankFailure for any other that does not end
+        well within `limit_s` seconds.
         """
         request = {
             "world_size": world_size,

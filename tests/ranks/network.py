@@ -35,11 +35,7 @@ def is_possible() -> bool:
 
 
 class Network:
-    """Provides some hosts, each with an address of its own that the others reach.
-
-    Args:
-        hosts: how many.
-    """
+    """Provides some hosts, each with an address of its own that the others reach."""
 
     def __init__(self, hosts: int) -> None:
         self._id = uuid.uuid4().hex[:6]

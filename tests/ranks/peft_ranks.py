@@ -19,11 +19,7 @@ from checkpointless.transfer.tensor_entry import Key
 
 
 class FineTuning(TrainingTensors):
-    """Holds a frozen layer and a trained one, the same on every rank: the whole job is one replica group.
-
-    Args:
-        seed: what the weights are made from.
-    """
+    """Holds a frozen layer and a trained one, the same on every rank: the whole job is one replica group."""
 
     def __init__(self, seed: int) -> None:
         torch.manual_seed(seed)
@@ -63,21 +59,11 @@ class Trainer:
 
 def recover(
     lost: Sequence[Sequence[int]],
-    base_first: bool = False,
+    base_first: bool = False,  # the base model is asked for before all the rest
     trained: Sequence[str] = ("trained.weight", "trained.bias"),
     **settings: Any,
 ) -> list[dict[str, Any]]:
-    """Train a step, and recover from faults, in each of which the processes of the ranks in ``lost`` are new ones.
-
-    Args:
-        lost: for each fault, these ranks.
-        base_first: ask for the base model alone, before all the rest.
-        trained: what the manager is told of.
-        **settings: of the manager.
-
-    Returns:
-        For each fault, what became of this rank's state.
-    """
+    """Train a step, and recover from faults, in each of which the processes of the ranks in ``lost`` are new."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=20))
     rank = dist.get_rank()
     manager = PEFTCheckpointManager(**settings)

@@ -24,11 +24,7 @@ WHY = "the device check exited with 1: a row of rank 2 is bad"
 
 
 class CheckedNodes(Nodes):
-    """A job of two nodes of two ranks each; node 1's device check fails, those of the others note what they see.
-
-    Args:
-        folder: folder of the check.
-    """
+    """A job of two nodes of two ranks each; node 1's device check fails, those of the others note what they see."""
 
     def __init__(self, run_dir: Path, folder: Path, *faults: str, **options: Any) -> None:
         self.seen = folder / "seen"

@@ -29,14 +29,7 @@ FAULTS_OF_A_JOB = 4
 
 @dataclass(frozen=True)
 class Case:
-    """Describes one job.
-
-    Attributes:
-        layout: its name.
-        kind: the kind of its faults.
-        phases: where they come, one after the other.
-        name: of the kind and the phases.
-    """
+    """Describes one job."""
 
     layout: str
     kind: FaultKind

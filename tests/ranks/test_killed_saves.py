@@ -52,12 +52,7 @@ def made_after(path: Path) -> int:
 
 
 def kill_in_a_save(seed: int, within_s: float, storage: Path, killed: list[int]) -> Callable[[Scene], None]:
-    """Return what kills all processes of a job at a random moment, and notes that it did.
-
-    Args:
-        seed: of the moment.
-        within_s: from how many seconds the moment is drawn; they begin with a save.
-    """
+    """Return what kills all processes of a job at a random moment, and notes that it did."""
 
     def saving() -> bool:
         return any(made_after(path) > newest(storage) for path in storage.glob("**/checkpoints/*-last-unfinished"))

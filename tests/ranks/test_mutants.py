@@ -47,18 +47,11 @@ def left_out(where: str, tensor: str, rank: int = 1) -> str:
 
 @dataclass(frozen=True)
 class Scene:
-    """Describes what a mutant and its control have in common.
-
-    Attributes:
-        faults: specs, each of which happens once.
-        args: overrides for the disturbed run.
-        target: the step that its first recovery resumes at, if nothing is wrong.
-        nproc: how many ranks.
-    """
+    """Describes what a mutant and its control have in common."""
 
     faults: tuple[str, ...]
     args: tuple[str, ...] = ()
-    target: int = 3
+    target: int = 3  # the step that its first recovery resumes at, if nothing is wrong
     nproc: int = 4
 
 

@@ -30,11 +30,7 @@ class Clock:
 
 
 class Node:
-    """Starts ranks by a fork server of its own.
-
-    Args:
-        folder: for logs.
-    """
+    """Starts ranks by a fork server of its own."""
 
     def __init__(self, folder: Path) -> None:
         self.clock = Clock()

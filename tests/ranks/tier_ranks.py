@@ -25,13 +25,7 @@ def part_of(rank: int, pool: HostMemoryPool) -> Part:
 
 
 def exchange(cases: list[dict[str, Any]]) -> list[list[Any]]:
-    """Exchange parts in one clique of all ranks, case by case; return what this rank has after each, by sender.
-
-    Args:
-        cases: of each exchange, the ranks that have ``nothing``, those that have ``no_room`` for others' parts,
-            those one of whose messages is ``damaged``, and whether messages go through a device (``is_staged``), as
-            over NCCL.
-    """
+    """Exchange parts in one clique of all ranks, case by case; return what this rank has after each, by sender."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     exchanges._CHUNK_BYTES = 1024
     pool, members = HostMemoryPool(), CliqueExchange(clique_group(1, dist.get_world_size()))
@@ -52,9 +46,9 @@ def _exchanged(
     members: CliqueExchange,
     pool: HostMemoryPool,
     nothing: Collection[int] = (),
-    no_room: Collection[int] = (),
-    damaged: Collection[int] = (),
-    is_staged: bool = False,
+    no_room: Collection[int] = (),  # for others' parts
+    damaged: Collection[int] = (),  # one of their messages
+    is_staged: bool = False,  # messages go through a device, as over NCCL
 ) -> dict[int, Part]:
     rank, arrivals, send, left = dist.get_rank(), HostMemoryPool(), dist.isend, [1]
     members._device = torch.device("cpu", 0) if is_staged else torch.device("cpu")

@@ -66,19 +66,12 @@ def held_before(known: str, original: Mapping[Key, torch.Tensor]) -> Mapping[Key
 
 def fill(
     destinations: Sequence[int],
-    damaged: Sequence[int] = (),
-    known: str = "nothing",
-    ahead: bool = False,
-    gaps: bool = False,
+    damaged: Sequence[int] = (),  # the holders that damage the bucket in the middle of what they send
+    known: str = "nothing",  # what a destination has already, as held_before() takes it
+    ahead: bool = False,  # the wire is played to run ahead
+    gaps: bool = False,  # some tensors have gaps in the memory of destinations
 ) -> dict[str, Any]:
-    """Fill ``destinations`` from all other ranks.
-
-    Args:
-        damaged: the holders that damage the bucket in the middle of what they send.
-        known: what a destination has already, as :func:`held_before` takes it.
-        ahead: the wire is played to run ahead.
-        gaps: the large tensor and each second small one have gaps in the memory of destinations.
-    """
+    """Fill ``destinations`` from all other ranks."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=20))
     if ahead:
         ahead_wire.install()
@@ -168,10 +161,8 @@ def averages(count: int) -> dict[str, Any]:
 def fill_objects(count: int, killed: bool = False, meeting: str = "") -> dict[str, Any]:
     """Fill rank 0 with objects of ``count`` large tensors, from all others.
 
-    Args:
-        killed: the last rank, which is the first holder then, is killed in the middle; then rank 0 is filled by
-            rank 1 alone.
-        meeting: a file that does not exist, where the two meet then.
+    With ``killed`` the first holder, which is the last rank then, is killed in the middle; then rank 0 is filled by
+    rank 1 alone, and the two meet at the file ``meeting``.
     """
     dist.init_process_group("gloo", timeout=timedelta(seconds=30))
     rank, world = dist.get_rank(), dist.get_world_size()

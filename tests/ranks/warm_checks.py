@@ -21,12 +21,7 @@ _known: dict[int, list[tuple[str, Any]]] = {}  # by generation, in this process
 
 
 class OldGroups(Callback):
-    """Writes down which old groups are alive after some steps of each generation.
-
-    Args:
-        folder: where each rank has a file, with a line per generation.
-        after: number of steps.
-    """
+    """Writes down which old groups are alive after some steps of each generation."""
 
     def __init__(self, folder: str, after: int = 3) -> None:
         self._path = Path(folder)

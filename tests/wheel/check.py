@@ -54,17 +54,7 @@ def copy_of_tree(target: Path) -> Path:
 
 
 def run(command: Sequence[str], folder: Path, env: Mapping[str, str], limit_s: float | None = None) -> str:
-    """Run a command to its end, and return what it printed.
-
-    Args:
-        command: the words.
-        folder: where.
-        env: its environment.
-        limit_s: in seconds.
-
-    Raises:
-        CheckError: it failed, or took too long.
-    """
+    """Run a command to its end, and return what it printed."""
     try:
         done = subprocess.run(
             command,
@@ -86,12 +76,7 @@ def run(command: Sequence[str], folder: Path, env: Mapping[str, str], limit_s: f
 
 
 class Check:
-    """Runs the checks, and says each with the seconds since the beginning.
-
-    Args:
-        work: an empty folder.
-        torch: the torch to install, as pip is told.
-    """
+    """Runs the checks, and says each with the seconds since the beginning."""
 
     def __init__(self, work: Path, torch: str) -> None:
         self._work = work
@@ -105,11 +90,7 @@ class Check:
         self._env = {**kept, "PATH": f"{self._bin}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
 
     def all(self) -> None:
-        """Run every check.
-
-        Raises:
-            CheckError: the first that failed.
-        """
+        """Run every check."""
         wheel, sdist = self._build()
         self._install(wheel)
         self._imports("the wheel")
@@ -220,14 +201,7 @@ class Check:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the checks.
-
-    Args:
-        arguments: of the command line (default: this process's).
-
-    Returns:
-        1 if something is wrong, else 0.
-    """
+    """Run the checks."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--torch", default="torch", help="as pip is told (default: any)")
     chosen = options.parse_args(arguments)

@@ -15,12 +15,7 @@ FOLDERS = {
 
 
 def differing(wheel: Path, root: Path) -> list[str]:
-    """Return the files of our wheel that are not those of a tree, or that one of the two lacks.
-
-    Args:
-        wheel: ours.
-        root: of the tree.
-    """
+    """Return the files of our wheel that are not those of a tree, or that one of the two lacks."""
     with zipfile.ZipFile(wheel) as archive:
         packed = {name: archive.read(name) for name in archive.namelist() if ".dist-info/" not in name}
     there = {

@@ -24,12 +24,7 @@ def normalised(name: str) -> str:
 
 
 def imported(tree: ast.AST, lazily: bool = True) -> Iterator[str]:
-    """Yield the names of the modules that a file imports, without ours and the standard library's.
-
-    Args:
-        tree: of the file.
-        lazily: whether imports in functions count, and those for type checkers.
-    """
+    """Yield the names of the modules that a file imports, without ours and the standard library's."""
     for node in ast.walk(tree) if lazily else ast.iter_child_nodes(tree):
         names: list[str] = []
         if isinstance(node, ast.Import):
@@ -40,14 +35,7 @@ def imported(tree: ast.AST, lazily: bool = True) -> Iterator[str]:
 
 
 def is_declared(module: str, declared: set[str], installed: Mapping[str, list[str]]) -> bool:
-    """Return whether a distribution that has ``module`` is among those that are declared.
-
-    Args:
-        module: its full name.
-        declared: normalised names of distributions.
-        installed: the distributions of each top-level module that is installed here. Another module is taken to be
-            of a distribution whose name begins with its own, as ``hydra`` is of ``hydra-core``.
-    """
+    """Return whether a distribution that has ``module`` is among those that are declared."""
     top = module.partition(".")[0]
     if top in installed:
         return any(normalised(each) in declared for each in installed[top])
@@ -65,11 +53,7 @@ def _declared() -> tuple[set[str], set[str]]:
 
 
 def main() -> int:
-    """Check the installed package.
-
-    Returns:
-        1 if something is wrong, else 0.
-    """
+    """Check the installed package."""
     package = importlib.import_module(OURS)
     base, extras = _declared()
     installed = packages_distributions()

@@ -18,11 +18,7 @@ RANK = int(os.environ["RANK"])
 
 
 class LastWords(dist.Store):
-    """Stands in for a store: its rank is lost when it asks for the first address, after it told its own.
-
-    Args:
-        store: the one that is asked in truth.
-    """
+    """Stands in for a store: its rank is lost when it asks for the first address, after it told its own."""
 
     def __init__(self, store: dist.Store) -> None:
         super().__init__()

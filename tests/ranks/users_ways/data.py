@@ -40,11 +40,7 @@ class Mock(MockDataModule):
 
 
 class CyclicText(TextDataModule):
-    """Deals out the demo's text by Megatron's cyclic sampler: in an order of its own for every pass.
-
-    Args:
-        **kwargs: those of the demo's module.
-    """
+    """Deals out the demo's text by Megatron's cyclic sampler: in an order of its own for every pass."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -67,11 +63,7 @@ class Conversations(FineTuningDataModule):
 
 
 def write(folder: str) -> None:
-    """Write what :class:`Conversations` and NeMo's ``PreTrainingDataModule`` read.
-
-    Args:
-        folder: gets ``conversations/`` and ``english.bin`` with ``english.idx``.
-    """
+    """Write what :class:`Conversations` and NeMo's ``PreTrainingDataModule`` read."""
     _write_conversations(Path(folder) / "conversations")
     _write_indexed_dataset(Path(folder) / "english")
 
@@ -149,13 +141,7 @@ class ResumableLoader(WrappedDataLoader):
 
 
 class IterableText(pl.LightningDataModule):
-    """Provides text from a dataset that has no indices, but a state.
-
-    Args:
-        seq_length: tokens per sample.
-        micro_batch_size: samples per micro-batch and data-parallel rank.
-        global_batch_size: samples per optimizer step over all ranks.
-    """
+    """Provides text from a dataset that has no indices, but a state."""
 
     def __init__(self, seq_length: int = 64, micro_batch_size: int = 2, global_batch_size: int = 16) -> None:
         super().__init__()

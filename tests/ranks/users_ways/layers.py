@@ -21,11 +21,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 
 def parallel_layers(config: Any) -> TransformerBlockSubmodules:
-    """Return the layers of this pipeline stage, which may be sequence or context parallel.
-
-    Args:
-        config: of the model, as NeMo gives it to ``transformer_layer_spec``.
-    """
+    """Return the layers of this pipeline stage, which may be sequence or context parallel."""
     layer = copy.deepcopy(get_gpt_layer_local_spec(normalization=config.normalization))
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
     layer.submodules.self_attention.submodules.core_attention = ContextParallelAttention
@@ -93,9 +89,6 @@ def grouped_layers(config: Any) -> ModuleSpec:
     """Return layers whose experts are one grouped matrix product, with a product in place of the CUDA kernel.
 
     Megatron still keeps, shards and reduces the weights of all experts as one; only its kernel is replaced.
-
-    Args:
-        config: of the model, as NeMo gives it to ``transformer_layer_spec``.
     """
     grouped_gemm_util.grouped_gemm = grouped_gemm_util.ops = _GroupedProduct
     return get_gpt_layer_local_spec(num_experts=config.num_moe_experts, moe_grouped_gemm=True)

@@ -25,11 +25,7 @@ _FORMAT = torch.float8_e4m3fn
 
 
 def quantised_layers(config: Any) -> ModuleSpec:
-    """Return layers whose first product after the attention keeps its weight in eight bits.
-
-    Args:
-        config: of the model, as NeMo gives it to ``transformer_layer_spec``.
-    """
+    """Return layers whose first product after the attention keeps its weight in eight bits."""
     _install()
     layer = copy.deepcopy(get_gpt_layer_local_spec(normalization=config.normalization))
     layer.submodules.mlp.submodules.linear_fc1 = QuantisedLinear
@@ -37,11 +33,7 @@ def quantised_layers(config: Any) -> ModuleSpec:
 
 
 class Quantizer:
-    """Makes bytes of values: with the scales of a layer, or with a scale from the values at hand.
-
-    Args:
-        state: the scales of the layer; None: the scale follows from the values.
-    """
+    """Makes bytes of values: with the scales of a layer, or with a scale from the values at hand."""
 
     def __init__(self, state: DelayedScalingState | None) -> None:
         self.state = state

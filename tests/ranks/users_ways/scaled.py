@@ -23,22 +23,14 @@ LARGEST = 448.0  # of torch.float8_e4m3fn
 
 
 def scaled_layers(config: Any) -> ModuleSpec:
-    """Return layers that quantise what goes into and comes back to their first product.
-
-    Args:
-        config: of the model, as NeMo gives it to ``transformer_layer_spec``.
-    """
+    """Return layers that quantise what goes into and comes back to their first product."""
     layer = copy.deepcopy(get_gpt_layer_local_spec(normalization=config.normalization))
     layer.submodules.mlp.submodules.linear_fc1 = ScaledLinear
     return layer
 
 
 class DelayedScalingState:
-    """Keeps scales and the histories that they follow from, as TransformerEngine's ``DelayedScalingRecipeState``.
-
-    Args:
-        tensors: how many tensors have a scale.
-    """
+    """Keeps scales and histories that they follow from, as TransformerEngine's ``DelayedScalingRecipeState``."""
 
     def __init__(self, tensors: int) -> None:
         self.scale = torch.ones(tensors)

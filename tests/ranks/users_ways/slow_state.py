@@ -12,13 +12,7 @@ from checkpointless.inprocess import active_call_wrapper
 
 
 class SlowToRecord(Callback):
-    """Makes a rank wait while the state of its callbacks is recorded, when the step's parameters are whole already.
-
-    Args:
-        rank: that waits.
-        step: whose recording takes long, in the first generation.
-        seconds: how long.
-    """
+    """Makes a rank wait while its callbacks' state is recorded, when the step's parameters are whole already."""
 
     def __init__(self, rank: int, step: int, seconds: float) -> None:
         self._rank, self._step, self._seconds = rank, step, seconds

@@ -12,7 +12,7 @@ BUDGETS = {
     "lines of the product": 51_166,
     "modules of the product": 219,
     "public names of the product": 751,
-    "lines of the tests": 53_876,
+    "lines of the tests": 53_342,
     "bytes of docs/": 202_365,
     "bytes of docs/architecture.md": 34_841,
     "bytes of docs/guarantees.md": 13_466,
