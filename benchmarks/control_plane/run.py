@@ -27,21 +27,22 @@ from checkpointless.launcher.coordinator.job import Node
 from checkpointless.launcher.coordinator.job_config import JobConfig
 from checkpointless.launcher.protocol.causes import Cause, CauseKind
 from checkpointless.launcher.protocol.channel import Channel
-from checkpointless.launcher.protocol.messages import Answer, LineBuffer, encode
-from checkpointless.launcher.protocol.node_messages import (
+from checkpointless.launcher.protocol.messages import (
     FROM_COORDINATOR,
     FROM_NODE,
-    Answered,
-    Ask,
-    Begin,
+    Answer,
+    Barrier,
     FaultNotice,
+    FaultReport,
+    Go,
+    Inquire,
     Joined,
     Kill,
+    LineBuffer,
     NodeMessage,
     OpenStore,
     Progress,
     RankEnded,
-    RankReady,
     RankStanding,
     RankState,
     Silent,
@@ -49,7 +50,7 @@ from checkpointless.launcher.protocol.node_messages import (
     Spawn,
     Standing,
     StoreOpened,
-    Trouble,
+    encode,
 )
 from checkpointless.observability.telemetry.events import EventLog
 
@@ -90,7 +91,7 @@ class SimulatedNode:
 
     def ready(self, rank: int, step: int) -> None:
         """A rank is at the barrier."""
-        self.say(RankReady(rank, self.incarnations[rank], step, step + 1))
+        self.say(Barrier(0, rank=rank, incarnation=self.incarnations[rank], committed=step, making=step + 1))
 
 
 class World:
@@ -182,12 +183,12 @@ class World:
                 node.ready(rank, self.step)
         elif isinstance(command, Kill):
             node.say(self._death(command.rank, forgiven=True))
-        elif isinstance(command, Ask):
+        elif isinstance(command, Inquire):
             for rank in command.ranks:
-                node.say(Answered(rank, Answer(command.id, rank != self.culprit, TRACEBACK)))
+                node.say(Answer(command.id, rank != self.culprit, TRACEBACK, rank=rank))
 
-    def _trouble(self, rank: int, kind: CauseKind, error: str, message: str) -> Trouble:
-        return Trouble(
+    def _trouble(self, rank: int, kind: CauseKind, error: str, message: str) -> FaultReport:
+        return FaultReport(
             generation=self.coordinator.job.generation,
             cause=Cause(
                 kind, rank, "exception", f"raised {error}", self.step + 1, message, error, message, TRACEBACK
@@ -252,8 +253,8 @@ class World:
         self._check(case, generation)
         if FaultNotice in self._last:
             self.measurement.told_s = self._last[FaultNotice] - began_s
-        if Begin in self._last:
-            self.measurement.regrouped_s = self._last[Begin] - self._last.get(FaultNotice, began_s)
+        if Go in self._last:
+            self.measurement.regrouped_s = self._last[Go] - self._last.get(FaultNotice, began_s)
         done, self.measurement = self.measurement, Measurement("", self.ranks)
         self._train()  # so that the incident is over, and the next one comes after some progress
         return done
@@ -346,7 +347,10 @@ def over_a_socket(messages: int = 5_000) -> dict[str, float]:
     ours, theirs = socket.socketpair()
     heard: list[Any] = []
     channel = Channel(ours, selector, hears=FROM_NODE, on_message=heard.append, on_close=progress)
-    line, taken = encode(RankReady(9, 0, 10, 11)), dict.fromkeys(("encode", "send", "decode", "receive"), 0.0)
+    line, taken = (
+        encode(Barrier(0, rank=9, incarnation=0, committed=10, making=11)),
+        dict.fromkeys(("encode", "send", "decode", "receive"), 0.0),
+    )
     with theirs:
         for _ in range(messages):
             began_s = time.thread_time()

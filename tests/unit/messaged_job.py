@@ -10,17 +10,18 @@ from checkpointless.launcher.coordinator.coordinator import Coordinator
 from checkpointless.launcher.coordinator.job import Node
 from checkpointless.launcher.coordinator.job_config import JobConfig
 from checkpointless.launcher.protocol.causes import Cause, CauseKind
-from checkpointless.launcher.protocol.node_messages import (
+from checkpointless.launcher.protocol.messages import (
+    Barrier,
     Command,
+    Done,
     End,
+    FaultReport,
+    Hello,
     Joined,
     NodeMessage,
     OpenStore,
-    RankDone,
     RankEnded,
-    RankReady,
     StoreOpened,
-    Trouble,
 )
 from checkpointless.observability.telemetry.events import EventLog
 
@@ -113,7 +114,7 @@ class Job:
     ) -> None:
         for rank in ranks:
             incarnation = self.coordinator.ranks[rank].incarnation
-            self.tell(rank, RankReady(rank, incarnation, committed, making, entered, unfit))
+            self.tell(rank, at_barrier(rank, incarnation, committed, making, entered, unfit))
 
     def raises(self, rank: int, kind: CauseKind = CauseKind.EXCEPTION, **more: Any) -> None:
         self.tell(rank, trouble(rank, kind, **{"generation": self.coordinator.job.generation, **more}))
@@ -134,7 +135,7 @@ class Job:
     def returns(self) -> None:
         """Have the block of every rank return."""
         for rank in self.ranks:
-            self.tell(rank, RankDone(rank, self.coordinator.job.generation))
+            self.tell(rank, Done(self.coordinator.job.generation, rank=rank))
 
     def begin(self) -> Job:
         """Have all nodes join and all ranks get to the barrier, and forget what was sent until then."""
@@ -174,6 +175,14 @@ class Job:
         return self.outcome.last_words[-1]
 
 
+def at_barrier(
+    rank: int, incarnation: int, committed: int = -1, making: int = -1, entered: bool = False, unfit: str = ""
+) -> Hello | Barrier:
+    """Return what a node passes on of a rank at the barrier, which in its block before if it has ``entered``."""
+    shown = {"rank": rank, "incarnation": incarnation, "committed": committed, "making": making}
+    return Barrier(0, unfit, **shown) if entered else Hello(0, **shown)
+
+
 def go_env(generation: int, host: int = 0) -> dict[str, str]:
     count = str(generation)
     return {
@@ -191,6 +200,6 @@ def trouble(
     generation: int = 0,
     what: str = "raised ValueError",
     error: str = "ValueError",
-) -> Trouble:
+) -> FaultReport:
     cause = Cause(kind, rank, "exception", what, 4, "no", error, "no", "Traceback\n")
-    return Trouble(generation, cause, 3, 4)
+    return FaultReport(generation, cause, rank=rank, committed=3, making=4)

@@ -25,7 +25,7 @@ from checkpointless.launcher.coordinator.hosting import TICK_S, coordinate
 from checkpointless.launcher.coordinator.job import FAILED
 from checkpointless.launcher.coordinator.job_config import JobConfig
 from checkpointless.launcher.protocol.board import NO_STEP, Board
-from checkpointless.launcher.protocol.node_messages import End
+from checkpointless.launcher.protocol.messages import End
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.events import EVENTS_FILE, EventLog
 from checkpointless.observability.telemetry.scribe import LogRelay, scribe

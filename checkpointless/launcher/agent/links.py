@@ -33,21 +33,22 @@ from checkpointless.launcher.protocol.channel import (
     Welcome,
     check_version,
 )
-from checkpointless.launcher.protocol.messages import LineBuffer, ProtocolError, encode
-from checkpointless.launcher.protocol.node_messages import (
-    FOR_OPERATOR,
+from checkpointless.launcher.protocol.messages import (
     FROM_COORDINATOR,
     Alive,
     Command,
     Discard,
     End,
-    JobOver,
+    FaultReport,
+    GiveUp,
+    Inexact,
     Joined,
-    MoveNode,
+    LineBuffer,
+    MoveWanted,
     NodeMessage,
-    RankInexact,
+    ProtocolError,
     Searching,
-    Trouble,
+    encode,
 )
 from checkpointless.observability.telemetry.events import EventLog
 from checkpointless.observability.telemetry.scribe import in_thread
@@ -62,7 +63,7 @@ _PAUSE_S = 15.0  # no attempt takes this long: a longer pause means that this pr
 _NEWS_BYTES = 4096
 _REFUSED_FOR_S = 2.0  # a refusal that lasts this long is final
 
-_KEPT = (Trouble, JobOver, RankInexact)  # while there is no coordinator; the agent tells the rest with its standing
+_KEPT = (FaultReport, GiveUp, Inexact)  # while there is no coordinator; the agent tells the rest with its standing
 
 
 class Link(abc.ABC):
@@ -402,7 +403,7 @@ def move_node(
     )
     deadline_s = time.monotonic() + timeout_s
     with asked.connection as connection:
-        connection.sendall(encode(MoveNode(node, rank)))
+        connection.sendall(encode(MoveWanted("checkpointless move", node, rank)))
         lines = LineBuffer()
         while (left_s := deadline_s - time.monotonic()) > 0:
             connection.settimeout(left_s)
@@ -410,7 +411,7 @@ def move_node(
             if not data:
                 raise JoinError(f"the coordinator at {asked.where} has ended")
             for line in lines.feed(data):
-                news = FOR_OPERATOR.decode(line)
+                news = FROM_COORDINATOR.decode(line)
                 say(news.line)
                 if news.is_over:
                     return bool(news.is_moved)

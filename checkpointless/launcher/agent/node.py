@@ -26,26 +26,29 @@ from checkpointless.launcher.coordinator.stragglers import pace_of
 from checkpointless.launcher.protocol.board import NO_STEP, BoardReading
 from checkpointless.launcher.protocol.causes import signal_name
 from checkpointless.launcher.protocol.channel import LOOPBACK
-from checkpointless.launcher.protocol.messages import FaultNotice, Finish, Go, HandOver, Inquire, Offer, Pause
-from checkpointless.launcher.protocol.node_messages import (
+from checkpointless.launcher.protocol.messages import (
     IN_BLOCK,
-    AllDone,
-    Ask,
-    Begin,
     Command,
     Discard,
     Displaced,
     End,
+    FaultNotice,
+    Finish,
+    GiveUp,
+    Go,
+    HandOver,
     Holding,
-    JobOver,
+    Inquire,
     Kill,
     Leaving,
-    MoveRefused,
+    MoveNews,
     MoveWanted,
     NodeMessage,
+    Offer,
     OneEnded,
     OpenStore,
     Paces,
+    Pause,
     Progress,
     RankEnded,
     RankStanding,
@@ -508,7 +511,7 @@ class NodeAgent:
             if command.afresh:
                 self._exits.elsewhere = None
             self.processes.spawn(command)
-        elif isinstance(command, Begin):
+        elif isinstance(command, Go):
             self._begin(command)
         elif isinstance(command, FaultNotice):
             self._interrupt(command)
@@ -518,23 +521,24 @@ class NodeAgent:
             for rank in self.ranks.values():
                 if rank.state in IN_BLOCK:
                     rank.send(command)
-        elif isinstance(command, MoveRefused):
-            self._is_draining, self._drain_at_s = False, self.clock() + _DRAIN_AGAIN_S
-            if not self._hosts:  # else it has said so as the coordinator
-                self._say(command.reason)
+        elif isinstance(command, MoveNews):
+            if command.is_over and not command.is_moved:
+                self._is_draining, self._drain_at_s = False, self.clock() + _DRAIN_AGAIN_S
+                if not self._hosts:  # else it has said so as the coordinator
+                    self._say(command.line)
         elif isinstance(command, Offer):
             self.processes.offer(msgspec.structs.replace(command, address=self._address()))
-        elif isinstance(command, Ask):
+        elif isinstance(command, Inquire):
             for number in command.ranks:
-                self._rank(number).send(Inquire(command.id))
+                self._rank(number).send(command)
         elif isinstance(command, Kill):
             self._kill(command)
-        elif isinstance(command, AllDone):
+        elif isinstance(command, Finish):
             self.job.finished = True
             for rank in self.ranks.values():
                 if rank.state in IN_BLOCK:  # others have gone on to the next block
                     rank.state = RankState.FINISHED
-                    rank.send(Finish())
+                    rank.send(command)
         elif isinstance(command, OneEnded):
             self._exits.elsewhere = command.rank
         elif isinstance(command, End):
@@ -580,7 +584,8 @@ class NodeAgent:
         try:
             self._store = _GenerationStore(generation, self._address())
         except (OSError, RuntimeError) as error:
-            self._report(JobOver(f"node {self.index}: no store can be opened for generation {generation}: {error}"))
+            reason = f"node {self.index}: no store can be opened for generation {generation}: {error}"
+            self._report(GiveUp(-1, reason))
             return
         self._report(StoreOpened(generation, self._store.address, self._store.port))
 
@@ -590,21 +595,21 @@ class NodeAgent:
             self._store.close()
             self._store = None
 
-    def _begin(self, begin: Begin) -> None:
+    def _begin(self, go: Go) -> None:
         job = self.job
         self.takes_part, self.has_moved = True, False
-        job.generation, job.began_after = begin.generation, begin.high_water
-        job.incident, job.finished = begin.incident or None, False
-        self._beats.begin(begin.target, begin.high_water)
+        job.generation, job.began_after = go.generation, go.high_water
+        job.incident, job.finished = go.incident, False
+        self._beats.begin(go.target, go.high_water)
         self.processes.failures = 0
-        known = NO_STEP if begin.generation == begin.origin else begin.high_water  # nothing comes before an origin
+        known = NO_STEP if go.generation == go.origin else go.high_water  # nothing comes before an origin
         now_s = self.clock()
         for rank in self.ranks.values():
             if rank.state is not RankState.READY:
                 continue  # its process has ended since; the coordinator hears of that
             rank.begin(now_s)
-            env = {**begin.env, SOURCE_ENV: begin.sources.get(str(rank.number), "")}
-            if not rank.send(Go(begin.generation, job.incident, env, known, begin.origin)):
+            env = {**go.env, SOURCE_ENV: go.sources.get(str(rank.number), "")}
+            if not rank.send(msgspec.structs.replace(go, env=env, high_water=known, sources={})):
                 rank.kill_at_s = now_s + EXIT_GRACE_S
 
     def _interrupt(self, notice: FaultNotice) -> None:

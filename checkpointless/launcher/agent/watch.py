@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from checkpointless.launcher.protocol.board import NO_STEP
-from checkpointless.launcher.protocol.node_messages import RankState
+from checkpointless.launcher.protocol.messages import RankState
 from checkpointless.observability.monitoring.metrics import (
     OUTSIDE,
     JobNames,

@@ -27,37 +27,39 @@ from checkpointless.launcher.coordinator.regrouping import Processes, Regrouping
 from checkpointless.launcher.coordinator.stragglers import StragglerRule
 from checkpointless.launcher.protocol.board import NO_STEP
 from checkpointless.launcher.protocol.causes import Cause, CauseKind
-from checkpointless.launcher.protocol.node_messages import (
+from checkpointless.launcher.protocol.messages import (
     IN_BLOCK,
     Alive,
-    AllDone,
-    Answered,
-    Ask,
+    Answer,
+    Barrier,
     DeviceBad,
     Discard,
+    Done,
+    FaultReport,
+    Finish,
+    GiveUp,
+    Hello,
     Holding,
-    JobOver,
+    Inexact,
+    Inquire,
     Joined,
     Leaving,
+    MoveNews,
     MoveWanted,
     NodeMessage,
+    Offered,
     OpenStore,
     Paces,
+    Paused,
     Progress,
-    RankDone,
     RankEnded,
-    RankInexact,
-    RankOffered,
     RankPace,
-    RankPaused,
-    RankReady,
     RankStanding,
     RankState,
     Searching,
     Silent,
     Standing,
     StoreOpened,
-    Trouble,
 )
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.events import EventLog
@@ -217,7 +219,7 @@ class _Takeover:
                 self._roster.move(rank, RankState.GONE)
                 self._processes.spawn(rank)
             case _Reunion.FINISH:
-                rank.node.send(AllDone())
+                rank.node.send(Finish())
             case _Reunion.ENDED:
                 self._ended(rank)
             case _Reunion.AGREED:
@@ -282,7 +284,7 @@ def _ask(job: Job, inquiry: int, ranks: list[int]) -> None:
     for number in ranks:
         asked[job.roster.ranks[number].node.index].append(number)
     for index, numbers in asked.items():
-        job.roster.nodes[index].send(Ask(inquiry, numbers))
+        job.roster.nodes[index].send(Inquire(inquiry, numbers))
 
 
 def _report_stall(job: Job, stall: Stall) -> None:
@@ -311,12 +313,11 @@ class _HangResponse:
         self._processes = processes
         self._graces: dict[int, _Grace] = {}  # by rank
 
-    def hear(self, node: Node, message: Silent | Answered) -> None:
+    def hear(self, node: Node, message: Silent | Answer) -> None:
         """Pass on which ranks of a node are silent, or where a silent rank stands."""
         job = self._job
-        if isinstance(message, Answered):
-            rank = job.roster.rank_of(message.rank, node)
-            self._hangs.answered(rank.number, message.answer)
+        if isinstance(message, Answer):
+            self._hangs.answered(job.roster.rank_of(message.rank, node).number, message)
             return
         for silent in message.ranks:
             job.roster.rank_of(silent.number, node)
@@ -436,8 +437,8 @@ class _Suspects:
             why = f"rank {rank} has computed gradients wrongly twice"
             self._move(self._job.roster.ranks[rank].node.index, why, partial(self._told, rank))
 
-    def _told(self, rank: int, line: str, is_moved: bool | None) -> None:
-        if is_moved:
+    def _told(self, rank: int, news: MoveNews) -> None:
+        if news.is_moved:
             del self._found[rank]
 
 
@@ -488,7 +489,7 @@ class Coordinator:
         if self._moves.hear(node, message, self.host):
             return
         match message:
-            case Alive() | MoveWanted() | RankPaused() | RankOffered():
+            case Alive() | MoveWanted() | Paused() | Offered():
                 pass
             case Joined():
                 self.membership.joined(node)
@@ -496,9 +497,9 @@ class Coordinator:
                 self._takeover.standing(node, message)
             case StoreOpened():
                 self._on_store(node, message)
-            case JobOver(is_lost=True):
+            case GiveUp(is_lost=True):
                 self._regrouping.state_lost(message.generation, message.reason)
-            case JobOver():
+            case GiveUp():
                 self.job.end(message.code & 0xFF or FAILED, message.reason)
             case Searching():
                 node.searching = self.job.phase is not Phase.JOINING
@@ -506,7 +507,7 @@ class Coordinator:
                 self.job.end(FAILED, message.reason)
             case Leaving():
                 self.membership.lose_for_good(node, message.reason)
-            case RankInexact():
+            case Inexact():
                 rank = self.job.roster.rank_of(message.rank, node)
                 self.job.incidents.not_exact(rank.number, message.generation, message.reason)
             case Holding():
@@ -521,7 +522,7 @@ class Coordinator:
                 self._bad_devices.hear(self.job.roster.rank_of(message.rank, node), message, self.host)
             case DeviceBad():
                 logger.info("rank %d: a report of a node that was given up", message.rank)
-            case Silent() | Answered():
+            case Silent() | Answer():
                 self._hangs.hear(node, message)
             case _:
                 self._on_rank(self.job.roster.rank_of(message.rank, node), message)
@@ -532,7 +533,7 @@ class Coordinator:
 
     def _leave_slow(self, node: int, why: str) -> None:
         if self.job.config.move_stragglers:
-            self.move(node, why, lambda line, ok: None)
+            self.move(node, why, lambda news: None)
 
     def tick(self, now_s: float) -> None:
         """Act on the time that has passed."""
@@ -599,26 +600,27 @@ class Coordinator:
             job.roster.fresh.clear()
             job.incidents.recovered(job.high_water)
 
-    def _on_rank(self, rank: Rank, message: RankReady | Trouble | RankEnded | RankDone) -> None:
+    def _on_rank(self, rank: Rank, message: Hello | Barrier | FaultReport | RankEnded | Done) -> None:
         if self.job.phase is Phase.JOINING:
             self.membership.standings.hear(rank, message)
             return
         if not rank.node.joined:
             logger.info("rank %d: %s, of a process that its node has to end", rank.number, message.type)
             return
-        if not isinstance(message, RankDone):
+        if not isinstance(message, Done):
             rank.committed, rank.making = message.committed, message.making
         self.job.high_water = max(self.job.high_water, message.committed)
-        if isinstance(message, RankReady):
+        if isinstance(message, Hello | Barrier):
             if message.incarnation == rank.incarnation and self._processes.was_asked_for(rank):
-                rank.entered, rank.unfit = message.entered, message.unfit
+                rank.entered = isinstance(message, Barrier)
+                rank.unfit = message.unfit if isinstance(message, Barrier) else ""
                 self._regrouping.ready(rank)
         elif isinstance(message, RankEnded):
             if message.incarnation == rank.incarnation and rank.state is not RankState.GONE:  # else it is known
                 self._regrouping.ended(rank, message)
         elif message.generation != self.job.generation or rank.state not in (*IN_BLOCK, RankState.LEAVING):
             logger.info("rank %d: %s of generation %d is stale", rank.number, message.type, message.generation)
-        elif isinstance(message, Trouble):
+        elif isinstance(message, FaultReport):
             self._suspects.hear(message.cause)
             self._regrouping.fault(message.cause)
         else:

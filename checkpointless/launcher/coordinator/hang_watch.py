@@ -11,8 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from checkpointless.launcher.protocol.messages import Answer
-from checkpointless.launcher.protocol.node_messages import SilentRank
+from checkpointless.launcher.protocol.messages import Answer, SilentRank
 from checkpointless.observability.telemetry.wording import numbered
 from checkpointless.system.process_tree import ProcessLook, ProcessState, state_of
 

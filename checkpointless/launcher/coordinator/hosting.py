@@ -25,7 +25,7 @@ from checkpointless.launcher.protocol.channel import (
     check_version,
     resolve,
 )
-from checkpointless.launcher.protocol.node_messages import FROM_NODE, FROM_OPERATOR, Alive, MoveNews, MoveNode
+from checkpointless.launcher.protocol.messages import FROM_NODE, FROM_OPERATOR, Alive, MoveWanted
 from checkpointless.observability.telemetry.events import EventLog
 from checkpointless.system.awake_clock import AwakeClock
 
@@ -144,7 +144,7 @@ class CoordinatorPort:
     def _hear(self, guest: _Guest, message: Any) -> None:
         if guest.node is not None:
             self._coordinator.hear(guest.node, message)
-        elif isinstance(message, MoveNode) and not guest.has_asked:
+        elif isinstance(message, MoveWanted) and not guest.has_asked:
             self._on_operator(guest, message)
         elif isinstance(message, Proof) and guest.channel is not None:
             self._on_proof(guest, guest.channel, message)
@@ -169,17 +169,12 @@ class CoordinatorPort:
         channel.hears = FROM_NODE
         channel.send(guest.challenge.welcome(self._token, proof))
 
-    def _on_operator(self, guest: _Guest, asked: MoveNode) -> None:
+    def _on_operator(self, guest: _Guest, asked: MoveWanted) -> None:
         """Move a node as an operator asks, who hears what becomes of it."""
         guest.has_asked = True
-        job = self._coordinator.job
-        node = asked.node if asked.rank < 0 else asked.rank // job.config.nproc_per_node
-
-        def tell(line: str, ok: bool | None) -> None:
-            if guest.channel is not None:
-                guest.channel.send(MoveNews(line, ok is not None, bool(ok)))
-
-        self._coordinator.move(node, "checkpointless move", tell)
+        node = asked.node if asked.rank < 0 else asked.rank // self._coordinator.job.config.nproc_per_node
+        assert guest.channel is not None
+        self._coordinator.move(node, asked.reason, guest.channel.send)
 
     def _lost(self, guest: _Guest, reason: str) -> None:
         if guest in self._guests:

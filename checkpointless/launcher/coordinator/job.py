@@ -25,7 +25,7 @@ from checkpointless.launcher.coordinator.incident_policy import GiveUpDecision, 
 from checkpointless.launcher.coordinator.job_config import JobConfig
 from checkpointless.launcher.protocol.board import NO_STEP
 from checkpointless.launcher.protocol.causes import Cause, CauseKind, attribute
-from checkpointless.launcher.protocol.node_messages import Command, End, Progress, RankState
+from checkpointless.launcher.protocol.messages import Command, End, Progress, RankState
 from checkpointless.observability.telemetry.event_names import EventName, Rung
 from checkpointless.observability.telemetry.events import Edge, EventLog
 from checkpointless.observability.telemetry.narration import INCIDENT, detected_line, recovered_line

@@ -9,18 +9,19 @@ from checkpointless.launcher.coordinator.job import FAILED, NOT_YET, Job, Node, 
 from checkpointless.launcher.coordinator.regrouping import Processes, Regrouping
 from checkpointless.launcher.protocol.board import NO_STEP
 from checkpointless.launcher.protocol.causes import Cause, CauseKind, attribute, exit_cause
-from checkpointless.launcher.protocol.node_messages import (
+from checkpointless.launcher.protocol.messages import (
     IN_BLOCK,
+    Barrier,
     Command,
     DeviceBad,
+    Done,
     End,
+    FaultReport,
+    Hello,
     Holding,
-    RankDone,
     RankEnded,
-    RankReady,
     RankState,
     Standing,
-    Trouble,
 )
 from checkpointless.observability.telemetry.event_names import EventName, Rung
 
@@ -68,15 +69,15 @@ class _StandingReports:
         """Forget the report of a node that is lost (again)."""
         self._standings.pop(node.index, None)
 
-    def hear(self, rank: Rank, message: RankReady | Trouble | RankEnded | RankDone) -> None:
+    def hear(self, rank: Rank, message: Hello | Barrier | FaultReport | RankEnded | Done) -> None:
         """Record what happened to a rank before its own node came, or while other nodes are on their way."""
-        if isinstance(message, Trouble):
+        if isinstance(message, FaultReport):
             self._causes.append(message.cause)
         elif isinstance(message, RankEnded):
             self._ends.append(message)
             self._roster.move(rank, RankState.GONE)
         elif rank.state is not RankState.GONE:  # else no process of it was asked for yet
-            self._roster.move(rank, RankState.READY if isinstance(message, RankReady) else RankState.DONE)
+            self._roster.move(rank, RankState.DONE if isinstance(message, Done) else RankState.READY)
 
     @property
     def is_over(self) -> bool:

@@ -19,26 +19,26 @@ from checkpointless.launcher.coordinator.job import Job, Node, Phase
 from checkpointless.launcher.coordinator.regrouping import Processes, Regrouping
 from checkpointless.launcher.protocol.board import NO_STEP
 from checkpointless.launcher.protocol.causes import exit_cause, planned_cause
-from checkpointless.launcher.protocol.messages import Offer, Pause
-from checkpointless.launcher.protocol.node_messages import (
+from checkpointless.launcher.protocol.messages import (
     DeviceBad,
     Discard,
     Displaced,
-    MoveRefused,
+    Hello,
+    MoveNews,
     MoveWanted,
     NodeMessage,
+    Offer,
+    Offered,
+    Pause,
+    Paused,
     RankEnded,
-    RankOffered,
-    RankPaused,
-    RankReady,
     Spawn,
 )
 from checkpointless.observability.telemetry.event_names import EventName, Rung
 from checkpointless.system.environment import MASTER_ADDR_ENV, MASTER_PORT_ENV
 
 _OF_THE_STORE = (MASTER_ADDR_ENV, MASTER_PORT_ENV)
-#: Hears what becomes of a move: a line, and how it ended (None: it goes on).
-Tell = Callable[[str, bool | None], None]
+Tell = Callable[[MoveNews], None]  # hears what becomes of a move
 
 
 _GOES_ON = "; training goes on"
@@ -82,7 +82,7 @@ class _Move:
     paused_in: int = NO_STEP
     ask_at_s: float = 0.0
     asked: dict[int, int] = field(default_factory=dict)
-    offers: dict[int, RankOffered] = field(default_factory=dict)
+    offers: dict[int, Offered] = field(default_factory=dict)
     problem: str = ""
 
 
@@ -114,7 +114,7 @@ class Moves:
         if problem or spare is None:
             line = f"node {index} is not moved: {problem}{_GOES_ON}"
             job.say(line)
-            tell(line, False)
+            tell(MoveNews(line, True))
             return
         now_s = job.clock()
         node = self._roster.nodes[index]
@@ -152,9 +152,9 @@ class Moves:
         move = self._move
         if isinstance(message, MoveWanted):
             self._wanted(node, message, host)
-        elif isinstance(message, RankPaused):
+        elif isinstance(message, Paused):
             self._paused(message)
-        elif isinstance(message, RankOffered):
+        elif isinstance(message, Offered):
             if move is not None and node is move.node and move.asked.get(message.rank) == message.incarnation:
                 move.offers[message.rank] = message
                 self._regrouping.begin_if_all_are_here()
@@ -167,11 +167,11 @@ class Moves:
     def _wanted(self, node: Node, message: MoveWanted, host: Node | None) -> None:
         if self._roster.is_in_place(node):
             index = node.index
-            self.ask(index, message.reason, lambda line, ok: _tell_node(self._roster.nodes[index], line, ok), host)
+            self.ask(index, message.reason, lambda news: self._roster.nodes[index].send(news), host)
 
     def _of_successor(self, move: _Move, message: NodeMessage) -> None:
         """Act on what has become of a process on the spare that has no place in the job yet."""
-        if isinstance(message, RankReady) and move.stage is _Stage.WARMING:
+        if isinstance(message, Hello) and move.stage is _Stage.WARMING:
             move.here.add(message.rank)
             if len(move.here) == len(move.successors):
                 seconds = self._job.clock() - move.began_s
@@ -183,7 +183,7 @@ class Moves:
         elif isinstance(message, DeviceBad):
             self._stay(f"a device of the spare must not be used: {message.why}")
 
-    def _paused(self, message: RankPaused) -> None:
+    def _paused(self, message: Paused) -> None:
         move = self._move
         if move is None or move.stage is not _Stage.PAUSING or message.generation != self._job.generation:
             return
@@ -290,7 +290,7 @@ class Moves:
         self._job.incidents.emit(EventName.MOVED, "point", node_number=move.spare.index, seconds=seconds, step=step)
         line = f"node {move.spare.index} has moved to a spare in {seconds:.1f} s: the old node is idle"
         self._job.say(line)
-        move.tell(line, True)
+        move.tell(MoveNews(line, True, True))
 
     def _stay(self, problem: str) -> None:
         """Give the move up; ranks that may have agreed to pause already do so, and go on together."""
@@ -313,15 +313,10 @@ class Moves:
             move.spare.send(Discard(moved=True))
         line = f"node {move.node.index} was not moved: {why}"
         self._job.say(line)
-        move.tell(line, False)
+        move.tell(MoveNews(line, True))
 
     def _say(self, what: str) -> None:
         assert self._move is not None
         line = f"node {self._move.node.index} {what}"
         self._job.say(line)
-        self._move.tell(line, None)
-
-
-def _tell_node(node: Node, line: str, ok: bool | None) -> None:
-    if ok is False:
-        node.send(MoveRefused(line))
+        self._move.tell(MoveNews(line, False))

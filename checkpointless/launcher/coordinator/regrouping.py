@@ -19,13 +19,13 @@ from checkpointless.launcher.coordinator.incident_policy import (
 from checkpointless.launcher.coordinator.job import FAILED, Job, Phase, Rank
 from checkpointless.launcher.protocol.board import NO_STEP
 from checkpointless.launcher.protocol.causes import Cause, CauseKind, exit_cause
-from checkpointless.launcher.protocol.messages import HandOver
-from checkpointless.launcher.protocol.node_messages import (
+from checkpointless.launcher.protocol.messages import (
     COUNTED,
     IN_BLOCK,
-    AllDone,
-    Begin,
     FaultNotice,
+    Finish,
+    Go,
+    HandOver,
     Kill,
     OneEnded,
     OpenStore,
@@ -409,9 +409,9 @@ class Regrouping:
             self._roster.move(rank, RankState.RUNNING)
         self._hangs.forget()
         job.progress.forget()
-        incident_id = incident.id if incident else ""
         sources = {str(rank): source for rank, source in job.rendezvous.sources.items()}
-        job.tell_nodes(Begin(job.generation, incident_id, env, job.high_water, job.target, job.origin, sources))
+        incident_id = incident.id if incident else None
+        job.tell_nodes(Go(job.generation, incident_id, env, job.high_water, job.target, job.origin, sources))
         self._incidents.emit(EventName.GO, "point", high_water=job.high_water)
 
     def _look_back(self) -> None:
@@ -460,7 +460,7 @@ class Regrouping:
         for rank in self._roster.ranks:
             if rank.state in IN_BLOCK:
                 self._roster.move(rank, RankState.FINISHED)
-        self._job.tell_nodes(AllDone())
+        self._job.tell_nodes(Finish())
 
     def check_end(self) -> None:
         """End the job if all processes have ended, or if one has ended that the others wait for."""

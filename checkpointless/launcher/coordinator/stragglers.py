@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from checkpointless.launcher.protocol.board import PaceReading
-from checkpointless.launcher.protocol.node_messages import RankPace
+from checkpointless.launcher.protocol.messages import RankPace
 
 _LEAST = 8  # steps that are known of a rank before it is compared
 _CONFIRMED = 4  # steps after which it is still slow

@@ -26,7 +26,7 @@ from checkpointless.system.environment import TOKEN_ENV
 
 logger = logging.getLogger(__name__)
 
-_PROTOCOL_VERSION = 10
+_PROTOCOL_VERSION = 11
 MIN_TOKEN_CHARACTERS = 16
 OPERATOR = -2  # in the place of a node number: a command of the command line, which is no node
 SPARE = -1  # the node number of an agent that waits until it is needed

@@ -1,4 +1,8 @@
-"""The messages between a rank and its agent: JSON objects, one per line; nothing is evaluated or unpickled.
+"""The messages between ranks, agents and the coordinator: lines of JSON; nothing is evaluated or unpickled.
+
+The coordinator decides which ranks belong together, when a generation begins and ends, which ranks and nodes are
+replaced, and when the job is over. A node's agent starts and ends processes, passes on what its ranks say, and
+manages their boards. What it passes on is one message for all, in either direction.
 
 msgspec checks what comes in against the types of the message's fields. A rank and its agent are of one
 installation; nodes and the coordinator compare their versions when they meet
@@ -14,7 +18,8 @@ from __future__ import annotations
 
 import functools
 import operator
-from typing import Any, get_args
+from enum import Enum
+from typing import Annotated, Any, get_args
 
 import msgspec
 
@@ -39,20 +44,98 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         return str(self.__struct_config__.tag)
 
 
-class Hello(Message, frozen=True, tag="hello"):
+class RankState(Enum):
+    """The state of a rank."""
+
+    STARTING = "starting"  # its process was started but has not said hello
+    READY = "ready"  # at the barrier
+    RUNNING = "running"  # in its block
+    LEAVING = "leaving"  # was told of a fault and is not at the barrier yet
+    DONE = "done"  # its block has returned
+    FINISHED = "finished"  # every rank's block has returned
+    GONE = "gone"  # its process has ended
+
+
+IN_BLOCK = (RankState.RUNNING, RankState.DONE)
+
+COUNTED = (RankState.READY, *IN_BLOCK, RankState.LEAVING)  # the end of their process is a fault
+
+
+class RankStanding(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Where a rank stands."""
+
+    number: Int
+    incarnation: Int
+    state: RankState
+    committed: Int
+    making: Int
+
+
+class SilentRank(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A rank that shows no progress.
+
+    Attributes:
+        age_ms: since the beat changed, without the time in which the agent did not run.
+        quiet_ms: all time since the beat changed.
+        in_step: whether the rank is in the step in the making; otherwise it is between two steps.
+        letter, cpu_ms: as in :class:`~checkpointless.system.process_tree.ProcessLook`.
+    """
+
+    number: Int
+    beat: Int
+    age_ms: Int
+    quiet_ms: Int
+    making: Int
+    in_step: bool
+    letter: Annotated[int, msgspec.Meta(ge=0, lt=128)]
+    cpu_ms: Int
+
+
+class RankPace(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What a rank does by itself in a step: medians of its newest steps, in microseconds.
+
+    Attributes:
+        role: ranks of the same role do the same work.
+        steps: how many steps were measured in this generation.
+        own_us: without waits for other ranks.
+        spread_us: how far steps are from it, as a standard deviation that a few steps do not change.
+        data_us: how much of it goes by until the batch is there.
+    """
+
+    number: Int
+    role: Int
+    steps: Int
+    own_us: Int
+    spread_us: Int
+    data_us: Int
+
+
+# ---- what a rank says
+
+
+class _OfRank(Message, frozen=True, kw_only=True):
+    """What a rank says; its agent, which passes it on, adds which process says it and what its board shows."""
+
+    rank: Int = -1
+    incarnation: Int = -1
+    committed: Int = -1
+    making: Int = -1
+
+
+class Hello(_OfRank, frozen=True, tag="hello"):
     """The rank is at the entry of its block and waits for ``go``."""
 
     generation: Int
 
 
-class FaultReport(Message, frozen=True, tag="fault"):
+class FaultReport(_OfRank, frozen=True, tag="fault"):
     """Something went wrong in a rank: a victim, if the error is a broken collective or store connection."""
 
     generation: Int
     cause: Cause
 
 
-class Barrier(Message, frozen=True, tag="barrier"):
+class Barrier(_OfRank, frozen=True, tag="barrier"):
     """The rank has left ``generation`` and waits for ``go``; if it is ``unfit``, why it cannot enter again."""
 
     generation: Int
@@ -70,13 +153,13 @@ class Replace(Message, frozen=True, tag="replace"):
     handed_over: bool = False
 
 
-class Done(Message, frozen=True, tag="done"):
+class Done(_OfRank, frozen=True, tag="done"):
     """The rank's block has returned; it waits for ``finish``, or for ``fault`` if another rank still needs it."""
 
     generation: Int
 
 
-class Inexact(Message, frozen=True, tag="inexact"):
+class Inexact(_OfRank, frozen=True, tag="inexact"):
     """A step of ``generation`` is not the one that it was before the fault; ``reason`` says in what, in a line."""
 
     generation: Int
@@ -86,7 +169,9 @@ class Inexact(Message, frozen=True, tag="inexact"):
 class GiveUp(Message, frozen=True, tag="giveup"):
     """The job cannot continue; ``reason`` is its last message and ``code`` its exit code.
 
-    ``is_lost``: the reason is that no rank holds the state any more, so it could begin again.
+    Attributes:
+        generation: which one the reason is about (-1: the job as a whole, since a node can open no store).
+        is_lost: whether the reason is that no rank holds the state any more, so that it could begin again.
     """
 
     generation: Int
@@ -95,13 +180,13 @@ class GiveUp(Message, frozen=True, tag="giveup"):
     is_lost: bool = False
 
 
-class Paused(Message, frozen=True, tag="paused"):
+class Paused(_OfRank, frozen=True, tag="paused"):
     """The rank stands at the step boundary that all ranks have agreed on, outside of any collective."""
 
     generation: Int
 
 
-class Offered(Message, frozen=True, tag="offered"):
+class Offered(_OfRank, frozen=True, tag="offered"):
     """The rank, which waits at the barrier, offers its state to a successor on another node.
 
     Attributes:
@@ -114,7 +199,7 @@ class Offered(Message, frozen=True, tag="offered"):
     problem: str = ""
 
 
-class Answer(Message, frozen=True, tag="answer"):
+class Answer(_OfRank, frozen=True, tag="answer"):
     """The reply to ``inquire``: where the rank stands.
 
     Attributes:
@@ -130,18 +215,28 @@ class Answer(Message, frozen=True, tag="answer"):
     launched: dict[str, Int] = {}
 
 
+# ---- what it hears: most of it from the coordinator, through its agent
+
+
 class Go(Message, frozen=True, tag="go"):
-    """All ranks are present: the rank enters its block."""
+    """All ranks are present: they enter their block.
+
+    Attributes:
+        target: the step that the nodes report at once when it is reached.
+        sources: from where ranks that have moved fetch their state, by rank; a rank gets only what concerns it.
+    """
 
     generation: Int
     incident: str | None
     env: dict[str, str]
     high_water: Int
+    target: Int = -1
     origin: Int = 0
+    sources: dict[str, str] = {}
 
 
 class FaultNotice(Message, frozen=True, tag="fault"):
-    """Generation ``generation`` is over: the coordinator notifies the nodes, and they notify their ranks in it.
+    """Generation ``generation`` is over, for the ranks in it.
 
     Attributes:
         cause: the cause in one line.
@@ -155,10 +250,7 @@ class FaultNotice(Message, frozen=True, tag="fault"):
 
 
 class HandOver(Message, frozen=True, tag="hand-over"):
-    """Processes at the barrier after ``generation`` hand their state to successors, and end.
-
-    The coordinator notifies the nodes, and they notify their ranks.
-    """
+    """Processes at the barrier after ``generation`` hand their state to successors, and end."""
 
     generation: Int
     high_water: Int
@@ -166,10 +258,7 @@ class HandOver(Message, frozen=True, tag="hand-over"):
 
 
 class Pause(Message, frozen=True, tag="pause"):
-    """The ranks of ``generation`` agree on the next step boundary, and wait there to be interrupted.
-
-    The coordinator sends it to the nodes, and they to their ranks; one rank that knows of it is enough.
-    """
+    """The ranks of ``generation``, of which one that knows of it is enough, agree on a step boundary to wait at."""
 
     generation: Int
 
@@ -188,9 +277,10 @@ class Offer(Message, frozen=True, tag="offer"):
 
 
 class Inquire(Message, frozen=True, tag="inquire"):
-    """Ask where the rank's main thread is."""
+    """Ask where the main threads of ``ranks`` are."""
 
     id: Int
+    ranks: list[Int] = []
 
 
 class Finish(Message, frozen=True, tag="finish"):
@@ -201,8 +291,215 @@ class Ending(Message, frozen=True, tag="ending"):
     """The job is ending: a block that has returned is let go, and none is entered again."""
 
 
+# ---- what else a node says
+
+
+class Joined(Message, frozen=True, tag="joined"):
+    """The node can start processes now."""
+
+
+class Standing(Message, frozen=True, tag="standing"):
+    """The node already runs ranks; a coordinator that has just begun needs to know this about them.
+
+    Attributes:
+        incident: number of the last incident that the node heard of (0: none).
+        finished: whether every rank's block has returned.
+    """
+
+    generation: Int
+    incident: Int
+    high_water: Int
+    run_id: str
+    finished: bool
+    ranks: list[RankStanding]
+
+
+class StoreOpened(Message, frozen=True, tag="store"):
+    """The node has opened the store of ``generation``."""
+
+    generation: Int
+    address: str
+    port: Int
+
+
+class RankEnded(Message, frozen=True, tag="ended"):
+    """A rank's process has ended.
+
+    Attributes:
+        code: exit code of the process, or minus the number of the signal that killed it.
+        forgiven: whether the end of the process follows from what is known already.
+        was_started: False if it was still held back because of its device.
+    """
+
+    rank: Int
+    incarnation: Int
+    code: Int
+    forgiven: bool
+    committed: Int
+    making: Int
+    log_path: str
+    last_lines: list[str]
+    was_started: bool = True
+    handed_over: bool = False
+
+
+class DeviceBad(Message, frozen=True, tag="device"):
+    """The process of ``rank`` was not started, because its device must not be used."""
+
+    rank: Int
+    incarnation: Int
+    why: str
+
+
+class MoveWanted(Message, frozen=True, tag="move-wanted"):
+    """A spare is to take the ranks of a node over; ``reason`` is for people.
+
+    The node asks for that itself; or an operator does, for ``node`` or the node of ``rank`` (the other is -1).
+    """
+
+    reason: str
+    node: Int = -1
+    rank: Int = -1
+
+
+class Silent(Message, frozen=True, tag="silent"):
+    """Lists the ranks of the node that have shown no progress for a good part of their limit (empty: no more)."""
+
+    ranks: list[SilentRank]
+
+
+class Progress(Message, frozen=True, tag="progress"):
+    """Reports how far the ranks of the node have come.
+
+    Attributes:
+        longest_ms: the longest time that a rank took from one beat to the next within a step of this generation (0:
+            not known yet).
+        pause_ms: the same outside of a step, since this agent began.
+        shows: whether any rank has ever shown progress after it entered its block.
+        began_after: the newest step whose state a rank's training began with in ``generation``.
+    """
+
+    oldest: Int
+    newest: Int
+    making: Int
+    longest_ms: Int
+    pause_ms: Int = 0
+    shows: bool = True
+    began_after: Int = -1
+    generation: Int = -1
+
+
+class Paces(Message, frozen=True, tag="paces"):
+    """Says what the ranks of the node do by themselves in a step of ``generation``, as far as that is measured."""
+
+    generation: Int
+    ranks: list[RankPace]
+
+
+class Holding(Message, frozen=True, tag="holding"):
+    """Says, for each rank of the node in their order, the first of the ranks that hold the same state."""
+
+    shards: list[Int]
+
+
+class Alive(Message, frozen=True, tag="alive"):
+    """This side of the connection is still alive, and has nothing else to say."""
+
+
+class Searching(Message, frozen=True, tag="searching"):
+    """The node has not heard from the coordinator for too long: its ranks continue, and it connects again."""
+
+
+class Leaving(Message, frozen=True, tag="leaving"):
+    """The node no longer takes part: its agent was asked to stop, or can no longer start processes."""
+
+    reason: str
+
+
+# ---- what else it hears
+
+
+class Spawn(Message, frozen=True, tag="spawn"):
+    """Start a process for ``rank``.
+
+    Attributes:
+        env: of its environment variables those that not all ranks of the node get.
+        anyway: whether to start it although its device is bad.
+        afresh: whether the job begins again, so that nothing of the rank's earlier processes counts.
+    """
+
+    rank: Int
+    incarnation: Int
+    generation: Int
+    incident: str
+    env: dict[str, str]
+    anyway: bool = False
+    afresh: bool = False
+
+
+class OpenStore(Message, frozen=True, tag="open-store"):
+    """Open a store for ``generation``, and close the previous one."""
+
+    generation: Int
+
+
+class Discard(Message, frozen=True, tag="discard"):
+    """End the ranks of this node, and join as a node that has none.
+
+    They were declared dead; or, if they ``moved``, successors on another node have taken their place.
+    """
+
+    moved: bool = False
+
+
+class Displaced(Message, frozen=True, tag="displaced"):
+    """Another node has taken this node's place; its processes only offer their state, until ``Discard``."""
+
+
+class MoveNews(Message, frozen=True, tag="move-news"):
+    """What becomes of a move, for who has asked for it; it is the last line if ``is_over``."""
+
+    line: str
+    is_over: bool
+    is_moved: bool = False
+
+
+class Kill(Message, frozen=True, tag="kill"):
+    """End the process of ``rank`` if no generation after ``generation`` has begun; its end is no fault by itself.
+
+    With a ``beat``, it is ended only if its main thread is still stuck at it.
+    """
+
+    rank: Int
+    incarnation: Int
+    generation: Int
+    beat: Int = -1
+
+
+class OneEnded(Message, frozen=True, tag="one-ended"):
+    """``rank``, of any node, is the first whose process has ended well since the job began, or began again."""
+
+    rank: Int
+
+
+class End(Message, frozen=True, tag="end"):
+    """The job is over."""
+
+    code: Int
+    last_words: list[str]
+
+
 RankMessage = Hello | FaultReport | Barrier | Replace | Done | Inexact | GiveUp | Paused | Offered | Answer
 AgentMessage = Go | FaultNotice | HandOver | Pause | Offer | Inquire | Finish | Ending
+PassedOn = Hello | Barrier | FaultReport | Done | Inexact | Paused | Offered | Answer
+NodeMessage = (
+    (PassedOn | GiveUp)
+    | (Joined | Standing | StoreOpened | RankEnded | DeviceBad | MoveWanted | Silent | Progress | Paces | Holding)
+    | (Searching | Leaving | Alive)
+)
+Command = (Go | FaultNotice | HandOver | Pause | Offer | Inquire | Finish) | (
+    Spawn | OpenStore | Discard | Displaced | MoveNews | Kill | OneEnded | End | Alive
+)
 
 
 class Vocabulary:
@@ -228,6 +525,9 @@ class Vocabulary:
 
 FROM_RANK = Vocabulary("rank", *get_args(RankMessage))
 FROM_AGENT = Vocabulary("agent", *get_args(AgentMessage))
+FROM_NODE = Vocabulary("node", *get_args(NodeMessage))
+FROM_COORDINATOR = Vocabulary("coordinator", *get_args(Command))
+FROM_OPERATOR = Vocabulary("operator", MoveWanted)
 
 
 def encode(message: Message) -> bytes:

@@ -26,7 +26,7 @@ from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
 from checkpointless.faults.spec import FaultKind
-from checkpointless.launcher.protocol.node_messages import RankState
+from checkpointless.launcher.protocol.messages import RankState
 from checkpointless.observability.report.goodput import CAUSES
 from checkpointless.observability.report.summary import Report, build_report
 from checkpointless.observability.telemetry.event_names import PHASES, STAGES, EventName, Rung

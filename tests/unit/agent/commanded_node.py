@@ -19,7 +19,7 @@ from checkpointless.launcher.agent.ranks.process_keeper import LocalRank
 from checkpointless.launcher.agent.ranks.zygote import News, Ready, Start, Started, _Exited
 from checkpointless.launcher.protocol.board import Board
 from checkpointless.launcher.protocol.channel import LOOPBACK
-from checkpointless.launcher.protocol.node_messages import NodeMessage
+from checkpointless.launcher.protocol.messages import NodeMessage
 from checkpointless.observability.telemetry.events import EventLog
 
 

@@ -11,7 +11,7 @@ from checkpointless.launcher.agent.node import _BeatWatch
 from checkpointless.launcher.agent.ranks.process_keeper import LocalRank, _Beats
 from checkpointless.launcher.coordinator.hang_watch import Heartbeat
 from checkpointless.launcher.protocol.board import BoardReading
-from checkpointless.launcher.protocol.node_messages import NodeMessage, Progress, RankState, Silent
+from checkpointless.launcher.protocol.messages import NodeMessage, Progress, RankState, Silent
 
 
 class Rank:

@@ -6,7 +6,7 @@ import pytest
 
 from checkpointless.launcher.agent import launch
 from checkpointless.launcher.agent.launch_config import LaunchConfig
-from checkpointless.launcher.protocol.node_messages import End
+from checkpointless.launcher.protocol.messages import End
 from checkpointless.observability.telemetry.events import EVENTS_FILE, EventLog
 
 

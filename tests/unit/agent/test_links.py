@@ -12,7 +12,7 @@ import pytest
 
 from checkpointless.launcher.agent.links import JoinError, _RefusedError, _RemoteCoordinatorLink
 from checkpointless.launcher.protocol.causes import CauseKind
-from checkpointless.launcher.protocol.node_messages import (
+from checkpointless.launcher.protocol.messages import (
     Alive,
     Discard,
     End,

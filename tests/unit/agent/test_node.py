@@ -12,25 +12,25 @@ from typing import Any, TypeVar
 import pytest
 
 from checkpointless.launcher.agent.ranks.process_keeper import LEAVE_S, _RankLink
-from checkpointless.launcher.protocol.messages import Inexact, encode
-from checkpointless.launcher.protocol.node_messages import (
-    AllDone,
-    Begin,
+from checkpointless.launcher.protocol.messages import (
     Discard,
     Displaced,
     End,
+    Finish,
+    Go,
+    Inexact,
     Joined,
     Kill,
-    MoveRefused,
+    MoveNews,
     MoveWanted,
     Progress,
     RankEnded,
-    RankInexact,
     RankStanding,
     RankState,
     Silent,
     Spawn,
     Standing,
+    encode,
 )
 from checkpointless.system.environment import SOURCE_ENV
 from tests.unit.agent.commanded_node import CommandedNode
@@ -60,7 +60,7 @@ def start_two(node: CommandedNode) -> None:
 def test_a_process_that_ended_before_all_were_done_does_not_keep_the_agent(node: CommandedNode) -> None:
     node.ends(0)
     assert isinstance(node.said[-1], RankEnded)
-    node.agent.obey(AllDone())  # it was under way when the process ended
+    node.agent.obey(Finish())  # it was under way when the process ended
     node.ends(1, 0)
     assert node.agent.alive() == []
     node.agent.obey(End(1, ["rank 0 killed by SIGKILL"]))
@@ -70,14 +70,14 @@ def test_a_process_that_ended_before_all_were_done_does_not_keep_the_agent(node:
 def test_ranks_that_wait_for_the_next_block_are_not_ended_with_this_one(node: CommandedNode) -> None:
     for number, state in enumerate((RankState.DONE, RankState.READY)):
         node.agent.ranks[number].state = state
-    node.agent.obey(AllDone())
-    node.agent.obey(AllDone())
+    node.agent.obey(Finish())
+    node.agent.obey(Finish())
     assert [rank.state for rank in node.agent.ranks.values()] == [RankState.FINISHED, RankState.READY]
 
 
 def test_a_kill_that_comes_after_the_next_generation_began_is_ignored(node: CommandedNode) -> None:
-    node.agent.obey(Begin(0, "", {}, -1, -1))
-    node.agent.obey(Begin(1, "1", {}, -1, -1))
+    node.agent.obey(Go(0, None, {}, -1, -1))
+    node.agent.obey(Go(1, "1", {}, -1, -1))
     node.agent.obey(Kill(1, 0, 0))
     assert node.starter.signals == []
     node.agent.obey(Kill(1, 0, 1))
@@ -133,7 +133,7 @@ class Training(CommandedNode):
         start_two(self)
         for rank in self.agent.ranks.values():
             rank.state = RankState.READY
-        self.agent.obey(Begin(0, "", {}, -1, -1))
+        self.agent.obey(Go(0, None, {}, -1, -1))
         self.now_s = time.monotonic()
 
     def step(self, number: int, seconds: float, then_s: float = 0.0) -> None:
@@ -176,7 +176,7 @@ def test_the_longest_step_is_told_and_neither_the_first_ones_nor_what_is_between
     longest = [message.longest_ms for message in training.told(Progress)]
     assert 3900 <= longest[-1] <= 4100
     training.step(5, 1.0)
-    training.agent.obey(Begin(1, "1", {}, 5, 6))
+    training.agent.obey(Go(1, "1", {}, 5, 6))
     training.later(1.0)
     assert training.told(Progress)[-1].longest_ms == 0
 
@@ -201,7 +201,7 @@ def test_the_longest_pause_is_told_and_outlasts_the_generation(training: Trainin
         training.step(number, 1.0, then_s=200.0 if number == 3 else 0.0)
     training.step(4, 1.0)
     assert training.told(Progress)[-1].pause_ms // 1000 == 200
-    training.agent.obey(Begin(1, "1", {}, 4, 5))
+    training.agent.obey(Go(1, "1", {}, 4, 5))
     training.later(1.0)
     assert training.told(Progress)[-1].pause_ms // 1000 == 200
 
@@ -219,7 +219,7 @@ def test_a_job_shows_progress_with_the_second_beat_of_a_block(training: Training
 
 def test_what_a_rank_said_before_it_committed_is_reported_before_that(node: CommandedNode) -> None:
     """The loop has looked at the connection already when the rank writes to it, and to its board."""
-    node.agent.obey(Begin(1, "1", {}, 3, 4))
+    node.agent.obey(Go(1, "1", {}, 3, 4))
     rank = node.agent.ranks[0]
     ours, theirs = socket.socketpair()
     with theirs:
@@ -230,12 +230,12 @@ def test_what_a_rank_said_before_it_committed_is_reported_before_that(node: Comm
             each.board.set_committed(4)
         node.said.clear()
         node.tick()
-    assert [type(said) for said in node.said[:2]] == [RankInexact, Progress]
-    assert node.said[0] == RankInexact(0, 1, "step 4 takes another batch")
+    assert [type(said) for said in node.said[:2]] == [Inexact, Progress]
+    assert node.said[0] == Inexact(1, "step 4 takes another batch", rank=0, incarnation=0, committed=4)
 
 
 def test_a_kill_of_who_hangs_spares_who_has_moved(node: CommandedNode) -> None:
-    node.agent.obey(Begin(0, "", {}, -1, -1))
+    node.agent.obey(Go(0, None, {}, -1, -1))
     board = node.agent.ranks[1].board
     board.beat()
     node.agent.obey(Kill(1, 0, 0, board.read().beat - 1))
@@ -248,7 +248,7 @@ def test_a_kill_of_who_hangs_spares_who_has_moved(node: CommandedNode) -> None:
 
 
 def test_what_a_new_coordinator_is_told(node: CommandedNode) -> None:
-    node.agent.obey(Begin(4, "3", {}, 11, 12))
+    node.agent.obey(Go(4, "3", {}, 11, 12))
     node.agent.ranks[1].board.begin_step(12)
     node.ends(0)
     (ended,) = [message for message in node.said if isinstance(message, RankEnded)]
@@ -296,7 +296,7 @@ def test_a_refused_drain_is_asked_for_again(tmp_path: Path) -> None:
     node = CommandedNode(tmp_path, clock=lambda: now_s[0], on_sigterm="drain", **where)
     node.agent.takes_part, node.agent._hosts = True, False
     node.agent.interrupted(signal.SIGTERM)
-    node.agent.obey(MoveRefused("no spare is free"))
+    node.agent.obey(MoveNews("no spare is free", True))
     for now_s[0] in (30.0, 61.0, 62.0):
         node.agent.tick(now_s[0])
     assert sum(isinstance(message, MoveWanted) for message in node.said) == 2
@@ -309,7 +309,7 @@ def test_a_refused_drain_is_asked_for_again(tmp_path: Path) -> None:
 
 
 def test_ranks_hear_only_of_their_own_source(node: CommandedNode) -> None:
-    begin = Begin(1, "", {"A": "b"}, 4, 5, 0, {"0": "secret of 0", "7": "secret of 7"})
+    begin = Go(1, None, {"A": "b"}, 4, 5, 0, {"0": "secret of 0", "7": "secret of 7"})
     sent = {number: list[Any]() for number in node.agent.ranks}
     for number, rank in node.agent.ranks.items():
         rank.state = RankState.READY

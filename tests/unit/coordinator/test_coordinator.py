@@ -11,26 +11,24 @@ from hypothesis import strategies as st
 
 from checkpointless.launcher.coordinator.job import Node
 from checkpointless.launcher.protocol.causes import CauseKind
-from checkpointless.launcher.protocol.messages import Answer
-from checkpointless.launcher.protocol.node_messages import (
-    AllDone,
-    Answered,
-    Begin,
+from checkpointless.launcher.protocol.messages import (
+    Answer,
+    Done,
     End,
-    JobOver,
+    Finish,
+    GiveUp,
+    Go,
     Joined,
     Kill,
     NodeMessage,
     Progress,
-    RankDone,
-    RankReady,
     Silent,
     SilentRank,
     Spawn,
 )
 from checkpointless.observability.telemetry.events import EVENTS_FILE, read_events
 from tests.drawn import examples
-from tests.unit.messaged_job import HEARTBEAT_S, NPROC, Job, go_env
+from tests.unit.messaged_job import HEARTBEAT_S, NPROC, Job, at_barrier, go_env
 
 
 def test_processes_are_asked_for_when_every_node_has_joined() -> None:
@@ -52,10 +50,10 @@ def test_a_generation_begins_when_every_rank_is_ready_and_not_before() -> None:
     for index in (0, 1):
         job.join(index)
     job.ready(3, 0, 2)
-    assert job.take(Begin) == []
+    assert job.take(Go) == []
     job.ready(1)
-    begin = Begin(0, "", go_env(0), -1, 1)
-    assert job.take(Begin) == [(0, begin), (1, begin)]
+    begin = Go(0, None, go_env(0), -1, 1)
+    assert job.take(Go) == [(0, begin), (1, begin)]
     assert job.coordinator.job.generation == 0
 
 
@@ -73,7 +71,7 @@ def test_a_node_that_does_not_fit_is_refused() -> None:
 def test_a_node_may_not_speak_of_ranks_that_it_does_not_run() -> None:
     job = Job().begin()
     with pytest.raises(ValueError, match="node 0 named rank 2, which it does not run"):
-        job.hear(job.coordinator.nodes[0], RankDone(2, 0))
+        job.hear(job.coordinator.nodes[0], Done(0, rank=2))
 
 
 def test_ranks_that_never_enter_are_replaced_once_and_then_end_the_job() -> None:
@@ -100,9 +98,9 @@ def test_ranks_that_never_enter_are_replaced_once_and_then_end_the_job() -> None
 def test_all_done_and_gone_is_a_good_end() -> None:
     job = Job().begin()
     for rank in job.ranks:
-        assert job.take(AllDone) == []
-        job.tell(rank, RankDone(rank, 0))
-    assert [node for node, _ in job.take(AllDone)] == [0, 1]
+        assert job.take(Finish) == []
+        job.tell(rank, Done(0, rank=rank))
+    assert [node for node, _ in job.take(Finish)] == [0, 1]
     for rank in job.ranks:
         assert job.outcome is None
         job.ends(rank, 0)
@@ -127,7 +125,7 @@ def test_a_rank_that_ends_while_another_waits_for_it(ready_first: bool) -> None:
 def test_a_node_that_gives_up_ends_the_job_everywhere() -> None:
     job = Job().begin()
     spare = job.join(-1)
-    job.hear(job.coordinator.nodes[1], JobOver("stopped by SIGTERM"))
+    job.hear(job.coordinator.nodes[1], GiveUp(-1, "stopped by SIGTERM"))
     assert job.last_word == "stopped by SIGTERM"
     assert [node for node, _ in job.take(End)] == [0, 1, spare.index]
     job.sent.clear()
@@ -141,7 +139,7 @@ def test_a_node_that_gives_up_ends_the_job_everywhere() -> None:
 @pytest.mark.parametrize("code", [0, 256, -256, 1 << 60])
 def test_a_job_that_was_given_up_does_not_end_well(code: int) -> None:
     job = Job().begin()
-    job.hear(job.coordinator.nodes[0], JobOver("it left", code))
+    job.hear(job.coordinator.nodes[0], GiveUp(-1, "it left", code))
     assert job.outcome == End(1, ["it left"])
 
 
@@ -167,7 +165,7 @@ def test_a_fall_back_to_storage_is_seen_when_every_node_is_behind() -> None:
         job.hear(node, Progress(step, step, step + 1, 0))
     job.raises(0)
     job.ready(*job.ranks, committed=3)
-    assert [begin.high_water for _, begin in job.take(Begin)] == [3, 3]
+    assert [begin.high_water for _, begin in job.take(Go)] == [3, 3]
 
 
 # ---- whatever comes
@@ -205,7 +203,7 @@ class Observer:
         joined = self.job.coordinator.ranks[rank].node.joined  # else it speaks of a process that it has to end
         if joined and self.incarnations.get(rank) == incarnation and self.job.outcome is None:
             self.at_barrier.add(rank)
-        self.job.tell(rank, RankReady(rank, incarnation, committed, committed + 1))
+        self.job.tell(rank, at_barrier(rank, incarnation, committed, committed + 1))
 
     def is_away(self, node: Node) -> bool:
         return bool(node.lost) or node.index in self.job.coordinator.job.roster.back_by_s
@@ -216,7 +214,7 @@ class Observer:
             if isinstance(command, Spawn):
                 self.at_barrier.discard(command.rank)
                 self.incarnations[command.rank] = command.incarnation
-            elif isinstance(command, Begin) and command.generation != self.generation:
+            elif isinstance(command, Go) and command.generation != self.generation:
                 assert self.at_barrier == set(self.job.ranks)
                 assert command.generation == self.generation + 1
                 self.generation += 1
@@ -260,7 +258,7 @@ class Observer:
         elif kind == "all done":
             for each in coordinator.ranks:
                 if not (self.is_away(each.node) or each.node.is_back):
-                    job.tell(each.number, RankDone(each.number, coordinator.job.generation))
+                    job.tell(each.number, Done(coordinator.job.generation, rank=each.number))
         elif kind == "ended":
             if self.incarnations.get(rank) == more[0]:
                 self.at_barrier.discard(rank)
@@ -273,7 +271,7 @@ class Observer:
 
 def _message(kind: str, rank: int, generation: int, number: int = 0, more: Any = None) -> NodeMessage:
     if kind == "done":
-        return RankDone(rank, generation - number)
+        return Done(generation - number, rank=rank)
     if kind == "progress":
         return Progress(number - more, number, number + 1, 0)
     if kind == "silent":
@@ -291,7 +289,7 @@ def _message(kind: str, rank: int, generation: int, number: int = 0, more: Any =
                 )
             ]
         )
-    return Answered(rank, Answer(number, more, "a stack"))
+    return Answer(number, more, "a stack", rank=rank)
 
 
 @examples(400)

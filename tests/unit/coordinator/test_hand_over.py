@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from checkpointless.launcher.protocol.messages import HandOver
-from checkpointless.launcher.protocol.node_messages import Begin, Spawn
+from checkpointless.launcher.protocol.messages import Go, HandOver, Spawn
 from checkpointless.observability.telemetry.event_names import EventName, Rung
 from checkpointless.observability.telemetry.events import read_events
 from tests.unit.messaged_job import Job
@@ -29,9 +28,9 @@ def test_all_processes_hand_over_once_all_are_at_the_barrier(tmp_path: Path) -> 
     assert any(UNFIT in line for line in job.said)
     hand_over(job, *job.ranks)
     assert [spawn.rank for _, spawn in job.take(Spawn)] == [0, 1, 2, 3]
-    assert job.take(Begin) == []
+    assert job.take(Go) == []
     job.ready(*job.ranks, committed=4)
-    assert [begin.generation for _, begin in job.take(Begin)] == [1, 1]
+    assert [begin.generation for _, begin in job.take(Go)] == [1, 1]
     rungs = [event.fields["rung"] for event in read_events(tmp_path) if event.stage == EventName.RUNG]
     assert rungs == [Rung.OWN_STATE.label]
 

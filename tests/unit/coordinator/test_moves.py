@@ -5,25 +5,25 @@ from __future__ import annotations
 import pytest
 
 from checkpointless.launcher.coordinator.job import Node
-from checkpointless.launcher.protocol.messages import Offer, Pause
-from checkpointless.launcher.protocol.node_messages import (
-    Begin,
+from checkpointless.launcher.protocol.messages import (
     DeviceBad,
     Discard,
     Displaced,
     End,
     FaultNotice,
+    Go,
     Joined,
     Leaving,
-    MoveRefused,
+    MoveNews,
     MoveWanted,
+    Offer,
+    Offered,
+    Pause,
+    Paused,
     RankEnded,
-    RankOffered,
-    RankPaused,
-    RankReady,
     Spawn,
 )
-from tests.unit.messaged_job import REGROUP_S, Job
+from tests.unit.messaged_job import REGROUP_S, Job, at_barrier
 
 WHY = "an operator"
 
@@ -36,21 +36,21 @@ class Moving:
         self.spares = [self.job.join(-1) for _ in range(spares)]
         self.job.sent.clear()
         self.left = self.job.coordinator.nodes[1]
-        self.news: list[tuple[str, bool | None]] = []
+        self.news: list[MoveNews] = []
 
     def ask(self, node: int = 1) -> Moving:
-        self.job.coordinator.move(node, WHY, lambda line, ok: self.news.append((line, ok)))
+        self.job.coordinator.move(node, WHY, self.news.append)
         return self
 
     def warm(self) -> Moving:
         for rank in (2, 3):
-            self.job.hear(self.spares[0], RankReady(rank, 1, -1, -1))
+            self.job.hear(self.spares[0], at_barrier(rank, 1, -1, -1))
         self.job.tick()
         return self
 
     def pause(self, generation: int = 0) -> Moving:
         for rank in self.job.ranks:
-            self.job.tell(rank, RankPaused(rank, generation))
+            self.job.tell(rank, Paused(generation, rank=rank))
         return self
 
     def gather(self) -> Moving:
@@ -59,7 +59,7 @@ class Moving:
 
     def offer(self, *problems: str) -> Moving:
         for rank in (2, 3):
-            self.job.hear(self.left, RankOffered(rank, 0, f"10.0.0.1 70{rank} secret", *problems))
+            self.job.hear(self.left, Offered(0, f"10.0.0.1 70{rank} secret", *problems, rank=rank, incarnation=0))
         return self
 
     def sent_to(self, node: Node, kind: type) -> list[object]:
@@ -67,7 +67,7 @@ class Moving:
 
     @property
     def outcome(self) -> str:
-        (line,) = [line for line, ok in self.news if ok is not None]
+        (line,) = [news.line for news in self.news if news.is_over]
         return line
 
 
@@ -84,9 +84,9 @@ def test_a_move_from_its_begin_to_its_end() -> None:
     assert any("node 1 moves to a spare: an operator; recovering" in line for line in job.said)
     moving.gather()
     assert moving.sent_to(moving.left, Offer) == [Offer(0, 4, [2, 3])]
-    assert job.take(Begin) == []
+    assert job.take(Go) == []
     moving.offer()
-    begun = {id(node): command for node, command in job.sent if isinstance(command, Begin)}
+    begun = {id(node): command for node, command in job.sent if isinstance(command, Go)}
     assert {id(spare), id(job.coordinator.nodes[0])} == begun.keys()
     assert begun[id(spare)].sources == {"2": "10.0.0.1 702 secret", "3": "10.0.0.1 703 secret"}
     assert moving.sent_to(moving.left, Displaced) == [Displaced()]
@@ -116,9 +116,10 @@ def test_what_cannot_be_moved(node: int, why: str) -> None:
 def test_a_node_asks_by_itself_and_hears_why_not() -> None:
     moving = Moving(spares=0)
     moving.job.hear(moving.left, MoveWanted("maintenance"))
-    (refused,) = moving.sent_to(moving.left, MoveRefused)
-    assert isinstance(refused, MoveRefused)
-    assert "no spare is free" in refused.reason
+    (refused,) = moving.sent_to(moving.left, MoveNews)
+    assert isinstance(refused, MoveNews)
+    assert "no spare is free" in refused.line
+    assert (refused.is_over, refused.is_moved) == (True, False)
     moving = Moving()
     moving.job.hear(moving.left, MoveWanted("maintenance"))
     assert len(moving.job.take(Spawn)) == 2
@@ -129,7 +130,7 @@ def test_an_ordinary_fault_comes_first_and_the_move_follows_in_the_next_generati
     job = moving.job
     job.raises(0)
     moving.gather()
-    assert [begin.generation for _, begin in job.take(Begin)] == [1, 1]
+    assert [begin.generation for _, begin in job.take(Go)] == [1, 1]
     assert moving.sent_to(moving.left, Offer) == []
     job.sent.clear()
     job.tick()
@@ -176,17 +177,17 @@ def test_a_spare_that_is_lost_early_leaves_training_undisturbed_and_later_costs_
     moving.job.lose(moving.spares[0], "gone")  # ranks may have agreed on a boundary
     moving.pause().gather()
     assert moving.outcome == "node 1 was not moved: the spare was lost; training goes on"
-    assert [begin.generation for _, begin in moving.job.take(Begin)] == [1, 1]
+    assert [begin.generation for _, begin in moving.job.take(Go)] == [1, 1]
     assert moving.sent_to(moving.left, Offer) == []
     moving = Moving().ask().warm().pause().gather()
     moving.job.lose(moving.spares[0], "gone")
-    assert [begin.generation for _, begin in moving.job.take(Begin)] == [1, 1]
+    assert [begin.generation for _, begin in moving.job.take(Go)] == [1, 1]
 
 
 def test_a_state_that_cannot_be_offered_stays() -> None:
     moving = Moving().ask().warm().pause().gather().offer("no memory")
     assert "node 1 was not moved: its state cannot be offered: no memory" in moving.outcome
-    assert [begin.generation for _, begin in moving.job.take(Begin)] == [1, 1]
+    assert [begin.generation for _, begin in moving.job.take(Go)] == [1, 1]
     assert moving.job.coordinator.nodes[1] is moving.left
 
 

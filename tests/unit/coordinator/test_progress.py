@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpointless.launcher.coordinator.job import _ProgressReports
-from checkpointless.launcher.protocol.node_messages import Progress
+from checkpointless.launcher.protocol.messages import Progress
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.none() | st.tuples(st.integers(-1, 9), st.integers(-1, 9)))))

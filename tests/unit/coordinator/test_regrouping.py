@@ -7,21 +7,19 @@ from pathlib import Path
 import pytest
 
 from checkpointless.launcher.protocol.causes import CauseKind
-from checkpointless.launcher.protocol.messages import Answer
-from checkpointless.launcher.protocol.node_messages import (
+from checkpointless.launcher.protocol.messages import (
     Alive,
-    Answered,
-    Begin,
+    Answer,
+    Done,
     FaultNotice,
+    Go,
     Progress,
-    RankDone,
-    RankReady,
     RankState,
     Spawn,
 )
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.events import read_events
-from tests.unit.messaged_job import Job, go_env
+from tests.unit.messaged_job import Job, at_barrier, go_env
 
 
 def test_an_exception_interrupts_all_and_the_next_generation_begins_with_all() -> None:
@@ -31,10 +29,10 @@ def test_an_exception_interrupts_all_and_the_next_generation_begins_with_all() -
     assert job.take(FaultNotice) == [(0, interrupt), (1, interrupt)]
     assert job.stores == [(0, 0), (1, 0)]
     job.ready(0, 1, 3, committed=4, making=5)
-    assert job.take(Begin) == []
+    assert job.take(Go) == []
     job.ready(2, committed=3, making=4)
-    begin = Begin(1, "1", go_env(1), high_water=4, target=5)
-    assert job.take(Begin) == [(0, begin), (1, begin)]
+    begin = Go(1, "1", go_env(1), high_water=4, target=5)
+    assert job.take(Go) == [(0, begin), (1, begin)]
     assert job.take(Spawn) == []
     assert job.said == ["incident 1: rank 2 raised ValueError at step 4: no; recovering"]
 
@@ -46,7 +44,7 @@ def test_a_process_that_dies_is_replaced_alone() -> None:
     ((node, spawn),) = job.take(Spawn)
     assert (node, spawn.rank, spawn.incarnation, spawn.generation, spawn.incident) == (1, 2, 1, 1, "1")
     job.ready(*job.ranks)
-    assert [begin.generation for _, begin in job.take(Begin)] == [1, 1]
+    assert [begin.generation for _, begin in job.take(Go)] == [1, 1]
 
 
 def test_the_first_of_the_strongest_causes_is_told_and_a_victim_only_in_want_of_another() -> None:
@@ -104,10 +102,10 @@ def test_what_is_stale_is_ignored() -> None:
     job.sent.clear()
     job.said.clear()
     job.raises(0, generation=0)
-    job.tell(0, RankDone(0, 0))
+    job.tell(0, Done(0, rank=0))
     job.ends(2, incarnation=0)
-    job.tell(2, RankReady(2, 0, -1, -1))
-    job.tell(0, Answered(0, Answer(1, False, "of an inquiry that nobody made")))
+    job.tell(2, at_barrier(2, 0, -1, -1))
+    job.tell(0, Answer(1, False, "of an inquiry that nobody made", rank=0))
     job.tell(0, Alive())
     assert {rank.state for rank in job.coordinator.ranks} == {RankState.RUNNING}
     assert (job.sent, job.said) == ([], [])
@@ -119,15 +117,15 @@ def test_a_fault_during_the_recovery_belongs_to_the_incident() -> None:
     job.ready(0, 1, 2)
     job.ends(0)
     job.ready(3)
-    assert job.take(Begin) == []
+    assert job.take(Go) == []
     job.ready(0)
-    assert [(begin.generation, begin.incident) for _, begin in job.take(Begin)] == [(1, "1")] * 2
+    assert [(begin.generation, begin.incident) for _, begin in job.take(Go)] == [(1, "1")] * 2
 
 
 def test_a_rank_that_has_returned_within_a_step_is_named_before_the_others_count_as_stalled() -> None:
     """It has caught an exception; the others wait for it in a collective."""
     job = Job().begin()
-    job.tell(1, RankDone(1, 0, committed=3, making=4))
+    job.tell(1, Done(0, committed=3, making=4, rank=1))
     job.tick()
     assert job.said == []
     job.tick(after_s=1.5)
@@ -139,8 +137,8 @@ def test_a_rank_that_has_returned_within_a_step_is_named_before_the_others_count
 @pytest.mark.parametrize("making", [3, 4])
 def test_ranks_that_return_together_or_behind_their_last_step_are_not_named(making: int) -> None:
     job = Job().begin()
-    job.tell(1, RankDone(1, 0, committed=3, making=making))
+    job.tell(1, Done(0, committed=3, making=making, rank=1))
     for rank in job.ranks if making == 4 else ():
-        job.tell(rank, RankDone(rank, 0, committed=3, making=making))
+        job.tell(rank, Done(0, committed=3, making=making, rank=rank))
     job.tick(after_s=1.5)
     assert job.said == []

@@ -9,15 +9,15 @@ import pytest
 from checkpointless.launcher.coordinator.incident_policy import SAME_FAILURE_LIMIT, SAME_FAILURE_S
 from checkpointless.launcher.coordinator.job import Phase
 from checkpointless.launcher.protocol.causes import exception_cause
-from checkpointless.launcher.protocol.node_messages import (
-    Begin,
+from checkpointless.launcher.protocol.messages import (
     FaultNotice,
-    JobOver,
+    FaultReport,
+    GiveUp,
+    Go,
     OneEnded,
     Progress,
     RankEnded,
     Spawn,
-    Trouble,
 )
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.events import read_events
@@ -30,7 +30,7 @@ def lose_state(job: Job) -> None:
     """Have every node say that no rank holds the state of this generation."""
     generation = job.coordinator.job.generation
     for node in job.coordinator.nodes:
-        job.hear(node, JobOver(LOST, generation=generation, is_lost=True))
+        job.hear(node, GiveUp(generation, LOST, is_lost=True))
 
 
 def begin_after_a_death(max_restarts: int, events: Path | None = None) -> Job:
@@ -54,7 +54,7 @@ def test_a_job_whose_state_is_lost_begins_again_with_new_processes(tmp_path: Pat
         job.ends(rank, 1, incarnation=spawns[rank].incarnation - 1)
     assert len(job.take(Spawn)) == 4
     job.ready(*job.ranks, committed=7, making=8)
-    begins = [begin for _, begin in job.take(Begin)]
+    begins = [begin for _, begin in job.take(Go)]
     assert [(begin.generation, begin.origin, begin.high_water, begin.target) for begin in begins] == [
         (2, 2, 7, 8)
     ] * 2
@@ -111,7 +111,7 @@ def test_every_node_knows_of_the_first_rank_that_ends_well() -> None:
 
 def fail_before_the_first_step(job: Job, rank: int, error: str = "ValueError") -> None:
     cause = exception_cause(rank, error, "devices=4", "Traceback", -1, victim=False)
-    job.tell(rank, Trouble(job.coordinator.job.generation, cause, -1, -1))
+    job.tell(rank, FaultReport(job.coordinator.job.generation, cause, rank=rank))
 
 
 def test_what_all_ranks_raise_before_the_first_step_ends_the_job_at_once() -> None:

@@ -11,7 +11,7 @@ import pytest
 from checkpointless.launcher.coordinator import stragglers
 from checkpointless.launcher.coordinator.stragglers import Straggler, StragglerRule, pace_of
 from checkpointless.launcher.protocol.board import PaceReading, PaceRing
-from checkpointless.launcher.protocol.node_messages import Paces, RankPace
+from checkpointless.launcher.protocol.messages import Paces, RankPace
 from tests.unit.messaged_job import Job
 
 STEPS, ONSET = 120, 60

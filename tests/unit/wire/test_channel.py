@@ -11,8 +11,7 @@ import pytest
 
 from checkpointless.launcher.protocol import channel as channel_module
 from checkpointless.launcher.protocol.channel import Channel
-from checkpointless.launcher.protocol.messages import encode
-from checkpointless.launcher.protocol.node_messages import FROM_NODE, Alive, JobOver
+from checkpointless.launcher.protocol.messages import FROM_NODE, Alive, GiveUp, encode
 
 
 class End:
@@ -41,13 +40,13 @@ def turn(selector: selectors.BaseSelector) -> None:
 
 def test_messages_arrive_whole(selector: selectors.BaseSelector) -> None:
     end = End(selector)
-    line = encode(JobOver("why"))
+    line = encode(GiveUp(-1, "why"))
     end.peer.sendall(line[:7])
     turn(selector)
     assert end.heard == []
     end.peer.sendall(line[7:] + encode(Alive()))
     turn(selector)
-    assert end.heard == [JobOver("why"), Alive()]
+    assert end.heard == [GiveUp(-1, "why"), Alive()]
 
 
 def test_a_send_that_fails_says_so_in_the_next_turn_and_once(selector: selectors.BaseSelector) -> None:
@@ -80,7 +79,7 @@ def test_a_peer_that_dies_while_another_is_heard_does_no_harm(
 
     first.channel.on_message = hear
     while not second.channel._waiting:  # it sends more than the peer takes
-        second.channel.send(JobOver("x" * 50_000))
+        second.channel.send(GiveUp(-1, "x" * 50_000))
     first.peer.sendall(encode(Alive()))
     second.peer.close()
     for _ in range(4):
@@ -97,7 +96,7 @@ def test_a_peer_that_takes_nothing_is_given_up(
     monkeypatch.setattr(channel_module, "MAX_WAITING_BYTES", 1_000_000)
     end = End(selector)
     for _ in range(100):
-        end.channel.send(JobOver("x" * 50_000))
+        end.channel.send(GiveUp(-1, "x" * 50_000))
     turn(selector)
     assert "it has not taken" in end.closed[0]
 

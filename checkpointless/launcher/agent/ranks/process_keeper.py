@@ -25,11 +25,15 @@ from checkpointless.launcher.agent.ranks.zygote import Ready, Start, Started
 from checkpointless.launcher.protocol.board import NO_STEP, Board
 from checkpointless.launcher.protocol.causes import Cause, CauseKind, signal_name
 from checkpointless.launcher.protocol.messages import (
+    COUNTED,
     FROM_RANK,
+    IN_BLOCK,
     AgentMessage,
     Answer,
     Barrier,
+    DeviceBad,
     Done,
+    End,
     Ending,
     FaultReport,
     Finish,
@@ -37,33 +41,20 @@ from checkpointless.launcher.protocol.messages import (
     HandOver,
     Hello,
     Inexact,
+    Joined,
     LineBuffer,
+    NodeMessage,
     Offer,
     Offered,
+    PassedOn,
     Paused,
     ProtocolError,
-    RankMessage,
-    Replace,
-    encode,
-)
-from checkpointless.launcher.protocol.node_messages import (
-    COUNTED,
-    IN_BLOCK,
-    Answered,
-    DeviceBad,
-    End,
-    JobOver,
-    Joined,
-    NodeMessage,
-    RankDone,
     RankEnded,
-    RankInexact,
-    RankOffered,
-    RankPaused,
-    RankReady,
+    RankMessage,
     RankState,
+    Replace,
     Spawn,
-    Trouble,
+    encode,
 )
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.events import Edge, EventLog
@@ -707,31 +698,27 @@ class _RankReports:
 
     def _on_message(self, rank: LocalRank, message: RankMessage) -> None:
         if isinstance(message, Hello):
-            self._on_hello(rank)
-        elif isinstance(message, Answer):
-            self._report(Answered(rank.number, message))
+            self._on_hello(rank, message)
         elif isinstance(message, GiveUp):
-            self._report(JobOver(message.reason, message.code, message.generation, message.is_lost))
+            self._report(message)
         elif isinstance(message, Replace):
             self._on_replace(rank, message)
-        elif isinstance(message, Offered):
-            self._report(RankOffered(rank.number, rank.incarnation, message.source, message.problem))
+        elif isinstance(message, Offered | Answer):
+            self._pass_on(rank, message)
         elif message.generation != self._job.generation or rank.state not in (*IN_BLOCK, RankState.LEAVING):
             logger.info("rank %d: %s of generation %d is stale", rank.number, message.type, message.generation)
         elif isinstance(message, FaultReport):
-            self._trouble(rank, msgspec.structs.replace(message.cause, rank=rank.number))
-        elif isinstance(message, Inexact):
-            self._report(RankInexact(rank.number, message.generation, message.reason))
-        elif isinstance(message, Paused):
-            self._report(RankPaused(rank.number, message.generation))
+            self._trouble(rank, message.cause)
+        elif isinstance(message, Inexact | Paused):
+            self._pass_on(rank, message)
         elif isinstance(message, Barrier):
-            self._is_ready(rank, entered=True, unfit=message.unfit)
+            rank.state = RankState.READY
+            self._pass_on(rank, message)
         elif isinstance(message, Done) and rank.state is RankState.RUNNING:
             rank.state = RankState.DONE
-            reading = rank.board.read()
-            self._report(RankDone(rank.number, message.generation, reading.committed, reading.making))
+            self._pass_on(rank, message)
 
-    def _on_hello(self, rank: LocalRank) -> None:
+    def _on_hello(self, rank: LocalRank, message: Hello) -> None:
         if rank.state not in (RankState.STARTING, RankState.FINISHED):
             logger.warning("rank %d said hello in the state %s", rank.number, rank.state.value)
             return
@@ -740,7 +727,8 @@ class _RankReports:
             incarnation = rank.incarnation
             self._job.emit(EventName.RESPAWN, "end", rank=rank.number, seconds=seconds, incarnation=incarnation)
         rank.said_hello = True
-        self._is_ready(rank)
+        rank.state = RankState.READY
+        self._pass_on(rank, message)
 
     def _on_replace(self, rank: LocalRank, message: Replace) -> None:
         rank.forgiven, rank.handed_over = True, message.handed_over
@@ -750,11 +738,12 @@ class _RankReports:
             what = "asked to be replaced"
             self._trouble(rank, Cause(CauseKind.LOSS, rank.number, "replace", what, step, message.reason))
 
-    def _is_ready(self, rank: LocalRank, *, entered: bool = False, unfit: str = "") -> None:
-        rank.state = RankState.READY
-        reading = rank.board.read()
-        self._report(RankReady(rank.number, rank.incarnation, reading.committed, reading.making, entered, unfit))
-
     def _trouble(self, rank: LocalRank, cause: Cause) -> None:
+        report = FaultReport(self._job.generation, msgspec.structs.replace(cause, rank=rank.number))
+        self._pass_on(rank, report)
+
+    def _pass_on(self, rank: LocalRank, message: PassedOn) -> None:
+        """Report what a rank says, and with it which process says it and what its board shows."""
         reading = rank.board.read()
-        self._report(Trouble(self._job.generation, cause, reading.committed, reading.making))
+        seen = {"committed": reading.committed, "making": reading.making}
+        self._report(msgspec.structs.replace(message, rank=rank.number, incarnation=rank.incarnation, **seen))

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from checkpointless.launcher.agent.ranks.process_keeper import DeviceCheck
-from checkpointless.launcher.protocol.node_messages import (
+from checkpointless.launcher.protocol.messages import (
     DeviceBad,
     Kill,
     NodeMessage,

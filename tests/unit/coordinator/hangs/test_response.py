@@ -7,12 +7,11 @@ from collections.abc import Sequence
 import pytest
 
 from checkpointless.launcher.coordinator.job import Phase
-from checkpointless.launcher.protocol.messages import Answer
-from checkpointless.launcher.protocol.node_messages import (
-    Answered,
-    Ask,
-    Begin,
+from checkpointless.launcher.protocol.messages import (
+    Answer,
     FaultNotice,
+    Go,
+    Inquire,
     Kill,
     Progress,
     Silent,
@@ -49,12 +48,12 @@ def test_who_waits_in_no_collective_is_asked_to_leave_and_replaced_if_it_does_no
     longest(job, 0)
     silence(job, 0, 4, 5)
     job.tick()
-    assert job.take(Ask) == [(0, Ask(1, [0])), (2, Ask(1, [4, 5]))]
-    job.tell(0, Answered(0, Answer(1, True, "in a collective")))
-    job.tell(4, Answered(4, Answer(1, False, "elsewhere")))
+    assert job.take(Inquire) == [(0, Inquire(1, [0])), (2, Inquire(1, [4, 5]))]
+    job.tell(0, Answer(1, True, "in a collective", rank=0))
+    job.tell(4, Answer(1, False, "elsewhere", rank=4))
     job.tick()
     assert job.take(FaultNotice) == []
-    job.tell(5, Answered(5, Answer(1, True, "in a collective")))
+    job.tell(5, Answer(1, True, "in a collective", rank=5))
     job.tick()
     cause = "rank 4 made no progress for 10 s at step 4"
     assert notices(job) == [(node, FaultNotice(0, "1", cause, 4)) for node in (0, 1, 2)]
@@ -66,7 +65,7 @@ def test_who_waits_in_no_collective_is_asked_to_leave_and_replaced_if_it_does_no
     assert job.take(Kill) == [(2, Kill(4, 0, 0, 7))]
     job.ends(4, forgiven=True)
     job.ready(*job.ranks)
-    assert [begin.generation for _, begin in job.take(Begin)] == [1, 1, 1]
+    assert [begin.generation for _, begin in job.take(Go)] == [1, 1, 1]
 
 
 def test_who_does_not_answer_again_and_again_hangs() -> None:
@@ -75,7 +74,7 @@ def test_who_does_not_answer_again_and_again_hangs() -> None:
     silence(job, 3)
     job.tick()
     wait_in_silence(job, 3, seconds=4)
-    assert len(job.take(Ask)) >= 3
+    assert len(job.take(Inquire)) >= 3
     assert job.take(FaultNotice) == []
     wait_in_silence(job, 3, seconds=2)
     assert job.take(Kill) == [(1, Kill(3, 0, 0, 7))]
@@ -127,7 +126,7 @@ def test_a_shared_stall_beyond_the_ceiling_is_an_incident_in_which_nobody_is_kil
     assert len(job.take(FaultNotice)) == 2
     assert job.take(Kill) == []
     job.ready(*job.ranks)
-    assert [begin.generation for _, begin in job.take(Begin)] == [1, 1]
+    assert [begin.generation for _, begin in job.take(Go)] == [1, 1]
 
 
 def longest(job: Job, milliseconds: int) -> None:
@@ -145,9 +144,9 @@ def stall(job: Job, ranks: Sequence[int], age_s: float) -> None:
         ms = int(1000 * age_s)
         job.hear(node, Silent([SilentRank(rank, 7, ms, ms, 4, True, ord("S"), 0) for rank in mine]))
     job.tick()
-    for _, ask in job.take(Ask):
+    for _, ask in job.take(Inquire):
         for rank in ask.ranks:
-            job.tell(rank, Answered(rank, Answer(ask.id, rank not in ranks, stack)))
+            job.tell(rank, Answer(ask.id, rank not in ranks, stack, rank=rank))
     job.tick()
 
 
@@ -156,14 +155,14 @@ def test_ranks_that_all_wait_for_each_other_leave_together_and_nobody_is_killed(
     silence(job, *job.ranks)
     job.tick()
     for rank in job.ranks:
-        job.tell(rank, Answered(rank, Answer(1, True, "in a collective")))
+        job.tell(rank, Answer(1, True, "in a collective", rank=rank))
     job.tick()
     cause = "ranks waited for each other with no progress for 10 s at step 4"
     assert job.take(FaultNotice) == []  # nobody has ever shown progress
     longest(job, 0)
     wait_in_silence(job, *job.ranks, seconds=2)
     for rank in job.ranks:
-        job.tell(rank, Answered(rank, Answer(2, True, "in a collective")))
+        job.tell(rank, Answer(2, True, "in a collective", rank=rank))
     job.tick()
     assert notices(job) == [(node, FaultNotice(0, "1", cause, None)) for node in (0, 1)]
     assert job.take(Kill) == []
@@ -176,6 +175,6 @@ def test_a_rank_that_moved_on_since_it_was_asked_is_left_alone(again: tuple[int,
     silence(job, 3)
     job.tick()
     silence(job, *again, beat=8, age_s=HEARTBEAT_S * 0.95)
-    job.tell(3, Answered(3, Answer(1, False, "elsewhere")))
+    job.tell(3, Answer(1, False, "elsewhere", rank=3))
     job.tick()
     assert (job.take(FaultNotice), job.take(Kill)) == ([], [])

@@ -12,8 +12,7 @@ from checkpointless.launcher.coordinator.hang_watch import (
     Stall,
     _Hang,
 )
-from checkpointless.launcher.protocol.messages import Answer
-from checkpointless.launcher.protocol.node_messages import SilentRank
+from checkpointless.launcher.protocol.messages import Answer, SilentRank
 
 RANKS = range(8)
 

@@ -8,21 +8,20 @@ from collections import deque
 from checkpointless.launcher.coordinator.coordinator import Coordinator
 from checkpointless.launcher.coordinator.job import Node, Phase
 from checkpointless.launcher.coordinator.job_config import JobConfig
-from checkpointless.launcher.protocol.messages import FaultNotice
-from checkpointless.launcher.protocol.node_messages import (
+from checkpointless.launcher.protocol.messages import (
     IN_BLOCK,
-    AllDone,
-    Begin,
     Command,
     Discard,
+    Done,
     End,
+    FaultNotice,
+    Finish,
+    Go,
     Joined,
     Kill,
     NodeMessage,
     OpenStore,
-    RankDone,
     RankEnded,
-    RankReady,
     RankStanding,
     RankState,
     Searching,
@@ -31,6 +30,7 @@ from checkpointless.launcher.protocol.node_messages import (
     StoreOpened,
 )
 from checkpointless.observability.telemetry.events import EventLog
+from tests.unit.messaged_job import at_barrier
 
 NPROC = 2
 HEARTBEAT_S, REGROUP_S = 60.0, 120.0
@@ -92,8 +92,8 @@ class ModelAgent:
                 self._ended.pop(command.rank, None)
                 self._generation = max(self._generation, command.generation - 1)
                 self._incident, self._run_id = command.incident, command.env["TORCHELASTIC_RUN_ID"]
-            case Begin():
-                self._generation, self._incident, self._finished = command.generation, command.incident, False
+            case Go():
+                self._generation, self._incident, self._finished = command.generation, command.incident or "", False
                 self._move({READY: RUNNING})
                 self._committed = command.high_water + 1
             case FaultNotice():
@@ -103,7 +103,7 @@ class ModelAgent:
                 state, incarnation = self.ranks.get(command.rank, (GONE, -1))
                 if (incarnation, self._generation) == (command.incarnation, command.generation):
                     assert state is GONE, f"rank {command.rank} is killed, and was {state.value}"
-            case AllDone():
+            case Finish():
                 self._finished = True
                 self._move(dict.fromkeys(IN_BLOCK, FINISHED))
             case Discard():
@@ -119,14 +119,14 @@ class ModelAgent:
         state, incarnation = self.ranks[number]
         if state in (STARTING, LEAVING) or (state is FINISHED and has_next_block):
             self.ranks[number] = READY, incarnation
-            self._say(RankReady(number, incarnation, self._committed, self._committed + 1))
+            self._say(at_barrier(number, incarnation, self._committed, self._committed + 1))
 
     def returns(self, number: int) -> None:
         """Have the block of a rank return."""
         state, incarnation = self.ranks[number]
         if state is RUNNING:
             self.ranks[number] = DONE, incarnation
-            self._say(RankDone(number, self._generation))
+            self._say(Done(self._generation, rank=number))
 
     def dies(self, number: int, code: int = -9) -> None:
         """Have the process of a rank end."""

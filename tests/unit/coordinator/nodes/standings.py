@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from checkpointless.launcher.coordinator.job import Node
-from checkpointless.launcher.protocol.node_messages import NodeMessage, RankStanding, RankState, Searching, Standing
+from checkpointless.launcher.protocol.messages import NodeMessage, RankStanding, RankState, Searching, Standing
 from tests.unit.messaged_job import NPROC, Job
 
 

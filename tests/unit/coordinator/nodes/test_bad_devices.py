@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from checkpointless.launcher.protocol.node_messages import (
-    Begin,
+from checkpointless.launcher.protocol.messages import (
     DeviceBad,
     End,
+    Go,
     Holding,
     Progress,
     RankEnded,
@@ -47,7 +47,7 @@ def test_with_a_spare_the_node_is_given_up() -> None:
     assert {each[1:] for each in spawns(job)} == {(2, 1, False), (2, 2, False), (3, 1, False)}
     assert "node 1 is given up for a spare: the device of rank 2 must not be used" in job.said[-2]
     job.ready(*job.ranks)
-    assert [node for node, _ in job.take(Begin)] == [0, 1]
+    assert [node for node, _ in job.take(Go)] == [0, 1]
     job.sent.clear()
     job.hear(given_up, DeviceBad(2, 2, WHY))  # it is no part of the job any more
     assert job.sent == []

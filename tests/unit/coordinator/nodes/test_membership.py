@@ -6,19 +6,18 @@ import time
 
 import pytest
 
-from checkpointless.launcher.protocol.node_messages import (
-    Begin,
+from checkpointless.launcher.protocol.messages import (
     End,
     FaultNotice,
+    Go,
     Joined,
     Kill,
     Leaving,
-    RankReady,
     Searching,
     Spawn,
     StoreOpened,
 )
-from tests.unit.messaged_job import HEARTBEAT_S, REGROUP_S, Job, go_env
+from tests.unit.messaged_job import HEARTBEAT_S, REGROUP_S, Job, at_barrier, go_env
 
 
 def test_a_node_that_fell_silent_was_lost_at_its_last_word() -> None:
@@ -41,9 +40,9 @@ def test_a_spare_takes_the_place_of_a_lost_node() -> None:
     assert job.coordinator.nodes[1] is spare
     assert job.coordinator.spares == []
     with pytest.raises(ValueError, match="which it does not run"):
-        job.hear(lost, RankReady(2, 1, -1, -1))
+        job.hear(lost, at_barrier(2, 1, -1, -1))
     job.ready(*job.ranks)
-    assert [node for node, _ in job.take(Begin)] == [0, 1]
+    assert [node for node, _ in job.take(Go)] == [0, 1]
     assert job.said[1] == "a spare takes the place of node 1"
 
 
@@ -53,12 +52,12 @@ def test_without_a_spare_another_node_may_come_in_time(index: int) -> None:
     job.lose(job.coordinator.nodes[1], "it is gone")
     assert job.said[-1] == "no spare is ready: waiting up to 30 s for another node 1"
     job.ready(0, 1)
-    assert job.take(Begin) == []
+    assert job.take(Go) == []
     assert job.take(Spawn) == []
     job.join(index)
     assert [(spawn.rank, spawn.incarnation) for _, spawn in job.take(Spawn)] == [(2, 1), (3, 1)]
     job.ready(2, 3)
-    assert [node for node, _ in job.take(Begin)] == [0, 1]
+    assert [node for node, _ in job.take(Go)] == [0, 1]
 
 
 def test_a_node_that_is_lost_before_the_job_began_may_come_back() -> None:
@@ -109,7 +108,7 @@ def test_a_replacement_that_still_imports_is_waited_for() -> None:
     job.hear(node, Joined())
     assert [spawn.rank for _, spawn in job.take(Spawn)] == [2, 3]
     job.ready(2, 3)
-    assert [index for index, _ in job.take(Begin)] == [0, 1]
+    assert [index for index, _ in job.take(Go)] == [0, 1]
 
 
 def test_a_replacement_that_is_lost_before_its_ranks_were_started_is_replaced_by_a_spare() -> None:
@@ -171,10 +170,10 @@ def test_nobody_is_started_and_nothing_begins_before_the_store_is_there() -> Non
     job.sent.clear()
     job.raises(2, generation=1)
     job.ready(*job.ranks)
-    assert job.take(Begin) == []
+    assert job.take(Go) == []
     job.opens = True
     job.open_stores()
-    assert [begin.env for _, begin in job.take(Begin)] == [go_env(2), go_env(2)]
+    assert [begin.env for _, begin in job.take(Go)] == [go_env(2), go_env(2)]
 
 
 def test_the_store_moves_to_another_node_when_its_own_is_lost() -> None:
@@ -183,7 +182,7 @@ def test_the_store_moves_to_another_node_when_its_own_is_lost() -> None:
     job.lose(job.coordinator.nodes[0], "it is gone")
     assert job.stores[1:] == [(1, 1)]
     job.ready(*job.ranks)
-    assert [begin.env for _, begin in job.take(Begin)] == [go_env(1, host=1)] * 2
+    assert [begin.env for _, begin in job.take(Go)] == [go_env(1, host=1)] * 2
     job.opens = False
     job.raises(3)
     job.lose(job.coordinator.nodes[0], "it is gone, too")
@@ -192,7 +191,7 @@ def test_the_store_moves_to_another_node_when_its_own_is_lost() -> None:
     job.opens = True
     job.open_stores()
     job.ready(*job.ranks)
-    assert [begin.env for _, begin in job.take(Begin)][2:] == [go_env(2, host=1)] * 2
+    assert [begin.env for _, begin in job.take(Go)][2:] == [go_env(2, host=1)] * 2
 
 
 def test_a_node_that_opens_no_store_ends_the_job_in_time() -> None:
@@ -214,7 +213,7 @@ def test_a_node_that_is_looked_for_while_all_ranks_are_ready_is_waited_for() -> 
     job.hear(away, Searching())
     job.lose(away, "it said that it searches")
     job.ready(3)
-    assert job.take(Begin) == []
+    assert job.take(Go) == []
     job.tick(after_s=HEARTBEAT_S / 2 + 1)
     assert job.outcome is None
     assert job.take(Kill) == []

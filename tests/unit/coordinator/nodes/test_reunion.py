@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from checkpointless.launcher.coordinator.coordinator import _assumed, _Reunion, _reunite
 from checkpointless.launcher.coordinator.job import Phase
-from checkpointless.launcher.protocol.node_messages import (
-    Begin,
+from checkpointless.launcher.protocol.messages import (
     Discard,
     FaultNotice,
+    Go,
     Joined,
     RankEnded,
     RankState,
@@ -35,11 +35,11 @@ def test_a_node_that_comes_back_from_elsewhere_has_to_end_its_ranks_first(more: 
     assert job.take(Discard) == [(1, Discard())]
     job.ready(2, 3)  # these were under way when it was told
     job.ready(0, 1)
-    assert (job.take(Begin), job.take(Spawn)) == ([], [])
+    assert (job.take(Go), job.take(Spawn)) == ([], [])
     job.hear(node, Joined())
     assert [(spawn.rank, spawn.incarnation) for _, spawn in job.take(Spawn)] == [(2, 1), (3, 1)]
     job.ready(2, 3)
-    assert [begin.generation for _, begin in job.take(Begin)] == [1, 1]
+    assert [begin.generation for _, begin in job.take(Go)] == [1, 1]
 
 
 def test_a_node_that_lost_sight_of_the_coordinator_comes_back_and_nobody_is_told() -> None:
@@ -69,7 +69,7 @@ def test_a_node_that_is_back_and_says_nothing_is_not_waited_for_without_end() ->
     job.hear(job.coordinator.nodes[1], Joined())
     assert [(spawn.rank, spawn.incarnation) for _, spawn in job.take(Spawn)] == [(2, 1), (3, 1)]
     job.ready(*job.ranks)
-    assert [begin.generation for _, begin in job.take(Begin)] == [1, 1]
+    assert [begin.generation for _, begin in job.take(Go)] == [1, 1]
 
 
 @pytest.mark.parametrize("searching", [True, False])
@@ -90,7 +90,7 @@ def test_ranks_that_did_not_hear_that_a_generation_began_are_kept(searching: boo
     words = "node 1 did not hear that generation 1 began" if searching else "node 1 was lost"
     assert any(words in line for line in job.said)
     job.ready(0, 1)
-    assert [begin.generation for _, begin in job.take(Begin)] == [2, 2]
+    assert [begin.generation for _, begin in job.take(Go)] == [2, 2]
 
 
 def test_a_node_that_is_lost_before_it_has_spoken_is_not_waited_for_twice() -> None:
@@ -162,7 +162,7 @@ def test_whatever_its_ranks_did_meanwhile_a_node_that_comes_back_keeps_those_tha
             assert set(states) <= {RUNNING, DONE, RankState.STARTING, RankState.LEAVING}
             job.raises(0)
         job.ready(*(rank.number for rank in job.coordinator.ranks if rank.state is not RankState.READY))
-    assert {begin.generation for _, begin in job.take(Begin)} == {1}
+    assert {begin.generation for _, begin in job.take(Go)} == {1}
     for rank, state in zip((2, 3), states, strict=True):
         assert (job.coordinator.ranks[rank].incarnation == 0) == (state is not RankState.GONE)
     assert {job.coordinator.ranks[rank].incarnation for rank in (0, 1)} == {0}
@@ -194,4 +194,4 @@ def test_a_rank_that_waits_for_the_next_block_and_dies_unheard_is_replaced() -> 
     back(job, 1, RankState.GONE, RankState.READY, finished=True)
     assert [spawn.rank for _, spawn in job.take(Spawn)] == [2]
     job.ready(0, 2)
-    assert [begin.generation for _, begin in job.take(Begin)] == [1, 1]
+    assert [begin.generation for _, begin in job.take(Go)] == [1, 1]

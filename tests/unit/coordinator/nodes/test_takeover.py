@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 from checkpointless.launcher.coordinator.job import Phase
 from checkpointless.launcher.protocol.causes import CauseKind
-from checkpointless.launcher.protocol.node_messages import (
-    AllDone,
-    Begin,
+from checkpointless.launcher.protocol.messages import (
     FaultNotice,
+    Finish,
+    Go,
     RankEnded,
     RankState,
     Spawn,
@@ -36,7 +36,7 @@ def test_ranks_that_train_are_not_disturbed_and_their_next_fault_is_handled() ->
     assert (spawn.rank, spawn.incarnation, spawn.generation) == (1, 2, 4)
     assert spawn.env["TORCHELASTIC_RUN_ID"] == "the run"
     job.ready(*job.ranks, committed=8, making=9)
-    assert [(begin.generation, begin.high_water) for _, begin in job.take(Begin)] == [(4, 8), (4, 8)]
+    assert [(begin.generation, begin.high_water) for _, begin in job.take(Go)] == [(4, 8), (4, 8)]
 
 
 def test_an_exception_that_nobody_heard_of_is_handled() -> None:
@@ -45,7 +45,7 @@ def test_an_exception_that_nobody_heard_of_is_handled() -> None:
     standing(job, 0, RUNNING, RUNNING, before=trouble(1, CauseKind.EXCEPTION, generation=3))
     assert job.said[1] == "incident 3: rank 1 raised ValueError at step 4: no; recovering"
     job.ready(*job.ranks)
-    assert [begin.generation for _, begin in job.take(Begin)] == [4, 4]
+    assert [begin.generation for _, begin in job.take(Go)] == [4, 4]
 
 
 def test_a_node_that_was_lost_with_the_coordinator_is_replaced() -> None:
@@ -100,7 +100,7 @@ def test_whatever_the_ranks_did_they_are_left_alone_or_regrouped(
     assert job.outcome is None
     if set(states) <= {RUNNING, DONE} and generations[0] == generations[1]:
         assert (job.take(FaultNotice), job.stores) == ([], [])
-        assert bool(job.take(AllDone)) == (set(states) == {DONE})
+        assert bool(job.take(Finish)) == (set(states) == {DONE})
         return
     assert {interrupt.generation for _, interrupt in job.take(FaultNotice)} == {max(generations)}
     waiting = [rank for rank in job.ranks if states[rank] not in (RankState.READY, RankState.GONE)]
@@ -110,7 +110,7 @@ def test_whatever_the_ranks_did_they_are_left_alone_or_regrouped(
     spawned = [spawn.rank for _, spawn in job.take(Spawn)]
     assert spawned == [rank for rank in job.ranks if states[rank] is RankState.GONE]
     job.ready(*spawned)
-    assert {begin.generation for _, begin in job.take(Begin)} == {max(generations) + 1}
+    assert {begin.generation for _, begin in job.take(Go)} == {max(generations) + 1}
 
 
 def test_a_node_that_goes_away_from_a_new_coordinator_keeps_its_place_for_a_while() -> None:
