@@ -62,13 +62,24 @@ from checkpointless.launcher.client import (
     AgentClient,
     AgentLostError,
     HPAgentK8sAPIFactory,
-    OfferWantedError,
     RankClient,
-    SuccessorWantedError,
 )
 from checkpointless.launcher.protocol.board import Board, Facts
-from checkpointless.launcher.protocol.causes import exit_code
-from checkpointless.launcher.protocol.messages import Finish, Go
+from checkpointless.launcher.protocol.causes import exception_cause, exit_code
+from checkpointless.launcher.protocol.messages import (
+    Barrier,
+    Done,
+    FaultReport,
+    Finish,
+    GiveUp,
+    Go,
+    HandOver,
+    Hello,
+    Inexact,
+    Offered,
+    Paused,
+    Replace,
+)
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.events import event_log
 from checkpointless.observability.telemetry.scribe import flush_all, keep_traceback, without_own_frames
@@ -236,42 +247,33 @@ class _Succession:
             )
 
     def wait_go(self, after_generation: int, keeper: StateKeeper | None) -> Go:
-        """Wait at the barrier for the next generation; or hand the state to a successor, and end this process.
+        """Wait at the barrier for the next generation, and offer the state meanwhile if it is asked for.
 
-        A process whose state finds no room enters its block again, unless it is known that it cannot.
-        """
-        try:
-            return self._wait_or_offer(after_generation, keeper)
-        except SuccessorWantedError as wanted:
-            problem = self._hand_over(keeper, wanted.high_water)
-        logger.error("rank %s stays in its process: %s", os.environ.get(RANK_ENV), problem)
-        self._client.barrier(self._generation.number)
-        return self._client.wait_go(after_generation)
-
-    def _wait_or_offer(self, after_generation: int, keeper: StateKeeper | None) -> Go:
-        """Wait for the next generation, and offer the state meanwhile if it is asked for.
-
-        If this process is of the next generation, nobody else has taken its place.
+        If the state is to go to a successor, this process ends; but one whose state finds no room enters its block
+        again, unless it is known that it cannot. If this process is of the next generation, nobody else has taken
+        its place.
         """
         left = HandedOver()
         while True:
             try:
-                go = self._client.wait_go(after_generation)
-                left.withdraw()
-                return go
-            except OfferWantedError as wanted:
-                with self._generation.span(EventName.HAND_OVER) as fields:
-                    left = HandedOver()
-                    if keeper is not None:
-                        left = keeper.hand_over(wanted.high_water, wanted.address)
-                    fields.update(reason=left.problem)
-                assert isinstance(self._client, AgentClient)
-                self._client.offered(self._generation.number, left.source, left.problem)
+                heard = self._client.wait_go(after_generation)
             except SystemExit as leaving:
                 if leaving.code:  # the job is ending
                     raise
                 flush_all()
                 os._exit(0)  # with the wait's event open: the wait of its successor counts
+            if isinstance(heard, Go):
+                left.withdraw()
+                return heard
+            if isinstance(heard, HandOver):
+                problem = self._hand_over(keeper, heard.high_water)
+                logger.error("rank %s stays in its process: %s", os.environ.get(RANK_ENV), problem)
+                self._client.send(Barrier(self._generation.number))
+                continue
+            with self._generation.span(EventName.HAND_OVER) as fields:
+                left = keeper.hand_over(heard.high_water, heard.address) if keeper is not None else HandedOver()
+                fields.update(reason=left.problem)
+            self._client.send(Offered(self._generation.number, left.source, left.problem))
 
     def _hand_over(self, keeper: StateKeeper | None, high_water: int) -> str:
         """Hand the state to a successor, and end; return, with the reason, only if the process had better stay."""
@@ -291,7 +293,7 @@ class _Succession:
 
     def _end(self, reason: str, *, handed_over: bool, level: int) -> NoReturn:
         try:
-            self._client.request_replacement(self._generation.number, reason, handed_over)
+            self._client.send(Replace(self._generation.number, reason, handed_over))
             logger.log(level, "rank %s is replaced: %s", os.environ.get(RANK_ENV), reason)
         except AgentLostError:
             logger.error("no agent to replace this process: %s", reason)
@@ -343,8 +345,7 @@ class Pause:
         """
         self.is_agreed = False
         wait_for_device()
-        assert isinstance(self._client, AgentClient)  # no other is asked to pause, or for an offer
-        self._client.paused(self._generation.number)
+        self._client.send(Paused(self._generation.number))
         until_s = time.monotonic() + _PAUSE_LIMIT_S
         while time.monotonic() < until_s:
             beat()
@@ -726,7 +727,7 @@ class HPCallWrapper:
             SystemExit: the job cannot continue, or the block has ended it; the agent knows why.
         """
         self.start_hp_fault_handling_thread()
-        self.client.hello(self.generation)
+        self.client.send(Hello(self.generation))
         if self.blocks.obstacle:
             self.handle_fn_exception(UnrecoverableError(self.blocks.obstacle))
         self.initialize_barrier()
@@ -734,7 +735,7 @@ class HPCallWrapper:
             result, error = self.launch(fn, *args, **kwargs)
             if _is_return(error):
                 self.steps.returned()
-                self.client.done(self.generation)
+                self.client.send(Done(self.generation))
                 if isinstance(self.client.wait_finish_or_fault(self.generation), Finish):
                     self.blocks.leave()
                     if self.checkpoint_manager is not None:
@@ -764,7 +765,7 @@ class HPCallWrapper:
         after = self.generation - 1 if entering_first else self.generation
         with self._now.span(EventName.BARRIER):
             if not entering_first:
-                self.client.barrier(self.generation, self._succession.unfit)
+                self.client.send(Barrier(self.generation, self._succession.unfit))
             go = self._succession.wait_go(after, self.checkpoint_manager)
         process_groups.release()
         os.environ.update(go.env)
@@ -815,20 +816,15 @@ class HPCallWrapper:
             raise SystemExit(_GAVE_UP_EXIT_CODE) if isinstance(call_ex, RankShouldRestart) else call_ex
         if isinstance(call_ex, (UnrecoverableError, FaultSpecError)):  # a fault test that cannot run proves nothing
             reason, is_lost = exceptions.text_of(call_ex), isinstance(call_ex, StateLostError)
-            self.client.give_up(self.generation, reason, is_lost=is_lost)
+            self.client.send(GiveUp(self.generation, reason, is_lost=is_lost))
             raise SystemExit(_GAVE_UP_EXIT_CODE) from call_ex
         if isinstance(call_ex, RankShouldRestart) and self.client.pending_fault(self.generation) is not None:
             return
         text = _traceback_of(without_own_frames(call_ex))
         keep_traceback(self.generation, own_rank(), text)
-        self.client.report_fault(
-            self.generation,
-            error=exceptions.name_of(call_ex),
-            message=exceptions.text_of(call_ex),
-            traceback=text,
-            step=self.steps.making,
-            victim=is_victim(call_ex),
-        )
+        name, message = exceptions.name_of(call_ex), exceptions.text_of(call_ex)
+        cause = exception_cause(self.client.rank, name, message, text, self.steps.making, victim=is_victim(call_ex))
+        self.client.send(FaultReport(self.generation, cause))
 
     def restart(self, term_ex: BaseException) -> None:
         """Abort, keep the state, clean up and check this process, so that it can re-enter the block.
@@ -933,7 +929,7 @@ class HPCallWrapper:
         """End the job after the block has called ``sys.exit`` with a code other than 0."""
         at = f" in step {self.steps.making}" if self.steps.making >= 0 else ""
         reason = f"rank {os.environ.get(RANK_ENV, '0')} left the block{at} by sys.exit({leaving.code!r})"
-        self.client.give_up(self.generation, reason, exit_code(leaving))
+        self.client.send(GiveUp(self.generation, reason, exit_code(leaving)))
         raise leaving
 
 
@@ -966,7 +962,7 @@ def not_exact(step: int, reason: str, **fields: Any) -> None:
     emit_event(EventName.INEXACT, step=step, reason=reason, **fields)
     call = active_call_wrapper()
     if call is not None:
-        call.client.report_inexact(call.generation, reason)
+        call.client.send(Inexact(call.generation, reason))
     if os.environ.get(STRICT_ENV) == YES:
         raise UnrecoverableError(f"rank {own_rank()}: {reason}: the job ends, as --strict ({STRICT_ENV}) asks for")
 

@@ -14,11 +14,9 @@ import os
 from checkpointless.launcher.client.agent_client import (
     AgentClient,
     AgentLostError,
-    OfferWantedError,
     RankClient,
     RankUnknownError,
     StandaloneClient,
-    SuccessorWantedError,
 )
 from checkpointless.launcher.protocol.messages import FaultNotice
 from checkpointless.system.environment import (
@@ -38,10 +36,8 @@ __all__ = [
     "AgentLostError",
     "FaultNotice",
     "HPAgentK8sAPIFactory",
-    "OfferWantedError",
     "RankClient",
     "StandaloneClient",
-    "SuccessorWantedError",
     "wait_rank",
 ]
 

@@ -14,10 +14,10 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import TypeVar, cast
+from typing import Any
 
 from checkpointless.launcher.coordinator.incident_policy import History
-from checkpointless.launcher.protocol.causes import Cause, exception_cause
+from checkpointless.launcher.protocol.causes import Cause
 from checkpointless.launcher.protocol.messages import (
     FROM_AGENT,
     AgentMessage,
@@ -28,20 +28,15 @@ from checkpointless.launcher.protocol.messages import (
     FaultNotice,
     FaultReport,
     Finish,
-    GiveUp,
     Go,
     HandOver,
     Hello,
-    Inexact,
     Inquire,
     LineBuffer,
     Offer,
-    Offered,
     Pause,
-    Paused,
     ProtocolError,
     RankMessage,
-    Replace,
     encode,
 )
 from checkpointless.observability.telemetry.event_names import EventName
@@ -59,35 +54,9 @@ SEND_TIMEOUT_S = 30
 _TICK_S = 0.1  # waits are cut into ticks, so that signals and asynchronous exceptions reach the waiting thread
 _RECEIVE_BYTES = 64 * 1024
 
-T = TypeVar("T")
-
 
 class AgentLostError(ConnectionError):
     """The connection to the agent is closed, so nothing regroups this rank any more."""
-
-
-class SuccessorWantedError(Exception):
-    """This process, which waits at the barrier, has to hand its state to a successor and end.
-
-    ``high_water`` is the highest optimizer step that any rank was ever seen to commit (-1: none).
-    """
-
-    def __init__(self, high_water: int) -> None:
-        super().__init__("this process has to hand its state to a successor")
-        self.high_water = high_water
-
-
-class OfferWantedError(Exception):
-    """This process, which waits at the barrier, has to offer its state to a successor on another node.
-
-    Attributes:
-        high_water: the highest optimizer step that any rank was ever seen to commit (-1: none).
-        address: the address of this node at which to offer it.
-    """
-
-    def __init__(self, high_water: int, address: str) -> None:
-        super().__init__("this process has to offer its state to a successor")
-        self.high_water, self.address = high_water, address
 
 
 class RankUnknownError(AssertionError, RuntimeError):
@@ -117,82 +86,49 @@ class RankClient(abc.ABC):
         self._news = threading.Condition()
         self._generation = 0
         self._go: Go | None = None
-        self._hand_over: HandOver | None = None
-        self._offer: Offer | None = None
+        self._wanted: HandOver | Offer | None = None
         self._faults: dict[int, FaultNotice] = {}
         self._finish: Finish | None = None
         self._lost: str | None = None
 
-    def hello(self, generation: int) -> None:
-        """Report that this rank is at the entry of its block.
+    def send(self, message: RankMessage) -> None:
+        """Send what this rank says to its agent.
 
         Raises:
-            AgentLostError: the connection is closed; every method that sends raises this.
+            AgentLostError: the connection is closed.
         """
-        with self._news:
-            self._go = self._finish = None  # left from a block that this process ran before, if any
-            self._move_to(generation)
-        self._send(Hello(generation))
+        if isinstance(message, Hello):
+            with self._news:
+                self._go = self._finish = None  # left from a block that this process ran before, if any
+                self._move_to(message.generation)
+        self._send(message)
 
-    def wait_go(self, after_generation: int, timeout_s: float | None = None) -> Go:
-        """Wait for a ``go`` whose generation is larger than ``after_generation``.
+    def wait_go(self, after_generation: int, timeout_s: float | None = None) -> Go | HandOver | Offer:
+        """Wait at the barrier for a ``go`` whose generation is larger than ``after_generation``.
+
+        If the process has to hand its state to a successor, or to offer it and to go on waiting, return that.
 
         Raises:
             AgentLostError: the connection was closed before the ``go`` came.
-            SuccessorWantedError: the process has to hand its state to a successor instead.
-            OfferWantedError: the process has to offer its state, and to go on waiting.
             SystemExit: the job is ending, or a successor on another node has taken this process's place.
             TimeoutError: the ``go`` did not come within ``timeout_s`` seconds.
         """
 
-        def arrived() -> Go | None:
+        def arrived() -> Go | HandOver | Offer | None:
             if self.is_ending:
                 raise SystemExit(1)
-            if self._hand_over is not None and self._hand_over.generation == after_generation:
-                wanted, self._hand_over = self._hand_over, None
-                raise SuccessorWantedError(wanted.high_water)
-            if self._offer is not None and self._offer.generation == after_generation:
-                offer, self._offer = self._offer, None
-                raise OfferWantedError(offer.high_water, offer.address)
+            wanted = self._wanted
+            if wanted is not None and wanted.generation == after_generation:
+                self._wanted = None
+                return wanted
             if self._finish is not None:
                 raise SystemExit(0)
             return self._go if self._go is not None and self._go.generation > after_generation else None
 
         return self._wait(arrived, timeout_s, f"a go after generation {after_generation}")
 
-    def report_fault(
-        self, generation: int, *, error: str, message: str, traceback: str, step: int, victim: bool
-    ) -> None:
-        """Report to the agent that this rank failed, by a :class:`.FaultReport`."""
-        cause = exception_cause(self.rank, error, message, traceback, step, victim)
-        self._send(FaultReport(generation, cause))
-
-    def barrier(self, generation: int, unfit: str = "") -> None:
-        """Report that this rank has left ``generation`` and waits for ``go``.
-
-        Args:
-            unfit: why this process cannot enter its block again, in one line ("": it can).
-        """
-        self._send(Barrier(generation, unfit))
-
-    def request_replacement(self, generation: int, reason: str, handed_over: bool = False) -> None:
-        """Report that this process exits next, and whether its successor finds its state in the node's memory."""
-        self._send(Replace(generation, reason, handed_over))
-
-    def done(self, generation: int) -> None:
-        """Report that the block has returned."""
-        self._send(Done(generation))
-
-    def report_inexact(self, generation: int, reason: str) -> None:
-        """Report that a step is not the one that it was before the fault, and in what, in one line."""
-        self._send(Inexact(generation, reason))
-
-    def give_up(self, generation: int, reason: str, code: int = 1, is_lost: bool = False) -> None:
-        """End the job, with ``reason`` as its last message; if only the state ``is_lost``, it may begin again."""
-        self._send(GiveUp(generation, reason, code, is_lost))
-
     def wait_finish_or_fault(self, generation: int, timeout_s: float | None = None) -> Finish | FaultNotice:
-        """Wait, after :meth:`done`, until all ranks are done, another rank needs this one, or the job is ending.
+        """Wait, after ``done``, until all ranks are done, another rank needs this one, or the job is ending.
 
         Raises:
             AgentLostError: the connection was closed before either message came.
@@ -205,7 +141,7 @@ class RankClient(abc.ABC):
             notice = self._faults.get(generation)
             return notice if notice is not None else self._finish
 
-        return cast(Finish | FaultNotice, self._wait(arrived, timeout_s, "finish or a fault notice"))
+        return self._wait(arrived, timeout_s, "finish or a fault notice")
 
     def pending_fault(self, generation: int) -> FaultNotice | None:
         """Return the notice that ``generation`` is over if it has come at any time, else None."""
@@ -230,10 +166,8 @@ class RankClient(abc.ABC):
             if isinstance(message, Go):
                 self._go = message
                 self._move_to(message.generation)
-            elif isinstance(message, HandOver):
-                self._hand_over = message
-            elif isinstance(message, Offer):
-                self._offer = message
+            elif isinstance(message, HandOver | Offer):
+                self._wanted = message
             elif isinstance(message, Pause):
                 self.to_pause = message.generation
             elif isinstance(message, Finish):
@@ -260,7 +194,7 @@ class RankClient(abc.ABC):
             self._generation = max(self._generation, generation)
             self._faults = {of: notice for of, notice in self._faults.items() if of >= self._generation}
 
-    def _wait(self, arrived: Callable[[], T | None], timeout_s: float | None, what: str) -> T:
+    def _wait(self, arrived: Callable[[], Any], timeout_s: float | None, what: str) -> Any:  # Any: what arrives
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         with self._news:
             while (found := arrived()) is None:
@@ -302,14 +236,6 @@ class AgentClient(RankClient):
             os.set_inheritable(fd, False)
             _of_this_process = cls(socket.socket(fileno=fd), rank=int(os.environ[RANK_ENV]))
         return _of_this_process
-
-    def paused(self, generation: int) -> None:
-        """Report that this rank stands at the step boundary that all have agreed on."""
-        self._send(Paused(generation))
-
-    def offered(self, generation: int, source: str, problem: str) -> None:
-        """Report from where a successor can fetch this rank's state ("": it has none), or why it cannot."""
-        self._send(Offered(generation, source, problem))
 
     def close(self) -> None:
         """Close the connection and end the reader thread."""

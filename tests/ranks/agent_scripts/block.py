@@ -11,7 +11,8 @@ from pathlib import Path
 
 from checkpointless.launcher.client import AgentClient, FaultNotice
 from checkpointless.launcher.protocol.board import Board
-from checkpointless.launcher.protocol.messages import Answer
+from checkpointless.launcher.protocol.causes import exception_cause
+from checkpointless.launcher.protocol.messages import Answer, Barrier, Done, FaultReport, Go, Hello
 
 RANK = int(os.environ["RANK"])
 INCARNATION = int(os.environ["CHECKPOINTLESS_INCARNATION"])
@@ -54,9 +55,9 @@ def run_block(
 
     client.on_fault = heard
     generation = int(os.environ["JOB_RESTART_COUNT"])
-    client.hello(generation)
+    client.send(Hello(generation))
     go = client.wait_go(generation - 1, 60)
-    while True:
+    while isinstance(go, Go):
         os.environ.update(go.env)
         generation = go.generation
         board.set_generation(generation)
@@ -73,21 +74,17 @@ def run_block(
                     time.sleep(0.002)
                 board.set_committed(making)
                 note("step", step=making, generation=generation)
-            client.done(generation)
+            client.send(Done(generation))
             if not isinstance(client.wait_finish_or_fault(generation, 60), FaultNotice):
                 return
         except Restart:
             pass
         except Exception as error:
             if client.pending_fault(generation) is None:
-                client.report_fault(
-                    generation,
-                    error=type(error).__name__,
-                    message=str(error),
-                    traceback=traceback.format_exc(),
-                    step=making,
-                    victim=type(error).__name__.startswith("Dist") or "closed" in str(error).lower(),
-                )
+                name, text = type(error).__name__, str(error)
+                victim = name.startswith("Dist") or "closed" in text.lower()
+                cause = exception_cause(RANK, name, text, traceback.format_exc(), making, victim)
+                client.send(FaultReport(generation, cause))
         cleanup()
-        client.barrier(generation)
+        client.send(Barrier(generation))
         go = client.wait_go(generation, 60)

@@ -9,6 +9,8 @@ import time
 
 from block import INCARNATION, OUT, RANK, connect, note, run_block
 
+from checkpointless.launcher.protocol.messages import GiveUp, Replace
+
 FAULTS = [argument.split(":") for argument in sys.argv[1:]]
 NOT_COLLECTIVE = ("sleep", "wait", "gate", "stillborn")  # the others go on
 
@@ -73,10 +75,10 @@ def fail(step: int, generation: int, faults: list[tuple[str, str]]) -> None:
                 sys.exit(int(what))
             client, _ = connect()
             if what == "replace":
-                client.request_replacement(generation, "worn out")
+                client.send(Replace(generation, "worn out"))
                 os._exit(0)
             if what == "giveup":
-                client.give_up(generation, "nobody holds shard 3")
+                client.send(GiveUp(generation, "nobody holds shard 3"))
                 time.sleep(60)
             os.kill(os.getpid(), getattr(signal, what))
 

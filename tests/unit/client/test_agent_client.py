@@ -11,10 +11,13 @@ import pytest
 from checkpointless.launcher.client import agent_client, wait_rank
 from checkpointless.launcher.client.agent_client import AgentClient, AgentLostError, StandaloneClient
 from checkpointless.launcher.protocol import messages
+from checkpointless.launcher.protocol.causes import exception_cause
 from checkpointless.launcher.protocol.messages import (
     Answer,
     Barrier,
+    Done,
     FaultNotice,
+    FaultReport,
     Finish,
     Go,
     Hello,
@@ -70,7 +73,7 @@ def notice(generation: int) -> FaultNotice:
 
 def test_hello_and_go(pair: tuple[AgentClient, Agent]) -> None:
     client, agent = pair
-    client.hello(2)
+    client.send(Hello(2))
     assert agent.hear() == Hello(2)
     agent.say(go(2))
     assert client.wait_go(1, 5) == go(2)
@@ -84,7 +87,7 @@ def test_a_notice_of_an_older_generation_is_ignored(pair: tuple[AgentClient, Age
     client, agent = pair
     called: list[FaultNotice] = []
     client.on_fault = called.append
-    client.hello(2)
+    client.send(Hello(2))
     agent.hear()
     agent.say(go(2), notice(1), notice(0))
     agent.wait_until_read()
@@ -95,7 +98,7 @@ def test_a_notice_of_an_older_generation_is_ignored(pair: tuple[AgentClient, Age
 
 def test_a_notice_that_comes_before_the_rank_left_the_barrier_is_kept(pair: tuple[AgentClient, Agent]) -> None:
     client, agent = pair
-    client.barrier(1)
+    client.send(Barrier(1))
     assert agent.hear() == Barrier(1)
     agent.say(go(2), notice(2))
     agent.wait_until_read()
@@ -131,7 +134,7 @@ def test_the_end_of_the_agent_wakes_who_waits(pair: tuple[AgentClient, Agent]) -
     with pytest.raises(AgentLostError):
         client.wait_go(0, 5)
     with pytest.raises(AgentLostError):
-        client.done(0)
+        client.send(Done(0))
 
 
 @pytest.mark.parametrize("said", [b"nonsense\n", b'{"type":"hello"}\n'])
@@ -168,27 +171,28 @@ def test_a_standalone_rank_regroups_with_itself() -> None:
     client = StandaloneClient()
     called: list[FaultNotice] = []
     client.on_fault = called.append
-    client.hello(0)
+    client.send(Hello(0))
     assert client.wait_go(-1, 1).generation == 0
-    client.report_fault(0, error="ValueError", message="no\nmore", traceback="", step=1, victim=False)
+    client.send(FaultReport(0, exception_cause(client.rank, "ValueError", "no\nmore", "", 1, victim=False)))
     assert [n.cause for n in called] == ["rank 0 raised ValueError at step 1: no"]
     assert client.pending_fault(0) == called[0]
-    client.barrier(0)
+    client.send(Barrier(0))
     again = client.wait_go(0, 1)
+    assert isinstance(again, Go)
     assert again.generation == 1
     assert again.env["JOB_RESTART_COUNT"] == "1"
     assert client.pending_fault(1) is None
-    client.done(1)
+    client.send(Done(1))
     assert client.wait_finish_or_fault(1, 1) == Finish()
 
 
 def test_a_standalone_rank_does_not_repeat_a_bug_for_ever() -> None:
     client = StandaloneClient()
-    client.hello(0)
+    client.send(Hello(0))
     for generation in range(3):
         assert client.wait_go(generation - 1, 1).generation == generation
-        client.report_fault(generation, error="ValueError", message="no", traceback="T", step=4, victim=False)
-        client.barrier(generation)
+        client.send(FaultReport(generation, exception_cause(client.rank, "ValueError", "no", "T", 4, victim=False)))
+        client.send(Barrier(generation))
     with pytest.raises(AgentLostError, match="3 times in a row"):
         client.wait_go(2, 1)
 

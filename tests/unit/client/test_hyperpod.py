@@ -16,7 +16,18 @@ from checkpointless.launcher import client as clients
 from checkpointless.launcher.client import HPAgentK8sAPIFactory, hyperpod, wait_rank
 from checkpointless.launcher.client.agent_client import AgentLostError, StandaloneClient
 from checkpointless.launcher.client.hyperpod import HyperPodClient, _Start, _worker_envs
-from checkpointless.launcher.protocol.messages import FaultNotice, Finish
+from checkpointless.launcher.protocol.causes import exception_cause
+from checkpointless.launcher.protocol.messages import (
+    Barrier,
+    Done,
+    FaultNotice,
+    FaultReport,
+    Finish,
+    GiveUp,
+    Go,
+    Hello,
+    Replace,
+)
 from checkpointless.system.environment import HYPERPOD_SOCKET_ENV
 from tests import hyperpod_stand_in as stand_in
 from tests.waiting import wait_until
@@ -74,7 +85,7 @@ def enter(client: HyperPodClient, agent: stand_in.Agent, others: int = 0) -> TCP
     generation, store = agent.restart_count, None
     if others:
         agent.envs = {"WORLD_SIZE": str(1 + others)}
-    client.hello(int(os.environ["JOB_RESTART_COUNT"]))
+    client.send(Hello(int(os.environ["JOB_RESTART_COUNT"])))
     start(agent)
     if others:
         agent.wait_for("past_rcb_barrier")
@@ -179,7 +190,7 @@ def test_wait_rank_waits_until_it_is_told_also_as_a_spare_without_a_rank(
 def test_go_comes_with_a_store_for_process_groups(make_agent: MakeAgent, caplog: pytest.LogCaptureFixture) -> None:
     agent = make_agent(automatic=False)
     client = HyperPodClient()
-    client.hello(0)
+    client.send(Hello(0))
     agent.wait_for("at_rcb_barrier")
     with pytest.raises(TimeoutError):
         client.wait_go(-1, 0.2)
@@ -188,6 +199,7 @@ def test_go_comes_with_a_store_for_process_groups(make_agent: MakeAgent, caplog:
         wait_until(lambda: "ignores the fault notice 0" in caplog.text)
     agent.start()
     go = client.wait_go(-1, 60)
+    assert isinstance(go, Go)
     assert (go.generation, go.incident, go.high_water) == (0, None, -1)
     assert (go.env["RANK"], go.env["JOB_RESTART_COUNT"]) == ("0", "0")
     assert go.env["TORCHELASTIC_USE_AGENT_STORE"] == "True"
@@ -203,16 +215,19 @@ def test_a_fault_is_reported_with_its_cause_and_heard_at_once(make_agent: MakeAg
     enter(client, agent)
     called: list[FaultNotice] = []
     client.on_fault = called.append
-    client.report_fault(0, error="ValueError", message="no\n" + "x" * 9999, traceback="", step=3, victim=False)
+    client.send(
+        FaultReport(0, exception_cause(client.rank, "ValueError", "no\n" + "x" * 9999, "", 3, victim=False))
+    )
     notice = FaultNotice(0, "1", "rank 0 raised ValueError at step 3: no", 0)
     assert called == [notice]
     (said,) = agent.wait_for("job_fault")
     assert (said["rank"], said["restart_mode"], said["reason"]) == (0, "in_process_restart", "ValueError")
     assert said["message"] == notice.cause
     agent.fault()
-    client.barrier(0)
+    client.send(Barrier(0))
     start(agent, 2)
     go = client.wait_go(0, 60)
+    assert isinstance(go, Go)
     assert (go.generation, go.incident, go.high_water) == (1, "1", 2)
     assert called == [notice]
 
@@ -243,7 +258,7 @@ def test_a_fault_before_all_have_met_leads_back_to_the_barrier(make_agent: MakeA
     agent = make_agent(automatic=False)
     agent.envs = {"RANK": rank, "WORLD_SIZE": "2"}
     client = HyperPodClient()
-    client.hello(0)
+    client.send(Hello(0))
     start(agent)
     agent.wait_for("past_rcb_barrier")
     agent.fault()
@@ -257,7 +272,7 @@ def test_a_rank_that_does_not_come_has_a_limit(make_agent: MakeAgent) -> None:
     agent = make_agent(automatic=False)
     agent.envs = {"WORLD_SIZE": "2"}
     client = HyperPodClient(meeting_timeout_s=0.3)
-    client.hello(0)
+    client.send(Hello(0))
     start(agent)
     with pytest.raises(AgentLostError, match="1 of 2 ranks came to the barrier of generation 0"):
         client.wait_go(-1, 60)
@@ -280,7 +295,7 @@ def test_a_start_that_would_mix_states_ends_the_process(
     enter(client, agent)
     agent.fault()
     wait_until(lambda: client.pending_fault(0))
-    client.barrier(0)
+    client.send(Barrier(0))
     agent.envs = envs
     start(agent, 2)
     with pytest.raises(AgentLostError, match=said):
@@ -290,11 +305,11 @@ def test_a_start_that_would_mix_states_ends_the_process(
 def test_the_same_bug_for_ever_asks_for_new_processes(make_agent: MakeAgent) -> None:
     agent = make_agent()
     client = HyperPodClient()
-    client.hello(0)
+    client.send(Hello(0))
     for generation in range(3):
         assert client.wait_go(generation - 1, 60).generation == generation
-        client.report_fault(generation, error="ValueError", message="no", traceback="T", step=4, victim=False)
-        client.barrier(generation)
+        client.send(FaultReport(generation, exception_cause(client.rank, "ValueError", "no", "T", 4, victim=False)))
+        client.send(Barrier(generation))
     with pytest.raises(AgentLostError, match="3 times in a row"):
         client.wait_go(2, 60)
     modes = [message["restart_mode"] for message in agent.wait_for("job_fault", 3)]
@@ -305,13 +320,13 @@ def test_what_a_rank_cannot_do_alone(make_agent: MakeAgent) -> None:
     agent = make_agent(automatic=False)
     client = HyperPodClient()
     enter(client, agent)
-    client.request_replacement(0, "the CUDA context is broken")
-    client.give_up(0, "y" * 5000)
+    client.send(Replace(0, "the CUDA context is broken"))
+    client.send(GiveUp(0, "y" * 5000))
     replace, give_up = agent.wait_for("job_fault", 2)
     assert (replace["restart_mode"], replace["message"]) == ("in_process_restart", "the CUDA context is broken")
     assert (give_up["restart_mode"], give_up["message"]) == ("process_level_restart", "y" * 1000)
     with pytest.raises(AgentLostError, match="a process has one block"):
-        client.hello(0)
+        client.send(Hello(0))
 
 
 # --- the end ----------------------------------------------------------------------------------------------------
@@ -325,7 +340,7 @@ def test_done_waits_for_the_others(make_agent: MakeAgent) -> None:
     assert other is not None
     assert client._go is not None
     assert client._go.high_water == 7
-    client.done(0)
+    client.send(Done(0))
     with pytest.raises(TimeoutError):
         client.wait_finish_or_fault(0, 0.3)
     other.add("checkpointless/0/done/0", 1)
@@ -337,6 +352,6 @@ def test_a_fault_while_done_is_heard_instead_of_the_finish(make_agent: MakeAgent
     agent = make_agent(automatic=False)
     client = HyperPodClient()
     enter(client, agent, others=1)
-    client.done(0)
+    client.send(Done(0))
     agent.fault()
     assert isinstance(client.wait_finish_or_fault(0, 60), FaultNotice)

@@ -92,12 +92,6 @@ class Barrier(RankClient):
         self.sent: list[RankMessage] = []
         self._hear(wanted)
 
-    def paused(self, generation: int) -> None:
-        self._send(Paused(generation))
-
-    def offered(self, generation: int, source: str, problem: str) -> None:
-        self._send(Offered(generation, source, problem))
-
     def close(self) -> None:
         pass
 
@@ -111,7 +105,6 @@ def test_a_rank_waits_at_the_agreed_boundary_until_its_generation_ends(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     client, beats = Barrier(PauseMessage(0)), list[int]()
-    monkeypatch.setattr(wrap, "AgentClient", Barrier)
     assert [Pause(Generation(of), client).is_wanted for of in (0, 1)] == [True, False]
     pause = Pause(Generation(0), client)
     pause.is_agreed = True

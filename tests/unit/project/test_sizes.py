@@ -9,12 +9,12 @@ from tests.unit.project.test_floors import MODULES, ROOT, tree_of
 
 #: The aim is 45,000 lines in 280 modules with 600 public names, and 200 KB of documentation.
 BUDGETS = {
-    "lines of the product": 51_166,
-    "modules of the product": 219,
-    "public names of the product": 751,
-    "lines of the tests": 53_342,
-    "bytes of docs/": 202_365,
-    "bytes of docs/architecture.md": 34_841,
+    "lines of the product": 50_923,
+    "modules of the product": 218,
+    "public names of the product": 736,
+    "lines of the tests": 53_350,
+    "bytes of docs/": 202_379,
+    "bytes of docs/architecture.md": 34_860,
     "bytes of docs/guarantees.md": 13_466,
     "lines of README.md": 129,
 }

@@ -23,6 +23,7 @@ from typing import NoReturn
 from checkpointless.launcher.client.agent_client import AgentClient
 from checkpointless.launcher.protocol.board import Board
 from checkpointless.launcher.protocol.causes import exit_code
+from checkpointless.launcher.protocol.messages import GiveUp
 from checkpointless.observability.telemetry.scribe import (
     LogRelay,
     apply_log_level,
@@ -166,4 +167,5 @@ def _report(error: BaseException) -> None:
         client = AgentClient.from_environment()
         if client is not None:
             rank = os.environ.get(RANK_ENV, "0")
-            client.give_up(own_generation(), f"rank {rank} cannot run the script: {type(error).__name__}: {error}")
+            reason = f"rank {rank} cannot run the script: {type(error).__name__}: {error}"
+            client.send(GiveUp(own_generation(), reason))
