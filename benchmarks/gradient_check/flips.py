@@ -47,7 +47,7 @@ def run(run_dir: Path, nproc: int, steps: int, every: int, *faults: str) -> list
     script = [str(Path(__file__).with_name("flips_train.py")), str(steps), str(every)]
     subprocess.run([*launch, *options, *script], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     found = build_report(str(run_dir), read_events(run_dir)).corrupted
-    return [(int(each.rank or 0), int(each.step or 0)) for each in found]
+    return [(int(each["rank"] or 0), int(each["step"] or 0)) for each in found]
 
 
 def drawn(seed: int, nproc: int, count: int, last: int) -> list[tuple[str, str, int, int]]:

@@ -28,9 +28,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: sums would depend on the ranks of a node
 
 from benchmarks.common import ROOT, interruptible, machine, progress, search_path
-from checkpointless.faults.chaos import DEADLY, HANGING, NODES
 from checkpointless.faults.ledger import fired
-from checkpointless.faults.spec import parse
+from checkpointless.faults.spec import DEADLY, HANGING, NODES, parse
 from checkpointless.launcher.agent.launch_config import LaunchConfig
 from checkpointless.observability.report.verify import compare
 from checkpointless.observability.telemetry.steps import Recording, read_steps

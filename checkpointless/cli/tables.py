@@ -190,7 +190,7 @@ def _lost_table(goodput: Goodput) -> Table:
 def _device_table(report: Report) -> Table:
     table = Table("node", "rank", "why", "remedy", title="failed device checks", title_justify="left")
     for each in report.devices:
-        row = (each.node, str(each.rank), each.why, each.remedy)
+        row = (each["node"], str(each["rank"]), each["why"], each["remedy"])
         table.add_row(*(wording.printable(text, _LONGEST_CAUSE) for text in row))
     return table
 
@@ -208,17 +208,17 @@ def _straggler_table(report: Report) -> Table:
 def _corrupted_table(report: Report) -> Table:
     table = Table("rank", "step", "gradient of", "the step", title="computed wrongly", title_justify="left")
     for each in report.corrupted:
-        more = f" and {each.parameters - 1} more" if each.parameters > 1 else ""
-        what = wording.printable(each.parameter, _LONGEST_CAUSE) + more
-        table.add_row(str(each.rank), str(each.step), what, "was redone" if each.redone else "was right")
+        more = f" and {each['parameters'] - 1} more" if each["parameters"] > 1 else ""
+        what = wording.printable(each["parameter"], _LONGEST_CAUSE) + more
+        table.add_row(str(each["rank"]), str(each["step"]), what, "was redone" if each["redone"] else "was right")
     return table
 
 
 def _failed_save_table(report: Report) -> Table:
     table = Table("checkpoint", "ranks", "why", title="not saved", title_justify="left")
     for each in report.failed_saves:
-        why = wording.printable(each.reason, _LONGEST_CAUSE)
-        table.add_row(wording.printable(each.path, _LONGEST_CAUSE), ", ".join(map(str, each.ranks)), why)
+        path, why = (wording.printable(each[name], _LONGEST_CAUSE) for name in ("path", "reason"))
+        table.add_row(path, ", ".join(map(str, each["ranks"])), why)
     return table
 
 

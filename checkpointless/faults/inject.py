@@ -48,9 +48,8 @@ def _lose(agent: int) -> None:
 
 
 def _cut_off(agent: int, seconds: float) -> None:
-    """Stop the agent for ``seconds`` seconds, with all its connections open, as if the network were gone.
-
-    The process that wakes the agent up again outlives this process, which may be killed meanwhile.
+    """Stop the agent as if the network were gone; what wakes it up again outlives this process, which may be
+    killed.
     """
     subprocess.Popen(
         ["/bin/sh", "-c", 'sleep "$0"; kill -CONT "$1"', f"{seconds:g}", str(agent)],
@@ -73,20 +72,11 @@ class InjectedFault(RuntimeError):
 
 
 class FaultInjector:
-    """Causes the faults of one rank when they are due.
-
-    Args:
-        specs: all faults of the job, in the same order on all ranks.
-        of_job: whether these are the faults that the job was launched with, before which a script's own give way.
-
-    Attributes:
-        target: function that returns the tensor of this rank's training state that is damaged; set by the code
-            that knows where the state is.
-        batches: function that returns torch's iterator over this rank's training data, or None if the data loader
-            has no workers; set by the code that knows the iterator.
-    """
+    """Causes the faults of one rank when they are due; ``of_job``: those that the job was launched with."""
 
     def __init__(self, specs: Sequence[FaultSpec], rank: int, ledger: FaultLedger, *, of_job: bool = False) -> None:
+        # Set by who knows them: what returns the tensor of this rank's state that is damaged, and torch's iterator
+        # over its training data (None: without workers).
         self.target: Callable[[], Any] | None = None
         self.batches: Callable[[], Any] | None = None
         self.rank = rank
@@ -98,18 +88,9 @@ class FaultInjector:
                 self._by_phase.setdefault(spec.phase, []).append((index, spec))
 
     def at(self, phase: FaultPhase, step: int, generation: int, target: Callable[[], Any] | None = None) -> None:
-        """Cause the faults that are due; return if none is, or if this process survives them.
-
-        Args:
-            step: the optimizer step in progress, counted from 1; in a set-up phase, the last committed step.
-            generation: the generation that this rank is in. In generation 0, set-up phases cause nothing.
-            target: function that returns the tensor that this phase works on, which is contiguous and not empty.
-                Default: :attr:`target`.
-
-        Raises:
-            InjectedFault: a fault of kind ``exception`` was due, or a data-loader worker raised it.
-            RuntimeError: torch raised it, because the fault is one that torch reports.
-            FaultSpecError: the fault cannot be caused here; it does not count as caused.
+        """Cause the faults that are due. In generation 0, set-up phases cause nothing; ``target`` returns the
+        tensor that this phase works on. A fault that cannot be caused here is a ``FaultSpecError`` and does not
+        count.
         """
         if phase in SETUP_PHASES and generation < 1:
             return
@@ -122,10 +103,7 @@ class FaultInjector:
                 self._cause(index, spec, cause, rank=self.rank, step=step, generation=generation)
 
     def _cause(self, index: int, spec: FaultSpec, cause: Callable[[], None], **about: Any) -> None:
-        """Count the fault as caused and cause it, if it is still to be caused.
-
-        Another rank's fault may interrupt this at any time. What was not caused then does not count.
-        """
+        """Count the fault and cause it, if it is due. If another rank's fault comes before, it does not count."""
         claimed = began = False
         try:
             claimed = self.ledger.claim(index, spec, **about)
@@ -234,11 +212,7 @@ _NEVER_RETURN = frozenset({FaultKind.SIGKILL, FaultKind.EXIT, FaultKind.SEGFAULT
 
 
 def from_environment(rank: int) -> FaultInjector | None:
-    """Return the injector for ``CHECKPOINTLESS_FAULTS`` (a JSON list of specs), or None if it asks for nothing.
-
-    Raises:
-        FaultSpecError: the variable is not a JSON list of fault specs.
-    """
+    """Return the injector for ``CHECKPOINTLESS_FAULTS`` (a JSON list of specs), or None if it asks for nothing."""
     value = os.environ.get(FAULTS_ENV)
     if not value:
         return None
@@ -276,10 +250,7 @@ def _has_cuda() -> bool:
 
 
 def _run_out_of_memory() -> None:
-    """Request more memory than exists: on the current GPU if CUDA is in use, otherwise on the host.
-
-    No memory is kept, because it is requested in one piece, which is refused.
-    """
+    """Request more memory than exists, in one piece, which is refused: of the GPU if CUDA is in use."""
     torch = _torch()
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         device = torch.device("cuda", torch.cuda.current_device())
@@ -339,10 +310,7 @@ class _BadBatch:
 
 
 def _raise_in_worker(iterator: WorkersIterator, error: Exception) -> None:
-    """Make a worker raise while it reads a batch; torch then raises the same type.
-
-    ``error`` is pickled, and its type must accept a message as only argument.
-    """
+    """Make a worker raise while it reads a batch; torch raises the same type, which must take a message alone."""
     iterator._sampler_iter = itertools.repeat(_BadBatch(error))
     _use_up(iterator)
 

@@ -21,9 +21,8 @@ _in_memory: Counter[tuple[int, str]] = Counter()
 
 
 class FaultLedger:
-    """Hands out each fault ``times`` times, counted over all processes of a job.
-
-    Every claim is a file in the run directory; None keeps the claims in this process's memory.
+    """Hands out each fault ``times`` times over all processes of a job: each claim is a file in the run directory
+    (None: is kept in this process's memory).
     """
 
     def __init__(self, run_dir: Path | None) -> None:
@@ -36,13 +35,7 @@ class FaultLedger:
         return all(path.exists() for path in self._claims(index, spec))
 
     def claim(self, index: int, spec: FaultSpec, **about: Any) -> bool:
-        """Return whether the fault is to be caused once more; if so, count it as caused from now on.
-
-        Facts ``about`` it are recorded.
-
-        Raises:
-            OSError: the claim cannot be written.
-        """
+        """Return whether the fault is to be caused once more; if so, count it, with facts ``about`` it."""
         if self.directory is None:
             key = (index, str(spec))
             if _in_memory[key] >= spec.times:

@@ -96,6 +96,12 @@ class FaultKind(enum.Enum):
         return kind
 
 
+#: Groups of kinds: those after which the process goes on, and those after which another process replaces it.
+IN_PROCESS = (FaultKind.EXCEPTION, FaultKind.OOM, FaultKind.DATALOADER)
+DEADLY = (FaultKind.SIGKILL, FaultKind.EXIT, FaultKind.SEGFAULT, FaultKind.ABORT, FaultKind.SIGTERM)
+HANGING = (FaultKind.HANG, FaultKind.GIL, FaultKind.SIGSTOP)
+NODES = (FaultKind.NODE, FaultKind.PARTITION, FaultKind.STORE)
+
 _KEYS = ("rank", "step", "times", "prob", "seed", "how", "seconds")
 _LONGEST_S = 1e9
 _Member = TypeVar("_Member", bound=enum.Enum)
@@ -108,28 +114,19 @@ class FaultSpecError(ValueError):
 
 @dataclass(frozen=True)
 class FaultSpec:
-    """One fault to be caused.
-
-    Attributes:
-        rank: rank on which the fault happens; None (only with ``prob``) means any rank.
-        step: optimizer step in which the fault happens, counted from 1 (in a set-up phase: the committed step after
-            which it happens); None (only with ``prob``) means any step.
-        times: how often the fault happens in all, over every process of the rank.
-        prob: probability at each opportunity, in (0, 1]; None means that the fault is certain.
-        seed: seed of the draws for ``prob``, which never touch the training's random numbers.
-        how: variant of the kind; None means the kind's first.
-        seconds: duration in seconds, for kinds that have one; None means the kind's own.
-    """
+    """One fault to be caused."""
 
     kind: FaultKind
     phase: FaultPhase = FaultPhase.FORWARD
-    rank: int | None = None
+    rank: int | None = None  # rank on which the fault happens; None (only with ``prob``) means any rank
+    # optimizer step in which the fault happens, counted from 1 (in a set-up phase: the committed step after which
+    # it happens); None (only with ``prob``) means any step
     step: int | None = None
-    times: int = 1
-    prob: float | None = None
-    seed: int = 0
-    how: str | None = None
-    seconds: float | None = None
+    times: int = 1  # how often the fault happens in all, over every process of the rank
+    prob: float | None = None  # probability at each opportunity, in (0, 1]; None means that the fault is certain
+    seed: int = 0  # seed of the draws for ``prob``, which never touch the training's random numbers
+    how: str | None = None  # variant of the kind; None means the kind's first
+    seconds: float | None = None  # duration in seconds, for kinds that have one; None means the kind's own
     text: str = field(default="", compare=False)
 
     @property
@@ -156,12 +153,7 @@ class FaultSpec:
 
 
 def parse(text: str) -> FaultSpec:
-    """Read one fault spec; the phase defaults to ``forward``.
-
-    Raises:
-        FaultSpecError: the spec is malformed, names something unknown, or asks for a fault that this version cannot
-            cause.
-    """
+    """Read one fault spec; ``FaultSpecError`` if it is malformed, or of a fault that this version cannot cause."""
     head, colon, tail = text.strip().partition(":")
     kind_text, at, phase_text = head.partition("@")
     kind = _member(text, "kind", kind_text, FaultKind)
@@ -209,14 +201,8 @@ def parse(text: str) -> FaultSpec:
 def validate(
     specs: Iterable[FaultSpec], world_size: int | None, max_steps: int | None, cuda: bool | None = None
 ) -> None:
-    """Check that each fault can happen in this job, as far as it is known (None: not).
-
-    Args:
-        max_steps: last optimizer step of the run.
-        cuda: whether the ranks train on GPUs with CUDA.
-
-    Raises:
-        FaultSpecError: a rank or a step is out of range, or a GPU is missing, so the fault could never happen.
+    """Check that each fault can happen in this job, as far as it is known (None: not), whose last step is
+    ``max_steps``.
     """
     for spec in specs:
         shown = spec.text or str(spec)

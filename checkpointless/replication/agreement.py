@@ -42,12 +42,7 @@ def gather(message: Json) -> list[Parsed]:
 
 
 def together(doing: str, do: Callable[[], _T]) -> _T:
-    """Return what ``do`` returned on this rank, if nothing went wrong on any rank. Collective.
-
-    Raises:
-        NoReplicasAvailableError: on every rank, if ``do`` has raised one on some rank.
-        LocalCheckpointError: on every rank, if something else was raised on some rank.
-    """
+    """Return what ``do`` returned; raise on every rank what it raised on some rank. Collective."""
     returned, problem = attempt(do)
     lost = isinstance(problem, NoReplicasAvailableError)
     told = gather(None if problem is None else [lost, words(problem)])

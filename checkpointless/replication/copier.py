@@ -113,23 +113,17 @@ class Place:
 
 @dataclass(eq=False)
 class Making:
-    """Copies that are being made.
-
-    Attributes:
-        begun: whether the state is being copied to the host.
-        void: whether training may have changed the state before it was copied.
-        copied: set when training may change the state.
-        arrived: set when the peers' parts are here, and this rank's part is there.
-        written: set when no place is left to which parts are to be written (``unwritten``).
-    """
+    """Copies that are being made."""
 
     save: SaveId
-    begun: bool = False
-    void: bool = False
+    begun: bool = False  # whether the state is being copied to the host
+    void: bool = False  # whether training may have changed the state before it was copied
     error: Exception | None = None
     unwritten: set[Place] = field(default_factory=set)
-    copied: threading.Event = field(default_factory=threading.Event)
+    copied: threading.Event = field(default_factory=threading.Event)  # set when training may change the state
+    # set when the peers' parts are here, and this rank's part is there
     arrived: threading.Event = field(default_factory=threading.Event)
+    # set when no place is left to which parts are to be written (``unwritten``)
     written: threading.Event = field(default_factory=threading.Event)
 
 
@@ -189,10 +183,8 @@ class Copier:
     def begin(
         self, save: SaveId, take: Callable[[], Content | None], due: Sequence[Place], exchanges: bool = True
     ) -> Making:
-        """Begin to copy. A place in which the save before is still being written is left out, with a warning.
-
-        ``take`` returns this rank's state in host memory, in a thread; None: there is none. Nothing holds the
-        function any longer than that takes. ``exchanges`` says whether all ranks can exchange parts.
+        """Begin to copy what ``take`` returns in a thread (None: there is nothing). A place that still writes the
+        save before is left out, with a warning.
         """
         making = self.making = Making(save)
         ready = [place for place in due if not place.is_busy]
@@ -209,9 +201,8 @@ class Copier:
         return making
 
     def wait(self, event: threading.Event, limit_s: float = math.inf) -> bool:
-        """Wait interruptibly for an event of what is being made, or until nothing is made any more.
-
-        Return whether that was within the limit.
+        """Wait interruptibly for an event, or until nothing is made any more; return whether that was within the
+        limit.
         """
         if event.is_set():
             return True

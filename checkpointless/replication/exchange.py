@@ -47,13 +47,8 @@ class CliqueExchange:
         self._place = self.members.index(dist.get_rank())
 
     def exchange(self, part: Part | None, pool: HostMemoryPool) -> Iterator[tuple[int, Part]]:
-        """Give ``part`` to all other members, and yield each of theirs, with the global rank that it is of.
-
-        What a member does not have (None), has no room for, or receives damaged costs that copy and a warning.
-
-        Raises:
-            RuntimeError: a member is gone, or the group was aborted.
-            ValueError: a member announced what cannot be.
+        """Give ``part`` to all other members, and yield each of theirs, with the global rank that it is of. What a
+        member does not have (None), has no room for, or receives damaged costs that copy and a warning.
         """
         nothing = torch.empty(0, dtype=torch.uint8)
         laid_out = part

@@ -55,16 +55,9 @@ _NO_FOLDER = "the agent has no folder in shared memory for it"
 
 
 def hand_over(leaves: Snapshot | None, own: RankLocalState, high_water: int) -> tuple[int, str]:
-    """Write what this process leaves into the memory of the node.
-
-    Args:
-        leaves: what it leaves; None: it holds nothing, and what the process before has left stays.
-        own: what is this rank's own. The board, which stays, has a copy of what is small enough.
-        high_water: the highest optimizer step that any rank was ever seen to commit. If this rank holds the
-            gradients of that step, it makes the update first.
-
-    Returns:
-        How many bytes the successor finds (0: there is no state yet), and why it could not be done ("": it was).
+    """Write what this process leaves (None: nothing new) into the memory of the node, after the update of step
+    ``high_water`` if it holds those gradients. Return how many bytes the successor finds, and why it could not be
+    done ("": it was).
     """
     root = _root()
     if root is None:
@@ -86,13 +79,8 @@ def hand_over(leaves: Snapshot | None, own: RankLocalState, high_water: int) -> 
 
 
 def offer(leaves: Snapshot | None, own: RankLocalState, high_water: int, address: str) -> tuple[str, str]:
-    """Offer what this process holds, at an ``address`` of this node, to a successor on another one.
-
-    Args:
-        leaves: as of :func:`hand_over`, and so are ``own`` and ``high_water``; None: it holds nothing.
-
-    Returns:
-        What the successor needs to fetch it ("": there is nothing), and why it could not be done ("": it was).
+    """Offer the same at an ``address`` of this node to a successor on another one. Return what the successor needs
+    to fetch it ("": there is nothing), and why it could not be done ("": it was).
     """
     global _offering
     clear()
@@ -322,10 +310,8 @@ class Snapshot:
 
     @classmethod
     def taken(cls, journal: StepJournal, own: RankLocalState, step: int, fit: int, offset: int) -> Snapshot | None:
-        """Return the state of this rank after ``step``, its tensors as they live; None if it has no such snapshot.
-
-        The tensors are those from which, with all other ranks', model and optimizer can be rebuilt. ``journal``
-        is that of the training, right after the update.
+        """Return the state of this rank right after the update of ``step``, its tensors as they live; None if it
+        has no such snapshot.
         """
         moment, streams = journal.snapshots(step).get(COPIED_AT), own.streams.at(step).get(COPIED_AT)
         if moment is None or streams is None:
@@ -365,12 +351,8 @@ class Snapshot:
 
     @classmethod
     def of(cls, content: Content) -> Snapshot:
-        """Return the snapshot that :meth:`content` made, its tensors in host memory.
-
-        Numbers, tensors without a dimension, and what the objects refer to are on the device on which they were.
-
-        Raises:
-            ValueError: it did not make this.
+        """Return the snapshot that :meth:`content` made; numbers and what objects refer to are on the device on
+        which they were. Raise ``ValueError`` if it did not make this.
         """
         try:
             structure, told, count = state_tree.loads(content.structure)

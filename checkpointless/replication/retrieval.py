@@ -140,10 +140,8 @@ class Search(Generic[_T]):
         ]
 
     def read(self, choose: Callable[[Collection[Copy]], Choice]) -> tuple[Choice, dict[Copy, _T]]:
-        """Choose copies and read them; choose again if some turn out to be damaged. Collective.
-
-        ``choose`` chooses on all ranks alike, without the copies that it is given. Return the choice, and what
-        was read of this rank's share of it.
+        """Choose copies on all ranks alike and read this rank's share; choose again, without them, if some turn out
+        to be damaged. Collective.
         """
         unusable: set[Copy] = set()
         found: dict[Copy, _T] = {}
@@ -206,12 +204,8 @@ def _shelf(name: str, store: PartStore, world_size: int) -> dict[PartId, Sequenc
 
 
 def bring(choice: Choice, read: Mapping[Copy, Part]) -> tuple[Content | None, int]:
-    """Give every rank its part, in one order on all ranks. Collective.
-
-    Return this rank's part, None if that need not be read; and how many bytes came from another rank.
-
-    Raises:
-        TransferError: a part did not arrive whole. All others were sent: their ranks wait.
+    """Give every rank its part, and return this rank's (None: it need not be read) and how many bytes came from
+    another rank. Collective. A part that did not arrive whole is a ``TransferError`` once all others were sent.
     """
     deliveries = [
         Delivery(copy.holder, copy.part.part, (str(copy.part),))
@@ -238,18 +232,9 @@ def deliver(
     room: Callable[[str], torch.Tensor | None] = lambda name: None,
     device: torch.device = _HOST,
 ) -> dict[str, Any]:
-    """Make this rank's deliveries, in a thread, even after damage in one: other ranks wait for the next one.
-
-    Args:
-        deliveries: what is sent, the same on all ranks, which each go through them in this order.
-        values: what this rank has to send, by name: tensors, contents, and what is made of plain values.
-        room: returns the tensor that one goes to; None: it goes to a new one, on ``device``.
-
-    Returns:
-        What has arrived, by name.
-
-    Raises:
-        TransferError, ValueError: something did not arrive whole, or cannot be put together: the first such error.
+    """Make this rank's deliveries in a thread, in one order on all ranks, even after damage in one: other ranks
+    wait for the next one. ``room`` returns the tensor that one goes to (None: a new one, on ``device``). Return
+    what has arrived, by name; raise the first error of what did not arrive whole.
     """
     arrived: dict[str, Any] = {}
     problems: list[TransferError | ValueError] = []

@@ -158,10 +158,8 @@ def open_store(place: str | os.PathLike[str], *folders: str) -> PartStore:
 
 
 def write_parts(store: PartStore, parts: Sequence[Part], holder: int) -> int:
-    """Write the parts that can be written, and return their number; a warning says which cannot.
-
-    Nothing that goes wrong is raised: other ranks wait to hear which parts there are. It may run in a process of
-    its own.
+    """Write the parts that can be written, maybe in another process, and return their number; a warning says which
+    cannot: other ranks wait to hear which parts there are.
     """
     written = 0
     for part in parts:
@@ -229,14 +227,8 @@ def write_part(part: Part, file: BufferedIOBase) -> None:
 
 
 def read_part(file: BufferedIOBase, size: int | None, name: str) -> Part:
-    """Return the part that :func:`write_part` wrote, after comparing every digest.
-
-    Args:
-        size: how many bytes there are (None: that is not known).
-        name: what it is read from, for messages.
-
-    Raises:
-        PartError: it is damaged, or was not written to its end.
+    """Return the part that :func:`write_part` wrote (of ``size`` bytes, as far as known) after comparing every
+    digest; raise ``PartError`` with ``name`` if it is damaged.
     """
     preface = file.read(_PREFACE.size)
     if len(preface) < _PREFACE.size or not preface.startswith(_MAGIC):
@@ -267,9 +259,7 @@ class _PartFile:
     name: _FileName
 
     def read(self, is_shared: bool = False) -> Part:
-        """Read the file, and compare every digest; raise ``PartError`` if it is damaged, or not the part that its
-        name says.
-        """
+        """Read the file; raise ``PartError`` if it is damaged, or not the part that its name says."""
         with open(self.path, "rb") as file:
             part = read_part(file, os.fstat(file.fileno()).st_size, str(self.path))
         if (part.id, part.world_size) != (self.name.id, self.name.world_size):
@@ -278,16 +268,7 @@ class _PartFile:
 
 
 class DirectoryStore:
-    """The part files in one directory, which the ranks of a node share.
-
-    It is a :class:`~checkpointless.replication.store.PartStore`.
-
-    Args:
-        root: the directory, which is made if it does not exist, now and at each write: scratch may be purged.
-
-    Raises:
-        OSError: the directory cannot be made, or other users can write to it.
-    """
+    """The part files in one directory, made at each write if it is gone, which the ranks of a node share."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -304,11 +285,7 @@ class DirectoryStore:
             )
 
     def write(self, part: Part, holder: int) -> None:
-        """Write a part. The file gets its name only when it is whole and on the disk.
-
-        Raises:
-            OSError: the part could not be written, or the disk has no room for it; nothing is left of it.
-        """
+        """Write a part. The file gets its name only when it is whole and on the disk."""
         self._make()
         about, needed = os.statvfs(self.root), part.content.nbytes
         if needed > about.f_bavail * about.f_frsize:
@@ -339,13 +316,7 @@ class DirectoryStore:
             logger.warning("an old copy cannot be deleted: %s", error)
 
     def shelf(self, world_size: int) -> Mapping[SaveId, Mapping[int, Sequence[_PartFile]]]:
-        """Return the finished files, by save and part, whichever rank wrote them.
-
-        After a node was replaced, a rank may find its part under another rank's name.
-
-        Raises:
-            OSError: the directory cannot be read.
-        """
+        """Return the finished files, by save and part, whichever rank wrote them: a node may have been replaced."""
         shelf: dict[SaveId, dict[int, list[_PartFile]]] = defaultdict(lambda: defaultdict(list))
         for name, is_finished, path in self._files():
             if is_finished and name.world_size == world_size:

@@ -150,9 +150,7 @@ class BasicTensorAwareStateDict(TensorAwareStateDict):
 
 @dataclass(frozen=True)
 class _Form:
-    """How states of a class are stored: taken apart, unchanged, into a tree of plain values and tensors; and put
-    together.
-    """
+    """How states of a class are taken apart, unchanged, into a tree of values and tensors, and put together."""
 
     taken_apart: Callable[[Any], Tree]
     put_together: Callable[[Tree], Any]
@@ -189,9 +187,7 @@ def is_tensor_aware(state: object) -> bool:
 
 def content_of(state: Tree) -> Content:
     """Take a nested or tensor-aware state apart, which is not changed; its tensors are referenced, not copied.
-
-    Raises:
-        StateTreeError: something in it cannot be stored safely, or its class is not known, or it is hollow.
+    Raise ``StateTreeError`` if something in it cannot be stored safely, or it is hollow or of an unknown class.
     """
     if not is_tensor_aware(state):
         return Content.of(_plain(state))
@@ -215,10 +211,8 @@ def _plain(value: Any) -> Any:
 
 
 def state_of(content: Content) -> Tree:
-    """Return the state that :func:`content_of` took apart, as the class that it was.
-
-    Raises:
-        ValueError: structure and tensors do not belong together, or the class is not known on this rank.
+    """Return the state that :func:`content_of` took apart, as the class that it was; ``ValueError`` if that is not
+    known here.
     """
     state = content.state()
     if not isinstance(state, dict) or _FORM not in state:

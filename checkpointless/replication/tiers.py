@@ -284,10 +284,8 @@ _MOST = 256  # generations; copies of earlier ones are too old to be of use
 
 
 class _Lineage(msgspec.Struct, frozen=True, array_like=True):
-    """The generations that made the steps which the running training comes from.
-
-    ``begun`` has the generations, and the step after which each began, both in ascending order. Those whose
-    steps were all redone are left out.
+    """The generations that made the steps which the running training comes from, and the step after which each
+    began, both ascending.
     """
 
     job: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
@@ -355,15 +353,9 @@ class Copies:
     # --- at the begin of a generation -----------------------------------------------------------------------------
 
     def begin(self, generation: int, step: int, facts: Facts | None, group: Sequence[int]) -> None:
-        """Begin to make copies, in a generation whose training begins after ``step``. Collective.
-
-        Args:
-            facts: what outlives this process; None: nothing does.
-            group: the ranks that hold the same shard as this one.
-
-        Raises:
-            UnrecoverableError: in the first generation, a tier cannot be used on some rank; or the ranks have
-                different tiers, or too few ranks for them.
+        """Begin to make copies, in a generation whose training begins after ``step``; ``group`` holds the same
+        shard as this rank. Collective. In the first generation, a tier that cannot be used is an
+        ``UnrecoverableError``.
         """
         if generation == self._generation:
             self._wait_for_neighbors()  # an earlier fit of this block, which left its loop
@@ -394,13 +386,8 @@ class Copies:
         return Place(tier.name, store, tier.is_memory, exchange, present)
 
     def agree(self, facts: Facts | None) -> _Lineage:
-        """Learn from the other ranks what the training comes from, and require the same tiers. Collective.
-
-        Returns:
-            The lineage that some rank knows, or a new one if the job has none yet.
-
-        Raises:
-            UnrecoverableError: the ranks have different tiers.
+        """Learn from the other ranks what the training comes from (a new lineage if nobody knows), and require the
+        same tiers. Collective.
         """
         known = self.lineage
         if known is None and facts is not None and facts.get(_FACT) is not None:
@@ -415,13 +402,8 @@ class Copies:
         return self.lineage
 
     def open(self, required: bool = False) -> None:
-        """Open the stores of all tiers, unless that was done. Collective.
-
-        Args:
-            required: whether every tier has to be there. Else one that is not costs its copies, with a warning.
-
-        Raises:
-            UnrecoverableError: a place that is required cannot be used on some rank.
+        """Open the stores of all tiers, unless that was done. Collective. A tier that cannot be used raises if it
+        is ``required``; else it costs its copies, with a warning.
         """
         assert self.lineage is not None
         problems = []
@@ -443,17 +425,8 @@ class Copies:
     # --- a recovery from copies -----------------------------------------------------------------------------------
 
     def take(self, held: HeldState | None, refusal: str) -> tuple[Snapshot | None, str]:
-        """Find the newest step of which living ranks and tiers have all states, and get this rank's. Collective.
-
-        Args:
-            refusal: why the living ranks alone cannot give the state back.
-
-        Returns:
-            This rank's state, or None if it is the one that the rank holds; and why there is no such step (or "").
-
-        Raises:
-            UnrecoverableError: a tier cannot be used on some rank.
-            TransferError: a copy did not arrive whole.
+        """Find the newest step of which living ranks and tiers have all states. Collective. Return this rank's
+        state (None: the one that it holds), and why there is no such step ("": there is).
         """
         call, rank = active_call_wrapper(), dist.get_rank()
         with span(EventName.COPIES, why=refusal) as fields:
@@ -486,14 +459,8 @@ class Copies:
     # --- while training -------------------------------------------------------------------------------------------
 
     def make(self, step: int, take: Callable[[], Snapshot | None]) -> None:
-        """Begin to make copies of the state after ``step`` in the tiers in which they are due. Collective.
-
-        Args:
-            step: the optimizer step that has just been committed.
-            take: returns the state, whose tensors are the live ones; None if this rank has none to copy.
-
-        Raises:
-            Exception: what has ended the copying.
+        """Begin to make copies of the state after ``step``, which ``take`` returns, in the tiers in which they are
+        due. Collective.
         """
         copier, lineage = self._copier, self.lineage
         if copier is None or lineage is None:
@@ -511,11 +478,7 @@ class Copies:
             self._wait(copier, making.arrived)
 
     def settle(self, step: int) -> None:
-        """Wait until the update of ``step`` may change the state, and what is due after it may be begun.
-
-        Raises:
-            Exception: what has ended the copying.
-        """
+        """Wait until the update of ``step`` may change the state, and what is due after it may be begun."""
         copier = self._copier
         if copier is None or copier.making is None:
             return
@@ -569,9 +532,8 @@ class Copies:
             logger.warning("copies of the state did not arrive within %g s", _COPYING_S)
 
     def _wait(self, copier: Copier, event: Event) -> None:
-        """Wait interruptibly for an event of what is being made, and raise what has ended the copying.
-
-        A neighbor is gone then, for example, whose fault will be known soon.
+        """Wait interruptibly for an event of what is being made, and raise what has ended the copying: a neighbor
+        is gone.
         """
         copier.wait(event)
         if copier.error is not None:
@@ -629,10 +591,8 @@ class _UnusableStore:
 
 
 def _neighborhoods(tiers: Sequence[Tier], group: Sequence[int]) -> Mapping[str, int]:
-    """Return how many ranks apart each tier's copies are, by the name of the tier. Collective.
-
-    Ranks that hold the same shard are bad neighbors: if all holders of a shard are lost, so are its copies.
-    Unless a tier says itself how far apart its copies are, another distance is looked for then.
+    """Return how many ranks apart each tier's copies are, by its name, if possible not within a replica ``group``,
+    with which they would be lost. Collective.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     sizes = gather(int(os.environ.get(LOCAL_WORLD_SIZE_ENV, world)))

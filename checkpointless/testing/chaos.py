@@ -1,8 +1,13 @@
-"""Chaos: many small jobs with drawn faults, each compared with its expected outcome and with an undisturbed run."""
+"""Chaos: many small jobs with drawn faults, each compared with its expected outcome and with an undisturbed run.
+
+The seed draws from all faults that can be caused, so a case can be repeated by its number alone.
+"""
 
 from __future__ import annotations
 
+import enum
 import os
+import random
 import secrets
 import shutil
 import socket
@@ -16,15 +21,288 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from checkpointless.faults.chaos import HANGING, Case, Outcome, draw, outcome_of
-from checkpointless.faults.spec import parse
+from checkpointless.faults.spec import (
+    DEADLY,
+    HANGING,
+    IN_PROCESS,
+    NODES,
+    SETUP_PHASES,
+    FaultKind,
+    FaultPhase,
+    parse,
+)
 from checkpointless.launcher.agent.launch_config import LaunchConfig
-from checkpointless.observability.report.incidents import IncidentSummary
+from checkpointless.observability.report.incidents import IncidentSummary, Outcome
 from checkpointless.observability.report.verify import Steps
+from checkpointless.observability.telemetry.event_names import Rung
 from checkpointless.observability.telemetry.steps import read_steps
 from checkpointless.system.environment import OMP_NUM_THREADS_ENV
+from checkpointless.system.layout import Layout
 from checkpointless.testing.demo.trainers import TRAINERS, Task, Trainer
 from checkpointless.testing.jobs import Ended, Job, import_once, run_jobs
+
+# --- The cases ----------------------------------------------------------------------------------------------------
+
+#: Weight of each group in the draws. A hang is found only at the heartbeat limit, and nodes take time to start.
+_GROUPS = {IN_PROCESS: 5, DEADLY: 5, HANGING: 2, NODES: 2, (FaultKind.SLOW,): 1, (FaultKind.BITFLIP,): 1}
+#: Phases of a step in which a fault makes the step run again, and can be followed by a fault in the set-up.
+_BEFORE_UPDATE = (FaultPhase.DATA, FaultPhase.FORWARD, FaultPhase.BACKWARD, FaultPhase.SYNC)
+DROPOUT = 0.1
+_PARTITION_S, _LINGER_S = 5, 4
+
+
+class _Outcome(enum.Enum):
+    """The required outcome of a case. Up to its end, losses and parameters are those of an undisturbed run."""
+
+    NOTHING = "no incident"
+    IN_PROCESS = "recovered in process"
+    PROCESS = "recovered by a new process"
+    NODE = "recovered by other processes of a node"
+    STORAGE = "fell back to storage"
+    REFUSED = "refused with the reason"
+
+
+_OF_RUNG = {
+    Rung.IN_PROCESS: _Outcome.IN_PROCESS,
+    Rung.OWN_STATE: _Outcome.PROCESS,
+    Rung.PROCESS: _Outcome.PROCESS,
+    Rung.NODE: _Outcome.NODE,
+    Rung.JOB: _Outcome.STORAGE,
+}
+
+
+def _outcome_of(code: int, incidents: Sequence[IncidentSummary]) -> _Outcome | None:
+    """Return the outcome of a job, or None if it is not an outcome that a job may have."""
+    if code == 0:
+        if not incidents:
+            return _Outcome.NOTHING
+        if incidents[-1].outcome is not Outcome.RESUMED or any(each.inexact for each in incidents):
+            return None
+        return _OF_RUNG[max(incident.rung for incident in incidents)]
+    return _Outcome.REFUSED if code == 1 and incidents else None
+
+
+@dataclass(frozen=True)
+class _Scope:
+    """What may be drawn for one trainer."""
+
+    name: str  # after which the seed draws other cases
+    # layouts, each of which holds every shard at least twice, with their weights
+    layouts: Sequence[tuple[Layout, int]]
+    phases: frozenset[FaultPhase] = frozenset(FaultPhase)
+    storage: bool = False  # whether the trainer can fall back to checkpoints of its own
+
+    def known(self, phases: Sequence[FaultPhase]) -> Sequence[FaultPhase]:
+        """Return those of ``phases`` that the trainer announces."""
+        return [phase for phase in phases if phase in self.phases]
+
+
+#: The layouts of NeMo's trainer, from which cases are drawn by default.
+_LAYOUTS = (
+    Layout.on_one_node(2),
+    Layout.on_one_node(4),
+    Layout.on_one_node(4, tensor=2),
+    Layout.on_one_node(4, pipeline=2),
+    Layout.on_one_node(4, expert=2),
+    Layout.on_one_node(6, instances=3),
+    Layout.on_one_node(8, tensor=2, pipeline=2),
+)
+_OFTEN = (2, 4, 4, 4, 3, 2, 1)  # weights in the draws: larger layouts take longer
+_SILENT = frozenset({FaultPhase.SYNC})  # a phase that only Megatron's hooks in NeMo show
+_ANNOUNCED = frozenset(FaultPhase) - _SILENT
+_REPLICATED = [
+    (Layout(ranks, ranks, instances=ranks, sharded=False), often) for ranks, often in ((2, 2), (4, 4), (6, 1))
+]
+_SHARDED = [
+    (Layout.on_one_node(4), 4),
+    (Layout.on_one_node(6, instances=3), 2),
+    (Layout.on_one_node(8, tensor=2), 1),
+]
+_NEMO = _Scope("", list(zip(_LAYOUTS, _OFTEN, strict=True)), storage=True)
+_WITHOUT_EXPERTS = [each for each in _NEMO.layouts if each[0].expert == 1]
+#: By the trainer's name.
+_SCOPES = {
+    "nemo": _NEMO,
+    "ddp": _Scope("/ddp", _REPLICATED, _ANNOUNCED),
+    "hsdp": _Scope("/hsdp", _SHARDED, _ANNOUNCED),
+    "megatron": _Scope("/megatron", _WITHOUT_EXPERTS, _ANNOUNCED),
+    "lightning-ddp": _Scope("/lightning-ddp", _REPLICATED, _ANNOUNCED),
+    "lightning-hsdp": _Scope("/lightning-hsdp", _SHARDED, _ANNOUNCED),
+}
+
+
+@dataclass(frozen=True)
+class _Case:
+    """One run with faults, and the outcome that it must have; ``checkpoint_every``: steps between NeMo's own (0:
+    none).
+    """
+
+    seed: int
+    number: int
+    layout: Layout
+    steps: int
+    faults: tuple[str, ...]
+    outcome: _Outcome
+    reason: str = ""
+    nodes: int = 1
+    spares: int = 0
+    workers: int = 0
+    checksum: bool = False
+    checkpoint_every: int = 0
+    dropout: float = DROPOUT
+
+
+def _draw(
+    seed: int, number: int, *, steps: int = 6, overlap: bool = False, most_ranks: int = 8, scope: _Scope = _NEMO
+) -> _Case:
+    """Return the case of a number, from 0, which does not depend on others. With ``overlap``, half of the cases
+    have a second fault, in the recovery from the first or at the same time on a rank of another replica group.
+    """
+    if steps < 6:
+        raise ValueError(f"chaos needs at least 6 steps, not {steps}")
+    fitting = [(layout, often) for layout, often in scope.layouts if layout.world_size <= most_ranks]
+    if not fitting:
+        fewest = min(layout.world_size for layout, _ in scope.layouts)
+        raise ValueError(f"chaos needs at least {fewest} ranks, not {most_ranks}")
+    dice = random.Random(f"checkpointless/{seed}/{number}/{overlap}{scope.name}")
+    (layout,) = dice.choices([layout for layout, _ in fitting], [often for _, often in fitting])
+    drawn = _Drawn(dice, seed, number, layout, steps, scope)
+    if overlap and dice.random() < 0.5:
+        return dice.choice((drawn.during_recovery, drawn.at_once))()
+    (group,) = dice.choices(list(_GROUPS), list(_GROUPS.values()))
+    return drawn.alone(dice.choice(group))
+
+
+class _Drawn:
+    """The random choices of one case."""
+
+    def __init__(
+        self, dice: random.Random, seed: int, number: int, layout: Layout, steps: int, scope: _Scope
+    ) -> None:
+        self._dice = dice
+        self._scope = scope
+        self._before_update = scope.known(_BEFORE_UPDATE)
+        self._seed = seed
+        self._number = number
+        self._layout = layout
+        self._steps = steps
+        self._step = dice.randrange(3, steps)
+        self._rank = dice.randrange(layout.world_size)
+
+    def alone(self, kind: FaultKind) -> _Case:
+        """Return a case with one fault, in any phase of a step."""
+        dice, rank, step = self._dice, self._rank, self._step
+        if kind is FaultKind.BITFLIP:
+            return self._bitflip()
+        if kind in NODES:
+            return self._node(kind)
+        phase = dice.choice(self._scope.known(_sorted(kind.phases - SETUP_PHASES)))
+        more = ",seconds=1" if kind is FaultKind.SLOW else ""
+        if kind is FaultKind.DATALOADER:
+            more = f",how={dice.choice(('raise', 'kill'))}"
+        outcome = _Outcome.NOTHING if kind is FaultKind.SLOW else _after(kind)
+        workers = 2 if kind is FaultKind.DATALOADER else 0
+        return self._case(_spec(kind, phase, rank, step) + more, outcome=outcome, workers=workers)
+
+    def during_recovery(self) -> _Case:
+        """Return a case with a second fault during the recovery from the first."""
+        dice, step = self._dice, self._step
+        first = dice.choice((FaultKind.EXCEPTION, *DEADLY[:-1]))
+        phase = dice.choice(self._scope.known((FaultPhase.INIT, FaultPhase.RECOVERY, FaultPhase.TRANSFER)))
+        second = dice.choice((FaultKind.EXCEPTION, FaultKind.OOM, *DEADLY))
+        rank, other = self._rank, dice.randrange(self._layout.world_size)
+        if phase is FaultPhase.TRANSFER:  # this phase comes only where something is sent
+            first = dice.choice(DEADLY[:-1])
+            other = dice.choice(sorted(self._layout.replicas(rank) - {rank}))
+        faults = (_spec(first, dice.choice(self._before_update), rank, step), _spec(second, phase, other, step - 1))
+        lost = {where for kind, where in ((first, rank), (second, other)) if kind in DEADLY}
+        if not lost:
+            return self._case(*faults, outcome=_Outcome.IN_PROCESS)
+        return self._unless_all_are_lost(lost, _Outcome.PROCESS, *faults)
+
+    def at_once(self) -> _Case:
+        """Return a case in which two ranks fail in the same phase of a step, but never all holders of a shard."""
+        dice, rank = self._dice, self._rank
+        others = set(range(self._layout.world_size)) - self._layout.replicas(rank)
+        kinds = (FaultKind.EXCEPTION, FaultKind.OOM, *DEADLY[:-1])
+        first, second = dice.choice(kinds), dice.choice(kinds)
+        if not others:  # every rank holds the one shard, which the second fault must not lose
+            others, second = set(range(self._layout.world_size)) - {rank}, FaultKind.EXCEPTION
+        phase, other = dice.choice(self._before_update), dice.choice(sorted(others))
+        faults = (_spec(first, phase, rank, self._step), _spec(second, phase, other, self._step))
+        higher = _Outcome.PROCESS if {first, second} & set(DEADLY) else _Outcome.IN_PROCESS
+        return self._case(*faults, outcome=higher)
+
+    def _node(self, kind: FaultKind) -> _Case:
+        """Return a case that loses the second of two nodes; a spare waits only if it cannot come back by itself."""
+        if self._layout.world_size % 2 or self._layout.world_size > 6:
+            self._layout = Layout.on_one_node(4)
+        half, step = self._layout.world_size // 2, self._step
+        rank = half + self._rank % half
+        faults = [_spec(kind, self._dice.choice(self._before_update), rank, step)]
+        if kind is FaultKind.PARTITION:
+            faults[0] += f",seconds={_PARTITION_S}"
+            # so that the job does not end before the partition is noticed
+            faults.append(_spec(FaultKind.SLOW, FaultPhase.BETWEEN, 0, step) + f",seconds={_LINGER_S}")
+        lost = set(range(half, 2 * half)) if kind is FaultKind.NODE else set()  # after the others, it is taken back
+        spares = int(kind is FaultKind.NODE)
+        return self._unless_all_are_lost(lost, _Outcome.NODE, *faults, nodes=2, spares=spares)
+
+    def _bitflip(self) -> _Case:
+        """Return a case that flips a bit of a replica, found in the next recovery, or of a bucket in transfer."""
+        rank, step = self._rank, self._step
+        partners = sorted(self._layout.replicas(rank) - {rank})
+        if self._dice.random() < 0.5:
+            faults = (
+                _spec(FaultKind.SIGKILL, FaultPhase.FORWARD, rank, step),
+                _spec(FaultKind.BITFLIP, FaultPhase.TRANSFER, partners[0], step - 1),
+            )
+            return self._case(*faults, outcome=_Outcome.PROCESS)
+        faults = (
+            _spec(FaultKind.BITFLIP, FaultPhase.BETWEEN, rank, step - 1),
+            _spec(FaultKind.EXCEPTION, FaultPhase.BEFORE_OPTIMIZER, self._dice.choice(partners), step),
+        )
+        if len(partners) > 1:
+            return self._case(*faults, outcome=_Outcome.IN_PROCESS, checksum=True)
+        reason = f"the replicas of the shard of ranks {_ranks([rank, *partners])} differ"
+        return self._case(*faults, outcome=_Outcome.REFUSED, reason=reason, checksum=True)
+
+    def _unless_all_are_lost(
+        self, lost: set[int], otherwise: _Outcome, *faults: str, nodes: int = 1, spares: int = 0
+    ) -> _Case:
+        gone = next((group for group in self._groups() if group <= lost), None)
+        if gone is None:
+            return self._case(*faults, outcome=otherwise, nodes=nodes, spares=spares)
+        if self._scope.storage and nodes == 1 and self._dice.random() < 0.5:
+            # NeMo's checkpoints do not hold the random streams
+            return self._case(*faults, outcome=_Outcome.STORAGE, checkpoint_every=2, dropout=0.0)
+        reason = f"no living rank holds the shard of {'rank' if len(gone) == 1 else 'ranks'} {_ranks(gone)}"
+        return self._case(*faults, outcome=_Outcome.REFUSED, reason=reason, nodes=nodes, spares=spares)
+
+    def _groups(self) -> list[frozenset[int]]:
+        return sorted({self._layout.replicas(rank) for rank in range(self._layout.world_size)}, key=min)
+
+    def _case(self, *faults: str, outcome: _Outcome, **more: Any) -> _Case:  # Any: further fields of the case
+        return _Case(self._seed, self._number, self._layout, self._steps, faults, outcome, **more)
+
+
+def _after(kind: FaultKind) -> _Outcome:
+    return _Outcome.IN_PROCESS if kind in IN_PROCESS else _Outcome.PROCESS
+
+
+def _spec(kind: FaultKind, phase: FaultPhase, rank: int, step: int) -> str:
+    return f"{kind.value}@{phase.value}:rank={rank},step={step}"
+
+
+def _sorted(phases: frozenset[FaultPhase]) -> Sequence[FaultPhase]:
+    return [phase for phase in FaultPhase if phase in phases]
+
+
+def _ranks(ranks: Sequence[int] | frozenset[int]) -> str:
+    return ", ".join(map(str, sorted(ranks)))
+
+
+# --- Running them -------------------------------------------------------------------------------------------------
 
 LIMIT_S = 150.0
 _HEARTBEAT_S, _HANG_HEARTBEAT_S = 20.0, 6.0
@@ -34,42 +312,33 @@ _SMALL_BUCKETS = 262144  # bytes; so that a transfer has a middle
 
 @dataclass(frozen=True)
 class ChaosConfig:
-    """Configuration of the cases to be run.
-
-    Attributes:
-        overlap: whether half of the cases have a second fault.
-        only: number of the one case to be run; None: all cases.
-    """
+    """Configuration of the cases to be run."""
 
     cases: int
     seed: int
-    overlap: bool
-    only: int | None
+    overlap: bool  # whether half of the cases have a second fault
+    only: int | None  # number of the one case to be run; None: all cases
     steps: int
     most_ranks: int
     run_dir: Path
     trainer: Trainer = TRAINERS["nemo"]
 
-    def drawn(self) -> list[Case]:
-        """Return the cases.
-
-        Raises:
-            ValueError: the cases cannot be drawn with this configuration.
-        """
+    def drawn(self) -> list[_Case]:
+        """Return the cases; ``ValueError`` if they cannot be drawn."""
         numbers = range(self.cases) if self.only is None else (self.only,)
         return [
-            draw(
+            _draw(
                 self.seed,
                 number,
                 steps=self.steps,
                 overlap=self.overlap,
                 most_ranks=self.most_ranks,
-                scope=self.trainer.scope,
+                scope=_SCOPES[self.trainer.name],
             )
             for number in numbers
         ]
 
-    def repeat(self, case: Case) -> str:
+    def repeat(self, case: _Case) -> str:
         """Return the command that runs ``case`` again."""
         overlap = " --overlap" if self.overlap else ""
         overlap += f" --trainer {self.trainer.name}" if self.trainer is not TRAINERS["nemo"] else ""
@@ -83,21 +352,13 @@ class ChaosConfig:
 class _Result:
     """Result of a case; ``seconds`` are those of its incidents."""
 
-    case: Case
+    case: _Case
     problem: str = ""
     seconds: float | None = None
 
 
 def run_chaos(config: ChaosConfig, console: Console) -> int:
-    """Run all cases and show their results.
-
-    Returns:
-        0 if every case ended as it must, else 1.
-
-    Raises:
-        ValueError: the cases cannot be drawn with this configuration.
-        ImportError: NeMo is not installed.
-    """
+    """Run all cases and show their results; return 0 if every case ended as it must, else 1."""
     cases = config.drawn()
     shown = "one case" if config.only is not None else f"{len(cases)} cases"
     console.print(
@@ -123,9 +384,9 @@ def run_chaos(config: ChaosConfig, console: Console) -> int:
     return 1 if wrong else 0
 
 
-def _judge(case: Case, ended: Ended, calm: Steps) -> _Result:
+def _judge(case: _Case, ended: Ended, calm: Steps) -> _Result:
     """Compare a job with its expected outcome and with a run without faults."""
-    outcome = outcome_of(ended.code, ended.incidents) if ended.in_time and ended.code is not None else None
+    outcome = _outcome_of(ended.code, ended.incidents) if ended.in_time and ended.code is not None else None
     problems = []
     if outcome is not case.outcome:
         found = f"it ended with code {ended.code}" if ended.in_time else "it did not end in time"
@@ -136,7 +397,7 @@ def _judge(case: Case, ended: Ended, calm: Steps) -> _Result:
     problems += [f"fault {text} did not happen" for text in ended.missing]
     verdict = ended.compare(calm)
     # A job that is refused ends early, and its steps until then are the same.
-    if not verdict.equal and (case.outcome is not Outcome.REFUSED or verdict.difference is not None):
+    if not verdict.equal and (case.outcome is not _Outcome.REFUSED or verdict.difference is not None):
         problems.append(verdict.sentence)
     return _Result(case, "; ".join(problems), _seconds(ended.incidents))
 
@@ -157,18 +418,18 @@ class _Runner:
         base = config.trainer.config(Task(2, config.steps), config.run_dir)
         self._base = replace(import_once(base, config.run_dir / "imports.txt"), regroup_timeout_s=_REGROUP_S)
 
-    def run(self, case: Case) -> _Result:
+    def run(self, case: _Case) -> _Result:
         """Run a case; ``RuntimeError`` if the run without faults failed."""
         reference, directory = self._reference(case), self.directory(case)
         shutil.rmtree(directory, ignore_errors=True)
         (ended,) = run_jobs([Job(directory.name, self._configs(case, directory, faulty=True), LIMIT_S)])
         return _judge(case, ended, reference)
 
-    def directory(self, case: Case) -> Path:
+    def directory(self, case: _Case) -> Path:
         """Return the run directory of a case."""
         return self._config.run_dir / f"case-{case.number}"
 
-    def _reference(self, case: Case) -> Steps:
+    def _reference(self, case: _Case) -> Steps:
         key = case.layout.world_size, self._config.trainer.program(_task(case, None))
         if key not in self._calm:
             directory = self._config.run_dir / "calm" / str(len(self._calm))
@@ -178,7 +439,7 @@ class _Runner:
             self._calm[key] = read_steps(directory)
         return self._calm[key]
 
-    def _configs(self, case: Case, directory: Path, *, faulty: bool) -> list[LaunchConfig]:
+    def _configs(self, case: _Case, directory: Path, *, faulty: bool) -> list[LaunchConfig]:
         nodes, spares = (case.nodes, case.spares) if faulty else (1, 0)
         meeting: Mapping[str, Any] = {}
         if nodes + spares > 1:
@@ -202,7 +463,7 @@ class _Runner:
         ]
 
 
-def _task(case: Case, checkpoints: Path | None) -> Task:
+def _task(case: _Case, checkpoints: Path | None) -> Task:
     return Task(
         nproc=case.layout.world_size,
         steps=case.steps,

@@ -35,45 +35,27 @@ _TAIL_BYTES = 1 << 18
 
 @dataclass(frozen=True)
 class Job:
-    """A job that is to be run.
-
-    Attributes:
-        name: its name.
-        configs: the configuration of each of its nodes, the first of which says how it ended.
-        limit_s: how many seconds it may take.
-        steps: the number of steps after which it is stopped; None: it ends by itself.
-        folder: where its working directory is made, with links to what is in this one; None: it has this one.
-    """
+    """A job that is to be run."""
 
     name: str
-    configs: Sequence[LaunchConfig]
-    limit_s: float
-    steps: int | None = None
+    configs: Sequence[LaunchConfig]  # the configuration of each of its nodes, the first of which says how it ended
+    limit_s: float  # how many seconds it may take
+    steps: int | None = None  # the number of steps after which it is stopped; None: it ends by itself
+    # where its working directory is made, with links to what is in this one; None: it has this one
     folder: Path | None = None
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a job ended.
-
-    Attributes:
-        name: its name.
-        run_dir: its run directory.
-        code: its exit status; None if it was stopped after its steps.
-        newest: the newest step that all ranks have recorded (0: none).
-        seconds: how long it took.
-        in_time: whether it ended in time.
-        lines: what its agent said.
-        faults: the specs of its faults.
-    """
+    """How a job ended."""
 
     name: str
     run_dir: Path
-    code: int | None
-    newest: int
+    code: int | None  # None if it was stopped after its steps
+    newest: int  # the newest step that all ranks have recorded (0: none)
     seconds: float
-    in_time: bool = True
-    lines: tuple[str, ...] = ()
+    in_time: bool = True  # whether it ended in time
+    lines: tuple[str, ...] = ()  # what its agent said
     faults: tuple[str, ...] = ()
 
     @property
@@ -97,28 +79,14 @@ class Ended:
         return not_fired(parse_all(self.faults, None, None), self.run_dir)
 
     def compare(self, calm: Steps, run: Steps | None = None, without: Set[What] = frozenset()) -> Verdict:
-        """Compare what it recorded with a run without faults.
-
-        Args:
-            calm: what that run recorded.
-            run: what is compared of this job; None: all that it recorded.
-            without: what is not compared.
-        """
+        """Compare ``run``, or all that it recorded, with what a run without faults recorded."""
         run = read_steps(self.run_dir) if run is None else run
         return compare(calm, run, without, gone_back=(frozenset(), gone_back(self.events)))
 
 
 def import_once(config: LaunchConfig, log: Path) -> LaunchConfig:
-    """Import in this process what the ranks need, so that the jobs that are forked from it have it.
-
-    A process that uses CUDA must not be forked: without ``config.cpu`` and with a GPU, each job imports by itself.
-
-    Args:
-        config: configuration of the jobs.
-        log: file for what the imports print.
-
-    Returns:
-        The configuration of jobs that are forked from this process.
+    """Import in this process what the ranks need, and return the configuration of jobs that are forked from it. A
+    process that uses CUDA must not be forked.
     """
     os.environ.update(import_environment(config.nproc_per_node, config.cpu))
     script = Script(config.script, config.script_args, config.module)
@@ -238,19 +206,8 @@ def run_jobs(
     say: Callable[[str], None] = _silent,
     tell: Callable[[str], None] = _silent,
 ) -> list[Ended]:
-    """Run jobs until all have ended.
-
-    Args:
-        jobs: the jobs.
-        most: the largest number of jobs that run at a time.
-        say: called with a line when a job begins, ends, and every few seconds.
-        tell: called with each line of a job's first agent.
-
-    Returns:
-        How they ended, in their order.
-
-    Raises:
-        KeyboardInterrupt: Ctrl-C came; all jobs have been ended.
+    """Run jobs, ``most`` at a time, until all have ended, also after Ctrl-C. ``tell`` gets the lines of the first
+    agents.
     """
     due, running, ended = deque(jobs), list[_Running](), dict[str, Ended]()
     try:
@@ -293,10 +250,8 @@ def _said_of(ended: Ended) -> str:
 
 
 def _linked_folder(folder: Path, at: Path, most: int = _MOST_ENTRIES) -> Path:
-    """Make a folder that looks like ``folder``, also on the way up, and takes what is newly written itself.
-
-    Folders in it are real, and files are links, so that a new file is never in the user's folder. A path such as
-    ``../data`` leads to the user's data. Hidden folders, and those beyond a limit, are links as a whole.
+    """Make a folder that looks like ``folder``, also on the way up: its folders are real up to a limit and its
+    files are links, so that a new file is never in the user's folder and ``../data`` leads to the user's data.
     """
     folder, at = folder.resolve(), at.resolve()
     twin = Path(f"{at}{folder}")

@@ -95,10 +95,8 @@ def _changes(epochs: dict[int, int], step: int) -> bool:
 
 
 def _draw(course: _Course, count: int, seed: int) -> list[_Trial]:
-    """Draw the faults of a rehearsal, one for each run.
-
-    The first is an exception and the second a SIGKILL. The third comes in the first step after an epoch's end and
-    the fourth in the first step after a validation, if there are such steps; else they are drawn like the others.
+    """Draw the faults of a rehearsal, one for each run: an exception, a SIGKILL, and if possible one right after an
+    epoch's end and one right after a validation.
     """
     if course.steps < LEAST_STEPS:
         raise ValueError(f"a rehearsal needs at least {LEAST_STEPS} steps, and this run made {course.steps}")
@@ -455,30 +453,18 @@ _RECORDS_NOTHING = (
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What is to be rehearsed.
+    """What is to be rehearsed."""
 
-    Attributes:
-        name: name of the script, module or recipe.
-        config: the configuration of its jobs; run directory and faults are each job's own.
-        steps: the largest number of steps that are compared.
-        limit_s: how many seconds a job may take.
-        folder: where run directories and working directories are made.
-        in_place: whether jobs run in this process's working directory.
-        faults: the number of faults.
-        seed: seed of the draws.
-        at_once: the largest number of jobs that run at a time.
-        imports: whether this process imports what the jobs need, and forks them. A process that uses CUDA must not.
-    """
-
-    name: str
-    config: LaunchConfig
-    steps: int
-    limit_s: float
-    folder: Path
-    in_place: bool
-    faults: int
-    seed: int
-    at_once: int
+    name: str  # name of the script, module or recipe
+    config: LaunchConfig  # the configuration of its jobs; run directory and faults are each job's own
+    steps: int  # the largest number of steps that are compared
+    limit_s: float  # how many seconds a job may take
+    folder: Path  # where run directories and working directories are made
+    in_place: bool  # whether jobs run in this process's working directory
+    faults: int  # the number of faults
+    seed: int  # seed of the draws
+    at_once: int  # the largest number of jobs that run at a time
+    # whether this process imports what the jobs need, and forks them. A process that uses CUDA must not
     imports: bool = True
 
     def job(self, name: str, fault: str = "") -> Job:
@@ -493,15 +479,7 @@ class _NotRehearsed(Exception):
 
 
 def rehearse(rehearsal: Rehearsal, say: Callable[[str], None]) -> _Page:
-    """Run the jobs of a rehearsal and judge them.
-
-    Args:
-        rehearsal: what is to be rehearsed.
-        say: called with each line of progress.
-
-    Raises:
-        KeyboardInterrupt: Ctrl-C came; all jobs have been ended.
-    """
+    """Run the jobs of a rehearsal and judge them."""
     name, folder, seed = rehearsal.name, rehearsal.folder, rehearsal.seed
     if rehearsal.imports:
         say("importing what the ranks need, once for all jobs")

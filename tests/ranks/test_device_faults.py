@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from checkpointless.faults.chaos import DEADLY, HANGING
-from checkpointless.faults.spec import SETUP_PHASES, FaultKind, FaultPhase
+from checkpointless.faults.spec import DEADLY, HANGING, SETUP_PHASES, FaultKind, FaultPhase
 from tests.ranks.jobs import Trainings
 from tests.ranks.nemo_zygote import ROOT, Zygote
 

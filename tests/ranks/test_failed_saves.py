@@ -59,10 +59,10 @@ def spoiled(zygote: Zygote, run_dir: Path, run: Run, spoils: str, code: int = 0)
 
 def not_saved(job: Job) -> dict[str, str]:
     """Return why checkpoints could not be saved, by their names; each is told once."""
-    found = _failed_saves(read_events(job.run_dir))
+    found = [*_failed_saves(read_events(job.run_dir))]
     logs = "".join(job.log(rank) for rank in range(NPROC))
     assert logs.count("could not be saved (rank") == len(found)
-    return {Path(each.path).name: each.reason for each in found}
+    return {Path(each["path"]).name: each["reason"] for each in found}
 
 
 def trained(job: Job) -> dict[int, list[tuple[int, str, str]]]:

@@ -26,7 +26,7 @@ def _train(zygote: Zygote, run_dir: Path, *faults: str, every: int = 1, way: str
 
 def _found(job: Job) -> list[tuple[int | None, int | None, bool]]:
     found = build_report(str(job.run_dir), read_events(job.run_dir)).corrupted
-    return [(each.rank, each.step, each.redone) for each in found]
+    return [(each["rank"], each["step"], each["redone"]) for each in found]
 
 
 @pytest.fixture(scope="module")

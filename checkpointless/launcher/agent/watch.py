@@ -11,8 +11,6 @@ from checkpointless.launcher.protocol.messages import RankState
 from checkpointless.observability.monitoring.metrics import (
     OUTSIDE,
     JobNames,
-    JobNode,
-    JobRank,
     JobStatus,
     Metrics,
     RankStatus,
@@ -108,11 +106,16 @@ class Watch:
 
     def _job(self, coordinator: Coordinator) -> JobStatus:
         return JobStatus(
-            nodes=tuple(_node(node) for node in coordinator.nodes),
-            ranks=tuple(
-                JobRank(rank.number, rank.node.index, rank.state.value, rank.incarnation)
+            nodes=[_node(node) for node in coordinator.nodes],
+            ranks=[
+                {
+                    "rank": rank.number,
+                    "node": rank.node.index,
+                    "state": rank.state.value,
+                    "incarnation": rank.incarnation,
+                }
                 for rank in coordinator.ranks
-            ),
+            ],
             spares=len(coordinator.spares),
             incidents=self.metrics.incidents,
             cause=next(reversed(self.metrics.open.values()), None),
@@ -156,8 +159,9 @@ def _ranks(agent: NodeAgent, now_s: float) -> Iterator[RankStatus]:
         )
 
 
-def _node(node: Node) -> JobNode:
-    return JobNode(node.index, "joined" if node.joined else "absent" if node.lost else "loading", node.lost)
+def _node(node: Node) -> dict[str, Any]:
+    state = "joined" if node.joined else "absent" if node.lost else "loading"
+    return {"node": node.index, "state": state, "why": node.lost}
 
 
 def _known(number: int) -> int | None:

@@ -7,17 +7,18 @@ belongs to another job tomorrow. They are the same for all samples of a process,
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, generate_latest
@@ -64,63 +65,34 @@ class RankStatus:
 
 
 @dataclass(frozen=True)
-class JobNode:
-    """A node, as the coordinator knows it: ``joined``, ``loading`` (connected, without ranks yet) or ``absent``."""
-
-    node: int
-    state: str
-    why: str
-
-
-@dataclass(frozen=True)
-class JobRank:
-    """A rank of any node, as the coordinator knows it."""
-
-    rank: int
-    node: int
-    state: str
-    incarnation: int
-
-
-@dataclass(frozen=True)
 class JobStatus:
     """The whole job, which only the coordinator knows.
 
     Attributes:
-        cause: how the cause of the incident in progress came about: ``exception``, ``hang``, ``SIGKILL``...
-        inexact: after how many incidents the job resumed, and was another one.
+        nodes: the ``node``, its ``state`` (``joined``, ``loading``: without ranks yet, ``absent``) and ``why``.
     """
 
-    nodes: tuple[JobNode, ...]
-    ranks: tuple[JobRank, ...]
+    nodes: Sequence[Mapping[str, Any]]  # Any: plain JSON, as ``/status`` shows it
+    ranks: Sequence[Mapping[str, Any]]  # the ``rank``, its ``node``, ``state`` and ``incarnation``
     spares: int
     incidents: int
-    cause: str | None
-    inexact: int = 0
+    cause: str | None  # how the cause of the incident in progress came about: ``exception``, ``hang``, ``SIGKILL``
+    inexact: int = 0  # after how many incidents the job resumed, and was another one
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One look at this node's part of the job; None for what is not known yet.
+    """One look at this node's part of the job; None for what is not known yet."""
 
-    Attributes:
-        node: number of the node; :data:`OUTSIDE` for a coordinator in a separate process.
-        at_s: when the look was taken, in seconds since the epoch.
-        looked_at_s: the same on the monotonic clock (None: the agent has not joined the job).
-        high_water: the highest committed step that this node knows of.
-        incident: the incident that the ranks are being brought together for (None: none).
-        job: the whole job; None where the coordinator does not run.
-    """
-
-    node: int
-    at_s: float = 0.0
-    looked_at_s: float | None = None
+    node: int  # number of the node; :data:`OUTSIDE` for a coordinator in a separate process
+    at_s: float = 0.0  # when the look was taken, in seconds since the epoch
+    looked_at_s: float | None = None  # the same on the monotonic clock (None: the agent has not joined the job)
     generation: int | None = None
-    high_water: int | None = None
-    incident: str | None = None
+    high_water: int | None = None  # the highest committed step that this node knows of
+    incident: str | None = None  # the incident that the ranks are being brought together for (None: none)
     exit_code: int | None = None
     ranks: tuple[RankStatus, ...] = ()
-    job: JobStatus | None = None
+    job: JobStatus | None = None  # the whole job; None where the coordinator does not run
 
     def health(self, now_s: float) -> tuple[bool, str]:
         """Return whether the loop turns and the job goes on, and that as a short text."""
@@ -233,7 +205,6 @@ _OTHER = "other"
 _NODE_STATES = ("absent", "joined", "loading")
 _RANK_STATES = tuple(state.value for state in RankState)
 _Fields = Mapping[str, Any]  # Any: what an event's fields are
-_Part = TypeVar("_Part")
 
 
 class Source(Enum):
@@ -246,27 +217,18 @@ class Source(Enum):
 
 @dataclass(frozen=True)
 class _EventMetric:
-    """A counter or a histogram that is filled from events.
+    """A counter or a histogram that is filled from events."""
 
-    Attributes:
-        name: its name, without ``checkpointless_`` before it and ``_total`` after it.
-        edge: the edge that counts; None: all.
-        amount: returns what an event adds, or the duration in it; None: nothing.
-        of: returns the value of the label.
-        values: values of the label that are there from the start.
-        buckets: the bounds of a histogram; empty for a counter.
-    """
-
-    name: str
+    name: str  # its name, without ``checkpointless_`` before it and ``_total`` after it
     source: Source
     help: str
     stages: tuple[EventName, ...]
-    edge: str | None = None
+    edge: str | None = None  # the edge that counts; None: all
+    # returns what an event adds, or the duration in it; None: nothing
     amount: Callable[[_Fields], float | None] = lambda _: 1
-    label: str = ""
-    of: Callable[[_Fields], str] = lambda _: ""
-    values: tuple[str, ...] = ()
-    buckets: tuple[float, ...] = ()
+    label: str = ""  # the field that is its label
+    values: tuple[str, ...] = ()  # values of the label that are there from the start
+    buckets: tuple[float, ...] = ()  # the bounds of a histogram; empty for a counter
 
 
 EVENT_METRICS = (
@@ -291,7 +253,6 @@ EVENT_METRICS = (
         (EventName.GO,),
         amount=lambda fields: None if fields["cause"] is None else 1,
         label="cause",
-        of=lambda fields: str(fields["cause"]),
         values=_CAUSES,
     ),
     _EventMetric(
@@ -301,7 +262,6 @@ EVENT_METRICS = (
         (EventName.RECOVERED,),
         amount=lambda fields: fields.get("seconds"),
         label="rung",
-        of=lambda fields: str(fields.get("rung")),
         values=tuple(rung.label for rung in Rung),
         buckets=RECOVERY_BUCKETS_S,
     ),
@@ -326,7 +286,6 @@ EVENT_METRICS = (
         (EventName.STRAGGLER,),
         "begin",
         label="why",
-        of=lambda fields: str(fields["why"]),
         values=("compute", "data"),
     ),
     _EventMetric(
@@ -337,7 +296,6 @@ EVENT_METRICS = (
         "end",
         amount=lambda fields: None if "error" in fields or not _of_incident(fields) else fields.get("seconds"),
         label="stage",
-        of=lambda fields: str(fields["stage"]),
         values=MEASURED_STAGES,
         buckets=STAGE_BUCKETS_S,
     ),
@@ -355,7 +313,6 @@ EVENT_METRICS = (
         "Faults caused on purpose in ranks of this node.",
         (EventName.FAULT_INJECTED,),
         label="kind",
-        of=lambda fields: _kind(str(fields.get("spec"))),
         values=_KINDS,
     ),
     _EventMetric(
@@ -401,14 +358,11 @@ class Metrics:
         self._counted = {metric.name: self._made(metric) for metric in EVENT_METRICS}
 
     def _made(self, metric: _EventMetric) -> Any:  # Any: a Counter or a Histogram of prometheus_client
-        labels = [*self._whose, *([metric.label] if metric.label else [])]
-        registry = self._registries[metric.source]
-        name = f"checkpointless_{metric.name}"
-        made: Any = (
-            prometheus_client.Histogram(name, metric.help, labels, buckets=metric.buckets, registry=registry)
-            if metric.buckets
-            else prometheus_client.Counter(name, metric.help, labels, registry=registry)
-        )
+        kind: Any = prometheus_client.Counter
+        if metric.buckets:
+            kind = functools.partial(prometheus_client.Histogram, buckets=metric.buckets)
+        labels, registry = [*self._whose, *filter(None, [metric.label])], self._registries[metric.source]
+        made = kind(f"checkpointless_{metric.name}", metric.help, labels, registry=registry)
         for value in metric.values if metric.label else ("",):
             self._labelled(made, metric, value)
         return made
@@ -428,94 +382,26 @@ class Metrics:
         elif stage == EventName.INEXACT:
             known["is_first"] = record["generation"] not in self._inexact
             self._inexact.add(record["generation"])
+        elif stage == EventName.FAULT_INJECTED:
+            known["kind"] = _kind(str(record.get("spec")))
         for metric in EVENT_METRICS:
             if metric.source in sources and stage in metric.stages and metric.edge in (None, record["edge"]):
                 amount = metric.amount(known)
                 if amount is not None:
-                    found = self._labelled(self._counted[metric.name], metric, metric.of(known))
+                    found = self._labelled(self._counted[metric.name], metric, str(known.get(metric.label)))
                     (found.observe if metric.buckets else found.inc)(amount)
 
     def page(self, now: Snapshot, account: Report | None, has_log: bool = True) -> bytes:
         """Return the metrics of a node, or of a coordinator in a separate process; ``account`` may be left out."""
         is_node = now.node != OUTSIDE
         due = {Source.AGENT: is_node, Source.COORDINATOR: now.job is not None, Source.RANKS: is_node and has_log}
-        registry = CollectorRegistry()
-        registry.register(_Gauges(self._whose, self.names, now, account))
         pages = [generate_latest(self._registries[source]) for source, is_due in due.items() if is_due]
-        return b"".join([generate_latest(registry), *pages])
+        return b"".join([generate_latest(_Gauges(self._whose, self.names, now, account)), *pages])
 
 
 # --- What the snapshot and the report say -------------------------------------------------------------------------
 
-
-@dataclass(frozen=True)
-class _Gauge(Generic[_Part]):
-    """A metric that is read from a part of what is known; with a label, it has a value for each of the label's."""
-
-    name: str
-    help: str
-    value: Callable[[_Part], float | Mapping[Any, float | None] | None]
-    label: str = ""
-    kind: type[GaugeMetricFamily] | type[CounterMetricFamily] = GaugeMetricFamily
-
-
-def _states(of: Iterable[Any], known: Iterable[str]) -> Mapping[str, int]:
-    counts = Counter(each.state for each in of)
-    return {state: counts[state] for state in known}
-
-
-_OF_ALL: tuple[_Gauge[Snapshot], ...] = (
-    _Gauge("generation", "How often all ranks have begun together, less one.", lambda now: now.generation),
-    _Gauge("high_water_step", "Newest committed step that this node knows of.", lambda now: now.high_water),
-    _Gauge("incident_in_progress", "1 while ranks meet again.", lambda now: now.incident is not None),
-)
-_OF_NODE: tuple[_Gauge[Snapshot], ...] = (
-    _Gauge("ranks", "Ranks of this node.", lambda now: _states(now.ranks, _RANK_STATES), "state"),
-    _Gauge(
-        "committed_step",
-        "Last optimizer step that a rank of this node has applied.",
-        lambda now: {rank.rank: rank.committed for rank in now.ranks},
-        "rank",
-    ),
-    _Gauge(
-        "beat_age_seconds",
-        "Seconds since a rank of this node showed progress.",
-        lambda now: {rank.rank: rank.beat_age_s for rank in now.ranks},
-        "rank",
-    ),
-)
-_OF_JOB: tuple[_Gauge[JobStatus], ...] = (
-    _Gauge("job_nodes", "Nodes of the job.", lambda job: _states(job.nodes, _NODE_STATES), "state"),
-    _Gauge("job_ranks", "Ranks of the job.", lambda job: _states(job.ranks, _RANK_STATES), "state"),
-    _Gauge("job_spares", "Nodes that wait to take a lost one's place.", lambda job: job.spares),
-)
-
-
-def _of_goodput(name: str) -> Callable[[Report], float | None]:
-    """Return what reads a ratio from a report's goodput; None as long as there is none."""
-    return lambda report: getattr(report.goodput, name, None)
-
-
-def _by_cause(report: Report) -> Mapping[str, float]:
-    """Return the seconds of each cause, those that have taken none so far with 0; nothing without an account."""
-    if report.goodput is None:
-        return {}
-    return {**dict.fromkeys((*CAUSES, *_CAUSES), 0.0), **report.goodput.seconds}
-
-
-_OF_RUN: tuple[_Gauge[Report], ...] = (
-    _Gauge(
-        "steps",
-        "Optimizer steps made; one that is repeated counts once.",
-        lambda report: report.run.steps,
-        kind=CounterMetricFamily,
-    ),
-    _Gauge("step_seconds", "Seconds per optimizer step in undisturbed training.", lambda report: report.run.step_s),
-    _Gauge("goodput_ratio", "Training of steps that count over wall-clock time.", _of_goodput("ratio")),
-    _Gauge("wall_seconds", "What the run's wall-clock time went to so far.", _by_cause, "cause"),
-    _Gauge("ettr_ratio", "Effective training time over wall-clock time (ETTR).", _of_goodput("ettr")),
-    _Gauge("ettr_while_training_ratio", "ETTR without start-up and shutdown.", _of_goodput("ettr_while_training")),
-)
+_Value = float | Mapping[Any, float | None] | None  # Any: a label, which is written as text
 
 
 class _Gauges(Collector):
@@ -526,26 +412,62 @@ class _Gauges(Collector):
 
     def collect(self) -> Iterator[Family]:
         """Yield every family that this node can report."""
-        names = self._names
+        now, names = self._now, self._names
         about = {**self._whose, "version": version("checkpointless"), "script": names.script}
         about["run_dir"] = names.run_dir
         info = GaugeMetricFamily("checkpointless_info", "What runs here; always 1.", labels=list(about))
         info.add_metric(list(about.values()), 1)
         yield info
-        yield from self._made(_OF_ALL, self._now)
-        if self._now.node != OUTSIDE:
-            yield from self._made(_OF_NODE, self._now)
-        if self._now.job is not None:
-            yield from self._made(_OF_JOB, self._now.job)
+        yield self._made("generation", "How often all ranks have begun together, less one.", now.generation)
+        yield self._made("high_water_step", "Newest committed step that this node knows of.", now.high_water)
+        yield self._made("incident_in_progress", "1 while ranks meet again.", now.incident is not None)
+        if now.node != OUTSIDE:
+            states = _states((rank.state for rank in now.ranks), _RANK_STATES)
+            steps, ages = (
+                {rank.rank: getattr(rank, of) for rank in now.ranks} for of in ("committed", "beat_age_s")
+            )
+            yield self._made("ranks", "Ranks of this node.", states, "state")
+            yield self._made(
+                "committed_step", "Last optimizer step that a rank of this node has applied.", steps, "rank"
+            )
+            yield self._made("beat_age_seconds", "Seconds since a rank of this node showed progress.", ages, "rank")
+        if now.job is not None:
+            nodes, ranks = ((each["state"] for each in of) for of in (now.job.nodes, now.job.ranks))
+            yield self._made("job_nodes", "Nodes of the job.", _states(nodes, _NODE_STATES), "state")
+            yield self._made("job_ranks", "Ranks of the job.", _states(ranks, _RANK_STATES), "state")
+            yield self._made("job_spares", "Nodes that wait to take a lost one's place.", now.job.spares)
         if self._account is not None:
-            yield from self._made(_OF_RUN, self._account)
+            yield from self._of_run(self._account)
 
-    def _made(self, gauges: Iterable[_Gauge[_Part]], part: _Part) -> Iterator[Family]:
-        for gauge in gauges:
-            labels = [*self._whose, *([gauge.label] if gauge.label else [])]
-            family = gauge.kind(f"checkpointless_{gauge.name}", gauge.help, labels=labels)
-            value = gauge.value(part)
-            for label, item in value.items() if isinstance(value, Mapping) else [("", value)]:
-                if item is not None:
-                    family.add_metric([*self._whose.values(), *([str(label)] if gauge.label else [])], item)
-            yield family
+    def _of_run(self, report: Report) -> Iterator[Family]:
+        run, goodput = report.run, report.goodput
+        # Causes that have taken no time so far are there with 0, so that rates see the first.
+        spent = {} if goodput is None else {**dict.fromkeys((*CAUSES, *_CAUSES), 0.0), **goodput.seconds}
+        ratio, ettr, training = (getattr(goodput, name, None) for name in ("ratio", "ettr", "ettr_while_training"))
+        made = "Optimizer steps made; one that is repeated counts once."
+        yield self._made("steps", made, run.steps, kind=CounterMetricFamily)
+        yield self._made("step_seconds", "Seconds per optimizer step in undisturbed training.", run.step_s)
+        yield self._made("goodput_ratio", "Training of steps that count over wall-clock time.", ratio)
+        yield self._made("wall_seconds", "What the run's wall-clock time went to so far.", spent, "cause")
+        yield self._made("ettr_ratio", "Effective training time over wall-clock time (ETTR).", ettr)
+        yield self._made("ettr_while_training_ratio", "ETTR without start-up and shutdown.", training)
+
+    def _made(
+        self,
+        name: str,
+        help: str,
+        value: _Value,
+        label: str = "",
+        kind: type[GaugeMetricFamily] | type[CounterMetricFamily] = GaugeMetricFamily,
+    ) -> Family:
+        """Return a family; with a label, it has a value for each of the label's."""
+        family = kind(f"checkpointless_{name}", help, labels=[*self._whose, *filter(None, [label])])
+        for each, item in value.items() if isinstance(value, Mapping) else [("", value)]:
+            if item is not None:
+                family.add_metric([*self._whose.values(), *([str(each)] if label else [])], item)
+        return family
+
+
+def _states(of: Iterable[str], known: Iterable[str]) -> Mapping[str, int]:
+    counts = Counter(of)
+    return {state: counts[state] for state in known}

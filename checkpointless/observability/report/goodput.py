@@ -29,21 +29,16 @@ _OF_ETTR = (TRAINING, STRAGGLERS, SAVES)
 
 @dataclass(frozen=True)
 class Spell:
-    """Time that went to one cause, in UTC nanoseconds.
-
-    Attributes:
-        share: how much of the time went to it, from 0 to 1.
-        rank: the rank that it went to it for; None if that is not known, or no rank. Likewise its ``node``.
-        who: what it was, if that is no rank.
-    """
+    """Time that went to one cause, in UTC nanoseconds."""
 
     cause: str
     begin_ns: int
     end_ns: int
-    share: float = 1.0
+    share: float = 1.0  # how much of the time went to it, from 0 to 1
+    # the rank that it went to it for; None if that is not known, or no rank. Likewise its ``node``
     rank: int | None = None
     node: int | None = None
-    who: str = ""
+    who: str = ""  # what it was, if that is no rank
 
     @property
     def seconds(self) -> float:
@@ -64,24 +59,16 @@ class _Loss:
 
 @dataclass(frozen=True)
 class Goodput:
-    """What the wall time of a run, or of a job's runs, went to.
-
-    Attributes:
-        seconds: by cause; they add up to :attr:`wall_s`.
-        lost: the parts of them that are known to be for one rank or node, the longest first.
-        is_known: whether it is known how much of the training counts.
-        first_step: the first step, and the newest one; None if not known.
-        step_s: duration of an undisturbed step, in seconds; None if not known.
-    """
+    """What the wall time of a run, or of a job's runs, went to."""
 
     begin_ns: int
     end_ns: int
-    seconds: Mapping[str, float] = field(default_factory=dict)
-    lost: tuple[_Loss, ...] = ()
-    is_known: bool = True
-    first_step: int | None = None
+    seconds: Mapping[str, float] = field(default_factory=dict)  # by cause; they add up to :attr:`wall_s`
+    lost: tuple[_Loss, ...] = ()  # the parts of them that are known to be for one rank or node, the longest first
+    is_known: bool = True  # whether it is known how much of the training counts
+    first_step: int | None = None  # the first step, and the newest one; None if not known
     last_step: int | None = None
-    step_s: float | None = None
+    step_s: float | None = None  # duration of an undisturbed step, in seconds; None if not known
 
     @property
     def wall_s(self) -> float:
@@ -116,13 +103,8 @@ class Goodput:
 
 
 def goodput_of_run(run: Goodput, periods: Iterable[Spell], within: Sequence[Spell], repeated_s: float) -> Goodput:
-    """Return the goodput of one run.
-
-    Args:
-        run: the run, whose seconds are not known yet.
-        periods: they tile the run.
-        within: what took a share of the training that it overlaps; where several do, the largest share counts.
-        repeated_s: seconds of training for steps that had been made before.
+    """Return the goodput of one run, which ``periods`` tile; where several Spells ``within`` take a share of
+    training, the largest counts, and ``repeated_s`` of it are of steps that had been made before.
     """
     spells = [part for each in periods for part in (_divided(each, within) if each.cause == TRAINING else [each])]
     seconds: dict[str, float] = defaultdict(float)
@@ -138,12 +120,8 @@ def goodput_of_run(run: Goodput, periods: Iterable[Spell], within: Sequence[Spel
 
 
 def goodput_of_job(runs: Iterable[Goodput]) -> Goodput:
-    """Return the goodput of a job from those of its runs, of which there is one at least.
-
-    A run that begins before the newest step of earlier runs makes the steps in between again.
-
-    Raises:
-        ValueError: two of the runs overlap.
+    """Return the goodput of a job, in which a run makes steps again that an earlier one had made; ``ValueError`` if
+    two runs overlap.
     """
     in_order = sorted(runs, key=lambda run: run.begin_ns)
     seconds: dict[str, float] = defaultdict(float)

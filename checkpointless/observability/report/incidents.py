@@ -29,60 +29,45 @@ class Outcome(enum.Enum):
 
 @dataclass(frozen=True)
 class IncidentSummary:
-    """Summary of one incident.
-
-    Attributes:
-        cause: what went wrong, in one line ("" if not known).
-        culprit: rank that failed; None if no event names one.
-        how: how the fault was detected ("" if not known).
-        start_ns: start in UTC nanoseconds: when the fault happened if that is known, else the first event. A hang
-            counts from the last progress of the rank that hangs, a silent node from its last word.
-        end_ns: end in UTC nanoseconds: the end of the last rank's ``first_step``, as far as known; None unless
-            training resumed.
-        headline_s: seconds from start to end; None unless training resumed.
-        stages_s: seconds that each stage took on its slowest rank, for the stages that happened, in order.
-            ``detect`` lasts from the fault, if it is known when that happened, to the first notice of it.
-        target: step after which training resumes; None if nothing was decided, or nothing had been committed.
-        tiers: ranks that were filled from copies, by the name of the tier that had them.
-        steps_up: reason for each recovery level above ``in-process`` that was needed, in the order of the levels.
-        tiles_s: seconds of the incident by stage, without overlap: a stage lasts from the end of the previous stage
-            until the last rank has finished it. They add up to ``headline_s`` if a step was left to train.
-        injected: spec of the injected fault ("" if none was injected).
-        committed: newest optimizer step that a rank had committed (0: none); None if not known.
-        resumed_after: step after which training actually resumed; None if not known.
-        reason: why recovery was refused or broke off ("" if it was not).
-        inexact: in what training is another one than before the fault ("" if it is not, as far as is known).
-        who: name of what is at fault if that is no rank, such as ``node 1`` ("": not known, or a rank).
-        node: node of the rank that failed, as far as is known.
-        is_corrupted: whether a rank had computed a gradient wrongly.
-    """
+    """Summary of one incident."""
 
     incident: str
     generation: int
-    cause: str
-    culprit: int | None
-    how: str
+    cause: str  # what went wrong, in one line ("" if not known)
+    culprit: int | None  # rank that failed; None if no event names one
+    how: str  # how the fault was detected ("" if not known)
+    # start in UTC nanoseconds: when the fault happened if that is known, else the first event. A hang counts from
+    # the last progress of the rank that hangs, a silent node from its last word
     start_ns: int
+    # end in UTC nanoseconds: the end of the last rank's ``first_step``, as far as known; None unless training
+    # resumed
     end_ns: int | None
-    headline_s: float | None
+    headline_s: float | None  # seconds from start to end; None unless training resumed
+    # seconds that each stage took on its slowest rank, for the stages that happened, in order. ``detect`` lasts
+    # from the fault, if it is known when that happened, to the first notice of it
     stages_s: Mapping[str, float] = field(default_factory=dict)
+    # step after which training resumes; None if nothing was decided, or nothing had been committed
     target: int | None = None
     nbytes: int = 0
     sources: tuple[int, ...] = ()
+    # ranks that were filled from copies, by the name of the tier that had them
     tiers: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     respawned: tuple[int, ...] = ()
     rung: Rung = Rung.IN_PROCESS
+    # reason for each recovery level above ``in-process`` that was needed, in the order of the levels
     steps_up: tuple[str, ...] = ()
+    # seconds of the incident by stage, without overlap: a stage lasts from the end of the previous stage until the
+    # last rank has finished it. They add up to ``headline_s`` if a step was left to train
     tiles_s: Mapping[str, float] = field(default_factory=dict)
-    injected: str = ""
-    committed: int | None = None
-    resumed_after: int | None = None
+    injected: str = ""  # spec of the injected fault ("" if none was injected)
+    committed: int | None = None  # newest optimizer step that a rank had committed (0: none); None if not known
+    resumed_after: int | None = None  # step after which training actually resumed; None if not known
     outcome: Outcome = Outcome.FAILED
-    reason: str = ""
-    inexact: str = ""
-    who: str = ""
-    node: int | None = None
-    is_corrupted: bool = False
+    reason: str = ""  # why recovery was refused or broke off ("" if it was not)
+    inexact: str = ""  # in what training is another one than before the fault ("" if it is not, as far as is known)
+    who: str = ""  # name of what is at fault if that is no rank, such as ``node 1`` ("": not known, or a rank)
+    node: int | None = None  # node of the rank that failed, as far as is known
+    is_corrupted: bool = False  # whether a rank had computed a gradient wrongly
 
     @property
     def has_resumed(self) -> bool:
@@ -275,10 +260,7 @@ def _fault_behind(injected: Sequence[Event], generation: int, culprit: int | Non
 
 
 def _fault_ns(events: Iterable[Event], injected: Event | None) -> int | None:
-    """Return when the fault of an incident happened, as far as that is known.
-
-    Whoever detects a fault says for how long it went undetected, if it did: this counts for injected faults, too.
-    """
+    """Return when the fault happened, as far as known: whoever detects one says for how long it went undetected."""
     known = [] if injected is None else [injected.ts]
     for event in events:
         undetected_s = event.fields.get("undetected_s")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from statistics import median
@@ -32,49 +32,36 @@ _MOST_S = 1e10
 
 @dataclass(frozen=True)
 class _Milestones:
-    """The times that divide a run's time, in UTC nanoseconds.
-
-    Attributes:
-        end_ns: the end of the job; its last event while there is no end.
-        trains_ns: when the last rank of the first generation began its first step, or if that is not known, when
-            that generation began; None if no event says that either.
-        trained_ns: when the last rank had finished its last step; None if not known.
-    """
+    """The times that divide a run's time, in UTC nanoseconds."""
 
     begin_ns: int
-    end_ns: int
+    end_ns: int  # the end of the job; its last event while there is no end
+    # when the last rank of the first generation began its first step, or if that is not known, when that generation
+    # began; None if no event says that either
     trains_ns: int | None = None
-    trained_ns: int | None = None
+    trained_ns: int | None = None  # when the last rank had finished its last step; None if not known
 
 
-def _milestones(events: Iterable[Event]) -> _Milestones | None:
+def _milestones(events: Sequence[Event]) -> _Milestones | None:
     """Return the times at which the run began, trained and ended, or None without events."""
-    begin_ns: int | None = None
-    launched: tuple[int, int] | None = None  # the first begin of the job, and when the process was started
-    last_ns = 0
-    job_ns: int | None = None
-    first_steps: dict[int, list[int]] = defaultdict(list)
-    blocks: dict[int, int] = {}
-    trained: list[int] = []
-    for event in events:
-        begin_ns = event.ts if begin_ns is None else min(begin_ns, event.ts)
-        last_ns = max(last_ns, event.ts)
-        if event.stage == EventName.JOB and event.edge == "end":
-            job_ns = max(event.ts, job_ns or 0)
-        elif event.stage == EventName.JOB:
-            launched = min(launched or (event.ts, _was_at_ns(event)), (event.ts, _was_at_ns(event)))
-        elif event.stage == EventName.FIRST_STEP and event.edge == "begin":
-            first_steps[event.generation].append(event.ts)
-        elif event.stage == EventName.GO:
-            blocks[event.generation] = max(event.ts, blocks.get(event.generation, 0))
-        elif event.stage == EventName.TRAINED:
-            trained.append(_was_at_ns(event))
-    if begin_ns is None:
+    if not events:
         return None
-    begin_ns = min(begin_ns, launched[1]) if launched is not None else begin_ns
+
+    def of(name: EventName, *edges: str) -> list[Event]:
+        return [event for event in events if event.stage == name and event.edge in edges]
+
+    times = [event.ts for event in events]
+    launched = min(((event.ts, _was_at_ns(event)) for event in of(EventName.JOB, "begin", "point")), default=None)
     # A block that is not a training loop we know counts as training from its entry: nothing else is known.
-    trains_ns = max(first_steps[min(first_steps)]) if first_steps else blocks.get(min(blocks, default=0))
-    return _Milestones(begin_ns, last_ns if job_ns is None else job_ns, trains_ns, max(trained, default=None))
+    begun = of(EventName.FIRST_STEP, "begin") or of(EventName.GO, "begin", "end", "point")
+    first = min((event.generation for event in begun), default=0)
+    trained = (_was_at_ns(event) for event in events if event.stage == EventName.TRAINED)
+    return _Milestones(
+        min(times) if launched is None else min(*times, launched[1]),
+        max((event.ts for event in of(EventName.JOB, "end")), default=max(times)),
+        max((event.ts for event in begun if event.generation == first), default=None),
+        max(trained, default=None),
+    )
 
 
 def _was_at_ns(event: Event) -> int:
@@ -83,10 +70,7 @@ def _was_at_ns(event: Event) -> int:
 
 
 def _periods(marks: _Milestones, incidents: Sequence[IncidentSummary]) -> tuple[Spell, ...]:
-    """Divide a run's time into start-up, training, incidents and shutdown.
-
-    An incident without an end lasts until the next incident or the end of the run.
-    """
+    """Divide a run's time into start-up, training, incidents (until the next one, without an end) and shutdown."""
     end_ns = max(marks.end_ns, marks.begin_ns)
     trains_ns = end_ns if marks.trains_ns is None else marks.trains_ns
     periods: list[Spell] = []
@@ -120,11 +104,8 @@ def _periods(marks: _Milestones, incidents: Sequence[IncidentSummary]) -> tuple[
 
 
 def _step_time_s(events: Iterable[Event], incidents: Sequence[IncidentSummary]) -> float | None:
-    """Return the seconds per optimizer step in undisturbed training; None if no generation has two known steps.
-
-    This is the time between the first step of each generation and the last time at which its progress is known (a
-    fault, the end of training, or an agent's note), divided by the number of steps in that time. It includes the
-    other work of a training loop: validation, checkpoints, and the part of a step that a fault interrupted.
+    """Return the seconds per optimizer step, with all other work of the loop, from the first step of each
+    generation to the last time at which its progress is known; None if none has two such steps.
     """
     began: dict[int, tuple[int, int]] = {}
     reached: dict[int, tuple[int, int]] = {}
@@ -177,12 +158,7 @@ class RunState(enum.Enum):
 
 @dataclass(frozen=True)
 class _Run:
-    """A run as a whole, without its incidents; None for what is not known.
-
-    Attributes:
-        last_step: newest step that any event mentions.
-        step_s: duration of an undisturbed step, in seconds.
-    """
+    """A run as a whole, without its incidents; None for what is not known."""
 
     path: str
     state: RunState
@@ -193,8 +169,8 @@ class _Run:
     begin_ns: int | None = None
     end_ns: int | None = None
     first_step: int | None = None
-    last_step: int | None = None
-    step_s: float | None = None
+    last_step: int | None = None  # newest step that any event mentions
+    step_s: float | None = None  # duration of an undisturbed step, in seconds
     caused: Mapping[str, int] | None = None
     lines_left_out: int = 0
 
@@ -208,9 +184,8 @@ class _Run:
 
 @dataclass(frozen=True)
 class _StageFigures:
-    """Times of one stage over all incidents in which it happened, in seconds, on the slowest rank of each.
-
-    ``tile_s`` is the time that it accounts for in all incidents together, without overlap with other stages.
+    """Times of one stage over all incidents with it, on the slowest rank of each; ``tile_s`` is its part of their
+    time, without overlap.
     """
 
     stage: str
@@ -221,45 +196,19 @@ class _StageFigures:
 
 
 @dataclass(frozen=True)
-class _BadDevice:
-    """A device check that failed; ``remedy`` is ``give_up`` (for a spare) or ``try`` (the rank was started)."""
-
-    node: str
-    rank: int | None
-    why: str
-    remedy: str
-
-
-@dataclass(frozen=True)
-class _FailedSave:
-    """A checkpoint on storage that could not be saved."""
-
-    path: str
-    reason: str
-    ranks: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
 class _Straggler:
-    """A rank that was slow by itself; ``why`` is ``compute`` or ``data``.
-
-    Attributes:
-        own_s: what it did by itself in a step when it was found; usually it would have been ``usual_s``.
-        step: the newest committed step when it was found.
-        lasted_s: until it was as fast as others, or the generation was over; None: until the end of the run.
-        begin_ns: when it was found, in UTC nanoseconds.
-        until_step: the newest committed step at its end.
-    """
+    """A rank that was slow by itself; ``why`` is ``compute`` or ``data``."""
 
     rank: int
     node: int | None
     why: str
-    step: int | None
-    own_s: float
+    step: int | None  # the newest committed step when it was found
+    own_s: float  # what it did by itself in a step when it was found; usually it would have been ``usual_s``
     usual_s: float
+    # until it was as fast as others, or the generation was over; None: until the end of the run
     lasted_s: float | None
-    begin_ns: int
-    until_step: int | None = None
+    begin_ns: int  # when it was found, in UTC nanoseconds
+    until_step: int | None = None  # the newest committed step at its end
 
     def spell(self, end_ns: int, last_step: int | None) -> Spell:
         """Return for which share of its time others waited for it: what is too long, in each of its steps."""
@@ -273,17 +222,6 @@ class _Straggler:
 
 
 @dataclass(frozen=True)
-class _Corrupted:
-    """A gradient that a rank computed wrongly, and how many with it; ``redone``: not only in a check."""
-
-    rank: int | None
-    step: int | None
-    parameter: str
-    parameters: int
-    redone: bool
-
-
-@dataclass(frozen=True)
 class Report:
     """A run and its incidents; without events, ``goodput`` is None. The ``periods`` tile the run's time."""
 
@@ -291,10 +229,12 @@ class Report:
     incidents: tuple[IncidentSummary, ...] = ()
     stages: tuple[_StageFigures, ...] = ()
     periods: tuple[Spell, ...] = ()
-    devices: tuple[_BadDevice, ...] = ()
-    failed_saves: tuple[_FailedSave, ...] = ()
+    # Device checks that failed (``remedy``: ``give_up`` for a spare, or ``try``), checkpoints that could not be
+    # saved, and gradients that a rank computed wrongly (``redone``: not only in a check).
+    devices: Sequence[Mapping[str, Any]] = ()
+    failed_saves: Sequence[Mapping[str, Any]] = ()
+    corrupted: Sequence[Mapping[str, Any]] = ()
     stragglers: tuple[_Straggler, ...] = ()
-    corrupted: tuple[_Corrupted, ...] = ()
     goodput: Goodput | None = None
 
     @property
@@ -332,11 +272,12 @@ def build_report(
     periods = _periods(marks, incidents)
     jobs = [event for event in events if event.stage == EventName.JOB]
     begins = [event.fields for event in jobs if event.edge == "begin"]
-    ends = sorted((event for event in jobs if event.edge == "end"), key=lambda event: event.ts)
+    end = max((event for event in jobs if event.edge == "end"), key=lambda event: event.ts, default=None)
+    has_succeeded = end is not None and end.fields.get("code") == 0
     run = _Run(
         path=path,
-        state=_state(ends[-1] if ends else None),
-        reason="" if not ends or ends[-1].fields.get("code") == 0 else _first_line(ends[-1].fields.get("reason")),
+        state=RunState.SUCCEEDED if has_succeeded else RunState.OPEN if end is None else RunState.FAILED,
+        reason="" if has_succeeded or end is None else _first_line(end.fields.get("reason")),
         script=next((str(each["script"]) for each in begins if each.get("script")), ""),
         nnodes=_newest(begins, "nnodes"),
         nproc=_newest(begins, "nproc"),
@@ -354,10 +295,10 @@ def build_report(
         incidents,
         _stage_figures(incidents),
         periods,
-        _bad_devices(events),
-        _failed_saves(events),
+        [*_bad_devices(events)],
+        [*_failed_saves(events)],
+        [*_corrupted(events)],
         stragglers,
-        _corrupted(events),
         _goodput(run, marks, periods, _repeated_s(incidents, step_s), events, stragglers),
     )
 
@@ -388,26 +329,14 @@ def _goodput(
     return goodput_of_run(whole, periods, within, repeated_s or 0.0)
 
 
-def _corrupted(events: Sequence[Event]) -> tuple[_Corrupted, ...]:
-    return tuple(
-        _Corrupted(
-            rank,
-            fields.get("step"),
-            str(fields.get("parameter")),
-            int(fields.get("parameters") or 1),
-            bool(fields.get("redone")),
-        )
-        for rank, fields in _in_order(events, EventName.CORRUPTED)
-    )
-
-
 def _stragglers(events: Sequence[Event]) -> tuple[_Straggler, ...]:
     """Return the ranks that were slow, in the order in which they were found."""
     found: list[_Straggler] = []
     open_at: dict[int, tuple[int, int]] = {}  # by rank: its place in the list, and since when
-    of_ranks = [event for event in events if event.stage == EventName.STRAGGLER and event.rank is not None]
-    for event in sorted(of_ranks, key=lambda event: event.ts):
-        rank, fields = event.rank or 0, event.fields
+    for event in _in_order(events, EventName.STRAGGLER):
+        rank, fields = event.rank, event.fields
+        if rank is None:
+            continue
         if event.edge == "begin":
             open_at[rank] = len(found), event.ts
             own_s, usual_s = (_seconds(fields.get(name)) for name in ("own_s", "usual_s"))
@@ -420,28 +349,27 @@ def _stragglers(events: Sequence[Event]) -> tuple[_Straggler, ...]:
     return tuple(found)
 
 
-def _bad_devices(events: Sequence[Event]) -> tuple[_BadDevice, ...]:
-    return tuple(
-        _BadDevice(str(fields.get("node_number")), rank, str(fields.get("why")), str(fields.get("remedy")))
-        for rank, fields in _in_order(events, EventName.BAD_DEVICE)
-    )
+def _bad_devices(events: Sequence[Event]) -> Iterator[dict[str, Any]]:
+    for event in _in_order(events, EventName.BAD_DEVICE):
+        said = {name: str(event.fields.get(name)) for name in ("why", "remedy")}
+        yield {"node": str(event.fields.get("node_number")), "rank": event.rank, **said}
 
 
-def _failed_saves(events: Sequence[Event]) -> tuple[_FailedSave, ...]:
-    """Return the checkpoints that could not be saved, in the order in which they were due."""
-    return tuple(
-        _FailedSave(
-            str(fields.get("path")),
-            str(fields.get("reason")),
-            tuple(rank for rank in fields.get("ranks") or () if isinstance(rank, int)),
-        )
-        for _, fields in _in_order(events, EventName.SAVE_FAILED)
-    )
+def _failed_saves(events: Sequence[Event]) -> Iterator[dict[str, Any]]:
+    for event in _in_order(events, EventName.SAVE_FAILED):
+        said = {name: str(event.fields.get(name)) for name in ("path", "reason")}
+        yield {**said, "ranks": [rank for rank in event.fields.get("ranks") or () if isinstance(rank, int)]}
 
 
-def _in_order(events: Sequence[Event], name: EventName) -> list[tuple[int | None, Mapping[str, Any]]]:
-    found = sorted((event for event in events if event.stage == name), key=lambda event: event.ts)
-    return [(event.rank, event.fields) for event in found]
+def _corrupted(events: Sequence[Event]) -> Iterator[dict[str, Any]]:
+    for event in _in_order(events, EventName.CORRUPTED):
+        parameter, parameters = str(event.fields.get("parameter")), int(event.fields.get("parameters") or 1)
+        about = {"rank": event.rank, "step": event.fields.get("step"), "redone": bool(event.fields.get("redone"))}
+        yield {**about, "parameter": parameter, "parameters": parameters}
+
+
+def _in_order(events: Sequence[Event], name: EventName) -> list[Event]:
+    return sorted((event for event in events if event.stage == name), key=lambda event: event.ts)
 
 
 @dataclass(frozen=True)
@@ -453,20 +381,15 @@ class Job:
 
 
 def build_job(reports: Iterable[Report]) -> Job:
-    """Put the runs of a job together; those without events add nothing to its goodput.
-
-    Raises:
-        ValueError: two of the runs overlap.
-    """
+    """Put the runs of a job together; ``ValueError`` if two overlap."""
     runs = tuple(sorted(reports, key=lambda report: report.run.begin_ns or 0))
     known = [report.goodput for report in runs if report.goodput is not None]
     return Job(runs, goodput_of_job(known) if known else None)
 
 
 def as_json(job: Job) -> str:
-    """Return the report of a job as a JSON document: that of its run, or of several runs in ``runs``.
-
-    Durations are in seconds, times are in UTC as ISO 8601, and unknown values are null.
+    """Return the report of a job as JSON, of several runs in ``runs``: durations in seconds, times as ISO 8601 in
+    UTC.
     """
     document = _plain(job.runs[0])
     if len(job.runs) > 1:
@@ -510,10 +433,10 @@ def _plain(report: Report) -> dict[str, Any]:
         "outcomes": {outcome.value: count for outcome, count in report.outcomes.items()},
         "kinds": report.kinds,
         "stages": [asdict(each) for each in report.stages],
-        "devices": [asdict(each) for each in report.devices],
-        "failed_saves": [asdict(each) for each in report.failed_saves],
+        "devices": report.devices,
+        "failed_saves": report.failed_saves,
         "stragglers": [_without_ns(each) for each in report.stragglers],
-        "corrupted": [asdict(each) for each in report.corrupted],
+        "corrupted": report.corrupted,
         "incidents": [_incident(number, each) for number, each in enumerate(report.incidents, start=1)],
     }
 
@@ -545,12 +468,6 @@ def _incident(number: int, incident: IncidentSummary) -> dict[str, Any]:
         "end": utc(incident.end_ns),
         "steps_lost": incident.steps_lost,
     }
-
-
-def _state(end: Event | None) -> RunState:
-    if end is None:
-        return RunState.OPEN
-    return RunState.SUCCEEDED if end.fields.get("code") == 0 else RunState.FAILED
 
 
 def _seconds(value: object) -> float:

@@ -31,9 +31,8 @@ _LONGEST_TEXT = 4000
 
 @dataclass
 class _Span:
-    """A stage of one rank, or of an agent.
-
-    Without an ``end`` it was never finished, and ``end_ns`` is the time of the next event of the same thread.
+    """A stage of one rank, or of an agent. Without an ``end`` it was never finished, and lasts until the thread's
+    next event.
     """
 
     begin: Event
@@ -52,10 +51,7 @@ class _Thread:
 
 
 def _threads(events: Iterable[Event]) -> list[_Thread]:
-    """Match the begin and end events of each rank and agent.
-
-    A stage that was never finished was interrupted: it lasts until the next event of its rank.
-    """
+    """Match the begin and end events of each rank and agent."""
     by_thread: dict[tuple[int, int | None], list[Event]] = defaultdict(list)
     for event in sorted(events, key=lambda event: event.ts):
         by_thread[event.node, event.rank].append(event)

@@ -76,19 +76,14 @@ class _StepPlace:
 
 @dataclass(frozen=True)
 class Difference:
-    """A difference between two runs.
+    """A difference between two runs."""
 
-    Attributes:
-        step: for a validation, the step that it came after; for checkpoints, the last step.
-        by: distance of two losses or metrics; None for other quantities, or if a value is not finite.
-    """
-
-    step: int
+    step: int  # for a validation, the step that it came after; for checkpoints, the last step
     rank: int
     quantity: Quantity
     a: str
     b: str
-    by: float | None
+    by: float | None  # distance of two losses or metrics; None for other quantities, or if a value is not finite
     name: str = ""
 
     @property
@@ -116,34 +111,26 @@ class Difference:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Result of a comparison.
+    """Result of a comparison."""
 
-    Attributes:
-        equal: whether every step of every rank is in both runs once and every validation at least once, and what
-            both runs recorded is identical, bit by bit.
-        difference: first difference, ordered by step and then by rank; None if there is none.
-        repeated: steps that a run recorded more than once, although no rank had lost them.
-        missing: steps that a run did not record although it or the other run should have them.
-        repeated_validations: steps after which a run recorded validations with different results.
-        missing_validations: steps after which only the other run recorded a validation.
-        again: validations that a run recorded more than once with the same results. If a fault comes when one rank
-            has finished a validation and another is still in it, all ranks validate again, from the same state.
-        made_again: steps that a run recorded more than once because it went back to a copy or to storage; every
-            record of them is compared.
-        not_compared: what only one of the runs ever recorded, and which run that was.
-    """
-
+    # whether every step of every rank is in both runs once and every validation at least once, and what both runs
+    # recorded is identical, bit by bit
     equal: bool
-    difference: Difference | None
+    difference: Difference | None  # first difference, ordered by step and then by rank; None if there is none
     steps: int
     ranks: tuple[int, ...]
-    repeated: tuple[_StepPlace, ...]
-    missing: tuple[_StepPlace, ...]
+    repeated: tuple[_StepPlace, ...]  # steps that a run recorded more than once, although no rank had lost them
+    missing: tuple[_StepPlace, ...]  # steps that a run did not record although it or the other run should have them
+    # steps after which a run recorded validations with different results
     repeated_validations: tuple[_StepPlace, ...] = ()
-    missing_validations: tuple[_StepPlace, ...] = ()
+    missing_validations: tuple[_StepPlace, ...] = ()  # steps after which only the other run recorded a validation
+    # validations that a run recorded more than once with the same results. If a fault comes when one rank has
+    # finished a validation and another is still in it, all ranks validate again, from the same state
     again: tuple[_StepPlace, ...] = ()
+    # steps that a run recorded more than once because it went back to a copy or to storage; every record of them is
+    # compared
     made_again: tuple[_StepPlace, ...] = ()
-    not_compared: tuple[str, ...] = ()
+    not_compared: tuple[str, ...] = ()  # what only one of the runs ever recorded, and which run that was
 
     @property
     def sentence(self) -> str:

@@ -40,26 +40,19 @@ _OWN_KEYS = ("ts", "mono", "node", "rank", "pid", "generation", "incident", "sta
 
 @dataclass(frozen=True)
 class Event:
-    """One line of the event log.
+    """One line of the event log."""
 
-    Attributes:
-        ts: UTC time, in nanoseconds since the epoch.
-        mono: monotonic clock, in nanoseconds; comparable between the processes of one node.
-        rank: rank that the event is about; None for an agent's own event.
-        stage: what the event reports; a plain word if a newer version's log names what this version does not know.
-        edge: ``begin`` or ``end`` of a span, or a ``point`` in time.
-        fields: further fields of the line (bytes, sources, seconds, cause, ...).
-    """
-
-    ts: int
-    mono: int
+    ts: int  # UTC time, in nanoseconds since the epoch
+    mono: int  # monotonic clock, in nanoseconds; comparable between the processes of one node
     node: int
-    rank: int | None
+    rank: int | None  # rank that the event is about; None for an agent's own event
     pid: int
     generation: int
     incident: str | None
+    # what the event reports; a plain word if a newer version's log names what this version does not know
     stage: EventName | str
-    edge: Edge
+    edge: Edge  # ``begin`` or ``end`` of a span, or a ``point`` in time
+    # further fields of the line (bytes, sources, seconds, cause, ...)
     fields: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -93,12 +86,8 @@ class EventLog:
         rank: int | None = None,
         **fields: Any,
     ) -> None:
-        """Queue one event, stamped with the current time and this process's id; never wait.
-
-        Args:
-            incident: id of the incident that the event belongs to; None if it belongs to none.
-            rank: rank that the event is about (default: the log's own rank).
-            **fields: further fields; values that are not plain JSON (paths, enums, sets, ...) are converted.
+        """Queue one event with the current time and this process's id, of the log's own rank unless one is given;
+        never wait.
         """
         if self.path is None:
             return
@@ -188,10 +177,7 @@ def _append(path: Path, line: str, origin: Mapping[str, Any]) -> None:
 
 
 def event_log() -> EventLog:
-    """Return the log that this process's environment names: ``CHECKPOINTLESS_RUN_DIR``, ``RANK``, ``NODE_RANK``.
-
-    Without a run directory, the log drops every event.
-    """
+    """Return the log that this process's environment names; without a run directory, it drops every event."""
     run_dir = own_run_dir()
     rank = os.environ.get(RANK_ENV)
     return EventLog(
@@ -205,11 +191,7 @@ _opener = functools.partial(os.open, mode=0o644)  # runs in C from end to end: c
 
 
 def append_line(path: Path, line: str) -> None:
-    """Append ``line`` and a newline to ``path`` with one ``write(2)``; create the file if it does not exist.
-
-    Raises:
-        OSError: the line could not be written, or only a part of it was.
-    """
+    """Append ``line`` and a newline with one ``write(2)``; raise ``OSError`` if that did not write all of it."""
     data = line.encode() + b"\n"
     # The object that open() returns closes its descriptor even if an interruption comes before it has a name.
     with open(path, "ab", buffering=0, opener=_opener) as file:
@@ -229,10 +211,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def read_events(run_dir: Path) -> list[Event]:
-    """Return all events of a run in the order in which they were written, including those of this process.
-
-    Lines that are no events are left out, with one warning for all of them.
-    """
+    """Return all events of a run, including those of this process; one warning counts lines that are no events."""
     scribe.flush()
     path = run_dir / EVENTS_FILE
     if not path.exists():

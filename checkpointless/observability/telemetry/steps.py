@@ -25,25 +25,21 @@ class StepExtras:
     """What is recorded of a step besides loss and parameters.
 
     None means that the run does not have the item or did not record it.
-
-    Attributes:
-        lr: learning rate of every parameter group, as ``float.hex()`` gives it.
-        own: digest of each value of the rank-local state (plain attributes or declared state) and of the random
-            streams, by name; "" of what is left out, as it is no plain data or too large.
-        epoch: a number that changes with the epoch; not compared.
-        validated: whether a loop of one's own used another loader since the step before; not compared.
     """
 
     buffers: str | None = None
-    lr: tuple[str, ...] | None = None
+    lr: tuple[str, ...] | None = None  # learning rate of every parameter group, as ``float.hex()`` gives it
     loss_scale: tuple[str, ...] | None = None
     callbacks: Mapping[str, str] | None = None
     module: str | None = None
     data: str | None = None
     optimizer: str | None = None
+    # digest of each value of the rank-local state (plain attributes or declared state) and of the random streams,
+    # by name; "" of what is left out, as it is no plain data or too large
     own: Mapping[str, str] | None = None
     batch: str | None = None
-    epoch: int | None = None
+    epoch: int | None = None  # a number that changes with the epoch; not compared
+    # whether a loop of one's own used another loader since the step before; not compared
     validated: bool | None = None
 
 
@@ -128,10 +124,8 @@ class StepLog:
     def record(
         self, step: int, loss: float | None, params: str, extras: StepExtras = NO_EXTRAS, fit: int = 1
     ) -> None:
-        """Append one step.
-
-        Raises:
-            OSError: this line or an earlier one could not be written; a record with holes would prove nothing.
+        """Append one step; raise ``OSError`` if this line or an earlier one could not be written: holes would prove
+        nothing.
         """
         known = {name: value for name, value in vars(extras).items() if value is not None}
         later = {"fit": fit} if fit > 1 else {}
@@ -178,11 +172,7 @@ class StepLog:
 
 
 def read_steps(run_dir: Path) -> Recording:
-    """Read everything that was recorded of a run, repeated steps included.
-
-    Raises:
-        FileNotFoundError: no steps were recorded in ``run_dir``.
-    """
+    """Read everything that was recorded of a run, repeated steps included; ``FileNotFoundError`` if nothing was."""
     steps = {rank: _read(path) for rank, path in _by_rank(run_dir, _STEPS)}
     if not steps:
         raise FileNotFoundError(f"{run_dir} has no recorded steps: was it run with --record-steps?")

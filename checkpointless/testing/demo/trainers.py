@@ -8,15 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from checkpointless.faults.chaos import (
-    DATA_PARALLEL,
-    LIGHTNING,
-    LIGHTNING_SHARDED,
-    MEGATRON,
-    NEMO,
-    SHARDED,
-    Scope,
-)
 from checkpointless.launcher.agent.launch_config import LaunchConfig
 from checkpointless.system.layout import Layout, LayoutError
 
@@ -34,52 +25,35 @@ class DemoError(ValueError):
 
 @dataclass(frozen=True)
 class Task:
-    """What a trainer is asked to train.
-
-    Attributes:
-        layout: parallel sizes by key of the trainer's ``keys``; a missing key means 1.
-        dropout: dropout probability, in [0, 1).
-        holders: number of ranks that hold each shard, where a trainer shards.
-        bucket_bytes: how many bytes the buffers of a transfer may take; None: as many as by default.
-        checkpoint_every: optimizer steps between two checkpoints of the trainer's own (0: none).
-    """
+    """What a trainer is asked to train."""
 
     nproc: int
     steps: int
+    # parallel sizes by key of the trainer's ``keys``; a missing key means 1
     layout: Mapping[str, int] = field(default_factory=dict)
-    dropout: float = 0.0
-    holders: int = 2
+    dropout: float = 0.0  # dropout probability, in [0, 1)
+    holders: int = 2  # number of ranks that hold each shard, where a trainer shards
     workers: int = 0
     checksum: bool = False
+    # how many bytes the buffers of a transfer may take; None: as many as by default
     bucket_bytes: int | None = None
-    checkpoint_every: int = 0
+    checkpoint_every: int = 0  # optimizer steps between two checkpoints of the trainer's own (0: none)
     checkpoints: Path | None = None
 
 
 @dataclass(frozen=True)
 class Trainer:
-    """A way to train: the recipe of NeMo, or one of the trainers of :mod:`checkpointless.testing.demo.script`.
-
-    Attributes:
-        scope: cases that chaos may draw.
-        keys: parallel sizes that a layout may give.
-        imports: modules that are worth importing once, before the ranks are forked.
-    """
+    """A way to train: NeMo's recipe, or a trainer of :mod:`checkpointless.testing.demo.script`."""
 
     name: str
     what: str
-    scope: Scope
-    keys: tuple[str, ...] = ()
+    keys: tuple[str, ...] = ()  # parallel sizes that a layout may give
     needs: tuple[str, ...] = ("torch",)
     install: str = "pip install torch"
-    imports: tuple[str, ...] = ()
+    imports: tuple[str, ...] = ()  # modules that are worth importing once, before the ranks are forked
 
     def require(self) -> None:
-        """Check that what the trainer needs is installed.
-
-        Raises:
-            DemoError: something is missing.
-        """
+        """Raise ``DemoError`` if something that the trainer needs is not installed."""
         for name in self.needs:
             try:
                 found = importlib.util.find_spec(name) is not None
@@ -89,11 +63,7 @@ class Trainer:
                 raise DemoError(f"--trainer {self.name} needs {name}: {self.install}")
 
     def check(self, task: Task) -> None:
-        """Check that a task's ranks can be laid out as asked, and share the model, each shard with two holders.
-
-        Raises:
-            DemoError: they cannot, or a number is out of range.
-        """
+        """Raise ``DemoError`` if a task's ranks cannot be laid out as asked, each shard with two holders."""
         nproc, layout = task.nproc, task.layout
         if not 0.0 <= task.dropout < 1.0:
             raise DemoError(f"--dropout must be at least 0 and below 1, not {task.dropout:g}")
@@ -168,28 +138,26 @@ _PL = ("lightning.pytorch", "checkpointless.strategies.torch_strategies", "check
 _CORE = ("megatron.core.models.gpt", "megatron.core.optimizer", "checkpointless.integrations.megatron.training")
 _LIGHTNING_NEEDS = (("lightning",), "pip install lightning")
 
-_NEMO = Trainer("nemo", "A NeMo GPT", NEMO, ("tp", "pp", "ep", "cp"), ("nemo", "hydra"), _NEMO_EXTRA)
+_NEMO = Trainer("nemo", "A NeMo GPT", ("tp", "pp", "ep", "cp"), ("nemo", "hydra"), _NEMO_EXTRA)
 #: By name; the first is the default.
 TRAINERS: dict[str, Trainer] = {
     each.name: each
     for each in (
         _NEMO,
-        Trainer("ddp", "A GPT in a loop with torch's DistributedDataParallel", DATA_PARALLEL),
-        Trainer("hsdp", "A GPT in a loop with torch's FSDP2 and replicas", SHARDED, ("tp",), imports=_FSDP2),
+        Trainer("ddp", "A GPT in a loop with torch's DistributedDataParallel"),
+        Trainer("hsdp", "A GPT in a loop with torch's FSDP2 and replicas", ("tp",), imports=_FSDP2),
         Trainer(
             "megatron",
             "Megatron-core's GPT and distributed optimizer, in a loop",
-            MEGATRON,
             ("tp", "pp"),
             ("megatron.core",),
             _NEMO_EXTRA,
             _CORE,
         ),
-        Trainer("lightning-ddp", "A GPT with Lightning's DDP strategy", LIGHTNING, (), *_LIGHTNING_NEEDS, _PL),
+        Trainer("lightning-ddp", "A GPT with Lightning's DDP strategy", (), *_LIGHTNING_NEEDS, _PL),
         Trainer(
             "lightning-hsdp",
             "A GPT with Lightning's model-parallel strategy: FSDP2 with replicas",
-            LIGHTNING_SHARDED,
             ("tp",),
             *_LIGHTNING_NEEDS,
             (*_FSDP2, *_PL),
@@ -199,14 +167,7 @@ TRAINERS: dict[str, Trainer] = {
 
 
 def parse_layout(text: str, keys: tuple[str, ...]) -> dict[str, int]:
-    """Parse a layout such as ``tp=2,pp=1``.
-
-    Args:
-        text: ``key=size`` pairs with commas between them; empty for none.
-
-    Raises:
-        DemoError: a key is unknown or occurs twice, or a size is not a whole number of at least 1.
-    """
+    """Parse a layout such as ``tp=2,pp=1``; ``DemoError`` if a key is unknown or there twice, or a size is none."""
     layout: dict[str, int] = {}
     for part in text.split(",") if text.strip() else ():
         key, _, size = (piece.strip() for piece in part.partition("="))

@@ -9,8 +9,16 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from checkpointless.faults.chaos import DEADLY, HANGING, IN_PROCESS, NODES
-from checkpointless.faults.spec import SETUP_PHASES, FaultKind, FaultPhase, parse
+from checkpointless.faults.spec import (
+    DEADLY,
+    HANGING,
+    IN_PROCESS,
+    NODES,
+    SETUP_PHASES,
+    FaultKind,
+    FaultPhase,
+    parse,
+)
 from checkpointless.system.layout import Layout
 
 #: A NeMo script can have these; ``resume``, ``two-fits`` and ``fits-two`` are no features of the script itself.

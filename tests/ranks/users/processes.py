@@ -8,9 +8,8 @@ from collections.abc import Collection
 from itertools import groupby
 from pathlib import Path
 
-from checkpointless.faults.chaos import DEADLY, HANGING
 from checkpointless.faults.ledger import FAULTS_DIR
-from checkpointless.faults.spec import parse
+from checkpointless.faults.spec import DEADLY, HANGING, parse
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.events import read_events
 from tests.ranks.users.end import notes

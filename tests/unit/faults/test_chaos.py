@@ -7,36 +7,20 @@ from pathlib import Path
 import pytest
 
 from checkpointless import cli
-from checkpointless.faults.chaos import (
-    DATA_PARALLEL,
-    DEADLY,
-    LIGHTNING,
-    LIGHTNING_SHARDED,
-    MEGATRON,
-    NEMO,
-    SHARDED,
-    Case,
-    Outcome,
-    Scope,
-    draw,
-    outcome_of,
-)
-from checkpointless.faults.spec import SETUP_PHASES, FaultKind, parse, parse_all
+from checkpointless.faults.spec import DEADLY, SETUP_PHASES, FaultKind, parse, parse_all
 from checkpointless.observability.report.incidents import IncidentSummary
 from checkpointless.observability.report.incidents import Outcome as Ending
 from checkpointless.observability.telemetry.event_names import Rung
 from checkpointless.system.layout import Layout
-from checkpointless.testing.demo.trainers import Trainer
+from checkpointless.testing.chaos import _NEMO, _SCOPES, _Case, _draw, _Outcome, _outcome_of, _Scope
+from checkpointless.testing.demo.trainers import TRAINERS, Trainer
 
 MANY = [(seed, number, seed % 2 == 1) for seed in range(12) for number in range(40)]
+IN_EVERY_SCOPE = pytest.mark.parametrize("scope", [_SCOPES[name] for name in TRAINERS], ids=TRAINERS)
 
 
-SCOPES = (NEMO, DATA_PARALLEL, SHARDED, MEGATRON, LIGHTNING, LIGHTNING_SHARDED)
-IN_EVERY_SCOPE = pytest.mark.parametrize("scope", SCOPES, ids=lambda scope: scope.name)
-
-
-def cases(scope: Scope = NEMO) -> list[Case]:
-    return [draw(seed, number, overlap=overlap, scope=scope) for seed, number, overlap in MANY]
+def cases(scope: _Scope = _NEMO) -> list[_Case]:
+    return [_draw(seed, number, overlap=overlap, scope=scope) for seed, number, overlap in MANY]
 
 
 # ---- layouts
@@ -60,13 +44,13 @@ def test_who_holds_the_same_shard(layout: Layout, rank: int, group: set[int]) ->
 
 
 def test_a_case_is_the_same_whenever_it_is_drawn() -> None:
-    assert draw(3, 17, overlap=True) == draw(3, 17, overlap=True)
+    assert _draw(3, 17, overlap=True) == _draw(3, 17, overlap=True)
     assert len({case.faults for case in cases()}) > 200
-    assert draw(3, 17) != draw(4, 17)
+    assert _draw(3, 17) != _draw(4, 17)
 
 
 @IN_EVERY_SCOPE
-def test_every_case_can_happen(scope: Scope) -> None:
+def test_every_case_can_happen(scope: _Scope) -> None:
     for case in cases(scope):
         specs = parse_all(case.faults, case.layout.world_size, case.steps)
         assert case.layout.world_size % case.nodes == 0
@@ -79,29 +63,29 @@ def test_every_case_can_happen(scope: Scope) -> None:
 
 
 @IN_EVERY_SCOPE
-def test_all_outcomes_kinds_and_layouts_are_drawn(scope: Scope) -> None:
+def test_all_outcomes_kinds_and_layouts_are_drawn(scope: _Scope) -> None:
     drawn = cases(scope)
-    assert {case.outcome for case in drawn} == set(Outcome) - (set() if scope.storage else {Outcome.STORAGE})
+    assert {case.outcome for case in drawn} == set(_Outcome) - (set() if scope.storage else {_Outcome.STORAGE})
     kinds = {parse(text).kind for case in drawn for text in case.faults}
     assert kinds == set(FaultKind) - {FaultKind.CUDA}
     assert {case.layout.text for case in drawn} == {layout.text for layout, _ in scope.layouts}
 
 
 @IN_EVERY_SCOPE
-def test_a_case_that_loses_all_holders_says_which(scope: Scope) -> None:
+def test_a_case_that_loses_all_holders_says_which(scope: _Scope) -> None:
     for case in cases(scope):
-        assert bool(case.reason) == (case.outcome is Outcome.REFUSED)
-        if case.outcome not in (Outcome.REFUSED, Outcome.STORAGE) or case.nodes > 1 or case.checksum:
+        assert bool(case.reason) == (case.outcome is _Outcome.REFUSED)
+        if case.outcome not in (_Outcome.REFUSED, _Outcome.STORAGE) or case.nodes > 1 or case.checksum:
             continue
         lost = {spec.rank for spec in map(parse, case.faults) if spec.kind in DEADLY}
         assert case.layout.replicas(min(rank for rank in lost if rank is not None)) <= lost
-        assert (case.checkpoint_every > 0) == (case.outcome is Outcome.STORAGE)
+        assert (case.checkpoint_every > 0) == (case.outcome is _Outcome.STORAGE)
 
 
 @pytest.mark.parametrize(("steps", "most_ranks", "what"), [(5, 8, "6 steps"), (6, 1, "2 ranks")])
 def test_what_cannot_be_drawn_is_refused(steps: int, most_ranks: int, what: str) -> None:
     with pytest.raises(ValueError, match=what):
-        draw(0, 0, steps=steps, most_ranks=most_ranks)
+        _draw(0, 0, steps=steps, most_ranks=most_ranks)
 
 
 def incident(rung: Rung, ending: Ending = Ending.RESUMED) -> IncidentSummary:
@@ -111,19 +95,19 @@ def incident(rung: Rung, ending: Ending = Ending.RESUMED) -> IncidentSummary:
 @pytest.mark.parametrize(
     ("code", "incidents", "outcome"),
     [
-        (0, [], Outcome.NOTHING),
-        (0, [incident(Rung.IN_PROCESS)], Outcome.IN_PROCESS),
-        (0, [incident(Rung.PROCESS, Ending.ESCALATED), incident(Rung.IN_PROCESS)], Outcome.PROCESS),
-        (0, [incident(Rung.NODE)], Outcome.NODE),
-        (0, [incident(Rung.JOB)], Outcome.STORAGE),
+        (0, [], _Outcome.NOTHING),
+        (0, [incident(Rung.IN_PROCESS)], _Outcome.IN_PROCESS),
+        (0, [incident(Rung.PROCESS, Ending.ESCALATED), incident(Rung.IN_PROCESS)], _Outcome.PROCESS),
+        (0, [incident(Rung.NODE)], _Outcome.NODE),
+        (0, [incident(Rung.JOB)], _Outcome.STORAGE),
         (0, [incident(Rung.PROCESS, Ending.FAILED)], None),
-        (1, [incident(Rung.PROCESS, Ending.FAILED)], Outcome.REFUSED),
+        (1, [incident(Rung.PROCESS, Ending.FAILED)], _Outcome.REFUSED),
         (1, [], None),
         (-9, [incident(Rung.PROCESS)], None),
     ],
 )
-def test_what_came_of_a_job(code: int, incidents: list[IncidentSummary], outcome: Outcome | None) -> None:
-    assert outcome_of(code, incidents) is outcome
+def test_what_came_of_a_job(code: int, incidents: list[IncidentSummary], outcome: _Outcome | None) -> None:
+    assert _outcome_of(code, incidents) is outcome
 
 
 # ---- the command line

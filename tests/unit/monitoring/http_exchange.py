@@ -7,11 +7,11 @@ from typing import Any, cast
 
 from checkpointless.launcher.agent.watch import Watch
 from checkpointless.observability.monitoring.http_status import _StatusHandler
-from checkpointless.observability.monitoring.metrics import JobNode, JobRank, JobStatus, RankStatus, Snapshot
+from checkpointless.observability.monitoring.metrics import JobStatus, RankStatus, Snapshot
 
 JOB = JobStatus(
-    nodes=(JobNode(0, "joined", ""), JobNode(1, "absent", "it closed the connection")),
-    ranks=(JobRank(0, 0, "leaving", 1), JobRank(1, 1, "gone", 0)),
+    nodes=[{"node": 0, "state": "joined"}, {"node": 1, "state": "absent", "why": "it closed the connection"}],
+    ranks=[{"rank": 0, "state": "leaving"}, {"rank": 1, "state": "gone"}],
     spares=1,
     incidents=4,
     cause="node",
