@@ -55,7 +55,7 @@ from checkpointless.integrations.megatron.update import (
 from checkpointless.integrations.torch.gradient_check import GradientCheck
 from checkpointless.integrations.torch.repeated_steps import repeated_steps
 from checkpointless.recovery.guard import UpdateGuard
-from checkpointless.recovery.manager import BuildAnewError, manager_of
+from checkpointless.recovery.manager import manager_of
 from checkpointless.state.journal import FrontEnd, StepJournal
 from checkpointless.state.serialization.state_tree import Later, copy_of
 from checkpointless.strategies.warm_start import WarmStart
@@ -65,6 +65,10 @@ from checkpointless.transfer.tensor_entry import Key
 _TABLES = ("_parameters", "_buffers", "_modules")
 _TRAINER = ("_trainer", "_fabric")  # of the generation that is over
 logger = logging.getLogger(__name__)
+
+
+class _BuildAnewError(RuntimeError):
+    """Raised where a model was kept that must not be used; the block is entered once more, without it."""
 
 
 class CheckpointlessMegatronStrategy(RecoverableStrategy, MegatronStrategy):
@@ -230,13 +234,13 @@ class CheckpointlessMegatronStrategy(RecoverableStrategy, MegatronStrategy):
                 has only the adapters.
 
         Raises:
-            BuildAnewError: everything has to be rebuilt, which the next entry does.
+            RuntimeError: everything has to be rebuilt, which the next entry does.
         """
         manager = self.checkpoint_manager
         if self.is_warm and (self.is_peft() or not (whole and self.ckpt_load_optimizer)):
             assert manager is not None
             manager.kept = None
-            raise BuildAnewError("memory does not suffice, and the model that was kept holds what was trained")
+            raise _BuildAnewError("memory does not suffice, and the model that was kept holds what was trained")
 
     def _take_hold(self) -> None:
         assert self._fit is not None

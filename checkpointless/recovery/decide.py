@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from checkpointless.state.port import SnapshotPoint
 from checkpointless.transfer.rank_groups import CompactGroups, Group, all_groups, compact, names
 
 if TYPE_CHECKING:
@@ -103,20 +104,24 @@ class Decision:
     reason: str = ""
     parts: Mapping[int, Parts] = field(default_factory=dict)
 
+    @property
+    def moment(self) -> tuple[int, SnapshotPoint]:
+        """The step and the point to resume at."""
+        assert self.target is not None
+        return self.target, SnapshotPoint(self.stage)
+
     def peers(self) -> dict[int, tuple[int, ...]]:
         """Return, for each rank to fill, the ranks that hold all its parts; if there are none, its widest part."""
-        return {rank: peers_of(parts) or _widest_of(parts) for rank, parts in self.parts.items()}
+        return {
+            rank: peers_of(parts) or max((sources for _, sources in parts), key=len)
+            for rank, parts in self.parts.items()
+        }
 
 
 def peers_of(parts: Parts) -> tuple[int, ...]:
     """Return the ranks that hold all parts of a rank to fill, in ascending order."""
     (_, first), *others = parts
     return tuple(sorted(set(first).intersection(*(sources for _, sources in others)))) if others else first
-
-
-def _widest_of(parts: Parts) -> tuple[int, ...]:
-    """Return the holders of the part that most ranks hold."""
-    return max((sources for _, sources in parts), key=len)
 
 
 def reports_of(answers: Sequence[Mapping[str, Any]], jump: int) -> list[RankReport]:

@@ -6,7 +6,7 @@ import gc
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -21,12 +21,12 @@ from checkpointless.recovery.decide import Decision, RankReport, Verdict, decide
 from checkpointless.recovery.refill import Refill
 from checkpointless.replication.handover import Saves, Snapshot, clear, hand_over, offer, take_over
 from checkpointless.replication.tiers import Copies, Tier
-from checkpointless.state.held_state import HeldState, HostMemory
+from checkpointless.state.held_state import HeldState
 from checkpointless.state.journal import Built, StepJournal
 from checkpointless.state.module_tensors import TrainingTensors
-from checkpointless.state.port import DATA, SnapshotPoint, TrainingState, groups_of, holders_of
+from checkpointless.state.port import DATA, TrainingState, groups_of, holders_of
 from checkpointless.state.rank_local.state import RankLocalKeeper, RankLocalState
-from checkpointless.state.serialization.digest import MemoryChecksumManager
+from checkpointless.state.serialization.digest import MemoryChecksumManager, digest_value
 from checkpointless.transfer.exchange import all_gather_json
 from checkpointless.transfer.tensor_entry import Key
 from checkpointless.transfer.transfer import MEMORY_BUDGET_BYTES, OnBucket
@@ -72,21 +72,19 @@ def _report(
     )
 
 
-def _find_loss(
-    journal: StepJournal, held: HeldState | None, own: RankLocalState, decision: Decision, target: int
-) -> str:
+def _find_loss(held: HeldState | None, own: RankLocalState, own_parts: _OwnParts, decision: Decision) -> str:
     """Give every rank its random streams, and find out whether something is lost that it alone had. Collective.
 
     Return why the state cannot be had from memory; "" if it can.
     """
-    moment = target, SnapshotPoint(decision.stage)
+    target, _ = moment = decision.moment
     lost = own.find_streams(*moment)
     if lost:
         return (
             f"the random streams of rank{'s' * (len(lost) > 1)} {', '.join(map(str, lost))} after step "
             f"{target} are lost: neither a process, nor a board, nor another node has them"
         )
-    lost_parts = _find_lost_parts(held, journal, decision)
+    lost_parts = _find_lost_parts(held, own_parts, decision)
     if lost_parts:
         return (
             f"{', '.join(lost_parts)} differed from rank to rank, and that of rank "
@@ -102,7 +100,7 @@ def _find_loss(
     return ""
 
 
-def _find_lost_parts(held: HeldState | None, journal: StepJournal, decision: Decision) -> list[str]:
+def _find_lost_parts(held: HeldState | None, own_parts: _OwnParts, decision: Decision) -> list[str]:
     """Compare the parts of the state that ranks keep for themselves, if a rank has lost its parts. Collective.
 
     A peer's part can replace a lost one only if the parts of all ranks are equal. Parts that do not belong to
@@ -114,8 +112,9 @@ def _find_lost_parts(held: HeldState | None, journal: StepJournal, decision: Dec
     rank = dist.get_rank()
     mine: dict[str, str] | None = None
     if held is not None and rank not in decision.refills:
-        target = decision.target if rank in decision.redo else None
-        mine = held.own_parts(journal, target, SnapshotPoint(decision.stage))
+        found = held.snapshots(decision.target if rank in decision.redo else None).get(decision.moment[1])
+        parts = own_parts(found.objects) if found is not None else {}
+        mine = {name: digest_value(part) for name, part in parts.items()}
     differ = _differing_names([each for each in all_gather_json(mine) if each is not None])
     lost = [name for name in differ if name.startswith(DATA)]
     for name in sorted(set(differ) - set(lost)):
@@ -130,29 +129,15 @@ def _differing_names(digests: Sequence[Mapping[str, str]]) -> list[str]:
 
 
 logger = logging.getLogger(__name__)
-
-
-class _JournaledStrategy(Protocol):
-    """A trainer's strategy that can be recovered, as far as the recovery uses it."""
-
-    def journal(self) -> StepJournal:
-        """Return the journal of the training."""
-
-    def restored_from_memory(self, objects: dict[str, Any]) -> None:
-        """Note that the state is in place, and that ``objects`` is its non-tensor part."""
+_OwnParts: TypeAlias = Callable[[Mapping[str, Any]], Mapping[str, Any]]  # of a state, by name
 
 
 class _LiveTrainer(Protocol):
-    """A trainer whose strategy is a :class:`_JournaledStrategy`, which the frameworks' own types do not know."""
+    """A trainer whose strategy has ``journal()`` and ``restored_from_memory()``."""
 
     @property
-    def strategy(self) -> object:
+    def strategy(self) -> Any:  # Any: what a framework's types do not know
         """The strategy."""
-
-
-def _journal_of(trainer: _LiveTrainer) -> StepJournal:
-    """Return the journal of a trainer whose strategy is set up."""
-    return cast(_JournaledStrategy, trainer.strategy).journal()
 
 
 class CheckpointManager(RankLocalKeeper):
@@ -211,7 +196,6 @@ class CheckpointManager(RankLocalKeeper):
         self.copies = Copies(tiers)
         self.tiers_are_kept = bool(tiers)
         self._replicates = True  # until it is known
-        self._memory = HostMemory()
         self._refill = Refill()
         self.refusal = ""
         self._fallback_lock = ParameterUpdateLock()
@@ -306,7 +290,7 @@ class CheckpointManager(RankLocalKeeper):
         Args:
             trainer: a trainer whose strategy has ``journal()``.
         """
-        self._hold(_journal_of(trainer))
+        self._hold(trainer.strategy.journal())
 
     def hold(self, error: BaseException | None = None) -> None:
         """Hold the state of the generation that is over, after the block was left because of a fault.
@@ -375,7 +359,7 @@ class CheckpointManager(RankLocalKeeper):
         """
         held = self._held
         if self.enable_offload and held is not None and held.journal is None:
-            held.offload(self._memory)
+            held.offload()
 
     def delete_checkpoint(self) -> None:
         """Drop the held state and the random streams, and free their memory.
@@ -402,10 +386,10 @@ class CheckpointManager(RankLocalKeeper):
             The checkpoint for Lightning to load, with its tensors in place; None if there is nothing to recover or
             if recovery is refused (see :meth:`recover`).
         """
-        objects = self.recover(_journal_of(trainer))
+        objects = self.recover(trainer.strategy.journal())
         if objects is None or "checkpoint" not in objects:
             return objects
-        cast(_JournaledStrategy, trainer.strategy).restored_from_memory(objects)
+        trainer.strategy.restored_from_memory(objects)
         checkpoint: dict[str, Any] = objects["checkpoint"]
         return checkpoint
 
@@ -423,30 +407,32 @@ class CheckpointManager(RankLocalKeeper):
         self.resumed_at = None
         if self._held is not None:
             self._held.use()
-        decision = self._ask_memory(journal)
+        state, own_parts = journal.state, journal.own_parts
+        decision = self._ask_memory(state, own_parts)
         if self.refusal and self.copies and self._take_copies():
-            decision = self._ask_memory(journal)
+            decision = self._ask_memory(state, own_parts)
         self.verdict = decision.verdict
         if decision.verdict in (Verdict.START, Verdict.SKIP):
             return None
-        if self.refusal or decision.target is None:
+        if self.refusal:
             logger.error("recovery from memory is not possible: %s", self.refusal)
             return None
-        objects = self._restore(journal, decision, decision.target)
-        self.resumed_at = decision.target, SnapshotPoint(decision.stage)
+        objects = self._restore(state, decision)
+        with span(EventName.VERIFY, refilled=self.was_filled) as fields:
+            journal.restore(*decision.moment, objects)
+            fields.update(peak_growth())
+        self.resumed_at = decision.moment
         return objects
 
-    def _ask_memory(self, journal: StepJournal) -> Decision:
+    def _ask_memory(self, state: TrainingState, own_parts: _OwnParts) -> Decision:
         """Decide how the job resumes from what the ranks hold; :attr:`refusal` says why it cannot. Collective."""
-        self.refusal = ""
-        decision = self._decide(journal.state)
+        decision = self._decide(state)
+        self.refusal = decision.reason
         if decision.verdict in (Verdict.START, Verdict.SKIP):
             return decision
         self.fits.offset = decision.offset
-        if decision.verdict is Verdict.REFUSE or decision.target is None:
-            self.refusal = decision.reason
-        else:
-            self.refusal = _find_loss(journal, self._held, self.own, decision, decision.target)
+        if decision.verdict is Verdict.RESUME:
+            self.refusal = _find_loss(self._held, self.own, own_parts, decision)
         return decision
 
     def _take_copies(self) -> bool:
@@ -475,10 +461,8 @@ class CheckpointManager(RankLocalKeeper):
             trainer: a freshly built trainer whose strategy is set up.
             include_checksum_verification: also compare digests, if they are enabled.
         """
-        decision = self._decide(_journal_of(trainer).state, include_checksum_verification)
-        if decision.verdict is not Verdict.RESUME or decision.target is None:
-            return False
-        return not self.own.find_streams(decision.target, SnapshotPoint(decision.stage))
+        decision = self._decide(trainer.strategy.journal().state, include_checksum_verification)
+        return decision.verdict is Verdict.RESUME and not self.own.find_streams(*decision.moment)
 
     def _decide(self, state: TrainingState, compare_digests: bool = True) -> Decision:
         """Decide with all other ranks how the job resumes. Collective."""
@@ -509,12 +493,11 @@ class CheckpointManager(RankLocalKeeper):
                 )
         return decision
 
-    def _restore(self, journal: StepJournal, decision: Decision, target: int) -> dict[str, Any]:
-        """Put tensors and objects in place as decided, and return the non-tensor state. Collective."""
-        rank = dist.get_rank()
-        moment = target, SnapshotPoint(decision.stage)
+    def _restore(self, state: TrainingState, decision: Decision) -> dict[str, Any]:
+        """Put the tensors in place as decided, and return the non-tensor state. Collective."""
+        rank, held = dist.get_rank(), self._held
+        target, _ = moment = decision.moment
         is_filled = rank in decision.refills
-        held, state = self._held, journal.state
         own: dict[str, Any] = {}
         if held is not None:
             if rank in decision.redo:
@@ -540,18 +523,11 @@ class CheckpointManager(RankLocalKeeper):
             buffers = held.buffers.get(moment) if held is not None else None
             self.own.put_buffers(state, moment, buffers, objects, is_filled)
             fields.update(asdict(report))
-        with span(EventName.VERIFY, refilled=is_filled) as fields:
-            journal.restore(*moment, objects)
-            fields.update(peak_growth())
         restored: dict[str, Any] = objects
         return restored
 
 
 # --- The block that is running, and its manager -------------------------------------------------------------------
-
-
-class BuildAnewError(RuntimeError):
-    """Raised where a model was kept that must not be used; the block is entered once more, without it."""
 
 
 def manager_of(call: HPCallWrapper | None) -> CheckpointManager | None:
@@ -655,7 +631,7 @@ class PEFTCheckpointManager(CheckpointManager):
             (:attr:`refusal` says why; "": there is no state yet).
         """
         self.refusal = ""
-        state = _journal_of(trainer).state
+        state = trainer.strategy.journal().state
         decision = self._decide(state)
         if decision.verdict is not Verdict.RESUME:
             self.refusal = decision.reason

@@ -35,7 +35,7 @@ from checkpointless.replication.parts import Content, Part, PartError, PartId, S
 from checkpointless.replication.store import DirectoryStore, read_part, write_part
 from checkpointless.state.held_state import HeldState
 from checkpointless.state.journal import StepJournal
-from checkpointless.state.port import SnapshotPoint, StepSnapshot, essentials_of
+from checkpointless.state.port import SnapshotPoint, StepSnapshot
 from checkpointless.state.rank_local.state import Carried, RankLocalState
 from checkpointless.state.serialization import state_tree
 from checkpointless.state.serialization.tensor_memory import own_device
@@ -320,7 +320,7 @@ class Snapshot:
         known = [(step, streams)] if before is None else [(step - 1, before), (step, streams)]
         held = HeldState(
             CommitState(step, ready=False, torn=False),
-            dict(essentials_of(journal.state)),
+            dict(journal.state.essentials()),
             {COPIED_AT: moment},
             fit=fit,
             offset=offset,

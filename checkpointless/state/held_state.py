@@ -15,16 +15,8 @@ import torch
 from checkpointless.inprocess.parameter_update_lock import CommitState
 from checkpointless.replication.host_memory import lock_pages
 from checkpointless.state.journal import StepJournal
-from checkpointless.state.port import (
-    HasGradients,
-    SnapshotPoint,
-    StepSnapshot,
-    TrainingState,
-    holders_of,
-    shard_of,
-    split,
-)
-from checkpointless.state.serialization.digest import MemoryChecksumManager, digest_value, samples
+from checkpointless.state.port import SnapshotPoint, StepSnapshot, TrainingState, holders_of, split
+from checkpointless.state.serialization.digest import MemoryChecksumManager, samples
 from checkpointless.state.serialization.tensor_memory import is_on_host, local_part
 from checkpointless.transfer.rank_groups import Group
 from checkpointless.transfer.tensor_entry import Key
@@ -32,7 +24,7 @@ from checkpointless.transfer.tensor_entry import Key
 _ALIGNMENT = 256  # bytes; enough for each dtype, and for copies at full speed
 
 
-class HostMemory:
+class _HostMemory:
     """Buffers of page-locked memory that are never given back, because locking pages takes long.
 
     torch's own pinned memory rounds each tensor up to a power of two; here all tensors share one buffer.
@@ -78,6 +70,7 @@ def _rounded(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
+_host_memory = _HostMemory()
 _WRITTEN = (
     "{} was written to since the fault: what the block trains must be built in it, "
     "and nothing may be written to it before the recovery"
@@ -216,7 +209,7 @@ class HeldState:
         digests = None
         if checksums.enabled and not commit.torn and commit.committed >= 0:
             frozen = {key: tensor for key, tensor in state.tensors().items() if is_frozen(key)}
-            parts = split(state, {**frozen, **shard_of(state)})
+            parts = split(state, {**frozen, **state.shard()})
             digests = {group: checksums.digest_all(part) for group, part in parts.items()}
         buffers = {
             (step, stage): copies
@@ -235,7 +228,7 @@ class HeldState:
         )
         held.given_up = changed
         held.has_replicas = held.journal is not None and len(holders_of(state)) > 1
-        if held.journal is not None and isinstance(state, HasGradients):
+        if held.journal is not None:
             held.gradients = state.gradients()
         if not commit.torn:
             held.note()
@@ -262,21 +255,15 @@ class HeldState:
         self.digests = None  # they belonged to the step before
         self.commit = CommitState(target, ready=False, torn=False)
 
-    def own_parts(self, journal: StepJournal, target: int | None, stage: SnapshotPoint) -> dict[str, str]:
-        """Return the digests, by name, of the parts that ranks keep for themselves.
+    def snapshots(self, redone: int | None) -> Mapping[SnapshotPoint, StepSnapshot]:
+        """Return the state apart from the tensors as it will be after ``redone`` is applied; None: as it is."""
+        if redone is not None and self.journal is not None:
+            return self.journal.snapshots(redone)
+        return self.moments
 
-        ``target`` is the step whose gradients this rank is still to apply; None: the state is that of its step.
-        """
-        moments = self.moments
-        if target is not None and self.journal is not None:
-            moments = self.journal.snapshots(target)
-        moment = moments.get(stage)
-        parts = journal.own_parts(moment.objects) if moment is not None else {}
-        return {name: digest_value(part) for name, part in parts.items()}
-
-    def offload(self, memory: HostMemory) -> None:
-        """Move the tensors to ``memory``, in which nothing else lies."""
-        self.tensors = memory.copies(self.tensors)
+    def offload(self) -> None:
+        """Move the tensors to page-locked host memory, in which nothing else lies."""
+        self.tensors = _host_memory.copies(self.tensors)
 
 
 def _without_gradients(state: TrainingState) -> dict[Key, torch.Tensor]:

@@ -22,7 +22,6 @@ from checkpointless.state.port import (
     SnapshotPoint,
     StepSnapshot,
     TrainingState,
-    WatchedState,
 )
 from checkpointless.state.rank_local.state import RankLocalKeeper
 from checkpointless.state.serialization import state_tree
@@ -127,7 +126,7 @@ class StepJournal:
         self.built: Built | None = None
         self._keeper = keeper
         self._front = front
-        self._watch = _WeightWatch(state.weights) if isinstance(state, WatchedState) else None
+        self._watch = _WeightWatch(state.weights)
         self._taken: dict[tuple[int, SnapshotPoint], _Taken] = {}
         self._pending: _Pending | None = None
         self._updated: set[Key] = set()  # the buffers that the update itself writes to
@@ -199,10 +198,7 @@ class StepJournal:
     ) -> _Taken:
         model = self.state.capture()
         updated = {UPDATED_BUFFERS: sorted(self._updated)} if point is SnapshotPoint.COMMITTED else {}
-        return _Taken(lambda: {**objects(), **updated, MODEL: model()}, buffers, self._see())
-
-    def _see(self) -> Seen | None:
-        return self._watch.see() if self._watch is not None else None
+        return _Taken(lambda: {**objects(), **updated, MODEL: model()}, buffers, self._watch.see())
 
     def _before(self, step: int) -> StepBefore | None:
         """Return the newest snapshot of the step before ``step``, with its point."""
@@ -214,23 +210,23 @@ class StepJournal:
     def note_weights(self) -> None:
         """Note that the weights are those of the newest snapshot, although they were written to."""
         if self.newest is not None and self._taken[self.newest].seen is not None:
-            self._taken[self.newest].seen = self._see()
+            self._taken[self.newest].seen = self._watch.see()
 
     def are_written(self) -> bool:
         """Return whether weights were written to since the newest snapshot, as far as torch counts it."""
         seen = self._taken[self.newest].seen if self.newest is not None else None
-        return self._watch is not None and seen is not None and self._watch.is_written(seen)
+        return seen is not None and self._watch.is_written(seen)
 
     def changed(self) -> str:
         """Return why the tensors are not those of the newest snapshot; "" if nothing is known of it."""
-        reason = self.state.grown() if isinstance(self.state, WatchedState) else ""
+        reason = self.state.grown()
         if reason or self.newest is None or self._is_as_it_was(self._taken[self.newest]):
             return reason
         step, point = self.newest
         return _CHANGED.format(step, point.name.lower())
 
     def _is_as_it_was(self, taken: _Taken) -> bool:
-        return self._watch is None or taken.seen is None or not self._watch.is_other(taken.seen)
+        return taken.seen is None or not self._watch.is_other(taken.seen)
 
     # --- what recovery asks for -----------------------------------------------------------------------------------
 

@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from checkpointless.state.port import PARAMETER
+from checkpointless.state.port import PARAMETER, TrainingState
 from checkpointless.state.serialization import state_tree
 from checkpointless.state.serialization.state_tree import copy_of, is_fixed
 from checkpointless.state.serialization.tensor_memory import local_part
-from checkpointless.transfer.rank_groups import Group
 from checkpointless.transfer.tensor_entry import Key, TensorEntry
 
 # --- DTensors: which ranks hold the same part of a parameter, and how a part becomes a DTensor again --------------
@@ -229,7 +228,7 @@ def own_state_of(optimizer: object) -> _OwnState | None:
     return next((_OWN_STATES[each] for each in type(optimizer).__mro__ if each in _OWN_STATES), None)
 
 
-class TrainingTensors:
+class TrainingTensors(TrainingState):
     """Modules and torch optimizers of one rank; a subclass knows its replicas, and how its update is finished.
 
     The keys are ``("model", module, name)`` for parameters and buffers, and
@@ -239,8 +238,6 @@ class TrainingTensors:
     Args:
         optimizers: the optimizers; None stands for an optimizer that has nothing to update on this rank.
     """
-
-    are_reduced = True
 
     def __init__(
         self, modules: Iterable[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer | None]
@@ -254,17 +251,6 @@ class TrainingTensors:
         self.wrappers = [part for part in self._all_modules if isinstance(part, DistributedDataParallel)]
         # As they are now: while FSDP2 computes, whole parameters are in the places of the divided ones.
         self._all_parameters = [each for module in self.modules for each in module.parameters()]
-
-    def replica_groups(self, keys: Iterable[Key]) -> Mapping[Group, Sequence[Key]]:
-        """Return ``keys`` by the ranks that hold the same under them."""
-        raise NotImplementedError
-
-    def finish_update(self) -> None:
-        """Apply the optimizer update whose final gradients are held, without communication."""
-        raise NotImplementedError
-
-    def rederive(self, first: bool = False) -> None:
-        """Do nothing: each tensor comes from its holders, so nothing follows from other ranks' shards."""
 
     def model(self) -> dict[Key, torch.Tensor]:
         """Return the parameters and buffers of the modules, by key."""
@@ -300,10 +286,6 @@ class TrainingTensors:
             if key[-1] != PARAMETER or _storage(tensor) not in storages
         }
         return {**model, **shard}
-
-    def essentials(self) -> dict[Key, torch.Tensor]:
-        """Return the tensors from which, with those of all other ranks, the whole state can be rebuilt."""
-        return self.tensors()
 
     def _adopt(self, tensors: Mapping[Key, torch.Tensor]) -> set[Key]:
         """Let frozen parameters and the optimizer use ``tensors`` themselves, where they lie on the right device.

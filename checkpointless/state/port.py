@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -52,7 +52,7 @@ MODEL = "model"
 PARAMETER = "parameter"
 
 
-class TrainingState(Protocol):
+class TrainingState:
     """Model and optimizer of one rank.
 
     A tensor is known by its key, which is the same on every rank that holds it. What stands under a key is plain
@@ -68,7 +68,7 @@ class TrainingState(Protocol):
     """
 
     buffers: BufferCopies
-    are_reduced: bool
+    are_reduced = True
 
     def tensors(self) -> dict[Key, torch.Tensor]:
         """Return every tensor of the state, in the same order on every holder: the live storage, not copies.
@@ -76,6 +76,15 @@ class TrainingState(Protocol):
         Tensors that follow from others (:meth:`rederive`) may be left out. The tensors stay valid when the trainer
         that they belong to is dropped.
         """
+        raise NotImplementedError
+
+    def shard(self) -> dict[Key, torch.Tensor]:
+        """Return the tensors that this rank's optimizer update owns, on which replicas must agree."""
+        return self.tensors()
+
+    def essentials(self) -> dict[Key, torch.Tensor]:
+        """Return the tensors from which, with those of all other ranks, the whole state can be rebuilt."""
+        return self.tensors()
 
     def replica_groups(self, keys: Iterable[Key]) -> Mapping[Group, Sequence[Key]]:
         """Divide ``keys``, each of a tensor of this state, by the ranks that hold the same bytes under them.
@@ -84,6 +93,7 @@ class TrainingState(Protocol):
             The keys of each part, by its replica group: global ranks in ascending order, this rank included. Each
             of them must find the same group for the key.
         """
+        raise NotImplementedError
 
     def capture(self) -> Callable[[], dict[str, Any]]:
         """Capture what belongs to model and optimizer and is no tensor, cheaply.
@@ -94,9 +104,11 @@ class TrainingState(Protocol):
         Raises:
             UnrecoverableError: something was changed in a way that a recovery could not repeat.
         """
+        raise NotImplementedError
 
     def restore(self, captured: Mapping[str, Any]) -> None:
         """Put back what was captured, or the part of it that is given."""
+        raise NotImplementedError
 
     def allocate(
         self, entries: Sequence[TensorEntry], held: Mapping[Key, torch.Tensor] = MappingProxyType({})
@@ -106,9 +118,15 @@ class TrainingState(Protocol):
         Args:
             held: tensors of them, with the right bytes; one that can be used itself is put in place and returned.
         """
+        raise NotImplementedError
 
     def finish_update(self) -> None:
         """Apply the optimizer update whose final gradients are held, without communication."""
+        raise NotImplementedError
+
+    def gradients(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return each parameter with its gradient, if a module's next trainer may change it before the update."""
+        return []
 
     def rederive(self, first: bool = False) -> None:
         """Derive what follows from the shards, once all shards of the job are at one step. Collective.
@@ -117,50 +135,18 @@ class TrainingState(Protocol):
             first: no step was made: derive only what a recovery derives to other bits than the start.
         """
 
-
-@runtime_checkable
-class _ShardedState(Protocol):
-    """A state of which an update owns a part, and from which the rest follows."""
-
-    def shard(self) -> dict[Key, torch.Tensor]:
-        """Return the tensors that this rank's optimizer update owns, on which replicas must agree."""
-
-    def essentials(self) -> dict[Key, torch.Tensor]:
-        """Return the tensors from which, with those of all other ranks, the whole state can be rebuilt."""
-
-
-@runtime_checkable
-class WatchedState(Protocol):
-    """A state of which can be seen whether code other than the update has changed it."""
-
     def weights(self) -> Iterable[torch.Tensor]:
         """Return the parameters that nothing but an update may write to, in the same order each time."""
+        return ()
 
     def grown(self) -> str:
         """Return why no rank that is replaced has what the optimizers have; "" if it has."""
-
-
-@runtime_checkable
-class HasGradients(Protocol):
-    """A state whose update, if it is still to be made, uses gradients that a module's next trainer may change."""
-
-    def gradients(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return each parameter that has a gradient, and the gradient."""
-
-
-def shard_of(state: TrainingState) -> dict[Key, torch.Tensor]:
-    """Return the tensors that this rank's optimizer update owns."""
-    return state.shard() if isinstance(state, _ShardedState) else state.tensors()
-
-
-def essentials_of(state: TrainingState) -> dict[Key, torch.Tensor]:
-    """Return the tensors from which, with those of all other ranks, the whole state can be rebuilt."""
-    return state.essentials() if isinstance(state, _ShardedState) else state.tensors()
+        return ""
 
 
 def groups_of(state: TrainingState) -> dict[Group, str]:
     """Return the replica groups of a rank's parts in ascending order, each with the name of one of its tensors."""
-    found = split(state, {**state.tensors(), **shard_of(state)})
+    found = split(state, {**state.tensors(), **state.shard()})
     return {group: ".".join(map(str, next(iter(tensors)))) for group, tensors in found.items() if tensors}
 
 

@@ -38,20 +38,14 @@ class _Head(msgspec.Struct, array_like=True):
     streams: list[tuple[str, int, int]]
 
 
-@dataclass(frozen=True)
-class RngSource:
-    """A random stream of a framework, in addition to those of Python, NumPy and torch.
+def register_rng_source(
+    name: str, take: Callable[[], state_tree.Tree], put: Callable[[state_tree.Tree], object]
+) -> None:
+    """Have a random stream of a framework (Megatron's tracker, for example) captured and restored with the others.
 
-    ``get`` returns the state as a tree of plain data and tensors, which ``set`` puts back.
+    ``take`` returns its state as a tree of plain data and tensors, which ``put`` puts back.
     """
-
-    get: Callable[[], state_tree.Tree]
-    set: Callable[[state_tree.Tree], None]
-
-
-def register_rng_source(name: str, source: RngSource) -> None:
-    """Have ``source`` captured and restored with the other streams (Megatron's tracker, for example)."""
-    _sources[name] = _SourceStream(source)
+    _sources[name] = _Source(take, put)
 
 
 @dataclass(frozen=True)
@@ -92,7 +86,7 @@ class RngStates:
             torch.cuda.set_rng_state(_tensor(self.streams["cuda"]))
         for name, source in _sources.items():
             if f"source:{name}" in self.streams:
-                source.put_back(self.of_source(name))
+                source.put(self.of_source(name))
 
     def of_source(self, name: str) -> state_tree.Tree:
         """Return the state of the registered source ``name``; None if it was not captured."""
@@ -168,7 +162,7 @@ def _take_streams() -> dict[str, bytes]:
     if torch.cuda.is_initialized():
         states["cuda"] = torch.cuda.get_rng_state().numpy().tobytes()
     for name, source in _sources.items():
-        states[f"source:{name}"] = source.take()
+        states[f"source:{name}"] = source.encoded()
     if states == before:
         return before
     _taken = {name: before[name] if before.get(name) == state else state for name, state in states.items()}
@@ -198,25 +192,23 @@ def _set_numpy_state(state: bytes, numpy_random: Any) -> None:
     numpy_random.set_state((name.rstrip(b"\0").decode(), keys, position, int(has_gauss), cached))
 
 
-class _SourceStream:
+@dataclass
+class _Source:
     """A registered source; its state is encoded again only if it has moved."""
 
-    def __init__(self, source: RngSource) -> None:
-        self._source = source
-        self._taken: tuple[tuple[Any, ...] | None, bytes] = (None, b"")  # the state and its bytes
+    take: Callable[[], state_tree.Tree]
+    put: Callable[[state_tree.Tree], object]
+    taken: tuple[tuple[Any, ...] | None, bytes] = (None, b"")  # the state and its bytes
 
-    def take(self) -> bytes:
+    def encoded(self) -> bytes:
         """Return the encoded state."""
-        seen, encoded = self._taken
-        state = self._source.get()
+        seen, encoded = self.taken
+        state = self.take()
         constant = _constant(state)
         if constant is None or constant != seen:
             encoded = state_tree.dumps(state)
-            self._taken = (constant, encoded)
+            self.taken = (constant, encoded)
         return encoded
-
-    def put_back(self, state: state_tree.Tree) -> None:
-        self._source.set(state)
 
 
 _CONSTANTS = (bytes, int, str, type(None))  # equal values are encoded alike, and none can change
@@ -230,7 +222,7 @@ def _constant(state: state_tree.Tree) -> tuple[Any, ...] | None:
     return (state,) if type(state) in _CONSTANTS else None
 
 
-_sources: dict[str, _SourceStream] = {}
+_sources: dict[str, _Source] = {}
 
 
 def _tensor(state: bytes) -> torch.Tensor:

@@ -57,7 +57,7 @@ from checkpointless.recovery.guard import vote
 from checkpointless.recovery.manager import manager_of
 from checkpointless.state.journal import StepJournal
 from checkpointless.state.port import SnapshotPoint
-from checkpointless.state.rank_local.declared import DeclaredState, begin_declared
+from checkpointless.state.rank_local.declared import declared_state
 
 _UNTRUE = (
     "You're resuming from a checkpoint that ended before the epoch ended"  # the position in the data is restored
@@ -383,7 +383,7 @@ class _RecoverableFit:
             repeated_steps.begin_entry(call.is_first)
             self._validation_data = ValidationData(trainer)
             old, saves = weakref.ref(trainer), manager.saves
-            begin_declared(DeclaredState(lambda: parts_of(old())))
+            declared_state.begin(lambda: parts_of(old()))
             register_cleanup("saves", lambda: saves.let_go(old()))
 
     # --- what it holds ------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from megatron.core.transformer import cuda_graphs
 from checkpointless.inprocess.finalize import register_cleanup
 from checkpointless.integrations.compat.megatron import CudagraphGlobalRecord
 from checkpointless.integrations.megatron import cpu_platform
-from checkpointless.state.rng import RngSource, register_rng_source
+from checkpointless.state.rng import register_rng_source
 
 _LM_GLOBALS = "megatron.training.global_vars"  # of Megatron-LM, whose arguments are set once
 _HOOK_MAKER = "_make_backward_post_hook"
@@ -31,7 +31,7 @@ def install() -> None:
     if not getattr(maker, "_checkpointless", False):
         setattr(DistributedDataParallel, _HOOK_MAKER, _weak_hooks(maker))
     register_cleanup("megatron", _drop_globals)
-    register_rng_source("megatron", RngSource(_tracker_states, _set_tracker_states))
+    register_rng_source("megatron", _tracker_states, _set_tracker_states)
 
 
 def _drop_globals() -> None:

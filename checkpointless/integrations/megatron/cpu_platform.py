@@ -45,7 +45,7 @@ from typing import Any, TypeVar
 import torch
 import torch.utils._device
 
-from checkpointless.state.rng import RngSource, register_rng_source
+from checkpointless.state.rng import register_rng_source
 from checkpointless.system.environment import CPU_ENV
 from checkpointless.system.patches import Patch, Patches
 
@@ -88,7 +88,7 @@ def install() -> None:
     patches = [*_table(), *_rows_of_what_is_imported()]
     _stream.manual_seed(torch.initial_seed() % 2**63)
     _replacements.make(patches)
-    register_rng_source("cpu_platform", RngSource(_stream_bytes, _set_stream_bytes))
+    register_rng_source("cpu_platform", _stream_bytes, _set_stream_bytes)
 
 
 def uninstall() -> None:

@@ -24,7 +24,7 @@ from checkpointless.inprocess.wrap import emit_event
 from checkpointless.integrations.torch.repeated_steps import repeated_steps
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.state.module_tensors import TrainingTensors, is_sharded
-from checkpointless.state.rank_local.declared import put_declared, take_declared
+from checkpointless.state.rank_local.declared import declared_state
 from checkpointless.state.rng import RngStates
 from checkpointless.state.serialization.digest import PendingDigests
 from checkpointless.state.serialization.tensor_memory import tensor_bytes
@@ -247,7 +247,7 @@ class _Place:
 
     def __init__(self, state: TrainingTensors, keep: Callable[[], Callable[[], None]]) -> None:
         self._state = state
-        self._declared, self._put_more = take_declared(), keep()
+        self._declared, self._put_more = declared_state.take(), keep()
         self._streams = RngStates.capture()
         self._buffers: Mapping[Key, torch.Tensor] = state.buffers.take()
         self._syncs = [wrapper.require_forward_param_sync for wrapper in state.wrappers]
@@ -257,8 +257,8 @@ class _Place:
         self._state.buffers.put(self._buffers)
         for wrapper, syncs in zip(self._state.wrappers, self._syncs):
             wrapper.require_forward_param_sync = syncs
-        if take_declared() != self._declared:
-            put_declared(self._declared)
+        if declared_state.take() != self._declared:
+            declared_state.put(self._declared)
         self._put_more()
 
 

@@ -25,7 +25,7 @@ from checkpointless.state.journal import Captured, FrontEnd, StepBefore, StepJou
 from checkpointless.state.module_tensors import TrainingTensors
 from checkpointless.state.port import SnapshotPoint, groups_of
 from checkpointless.state.rank_local.agreement import require_equal_replicas, require_same_step
-from checkpointless.state.rank_local.declared import DeclaredState, begin_declared
+from checkpointless.state.rank_local.declared import declared_state
 from checkpointless.state.serialization import state_tree
 from checkpointless.state.serialization.digest import (
     MemoryChecksumManager,
@@ -84,7 +84,8 @@ class JournaledTraining(FrontEnd):
         call.steps.loops += 1
         repeated_steps.begin_entry(call.is_first)
         call.blocks.begin_training(self._ended)
-        begin_declared(DeclaredState(lambda: [declared]).require_all() if declared.names() else None)
+        declared_state.begin(lambda: [declared] if declared.names() else ())
+        declared_state.require_all()
         manager = manager_of(call)
         if manager is None:
             call.checkpoint_manager = manager = CheckpointManager()

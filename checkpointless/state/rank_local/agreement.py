@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from checkpointless.inprocess import UnrecoverableError
-from checkpointless.state.port import TrainingState, groups_of, holders_of, shard_of, split
+from checkpointless.state.port import TrainingState, groups_of, holders_of, split
 from checkpointless.state.serialization.digest import MemoryChecksumManager
 from checkpointless.transfer.exchange import all_gather_json, wire_device
 from checkpointless.transfer.rank_groups import CompactGroups, Group, all_groups, compact, names
@@ -52,7 +52,7 @@ def require_equal_replicas(state: TrainingState, step: int) -> None:
         UnrecoverableError: ranks that are to hold the same do not.
     """
     group = holders_of(state)
-    part = split(state, shard_of(state)).get(group, {})
+    part = split(state, state.shard()).get(group, {})
     digest = MemoryChecksumManager(enabled=True).digest_all(part)
     told = all_gather_json([compact(group), digest])
     groups = CompactGroups(len(told))

@@ -112,23 +112,24 @@ def _lengths(value: Any) -> list[int]:
 
 
 class DeclaredState:
-    """The plain data of all owners of a training.
+    """The plain data of all owners of a training, by names that no random stream has."""
 
-    Args:
-        owners: returns the owners, in an order of their own.
-        limit: how many bytes are kept, the smallest values first. Default: ``CHECKPOINTLESS_RANK_STATE_BYTES``.
-    """
+    def __init__(self, owners: Callable[[], Iterable[_Owner]] = tuple, limit: int | None = None) -> None:
+        self.begin(owners, limit)
 
-    def __init__(self, owners: Callable[[], Iterable[_Owner]], limit: int | None = None) -> None:
+    def begin(self, owners: Callable[[], Iterable[_Owner]] = tuple, limit: int | None = None) -> None:
+        """Begin a training with what ``owners`` returns, in an order of their own.
+
+        Of all values ``limit`` bytes are kept, the smallest first. Default: ``CHECKPOINTLESS_RANK_STATE_BYTES``.
+        """
         self._owners = owners
         self._limit = limit if limit is not None else _limit()
         self._taken: dict[str, _Taken] = {}
         self._streams: dict[str, bytes] = {}
 
-    @property
-    def kept(self) -> Mapping[str, bytes]:
-        """What :meth:`take` returned last."""
-        return self._streams
+    def keeps(self, key: str) -> bool:
+        """Return whether a value, by the name of its owner and its own, was kept at the last capture."""
+        return _PREFIX + key in self._streams
 
     def take(self) -> dict[str, bytes]:
         """Capture everything; the same dictionary is returned as long as nothing has changed."""
@@ -155,8 +156,8 @@ class DeclaredState:
             self._streams = streams
         return self._streams
 
-    def require_all(self) -> DeclaredState:
-        """Look whether everything can be kept, and return the state itself.
+    def require_all(self) -> None:
+        """Look whether everything can be kept.
 
         Raises:
             ValueError: something is no plain data, or larger than the limit.
@@ -165,10 +166,9 @@ class DeclaredState:
         lost = [key for key in self._taken if _PREFIX + key not in streams]
         if lost:
             raise ValueError(_NOT_KEPT.format(", ".join(sorted(lost)), self._limit, RANK_STATE_BYTES_ENV))
-        return self
 
     def put(self, streams: Mapping[str, bytes]) -> None:
-        """Put back what :meth:`take` returned, as far as there are owners of it."""
+        """Put back what :meth:`take` returned, as far as there are owners of it; other streams are left out."""
         for owner in self._owners():
             prefix = f"{_PREFIX}{owner.name}."
             values = {
@@ -177,6 +177,23 @@ class DeclaredState:
             if values:
                 owner.put(values)
         self._taken = {}
+
+    @staticmethod
+    def part_of(streams: Mapping[str, bytes]) -> dict[str, bytes]:
+        """Return which of ``streams`` are declared state."""
+        return {name: each for name, each in streams.items() if name.startswith(_PREFIX)}
+
+    @classmethod
+    def digests(cls, streams: Mapping[str, bytes]) -> dict[str, str]:
+        """Return digests of what :meth:`take` returned, by name; "" of attributes that it left out."""
+        digests: dict[str, str] = {}
+        for name, encoded in cls.part_of(streams).items():
+            owner, is_list, _ = name.removeprefix(_PREFIX).partition(ATTRIBUTES)
+            if is_list:
+                digests = {f"{owner}{each}": "" for each in _decoded(encoded)} | digests
+            else:
+                digests[owner] = digest_value(_decoded(encoded))
+        return dict(sorted(digests.items()))
 
     def _name(self, left_out: Iterable[str]) -> None:
         fresh = sorted(set(left_out) - _named)
@@ -365,43 +382,5 @@ def _limit() -> int:
     return min(int(given), _MOST_BYTES) if given.isdecimal() else DEFAULT_BYTES
 
 
-_declared: DeclaredState | None = None
-
-
-def begin_declared(state: DeclaredState | None) -> None:
-    """Have ``state`` captured and restored with the random streams from now on; None: nothing is."""
-    global _declared
-    _declared = state
-
-
-def take_declared() -> dict[str, bytes]:
-    """Capture what the training under way has declared, by names that no random stream has."""
-    return _declared.take() if _declared is not None else {}
-
-
-def put_declared(streams: Mapping[str, bytes]) -> None:
-    """Put back what :func:`take_declared` returned; other streams in the mapping are left out."""
-    if _declared is not None:
-        _declared.put(streams)
-
-
-def keeps_declared(key: str) -> bool:
-    """Return whether a value, by the name of its owner and its own, was kept at the last capture."""
-    return _declared is not None and _PREFIX + key in _declared.kept
-
-
-def digest_declared(streams: Mapping[str, bytes]) -> dict[str, str]:
-    """Return digests of what :func:`take_declared` returned, by name; "" of attributes that it left out."""
-    digests: dict[str, str] = {}
-    for name, encoded in streams.items():
-        owner, is_list, _ = name.removeprefix(_PREFIX).partition(ATTRIBUTES)
-        if is_list:
-            digests = {f"{owner}{each}": "" for each in _decoded(encoded)} | digests
-        elif is_declared(name):
-            digests[owner] = digest_value(_decoded(encoded))
-    return dict(sorted(digests.items()))
-
-
-def is_declared(name: str) -> bool:
-    """Return whether a stream of that name is declared state."""
-    return name.startswith(_PREFIX)
+#: What the training under way has declared, which is captured and restored with its random streams.
+declared_state = DeclaredState()

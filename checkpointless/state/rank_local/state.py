@@ -31,7 +31,7 @@ from checkpointless.inprocess.wrap import own_board
 from checkpointless.launcher.protocol.board import Board
 from checkpointless.state.port import UPDATED_BUFFERS, SnapshotPoint, TrainingState, holders_of
 from checkpointless.state.rank_local.agreement import require_agreement
-from checkpointless.state.rank_local.declared import digest_declared, is_declared, put_declared, take_declared
+from checkpointless.state.rank_local.declared import declared_state
 from checkpointless.state.rng import RngStates
 from checkpointless.state.serialization import state_tree
 from checkpointless.state.serialization.digest import digest_bytes, digest_value
@@ -287,7 +287,7 @@ class _OwnStreams:
 
     def _with_declared(self, states: RngStates, buffers: bytes) -> RngStates:
         """Add declared state and buffers to random streams; the same dictionary comes of the same three."""
-        declared = take_declared()
+        declared = declared_state.take()
         if not declared and buffers == NOTHING:
             return states
         streams, known, record, merged = self._merged
@@ -304,9 +304,9 @@ class _OwnStreams:
 
     def have_moved(self, since: RngStates) -> tuple[bool, bool]:
         """Return whether random streams have moved, and whether declared state has changed."""
-        declared = {name: each for name, each in since.streams.items() if is_declared(name)}
+        declared = declared_state.part_of(since.streams)
         drawn = {name: each for name, each in since.streams.items() if name not in declared and name != _BUFFERS}
-        return RngStates.capture().streams != drawn, take_declared() != declared
+        return RngStates.capture().streams != drawn, declared_state.take() != declared
 
     def keep(self, step: int, states: RngStates) -> None:
         """Keep ``states`` as the streams at their stage after ``step``, and drop those of steps before the last."""
@@ -338,7 +338,7 @@ class _OwnStreams:
             return None
         drawn = {name: each for name, each in states.streams.items() if name in _LIBRARIES}
         digests = {f"{RANDOM_STREAM} {name}": digest_value(each) for name, each in drawn.items()}
-        return {**digests, **digest_declared(states.streams)}
+        return {**digests, **declared_state.digests(states.streams)}
 
     def newest(self, step: int) -> RngStates | None:
         """Return the streams at the last stage after ``step`` that is known; None if none is."""
@@ -349,7 +349,7 @@ class _OwnStreams:
         """Put back the streams at ``stage`` after ``step``; return False if they are not known."""
         states = self.at(step).get(stage)
         if states is not None:
-            put_declared(states.streams)
+            declared_state.put(states.streams)
             states.restore()
         return states is not None
 

@@ -10,7 +10,7 @@ import torch
 
 from checkpointless.recovery import CheckpointManager
 from checkpointless.state.journal import FrontEnd, StepJournal
-from checkpointless.state.port import SnapshotPoint, StepSnapshot
+from checkpointless.state.port import SnapshotPoint, StepSnapshot, TrainingState
 from checkpointless.transfer.rank_groups import Group
 from checkpointless.transfer.tensor_entry import Key, TensorEntry
 
@@ -19,8 +19,8 @@ BUFFER: Key = ("model", 0, "buffer")
 MOMENTUM: Key = ("optimizer", 0, 0, 0, "momentum")
 
 
-class MadeUpState:
-    """Stands in for a :class:`checkpointless.state.port.TrainingState`.
+class MadeUpState(TrainingState):
+    """Stands in for the state of a training.
 
     Args:
         step: the step that it is at.
@@ -37,7 +37,6 @@ class MadeUpState:
         self._adoptable = set(adoptable)
         self.present = {key: torch.full((1,), float(step)) for key in (WEIGHT, BUFFER, MOMENTUM)}
         self.buffers: Any = SimpleNamespace(take=lambda: {BUFFER: self.present[BUFFER].clone()})
-        self.are_reduced = True
 
     def replica_groups(self, keys: Iterable[Key]) -> Mapping[Group, Sequence[Key]]:
         found: dict[Group, list[Key]] = {}
@@ -47,9 +46,6 @@ class MadeUpState:
 
     def tensors(self) -> dict[Key, torch.Tensor]:
         return dict(self.present)
-
-    def essentials(self) -> dict[Key, torch.Tensor]:
-        return self.tensors()
 
     def shard(self) -> dict[Key, torch.Tensor]:
         return {MOMENTUM: self.present[MOMENTUM]}
@@ -72,9 +68,6 @@ class MadeUpState:
         if self.fails:
             raise RuntimeError("interrupted")
         self.applied += 1
-
-    def rederive(self, first: bool = False) -> None:
-        pass
 
 
 class MadeUpJournal(StepJournal):

@@ -14,7 +14,6 @@ from checkpointless.recovery.manager import _find_loss
 from checkpointless.state.held_state import HeldState
 from checkpointless.state.port import DATA
 from checkpointless.state.rank_local.state import RankLocalState
-from tests.unit.recovery.made_up_state import MadeUpJournal, MadeUpState
 
 
 def test_only_data_that_differed_is_lost_with_its_process(
@@ -24,7 +23,7 @@ def test_only_data_that_differed_is_lost_with_its_process(
     monkeypatch.setattr(manager, "all_gather_json", lambda mine: answers)
     monkeypatch.setattr(manager.dist, "get_rank", lambda: 1)
     decision = Decision(Verdict.RESUME, 0, refills={1: (0, 2)}, parts={1: (((0, 1, 2), (0, 2)),)})
-    reason = _find_loss(MadeUpJournal(MadeUpState(0)), None, RankLocalState(0), decision, 0)
+    reason = _find_loss(None, RankLocalState(0), dict, decision)
     assert reason == f"{DATA} (loaders) differed from rank to rank, and that of rank 1 was lost with its process"
     assert "a callback differs from rank to rank: rank [1] gets a peer's" in caplog.text
 
@@ -48,7 +47,7 @@ def test_what_a_peer_fills_is_whole_only_if_no_model_is_kept(keeps: bool, monkey
         raise Fault
 
     monkeypatch.setattr(mine._refill, "move", move)
-    journal: Any = SimpleNamespace(state=None)
+    state: Any = None
     with pytest.raises(Fault):
-        mine._restore(journal, Decision(Verdict.RESUME, target=3, refills={0: (1,)}), 3)
+        mine._restore(state, Decision(Verdict.RESUME, target=3, refills={0: (1,)}))
     assert held.commit == CommitState(3, ready=False, torn=keeps)

@@ -11,7 +11,7 @@ import torch
 from checkpointless.inprocess.parameter_update_lock import CommitState
 from checkpointless.recovery import PEFTCheckpointManager
 from checkpointless.state import held_state
-from checkpointless.state.held_state import HeldState, HostMemory
+from checkpointless.state.held_state import HeldState, _HostMemory
 from checkpointless.state.port import SnapshotPoint
 from checkpointless.state.serialization.digest import MemoryChecksumManager
 from checkpointless.transfer.tensor_entry import Key
@@ -180,7 +180,7 @@ def test_copies_are_equal_and_do_not_overlap_and_the_rest_stays_where_it_is() ->
         key("odd"): torch.randn(3),
         key("here"): torch.arange(4),
     }
-    copies = HostMemory().copies(tensors)
+    copies = _HostMemory().copies(tensors)
     assert copies.keys() == tensors.keys()
     assert all(torch.equal(copies[each], tensors[each]) for each in tensors)
     assert all(copies[each].shape == tensors[each].shape for each in tensors)
@@ -190,7 +190,7 @@ def test_copies_are_equal_and_do_not_overlap_and_the_rest_stays_where_it_is() ->
 
 
 def test_what_was_copied_before_and_is_still_held_is_not_overwritten() -> None:
-    memory = HostMemory()
+    memory = _HostMemory()
     held = memory.copies({key("a"): torch.ones(100), key("b"): torch.full((5,), 2.0)})
     on_host = {each: copy.view(torch.int32) for each, copy in held.items()}  # they lie on the host
     before = {each: copy.clone() for each, copy in on_host.items()}

@@ -15,10 +15,7 @@ from hypothesis import strategies as st
 
 from checkpointless.state.port import SnapshotPoint
 from checkpointless.state.rank_local import declared
-from checkpointless.state.rank_local.declared import (
-    DeclaredState,
-    begin_declared,
-)
+from checkpointless.state.rank_local.declared import DeclaredState, declared_state
 from checkpointless.state.rank_local.state import _OwnStreams
 from checkpointless.state.serialization import state_tree
 from checkpointless.system.environment import RANK_STATE_BYTES_ENV
@@ -50,7 +47,7 @@ class Box:
 def _nothing_is_declared(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(declared, "_named", set())
     yield
-    begin_declared(None)
+    declared_state.begin()
 
 
 @given(PLAIN, PLAIN)
@@ -124,7 +121,7 @@ def test_the_limit_is_a_setting(text: str, limit: int, monkeypatch: pytest.Monke
 
 def test_it_is_kept_and_restored_with_the_random_streams() -> None:
     box, streams = Box(norms=[1.0]), _OwnStreams()
-    begin_declared(DeclaredState(lambda: [box]))
+    declared_state.begin(lambda: [box])
     streams.capture(3, None, SnapshotPoint.COMMITTED, {})
     drawn = torch.rand(1)
     box.has["norms"].append(2.0)

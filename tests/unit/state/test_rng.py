@@ -15,7 +15,7 @@ from checkpointless.launcher.protocol.board import Board
 from checkpointless.state import rng
 from checkpointless.state.port import SnapshotPoint
 from checkpointless.state.rank_local.state import _found_on_board, _put_on_board
-from checkpointless.state.rng import RngSource, RngStates, register_rng_source
+from checkpointless.state.rng import RngStates, register_rng_source
 from tests.interrupting import interrupt
 
 
@@ -56,7 +56,7 @@ def test_streams_come_back() -> None:
 )
 def test_a_source_that_moved_is_encoded_again_and_one_that_did_not_is_the_same(first: Any, second: Any) -> None:
     now = first
-    register_rng_source("own", RngSource(lambda: now, lambda _: None))
+    register_rng_source("own", lambda: now, lambda _: None)
     taken = [RngStates.capture().of_source("own") for _ in range(2)]
     now = second
     taken += [RngStates.capture().of_source("own") for _ in range(2)]
@@ -66,7 +66,7 @@ def test_a_source_that_moved_is_encoded_again_and_one_that_did_not_is_the_same(f
 def test_no_instruction_at_which_a_fault_interrupts_leaves_a_stale_stream() -> None:
     """Streams are right when they are taken next, and when they come back to where they were before."""
     own = {"state": b"first"}
-    register_rng_source("own", RngSource(lambda: dict(own), own.update))
+    register_rng_source("own", lambda: dict(own), own.update)
     usual = np.random.get_bit_generator()
     at = 0
     try:

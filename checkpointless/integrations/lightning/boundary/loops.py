@@ -19,7 +19,7 @@ from typing_extensions import override
 from checkpointless.integrations.compat.lightning import FitLoop, TrainingEpochLoop
 from checkpointless.integrations.lightning.boundary.epoch_metrics import make_results_resumable
 from checkpointless.state.port import SnapshotPoint
-from checkpointless.state.rank_local.declared import put_declared, take_declared
+from checkpointless.state.rank_local.declared import declared_state
 
 
 @dataclass(frozen=True)
@@ -260,10 +260,10 @@ def _validation_loaders(fit_loop: Any, source: Any) -> Any:
         return type(source).dataloader(source)
     if every:
         val_loop._last_val_dl_reload_epoch = made[0]
-    attributes = take_declared()
+    attributes = declared_state.take()
     with _seen_as(fit_loop, *made):
         loaders = type(source).dataloader(source)
-    put_declared(attributes)  # the hook has run twice, and would have run once
+    declared_state.put(attributes)  # the hook has run twice, and would have run once
     return loaders
 
 

@@ -21,8 +21,8 @@ from lightning.pytorch.callbacks import Callback
 
 from checkpointless.state.rank_local.declared import (
     ATTRIBUTES,
+    declared_state,
     is_generator,
-    keeps_declared,
     put_object,
     put_value,
     take_object,
@@ -69,7 +69,7 @@ def parts_of(trainer: pl.Trainer | None) -> Iterator[_Part]:
 def kept_states(trainer: pl.Trainer) -> set[str]:
     """Return the keys of the callbacks whose states are kept as rank-local state, so that no peer gives them."""
     keys = {part.name: part.state_key for part in parts_of(trainer)}
-    return {key for name, key in keys.items() if key and keeps_declared(f"{name}.{_STATE}")}
+    return {key for name, key in keys.items() if key and declared_state.keeps(f"{name}.{_STATE}")}
 
 
 class _Part:

@@ -52,7 +52,7 @@ from checkpointless.recovery.guard import UpdateGuard
 from checkpointless.state.journal import Captured, FrontEnd, StepBefore, StepJournal
 from checkpointless.state.port import DATA, SnapshotPoint, TrainingState
 from checkpointless.state.rank_local.agreement import require_equal_replicas
-from checkpointless.state.rank_local.declared import put_declared, take_declared
+from checkpointless.state.rank_local.declared import declared_state
 from checkpointless.state.rng import RngStates
 from checkpointless.state.serialization import state_tree
 from checkpointless.state.serialization.state_tree import Later, copies_of
@@ -532,7 +532,7 @@ class Restoration:
         """Make the loader of the epoch that begins with ``make``, from the streams and attributes of a point."""
         self._manager.own.streams.restore(step, stage)
         make()
-        self._made_loader = RngStates.capture(), take_declared()
+        self._made_loader = RngStates.capture(), declared_state.take()
 
     # --- when the loops have begun ------------------------------------------------------------------------------
 
@@ -564,7 +564,7 @@ class Restoration:
         if self._made_loader is not None:
             streams, attributes = self._made_loader
             streams.restore()
-            put_declared(attributes)
+            declared_state.put(attributes)
 
     def _do_again(self, objects: dict[str, Any], run: Callable[[], None]) -> None:
         """Let Lightning replay the last committed step without computing it."""

@@ -34,7 +34,7 @@ from torch.utils.data import (
 from checkpointless.inprocess import UnrecoverableError
 from checkpointless.integrations.compat.lightning import Stateful
 from checkpointless.state.rank_local.declared import is_generator, put_object, take_object
-from checkpointless.state.rng import RngSource, RngStates, register_rng_source
+from checkpointless.state.rng import RngStates, register_rng_source
 from checkpointless.state.serialization import state_tree
 from checkpointless.state.serialization.state_tree import copy_of
 
@@ -184,7 +184,7 @@ def _keep_own_state(loader: Iterable[object]) -> None:
     state = _SamplerState([loader, *owners])
     if _kept or state.take():
         _kept[:] = [state]
-        register_rng_source(OWN, RngSource(state.take, state.put))
+        register_rng_source(OWN, state.take, state.put)
 
 
 class _StandIn:
@@ -690,7 +690,7 @@ class ValidationData:
         self._waiting: dict[str, Any] = {}  # the state of loaders that are not made yet
         self._made = 0
         self._is_new = False  # whether the loaders take nothing over from those before the fault
-        register_rng_source(_SOURCE, RngSource(self._take, self._put))
+        register_rng_source(_SOURCE, self._take, self._put)
 
     def made(self, loader: Iterable[object]) -> None:
         """Let the next loader, which has just been made, resume where the one before the fault stood.

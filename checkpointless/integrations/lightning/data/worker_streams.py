@@ -13,7 +13,7 @@ import torch
 
 from checkpointless.inprocess.worker_streams import Place, is_iterable, seed_data_workers
 from checkpointless.integrations.lightning.data.loaders import keeps_its_position
-from checkpointless.state.rng import RngSource, RngStates, register_rng_source
+from checkpointless.state.rng import RngStates, register_rng_source
 from checkpointless.transfer.exchange import all_gather_json
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class WorkerSeed:
     def __init__(self) -> None:
         self.value: int | None = None  # before agree()
         value = functools.partial(getattr, self, "value")
-        register_rng_source(_SOURCE, RngSource(value, lambda _: None))
+        register_rng_source(_SOURCE, value, lambda _: None)
 
     def agree(self, states: RngStates | None) -> None:
         """Agree with the other ranks on the seed that ``states`` of the point to resume at have, or else a new one.
