@@ -164,6 +164,12 @@ class Compose:
             if register is not None:
                 register(trainer)
 
+    def after_block(self, state: HPState) -> None:
+        """Run the ``after_block`` of all aborts in it, in the main thread, after the block."""
+        for instance in reversed(self.instances):
+            if isinstance(instance, Abort | Compose):
+                instance.after_block(state)
+
     def __repr__(self) -> str:
         return f"Compose({', '.join(_name(instance) for instance in self.instances)})"
 
@@ -355,10 +361,3 @@ class CheckpointlessAbortManager:
         if not any(isinstance(each, abort_type) for each in abort_compose.instances):
             raise ValueError(f"{abort_compose!r} holds no {abort_type.__name__} to replace")
         return Compose(*(new_abort if isinstance(each, abort_type) else each for each in abort_compose.instances))
-
-
-def after_block(abort: Callable[[HPState], object], state: HPState) -> None:
-    """Run the ``after_block`` of an abort or of a composition's aborts, in the main thread, after the block."""
-    for each in reversed(abort.instances) if isinstance(abort, Compose) else (abort,):
-        if isinstance(each, Abort):
-            each.after_block(state)

@@ -39,6 +39,7 @@ _RAISE_AGAIN_S = 0.05
 _SLOW_S = 1.0
 _CLEANING_S = 10.0  # a data loader waits 5 s for each worker that does not end
 _IMPORTING_S = 30.0  # torch's compiler takes seconds, on a busy machine many
+_END_S = 5.0
 _INNERMOST = 10  # number of innermost frames that are inspected
 _COLLECTIVE_FILES = (
     "torch/distributed/",
@@ -303,17 +304,19 @@ class FaultResponder:
         self._replace = replace
         self._abort_mutex = threading.Lock()
         self._generation_mutex = threading.Lock()  # no fault of the old generation is handled in the new one
-        self._thread: _FaultThread | None = None
+        self._notices: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="checkpointless-fault-thread", daemon=True)
 
     def start(self) -> None:
-        """Start the thread that reacts to fault notices."""
-        self._thread = _FaultThread(self._on_fault, self._replace)
+        """Start the thread that reacts to fault notices, while the main thread may be blocked."""
+        self._thread.start()
         self._client.on_fault = self._on_notice
 
     def shutdown(self) -> None:
         """End the thread."""
-        if self._thread is not None:
-            self._thread.shutdown()
+        self._notices.put(None)
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(_END_S)
         self._client.on_fault = None
 
     def between_generations(self) -> AbstractContextManager[bool]:
@@ -356,10 +359,8 @@ class FaultResponder:
     def _on_notice(self, notice: FaultNotice) -> None:
         """Pass a notice on to the fault thread. Runs in the thread that reads the agent."""
         self.noticed = max(self.noticed, notice.generation)
-        if notice.generation < self._generation.number:
-            return
-        if self._thread is not None:
-            self._thread.notify(notice.generation)
+        if notice.generation >= self._generation.number:
+            self._notices.put(notice.generation)
 
     def _on_fault(self, generation: int) -> None:
         """Free the main thread and make sure that it leaves the block. Runs in the fault thread."""
@@ -376,35 +377,11 @@ class FaultResponder:
             if not left:
                 self._replace(f"the main thread did not leave the block within {timeout_s:.0f} s")
 
-
-class _FaultThread:
-    """Handles the fault notices of one rank, in order of arrival, while the main thread may be blocked.
-
-    The run time of ``handle`` must be bounded. ``failed`` is called with the reason if it raised; this process
-    cannot be trusted to leave its block then.
-    """
-
-    def __init__(self, handle: Callable[[int], None], failed: Callable[[str], None]) -> None:
-        self._handle = handle
-        self._failed = failed
-        self._notices: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="checkpointless-fault-thread", daemon=True)
-        self._thread.start()
-
-    def notify(self, generation: int) -> None:
-        """Queue a notice and return at once."""
-        self._notices.put(generation)
-
-    def shutdown(self, timeout_s: float = 5.0) -> None:
-        """End the thread."""
-        self._notices.put(None)
-        if threading.current_thread() is not self._thread:
-            self._thread.join(timeout_s)
-
     def _run(self) -> None:
+        """Handle the notices in order of arrival; if one cannot be handled, this process cannot be trusted."""
         while (generation := self._notices.get()) is not None:
             try:
-                self._handle(generation)
+                self._on_fault(generation)
             except Exception as error:
                 logger.exception("the fault of generation %d could not be handled", generation)
-                self._failed(line_of(error))
+                self._replace(line_of(error))

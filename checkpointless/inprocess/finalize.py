@@ -66,34 +66,25 @@ class CheckpointlessFinalizeCleanup(Finalize):
         """The trainer of the generation that is over, as long as it exists, or None."""
         return self._trainer() if self._trainer is not None else None
 
-    @trainer.setter
-    def trainer(self, trainer: object | None) -> None:
-        self._trainer = None if trainer is None else weakref.ref(trainer)
-
     def register_attributes(self, trainer: object) -> None:
         """Keep a weak reference to the running trainer."""
-        self.trainer = trainer
+        self._trainer = weakref.ref(trainer)
 
     def __call__(self, *a: Any, **kw: Any) -> None:
-        """Clean up. All arguments are ignored; the engine passes the rank's :class:`HPState`."""
-        clean_up_frameworks()
+        """Clean up, each framework even if another fails. The engine passes the rank's :class:`HPState`.
 
-
-def clean_up_frameworks() -> None:
-    """Run the clean-ups that frameworks registered, each even if another fails.
-
-    Raises:
-        Exception: the first error of a clean-up; all are logged.
-    """
-    failed: Exception | None = None
-    for name, cleanup in list(_framework_cleanups.items()):
-        try:
-            cleanup()
-        except Exception as error:
-            logger.exception("rank %s: the clean-up of %s failed", os.environ.get(RANK_ENV, "0"), name)
-            failed = failed or error
-    if failed is not None:
-        raise failed
+        Raises:
+            Exception: the first error of a clean-up; all are logged.
+        """
+        failed: Exception | None = None
+        for name, cleanup in list(_framework_cleanups.items()):
+            try:
+                cleanup()
+            except Exception as error:
+                logger.exception("rank %s: the clean-up of %s failed", os.environ.get(RANK_ENV, "0"), name)
+                failed = failed or error
+        if failed is not None:
+            raise failed
 
 
 def collect_garbage() -> None:

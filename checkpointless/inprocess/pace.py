@@ -64,7 +64,7 @@ class StepPace:
         elif phase == FaultPhase.FORWARD.value:
             self.computes()
         elif phase == FaultPhase.BEFORE_OPTIMIZER.value:
-            self._votes(self._board)
+            self._votes()
         elif phase == FaultPhase.OPTIMIZER.value:
             self._has_voted(self._board)
 
@@ -86,7 +86,7 @@ class StepPace:
             self._events[1].record()
             self._is_timed = True
 
-    def _votes(self, board: Board) -> None:
+    def _votes(self) -> None:
         until_s, waited_s = self._until or (time.perf_counter(), waited.seconds)
         since_s, waited_before_s = self._since or (until_s, waited_s)
         self._own_s = max(0.0, until_s - since_s - (waited_s - waited_before_s))

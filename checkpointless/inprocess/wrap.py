@@ -19,7 +19,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
@@ -36,7 +35,6 @@ from checkpointless.inprocess.abort import (
     CheckpointlessAbortManager,
     Compose,
     HPAbortTorchDistributed,
-    after_block,
     share_socket_folder,
     taken,
 )
@@ -52,7 +50,7 @@ from checkpointless.inprocess.exceptions import (
     line_of,
 )
 from checkpointless.inprocess.fault_responder import FaultResponder, MainThread
-from checkpointless.inprocess.finalize import CheckpointlessFinalizeCleanup, clean_up_frameworks, collect_garbage
+from checkpointless.inprocess.finalize import CheckpointlessFinalizeCleanup, collect_garbage
 from checkpointless.inprocess.generation import Generation, HPState, StepTracker
 from checkpointless.inprocess.health_check import CudaHealthCheck, bounded, time_limit, wait_for_device
 from checkpointless.inprocess.memory import memory_status, reset_peak
@@ -81,7 +79,6 @@ from checkpointless.launcher.protocol.messages import (
     Replace,
 )
 from checkpointless.observability.telemetry.event_names import EventName
-from checkpointless.observability.telemetry.events import event_log
 from checkpointless.observability.telemetry.scribe import flush_all, keep_traceback, without_own_frames
 from checkpointless.system.environment import RANK_ENV, STRICT_ENV, YES, own_generation, own_rank
 from checkpointless.system.threads import abandon, waited_for
@@ -105,7 +102,7 @@ class HandedOver(NamedTuple):
     withdraw: Callable[[], None] = lambda: None
 
 
-class StateKeeper(Protocol):
+class _StateKeeper(Protocol):
     """Keeps the state of training from one run of the block to the next.
 
     :class:`checkpointless.recovery.CheckpointManager` is one. The engine itself knows nothing about the state.
@@ -246,7 +243,7 @@ class _Succession:
                 f"stands there; move {place} in front of the function that HPWrapper wraps"
             )
 
-    def wait_go(self, after_generation: int, keeper: StateKeeper | None) -> Go:
+    def wait_go(self, after_generation: int, keeper: _StateKeeper | None) -> Go:
         """Wait at the barrier for the next generation, and offer the state meanwhile if it is asked for.
 
         If the state is to go to a successor, this process ends; but one whose state finds no room enters its block
@@ -275,7 +272,7 @@ class _Succession:
                 fields.update(reason=left.problem)
             self._client.send(Offered(self._generation.number, left.source, left.problem))
 
-    def _hand_over(self, keeper: StateKeeper | None, high_water: int) -> str:
+    def _hand_over(self, keeper: _StateKeeper | None, high_water: int) -> str:
         """Hand the state to a successor, and end; return, with the reason, only if the process had better stay."""
         with self._generation.span(EventName.HAND_OVER) as fields:
             left = keeper.hand_over(high_water) if keeper is not None else HandedOver()
@@ -320,7 +317,7 @@ _PAUSE_LIMIT_S = 60.0
 _PAUSE_TICK_S = 0.005
 
 
-class Pause:
+class _Pause:
     """The wait of all ranks at one step boundary, outside of any collective, on which they agree in a vote.
 
     Attributes:
@@ -394,56 +391,23 @@ def _wants_caller(parameter: inspect.Parameter) -> bool:
     return parameter.name == "caller" and anything
 
 
-@dataclass(frozen=True)
-class _EntryStreams:
-    """The states of this process's random streams at the first entry of the block.
-
-    A process that re-enters its block has drawn from streams that were seeded before the block, at the top of
-    the script; a new process, which has just run that part, has not. Both have to draw the same numbers in the
-    block. ``numpy`` is None if NumPy was not imported, ``cuda`` if CUDA was not in use.
-    """
-
-    python: tuple[Any, ...]
-    torch_cpu: torch.Tensor
-    numpy: dict[str, Any] | None
-    cuda: torch.Tensor | None
-
-    @classmethod
-    def capture(cls) -> _EntryStreams:
-        numpy = _numpy_random()
-        return cls(
-            random.getstate(),
-            torch.get_rng_state(),
-            numpy.get_state(legacy=False) if numpy is not None else None,
-            torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
-        )
-
-    def restore(self) -> None:
-        """Restore them. CUDA that was not in use at the capture is seeded as torch does at its first use."""
-        random.setstate(self.python)
-        torch.set_rng_state(self.torch_cpu)
-        numpy = _numpy_random()
-        if numpy is not None and self.numpy is not None:
-            numpy.set_state(self.numpy)
-        if torch.cuda.is_initialized():
-            if self.cuda is not None:
-                torch.cuda.set_rng_state(self.cuda)
-            else:
-                torch.cuda.manual_seed(torch.initial_seed())
-
-
 def _numpy_random() -> Any:
     return sys.modules.get("numpy.random")
 
 
-class _EntryModes:
-    """Torch's modes and global hooks, and the working directory, at the first entry of the block.
+class _Entry:
+    """The random streams, torch's modes and global hooks, and the working directory, at a first entry of the block.
 
-    A fault would leave what the block has changed in the processes that live on, and in no other: a default dtype
-    that is changed for a while, a hook for all modules that the block registers again at each entry.
+    A fault would leave what the block has changed in the processes that live on, and in no other: streams that were
+    seeded at the top of the script, which a new process has just run, a default dtype that is changed for a while,
+    a hook for all modules that the block registers again at each entry.
     """
 
     def __init__(self) -> None:
+        numpy = _numpy_random()
+        self._streams = random.getstate(), torch.get_rng_state()
+        self._numpy = numpy.get_state(legacy=False) if numpy is not None else None
+        self._cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
         self._dtype = torch.get_default_dtype()
         self._grad = torch.is_grad_enabled()
         self._autocast = [(torch.is_autocast_enabled(each), torch.get_autocast_dtype(each)) for each in _DEVICES]
@@ -453,7 +417,22 @@ class _EntryModes:
         except FileNotFoundError:
             self._folder = None
 
+    def restore_streams(self) -> None:
+        """Restore the streams. CUDA that was not in use at the entry is seeded as torch does at its first use."""
+        python, cpu = self._streams
+        random.setstate(python)
+        torch.set_rng_state(cpu)
+        if self._numpy is not None:
+            _numpy_random().set_state(self._numpy)
+        if torch.cuda.is_initialized():
+            if self._cuda is not None:
+                torch.cuda.set_rng_state(self._cuda)
+            else:
+                torch.cuda.manual_seed(torch.initial_seed())
+
     def restore(self) -> None:
+        """Restore everything."""
+        self.restore_streams()
         if self._folder is not None:
             os.chdir(self._folder)
         torch.set_default_dtype(self._dtype)
@@ -581,7 +560,7 @@ class HPWrapper:
         trace_file_path: str | None = None,
         async_raise_before_abort: bool = True,
         early_abort_communicator: bool = False,
-        checkpoint_manager: StateKeeper | None = None,
+        checkpoint_manager: _StateKeeper | None = None,
         check_memory_status: bool = True,
         restart: str = "in-process",
     ) -> None:
@@ -647,7 +626,7 @@ class HPCallWrapper:
         global _active
         self.wrapper = wrapper
         self.parameter_update_lock = ParameterUpdateLock()
-        self.checkpoint_manager: StateKeeper | None = wrapper.checkpoint_manager
+        self.checkpoint_manager: _StateKeeper | None = wrapper.checkpoint_manager
         self.restart_in_process = True
         self.faults: FaultInjector | None = None
         self.board = Board.from_environment()
@@ -655,7 +634,7 @@ class HPCallWrapper:
         self.blocks = _Blocks(self.facts)
         self.client: RankClient = wrapper.hp_api_factory()
         self._now = Generation(own_generation())
-        self.pause = Pause(self._now, self.client)
+        self.pause = _Pause(self._now, self.client)
         self.steps = StepTracker(self._now, self.board)
         self.pace = StepPace(self.board)
         self._succession = _Succession(self._now, self.client, self.steps, self.blocks, wrapper.restart)
@@ -672,7 +651,7 @@ class HPCallWrapper:
         )
         self._threads = waited_for()
         self._signal_handlers = _SignalHandlers()
-        self._entry: tuple[_EntryStreams, _EntryModes] | None = None
+        self._entry: _Entry | None = None
         share_socket_folder()
         process_groups.install()
         _active = self
@@ -785,10 +764,9 @@ class HPCallWrapper:
             The block's return value and None, or None and the exception that the block raised.
         """
         if self._entry is None:
-            self._entry = _EntryStreams.capture(), _EntryModes()
+            self._entry = _Entry()
         else:
-            for each in self._entry:
-                each.restore()
+            self._entry.restore()
         self.beat()
         try:
             return self._main.run(lambda: self._block(fn, a, kw)), None
@@ -861,11 +839,11 @@ class HPCallWrapper:
         abandon(waited_for() - self._threads)
         with self._now.span(EventName.FINALIZE) as fields:
             with self._bounded("the abort"):
-                after_block(settings.abort, state)
+                getattr(settings.abort, "after_block", _nothing)(state)
             with self._bounded("the clean-up"):
                 process_groups.hold()  # before any thread can wait in a group's destructor
                 settings.finalize(*taken(settings.finalize, (state, term_ex)))
-                clean_up_frameworks()  # whatever a finalize of the user's does
+                CheckpointlessFinalizeCleanup()()  # whatever a finalize of the user's does
             with self._bounded("the destruction of process groups"):
                 process_groups.destroy()
                 collect_garbage()
@@ -933,24 +911,19 @@ class HPCallWrapper:
         raise leaving
 
 
-def own_board() -> Board | None:
-    """Return this rank's board, or None under another launcher or outside a block."""
-    call = active_call_wrapper()
-    return call.board if call is not None else None
+def _now() -> Generation:
+    """Return the generation of the running block, or else the one in which this process began."""
+    return _active._now if _active is not None else Generation(own_generation())
 
 
 def span(stage: EventName, **fields: Any) -> AbstractContextManager[dict[str, Any]]:
     """Return a span of ``stage`` in the event log, with the generation and incident of the running block."""
-    call = active_call_wrapper()
-    generation = call.generation if call is not None else own_generation()
-    return event_log().span(stage, generation=generation, incident=call.incident if call else None, **fields)
+    return _now().span(stage, **fields)
 
 
 def emit_event(name: EventName, **fields: Any) -> None:
     """Write the event ``name`` to the log, with the generation and incident of the running block."""
-    call = active_call_wrapper()
-    generation = call.generation if call is not None else own_generation()
-    event_log().emit(name, "point", generation=generation, incident=call.incident if call else None, **fields)
+    _now().emit(name, "point", **fields)
 
 
 def not_exact(step: int, reason: str, **fields: Any) -> None:
@@ -971,6 +944,10 @@ def putting_back() -> AbstractContextManager[None]:
     """Return a context in which a fault lets ``finally`` clauses run to their ends."""
     call = active_call_wrapper()
     return call._main.putting_back() if call is not None else nullcontext()
+
+
+def _nothing(state: HPState) -> None:
+    """Do nothing."""
 
 
 def _communicators_first(abort: Callable[[HPState], object]) -> Callable[[HPState], object]:

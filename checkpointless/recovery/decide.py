@@ -127,9 +127,7 @@ def peers_of(parts: Parts) -> tuple[int, ...]:
 def reports_of(answers: Sequence[Mapping[str, Any]], jump: int) -> list[RankReport]:
     """Return the reports that the ranks have sent each other.
 
-    An answer has the report as plain data (``report``) and the steps and stages for which the rank keeps the
-    streams of the rank ``jump`` places before it (``keeps``); they count as that rank's own if it has lost all
-    that it had.
+    Of a rank that has lost all its streams, those count that the rank ``jump`` places further on keeps (``keeps``).
     """
     reports = []
     groups = CompactGroups(len(answers))
@@ -147,11 +145,9 @@ def decide(reports: Sequence[RankReport], high_water: int, fit: int = 1) -> Deci
     The target is the newest committed step that every part of the state can reach, that is, every replica group. A
     group reaches a step if one of its ranks holds it, or holds the step before and the final gradients. Every rank
     then is at the target, redoes its update or is refilled, each of its parts from that part's holders; two steps
-    are never mixed. A step that no rank committed is not completed from gradients,
-    although it could be: a rank that did not come as far has neither the random streams nor the loss of that step.
-
-    Args:
-        high_water: the highest step that any rank was ever seen to commit (-1: none).
+    are never mixed. A step that no rank committed is not completed from gradients, although it could be: a rank
+    that did not come as far has neither the random streams nor the loss of that step. ``high_water`` is the highest
+    step that any rank was ever seen to commit (-1: none).
 
     Raises:
         ValueError: the reports are not one per rank, or contradict each other about the replica groups.

@@ -29,7 +29,9 @@ _Result = TypeVar("_Result")
 
 def vote(ends: bool = False) -> bool:
     """Wait until every rank of the job holds its final gradients; return whether any says that the step is the
-    last. If one was asked to pause, all wait before the step after this one.
+    last.
+
+    If one was asked to pause, all wait before the step after this one.
 
     Raises:
         RankShouldRestart: the groups were aborted before every rank had come.
@@ -50,9 +52,8 @@ def vote(ends: bool = False) -> bool:
 class UpdateGuard:
     """Guards the optimizer updates of a training, so that no fault leaves ranks on both sides of one.
 
-    Args:
-        journal: the training's journal; None: recovery from memory is off, and nothing is captured.
-        own_vote: returns once every rank has called it; None: :func:`vote`.
+    Without a ``journal``, recovery from memory is off, and nothing is captured. ``own_vote`` returns once every
+    rank has called it; default: :func:`vote`.
     """
 
     def __init__(
@@ -68,10 +69,8 @@ class UpdateGuard:
         self._committed = committed
 
     def __call__(self, update: Callable[[], _Result]) -> _Result:
-        """Make the update of the step in the making, and return what ``update`` returned.
-
-        Args:
-            update: changes this rank's parameters from gradients that are final, without communication.
+        """Make the update of the step in the making, and return what ``update`` returned, which communicates
+        nothing.
 
         Raises:
             RankShouldRestart: a fault is being handled, so the update must not begin.

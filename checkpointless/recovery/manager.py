@@ -103,9 +103,8 @@ def _find_loss(held: HeldState | None, own: RankLocalState, own_parts: _OwnParts
 def _find_lost_parts(held: HeldState | None, own_parts: _OwnParts, decision: Decision) -> list[str]:
     """Compare the parts of the state that ranks keep for themselves, if a rank has lost its parts. Collective.
 
-    A peer's part can replace a lost one only if the parts of all ranks are equal. Parts that do not belong to
-    the training data are taken from a peer nevertheless, and a warning is emitted: a callback may keep times of
-    day. Return the names of the lost parts of the training data.
+    A peer's part can replace a lost one only if those of all ranks are equal. Return the names of the lost parts of
+    the training data. Of other parts a peer's is taken, with a warning: a callback may keep times of day.
     """
     if not decision.refills:
         return []
@@ -258,10 +257,8 @@ class CheckpointManager(RankLocalKeeper):
                 self.copies.begin(call.generation, step, call.facts, holders_of(journal.state))
 
     def make_copies(self, step: int) -> None:
-        """Begin to copy this rank's state into the tiers in which that is due. Collective.
-
-        Args:
-            step: the optimizer step that has just been committed.
+        """Begin to copy this rank's state after ``step``, just committed, into the tiers in which that is due.
+        Collective.
         """
         journal = self._attached
         if self.copies and journal is not None:
@@ -271,10 +268,7 @@ class CheckpointManager(RankLocalKeeper):
     def replicate_rng_states(self, step: int) -> None:
         """Have what is this rank's own after ``step`` kept on another node, too, if there is one. Collective.
 
-        This includes its random streams, the streams that the order of its data is drawn from, and its buffers.
-
-        Args:
-            step: the optimizer step, whose streams and buffers have been stored.
+        It has been stored: random streams, those that the order of its data is drawn from, and buffers.
         """
         if self._replicates or not step & (step - 1):
             self.own.replicate(step, self._attached.state if self._attached is not None else None)
@@ -293,12 +287,9 @@ class CheckpointManager(RankLocalKeeper):
         self._hold(trainer.strategy.journal())
 
     def hold(self, error: BaseException | None = None) -> None:
-        """Hold the state of the generation that is over, after the block was left because of a fault.
+        """Hold the state of the generation that is over, after ``error`` has ended the block because of a fault.
 
         If that generation had not got its state back yet, what was held before stays.
-
-        Args:
-            error: the exception that ended the block.
         """
         self.copies.leave()
         attached, self._attached = self._attached, None
@@ -310,12 +301,10 @@ class CheckpointManager(RankLocalKeeper):
         self.fits.number = self.fits.offset = 0
 
     def hand_over(self, high_water: int, address: str = "") -> HandedOver:
-        """Hand the state to a successor of this process, which ends.
+        """Hand the state to a successor of this process, which ends; or offer it at ``address`` to one on another
+        node.
 
-        Args:
-            high_water: the highest optimizer step that any rank was ever seen to commit (-1: none).
-            address: of this node, at which to offer the state to a successor on another one, while this process
-                waits ("": the successor is on this node).
+        ``high_water`` is the highest optimizer step that any rank was ever seen to commit (-1: none).
         """
         begun, leaves = max(self._begun, self.fits.number), None
         if self._held is not None:
@@ -353,20 +342,15 @@ class CheckpointManager(RankLocalKeeper):
         return False
 
     def maybe_offload_checkpoint(self) -> None:
-        """Move the held tensors to pinned host memory, if ``enable_offload`` is set.
-
-        They stay in place while an update can still be applied to them, because the update needs the optimizer.
+        """Move the held tensors to pinned host memory, if ``enable_offload`` is set and no update can be applied to
+        them.
         """
         held = self._held
         if self.enable_offload and held is not None and held.journal is None:
             held.offload()
 
     def delete_checkpoint(self) -> None:
-        """Drop the held state and the random streams, and free their memory.
-
-        The engine calls this method when the state came from storage. After a recovery from memory it drops what
-        it held, and leaves garbage collection to the end of the first step.
-        """
+        """Drop the held state and the random streams, and free their memory, since the state came from storage."""
         self._held = self.kept = None
         self._refill.forget()
         self.own.forget()
@@ -531,9 +515,7 @@ class CheckpointManager(RankLocalKeeper):
 
 
 def manager_of(call: HPCallWrapper | None) -> CheckpointManager | None:
-    """Return the manager that keeps the state of the running block; None as long as nothing in it does, or outside
-    of it.
-    """
+    """Return the manager that keeps the state of a block; None as long as nothing in it does, or outside of it."""
     return cast("CheckpointManager | None", call.checkpoint_manager) if call is not None else None
 
 

@@ -51,15 +51,10 @@ class Refill:
     ) -> tuple[Tree, TransferReport]:
         """Put tensors in their place in ``state``. Every rank calls it that fills or is filled.
 
-        Args:
-            refills: maps each rank to fill to its parts with their sources, the same on every rank.
-            tensors: what this rank holds, in the order that it has on every holder; None: it holds nothing. In a
-                rank that is filled it need not be right. In another one, each tensor is replaced by its
-                successor as soon as that is filled.
-            memory_budget_bytes: how many bytes the buffers of a transfer may take on each rank that takes part.
-
-        Returns:
-            The non-tensor state, which is the sources' in a rank that was filled; and what was moved.
+        ``refills`` maps each rank to fill to its parts with their sources, the same on every rank. ``tensors`` is
+        what this rank holds, in the order that it has on every holder; None: nothing. In a rank that is filled they
+        need not be right. In another one, each is replaced by its successor as soon as that is filled. Return the
+        non-tensor state, which is the sources' in a rank that was filled; and what was moved.
 
         Raises:
             RuntimeError: this rank is not to be filled and holds nothing, or holds a tensor for a rank to fill of
@@ -115,8 +110,8 @@ class Refill:
     ) -> None:
         """Fill every rank that has this rank as a source of a part.
 
-        The non-tensor state goes with the first part of a rank, from a rank that holds all its parts, or, if
-        there is none, with each part.
+        The non-tensor state goes with the first part of a rank, from a holder of all its parts; if there is none,
+        with each.
         """
         rank = dist.get_rank()
         fills: dict[Group, list[Fill]] = defaultdict(list)
@@ -160,9 +155,8 @@ def _peers_first(sources: Sequence[int], parts: Parts) -> tuple[int, ...]:
 
 
 def _join_objects(state: TrainingState, objects: Mapping[Group, dict[str, Any]]) -> dict[str, Any]:
-    """Make the objects of one snapshot of those of a holder of each part, where no rank holds all parts.
-
-    What belongs to a tensor is right in the objects of its part.
+    """Make the objects of one snapshot of those of a holder of each part, which are right for the tensors of that
+    part.
     """
     first = objects[min(objects)]
     joined: dict[Key, Any] = {}

@@ -103,7 +103,7 @@ def _content(leaves: Snapshot, own: RankLocalState, high_water: int) -> tuple[Co
         held.redo(high_water)
     if held.commit.torn:
         return Content(b"", ()), held.given_up or "an update failed half-way"
-    streams = [(step, states) for (step, _), states in (own.streams.states or {}).items()]
+    streams = [(step, states) for (step, _), states in own.streams.states.items()]
     return replace(leaves, own=Carried(streams, own.streams.data_start())).content(), ""
 
 

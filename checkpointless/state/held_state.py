@@ -1,7 +1,4 @@
-"""The state that a rank holds between two generations: taken from the old trainer, given to the new one.
-
-Page-locked host memory for what is moved away from a device, used again at each recovery.
-"""
+"""The state that a rank holds between two generations: taken from the old trainer, given to the new one."""
 
 from __future__ import annotations
 
@@ -13,7 +10,8 @@ from typing import Any
 import torch
 
 from checkpointless.inprocess.parameter_update_lock import CommitState
-from checkpointless.replication.host_memory import lock_pages
+from checkpointless.replication.host_memory import HostMemoryPool
+from checkpointless.replication.parts import Content
 from checkpointless.state.journal import StepJournal
 from checkpointless.state.port import SnapshotPoint, StepSnapshot, TrainingState, holders_of, split
 from checkpointless.state.serialization.digest import MemoryChecksumManager, samples
@@ -21,56 +19,7 @@ from checkpointless.state.serialization.tensor_memory import is_on_host, local_p
 from checkpointless.transfer.rank_groups import Group
 from checkpointless.transfer.tensor_entry import Key
 
-_ALIGNMENT = 256  # bytes; enough for each dtype, and for copies at full speed
-
-
-class _HostMemory:
-    """Buffers of page-locked memory that are never given back, because locking pages takes long.
-
-    torch's own pinned memory rounds each tensor up to a power of two; here all tensors share one buffer.
-    """
-
-    def __init__(self) -> None:
-        self._buffers: list[torch.Tensor] = []
-
-    def copies(self, tensors: Mapping[Key, torch.Tensor]) -> dict[Key, torch.Tensor]:
-        """Return the tensors by their keys, with contiguous copies on the host, complete, of those that lie on a
-        device.
-
-        Tensors without a dimension stay where they are. Those that lie in this memory already must all be given:
-        the others overwrite what else was copied before.
-        """
-        # Numbers stay: where they lie tells an optimizer which kernel to use, and they take no room.
-        moved = {key: tensor for key, tensor in tensors.items() if tensor.dim() and not is_on_host(tensor)}
-        sizes = {key: tensor.nbytes for key, tensor in moved.items()}
-        used = {tensor.untyped_storage().data_ptr() for key, tensor in tensors.items() if key not in moved}
-        buffer = self._buffer(sum(_rounded(size) for size in sizes.values()), used) if moved else None
-        copies, offset = dict(tensors), 0
-        for key, tensor in moved.items():
-            assert buffer is not None
-            room = buffer[offset : offset + sizes[key]].view(tensor.dtype).view(tensor.shape)
-            copies[key] = room.copy_(tensor, non_blocking=True)
-            offset += _rounded(sizes[key])
-        if moved and torch.cuda.is_initialized():
-            torch.cuda.synchronize()
-        return copies
-
-    def _buffer(self, nbytes: int, used: set[int]) -> torch.Tensor:
-        """Return a buffer of at least ``nbytes`` bytes in which nothing lies that is used."""
-        free = [each for each in self._buffers if each.data_ptr() not in used and each.numel() >= nbytes]
-        if free:
-            return min(free, key=torch.Tensor.numel)
-        buffer = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        lock_pages(buffer)
-        self._buffers.append(buffer)
-        return buffer
-
-
-def _rounded(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-
-
-_host_memory = _HostMemory()
+_host_memory = HostMemoryPool()
 _WRITTEN = (
     "{} was written to since the fault: what the block trains must be built in it, "
     "and nothing may be written to it before the recovery"
@@ -84,20 +33,20 @@ class HeldState:
 
     Attributes:
         commit: the step that the state belongs to, and whether the update of the next step can still be applied.
-        tensors: references to the old model's and optimizer's tensors, not copies, without their gradients. Each
-            is replaced by its successor as soon as that is filled, so that at every point this is the whole state,
-            and little of it exists twice.
+        tensors: references to the old model's and optimizer's tensors, not copies, without their gradients. Each is
+            replaced by its successor as soon as that is filled, so that this is the whole state at every point.
         moments: the rest of the state, at every point after the committed step that can be resumed at.
         digests: the digest of each part of the rank's shard, by its replica group, if replicas are to be compared.
         journal: the old training's journal, while its update can still be applied; else nothing holds the training.
-        buffers: the rank's own buffers, at every point after the committed step and after the step that follows
-            it. They are whole even if an update failed half-way.
+        buffers: the rank's own buffers, at every point after the committed step and after the step that follows it.
+            They are whole even if an update failed half-way.
         samples: a few elements of each tensor but buffers, as they were at the newest fault.
         gradients: the parameters with the gradients of the update that can still be applied.
         is_used: whether a recovery has begun since, which may write to the tensors.
         is_superseded: whether the ranks have decided that replicas fill this one.
         given_up: why the state was given up, for people ("": it was not).
         has_replicas: whether other ranks hold all that this one holds, if its update can still be applied.
+        memory: what keeps the host memory that tensors were moved to from being used for others.
     """
 
     commit: CommitState
@@ -114,6 +63,7 @@ class HeldState:
     is_superseded: bool = False
     has_replicas: bool = False
     given_up: str = ""
+    memory: list[object] = field(default_factory=list)
 
     def go_back_to(self, stage: SnapshotPoint) -> dict[str, Any]:
         """Hold the state as it was at ``stage``, drop all other points, and return its non-tensor state."""
@@ -262,14 +212,18 @@ class HeldState:
         return self.moments
 
     def offload(self) -> None:
-        """Move the tensors to page-locked host memory, in which nothing else lies."""
-        self.tensors = _host_memory.copies(self.tensors)
+        """Move the tensors that lie on a device to host memory.
+
+        Numbers stay: where they lie tells an optimizer which kernel to use, and they take no room.
+        """
+        moved = {key: tensor for key, tensor in self.tensors.items() if tensor.dim() and not is_on_host(tensor)}
+        copied = _host_memory.copy(Content(b"", tuple(moved.values())))
+        self.tensors.update(zip(moved, copied.tensors))
+        self.memory.append(copied.memory)
 
 
 def _without_gradients(state: TrainingState) -> dict[Key, torch.Tensor]:
-    """Return the tensors of ``state``, of which none holds a gradient.
-
-    Between an update and the next ``zero_grad`` the parameters have gradients, which would be held through the
-    re-entry; with Megatron's distributed optimizer they are views of its whole gradient buffer.
+    """Return the tensors of ``state``, which hold no gradients through the re-entry (Megatron's are views of a
+    buffer).
     """
     return {key: tensor.detach() for key, tensor in state.tensors().items()}

@@ -117,8 +117,8 @@ _Pending = tuple[int, Captured, _Taken]  # the step in the making, and model and
 class StepJournal:
     """Keeps what a rank needs to resume at its newest step boundaries.
 
-    ``keeper`` keeps random streams and buffers of this rank, over faults, too; ``front`` what else belongs to
-    the training. ``built`` is what can stay built over a fault; None: nothing.
+    ``keeper`` keeps random streams and buffers of this rank, over faults, too; ``front`` what else belongs to the
+    training. ``built`` is what can stay built over a fault; None: nothing.
     """
 
     def __init__(self, state: TrainingState, keeper: RankLocalKeeper, front: FrontEnd) -> None:
@@ -270,7 +270,9 @@ class StepJournal:
         return found
 
     def own_parts(self, objects: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return parts of a snapshot's objects, by name, that may differ between ranks: no peer has a lost one."""
+        """Return parts of a snapshot's objects, by name, that may differ between ranks
+        (:meth:`FrontEnd.own_parts`).
+        """
         return self._front.own_parts(objects)
 
     def finish_update(self) -> None:

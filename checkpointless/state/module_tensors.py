@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -116,9 +115,8 @@ class BufferCopies:
         return copies
 
     def shape(self, forms: Mapping[Key, tuple[Sequence[int], torch.dtype]]) -> None:
-        """Replace the buffers that have another shape or dtype than ``forms`` say: a step may do so, too.
-
-        So is one that a validation has made in torch's inference mode: nothing else may write to it.
+        """Replace the buffers that have another shape or dtype than ``forms`` say, or were made in torch's
+        inference mode.
         """
         for key, owner, attribute in self._places:
             buffer = owner._buffers.get(attribute)
@@ -198,14 +196,8 @@ _requires_grad = operator.attrgetter("requires_grad")
 _syncs = operator.attrgetter("require_forward_param_sync")
 
 
-@dataclass(frozen=True)
-class _OwnState:
-    """How the state is read and put back that an optimizer has outside ``optimizer.state[parameter]``."""
-
-    get: Callable[[Any], Any]
-    put: Callable[[Any, Any], None]
-
-
+#: How the state is read and put back that an optimizer has outside ``optimizer.state[parameter]``.
+_OwnState: TypeAlias = tuple[Callable[[Any], Any], Callable[[Any, Any], None]]
 _OWN_STATES: dict[type, _OwnState] = {}
 
 
@@ -220,7 +212,7 @@ def register_optimizer_state(kind: type, get: Callable[[Any], Any], put: Callabl
         get: returns the state of an optimizer as plain data (numbers, text, tensors, lists, dicts of these).
         put: gives an optimizer what ``get`` returned, as a copy of its own.
     """
-    _OWN_STATES[kind] = _OwnState(get, put)
+    _OWN_STATES[kind] = get, put
 
 
 def own_state_of(optimizer: object) -> _OwnState | None:
@@ -267,7 +259,6 @@ class TrainingTensors(TrainingState):
         return module.named_parameters()
 
     def shard(self) -> dict[Key, torch.Tensor]:
-        """Return the tensors that this rank's optimizer update owns, by key."""
         found: dict[Key, torch.Tensor] = {}
         for key, inner, parameter in self._parameters():
             found[(*key, PARAMETER)] = local_part(parameter)
@@ -290,9 +281,9 @@ class TrainingTensors(TrainingState):
     def _adopt(self, tensors: Mapping[Key, torch.Tensor]) -> set[Key]:
         """Let frozen parameters and the optimizer use ``tensors`` themselves, where they lie on the right device.
 
-        A trained parameter may lie in a buffer with others (Megatron's, DDP's), and so may a main parameter that is
-        a part of it. Such tensors have to be copied, unless the model is the one that they were taken from. Return
-        the keys of the tensors that are now in their place.
+        A trained parameter may lie in a buffer with others (Megatron's, DDP's), and a main parameter in it, too.
+        They are copied, unless the model is the one that they were taken from. Return the keys of what is now in
+        its place.
         """
         adopted: set[Key] = set()
         frozen = {
@@ -358,7 +349,7 @@ class TrainingTensors(TrainingState):
         groups, modes = self._groups.take(), list(map(_training, self._all_modules))
         trained, syncs = list(map(_requires_grad, self._all_parameters)), list(map(_syncs, self.wrappers))
         own = {
-            number: state_tree.copy(each.get(optimizer))
+            number: state_tree.copy(each[0](optimizer))
             for number, optimizer in enumerate(self._torch_optimizers)
             if (each := own_state_of(optimizer)) is not None
         }
@@ -398,7 +389,7 @@ class TrainingTensors(TrainingState):
         for optimizer in self._torch_optimizers:
             own = own_state_of(optimizer)
             try:
-                state_tree.check(own.get(optimizer) if own is not None else None)
+                state_tree.check(own[0](optimizer) if own is not None else None)
             except state_tree.StateTreeError as error:
                 return f"what is registered as the state of {type(optimizer).__name__} cannot travel ({error})"
         for key, inner, parameter in self._parameters():
@@ -427,7 +418,7 @@ class TrainingTensors(TrainingState):
         for number, value in captured.get("own", {}).items():
             own = own_state_of(self._torch_optimizers[number])
             if own is not None:
-                own.put(self._torch_optimizers[number], state_tree.copy(value))
+                own[1](self._torch_optimizers[number], state_tree.copy(value))
         spread = {tuple(key) for key in captured.get("spread", ())}
         for key, inner, parameter in self._parameters() if "spread" in captured else ():
             for name, value in inner.state.get(parameter, {}).items():
@@ -449,11 +440,9 @@ class TrainingTensors(TrainingState):
         return [float(group.get("lr", 0.0)) for group in groups]
 
     def weights(self) -> Iterable[torch.Tensor]:
-        """Return the parameters that the optimizers update; the same list as long as they have the same."""
         return self._groups.parameters()
 
     def grown(self) -> str:
-        """Return why no rank that is replaced has what the optimizers have; "" if it has."""
         return _MORE_PARAMETERS if _sizes_of(self._torch_optimizers) != self._sizes else ""
 
     def _parameters(self) -> Iterator[tuple[Key, torch.optim.Optimizer, torch.Tensor]]:

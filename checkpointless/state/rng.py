@@ -55,8 +55,7 @@ class RngStates:
     Attributes:
         streams: the state of each stream as bytes, by the stream's name.
         loss: the loss of the step after which the streams were captured, if it is known.
-        stage: the point after the step; ``COMMITTED`` is right at the end of the optimizer step, before anything
-            that follows it has drawn random numbers.
+        stage: the point after the step.
         own: what else this rank alone has at that point, as plain data; None: it is too large to be kept here.
     """
 
@@ -117,11 +116,7 @@ class RngStates:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> RngStates:
-        """Decode what :meth:`to_bytes` made.
-
-        Raises:
-            ValueError: ``data`` was not made by :meth:`to_bytes`, or is damaged.
-        """
+        """Decode what :meth:`to_bytes` made; raise ``ValueError`` if it was not, or is damaged."""
         try:
             (length,) = _LENGTH.unpack_from(data)
             place = _LENGTH.size + length

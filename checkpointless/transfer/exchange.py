@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -26,13 +25,8 @@ if TYPE_CHECKING:
     from checkpointless.launcher.protocol.causes import Json, Parsed
 
 
-@dataclass(frozen=True)
-class Message:
-    """A message that is sent, or received: its bytes, or the memory to receive them into."""
-
-    tensor: torch.Tensor
-    peer: int
-    is_sent: bool
+#: A message: ``dist.isend`` or ``dist.irecv``; its bytes, or the memory to receive them into; and the peer.
+Message: TypeAlias = tuple[Callable[..., Any], torch.Tensor, int]
 
 
 def wire_device(group: dist.ProcessGroup | None = None) -> torch.device:
@@ -50,28 +44,24 @@ def runs_ahead() -> bool:
 def launch(messages: Sequence[Message]) -> list[dist.Work]:
     """Launch messages of the default group, as one batch if the wire runs ahead, and return what to wait for."""
     if runs_ahead():
-        operations = [dist.P2POp(_function(each), each.tensor, each.peer) for each in messages]
-        return cast("list[dist.Work]", dist.batch_isend_irecv(operations))
-    return [cast("dist.Work", _function(each)(each.tensor, each.peer)) for each in messages]
+        return cast("list[dist.Work]", dist.batch_isend_irecv([dist.P2POp(*each) for each in messages]))
+    return [function(tensor, peer) for function, tensor, peer in messages]
+
+
+def exchange(messages: Sequence[Message]) -> None:
+    """Send and receive messages of the default group, and wait as the wire has it."""
+    for work in launch(messages):
+        work.wait()
 
 
 def send(tensor: torch.Tensor, destination: int) -> None:
     """Send one tensor to a global rank, and wait as the wire has it."""
-    _exchange(Message(tensor, destination, is_sent=True))
+    exchange([(dist.isend, tensor, destination)])
 
 
 def receive(tensor: torch.Tensor, source: int) -> None:
     """Receive one tensor from a global rank, and wait as the wire has it."""
-    _exchange(Message(tensor, source, is_sent=False))
-
-
-def _exchange(message: Message) -> None:
-    for work in launch([message]):
-        work.wait()
-
-
-def _function(message: Message) -> Callable[[torch.Tensor, int], dist.Work | None]:
-    return dist.isend if message.is_sent else dist.irecv
+    exchange([(dist.irecv, tensor, source)])
 
 
 MAX_BYTES = 64 * 1024 * 1024  # limit of a message that every rank gets from every other

@@ -33,7 +33,7 @@ import json
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -287,7 +287,7 @@ def _send_buckets(orders: Sequence[_Order], on_bucket: OnBucket | None) -> None:
         digests.add(payload)  # before sending, which then finds the bytes in the cache
         if on_bucket is not None:
             payload = on_bucket(position, len(parcels), payload)
-        messages = [Message(payload, destination, is_sent=True) for destination in takers]
+        messages: list[Message] = [(dist.isend, payload, destination) for destination in takers]
         window.add(_Parcel(name[0], payload, messages, slot))
     window.close()
     found = dict(zip(in_turn, digests.fetch(), strict=True))
@@ -316,7 +316,7 @@ def _receive_stripes(sources: Sequence[int], plan: _Plan) -> list[int]:
         if landing is None:
             slot = staging.take(size)
             landing = slot[:size]
-        window.add(_Parcel(index, landing, [Message(landing, sender[index], is_sent=False)], slot))
+        window.add(_Parcel(index, landing, [(dist.irecv, landing, sender[index])], slot))
     window.close()
     return digests.fetch()
 
@@ -400,7 +400,7 @@ def _unpack(
 MEMORY_BUDGET_BYTES = 128 * 1024 * 1024
 
 
-@dataclass(frozen=True)
+@dataclass
 class TransferReport:
     """What a fill moved.
 
@@ -416,19 +416,20 @@ class TransferReport:
     sources: tuple[int, ...] = ()
     seconds: float = 0.0
     digest: str = ""
-    gb_per_s: float = 0.0
+    gb_per_s: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.gb_per_s = self.bytes / self.seconds / 1e9 if self.seconds > 0 else 0.0
 
     @classmethod
     def of(cls, reports: Sequence[TransferReport]) -> TransferReport:
         """Return what several fills, one after the other, moved together."""
-        nbytes, seconds = sum(each.bytes for each in reports), sum(each.seconds for each in reports)
         return cls(
-            bytes=nbytes,
+            bytes=sum(each.bytes for each in reports),
             kept=sum(each.kept for each in reports),
             sources=tuple(sorted({source for each in reports for source in each.sources})),
-            seconds=seconds,
+            seconds=sum(each.seconds for each in reports),
             digest="".join(each.digest for each in reports),
-            gb_per_s=nbytes / seconds / 1e9 if seconds > 0 else 0.0,
         )
 
 
@@ -497,25 +498,27 @@ def receive_state(
         TransferError: something arrived damaged.
     """
     began_s = time.monotonic()
-    told = _hear_metadata(sources, wants_digests=bool(known))
-    room = allocate(told.entries)
-    _check_room(told.entries, room)
-    kept = _keep(told.entries, known or {}, room)
-    missing = [index for index, entry in enumerate(told.entries) if entry.key not in kept]
+    for source in sources:
+        _send_json({"digests": bool(known)}, source)
+    told = _receive_json(sources[0])
+    entries, of_objects = (list(map(TensorEntry.from_json, told[name])) for name in ("shard", "objects"))
+    skeleton = receive_bytes(sources[0])
+    room = allocate(entries)
+    _check_room(entries, room)
+    kept = _keep(entries, known or {}, room)
+    missing = [index for index, entry in enumerate(entries) if entry.key not in kept]
     bucket_bytes = _bucket_bytes_of(memory_budget_bytes)
     for source in sources:
         _send_json({"wanted": missing, "bucket_bytes": bucket_bytes}, source)
-    inside = [torch.empty(entry.shape, dtype=entry.dtype, device=own_device(entry.device)) for entry in told.inside]
-    plan = _Plan.of([room[told.entries[index].key] for index in missing], inside, bucket_bytes, len(sources))
+    inside = [torch.empty(entry.shape, dtype=entry.dtype, device=own_device(entry.device)) for entry in of_objects]
+    plan = _Plan.of([room[entries[index].key] for index in missing], inside, bucket_bytes, len(sources))
     digests = _receive_buckets(sources, plan)
-    seconds, nbytes = time.monotonic() - began_s, sum(tensor.nbytes for tensor in plan.tensors)
-    return state_tree.join(told.skeleton, inside), TransferReport(
-        bytes=nbytes,
-        kept=sum(entry.nbytes for entry in told.entries if entry.key in kept),
+    return state_tree.join(skeleton, inside), TransferReport(
+        bytes=sum(tensor.nbytes for tensor in plan.tensors),
+        kept=sum(entry.nbytes for entry in entries if entry.key in kept),
         sources=tuple(sources),
-        seconds=seconds,
+        seconds=time.monotonic() - began_s,
         digest=xxhash.xxh3_64_hexdigest(json.dumps(digests).encode()) if digests else "",
-        gb_per_s=nbytes / seconds / 1e9 if seconds > 0 else 0.0,
     )
 
 
@@ -547,22 +550,6 @@ def _hear_order(
 
 
 # --- the side of the rank to fill -------------------------------------------------------------------------------
-
-
-class _Metadata(NamedTuple):
-    """What the first holder says before anything moves."""
-
-    entries: Sequence[TensorEntry]
-    inside: Sequence[TensorEntry]
-    skeleton: bytes
-
-
-def _hear_metadata(sources: Sequence[int], wants_digests: bool) -> _Metadata:
-    for source in sources:
-        _send_json({"digests": wants_digests}, source)
-    told = _receive_json(sources[0])
-    entries, inside = (list(map(TensorEntry.from_json, told[name])) for name in ("shard", "objects"))
-    return _Metadata(entries, inside, receive_bytes(sources[0]))
 
 
 def _check_room(entries: Sequence[TensorEntry], room: Mapping[Key, torch.Tensor]) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any
 
 import torch
 
@@ -21,16 +21,6 @@ from checkpointless.system.environment import LAUNCH_AHEAD_ENV
 DEFAULT_LAYERS = 8
 
 
-class _Event(Protocol):
-    """What is used of ``torch.cuda.Event``."""
-
-    def record(self) -> None:
-        """Record everything that was launched so far."""
-
-    def synchronize(self) -> None:
-        """Wait until what was recorded is done, without the interpreter lock."""
-
-
 class LaunchBound:
     """Keeps the launches of a model's layers, in either direction, at most ``layers`` ahead of the GPU.
 
@@ -38,7 +28,7 @@ class LaunchBound:
         ValueError: ``layers`` is less than 1.
     """
 
-    def __init__(self, layers: int, make_event: Callable[[], _Event] | None = None) -> None:
+    def __init__(self, layers: int, make_event: Callable[[], Any] | None = None) -> None:
         if layers < 1:
             raise ValueError(f"at least one layer must run ahead, not {layers}")
         self._layers = layers
@@ -47,8 +37,8 @@ class LaunchBound:
 
     def restart(self) -> None:
         """Forget what was launched, because it was aborted. A model that is watched stays so."""
-        self._free: deque[_Event] = deque(self._make() for _ in range(self._layers + 1))
-        self._recorded: deque[_Event] = deque()
+        self._free: deque[Any] = deque(self._make() for _ in range(self._layers + 1))
+        self._recorded: deque[Any] = deque()
 
     def watch(self, model: torch.nn.Module) -> int:
         """Pass at each layer of ``model`` from now on, in both directions; return how many layers were found.

@@ -24,12 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from checkpointless.inprocess.communicators.waits import (
-    InterruptibleGloo,
-    interruptible_store,
-    interruptible_wait,
-    rendezvous,
-)
+from checkpointless.inprocess.communicators import waits
 from checkpointless.inprocess.exceptions import RankShouldRestart
 from checkpointless.system import nccl
 from checkpointless.system.environment import (
@@ -109,7 +104,7 @@ class _GlooSockets:
         count = 0
         for _, inode, candidate in self._duplicates(present):
             noted = inode in wanted
-            if _is_connected_tcp(candidate) and (noted or _is_stores(candidate)):
+            if _is_tcp(candidate, listens=False) and (noted or _is_stores(candidate)):
                 with contextlib.suppress(OSError):  # it is closed already
                     candidate.shutdown(socket.SHUT_RD)
                     count += 1
@@ -132,10 +127,14 @@ class _GlooSockets:
         met: set[int] = set()
         listening: list[socket.socket] = []
         for descriptor, _, candidate in self._duplicates(_sockets()):
-            if _is_connected_tcp(candidate):
+            if _is_tcp(candidate, listens=False):
                 with contextlib.suppress(OSError):
                     met.add(candidate.getsockname()[1])
-            elif _is_backends(descriptor, gloo=False) and _is_nccls_server(candidate):
+            elif (
+                _is_backends(descriptor, gloo=False)
+                and _is_tcp(candidate, listens=True)
+                and _option(candidate, socket.SO_REUSEADDR) is False
+            ):
                 listening.append(candidate)
                 continue
             candidate.close()
@@ -210,12 +209,9 @@ def _is_backends(descriptor: int, gloo: bool) -> bool:
         looked_at = socket.socket(fileno=descriptor)
     except OSError:  # it was closed after it was listed
         return False
-    try:
-        return bool(looked_at.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR))
-    except OSError:
-        return False
-    finally:
-        looked_at.detach()  # it is not this one's to close
+    is_reused = _option(looked_at, socket.SO_REUSEADDR)
+    looked_at.detach()  # it is not this one's to close
+    return bool(is_reused)
 
 
 def _sockets() -> dict[int, int]:
@@ -247,27 +243,18 @@ def _is_stores(candidate: socket.socket) -> bool:
         return False
 
 
-def _is_connected_tcp(candidate: socket.socket) -> bool:
-    try:
-        return (
-            candidate.family in (socket.AF_INET, socket.AF_INET6)
-            and candidate.type == socket.SOCK_STREAM
-            and not candidate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-        )
-    except OSError:
+def _is_tcp(candidate: socket.socket, listens: bool) -> bool:
+    if candidate.family not in (socket.AF_INET, socket.AF_INET6) or candidate.type != socket.SOCK_STREAM:
         return False
+    return _option(candidate, socket.SO_ACCEPTCONN) is listens
 
 
-def _is_nccls_server(candidate: socket.socket) -> bool:
-    """Return whether a socket of a backend listens as NCCL's do."""
+def _option(candidate: socket.socket, option: int) -> bool | None:
+    """Return whether an option of a socket is set; None: it was closed after it was listed."""
     try:
-        return (
-            candidate.family in (socket.AF_INET, socket.AF_INET6)
-            and bool(candidate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
-            and not candidate.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR)
-        )
+        return bool(candidate.getsockopt(socket.SOL_SOCKET, option))
     except OSError:
-        return False
+        return None
 
 
 class _GraphGivenUpError(RankShouldRestart):
@@ -392,23 +379,18 @@ class _ProcessGroups:
         _lower_debug_level()
         if self._patches.are_made:
             return
-        graph = torch.cuda.CUDAGraph
-        table = [
-            Patch(c10d, "_new_process_group_helper", self._recorded, "it makes every process group"),
-            Patch(c10d.Work, "wait", interruptible_wait, "no interruption reaches it"),
-            Patch(rendezvous, "_create_c10d_store", interruptible_store, "it makes every client of a store"),
-            Patch(
-                dist.ProcessGroup, "send", functools.partial(self.counting, True), "torch does not count messages"
-            ),
-            Patch(
-                dist.ProcessGroup, "recv", functools.partial(self.counting, False), "torch does not count messages"
-            ),
-            Patch(graph, "capture_end", self._graphs.noting, "graphs hold communicators"),
-            Patch(graph, "replay", self._graphs.replaying, "graphs hold communicators"),
-        ]
-        if dist.is_gloo_available():
-            table.append(Patch(c10d, "ProcessGroupGloo", InterruptibleGloo, "it connects in C++"))
-        self._patches.make(table)
+        group, graph = dist.ProcessGroup, torch.cuda.CUDAGraph
+        sends, receives = functools.partial(self.counting, True), functools.partial(self.counting, False)
+        self._patches.make(
+            [
+                *waits.patches(),
+                Patch(c10d, "_new_process_group_helper", self._recorded, "it makes every process group"),
+                Patch(group, "send", sends, "torch does not count messages"),
+                Patch(group, "recv", receives, "torch does not count messages"),
+                Patch(graph, "capture_end", self._graphs.noting, "graphs hold communicators"),
+                Patch(graph, "replay", self._graphs.replaying, "graphs hold communicators"),
+            ]
+        )
 
     def uninstall(self) -> None:
         """Restore torch's functions, and hold the groups that the block has destroyed."""

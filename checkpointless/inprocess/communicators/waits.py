@@ -22,14 +22,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 
 from checkpointless.inprocess.communicators.helper_thread import run_in_helper_thread
 from checkpointless.system.environment import TORCH_GLOO_LAZY_INIT_ENV, TORCH_YES
+from checkpointless.system.patches import Patch
 
 logger = logging.getLogger(__name__)
 
 # `torch.distributed.rendezvous` is also the name of a function, which hides the module as an attribute.
-rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")  # Any: a module, private parts included
+_rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")  # Any: a module, private parts included
 
 _TURN = timedelta(milliseconds=50)
 
@@ -50,7 +52,7 @@ _CONNECT_TIMEOUT_S = 1.0
 _ATTEMPT = timedelta(seconds=20)
 
 
-def interruptible_wait(original: Callable[..., Any]) -> Callable[..., bool]:
+def _interruptible_wait(original: Callable[..., Any]) -> Callable[..., bool]:
     """Return ``torch.distributed.Work.wait``, in short turns where the main thread waits for gloo.
 
     NCCL's ``wait`` stays as it is: it orders streams and returns, and a wait of it that times out aborts the
@@ -75,6 +77,17 @@ def interruptible_wait(original: Callable[..., Any]) -> Callable[..., bool]:
     return wait
 
 
+def patches() -> list[Patch]:
+    """Return what makes waits of this process interruptible."""
+    table = [
+        Patch(c10d.Work, "wait", _interruptible_wait, "no interruption reaches it"),
+        Patch(_rendezvous, "_create_c10d_store", _interruptible_store, "it makes every client of a store"),
+    ]
+    if dist.is_gloo_available():
+        table.append(Patch(c10d, "ProcessGroupGloo", _InterruptibleGloo, "it connects in C++"))
+    return table
+
+
 def _is_of_nccl(work: Any) -> bool:
     """Return whether ``work`` is NCCL's, which alone has a future for its result (``Work::getFutureResult``)."""
     try:
@@ -94,7 +107,7 @@ def _wait_in_turns(original: Callable[..., Any], work: Any) -> bool:
     return bool(original(work))  # it completed between two turns: this returns, or raises the error of the work
 
 
-class InterruptibleGloo:
+class _InterruptibleGloo:
     """Stands for ``ProcessGroupGloo`` where torch makes groups: the main thread leaves them to a helper thread.
 
     Of each two ranks of a group one connects, and the other waits in C++ until it does (``connectAsListener`` of
@@ -143,7 +156,7 @@ def _connect_at_once() -> None:
         os.environ[TORCH_GLOO_LAZY_INIT_ENV] = "0"
 
 
-def interruptible_store(original: Callable[..., Any]) -> Callable[..., Any]:
+def _interruptible_store(original: Callable[..., Any]) -> Callable[..., Any]:
     """Return torch's factory of stores, which first waits in Python until the store listens.
 
     A store that closes while a fault is handled is not waited for, whereas torch's own client would keep connecting
@@ -152,7 +165,7 @@ def interruptible_store(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def create(hostname: str, port: int, rank: int, world_size: int, timeout: timedelta, *more: Any) -> Any:
-        if rank == 0 and not rendezvous._torchelastic_use_agent_store():
+        if rank == 0 and not _rendezvous._torchelastic_use_agent_store():
             return original(hostname, port, rank, world_size, timeout, *more)  # this rank hosts the store
         deadline = time.monotonic() + timeout.total_seconds()
         while True:

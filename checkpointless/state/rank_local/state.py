@@ -21,13 +21,13 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from checkpointless.inprocess import ParameterUpdateLock
-from checkpointless.inprocess.wrap import own_board
+from checkpointless.inprocess.wrap import active_call_wrapper
 from checkpointless.launcher.protocol.board import Board
 from checkpointless.state.port import UPDATED_BUFFERS, SnapshotPoint, TrainingState, holders_of
 from checkpointless.state.rank_local.agreement import require_agreement
@@ -40,6 +40,7 @@ from checkpointless.system.environment import LOCAL_WORLD_SIZE_ENV
 from checkpointless.transfer.exchange import (
     MAX_BYTES,
     all_gather_json,
+    exchange,
     receive_bytes,
     send_bytes,
     to_bytes,
@@ -53,7 +54,6 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
-_Plain = TypeVar("_Plain")
 
 #: How many bytes of buffers are kept at each point, the smallest buffers first.
 OWN_BUFFER_BYTES = 4 * 1024 * 1024
@@ -63,6 +63,12 @@ _BUFFERS = "buffers"  # the name of the record, among the streams that it is kep
 NOTHING = b""  # the record that no buffer has changed, and none differs from a peer's
 
 _HELP = "torch.nn.SyncBatchNorm, or a broadcast before each update, makes them the same on all ranks"
+
+
+def _own_board() -> Board | None:
+    """Return this rank's board, or None under another launcher or outside a block."""
+    call = active_call_wrapper()
+    return call.board if call is not None else None
 
 
 class _OwnBuffers:
@@ -112,10 +118,8 @@ class _OwnBuffers:
         if record != self.record:
             self.record = record
 
-    def compare(self, step: int, group: Sequence[int]) -> None:
-        """Compare the buffers that are too large to be kept with the peers', at ever fewer steps. Collective."""
-        if step & (step - 1):
-            return
+    def compare(self, group: Sequence[int]) -> None:
+        """Compare the buffers that are too large to be kept with the peers'. Collective."""
         answers = all_gather_json(self._large_digests())
         self._compared([answers[rank] for rank in group], group)
 
@@ -249,13 +253,10 @@ RANDOM_STREAM = "random stream"  # how the names of their digests begin
 
 
 class _OwnStreams:
-    """Keeps this rank's random streams, also where its process does not take them along when it ends.
-
-    ``states`` has the streams by step and stage; None stands for none.
-    """
+    """Keeps this rank's random streams, by step and stage, also where its process does not take them along."""
 
     def __init__(self) -> None:
-        self.states: dict[tuple[int, SnapshotPoint], RngStates] | None = {}
+        self.states: dict[tuple[int, SnapshotPoint], RngStates] = {}
         self._data_start: RngStates | None = None
         self._merged: tuple[dict[str, bytes], dict[str, bytes], bytes, dict[str, bytes]] = ({}, {}, NOTHING, {})
 
@@ -279,7 +280,7 @@ class _OwnStreams:
         of its buffers.
         """
         if loss is None:
-            committed = (self.states or {}).get((step, SnapshotPoint.COMMITTED))
+            committed = self.states.get((step, SnapshotPoint.COMMITTED))
             known = {SnapshotPoint.COMMITTED: committed} if committed is not None else self.at(step)
             if known:
                 loss = next(iter(known.values())).loss
@@ -299,7 +300,7 @@ class _OwnStreams:
     def amend(self, step: int, stage: SnapshotPoint, buffers: bytes) -> None:
         """Keep another record of the buffers with the streams at ``stage`` after ``step``, if these are kept."""
         states = self.at(step).get(stage)
-        if states is not None and buffers_in(states) != buffers:
+        if states is not None and _buffers_in(states) != buffers:
             self.keep(step, dataclasses.replace(states, streams=_with_buffers(states.streams, buffers)))
 
     def have_moved(self, since: RngStates) -> tuple[bool, bool]:
@@ -310,12 +311,12 @@ class _OwnStreams:
 
     def keep(self, step: int, states: RngStates) -> None:
         """Keep ``states`` as the streams at their stage after ``step``, and drop those of steps before the last."""
-        known, stage = self.states or {}, states.stage
+        known, stage = self.states, states.stage
         if stage is SnapshotPoint.COMMITTED:  # what followed when this step was made before is void
             kept = {key: each for key, each in known.items() if key[0] >= step - 1 and key[0] != step}
         else:
             kept = {key: each for key, each in known.items() if key[0] >= step - 1}
-        board = own_board()
+        board = _own_board()
         if stage is not SnapshotPoint.COMMITTED and board is not None and all(key[0] != step for key in kept):
             kept.update({(step, before): each for before, each in _found_on_board(board, step).items()})
         kept[step, stage] = states
@@ -325,10 +326,10 @@ class _OwnStreams:
 
     def at(self, step: int) -> dict[SnapshotPoint, RngStates]:
         """Return the streams after ``step`` by stage, from memory or, in a new process, from the board."""
-        known = {key[1]: states for key, states in (self.states or {}).items() if key[0] == step}
+        known = {key[1]: states for key, states in self.states.items() if key[0] == step}
         if known:
             return known
-        board = own_board()
+        board = _own_board()
         return _found_on_board(board, step) if board is not None else {}
 
     def digests(self, step: int) -> dict[str, str] | None:
@@ -355,8 +356,8 @@ class _OwnStreams:
 
     def known(self) -> tuple[tuple[int, int], ...]:
         """Return the newest steps and stages whose streams are known."""
-        board = own_board()
-        steps = {step for step, _ in self.states or {}}
+        board = _own_board()
+        steps = {step for step, _ in self.states}
         if not steps and board is not None:
             committed = board.read().committed
             steps = {committed - 1, committed, committed + 1}
@@ -366,13 +367,13 @@ class _OwnStreams:
     def keep_data_start(self, streams: RngStates) -> None:
         """Keep ``streams``, from which a new iterator over the training data draws its order, also on the board."""
         self._data_start = streams
-        board = own_board()
+        board = _own_board()
         if board is not None:
             board.put_snapshot(0, streams.to_bytes(), series=DATA_SERIES)
 
     def data_start(self) -> RngStates | None:
         """Return the streams as they were when the newest iterator over the training data began."""
-        board = own_board()
+        board = _own_board()
         if self._data_start is None and board is not None:
             kept = board.snapshot(0, series=DATA_SERIES)
             self._data_start = RngStates.from_bytes(kept) if kept else None
@@ -384,7 +385,7 @@ def _with_buffers(streams: dict[str, bytes], record: bytes) -> dict[str, bytes]:
     return rest if record == NOTHING else {**rest, _BUFFERS: record}
 
 
-def buffers_in(states: RngStates) -> bytes:
+def _buffers_in(states: RngStates) -> bytes:
     """Return the record of the buffers that is kept with streams."""
     return states.streams.get(_BUFFERS, NOTHING)
 
@@ -467,7 +468,7 @@ class _OwnReplicas:
             world = dist.get_world_size()
             jump = self._asked
             if jump is None:
-                jump = int(os.environ.get(LOCAL_WORLD_SIZE_ENV, world)) if own_board() is not None else 0
+                jump = int(os.environ.get(LOCAL_WORLD_SIZE_ENV, world)) if _own_board() is not None else 0
             self._jump = jump % world
         return self._jump
 
@@ -513,7 +514,7 @@ class _OwnReplicas:
 
     def kept(self) -> dict[int, bytes]:
         """Return the streams of another rank that this rank keeps, by step."""
-        board = own_board()
+        board = _own_board()
         if self._kept or board is None or self.jump == 0:
             return dict(self._kept)
         committed = board.read().committed
@@ -523,27 +524,20 @@ class _OwnReplicas:
     def _keep(self, step: int, payload: bytes) -> None:
         before = {step - 1: self._kept[step - 1]} if step - 1 in self._kept else {}
         self._kept = {**before, step: payload}  # one assignment: an interruption leaves the old or the new
-        board = own_board()
+        board = _own_board()
         if board is not None:
             board.put_snapshot(step, payload, series=_SERIES)
 
     def _of(self, step: int) -> bytes | None:
         """Return the other rank's streams after ``step``, if this rank keeps them."""
-        board = own_board()
+        board = _own_board()
         return self._kept.get(step) or (board.snapshot(step, series=_SERIES) if board is not None else None)
 
 
 def _pass_on(mine: torch.Tensor, theirs: torch.Tensor, jump: int) -> None:
     """Send ``mine`` to the rank ``jump`` places further on, and receive ``theirs`` from the rank as far back."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    works: list[Any] = dist.batch_isend_irecv(
-        [
-            dist.P2POp(dist.isend, mine, (rank + jump) % world),
-            dist.P2POp(dist.irecv, theirs, (rank - jump) % world),
-        ]
-    )
-    for work in works:
-        work.wait()
+    exchange([(dist.isend, mine, (rank + jump) % world), (dist.irecv, theirs, (rank - jump) % world)])
 
 
 class RankLocalState:
@@ -568,13 +562,12 @@ class RankLocalState:
     def replicate(self, step: int, state: TrainingState | None) -> None:
         """Have what is this rank's own after ``step`` kept on another node, too, if there is one. Collective."""
         if state is not None and not step & (step - 1):  # at ever fewer steps
-            self.buffers.compare(step, holders_of(state, state.buffers.take()))
+            self.buffers.compare(holders_of(state, state.buffers.take()))
         if self.replicas.jump == 0:
             return
         self.replicas.exchange(step, lambda: self._record(step, self.streams.at(step)[SnapshotPoint.COMMITTED]))
 
     def _record(self, step: int, states: RngStates) -> bytes:
-        """Return what is this rank's own at the point of ``states``, for another node to keep."""
         return state_tree.dumps(Carried([(step, states)], self.streams.data_start()).to_plain())
 
     def kept_at(self, step: int, stage: SnapshotPoint) -> Mapping[str, Any] | None:
@@ -588,7 +581,7 @@ class RankLocalState:
         Raises:
             UnrecoverableError: the ranks contradict each other about who holds the same, or it is not the same.
         """
-        board, buffers = own_board(), state.buffers.take()
+        board, buffers = _own_board(), state.buffers.take()
         require_agreement(state, buffers)
         if board is not None:
             board.set_shard(min(holders_of(state)))
@@ -649,7 +642,7 @@ class RankLocalState:
     def _record_of(self, step: int, stage: SnapshotPoint) -> bytes | None:
         """Return the record of this rank's buffers that was kept at a point; None: it is lost."""
         states = self.streams.at(step).get(stage)
-        return buffers_in(states) if states is not None else None
+        return _buffers_in(states) if states is not None else None
 
     def put_buffers(
         self,
@@ -699,10 +692,25 @@ class _Fits:
         self.finished = {**self.finished, self.number: objects}
 
     def share_finished(self) -> dict[str, Any] | None:
-        """Return the non-tensor state in which the fit ended before the fault, if any rank has it. Collective."""
-        objects: dict[str, Any] | None = _share_plain(self.finished.get(self.number))
-        if objects is not None:
-            self.finish(objects)
+        """Return the non-tensor state in which the fit ended before the fault, if any rank has it. Collective.
+
+        Raises:
+            StateTreeError: what this rank is to give cannot travel.
+        """
+        objects = self.finished.get(self.number)
+        have = all_gather_json(objects is not None)
+        if not any(have):
+            return None
+        giver = have.index(True)
+        if dist.get_rank() == giver:
+            payload = state_tree.dumps(objects)
+            for rank, has in enumerate(have):
+                if not has:
+                    send_bytes(payload, rank)
+        elif objects is None:
+            objects = state_tree.loads(receive_bytes(giver))
+        assert objects is not None
+        self.finish(objects)
         return objects
 
 
@@ -730,7 +738,7 @@ class RankLocalKeeper(ABC):
 
     @rng_states.setter
     def rng_states(self, states: dict[tuple[int, SnapshotPoint], RngStates] | None) -> None:
-        self.own.streams.states = states
+        self.own.streams.states = states or {}
 
     @abstractmethod
     def replicate_rng_states(self, step: int) -> None:
@@ -781,23 +789,3 @@ class RankLocalKeeper(ABC):
             and stage is not SnapshotPoint.LOADED
         ):
             raise RuntimeError(f"the random streams of this rank after step {step} ({stage.name}) are not known")
-
-
-def _share_plain(mine: _Plain | None) -> _Plain | None:
-    """Give every rank that has nothing (None) what the first rank that has something has, plain data. Collective.
-
-    Raises:
-        StateTreeError: what this rank is to give cannot travel.
-    """
-    have = all_gather_json(mine is not None)
-    if not any(have):
-        return None
-    giver = have.index(True)
-    if dist.get_rank() == giver:
-        payload = state_tree.dumps(mine)
-        for rank, has in enumerate(have):
-            if not has:
-                send_bytes(payload, rank)
-    elif mine is None:
-        mine = state_tree.loads(receive_bytes(giver))
-    return mine

@@ -597,24 +597,12 @@ class _Encoder:
         raise _Refused(f"is {_a(kind)}, which cannot be given to another rank: {_advice(value, kind)}")
 
     def _items(self, items: Iterable[Tree]) -> list[_Node]:
-        encoded = []
-        for index, item in enumerate(items):
-            try:
-                encoded.append(self.encode(item))
-            except _Refused as refused:
-                refused.path.append(f"[{index}]")
-                raise
-        return encoded
+        return [self._part(item, "[{}]", index) for index, item in enumerate(items)]
 
     def _pairs(self, mapping: dict[Tree, Tree]) -> list[_Node]:
         encoded: list[_Node] = []
         for key, item in mapping.items():
-            encoded.append(self._key(key))
-            try:
-                encoded.append(self.encode(item))
-            except _Refused as refused:
-                refused.path.append(f"[{_short(key)}]")
-                raise
+            encoded += [self._key(key), self._part(item, "[{}]", key)]
         return encoded
 
     def _key(self, key: Tree) -> _Node:
@@ -622,12 +610,16 @@ class _Encoder:
             return self.encode(key)
         outer, self._in_key = self._in_key, True
         try:
-            return self.encode(key)
-        except _Refused as refused:
-            refused.path.append(f" key {_short(key)}")
-            raise
+            return self._part(key, " key {}", key)
         finally:
             self._in_key = outer
+
+    def _part(self, value: Tree, place: str, name: object) -> _Node:
+        try:
+            return self.encode(value)
+        except _Refused as refused:
+            refused.path.append(place.format(_short(name)))
+            raise
 
     def _head(self, mapping: Any) -> list[_Node]:
         """Return what a dictionary has in addition to its items."""

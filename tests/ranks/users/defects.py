@@ -72,9 +72,9 @@ def validations_are_repeated() -> None:
 
 def entry_streams_are_stale() -> None:
     """Enter the block again with random streams that it has drawn from before."""
-    from checkpointless.inprocess.wrap import _EntryStreams
+    from checkpointless.inprocess.wrap import _Entry
 
-    _EntryStreams.restore = lambda streams: None  # type: ignore[method-assign, assignment]
+    _Entry.restore_streams = lambda entry: None  # type: ignore[method-assign, assignment]
 
 
 def accumulated_metrics_begin_anew() -> None:

@@ -12,11 +12,11 @@ from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
 from torch.utils.hooks import RemovableHandle
 
-from checkpointless.inprocess.wrap import _EntryModes
+from checkpointless.inprocess.wrap import _Entry
 
 
 def test_modes_that_were_changed_for_a_while_are_as_before() -> None:
-    before = _EntryModes()
+    before = _Entry()
     try:
         torch.set_default_dtype(torch.float64)
         torch.set_grad_enabled(False)
@@ -50,7 +50,7 @@ def test_hooks_for_all_modules_are_there_once_however_often_the_block_registers_
     called: list[str] = []
     handles = [REGISTER[kind](lambda *_, **__: called.append("before"))]
     try:
-        entry = _EntryModes()
+        entry = _Entry()
         for _ in range(3):
             handles.append(REGISTER[kind](lambda *_, **__: called.append("each time")))
             called.clear()
@@ -70,7 +70,7 @@ def test_a_relative_chdir_leads_to_the_same_folder_at_each_entry(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    before = _EntryModes()
+    before = _Entry()
     for _ in range(2):
         os.makedirs("outputs", exist_ok=True)
         os.chdir("outputs")

@@ -29,7 +29,6 @@ from checkpointless.inprocess import (
     HPWrapper,
     RankShouldRestart,
 )
-from checkpointless.inprocess.abort import after_block
 from checkpointless.inprocess.exceptions import is_victim
 from checkpointless.inprocess.fault_responder import MainThread
 from checkpointless.inprocess.memory import peak_growth, reset_peak
@@ -138,11 +137,11 @@ def test_what_transformer_engine_keeps_is_dropped_once_the_block_is_left(
     abort = CheckpointlessAbortManager.create_custom_abort(AbortTransformerEngine())
     abort(STATE)
     assert resets == [], "the block may be inside of fp8_autocast"
-    after_block(abort, STATE)
+    abort.after_block(STATE)
     assert resets == ["fp8", "ub"]
     assert base._ub_communicators is base._cublas_workspace is None
     assert not base._multi_stream_cublas_workspace + list(base._dummy_wgrads) + list(attention._cu_seqlens_cache)
-    after_block(abort, STATE)
+    abort.after_block(STATE)
     assert resets == ["fp8", "ub", "fp8"]
 
 

@@ -9,7 +9,7 @@ import pytest
 from checkpointless.inprocess import wrap
 from checkpointless.inprocess.exceptions import RankShouldRestart
 from checkpointless.inprocess.generation import Generation, StepTracker
-from checkpointless.inprocess.wrap import Pause, _Blocks, _Succession
+from checkpointless.inprocess.wrap import _Blocks, _Pause, _Succession
 from checkpointless.launcher.client import RankClient
 from checkpointless.launcher.protocol.board import Facts
 from checkpointless.launcher.protocol.messages import Barrier as BarrierMessage
@@ -105,8 +105,8 @@ def test_a_rank_waits_at_the_agreed_boundary_until_its_generation_ends(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     client, beats = Barrier(PauseMessage(0)), list[int]()
-    assert [Pause(Generation(of), client).is_wanted for of in (0, 1)] == [True, False]
-    pause = Pause(Generation(0), client)
+    assert [_Pause(Generation(of), client).is_wanted for of in (0, 1)] == [True, False]
+    pause = _Pause(Generation(0), client)
     pause.is_agreed = True
 
     def end() -> None:

@@ -11,7 +11,7 @@ import torch
 from checkpointless.inprocess.parameter_update_lock import CommitState
 from checkpointless.recovery import PEFTCheckpointManager
 from checkpointless.state import held_state
-from checkpointless.state.held_state import HeldState, _HostMemory
+from checkpointless.state.held_state import HeldState
 from checkpointless.state.port import SnapshotPoint
 from checkpointless.state.serialization.digest import MemoryChecksumManager
 from checkpointless.transfer.tensor_entry import Key
@@ -161,39 +161,34 @@ def test_an_update_that_no_other_rank_can_have_is_kept_if_memory_is_short() -> N
     assert held.commit.ready
 
 
-# --- How tensors are moved to host memory that is used again; tensors of 32-bit floats play those of a device -----
-
-
-@pytest.fixture(autouse=True)
-def floats_lie_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(held_state, "is_on_host", lambda tensor: tensor.dtype != torch.float32)
+# --- How tensors are moved to host memory; tensors of 32-bit floats play those of a device ------------------------
 
 
 def key(name: str) -> Key:
     return ("optimizer", 0, 0, 0, name)
 
 
-def test_copies_are_equal_and_do_not_overlap_and_the_rest_stays_where_it_is() -> None:
+def offloaded(tensors: dict[Key, torch.Tensor]) -> HeldState:
+    held = HeldState(CommitState(3, ready=False, torn=False), dict(tensors), {})
+    held.offload()
+    return held
+
+
+def test_what_lies_on_a_device_is_moved_and_not_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(held_state, "is_on_host", lambda tensor: tensor.dtype != torch.float32)
     tensors = {
         key("matrix"): torch.randn(7, 5).t(),
         key("nothing"): torch.randn(0, 3),
-        key("odd"): torch.randn(3),
+        key("number"): torch.tensor(3.0),
         key("here"): torch.arange(4),
     }
-    copies = _HostMemory().copies(tensors)
-    assert copies.keys() == tensors.keys()
-    assert all(torch.equal(copies[each], tensors[each]) for each in tensors)
-    assert all(copies[each].shape == tensors[each].shape for each in tensors)
-    assert copies[key("here")] is tensors[key("here")]
-    copies[key("matrix")].fill_(0)
-    assert torch.equal(copies[key("odd")], tensors[key("odd")])
-
-
-def test_what_was_copied_before_and_is_still_held_is_not_overwritten() -> None:
-    memory = _HostMemory()
-    held = memory.copies({key("a"): torch.ones(100), key("b"): torch.full((5,), 2.0)})
-    on_host = {each: copy.view(torch.int32) for each, copy in held.items()}  # they lie on the host
-    before = {each: copy.clone() for each, copy in on_host.items()}
-    mixed = memory.copies({key("a"): on_host[key("a")], key("b"): torch.full((5,), 7.0)})  # b was filled
-    assert torch.equal(mixed[key("a")], before[key("a")])
-    assert mixed[key("b")].tolist() == [7.0] * 5
+    held = offloaded(tensors)
+    assert list(held.tensors) == list(tensors)
+    assert all(torch.equal(held.tensors[each], tensors[each]) for each in tensors)
+    assert {each for each in tensors if held.tensors[each] is tensors[each]} == {key("number"), key("here")}
+    held.tensors = {each: tensor.view(torch.int32) for each, tensor in held.tensors.items() if tensor.dim()}
+    held.tensors[key("filled")] = torch.full((5,), 7.0)  # before a further fault
+    before = {each: tensor.clone() for each, tensor in held.tensors.items()}
+    held.offload()
+    offloaded({key("matrix"): torch.zeros(7, 5)})
+    assert all(torch.equal(held.tensors[each], tensor) for each, tensor in before.items())

@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from checkpointless.inprocess.finalize import clean_up_frameworks
+from checkpointless.inprocess.finalize import CheckpointlessFinalizeCleanup
 from checkpointless.strategies.megatron_strategy import _GivenModule, _note_given_module
 
 pytestmark = pytest.mark.nemo
@@ -55,5 +55,5 @@ def test_all_modules_of_all_fits_are_as_they_were_before_the_first_one() -> None
         for model in models:
             _note_given_module(model)
             set_up(model)
-    clean_up_frameworks()
+    CheckpointlessFinalizeCleanup()()
     assert not any(hasattr(model, "module") for model in models)

@@ -48,7 +48,9 @@ def test_who_gives_and_who_is_given(
     monkeypatch.setattr(state.dist, "get_rank", lambda: rank)
     monkeypatch.setattr(state, "send_bytes", send)
     monkeypatch.setattr(state, "receive_bytes", receive)
-    assert state._share_plain(MINE if have[rank] else None) == (MINE if any(have) else None)
+    fits = state._Fits()
+    fits.finished = {0: MINE} if have[rank] else {}
+    assert fits.share_finished() == (MINE if any(have) else None)
     assert sent == receivers
     assert received == ([] if source is None else [source])
 

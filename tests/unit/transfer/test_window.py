@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -43,7 +44,7 @@ class Rank:
 
     def launch(self, messages: Sequence[Message]) -> list[Work]:
         """Launch a group."""
-        self.groups.append([(int(each.tensor[0]), each.peer) for each in messages])
+        self.groups.append([(int(tensor[0]), peer) for _, tensor, peer in messages])
         return [Work()]
 
     def finish(self, parcel: _Parcel) -> None:
@@ -60,7 +61,7 @@ class Rank:
             for index, peers in planned:
                 window.make_room()
                 payload = torch.full((1,), index)
-                messages = [Message(payload, peer, is_sent=True) for peer in peers]
+                messages: list[Message] = [(dist.isend, payload, peer) for peer in peers]
                 parcel = _Parcel(index, payload, messages, None)
                 self.under_way.append(parcel)
                 self.most = max(self.most, len(self.under_way))

@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from checkpointless.inprocess.communicators.waits import InterruptibleGloo
+from checkpointless.inprocess.communicators.waits import _InterruptibleGloo
 from checkpointless.inprocess.exceptions import RankShouldRestart
 from checkpointless.inprocess.fault_responder import MainThread
 
@@ -28,7 +28,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Return what replaces torch's class, or another one."""
 
     def replace(original: Any = dist.ProcessGroupGloo) -> None:
-        monkeypatch.setattr(c10d, "ProcessGroupGloo", InterruptibleGloo(original))
+        monkeypatch.setattr(c10d, "ProcessGroupGloo", _InterruptibleGloo(original))
 
     return replace
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from checkpointless.inprocess.communicators.waits import interruptible_wait
+from checkpointless.inprocess.communicators.waits import _interruptible_wait
 
 GIVEN_UP_S = 20.0
 
@@ -49,7 +49,7 @@ def test_a_wait_for_a_rank_that_does_not_come_is_interrupted_where_there_is_cuda
     on_a_gpu: None, collective: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranks = pair()
-    monkeypatch.setattr(c10d.Work, "wait", interruptible_wait(c10d.Work.wait))
+    monkeypatch.setattr(c10d.Work, "wait", _interruptible_wait(c10d.Work.wait))
 
     def interrupt(number: int, frame: object) -> None:
         raise Interruption
@@ -96,5 +96,5 @@ def test_a_wait_of_nccl_has_no_time_limit_that_would_abort_its_communicator(on_a
         return True
 
     work: Any = WorkOfNCCL()
-    assert interruptible_wait(wait)(work)
+    assert _interruptible_wait(wait)(work)
     assert work.waits == [()]

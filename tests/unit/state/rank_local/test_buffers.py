@@ -14,9 +14,9 @@ from checkpointless.state.rank_local.state import (
     NOTHING,
     OWN_BUFFER_BYTES,
     RankLocalState,
+    _buffers_in,
     _decode,
     _OwnBuffers,
-    buffers_in,
 )
 from checkpointless.transfer.tensor_entry import Key
 
@@ -108,7 +108,7 @@ def test_what_is_too_large_and_differs_cannot_be_given_back(group: Answers) -> N
     group([{"small": None, "large": {"norm.running_mean": 7}}])
     own.keep(large)
     group([{"norm.running_mean": 7}])
-    own.compare(1, [0, 1])
+    own.compare([0, 1])
     other = {"alive": False, "record": "lost", "differ": []}
     group([other])
     found = own.lost(large, NOTHING, {1: [0]}, alive=False)
@@ -119,7 +119,7 @@ def test_what_is_too_large_and_differs_cannot_be_given_back(group: Answers) -> N
 @pytest.fixture
 def board(monkeypatch: pytest.MonkeyPatch) -> Iterator[Board]:
     made = Board.create(0)
-    monkeypatch.setattr(own_buffers, "own_board", lambda: made)
+    monkeypatch.setattr(own_buffers, "_own_board", lambda: made)
     yield made
     made.close()
 
@@ -159,4 +159,4 @@ def test_buffers_that_the_update_has_written_to_take_the_place_of_those_before_i
     own.keep_buffers(1, SnapshotPoint.CHECKED, buffers(3.0))
     for owner in (own, RankLocalState(0)):
         assert list(owner.streams.at(1)) == [SnapshotPoint.COMMITTED], "a point that was not kept stays unknown"
-        assert value_in(buffers_in(owner.streams.at(1)[SnapshotPoint.COMMITTED])) == 3.0
+        assert value_in(_buffers_in(owner.streams.at(1)[SnapshotPoint.COMMITTED])) == 3.0

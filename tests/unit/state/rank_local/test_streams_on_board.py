@@ -60,7 +60,7 @@ def test_a_step_that_is_made_again_leaves_the_streams_of_the_step_before(board: 
 @pytest.fixture
 def own_board(monkeypatch: pytest.MonkeyPatch) -> Iterator[Board]:
     made = Board.create(0)
-    monkeypatch.setattr(own_streams, "own_board", lambda: made)
+    monkeypatch.setattr(own_streams, "_own_board", lambda: made)
     yield made
     made.close()
 
@@ -112,6 +112,6 @@ def test_where_streams_are_kept(
     monkeypatch: pytest.MonkeyPatch, asked: int | None, under_our_agent: bool, local: int, jump: int
 ) -> None:
     monkeypatch.setattr(own_replicas.dist, "get_world_size", lambda: 8)
-    monkeypatch.setattr(own_replicas, "own_board", lambda: object() if under_our_agent else None)
+    monkeypatch.setattr(own_replicas, "_own_board", lambda: object() if under_our_agent else None)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local))
     assert _OwnReplicas(asked).jump == jump
