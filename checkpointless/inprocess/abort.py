@@ -42,10 +42,7 @@ _LOCK_S = 1.0  # a living process holds the lock for microseconds
 
 
 def _end_workers(iterator: _MultiProcessingDataLoaderIter) -> None:
-    """End the workers of one iterator, and free threads that would wait for what the workers held.
-
-    This takes milliseconds, twelve seconds at most. Any thread may call it.
-    """
+    """End the workers of one iterator within 12 s, and free threads that would wait for what the workers held."""
     workers = list(iterator._workers)
     _watch_no_more(iterator)
     for worker in workers:
@@ -85,7 +82,7 @@ def _have_ended(workers: Sequence[BaseProcess], limit_s: float) -> bool:
 def _is_alive(worker: BaseProcess) -> bool:
     """Return whether ``worker`` is alive, by its sentinel as well.
 
-    ``Process.is_alive`` alone stays true forever if the main thread was interrupted while it reaped the worker.
+    ``Process.is_alive`` stays true forever if the main thread was interrupted while it reaped the worker.
     """
     return worker.is_alive() and not connection.wait([worker.sentinel], 0)
 
@@ -213,18 +210,11 @@ class Abort(ABC):
         """Stop the activity."""
 
     def after_block(self, state: HPState) -> None:  # noqa: B027 - most have nothing to do then
-        """Stop, in the main thread after the block, what must not be touched while the block still runs.
-
-        Args:
-            state: the rank's place in the job.
-        """
+        """Stop, in the main thread after the block, what must not be touched while the block still runs."""
 
 
 class HPAbortTorchDistributed(Abort):
-    """Aborts every communicator: NCCL by ``abort()``, gloo by shutting down its connections.
-
-    A rank that is blocked in a collective of either backend raises at once.
-    """
+    """Aborts every communicator, NCCL's and gloo's: a rank that is blocked in a collective raises at once."""
 
     def __call__(self, state: HPState) -> None:
         process_groups.abort()
@@ -281,10 +271,7 @@ class HPDataLoaderAbort(_TrainerAbort):
 
 
 class HPCheckpointingAbort(_TrainerAbort):
-    """Stops asynchronous checkpoint writers, unless the strategy keeps their saves and finishes them later.
-
-    A save that is not finished is not a checkpoint.
-    """
+    """Stops asynchronous checkpoint writers, unless the strategy keeps their saves and finishes them later."""
 
     def __call__(self, state: HPState) -> None:
         for parts in _known.values():
@@ -294,9 +281,8 @@ class HPCheckpointingAbort(_TrainerAbort):
 class AbortTransformerEngine(Abort):
     """Drops what TransformerEngine keeps for process groups that are gone, once the main thread has left the block.
 
-    TransformerEngine's FP8 state must not be reset while the block is inside ``fp8_autocast``, whose exit relies on
-    it, and its communicators for overlapped tensor parallelism must not be dropped while kernels wait in them. This
-    abort does nothing if TransformerEngine was not imported.
+    The exit of ``fp8_autocast`` relies on FP8 state, and kernels may wait in the communicators for overlapped
+    tensor parallelism. This abort does nothing if TransformerEngine was not imported.
     """
 
     def __call__(self, state: HPState) -> None:
@@ -305,8 +291,7 @@ class AbortTransformerEngine(Abort):
     def after_block(self, state: HPState) -> None:
         """Drop FP8 state, user buffers (``destroy_ub``), workspaces and cached tensors (idempotent).
 
-        Without it, ``initialize_ub`` fails because communicators exist, and makes the workspace that it finds three
-        times as large.
+        Without it ``initialize_ub`` fails, and makes the workspace that it finds three times as large.
         """
         for name in _FP8:
             manager = getattr(sys.modules.get(name), "FP8GlobalStateManager", None)
@@ -330,9 +315,8 @@ class CheckpointlessAbortManager:
 
     @staticmethod
     def get_default_checkpointless_abort() -> Compose:
-        """Return the aborts for TransformerEngine, checkpoint writers, torch.distributed and data loaders.
-
-        They run from last to first.
+        """Return the aborts for TransformerEngine, checkpoint writers, torch.distributed and data loaders, run from
+        last to first.
         """
         return Compose(
             AbortTransformerEngine(), HPCheckpointingAbort(), HPAbortTorchDistributed(), HPDataLoaderAbort()

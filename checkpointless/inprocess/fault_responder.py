@@ -123,8 +123,8 @@ class MainThread:
     def putting_back(self) -> Iterator[None]:
         """Let ``finally`` clauses in the context run to their ends where an exception is on its way through them.
 
-        That may be an interruption, or the error of a collective whose peer is lost. Then no (further) interruption
-        is raised before half of the time has passed in which the thread has to leave the block.
+        Then no (further) interruption is raised before half of the time has passed in which the thread has to leave
+        the block.
         """
         if self._putting_back == 0:
             self._handled = sys.exc_info()[1]
@@ -169,8 +169,8 @@ class MainThread:
     def interrupt_until_left(self, timeout_s: float, free: Callable[[float], object]) -> bool:
         """Interrupt the thread repeatedly until it has left the block; return whether it has within ``timeout_s``.
 
-        ``free`` is called before each interruption with the seconds waited so far, and frees what the thread may
-        block in.
+        ``free``, called before each interruption with the seconds waited so far, frees what the thread may block
+        in.
         """
         began = time.monotonic()
         told = False
@@ -271,8 +271,8 @@ class FaultResponder:
     """Makes the main thread leave its block when a fault notice arrives.
 
     ``timeout`` limits the update in progress, the abort, and the main thread's way out, each.
-    ``raise_before_abort`` interrupts the main thread before the abort runs rather than after it. ``replace``
-    ends this process, which a successor takes over, with a reason.
+    ``raise_before_abort`` interrupts the main thread before the abort. ``replace`` ends this process, which a
+    successor takes over.
 
     Attributes:
         aborted: the generation that was aborted last (-1: none).

@@ -41,10 +41,7 @@ def register_cleanup(name: str, cleanup: Callable[[], None]) -> None:
 
 
 class Finalize(ABC):
-    """An action that cleans up one kind of thing.
-
-    It runs in the main thread and must be safe to repeat.
-    """
+    """An action that cleans up one kind of thing, in the main thread. It must be safe to repeat."""
 
     @abstractmethod
     def __call__(self, state: HPState) -> None:
@@ -52,10 +49,9 @@ class Finalize(ABC):
 
 
 class CheckpointlessFinalizeCleanup(Finalize):
-    """Runs the clean-ups that frameworks registered (:func:`register_cleanup`) to drop what they keep in globals.
+    """Runs the clean-ups that frameworks registered (:func:`register_cleanup`), to drop what they keep in globals.
 
-    It does not search the heap. It leaves process groups and garbage to the engine, which handles them after any
-    clean-up.
+    It does not search the heap.
     """
 
     def __init__(self) -> None:

@@ -20,11 +20,11 @@ from checkpointless.system.environment import LOCAL_RANK_ENV, own_rank, own_worl
 
 @dataclass
 class Generation:
-    """The generation that this rank is in. There is one of these per process, and it changes at every barrier.
+    """The generation that this rank is in, of which a process has one object.
 
     Attributes:
-        incident: id of the incident that led to this generation, or of the one that ends it, once that is known
-            (None: none).
+        incident: id of the incident that led to this generation, or of the one that ends it, once known (None:
+            none).
         high_water: the highest optimizer step that any rank of the job is known to have committed (-1: none).
         origin: the generation that began from nothing: 0, or that of the last restart of the whole job.
     """
@@ -82,10 +82,7 @@ _SETTLED_STEPS = 2  # after this many steps, everything that the previous genera
 
 
 class StepTracker:
-    """Reports how far training has come: on the rank's board for its agent, and in the event log.
-
-    Args:
-        board: this rank's board (None under another launcher).
+    """Reports how far training has come: on the rank's board (if any) for its agent, and in the event log.
 
     Attributes:
         making: the optimizer step in progress (-1: none).
@@ -123,10 +120,8 @@ class StepTracker:
         self._open_stage = None
 
     def begin_data(self, samples_per_step: int | None = None) -> None:
-        """Report that the state is in place and that the first batch is requested.
-
-        Args:
-            samples_per_step: number of samples that a step of the whole job takes, for the event; None if unknown.
+        """Report that the state is in place and the first batch requested, with the samples of a step of the whole
+        job, if known.
         """
         self.entered()
         fields = {} if samples_per_step is None else {"samples_per_step": samples_per_step}

@@ -32,9 +32,8 @@ def time_limit(name: str, given: float | timedelta) -> timedelta:
 
 @contextmanager
 def bounded(what: str, limit_s: float, too_late: Callable[[str], object]) -> Iterator[None]:
-    """Bracket code that must end within ``limit_s`` seconds; else ``too_late`` is called with the reason.
-
-    It runs in a thread, and has to end the process, because the thread that hangs cannot be freed.
+    """Bracket code that must end within ``limit_s`` seconds; else ``too_late``, in a thread, ends the process with
+    the reason.
     """
     timer = threading.Timer(limit_s, too_late, [f"{what} did not end within {limit_s:g} s"])
     timer.daemon = True
@@ -52,14 +51,8 @@ class HealthCheck(ABC):
     def __call__(
         self, state: HPState, train_ex: BaseException | None = None
     ) -> tuple[HPState, BaseException | None]:
-        """Check this process.
-
-        Args:
-            state: the rank's place in the job.
-            train_ex: the exception that ended the block.
-
-        Returns:
-            Both arguments, unchanged.
+        """Check this process, at a place in the job, after ``train_ex`` ended the block; return both arguments,
+        unchanged.
         """
 
 

@@ -14,9 +14,8 @@ _before: dict[str, int] = {}  # bytes held when the peak was last reset
 
 
 def memory_status() -> dict[str, int]:
-    """Return the memory of this process in bytes, and its numbers of threads and open descriptors.
-
-    The memory is resident host memory and, where CUDA is in use, device memory.
+    """Return this process's resident host memory and, with CUDA, device memory in bytes; its threads and open
+    descriptors.
     """
     process = psutil.Process()
     status = {
@@ -42,9 +41,8 @@ def reset_peak() -> None:
 
 
 def peak_growth() -> dict[str, int]:
-    """Return by how many bytes memory has at most exceeded what was held at :func:`reset_peak`.
-
-    The result is empty if :func:`reset_peak` was never called (in a new process) or the peak is not known.
+    """Return by how many bytes memory has at most exceeded what was held at :func:`reset_peak`, as far as that is
+    known.
     """
     grown: dict[str, int] = {}
     if "rss" in _before:

@@ -18,8 +18,7 @@ class CommitState:
 
     Attributes:
         committed: the last optimizer step applied to all of the rank's shard (-1: no complete state yet).
-        ready: whether the rank holds the final gradients of step ``committed + 1`` and can apply them without other
-            ranks.
+        ready: whether the rank holds the final gradients of the next step, and can apply them without other ranks.
         torn: whether an update began and failed; the shard then belongs to no step and must be refilled.
     """
 
@@ -72,10 +71,8 @@ class ParameterUpdateLock:
         self._closed = False
 
     def close(self, timeout: timedelta) -> bool:
-        """Keep new updates from beginning and wait for the one in progress to end, successfully or not.
-
-        Returns:
-            False if the update has not ended within ``timeout``.
+        """Keep new updates from beginning and wait for the one in progress to end; return False if it does not in
+        time.
         """
         self._closed = True
         return not self._in_update or self._ended.wait(timeout.total_seconds())

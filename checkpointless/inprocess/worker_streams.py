@@ -122,19 +122,18 @@ def _starts_workers_as_torch_does(loader: DataLoader[Any]) -> bool:
     if get_iterator is DataLoader._get_iterator:
         return True
     # Of an iterable dataset, torchdata's workers replace the iterator of the fetcher.
-    return get_iterator.__module__.startswith("torchdata.stateful_dataloader") and not is_iterable(loader)
+    return get_iterator.__module__.startswith("torchdata.stateful_dataloader") and not _is_iterable(loader)
 
 
-def is_iterable(loader: object) -> bool:
+def _is_iterable(loader: object) -> bool:
     """Return whether the batches of ``loader`` are identified by number only, as its dataset has no indices."""
     return isinstance(getattr(loader, "dataset", None), IterableDataset)
 
 
 class _WorkerStreams:
-    """The ``worker_init_fn`` that :func:`seed_data_workers` gives a loader. It acts in the worker that calls it.
+    """The ``worker_init_fn`` that :func:`seed_data_workers` gives a loader; it acts in the worker that calls it.
 
-    The streams depend on ``key`` (seed, rank and stream), epoch and batch. ``init`` is the loader's original
-    function.
+    ``key`` has seed, rank and stream; ``init`` is the loader's original function.
     """
 
     def __init__(

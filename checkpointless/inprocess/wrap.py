@@ -87,13 +87,8 @@ logger = logging.getLogger(__name__)
 
 
 class HandedOver(NamedTuple):
-    """What a successor finds, and why it finds nothing.
-
-    Attributes:
-        nbytes: how many bytes are in the node's memory (0: there is no state yet).
-        problem: why it could not be done ("": it was).
-        source: what a successor on another node needs to fetch the state ("": nothing is offered).
-        withdraw: ends an offer.
+    """How many bytes a successor finds in the node's memory (0: no state), the ``problem`` if it finds none, the
+    ``source`` at which one on another node fetches the state ("": nothing is offered), and what ends that offer.
     """
 
     nbytes: int = 0
@@ -103,22 +98,18 @@ class HandedOver(NamedTuple):
 
 
 class _StateKeeper(Protocol):
-    """Keeps the state of training from one run of the block to the next.
-
-    :class:`checkpointless.recovery.CheckpointManager` is one. The engine itself knows nothing about the state.
-    """
+    """Keeps the state of training from one run of the block to the next, as a ``CheckpointManager`` does."""
 
     def hold(self, error: BaseException | None = None) -> None:
-        """Take hold of the state that the block leaves; ``error`` has ended it.
+        """Take hold of the state that the block leaves, which ``error`` has ended.
 
-        It runs in the main thread after the abort, before the frames of the block are cleared and before
-        anything is cleaned up.
+        It runs in the main thread after the abort, before frames are cleared and anything is cleaned up.
         """
 
     def hand_over(self, high_water: int, address: str = "") -> HandedOver:
         """Hand the state to a successor of this process, which ends.
 
-        With an ``address`` of this node, offer it there to a successor on another node, while this process waits.
+        With an ``address`` of this node, offer it there to one on another node, while this process waits.
         """
 
     def end(self) -> None:
@@ -173,9 +164,7 @@ class _Blocks:
         return _BEGUN_ANEW if self._facts.get(_LEFT, 0) > self._number else ""
 
     def begin_training(self, when_left: Callable[[], None] = lambda: None) -> None:
-        """Note that this block trains. Called on every entry.
-
-        ``when_left`` is called when all ranks have left the block. It should hold no state of the training.
+        """Note, at every entry, that this block trains; ``when_left`` is called when all ranks have left it.
 
         Raises:
             UnrecoverableError: another block has.
@@ -320,8 +309,7 @@ _PAUSE_TICK_S = 0.005
 class _Pause:
     """The wait of all ranks at one step boundary, outside of any collective, on which they agree in a vote.
 
-    Attributes:
-        is_agreed: whether this rank waits at the beginning of the next step.
+    ``is_agreed`` says whether this rank waits at the beginning of the next step.
     """
 
     def __init__(self, generation: Generation, client: RankClient) -> None:
@@ -336,9 +324,7 @@ class _Pause:
     def wait(self, beat: Callable[[], None], leave_if_over: Callable[[], None]) -> None:
         """Wait until the agent ends the generation; if it does not, its coordinator is lost, and training goes on.
 
-        Args:
-            beat: shows the agent that this rank does not hang.
-            leave_if_over: raises once the generation is over.
+        ``beat`` shows the agent that this rank does not hang; ``leave_if_over`` raises once the generation is over.
         """
         self.is_agreed = False
         wait_for_device()
@@ -362,8 +348,8 @@ def _with_caller(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of ``fn``, with ``caller`` filled in if its parameter was omitted or None.
 
-    The parameter for ``caller`` is the first one that is annotated ``HPCallWrapper``, ``Optional[HPCallWrapper]``
-    or similar, or that is named ``caller`` and has no annotation (or one that allows anything).
+    It is the first parameter annotated ``HPCallWrapper``, ``Optional[HPCallWrapper]`` or similar, or named
+    ``caller`` without an annotation (or with one that allows anything).
     """
     try:
         signature = inspect.signature(fn)
@@ -457,11 +443,9 @@ def _hook_registries() -> Iterator[dict[int, Any]]:
 class _SignalHandlers:
     """The signal handlers of this process at one point; empty outside the main thread, which alone can set them.
 
-    Lightning sets handlers for the duration of ``fit`` and restores the earlier ones afterwards. If an interruption
-    prevents that, the handler, a method of the old trainer, would stay forever and be called on SIGTERM.
-
-    Torch sets a SIGCHLD handler once per process, to detect data-loader workers that die. Lightning removes that
-    handler, too, when ``fit`` is over; this class lets torch know, so that torch sets it again.
+    An interruption may keep Lightning from restoring those before ``fit``: a method of the old trainer would be
+    called on SIGTERM forever. Torch sets a SIGCHLD handler once per process, to detect data-loader workers that
+    die, and Lightning removes it, too, when ``fit`` is over; torch is made to set it again.
     """
 
     def __init__(self) -> None:
@@ -606,10 +590,8 @@ class HPWrapper:
 class HPCallWrapper:
     """One call of a wrapped function, which runs the block again after every fault until it returns.
 
-    Args:
-        wrapper: the wrapper that holds the settings.
-
     Attributes:
+        wrapper: the wrapper that holds the settings.
         parameter_update_lock: lock that brackets the optimizer update of this rank.
         checkpoint_manager: keeps the state across restarts (None until the strategy installs one).
         steps: where training stands: the step in progress, and the stages until the first one after a recovery.
@@ -689,7 +671,7 @@ class HPCallWrapper:
         """Leave the block if a fault of its generation is known; called where something is about to be recorded.
 
         A collective that was aborted returns on GPUs as if it had succeeded. If this call returns, the results of
-        the collectives before it are right: a generation is known to be over before it is aborted.
+        those before it are right: a generation is known to be over before it is aborted.
 
         Raises:
             RankShouldRestart: the generation is over.
@@ -758,11 +740,7 @@ class HPCallWrapper:
             self.parameter_update_lock.open()
 
     def launch(self, fn: Callable[..., _Result], *a: Any, **kw: Any) -> tuple[_Result | None, BaseException | None]:
-        """Run the block once.
-
-        Returns:
-            The block's return value and None, or None and the exception that the block raised.
-        """
+        """Run the block once; return its value and None, or None and the exception that it raised."""
         if self._entry is None:
             self._entry = _Entry()
         else:
@@ -782,9 +760,6 @@ class HPCallWrapper:
 
     def handle_fn_exception(self, call_ex: BaseException) -> None:
         """Report the block's exception to the agent, unless another rank's fault interrupted the block.
-
-        Args:
-            call_ex: the exception that the block raised.
 
         Raises:
             SystemExit: the job cannot continue.
@@ -807,10 +782,8 @@ class HPCallWrapper:
     def restart(self, term_ex: BaseException) -> None:
         """Abort, keep the state, clean up and check this process, so that it can re-enter the block.
 
-        Args:
-            term_ex: the exception that ended the block; its frames are cleared, because they hold the old state.
-
-        If this process cannot continue, it asks to be replaced and ends; this method does not return then.
+        The frames of ``term_ex``, which ended the block, are cleared, because they hold the old state. A process
+        that cannot continue asks to be replaced, and ends.
         """
         self.beat()  # it may have been taken for hung
         self._responder.adopt_incident()

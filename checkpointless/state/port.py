@@ -89,17 +89,15 @@ class TrainingState:
     def replica_groups(self, keys: Iterable[Key]) -> Mapping[Group, Sequence[Key]]:
         """Divide ``keys``, each of a tensor of this state, by the ranks that hold the same bytes under them.
 
-        Returns:
-            The keys of each part, by its replica group: global ranks in ascending order, this rank included. Each
-            of them must find the same group for the key.
+        Return the keys of each part by its replica group: global ranks in ascending order, this rank included. Each
+        of them must find the same group for the key.
         """
         raise NotImplementedError
 
     def capture(self) -> Callable[[], dict[str, Any]]:
         """Capture what belongs to model and optimizer and is no tensor, cheaply.
 
-        Returns:
-            What makes plain data of it, to be called before the next update.
+        Return what makes plain data of it, to be called before the next update.
 
         Raises:
             UnrecoverableError: something was changed in a way that a recovery could not repeat.

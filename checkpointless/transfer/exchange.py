@@ -78,11 +78,7 @@ def true_on_all(mine: bool) -> bool:
 
 
 def all_gather_json(message: Json, group: dist.ProcessGroup | None = None) -> list[Parsed]:
-    """Gather every rank's ``message`` on every rank, in rank order. Collective.
-
-    Raises:
-        ValueError: a message is larger than 64 MiB.
-    """
+    """Gather every rank's ``message``, of at most 64 MiB, on every rank, in rank order. Collective."""
     device = wire_device(group)
     mine = json.dumps(message, separators=(",", ":")).encode()
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
@@ -104,11 +100,7 @@ def all_gather_json(message: Json, group: dist.ProcessGroup | None = None) -> li
 
 
 def send_bytes(data: bytes, destination: int) -> None:
-    """Send ``data``, at least one byte, to the global rank ``destination``, its length first.
-
-    Raises:
-        ValueError: ``data`` is larger than :data:`MAX_MESSAGE_BYTES`.
-    """
+    """Send ``data``, of 1 to :data:`MAX_MESSAGE_BYTES` bytes, to a global rank, its length first."""
     if len(data) > MAX_MESSAGE_BYTES:
         raise ValueError(f"a message of {len(data)} bytes is over {MAX_MESSAGE_BYTES}")
     device, view = wire_device(), memoryview(data)
@@ -139,9 +131,8 @@ def receive_bytes(source: int) -> bytes:
 
 
 def to_tensor(data: bytes | memoryview, device: torch.device) -> torch.Tensor:
-    """Return ``data`` as a uint8 tensor of shape ``(len(data),)``.
-
-    A copy to a GPU is launched without a wait: CUDA has read memory that is not pinned when the call returns.
+    """Return ``data`` as a uint8 tensor of shape ``(len(data),)``; a GPU's is launched: CUDA has read memory not
+    pinned.
     """
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device, non_blocking=True)
 

@@ -19,8 +19,7 @@ def all_groups(parts: Mapping[int, Sequence[Group]]) -> list[Group]:
     ``parts`` has by rank the groups that it says it is in. Groups that are one object are compared fastest.
 
     Raises:
-        ValueError: a rank is in no group, or says that it is in a group of which another member says nothing, or
-            which it is no member of.
+        ValueError: a rank is in no group, or contradicts another one about a group.
     """
     number_of: dict[int, int] = {}  # by the identity of the tuple, which is cheaper than its hash
     numbers: dict[Group, int] = {}

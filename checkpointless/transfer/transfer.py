@@ -41,7 +41,7 @@ import torch.distributed as dist
 import xxhash
 
 from checkpointless.state.serialization import state_tree
-from checkpointless.state.serialization.digest import PendingDigests, digest_parts
+from checkpointless.state.serialization.digest import PendingDigests, digest_each
 from checkpointless.state.serialization.state_tree import Tree
 from checkpointless.state.serialization.tensor_memory import (
     dtype_name,
@@ -160,8 +160,8 @@ _GROUPS = 2  # on a wire that runs ahead: one under way, one that is packed or d
 
 @dataclass
 class _Parcel:
-    """A bucket under way: its bytes, or the memory for them; and the buffer that it is packed in, unless it lies
-    where it belongs. It has several messages if several ranks want it.
+    """A bucket under way to or from several ranks: its bytes, or the memory for them, and the buffer that it is
+    packed in.
     """
 
     index: int
@@ -173,11 +173,10 @@ class _Parcel:
 class _Window:
     """Launches parcels and finishes the oldest ones when too much is under way.
 
-    On the CPU each parcel is launched at once. On a wire that runs ahead they are launched in groups, so that
-    messages with several ranks are done side by side, and one group is packed while another is under way.
-    ``finish`` is called with each parcel, in the order in which they were added, when the wait for it is over; it
-    gives back the parcel's slot. On a wire that runs ahead the bytes need not be there yet: whatever is launched
-    from now on finds them.
+    On the CPU each is launched at once; on a wire that runs ahead in groups, so that messages with several ranks
+    are done side by side, and one group is packed while another is under way. ``finish`` is called with each, in
+    the order in which they were added, when the wait for it is over, and gives back its slot. On a wire that runs
+    ahead the bytes need not be there yet: whatever is launched from now on finds them.
     """
 
     def __init__(self, finish: Callable[[_Parcel], None]) -> None:
@@ -327,8 +326,8 @@ def _receive_stripes(sources: Sequence[int], plan: _Plan) -> list[int]:
 class _Staging:
     """Reusable buffers for buckets that cannot be sent from, or received into, the place where they belong.
 
-    A buffer may be taken again as soon as the wait for its message is over. On a wire that runs ahead the message
-    may not be done by then, but whatever is launched to fill or to read the buffer comes after it on the device.
+    A buffer may be taken again as soon as the wait for its message is over: on a wire that runs ahead, whatever is
+    launched to fill or to read it comes after the message on the device.
     """
 
     def __init__(self, plans: Sequence[_Plan]) -> None:
@@ -388,9 +387,7 @@ def _unpack(
             flat_bytes(target)[part.start : part.stop].copy_(body)
         offset += part.nbytes
     if is_on_host(landed):
-        digests.add_known(
-            digest_parts(tensor_bytes(tensors[part.index])[part.start : part.stop] for part in bucket)
-        )
+        digests.add_parts(tensor_bytes(tensors[part.index])[part.start : part.stop] for part in bucket)
     else:
         digests.add(landed)
 
@@ -451,13 +448,8 @@ def send_state(
 ) -> None:
     """Send this holder's share of the state to other ranks, all of them at once.
 
-    A bucket that several ranks want is packed and digested once.
-
-    Args:
-        objects: the non-tensor state. The first holder's is sent.
-        on_bucket: called just before a bucket is sent, with the bucket's number in the sequence, the number of
-            buckets and the bucket's bytes, a flat uint8 tensor, which may be a part of the state. It returns what
-            to send, so that a fault on the way can be caused on purpose.
+    A bucket that several ranks want is packed and digested once. ``on_bucket`` is called just before a bucket is
+    sent, so that a fault on the way can be caused on purpose.
 
     Raises:
         StateTreeError: an object cannot travel.
@@ -483,16 +475,11 @@ def receive_state(
     known: Mapping[Key, torch.Tensor] | None = None,
     memory_budget_bytes: int = MEMORY_BUDGET_BYTES,
 ) -> tuple[Tree, TransferReport]:
-    """Receive the state from ``sources``, into storage that ``allocate`` gives.
+    """Receive the state from ``sources``, in their places; return the non-tensor state, and a report of what was
+    moved.
 
-    Args:
-        sources: the global ranks of the holders, in the order of their places.
-        allocate: called with the entries; returns the tensors to write into, by key, of the same dtype and shape.
-        known: tensors that this rank already has; those that the holders have with the same digest are not sent.
-        memory_budget_bytes: how many bytes the buckets in flight may take, here and at each holder.
-
-    Returns:
-        The non-tensor state, and a report of what was moved.
+    ``allocate``, called with the entries, returns the tensors to write into, by key. Tensors that are ``known``
+    with the same digest are not sent. The buckets in flight take ``memory_budget_bytes``, here and at each holder.
 
     Raises:
         TransferError: something arrived damaged.
@@ -526,15 +513,8 @@ def receive_state(
 
 
 def _entries(tensors: Mapping[Key, torch.Tensor], digested: bool) -> list[TensorEntry]:
-    if not digested:
-        return [TensorEntry.of(key, tensor) for key, tensor in tensors.items()]
-    digests = PendingDigests()
-    for tensor in tensors.values():
-        digests.add(tensor_bytes(tensor))
-    return [
-        TensorEntry.of(key, tensor, digest)
-        for (key, tensor), digest in zip(tensors.items(), digests.fetch(), strict=True)
-    ]
+    digests = digest_each(tensors) if digested else {}
+    return [TensorEntry.of(key, tensor, digests.get(key)) for key, tensor in tensors.items()]
 
 
 def _hear_order(
@@ -566,15 +546,13 @@ def _keep(
     entries: Sequence[TensorEntry], known: Mapping[Key, torch.Tensor], room: Mapping[Key, torch.Tensor]
 ) -> set[Key]:
     """Return the keys of the tensors that this rank has already, after it has put them in their place."""
-    asked = [
-        entry
+    asked = {
+        entry.key: entry.digest
         for entry in entries
         if entry.digest is not None and entry.key in known and entry.fits(known[entry.key])
-    ]
-    digests = PendingDigests()
-    for entry in asked:
-        digests.add(tensor_bytes(known[entry.key]))
-    kept = {entry.key for entry, digest in zip(asked, digests.fetch(), strict=True) if digest == entry.digest}
+    }
+    digests = digest_each({key: known[key] for key in asked})
+    kept = {key for key, digest in asked.items() if digests[key] == digest}
     for key in kept:
         if room[key] is not known[key]:
             room[key].detach().copy_(known[key])
@@ -594,9 +572,5 @@ def _send_json(message: Json, destination: int) -> None:
 
 
 def _receive_json(source: int) -> Parsed:
-    """Receive what :func:`_send_json` sent from the global rank ``source``.
-
-    Raises:
-        ValueError: the message is no JSON, claims to be empty, or is larger than :data:`MAX_MESSAGE_BYTES`.
-    """
+    """Receive what :func:`_send_json` sent from the global rank ``source``."""
     return json.loads(receive_bytes(source))

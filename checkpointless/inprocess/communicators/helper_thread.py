@@ -38,7 +38,7 @@ def run_in_helper_thread(blocking: Callable[[], T], limit_s: float = math.inf) -
     """Call ``blocking`` in a thread of its own, wait for it interruptibly and return its result.
 
     The thread works on this thread's CUDA device and stream. A call that an interruption leaves running ends when
-    its connections do; one that blocks in the kernel, for example on a storage that is gone, may never end.
+    its connections do; one that blocks in the kernel, on a storage that is gone, say, may never end.
 
     Raises:
         TimeoutError: it has not returned within ``limit_s``. Its thread is left running.

@@ -22,11 +22,7 @@ DEFAULT_LAYERS = 8
 
 
 class LaunchBound:
-    """Keeps the launches of a model's layers, in either direction, at most ``layers`` ahead of the GPU.
-
-    Raises:
-        ValueError: ``layers`` is less than 1.
-    """
+    """Keeps the launches of a model's layers, in either direction, at most ``layers`` (1 or more) ahead."""
 
     def __init__(self, layers: int, make_event: Callable[[], Any] | None = None) -> None:
         if layers < 1:
@@ -43,8 +39,7 @@ class LaunchBound:
     def watch(self, model: torch.nn.Module) -> int:
         """Pass at each layer of ``model`` from now on, in both directions; return how many layers were found.
 
-        A model whose layers are captured in CUDA graphs must not be watched: capturing refuses modules with
-        hooks. A graph is one launch. Parameters that are frozen later end no backward pass.
+        Capturing CUDA graphs refuses modules with hooks, so a model with captured layers must not be watched.
         """
         found = _layers_of(model)
         for layer in found:
@@ -55,12 +50,8 @@ class LaunchBound:
         return len(found)
 
     def at_layer(self) -> None:
-        """Record what was launched so far, and wait for the GPU if that is too far ahead.
-
-        Nothing is done while a CUDA graph is captured, in which no wait is allowed.
-
-        Raises:
-            RuntimeError: CUDA reported an error.
+        """Record what was launched so far, and wait for the GPU if that is too far ahead; not while a CUDA graph is
+        captured.
         """
         if torch.cuda.is_current_stream_capturing():
             return
@@ -85,11 +76,7 @@ def _layers_of(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def from_environment() -> LaunchBound | None:
-    """Return the bound that the environment asks for; None if it asks for none, or this process uses no GPU.
-
-    Raises:
-        ValueError: the variable is not a whole number.
-    """
+    """Return the bound that the environment asks for; None if it asks for none, or this process uses no GPU."""
     text = os.environ.get(LAUNCH_AHEAD_ENV, str(DEFAULT_LAYERS))
     try:
         layers = int(text)

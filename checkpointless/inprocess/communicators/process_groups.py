@@ -44,18 +44,16 @@ class _GlooSockets:
     """Records which sockets process groups open, and shuts them down on demand.
 
     ``ProcessGroupGloo.abort()`` does not free a rank that waits in a collective: it waits until a peer's socket
-    closes. The sockets that a process group opens are therefore recorded while the group is created, and shut down
-    to abort it. Other sockets (of loggers, data loaders) are never touched, also if another thread opens them at
-    that time: Python's sockets, and most of other libraries', are closed on exec, while gloo's and NCCL's are not.
-    Gloo's connections also reuse addresses on the side that connects, which a client's do not. A group's sockets
-    are identified by their inodes, so a descriptor number that has been reused is not mistaken.
+    closes. So the sockets that a group opens are recorded while it is created, by their inodes, and shut down to
+    abort it. Others (of loggers, data loaders) are never touched, also if another thread opens them at that time:
+    Python's sockets, and most of other libraries', are closed on exec, while gloo's and NCCL's are not. Gloo's
+    connections also reuse addresses on the side that connects, which a client's do not.
 
-    The sockets are shut down for reading only, and kept open until all ranks have left their blocks, although gloo
-    closes its own descriptor. What the peer has sent is then still read, followed by the end of the stream, which
-    fails every pending operation. What is written meanwhile, by this rank or by the peer, is lost but does not
-    fail. If a write failed (because the socket is shut down for writing, or closed by the peer), gloo would put
-    the send into its transmit queue and forget it when it reads the end of the stream; its waiter would not be
-    notified before the group's timeout, 30 minutes by default.
+    The sockets are shut down for reading only, and kept open until all ranks have left their blocks. What the peer
+    has sent is then still read, followed by the end of the stream, which fails every pending operation. What is
+    written meanwhile, by this rank or by the peer, is lost but does not fail. If a write failed, gloo would put the
+    send into its transmit queue and forget it when it reads the end of the stream; its waiter would not be notified
+    before the group's timeout, 30 minutes by default.
 
     NCCL's sockets are left to ``ncclCommAbort``, except those at which a communicator in the making awaits its
     peers.
@@ -89,12 +87,12 @@ class _GlooSockets:
                     self._inodes |= opened
 
     def shutdown(self, unmet: bool = False) -> int:
-        """Shut down every connected TCP socket of the recorded groups, of a group being created, and of the store.
+        """Shut down every connected TCP socket of recorded groups, of a group being created, and of the store;
+        return how many.
 
-        Repeat the call while the main thread is still creating a group, because it may continue to connect. The
-        groups' connections stay open until :meth:`release`; each is shut down and kept once, however often this
-        is called. With ``unmet``, those at which communicators of NCCL's await their peers are shut down, too.
-        Return the number of sockets that were shut down.
+        The main thread may go on connecting, so this is repeated; each is shut down and kept once, until
+        :meth:`release`. With ``unmet``, those at which communicators of NCCL's await their peers are shut down,
+        too.
         """
         present = _sockets()
         with self._mutex:
@@ -118,11 +116,9 @@ class _GlooSockets:
         """Shut down every socket of NCCL's that listens, and to which nobody is connected (idempotent).
 
         There a communicator in the making awaits a peer that may be lost. torch holds the communicator's lock
-        meanwhile (``NCCLComm::waitReady``), which an abort waits for, until ``TORCH_NCCL_NONBLOCKING_TIMEOUT`` or,
-        if making it blocks, forever. If the wait fails, torch raises and gives the lock back.
-
-        NCCL's sockets stay open on exec and, unlike gloo's and other servers', reuse no address. Those of its
-        communicators that are made have connections; its RAS thread must not be there (``NCCL_RAS_ENABLE``).
+        meanwhile (``NCCLComm::waitReady``), which an abort waits for, until ``TORCH_NCCL_NONBLOCKING_TIMEOUT`` or
+        forever. If the wait fails, torch gives the lock back. NCCL's sockets stay open on exec and, unlike gloo's
+        and other servers', reuse no address; its RAS thread must not be there (``NCCL_RAS_ENABLE``).
         """
         met: set[int] = set()
         listening: list[socket.socket] = []
@@ -187,10 +183,8 @@ def _is_gloos(*args: object, **kwargs: object) -> bool:
 
 
 def _opened(present: dict[int, int], before: set[int], gloo: bool) -> set[int]:
-    """Return the inodes of the sockets that a group has opened, which gloo alone makes or not.
-
-    ``present`` has the inodes of this process's sockets, by descriptor, and ``before`` those that there were
-    before.
+    """Return the inodes of the sockets of this process, by descriptor ``present``, that a group has opened since
+    ``before``.
     """
     return {
         inode
@@ -282,8 +276,8 @@ class _CapturedGraphs:
     """Knows every CUDA graph that was captured while a block ran, and gives them up in an abort.
 
     A graph with captured collectives refers to their communicator, and ``ncclCommAbort`` does not end before the
-    last such graph is gone (``commFree`` in NCCL's ``init.cc`` polls ``persistentRefs``). A model keeps its graphs
-    until it is dropped, which the main thread does only when the abort has ended. So they are reset in the abort.
+    last such graph is gone (``commFree`` in NCCL's ``init.cc`` polls ``persistentRefs``). The main thread drops the
+    model that has them only when the abort has ended.
     """
 
     def __init__(self) -> None:
@@ -325,9 +319,7 @@ class _CapturedGraphs:
         return capture_end
 
     def replaying(self, original: Callable[[Any], None]) -> Callable[[Any], None]:
-        """Return torch's ``replay``, during which the graph is not reset. One captured before the block is left
-        alone.
-        """
+        """Return torch's ``replay``, during which the graph, if it was captured in a block, is not reset."""
 
         @functools.wraps(original)
         def replay(graph: Any) -> None:
@@ -424,10 +416,10 @@ class _ProcessGroups:
     def abort(self) -> None:
         """Free every thread that waits in a collective: NCCL's groups are aborted, gloo's connections cut.
 
-        All groups of NCCL's are aborted at the same time, each in a thread of its own. ``ncclCommAbort`` may
-        wait for the device, and so for a kernel that spins until another group is aborted, too
-        (https://github.com/NVIDIA/nccl/issues/1013). It also waits for CUDA graphs, which are given up
-        meanwhile, and for the making of a communicator, which is cut if it does not end soon.
+        All groups of NCCL's are aborted at the same time, each in a thread of its own: ``ncclCommAbort`` may wait
+        for a kernel that spins until another group is aborted, too (https://github.com/NVIDIA/nccl/issues/1013). It
+        also waits for CUDA graphs, given up meanwhile, and for the making of a communicator, which is cut if it
+        does not end soon.
         """
         errors: list[Exception] = []
 
@@ -465,10 +457,9 @@ class _ProcessGroups:
     def launched(self) -> dict[str, int]:
         """Return how many collectives this rank has launched in each of its groups, and messages with each peer.
 
-        Every rank of a group launches the same collectives in the same order, and all ranks know a group by the
-        same name. Whoever has launched more than a peer waits for it, wherever its main thread stands. Nothing is
-        returned if there are more than :data:`MOST_COUNTS`, which would not fit into a message: half of them could
-        accuse the wrong rank.
+        Every rank of a group launches the same collectives in the same order, and all know a group by the same
+        name: whoever has launched more than a peer waits for it. Nothing is returned if there are more than
+        :data:`MOST_COUNTS`, which would not fit into a message: half of them could accuse the wrong rank.
         """
         counts = dict(self.messages)
         for group, name in list(c10d._world.pg_names.items()):
@@ -487,8 +478,8 @@ class _ProcessGroups:
     def destroy(self) -> None:
         """Destroy every process group of this process, in the main thread, after the abort.
 
-        This includes what an interrupted ``init_process_group`` leaves: torch counts the groups that it has
-        named, and a rank that has counted one more than the others would wait for them forever under another name.
+        This includes what an interrupted ``init_process_group`` leaves: a rank that has counted one group more than
+        the others would wait for them forever under another name.
         """
         self.hold()
         if dist.is_initialized():
@@ -526,11 +517,7 @@ class _ProcessGroups:
 
 
 def _prepare_nccl() -> None:
-    """Set the variables that torch and NCCL read, and check NCCL's version, unless this build of torch has none.
-
-    torch reads its variables when it makes a group, NCCL when it is initialised. Set before the block is entered,
-    they count under every launcher.
-    """
+    """Set the variables that torch and NCCL read, and check NCCL's version, unless this build of torch has none."""
     if not dist.is_nccl_available():
         return
     is_ours = TORCH_DIST_USE_NCCL2_ENV not in os.environ
@@ -545,9 +532,8 @@ def _prepare_nccl() -> None:
 def _lower_debug_level() -> None:
     """Replace torch's debug level ``DETAIL`` by ``INFO``.
 
-    Torch would compare before each collective how many operations every rank has begun in the group, messages
-    between two ranks included (``ProcessGroupWrapper.cpp``). The two ranks of a refill exchange some that no other
-    rank takes part in.
+    Torch would compare before each collective how many operations every rank has begun in the group
+    (``ProcessGroupWrapper.cpp``), messages included, of which the two ranks of a refill exchange some.
     """
     if dist.get_debug_level() == dist.DebugLevel.DETAIL:
         logger.warning(

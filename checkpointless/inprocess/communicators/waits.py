@@ -55,8 +55,8 @@ _ATTEMPT = timedelta(seconds=20)
 def _interruptible_wait(original: Callable[..., Any]) -> Callable[..., bool]:
     """Return ``torch.distributed.Work.wait``, in short turns where the main thread waits for gloo.
 
-    NCCL's ``wait`` stays as it is: it orders streams and returns, and a wait of it that times out aborts the
-    communicator. Both kinds are met in one process: on GPUs, Megatron-core makes gloo's groups for checkpoints.
+    NCCL's ``wait`` stays as it is: it orders streams and returns, and one that times out aborts the communicator.
+    Both are met in one process: on GPUs, Megatron-core makes gloo's groups for checkpoints.
     """
 
     def wait(work: Any, timeout: timedelta = timedelta(0)) -> bool:
@@ -111,16 +111,13 @@ class _InterruptibleGloo:
     """Stands for ``ProcessGroupGloo`` where torch makes groups: the main thread leaves them to a helper thread.
 
     Of each two ranks of a group one connects, and the other waits in C++ until it does (``connectAsListener`` of
-    gloo's TCP transport). If the first is lost before it has connected, or leaves its block, there is no connection
-    yet that could be cut, and the wait lasts for five times the group's timeout, which is 30 minutes by default.
-    The helper thread of a group that was left stays that long; nobody waits for it.
+    gloo's TCP transport). If the first is lost before, there is no connection yet that could be cut, and the wait
+    lasts for five times the group's timeout, which is 30 minutes by default. A helper thread that was left stays
+    that long.
 
-    All ranks of a group are connected when it is made. With ``TORCH_GLOO_LAZY_INIT`` gloo would connect two ranks
-    at their first message. Such a connection is not known, so it would not be cut: collectives that are in flight
-    at a fault would go on in gloo's threads, and write to parameters that a rank has kept.
-
-    Args:
-        original: torch's class.
+    All ranks of a group are connected when it is made: with ``TORCH_GLOO_LAZY_INIT`` connections would come at the
+    first message, unknown, and never be cut; collectives in flight at a fault would write to parameters that are
+    kept.
     """
 
     def __init__(self, original: Any) -> None:  # Any: a class of C++
@@ -159,8 +156,7 @@ def _connect_at_once() -> None:
 def _interruptible_store(original: Callable[..., Any]) -> Callable[..., Any]:
     """Return torch's factory of stores, which first waits in Python until the store listens.
 
-    A store that closes while a fault is handled is not waited for, whereas torch's own client would keep connecting
-    to it for minutes.
+    Torch's own client would keep connecting for minutes to a store that closes while a fault is handled.
     """
 
     @functools.wraps(original)

@@ -30,6 +30,7 @@ from checkpointless.state.serialization import state_tree
 from checkpointless.state.serialization.digest import (
     MemoryChecksumManager,
     digest_buffers,
+    digest_each,
     digest_parameters,
     samples,
 )
@@ -405,4 +406,4 @@ class LoopTraining(JournaledTraining, ABC):
 
 def _digests_of(weights: Iterable[torch.Tensor]) -> Mapping[tuple, int]:
     parts = {(index,): local_part(each).detach() for index, each in enumerate(weights)}
-    return MemoryChecksumManager().digest_each(parts)
+    return digest_each(parts)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from checkpointless.inprocess import UnrecoverableError
 from checkpointless.state.port import TrainingState, groups_of, holders_of, split
-from checkpointless.state.serialization.digest import MemoryChecksumManager
+from checkpointless.state.serialization.digest import MemoryChecksumManager, digest_each
 from checkpointless.transfer.exchange import all_gather_json, wire_device
 from checkpointless.transfer.rank_groups import CompactGroups, Group, all_groups, compact, names
 from checkpointless.transfer.tensor_entry import Key
@@ -18,8 +18,8 @@ from checkpointless.transfer.tensor_entry import Key
 def require_agreement(state: TrainingState, own: Collection[Key]) -> None:
     """Compare who holds what on all ranks, and whether they hold the same. Collective.
 
-    Tensors are compared once, as they begin: one that is a rank's own, because ranks were seeded differently before
-    they built their models, for example, would be filled from another rank's after a fault.
+    Tensors are compared once, as they begin: one that is a rank's own (ranks were seeded differently before they
+    built their models, say) would be filled from another rank's after a fault.
 
     Raises:
         UnrecoverableError: the ranks contradict each other about who holds the same, or it is not the same.
@@ -103,6 +103,6 @@ def _require_the_same(
 
 def _first_that_differs(part: Mapping[Key, torch.Tensor], one: int, other: int) -> str:
     """Return the name of the first tensor of a part that differs on two ranks. Collective."""
-    mine = {".".join(map(str, key)): digest for key, digest in MemoryChecksumManager().digest_each(part).items()}
+    mine = {".".join(map(str, key)): digest for key, digest in digest_each(part).items()}
     told = all_gather_json(mine)
     return next((name for name in told[one] if told[one][name] != told[other].get(name)), "tensors")

@@ -1,8 +1,7 @@
 """Plain data of a rank apart from its tensors: declared state of a loop, and plain attributes of a trainer's parts.
 
-It is rank-local state: captured at every step boundary with the random streams, kept where they are kept, and
-restored with them, on a rank that lived through the fault and on one that was replaced. What has not changed since
-the last capture is the same bytes object, so that it is neither encoded nor copied again.
+It is captured at every step boundary with the random streams, kept where they are kept, and restored with them.
+What has not changed since the last capture is the same bytes object, neither encoded nor copied again.
 """
 
 from __future__ import annotations
@@ -64,9 +63,8 @@ class _Owner(Protocol):
 
 
 class _Taken:
-    """One value as it was captured last: ``encoded`` as bytes; None: it is no plain data, or too large.
-
-    ``is_reference``: it refers to parameters, which belong to the model and not to the value.
+    """One value as it was captured last: ``encoded`` as bytes; None: it is no plain data, too large, or refers to
+    parameters, which belong to the model (``is_reference``).
     """
 
     __slots__ = ("_left_out", "_seen", "encoded", "is_reference")

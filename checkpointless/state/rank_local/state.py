@@ -1,11 +1,9 @@
 """What a rank holds by itself and no peer can give: its random streams and its modules' buffers.
 
-Copies on another node of what is a rank's own, for when a node is lost with its boards.
-
-Once a rank has drawn from its random streams, no peer has them by construction, and they cannot be rebuilt from
-the model. This also holds for the streams that the order of its data was drawn from, and for buffers of its
-modules, which are kept like a stream. So before each optimizer update, every rank sends them to the rank ``jump``
-places further on. That rank keeps those of the two newest steps in its memory and on its board: 10 to 50 kB per
+Once a rank has drawn from its random streams, no peer has them, and they cannot be rebuilt from the model. This
+also holds for the streams that the order of its data was drawn from, and for buffers, which are kept like a stream.
+So before each optimizer update, every rank sends them to the rank ``jump`` places further on, in case its node is
+lost with its boards. That rank keeps those of the two newest steps in its memory and on its board: 10 to 50 kB per
 rank and step, and the buffers.
 """
 
@@ -273,11 +271,11 @@ class _OwnStreams:
         own: Mapping[str, Any] | None,
         buffers: bytes = NOTHING,
     ) -> None:
-        """Keep the streams as they are now as those at ``stage`` after ``step``.
+        """Keep the streams as they are now as those at ``stage`` after ``step``, with the record of its
+        ``buffers``.
 
         Without a ``loss``, the one that was kept with the step is kept. ``own`` is what else this rank alone has at
-        that point, as plain data that nobody changes; None: it is too large to be kept. ``buffers`` is the record
-        of its buffers.
+        that point, as plain data that nobody changes; None: it is too large to be kept.
         """
         if loss is None:
             committed = self.states.get((step, SnapshotPoint.COMMITTED))
@@ -420,8 +418,8 @@ _SERIES = Board.SERIES - 1  # the board's series for another rank's snapshots
 
 @dataclass(frozen=True)
 class Carried:
-    """What only a rank has, on its way to another process: its streams by step, with what is kept with them, and
-    those that the order of its data was drawn from.
+    """What only a rank has, on its way to another process: its streams by step, and those that its data's order was
+    drawn from.
     """
 
     streams: Sequence[tuple[int, RngStates]] = ()
@@ -451,7 +449,7 @@ class _OwnReplicas:
     """Keeps what is another rank's own, and has this rank's kept ``jump`` ranks further on.
 
     None: on the next node, as ``LOCAL_WORLD_SIZE`` says; but nowhere in a job on one node, whose boards are lost
-    only with the whole job, or under another launcher than ours, which does not replace a node. 0: nowhere.
+    only with the whole job, or under another launcher, which does not replace a node. 0: nowhere.
     """
 
     def __init__(self, jump: int | None = None) -> None:
@@ -475,8 +473,8 @@ class _OwnReplicas:
     def exchange(self, step: int, streams: Callable[[], bytes]) -> None:
         """Send this rank's streams after ``step`` to the rank that keeps them, and keep another rank's. Collective.
 
-        A rank that returns knows that its streams are kept only when the other ranks have returned, too: call this
-        method before the vote on the step. ``streams`` is not called if they are kept nowhere.
+        They are kept for sure only when the other ranks have returned, too: call this method before the vote on the
+        step.
         """
         jump = self.jump
         if jump == 0:
@@ -495,7 +493,7 @@ class _OwnReplicas:
     def find(self, step: int, own: bool) -> tuple[bytes | None, list[int]]:
         """Give every rank that lacks its streams after ``step`` the copy that another rank keeps. Collective.
 
-        Return the streams that this rank was given, if it lacked its own; and the ranks whose streams are nowhere.
+        Return what this rank was given, and the ranks whose streams are nowhere.
         """
         rank, world, jump = dist.get_rank(), dist.get_world_size(), self.jump
         kept = self._of(step)
@@ -543,10 +541,7 @@ def _pass_on(mine: torch.Tensor, theirs: torch.Tensor, jump: int) -> None:
 class RankLocalState:
     """Keeps what is this rank's own, and gives it back when peers have given the rest.
 
-    ``replication_jump`` says how many ranks further on a copy is kept (:class:`_OwnReplicas`).
-
-    Raises:
-        ValueError: ``replication_jump`` is negative.
+    ``replication_jump``, not negative, says how many ranks further on a copy is kept (:class:`_OwnReplicas`).
     """
 
     def __init__(self, replication_jump: int | None) -> None:
@@ -603,9 +598,8 @@ class RankLocalState:
     def find_streams(self, target: int, stage: SnapshotPoint) -> list[int]:
         """Give every rank its own random streams after ``target``, for when the loop resumes. Collective.
 
-        What another node keeps comes with what the order of its data was drawn from. Return
-        the ranks whose streams are nowhere: they would train on with different streams. (None at step 0, where
-        the streams begin.)
+        Return the ranks whose streams are nowhere: they would train on with different ones. (None at step 0, where
+        they begin.)
         """
         if target == 0:
             return []
@@ -654,8 +648,8 @@ class RankLocalState:
     ) -> None:
         """Put back this rank's own buffers, where they were kept, if a peer has filled the rank.
 
-        What was kept may be from before the update of the step, because the rank was lost in it. The buffers that
-        an update writes to stay as the peer gave them. ``held`` has this rank's own, if it has them in memory.
+        What was kept may be from before the update of the step, in which the rank was lost. The buffers that an
+        update writes to stay as the peer gave them. ``held`` has this rank's own, if it has them in memory.
         """
         record = self._record_of(*moment) or NOTHING
         if is_filled:
@@ -753,12 +747,10 @@ class RankLocalKeeper(ABC):
         stage: SnapshotPoint = SnapshotPoint.COMMITTED,
         own: Mapping[str, Any] | None = MappingProxyType({}),
     ) -> None:
-        """Keep this rank's random streams as those after ``step``, here and on its board.
+        """Keep this rank's random streams as those after ``step`` (the committed one), here and on its board.
 
-        Args:
-            step: the optimizer step; default: the committed step.
-            own: what else this rank alone has at that point, as plain data that nobody changes; it is kept with
-                the streams. None: it is too large to be kept.
+        ``own`` is what else this rank alone has then, as plain data that nobody changes; None: it is too large to
+        be kept.
         """
         step = self.parameter_update_lock.committed if step is None else step
         buffers = self.own.buffers.record if stage is not SnapshotPoint.ACCUMULATED else NOTHING

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
@@ -30,8 +29,8 @@ def _digest_on_device(flat: torch.Tensor) -> int:
     """Return the 64-bit digest of a flat uint8 tensor, computed on its device. This waits for the device.
 
     The digest is the sum over all 8-byte lanes of a bijective mix of the lane with a weight for its position. A
-    change of one lane always changes the digest. An exchange of two lanes changes it unless the lanes are equal or
-    their mixes happen to collide.
+    change of one lane always changes it; an exchange of two does unless they are equal or their mixes happen to
+    collide.
     """
     return _unsigned(int(_digest_tensor(flat).item()))
 
@@ -80,14 +79,13 @@ def _positions(device: torch.device, chunk_lanes: int) -> torch.Tensor:
 
 _PLAIN = (bool, int, float, complex, bytes, type(None))
 _ITERATORS_FROM = 3  # the index in what `__reduce_ex__` returns where the iterators of list and mapping items begin
-_SAMPLED = 16  # elements at the beginning of a tensor, and as many from its middle on
 
 
 class PendingDigests:
     """Collects digests in order. Those of bytes on the host are computed at once.
 
-    Those of bytes on a device are launched there. The host waits for the device once, when they are fetched.
-    Digests of the two kinds cannot be compared.
+    Those of bytes on a device are launched there, and cannot be compared with them. The host waits for the device
+    once, when they are fetched.
     """
 
     def __init__(self) -> None:
@@ -100,9 +98,12 @@ class PendingDigests:
         else:
             self._digests.append(_digest_tensor(flat))
 
-    def add_known(self, digest: int) -> None:
-        """Add a digest that is known."""
-        self._digests.append(digest)
+    def add_parts(self, parts: Iterable[torch.Tensor]) -> None:
+        """Digest parts on the host, flat uint8 tensors, as if they lay end to end."""
+        total = xxhash.xxh3_64()
+        for part in parts:
+            total.update(part.cpu().numpy().data)
+        self._digests.append(total.intdigest())
 
     def fetch(self) -> list[int]:
         """Return all digests in the order in which they were added, and wait for each device once."""
@@ -121,27 +122,26 @@ class PendingDigests:
 def digest_bytes(flat: torch.Tensor) -> int:
     """Return the 64-bit digest of a flat uint8 tensor of shape ``(n,)``.
 
-    On the CPU this is xxh3-64. On another device it is a different digest, so that nothing is copied to the host.
-    Two digests can be compared only if their bytes lay on the same kind of device.
+    On the CPU this is xxh3-64; on another device a different one, so that nothing is copied to the host.
     """
     pending = PendingDigests()
     pending.add(flat)
     return pending.fetch()[0]
 
 
-def digest_parts(parts: Iterable[torch.Tensor]) -> int:
-    """Return what :func:`digest_bytes` gives for the parts, flat uint8 tensors, laid end to end on the CPU."""
-    total = xxhash.xxh3_64()
-    for part in parts:
-        total.update(part.cpu().numpy().data)
-    return total.intdigest()
+def digest_each(tensors: Mapping[Any, torch.Tensor]) -> dict[Any, int]:
+    """Return each tensor's digest by its key, to find out which tensors differ."""
+    pending = PendingDigests()
+    for tensor in tensors.values():
+        pending.add(tensor_bytes(tensor))
+    return dict(zip(tensors, pending.fetch(), strict=True))
 
 
 def digest_parameters(modules: Iterable[torch.nn.Module]) -> str:
     """Return the digest (xxh3-128, hex) of the names and bytes of all parameters, for comparing two runs.
 
-    Of a DTensor, it is that of this rank's part. Of a parameter that TransformerEngine keeps in FP8, it is that of
-    the values that it stands for.
+    Of a DTensor it is that of this rank's part; of a parameter that TransformerEngine keeps in FP8, that of its
+    values.
     """
     return _digest_named(
         (name, parameter.dequantize() if hasattr(parameter, "_quantizer") else parameter)
@@ -151,9 +151,8 @@ def digest_parameters(modules: Iterable[torch.nn.Module]) -> str:
 
 
 def digest_buffers(modules: Iterable[torch.nn.Module]) -> str:
-    """Return the digest (xxh3-128, hex) of the names and bytes of all buffers.
-
-    It includes the buffers that a ``state_dict`` leaves out, because they take part in the next step.
+    """Return the digest (xxh3-128, hex) of the names and bytes of all buffers, also those that a ``state_dict``
+    leaves out.
     """
     return _digest_named(named for module in modules for named in module.named_buffers())
 
@@ -195,13 +194,6 @@ class MemoryChecksumManager:
             else:
                 total.update(next(digests).to_bytes(8, "little"))
         return total.hexdigest()
-
-    def digest_each(self, tensors: Mapping[tuple, torch.Tensor]) -> dict[tuple, int]:
-        """Return each tensor's digest by its key, to find out which tensors differ."""
-        pending = PendingDigests()
-        for tensor in tensors.values():
-            pending.add(tensor_bytes(tensor))
-        return dict(zip(tensors, pending.fetch(), strict=True))
 
 
 def digest_value(value: object) -> str:
@@ -273,32 +265,3 @@ def _join(head: str, parts: list[bytes]) -> bytes:
         total.update(len(part).to_bytes(8, "little"))
         total.update(part)
     return total.digest()
-
-
-def samples(tensors: Mapping[Any, torch.Tensor]) -> dict[Any, bytes]:
-    """Return the bytes of a few elements of each of ``tensors``, by key, with one copy to the host per device.
-
-    They are enough to notice at little cost that other tensors have taken their places. A tensor without storage
-    on a device, or one that is quantized, is left out.
-    """
-    by_device: dict[torch.device, list[tuple[Any, torch.Tensor]]] = defaultdict(list)
-    for key, tensor in tensors.items():
-        if tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_quantized) and tensor.numel():
-            by_device[tensor.device].append((key, _sample(tensor.detach())))
-    found: dict[Any, bytes] = {}
-    for taken in by_device.values():
-        together = torch.cat([sample for _, sample in taken]).cpu().numpy().tobytes()
-        place = 0
-        for key, sample in taken:
-            found[key] = together[place : place + sample.numel()]
-            place += sample.numel()
-    return found
-
-
-def _sample(tensor: torch.Tensor) -> torch.Tensor:
-    """Return some elements of a tensor as bytes, wherever they lie in its shape."""
-    begin = tensor.storage_offset()
-    count = min(tensor.numel(), tensor.untyped_storage().nbytes() // tensor.itemsize - begin)  # it may be expanded
-    starts = (0, count // 2) if count > 2 * _SAMPLED else (0,)
-    size = min(count, 2 * _SAMPLED) // len(starts)
-    return torch.cat([tensor.as_strided((size,), (1,), begin + start).view(torch.uint8) for start in starts])

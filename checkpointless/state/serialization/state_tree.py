@@ -265,9 +265,7 @@ def copy_of(value: object) -> Callable[[], Any]:
 
 
 def copies_of(tensors: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
-    """Copy ``tensors`` as they are now, without gradients: numbers on the host as Python's numbers, alike ones
-    elsewhere in one call. Return what makes the copies.
-    """
+    """Copy ``tensors`` as they are now, without gradients, as cheaply as possible. Return what makes the copies."""
     taken = [_number_in(each) for each in tensors]
     others = [each for each, number in zip(tensors, taken) if number is None]
     if not others:
@@ -314,7 +312,7 @@ def _clones(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 def copy(tree: _State) -> _State:
     """Return a deep copy of ``tree``: new containers, cloned tensors and arrays, shared immutable values.
 
-    An object that is in two places is one object in the copy, too. An object of any other type is copied by
+    What is in two places is one object in the copy, too. An object of any other type is copied by
     ``copy.deepcopy``, or kept as it is if it refuses that.
     """
     return _copy(tree, {}, 0)
@@ -426,12 +424,8 @@ def split(
 ) -> tuple[bytes, list[torch.Tensor]]:
     """Encode ``tree``, of the types that :func:`dumps` allows, without its large tensors and arrays.
 
-    Args:
-        inline_bytes: the size in bytes up to which a tensor or array is encoded with the rest; -1: none is.
-        taken: returns what is taken of a tensor.
-
-    Returns:
-        The encoded rest, and the tensors. Each tensor shares the memory of the original if that has no gaps.
+    One of up to ``inline_bytes`` bytes is encoded with the rest (-1: none is); ``taken`` returns what is taken of a
+    tensor. Return the encoded rest, and the tensors, which share the memory of the originals if these have no gaps.
 
     Raises:
         StateTreeError: something in ``tree`` cannot travel.
@@ -453,8 +447,7 @@ def join(
 ) -> Tree:
     """Put together what :func:`split` took apart. The state uses ``tensors`` themselves.
 
-    Args:
-        placed: returns a tensor where it belongs, given on which kind of device it was. Default: it must be there.
+    ``placed`` returns a tensor where it belongs, given on which kind of device it was. Default: it must be there.
 
     Raises:
         ValueError: ``skeleton`` is damaged, or belongs to other tensors.
@@ -522,9 +515,9 @@ class _Array(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 class _Encoder:
     """Turns one tree into nodes. A container inside itself is refused.
 
-    A container or tensor that is met again becomes a reference to its first occurrence. Encoder and decoder number
-    all lists and all values with a name in the order in which they end. ``nbytes`` counts bytes that are neither
-    plain values nor in ``tensors``; without ``inline_bytes`` all tensors are encoded with the rest.
+    One that is met again becomes a reference to its first occurrence: all lists and all values with a name are
+    numbered in the order in which they end. ``nbytes`` counts bytes that are neither plain values nor in
+    ``tensors``; without ``inline_bytes`` all tensors are encoded with the rest.
     """
 
     def __init__(self, inline_bytes: int | None, taken: Callable[[torch.Tensor], torch.Tensor]) -> None:

@@ -32,18 +32,12 @@ def tensor_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the memory of a contiguous ``tensor`` as flat uint8: a view.
-
-    A contiguous tensor of one element may have any stride, of which a view of another dtype wants to know nothing.
-    """
+    """Return the memory of a contiguous ``tensor`` as flat uint8; one of one element may have any stride."""
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the storage of this rank's part of ``tensor``: the local shard of a DTensor, else the tensor itself.
-
-    It is a plain tensor that shares the memory and needs no gradient.
-    """
+    """Return this rank's part of ``tensor``, the local shard of a DTensor, as a plain tensor of the same memory."""
     if hasattr(tensor, "to_local"):
         with torch.no_grad():
             part: torch.Tensor = tensor.to_local()

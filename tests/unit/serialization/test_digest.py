@@ -20,6 +20,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from checkpointless.state.held_state import _samples
 from checkpointless.state.serialization import digest
 from checkpointless.state.serialization import digest as digests
 from checkpointless.state.serialization.digest import (
@@ -28,10 +29,9 @@ from checkpointless.state.serialization.digest import (
     _digest_on_device,
     digest_buffers,
     digest_bytes,
+    digest_each,
     digest_parameters,
-    digest_parts,
     digest_value,
-    samples,
 )
 from checkpointless.state.serialization.tensor_memory import tensor_bytes
 from tests.drawn import examples
@@ -173,7 +173,9 @@ def test_it_does_not_depend_on_where_the_bytes_lie(digest: Digest, data: bytes, 
 @given(st.lists(st.binary(max_size=40), max_size=6))
 @examples(200)
 def test_parts_have_the_digest_of_the_whole(pieces: list[bytes]) -> None:
-    assert digest_parts(flat(piece) for piece in pieces) == digest_bytes(flat(b"".join(pieces)))
+    pending = PendingDigests()
+    pending.add_parts(flat(piece) for piece in pieces)
+    assert pending.fetch() == [digest_bytes(flat(b"".join(pieces)))]
 
 
 def test_the_digest_of_a_shard_is_of_keys_dtypes_shapes_and_bytes() -> None:
@@ -203,7 +205,7 @@ def test_the_digest_of_a_shard_is_of_keys_dtypes_shapes_and_bytes() -> None:
 def test_each_tensor_has_its_own_digest() -> None:
     manager = MemoryChecksumManager()
     tensors = {("a",): filled((3,), torch.bfloat16), ("b", 1): filled((2, 2), torch.float32, seed=1)}
-    assert manager.digest_each(tensors) == {key: manager.digest(tensor) for key, tensor in tensors.items()}
+    assert digest_each(tensors) == {key: manager.digest(tensor) for key, tensor in tensors.items()}
 
 
 @pytest.mark.gpu
@@ -249,10 +251,10 @@ TENSORS = {
 @pytest.mark.parametrize("name", TENSORS)
 def test_another_element_is_noticed_in_that_tensor_alone(name: str) -> None:
     tensors = {key: each.detach().clone(memory_format=torch.preserve_format) for key, each in TENSORS.items()}
-    before = samples(tensors)
+    before = _samples(tensors)
     assert before.keys() == TENSORS.keys()
     tensors[name].flatten()[:1].logical_not_() if name == "truth" else tensors[name].mul_(3).add_(1)
-    after = samples(tensors)
+    after = _samples(tensors)
     assert [key for key in before if before[key] != after[key]] == [name]
 
 
@@ -280,14 +282,14 @@ def fetches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def test_those_of_a_device_are_fetched_at_once(fetches: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     pending = PendingDigests()
-    pending.add_known(7)
+    pending.add_parts([])
     for part in PARTS:
         pending.add(part)
     assert fetches == []
     found = pending.fetch()
     assert fetches == [len(PARTS)]
     monkeypatch.undo()
-    assert found == [7, *map(_digest_on_device, PARTS)]
+    assert found == [digest_bytes(torch.empty(0, dtype=torch.uint8)), *map(_digest_on_device, PARTS)]
 
 
 def test_bytes_that_change_later_are_digested_as_they_were(fetches: list[int]) -> None:

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, cast
 
 import lightning.pytorch as pl
 import torch
+from torch.utils.data import IterableDataset
 
-from checkpointless.inprocess.worker_streams import Place, is_iterable, seed_data_workers
+from checkpointless.inprocess.worker_streams import Place, seed_data_workers
 from checkpointless.integrations.lightning.data.loaders import keeps_its_position
 from checkpointless.state.rng import RngStates, register_rng_source
 from checkpointless.transfer.exchange import all_gather_json
@@ -61,7 +62,8 @@ def repeat_worker_draws(loader: Iterable[object], seed: int, trainer: pl.Trainer
     If that is not possible, or not certain, a warning is emitted, once.
     """
     training, is_persistent = trainer.training, bool(getattr(loader, "persistent_workers", False))
-    from_the_beginning = is_iterable(loader) and not keeps_its_position(loader)  # it is gone through once more
+    is_iterable = isinstance(getattr(loader, "dataset", None), IterableDataset)
+    from_the_beginning = is_iterable and not keeps_its_position(loader)  # it is gone through once more
     try:
         seed_data_workers(
             loader,
@@ -76,7 +78,7 @@ def repeat_worker_draws(loader: Iterable[object], seed: int, trainer: pl.Trainer
         _warn_once(f"{error}: random numbers that its workers draw are others after a fault")
         return
     seeded = cast("DataLoader[object]", loader)  # anything else has raised TypeError, or has no workers
-    if is_iterable(seeded) and seeded.num_workers > 0 and not (training and from_the_beginning):
+    if is_iterable and seeded.num_workers > 0 and not (training and from_the_beginning):
         _warn_once(
             f"{type(seeded.dataset).__name__} is iterable: random numbers that data-loader workers draw are the "
             "same after a fault only if it goes on exactly behind the last batch that was trained on"
