@@ -42,6 +42,16 @@ def zygotes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
 
 
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """Set up a process group of this process alone."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
 @pytest.fixture(autouse=True)
 def _needs_a_framework_only_if_marked(request: pytest.FixtureRequest) -> Iterator[None]:
     """Check that no other test imports NeMo or Lightning in a run without their tests."""

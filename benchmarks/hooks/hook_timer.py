@@ -215,7 +215,7 @@ def install(watch: Stopwatch, trainer: Any, by_call: bool) -> None:
     from checkpointless.callbacks import CheckpointlessCallback
     from checkpointless.inprocess import active_call_wrapper
     from checkpointless.inprocess.communicators.process_groups import process_groups
-    from checkpointless.inprocess.communicators.waits import interruptible_wait
+    from checkpointless.inprocess.communicators.waits import _interruptible_wait
     from checkpointless.integrations.megatron import update
     from checkpointless.recovery import guard
 
@@ -242,7 +242,7 @@ def install(watch: Stopwatch, trainer: Any, by_call: bool) -> None:
             work: Any = c10d.Work
             work.wait = undo.original
             watch.replace(c10d.Work, "wait", "torch's Work.wait")
-            work.wait = interruptible_wait(work.wait)
+            work.wait = _interruptible_wait(work.wait)
             watch.replace(c10d.Work, "wait", "Work.wait")
     if by_call:
         _install_inside(watch, call, strategy)

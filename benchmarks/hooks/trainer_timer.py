@@ -84,7 +84,7 @@ class TrainerTimer:
 
     def _time_manager(self, manager: Any) -> None:
         from checkpointless.inprocess.communicators.process_groups import process_groups
-        from checkpointless.inprocess.communicators.waits import interruptible_wait
+        from checkpointless.inprocess.communicators.waits import _interruptible_wait
         from checkpointless.integrations.torch import loop
         from checkpointless.recovery import guard
 
@@ -96,7 +96,7 @@ class TrainerTimer:
                 work: Any = c10d.Work
                 work.wait = undo.original
                 self.replace(c10d.Work, "wait", TRAINING)
-                work.wait = interruptible_wait(work.wait)
+                work.wait = _interruptible_wait(work.wait)
                 self.replace(c10d.Work, "wait", WAITS)
 
     # --- trainers -------------------------------------------------------------------------------------------------

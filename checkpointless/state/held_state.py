@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +14,7 @@ from checkpointless.replication.host_memory import HostMemoryPool
 from checkpointless.replication.parts import Content
 from checkpointless.state.journal import StepJournal
 from checkpointless.state.port import SnapshotPoint, StepSnapshot, TrainingState, holders_of, split
-from checkpointless.state.serialization.digest import MemoryChecksumManager
+from checkpointless.state.serialization.digest import MemoryChecksumManager, samples
 from checkpointless.state.serialization.tensor_memory import is_on_host, local_part
 from checkpointless.transfer.rank_groups import Group
 from checkpointless.transfer.tensor_entry import Key
@@ -122,7 +121,7 @@ class HeldState:
         """Note a few elements of all tensors but buffers: a script that is entered again may write to them."""
         buffers = {key for copies in self.buffers.values() for key in copies}
         buffers.update(key for moment in self.moments.values() for key in moment.buffers)
-        self.samples = _samples({key: each for key, each in self._watched().items() if key not in buffers})
+        self.samples = samples({key: each for key, each in self._watched().items() if key not in buffers})
 
     def _watched(self) -> dict[Key, torch.Tensor]:
         """Return what nobody may write to before the recovery: the tensors, and gradients that are still needed."""
@@ -133,7 +132,7 @@ class HeldState:
 
     def _give_up_what_is_written(self) -> None:
         watched = self._watched()
-        now = _samples({key: watched[key] for key in self.samples if key in watched})
+        now = samples({key: watched[key] for key in self.samples if key in watched})
         written = next((key for key, sample in now.items() if sample != self.samples[key]), None)
         if written is not None:
             self.give_up(_WRITTEN.format(written[-1] if isinstance(written[-1], str) else "a parameter"))
@@ -228,34 +227,3 @@ def _without_gradients(state: TrainingState) -> dict[Key, torch.Tensor]:
     buffer).
     """
     return {key: tensor.detach() for key, tensor in state.tensors().items()}
-
-
-_SAMPLED = 16  # elements at the beginning of a tensor, and as many from its middle on
-
-
-def _samples(tensors: Mapping[Any, torch.Tensor]) -> dict[Any, bytes]:
-    """Return the bytes of a few elements of each of ``tensors``, by key, with one copy to the host per device.
-
-    They show at little cost that other tensors have taken their places. One without plain storage is left out.
-    """
-    by_device: dict[torch.device, list[tuple[Any, torch.Tensor]]] = defaultdict(list)
-    for key, tensor in tensors.items():
-        if tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_quantized) and tensor.numel():
-            by_device[tensor.device].append((key, _sample(tensor.detach())))
-    found: dict[Any, bytes] = {}
-    for taken in by_device.values():
-        together = torch.cat([sample for _, sample in taken]).cpu().numpy().tobytes()
-        place = 0
-        for key, sample in taken:
-            found[key] = together[place : place + sample.numel()]
-            place += sample.numel()
-    return found
-
-
-def _sample(tensor: torch.Tensor) -> torch.Tensor:
-    """Return some elements of a tensor as bytes, wherever they lie in its shape."""
-    begin = tensor.storage_offset()
-    count = min(tensor.numel(), tensor.untyped_storage().nbytes() // tensor.itemsize - begin)  # it may be expanded
-    starts = (0, count // 2) if count > 2 * _SAMPLED else (0,)
-    size = min(count, 2 * _SAMPLED) // len(starts)
-    return torch.cat([tensor.as_strided((size,), (1,), begin + start).view(torch.uint8) for start in starts])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
@@ -79,6 +80,9 @@ def _positions(device: torch.device, chunk_lanes: int) -> torch.Tensor:
 
 _PLAIN = (bool, int, float, complex, bytes, type(None))
 _ITERATORS_FROM = 3  # the index in what `__reduce_ex__` returns where the iterators of list and mapping items begin
+
+
+_SAMPLED = 16  # elements at the beginning of a tensor, and as many from its middle on
 
 
 class PendingDigests:
@@ -265,3 +269,31 @@ def _join(head: str, parts: list[bytes]) -> bytes:
         total.update(len(part).to_bytes(8, "little"))
         total.update(part)
     return total.digest()
+
+
+def samples(tensors: Mapping[Any, torch.Tensor]) -> dict[Any, bytes]:
+    """Return the bytes of a few elements of each of ``tensors``, by key, with one copy to the host per device.
+
+    They show at little cost that other tensors have taken their places. One without plain storage is left out.
+    """
+    by_device: dict[torch.device, list[tuple[Any, torch.Tensor]]] = defaultdict(list)
+    for key, tensor in tensors.items():
+        if tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_quantized) and tensor.numel():
+            by_device[tensor.device].append((key, _sample(tensor.detach())))
+    found: dict[Any, bytes] = {}
+    for taken in by_device.values():
+        together = torch.cat([sample for _, sample in taken]).cpu().numpy().tobytes()
+        place = 0
+        for key, sample in taken:
+            found[key] = together[place : place + sample.numel()]
+            place += sample.numel()
+    return found
+
+
+def _sample(tensor: torch.Tensor) -> torch.Tensor:
+    """Return some elements of a tensor as bytes, wherever they lie in its shape."""
+    begin = tensor.storage_offset()
+    count = min(tensor.numel(), tensor.untyped_storage().nbytes() // tensor.itemsize - begin)  # it may be expanded
+    starts = (0, count // 2) if count > 2 * _SAMPLED else (0,)
+    size = min(count, 2 * _SAMPLED) // len(starts)
+    return torch.cat([tensor.as_strided((size,), (1,), begin + start).view(torch.uint8) for start in starts])

@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib
 import signal
 import sys
-import threading
-import time
 import types
 from datetime import timedelta
 from pathlib import Path
@@ -27,12 +25,11 @@ from checkpointless.inprocess import (
     HPDataLoaderAbort,
     HPState,
     HPWrapper,
-    RankShouldRestart,
 )
 from checkpointless.inprocess.exceptions import is_victim
-from checkpointless.inprocess.fault_responder import MainThread
 from checkpointless.inprocess.memory import peak_growth, reset_peak
 from checkpointless.inprocess.wrap import _SignalHandlers, _with_caller
+from tests.unit.inprocess.test_interrupted_cleaning import leave_while
 
 STATE = HPState(rank=0, world_size=1, local_rank=0, generation=0)
 
@@ -231,30 +228,14 @@ def test_a_module_that_the_block_imports_is_imported_whole(tmp_path: Path, monke
     """Otherwise what it has registered stays, and the next import cannot register it again."""
     (tmp_path / "slow_to_import.py").write_text(_SLOW_MODULE)
     monkeypatch.syspath_prepend(tmp_path)
-    main = MainThread()
-    left: list[bool] = []
-
-    def interrupt() -> None:
-        while not hasattr(sys.modules.get("slow_to_import"), "began"):
-            time.sleep(0.005)
-        left.append(main.interrupt_until_left(120, lambda _: None))
-
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-
-    def block() -> None:
-        importlib.import_module("slow_to_import")
-        while True:
-            time.sleep(0.005)
-
     try:
-        with pytest.raises(RankShouldRestart):
-            main.run(block)
-        thread.join(60)
-        assert left == [True]
+        leave_while(
+            lambda: importlib.import_module("slow_to_import"),
+            limit_s=120,
+            since=lambda: hasattr(sys.modules.get("slow_to_import"), "began"),
+        )
         assert hasattr(sys.modules.get("slow_to_import"), "done")
     finally:
-        main.close()
         sys.modules.pop("slow_to_import", None)
 
 
@@ -311,6 +292,3 @@ def test_the_wrapper_is_a_decorator_with_and_without_parentheses() -> None:
         bare(block, abort_timeout=0)
     with pytest.raises(TypeError, match="wraps a function, not int"):
         bare(30)
-
-
-# --- Test what a script imports with the aborts and with Lightning's own strategies, and what not -----------------

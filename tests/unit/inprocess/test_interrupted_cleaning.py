@@ -20,13 +20,17 @@ class Owner:
     """Can be referred to weakly."""
 
 
-def leave_while(body: Callable[[], object], meanwhile: Callable[[], object] = lambda: None) -> None:
-    """Have this thread, in a block, do ``body``, and be interrupted from the beginning on until it has left."""
-    main = MainThread()
-    began = threading.Event()
-    interrupter = threading.Thread(
-        target=lambda: began.wait() and main.interrupt_until_left(20, lambda _: meanwhile())
-    )
+def leave_while(body: Callable[[], object], limit_s: float = 20, since: Callable[[], bool] = lambda: True) -> None:
+    """Have this thread, in a block, do ``body``, and be interrupted from ``since`` on until it has left."""
+    main, began = MainThread(), threading.Event()
+
+    def interrupt() -> None:
+        began.wait()
+        while not since():
+            time.sleep(0.005)
+        main.interrupt_until_left(limit_s, lambda _: None)
+
+    interrupter = threading.Thread(target=interrupt)
     interrupter.start()
 
     def block() -> None:

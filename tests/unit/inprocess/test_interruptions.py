@@ -208,11 +208,7 @@ def deliver(at: Callable[[int, FrameType], bool], block: Callable[[], str]) -> t
                 signal.raise_signal(call._main._signal)
         return trace
 
-    wrapper = HPWrapper(
-        abort=lambda state: None,
-        finalize=lambda state: None,
-        hp_api_factory=lambda: agent,
-    )
+    wrapper = wrapper_of(agent)
     before = sys.gettrace()
     sys._getframe().f_trace_opcodes = True  # Python 3.12 reports opcodes only if a frame asked before settrace
     sys.settrace(trace)
@@ -221,6 +217,10 @@ def deliver(at: Callable[[int, FrameType], bool], block: Callable[[], str]) -> t
     finally:
         sys.settrace(before)
     return result, agent, passed
+
+
+def wrapper_of(agent: RankClient) -> HPWrapper:
+    return HPWrapper(abort=lambda state: None, finalize=lambda state: None, hp_api_factory=lambda: agent)
 
 
 def fails_once() -> Callable[[], str]:
@@ -345,3 +345,54 @@ def test_what_is_put_back_on_the_way_of_a_fault_is_put_back_as_a_whole(is_lost: 
         thread.join()
     assert len(back) == 300
     assert isinstance(error, ConnectionError if is_lost else RankShouldRestart)
+
+
+LATE_S = 0.5
+
+
+class SlowAgent(QuickAgent):
+    """Is slow, in the fault thread, to say more of a fault that is handled already."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slow = threading.Event()  # set: the fault thread is in ``pending_fault``
+        self.quick = threading.Event()  # set: it goes on
+
+    def pending_fault(self, generation: int) -> FaultNotice | None:
+        """Return what the client does, but late in the fault thread."""
+        if threading.current_thread() is not threading.main_thread():
+            self.slow.set()
+            self.quick.wait(30)
+        return super().pending_fault(generation)
+
+    def _send(self, message: RankMessage) -> None:
+        if isinstance(message, Barrier):
+            assert self.slow.wait(30), "the fault thread was not told"
+            threading.Timer(LATE_S, self.quick.set).start()
+        super()._send(message)
+
+
+@pytest.mark.slow
+def test_a_fault_that_is_handled_late_does_not_reach_into_the_next_generation() -> None:
+    """The lock stays open and nobody is interrupted, though the fault thread was not done with the old one."""
+    agent = SlowAgent()
+    errors: list[str] = []
+    updates: list[int] = []
+
+    def block() -> str:
+        if Barrier not in agent.heard:
+            raise ValueError("the fault")
+        call = active_call_wrapper()
+        assert call is not None
+        try:
+            for step in range(20):
+                time.sleep(2 * LATE_S / 20)
+                with call.parameter_update_lock.update(step):
+                    updates.append(step)
+        except RankShouldRestart as error:
+            errors.append(str(error))
+        return "done"
+
+    assert wrapper_of(agent)(block)() == "done"
+    assert errors == []
+    assert updates == list(range(20))

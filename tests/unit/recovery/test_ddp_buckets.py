@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from checkpointless.integrations.torch.torch_tensors import TorchTensors, _settle_buckets
 
-
-@pytest.fixture(autouse=True)
-def _one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 def test_sparse_embeddings_hooks_and_frozen_parameters_are_left_alone() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,13 +13,7 @@ from checkpointless.inprocess import ParameterUpdateLock, RankShouldRestart
 from checkpointless.recovery.guard import UpdateGuard
 
 
-@pytest.fixture(autouse=True)
-def _alone() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("found", [0, 1, 3])
 def test_an_aborted_vote_that_ends_like_one_that_succeeded_is_lost(
     found: int, monkeypatch: pytest.MonkeyPatch

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from checkpointless.inprocess import UnrecoverableError
 from checkpointless.integrations.torch import torch_tensors
@@ -17,12 +16,7 @@ from checkpointless.recovery.manager import CheckpointManager
 from checkpointless.state.journal import Captured, _Taken
 from checkpointless.state.port import SnapshotPoint
 
-
-@pytest.fixture(autouse=True)
-def _one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 @pytest.fixture

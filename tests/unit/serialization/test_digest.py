@@ -20,7 +20,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointless.state.held_state import _samples
 from checkpointless.state.serialization import digest
 from checkpointless.state.serialization import digest as digests
 from checkpointless.state.serialization.digest import (
@@ -32,6 +31,7 @@ from checkpointless.state.serialization.digest import (
     digest_each,
     digest_parameters,
     digest_value,
+    samples,
 )
 from checkpointless.state.serialization.tensor_memory import tensor_bytes
 from tests.drawn import examples
@@ -251,10 +251,10 @@ TENSORS = {
 @pytest.mark.parametrize("name", TENSORS)
 def test_another_element_is_noticed_in_that_tensor_alone(name: str) -> None:
     tensors = {key: each.detach().clone(memory_format=torch.preserve_format) for key, each in TENSORS.items()}
-    before = _samples(tensors)
+    before = samples(tensors)
     assert before.keys() == TENSORS.keys()
     tensors[name].flatten()[:1].logical_not_() if name == "truth" else tensors[name].mul_(3).add_(1)
-    after = _samples(tensors)
+    after = samples(tensors)
     assert [key for key in before if before[key] != after[key]] == [name]
 
 

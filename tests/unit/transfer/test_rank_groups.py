@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
@@ -175,21 +173,24 @@ def test_all_ranks_tell_the_same_groups(replicated: set[int]) -> None:
 
 
 @pytest.fixture
-def parameter() -> Iterator[torch.nn.Parameter]:
+def parameter(alone: None) -> torch.nn.Parameter:
     """Return a parameter that is a DTensor."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     mesh = init_device_mesh("cpu", (1,))
-    yield torch.nn.Parameter(distribute_tensor(torch.arange(12.0).view(4, 3), mesh, [Shard(0)]))
-    dist.destroy_process_group()
+    return torch.nn.Parameter(distribute_tensor(torch.arange(12.0).view(4, 3), mesh, [Shard(0)]))
 
 
-def test_an_optimizer_goes_on_with_state_that_was_adopted_or_filled(parameter: torch.nn.Parameter) -> None:
+def trained(parameter: torch.nn.Parameter) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """Return a module with the parameter, and an optimizer that has made a step."""
     module = torch.nn.Module()
     module.weight = parameter
     optimizer = torch.optim.AdamW([parameter], lr=0.1)
-    local_part(parameter).fill_(1.0)
     parameter.grad = _spread_like(torch.ones(4, 3), parameter)
     optimizer.step()
+    return module, optimizer
+
+
+def test_an_optimizer_goes_on_with_state_that_was_adopted_or_filled(parameter: torch.nn.Parameter) -> None:
+    module, optimizer = trained(parameter)
     before = {key: tensor.clone() for key, tensor in TrainingTensors([module], [optimizer]).tensors().items()}
     assert all(type(tensor) is torch.Tensor for tensor in before.values())
     again = torch.optim.AdamW([parameter], lr=0.1)
@@ -203,16 +204,6 @@ def test_an_optimizer_goes_on_with_state_that_was_adopted_or_filled(parameter: t
     first, second = optimizer.state[parameter]["exp_avg"], again.state[parameter]["exp_avg"]
     assert isinstance(second, DTensor)
     assert torch.equal(local_part(first), local_part(second))
-
-
-def trained(parameter: torch.nn.Parameter) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    """Return a module with the parameter, and an optimizer that has made a step."""
-    module = torch.nn.Module()
-    module.weight = parameter
-    optimizer = torch.optim.AdamW([parameter], lr=0.1)
-    parameter.grad = _spread_like(torch.ones(4, 3), parameter)
-    optimizer.step()
-    return module, optimizer
 
 
 def test_what_an_optimizer_keeps_of_its_own_part_comes_back_as_that(parameter: torch.nn.Parameter) -> None:

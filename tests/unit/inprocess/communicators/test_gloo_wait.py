@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import signal
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -30,18 +30,9 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def pair() -> list[Any]:
     """Return two ranks of a gloo group, both in this process."""
-    store, timeout = dist.HashStore(), timedelta(seconds=GIVEN_UP_S)
-    made: list[Any] = [None, None]
-
-    def make(rank: int) -> None:
-        made[rank] = c10d.ProcessGroupGloo(dist.PrefixStore("pair", store), rank, 2, timeout)
-
-    threads = [threading.Thread(target=make, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return made
+    store, limit = dist.HashStore(), timedelta(seconds=GIVEN_UP_S)
+    with ThreadPoolExecutor(2) as ranks:
+        return list(ranks.map(lambda rank: c10d.ProcessGroupGloo(store, rank, 2, limit), range(2)))
 
 
 @pytest.mark.parametrize("collective", ["allreduce", "barrier"])

@@ -38,11 +38,15 @@ def variable_of_a_caller(name: str) -> Any:
     return frame.f_locals[name]
 
 
-class DiesWithTheLock(Dataset[int]):
-    """Kills its worker while it holds the lock with which it looks whether it is to end."""
+class Eight(Dataset[Any]):
+    """Has eight items."""
 
     def __len__(self) -> int:
         return 8
+
+
+class DiesWithTheLock(Eight):
+    """Kills its worker while it holds the lock with which it looks whether it is to end."""
 
     def __getitem__(self, index: int) -> int:
         if index == 1:
@@ -51,38 +55,26 @@ class DiesWithTheLock(Dataset[int]):
         return index
 
 
-class Long(Dataset[bytes]):
-    def __len__(self) -> int:
-        return 8
-
+class Long(Eight):
     def __getitem__(self, index: int) -> bytes:
         return bytes(LONG)
 
 
-class Stubborn(Dataset[int]):
+class Stubborn(Eight):
     """Keeps its worker from ending when it is asked to."""
-
-    def __len__(self) -> int:
-        return 8
 
     def __getitem__(self, index: int) -> int:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         return index
 
 
-class Tensors(Dataset[torch.Tensor]):
-    def __len__(self) -> int:
-        return 100
-
+class Tensors(Eight):
     def __getitem__(self, index: int) -> torch.Tensor:
         return torch.full((4,), index)
 
 
-class DiesBetweenOpenAndUnlink(Dataset[int]):
+class DiesBetweenOpenAndUnlink(Eight):
     """Kills its worker, which leaves what torch makes for each tensor that is handed over."""
-
-    def __len__(self) -> int:
-        return 8
 
     def __getitem__(self, index: int) -> int:
         if index == 1:
