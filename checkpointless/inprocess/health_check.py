@@ -14,6 +14,7 @@ from datetime import timedelta
 
 import torch
 
+from checkpointless.inprocess.communicators.helper_thread import run_in_helper_thread
 from checkpointless.inprocess.generation import HPState
 from checkpointless.system.environment import LOCAL_RANK_ENV
 
@@ -96,19 +97,11 @@ class CudaHealthCheck(HealthCheck):
         local_rank = int(os.environ.get(LOCAL_RANK_ENV) or -1)
         seen = 0 <= local_rank < torch.cuda.device_count()
         device = torch.device("cuda", local_rank if seen else torch.cuda.current_device())
-        errors: list[Exception] = []
-
-        def synchronize() -> None:
-            try:
-                torch.cuda.synchronize(device)
-            except Exception as error:  # noqa: BLE001 - carried over to the caller's thread
-                errors.append(error)
-
-        thread = threading.Thread(target=synchronize, name="cuda-health-check", daemon=True)
-        thread.start()
-        thread.join(self.timeout.total_seconds())
-        if thread.is_alive():
-            raise TimeoutError(f"{device} did not synchronize within {self.timeout.total_seconds():.0f} s")
-        if errors:
-            raise RuntimeError(f"{device} is not healthy: {errors[0]}") from errors[0]
+        limit_s = self.timeout.total_seconds()
+        try:
+            run_in_helper_thread(lambda: torch.cuda.synchronize(device), limit_s)
+        except TimeoutError:
+            raise TimeoutError(f"{device} did not synchronize within {limit_s:.0f} s") from None
+        except Exception as error:
+            raise RuntimeError(f"{device} is not healthy: {error}") from error
         return state, train_ex

@@ -6,6 +6,7 @@ What is cheap to capture of optimizers at every step: their param groups; and wh
 from __future__ import annotations
 
 import operator
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeAlias
@@ -22,7 +23,7 @@ from checkpointless.transfer.tensor_entry import Key, TensorEntry
 # --- DTensors: which ranks hold the same part of a parameter, and how a part becomes a DTensor again --------------
 
 
-def is_sharded(tensor: torch.Tensor) -> bool:
+def is_sharded(tensor: object) -> bool:
     """Return whether ``tensor`` is a DTensor, which this rank may hold a part of only."""
     return hasattr(tensor, "to_local")
 
@@ -365,24 +366,21 @@ class TrainingTensors(TrainingState):
 
     def _plain_state(self) -> dict[Key, dict[str, Any]]:
         """Return the optimizers' non-tensor state, which only an update changes."""
-        state = {
-            key: {
-                name: value
-                for name, value in inner.state.get(parameter, {}).items()
-                if not isinstance(value, torch.Tensor)
-            }
-            for key, inner, parameter in self._parameters()
-        }
-        return {key: plain for key, plain in state.items() if plain}
+        found: dict[Key, dict[str, Any]] = defaultdict(dict)
+        for key, name, value in self._kept():
+            if not isinstance(value, torch.Tensor):
+                found[key][name] = value
+        return dict(found)
 
     def _spread(self) -> list[Key]:
         """Return the keys of the optimizers' tensors that are DTensors, as their parameters are."""
-        return [
-            (*key, name)
-            for key, inner, parameter in self._parameters()
-            for name, value in inner.state.get(parameter, {}).items()
-            if isinstance(value, torch.Tensor) and is_sharded(value)
-        ]
+        return [(*key, name) for key, name, value in self._kept() if is_sharded(value)]
+
+    def _kept(self) -> Iterator[tuple[Key, str, Any]]:
+        """Yield what the optimizers keep for their parameters, each with the parameter's key and its name."""
+        for key, inner, parameter in self._parameters():
+            for name, value in inner.state.get(parameter, {}).items():
+                yield key, name, value
 
     def unfit(self) -> str | None:
         """Return why a tensor of the state cannot be carried over to another process; None: each can be."""

@@ -28,6 +28,7 @@ class Cuda:
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: min(1, devices - 1))
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
         monkeypatch.setattr(torch.cuda, "synchronize", self.synchronize)
 
     def synchronize(self, device: torch.device | None = None) -> None:

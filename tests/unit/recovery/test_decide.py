@@ -120,25 +120,6 @@ def test_a_rank_that_voted_redoes_its_update() -> None:
     assert dict(decision.refills) == {2: (0,), 3: (1,)}
 
 
-def test_both_holders_gone_is_refused_by_name() -> None:
-    reports = [report(0, None, (0, 2)), report(1, 5, (1, 3)), report(2, None, (0, 2)), report(3, 5, (1, 3))]
-    decision = decide(reports, 5)
-    assert decision.verdict is Verdict.REFUSE
-    assert "ranks 0, 2" in decision.reason
-    assert "5" in decision.reason
-
-
-def test_the_odd_replica_out_is_refilled() -> None:
-    group = (0, 1, 2)
-    reports = [report(rank, 4, group, digest=digest) for rank, digest in enumerate("aba")]
-    assert dict(decide(reports, 4).refills) == {1: (0, 2)}
-
-
-def test_two_replicas_that_differ_are_refused() -> None:
-    reports = [report(rank, 4, (0, 1), digest=digest) for rank, digest in enumerate("ab")]
-    assert "differ at step 4" in decide(reports, 4).reason
-
-
 @pytest.mark.parametrize("groups", [((0,), (0, 1)), ((0, 1), (1,)), ((0, 2), (1, 3))])
 def test_groups_that_contradict_each_other_raise(groups: tuple[tuple[int, ...], ...]) -> None:
     with pytest.raises(ValueError, match="contradict each other"):

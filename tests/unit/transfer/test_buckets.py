@@ -27,17 +27,6 @@ from checkpointless.transfer.transfer import (
 )
 
 
-@given(st.lists(st.integers(0, 50)), st.integers(1, 40))
-def test_every_byte_once_and_in_order(sizes: list[int], bucket_bytes: int) -> None:
-    buckets = _plan_buckets(sizes, bucket_bytes)
-    seen = [(part.index, byte) for bucket in buckets for part in bucket for byte in range(part.start, part.stop)]
-    assert sorted(seen) == [(index, byte) for index, size in enumerate(sizes) for byte in range(size)]
-    for bucket in buckets:
-        assert 0 < _size_of(bucket) <= bucket_bytes
-        places = [(part.index, part.start) for part in bucket]
-        assert places == sorted(places)
-
-
 @given(st.integers(1, 2**40))
 def test_buckets_in_flight_stay_within_the_budget(budget: int) -> None:
     assert 0 < _bucket_bytes_of(budget) <= max(1, budget / IN_FLIGHT)
@@ -64,7 +53,9 @@ def test_the_sizes_of_the_default_budget() -> None:
     st.lists(st.integers(0, 50), max_size=9),
     st.integers(1, 40),
 )
-def test_objects_come_from_the_first_holder(shard: list[int], inside: list[int], bucket_bytes: int) -> None:
+def test_every_byte_comes_once_in_order_and_those_of_objects_from_the_first_holder(
+    shard: list[int], inside: list[int], bucket_bytes: int
+) -> None:
     places = 5
     tensors = [torch.empty(size, dtype=torch.uint8) for size in [*shard, *inside]]
     plan = _Plan.of(tensors[: len(shard)], tensors[len(shard) :], bucket_bytes, places)
@@ -79,6 +70,9 @@ def test_objects_come_from_the_first_holder(shard: list[int], inside: list[int],
         of_objects = bucket[0].index >= len(shard)
         assert all((part.index >= len(shard)) is of_objects for part in bucket)
         assert sender[index] == (0 if of_objects else index % places)
+        assert 0 < _size_of(bucket) <= bucket_bytes
+        lying = [(part.index, part.start) for part in bucket]
+        assert lying == sorted(lying)
 
 
 # --- What is packed into a bucket is unpacked into the same bits, wherever the tensors lie ------------------------

@@ -3,37 +3,23 @@
 import contextlib
 import errno
 import socket
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch.distributed as dist
-import torch.distributed.distributed_c10d as c10d
 
 from checkpointless.inprocess.communicators import process_groups
 from checkpointless.inprocess.communicators.process_groups import _GlooSockets
 from tests.descriptors import descriptors
 
-FACTORY = "_new_process_group_helper"
 
-
-class Installed(_GlooSockets):
-    """Records the sockets that torch's factory of groups opens, as ``ProcessGroups`` has it do."""
-
-    def install(self) -> None:
-        """Replace the factory."""
-        self._factory = factory = getattr(c10d, FACTORY)
-
-        def make(*args: Any, **kwargs: Any) -> Any:
-            with self.noting(*args, **kwargs):
-                return factory(*args, **kwargs)
-
-        setattr(c10d, FACTORY, make)
-
-    def uninstall(self) -> None:
-        """Restore the factory."""
-        setattr(c10d, FACTORY, self._factory)
+def made(noted: _GlooSockets, make_group: Callable[[], object], backend: str | None = "gloo") -> None:
+    """Make a group as torch's factory does, with ``make_group``, while the sockets that it opens are recorded."""
+    arguments = 4, 2, [0, 1, 2, 3], backend
+    with noted.noting(*arguments):
+        make_group()
 
 
 def test_where_descriptors_are_used_up_later_sockets_are_not_the_groups(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,22 +30,14 @@ def test_where_descriptors_are_used_up_later_sockets_are_not_the_groups(monkeypa
             raise OSError(errno.EMFILE, "no descriptors")
         return listed()
 
-    def make_group(*_: object, **__: object) -> None:
-        fails[0] = True
-
-    monkeypatch.setattr(c10d, FACTORY, make_group)
     monkeypatch.setattr(process_groups, "_sockets", list_or_fail)
-    noted = Installed()
-    noted.install()
-    try:
-        with pytest.raises(OSError, match="no descriptors"):
-            getattr(c10d, FACTORY)(4, 2, [0, 1, 2, 3], "gloo")
-        fails[0] = False
-        mine, other = connected()
-        assert noted.shutdown() == 0
-        assert still_talk(mine, other)
-    finally:
-        noted.uninstall()
+    noted = _GlooSockets()
+    with pytest.raises(OSError, match="no descriptors"):
+        made(noted, lambda: fails.__setitem__(0, True))
+    fails[0] = False
+    mine, other = connected()
+    assert noted.shutdown() == 0
+    assert still_talk(mine, other)
 
 
 def connected(address: str = "127.0.0.1") -> tuple[socket.socket, socket.socket]:
@@ -87,15 +65,13 @@ def still_talk(mine: socket.socket, other: socket.socket) -> bool:
         return mine.recv(10) == b"a logger's"
 
 
-def test_a_group_that_is_still_made_is_cut_again_and_again_without_a_new_descriptor(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_group_that_is_still_made_is_cut_again_and_again_without_a_new_descriptor() -> None:
     """The cut is repeated until the main thread has left, which may take as long as the group connects."""
     counts: list[int] = []
     opened: list[socket.socket] = []
-    noted = Installed()
+    noted = _GlooSockets()
 
-    def make_group(*_: object, **__: object) -> None:
+    def make_group() -> None:
         for _connection in range(3):
             opened.extend(connected_by_gloo())
             for _again in range(5):
@@ -103,50 +79,37 @@ def test_a_group_that_is_still_made_is_cut_again_and_again_without_a_new_descrip
             counts.append(len(descriptors() - before))
             assert opened[-1].recv(1) == b""
 
-    monkeypatch.setattr(c10d, FACTORY, make_group)
-    noted.install()
-    try:
-        before = descriptors()
-        getattr(c10d, FACTORY)(4, 2, [0, 1, 2, 3], "gloo")
-        # Each of the two sockets has one duplicate.
-        assert counts == [4, 8, 12]
-        noted.release()
-        assert len(descriptors() - before) == len(opened)
-    finally:
-        noted.uninstall()
-        for connection in opened:
-            connection.close()
+    before = descriptors()
+    made(noted, make_group)
+    assert counts == [4, 8, 12], "each of the two sockets has one duplicate"
+    noted.release()
+    assert len(descriptors() - before) == len(opened)
+    for connection in opened:
+        connection.close()
 
 
 @pytest.mark.parametrize("backend", ["gloo", "cpu:gloo", "cpu:gloo,cuda:nccl", None])
-def test_what_other_threads_open_while_a_group_is_made_is_left_alone(
-    backend: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_other_threads_open_while_a_group_is_made_is_left_alone(backend: str | None) -> None:
     """As a logger that sends metrics, or a server that shows them."""
-    noted = Installed()
+    noted = _GlooSockets()
     mine: list[tuple[socket.socket, socket.socket]] = []
     others: list[tuple[socket.socket, socket.socket]] = []
 
-    def make_group(*_: object, **__: object) -> None:
+    def make_group() -> None:
         with ThreadPoolExecutor(1) as pool:
             others.append(pool.submit(connected).result())
         mine.append(connected_by_gloo())
         assert noted.shutdown() == 2
 
-    monkeypatch.setattr(c10d, FACTORY, make_group)
-    noted.install()
-    try:
-        getattr(c10d, FACTORY)(4, 2, [0, 1, 2, 3], backend)
-        mine.append(connected_by_gloo())  # of a library that is not the group's
-        assert noted.shutdown() == 0
-        assert [each.recv(1) for each in mine[0]] == [b"", b""]
-        assert still_talk(*others[0])
-        assert still_talk(*mine[1])
-    finally:
-        noted.release()
-        noted.uninstall()
-        for each in mine[0]:
-            each.close()
+    made(noted, make_group, backend)
+    mine.append(connected_by_gloo())  # of a library that is not the group's
+    assert noted.shutdown() == 0
+    assert [each.recv(1) for each in mine[0]] == [b"", b""]
+    assert still_talk(*others[0])
+    assert still_talk(*mine[1])
+    noted.release()
+    for each in mine[0]:
+        each.close()
 
 
 def test_marks_of_gloos_sockets() -> None:
