@@ -131,13 +131,11 @@ def _remove_unused_sockets() -> None:
 
 
 class Compose:
-    """Calls ``instances`` from the last to the first, as a composition of functions does.
+    """Calls ``instances`` from the last to the first, as a composition of functions does, and HyperPod's and NVRx's
+    do.
 
-    HyperPod's and NVRx's ``Compose`` do the same. Every instance runs even if one before it raises, because half a
+    Each is called with as many of the positional arguments as it takes, even if one before it raises: half a
     clean-up is worse than a noisy one. All errors are logged, and the first one is raised at the end.
-
-    Args:
-        *instances: callables. Each is called with as many of the positional arguments as it takes.
     """
 
     def __init__(self, *instances: Callable[..., object]) -> None:

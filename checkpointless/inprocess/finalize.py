@@ -92,10 +92,10 @@ def collect_garbage() -> None:
 
 
 def _empty_backward_queue() -> None:
-    """Drop what a backward pass that raised has left in autograd's queue of this thread.
+    """Drop what a backward pass that raised has left in autograd's queue of this thread, with parameters and
+    gradients.
 
-    The rest of its graph stays there, with parameters and gradients, until a later pass comes across it. Autograd
-    takes the nodes made last first (``CompareNodeTaskTime`` in torch's ``engine.cpp``), counted per thread. A node
+    Autograd takes the nodes made last first (``CompareNodeTaskTime`` in ``engine.cpp``), counted per thread. A node
     of a new thread comes after all that are left; those are dropped on the way, because their pass is over.
     """
     made: list[torch.Tensor] = []

@@ -22,11 +22,9 @@ from checkpointless.system.environment import LOCAL_RANK_ENV, own_rank, own_worl
 class Generation:
     """The generation that this rank is in, of which a process has one object.
 
-    Attributes:
-        incident: id of the incident that led to this generation, or of the one that ends it, once known (None:
-            none).
-        high_water: the highest optimizer step that any rank of the job is known to have committed (-1: none).
-        origin: the generation that began from nothing: 0, or that of the last restart of the whole job.
+    ``incident`` led to it, or ends it, once known (None: none); ``high_water`` is the highest optimizer step that
+    any rank of the job is known to have committed (-1: none); ``origin`` is the generation that began from nothing:
+    0, or that of the last restart of the whole job.
     """
 
     number: int

@@ -86,11 +86,8 @@ class CudaHealthCheck(HealthCheck):
     def __call__(
         self, state: HPState, train_ex: BaseException | None = None
     ) -> tuple[HPState, BaseException | None]:
-        """Check this process's device.
-
-        Raises:
-            TimeoutError: the GPU did not synchronize within the limit.
-            RuntimeError: CUDA reported an error.
+        """Check this process's device; raise ``TimeoutError`` if it does not answer, ``RuntimeError`` if CUDA
+        reports an error.
         """
         if not torch.cuda.is_initialized():
             return state, train_ex

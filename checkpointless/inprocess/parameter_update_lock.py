@@ -14,12 +14,9 @@ _UNKNOWN_STEP = -1
 
 @dataclass(frozen=True)
 class CommitState:
-    """What a rank knows about its own optimizer steps.
-
-    Attributes:
-        committed: the last optimizer step applied to all of the rank's shard (-1: no complete state yet).
-        ready: whether the rank holds the final gradients of the next step, and can apply them without other ranks.
-        torn: whether an update began and failed; the shard then belongs to no step and must be refilled.
+    """What a rank knows about its own optimizer steps: the last one applied to all of its shard (-1: no complete
+    state yet), whether it is ``ready`` to apply the next one without other ranks, and whether it is ``torn``, by an
+    update that began and failed: the shard belongs to no step and must be refilled.
     """
 
     committed: int
@@ -30,9 +27,8 @@ class CommitState:
 class ParameterUpdateLock:
     """A lock that brackets the local optimizer update and knows which step it committed.
 
-    The training thread calls ``mark_ready(step)`` when its gradients are final, and changes parameters inside
-    ``with update(step)``. The fault thread calls :meth:`close`: from then on no update can begin, and one that has
-    begun finishes first. No call waits longer than its time limit, and an update that fails is reported at once.
+    The fault thread calls :meth:`close`: from then on no update can begin, and one that has begun finishes first.
+    No call waits longer than its time limit, and an update that fails is reported at once.
     """
 
     def __init__(self) -> None:

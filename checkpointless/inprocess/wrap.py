@@ -195,9 +195,9 @@ _PACKAGE = str(Path(__file__).parents[1])
 class _Succession:
     """Judges whether the block can be entered again in this process, and lets a successor take over.
 
-    A function may do what a process can do only once. It is taken for one that does if its block, of which this
-    process has made steps, is entered again and raises before it comes to its training, or twice in a row before
-    the first step. ``unfit`` says in one line why this process cannot enter its block again ("": it can).
+    A function may do what a process can do only once: it is taken for one that does if its block, of which this
+    process has made steps, raises at its entry before it comes to its training, or twice in a row before the first
+    step. ``unfit`` says in one line why this process cannot enter its block again ("": it can).
     """
 
     def __init__(
@@ -384,9 +384,7 @@ def _numpy_random() -> Any:
 class _Entry:
     """The random streams, torch's modes and global hooks, and the working directory, at a first entry of the block.
 
-    A fault would leave what the block has changed in the processes that live on, and in no other: streams that were
-    seeded at the top of the script, which a new process has just run, a default dtype that is changed for a while,
-    a hook for all modules that the block registers again at each entry.
+    A fault would leave what the block has changed in the processes that live on, and in no other.
     """
 
     def __init__(self) -> None:
@@ -668,13 +666,10 @@ class HPCallWrapper:
         return self.steps.since_entry
 
     def leave_if_over(self) -> None:
-        """Leave the block if a fault of its generation is known; called where something is about to be recorded.
+        """Leave the block, with ``RankShouldRestart``, if a fault of its generation is known.
 
-        A collective that was aborted returns on GPUs as if it had succeeded. If this call returns, the results of
-        those before it are right: a generation is known to be over before it is aborted.
-
-        Raises:
-            RankShouldRestart: the generation is over.
+        If this returns, the results of the collectives before it are right: a generation is known to be over before
+        it is aborted, and one that was aborted returns on GPUs as if it had succeeded.
         """
         if self._responder.noticed >= self.generation:
             raise RankShouldRestart("a fault has come")
@@ -761,9 +756,7 @@ class HPCallWrapper:
     def handle_fn_exception(self, call_ex: BaseException) -> None:
         """Report the block's exception to the agent, unless another rank's fault interrupted the block.
 
-        Raises:
-            SystemExit: the job cannot continue.
-            BaseException: ``call_ex``, because the job is ending.
+        It is raised itself if the job is ending, and ``SystemExit`` if the job cannot continue.
         """
         if self.client.is_ending:
             raise SystemExit(_GAVE_UP_EXIT_CODE) if isinstance(call_ex, RankShouldRestart) else call_ex

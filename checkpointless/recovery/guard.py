@@ -31,8 +31,6 @@ def vote(ends: bool = False) -> bool:
     """Wait until every rank of the job holds its final gradients; return whether any says that the step is the
     last.
 
-    If one was asked to pause, all wait before the step after this one.
-
     Raises:
         RankShouldRestart: the groups were aborted before every rank had come.
     """

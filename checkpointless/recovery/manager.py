@@ -279,11 +279,7 @@ class CheckpointManager(RankLocalKeeper):
     # --- when a fault comes -----------------------------------------------------------------------------------
 
     def save_checkpoint(self, trainer: _LiveTrainer) -> None:
-        """Hold the state of ``trainer`` as it is now, as references and not copies.
-
-        Args:
-            trainer: a trainer whose strategy has ``journal()``.
-        """
+        """Hold the state of ``trainer``, whose strategy has ``journal()``, as references and not copies."""
         self._hold(trainer.strategy.journal())
 
     def hold(self, error: BaseException | None = None) -> None:
@@ -361,14 +357,11 @@ class CheckpointManager(RankLocalKeeper):
     # --- when the block has been entered again ------------------------------------------------------------------
 
     def try_checkpointless_load(self, trainer: _LiveTrainer) -> dict[str, Any] | None:
-        """Recover ``trainer`` from memory. Collective: every rank of the job calls it.
+        """Recover ``trainer``, freshly built, with its strategy set up, from memory. Collective: every rank calls
+        it.
 
-        Args:
-            trainer: a freshly built trainer whose strategy is set up.
-
-        Returns:
-            The checkpoint for Lightning to load, with its tensors in place; None if there is nothing to recover or
-            if recovery is refused (see :meth:`recover`).
+        Return the checkpoint for Lightning to load, with its tensors in place; None if there is nothing to recover
+        or if recovery is refused (see :meth:`recover`).
         """
         objects = self.recover(trainer.strategy.journal())
         if objects is None or "checkpoint" not in objects:
@@ -378,15 +371,12 @@ class CheckpointManager(RankLocalKeeper):
         return checkpoint
 
     def recover(self, journal: StepJournal) -> dict[str, Any] | None:
-        """Recover a training from memory. Collective: every rank of the job calls it.
+        """Recover a training from memory, given the journal of the freshly built one. Collective: every rank calls
+        it.
 
-        Args:
-            journal: that of the freshly built training, with its :class:`~checkpointless.state.port.TrainingState`.
-
-        Returns:
-            The non-tensor state to load, with the tensors in place; None if there is nothing to recover
-            (:attr:`verdict`: a first start, or a fit that was over) or if recovery is refused (:attr:`refusal` says
-            why).
+        Return the non-tensor state to load, with the tensors in place; None if there is nothing to recover
+        (:attr:`verdict`: a first start, or a fit that was over) or if recovery is refused (:attr:`refusal` says
+        why).
         """
         self.resumed_at = None
         if self._held is not None:
@@ -439,11 +429,9 @@ class CheckpointManager(RankLocalKeeper):
     def checkpointless_recovery_feasible(
         self, trainer: _LiveTrainer, include_checksum_verification: bool = True
     ) -> bool:
-        """Return whether the job could resume from memory now. Collective.
+        """Return whether the job could resume from memory now, as a freshly built ``trainer`` finds it. Collective.
 
-        Args:
-            trainer: a freshly built trainer whose strategy is set up.
-            include_checksum_verification: also compare digests, if they are enabled.
+        ``include_checksum_verification``: also compare digests, if they are enabled.
         """
         decision = self._decide(trainer.strategy.journal().state, include_checksum_verification)
         return decision.verdict is Verdict.RESUME and not self.own.find_streams(*decision.moment)
@@ -592,25 +580,16 @@ class PEFTCheckpointManager(CheckpointManager):
         return bool(self.params_to_save) and not self.is_adapter_key(key)
 
     def maybe_save_base_model(self, trainer: _LiveTrainer) -> None:
-        """Hold the state of ``trainer``, with the base model's weights, if none is known yet.
-
-        Args:
-            trainer: a trainer whose weights are whole and whose strategy has ``journal()``.
-        """
+        """Hold the state of ``trainer``, whose weights are whole, with the base model's, if none is known yet."""
         if self.base_model_weights is None:
             self.save_checkpoint(trainer)
 
     def try_base_model_checkpointless_load(self, trainer: _LiveTrainer) -> dict[str, Any] | None:
         """Put the base model's weights of ``trainer`` in place, from this rank's memory or a peer's. Collective.
 
-        Call this method to have the weights early; otherwise :meth:`try_checkpointless_load` puts them in place.
-
-        Args:
-            trainer: a freshly built trainer whose adapters have been added.
-
-        Returns:
-            ``{"state_dict": {key: tensor}}`` with the weights in place; None if memory cannot give the state
-            (:attr:`refusal` says why; "": there is no state yet).
+        Call this on a freshly built trainer with adapters to have the weights early; else
+        :meth:`try_checkpointless_load` puts them in place. Return ``{"state_dict": {key: tensor}}``; None if memory
+        cannot give the state (:attr:`refusal` says why; "": there is no state yet).
         """
         self.refusal = ""
         state = trainer.strategy.journal().state

@@ -1,9 +1,7 @@
 """Put the state in its new place on every rank: a rank takes back what it holds, or its peers fill it.
 
-Tensors that have the same holders move together, and those of other holders afterwards: all ranks go through the
-replica groups in ascending order. A rank takes part in the fills of the groups that it is in, and either fills or
-is filled. So no two ranks wait for each other: of the groups whose fills are not done, the first has all members at
-it that take part.
+Tensors with the same holders move together: all ranks go through the replica groups that they are in, in ascending
+order, and fill or are filled. So no two ranks wait for each other.
 """
 
 from __future__ import annotations

@@ -56,10 +56,8 @@ class Built(Protocol):
 class Captured:
     """What a front end has captured.
 
-    Attributes:
-        own: what only this rank has of it, which is kept with the random streams; None: it is too large.
-        loss: the loss of the step; None: not known, or that which was kept before.
-        is_skipped: whether the update of the step is left out, since its gradients overflow.
+    ``own`` is what only this rank has of it (None: it is too large to keep), ``loss`` that of the step (None: not
+    known, or kept before), and ``is_skipped`` says whether its update is left out, since its gradients overflow.
     """
 
     objects: Callable[[], Objects] = dict

@@ -110,10 +110,8 @@ def send_bytes(data: bytes, destination: int) -> None:
 
 
 def receive_bytes(source: int) -> bytes:
-    """Receive what :func:`send_bytes` sent from the global rank ``source``, and take memory only as it arrives.
-
-    Raises:
-        ValueError: the message claims to be empty, or larger than :data:`MAX_MESSAGE_BYTES`.
+    """Receive what :func:`send_bytes` sent from ``source``, taking memory as it arrives; raise ``ValueError`` if it
+    is too large.
     """
     device = wire_device()
     size = torch.zeros(1, dtype=torch.int64, device=device)

@@ -99,10 +99,8 @@ def _shared_bytes(bucket_bytes: int) -> int:
 
 
 def _plan_buckets(sizes: Sequence[int], bucket_bytes: int) -> list[Bucket]:
-    """Cut tensors of ``sizes`` bytes into buckets of at most ``bucket_bytes``. Empty tensors need no bucket.
-
-    A large tensor gets separate buckets, so that it can be sent and received without a copy; small ones share
-    some.
+    """Cut tensors of ``sizes`` bytes into buckets: a large one gets some of its own, to be sent without a copy;
+    small ones share.
     """
     if bucket_bytes < 1:
         raise ValueError(f"a bucket of {bucket_bytes} bytes holds nothing")
@@ -232,11 +230,7 @@ class _Order(NamedTuple):
 
 
 def _receive_buckets(sources: Sequence[int], plan: _Plan) -> list[int]:
-    """Receive every bucket, and return their digests.
-
-    Raises:
-        TransferError: a bucket arrived damaged.
-    """
+    """Receive every bucket, and return their digests; raise ``TransferError`` if one arrived damaged."""
     arrived = _receive_stripes(sources, plan)
     damaged = 0
     for source, mine in zip(sources, plan.by_place):
@@ -399,13 +393,8 @@ MEMORY_BUDGET_BYTES = 128 * 1024 * 1024
 
 @dataclass
 class TransferReport:
-    """What a fill moved.
-
-    Attributes:
-        bytes: how many bytes of tensors arrived, those inside the non-tensor state included.
-        kept: how many bytes of tensors were there already, from an earlier attempt or because they never change.
-        digest: the digest of the digests of everything that arrived, hex ("" if nothing arrived).
-        gb_per_s: ``bytes`` in 10^9 bytes per second of the whole fill.
+    """What a fill moved: bytes of tensors that arrived, and that were ``kept``, from an earlier attempt or because
+    they never change; a digest of the digests of all that arrived ("": nothing), and ``bytes`` in 10^9 per second.
     """
 
     bytes: int = 0

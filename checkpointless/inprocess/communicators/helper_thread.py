@@ -37,11 +37,9 @@ def awaiting(thread: int | None) -> Iterator[None]:
 def run_in_helper_thread(blocking: Callable[[], T], limit_s: float = math.inf) -> T:
     """Call ``blocking`` in a thread of its own, wait for it interruptibly and return its result.
 
-    The thread works on this thread's CUDA device and stream. A call that an interruption leaves running ends when
-    its connections do; one that blocks in the kernel, on a storage that is gone, say, may never end.
-
-    Raises:
-        TimeoutError: it has not returned within ``limit_s``. Its thread is left running.
+    It works on this thread's CUDA device and stream. A call that an interruption leaves running ends when its
+    connections do; one that blocks in the kernel may never end, nor one not back within ``limit_s``
+    (``TimeoutError``).
     """
     done, outcome = threading.Event(), list[Any]()
     stream: Any = torch.cuda.current_stream() if torch.cuda.is_initialized() else None

@@ -68,10 +68,8 @@ def require_equal_replicas(state: TrainingState, step: int) -> None:
 
 
 def require_same_step(done: int) -> None:
-    """Refuse a job whose ranks begin at different steps, of which ``done`` were made before it. Collective.
-
-    Raises:
-        UnrecoverableError: another rank was given another number.
+    """Raise ``UnrecoverableError`` if ranks begin at different steps, of which ``done`` were made before.
+    Collective.
     """
     most = torch.tensor([done, -done], device=wire_device())
     dist.all_reduce(most, op=dist.ReduceOp.MAX)

@@ -155,11 +155,7 @@ class DeclaredState:
         return self._streams
 
     def require_all(self) -> None:
-        """Look whether everything can be kept.
-
-        Raises:
-            ValueError: something is no plain data, or larger than the limit.
-        """
+        """Raise ``ValueError`` if something cannot be kept: it is no plain data, or larger than the limit."""
         streams = self.take()
         lost = [key for key in self._taken if _PREFIX + key not in streams]
         if lost:

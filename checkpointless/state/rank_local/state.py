@@ -664,12 +664,9 @@ class RankLocalState:
 
 
 class _Fits:
-    """Counts the fits of a block, and keeps how those ended that are over.
+    """Counts the fits of a block, and keeps the non-tensor state in which each ended that is over (``finished``).
 
-    Attributes:
-        number: the fit of the running block that is under way, counted from 1 (0: none has begun).
-        offset: how many steps of the job precede it: steps are counted over all fits.
-        finished: the non-tensor state in which each fit ended that is over, by its number.
+    ``number`` is that of the fit under way, from 1 (0: none has begun); ``offset`` steps of the job precede it.
     """
 
     def __init__(self) -> None:
@@ -686,11 +683,7 @@ class _Fits:
         self.finished = {**self.finished, self.number: objects}
 
     def share_finished(self) -> dict[str, Any] | None:
-        """Return the non-tensor state in which the fit ended before the fault, if any rank has it. Collective.
-
-        Raises:
-            StateTreeError: what this rank is to give cannot travel.
-        """
+        """Return the non-tensor state in which the fit ended before the fault, if any rank has it. Collective."""
         objects = self.finished.get(self.number)
         have = all_gather_json(objects is not None)
         if not any(have):
@@ -711,8 +704,7 @@ class _Fits:
 class RankLocalKeeper(ABC):
     """Keeps this rank's random streams and buffers while it trains, and puts them back when training resumes.
 
-    Attributes:
-        resumed_at: the step and the stage that the last recovery resumed at; None if there was none.
+    ``resumed_at`` is the step and the stage that the last recovery resumed at; None if there was none.
     """
 
     def __init__(self, own: RankLocalState) -> None:

@@ -170,11 +170,7 @@ def _digest_named(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
 
 
 class MemoryChecksumManager:
-    """Computes digests of a rank's tensors, to compare replicas and to check what was moved.
-
-    Args:
-        enabled: compare the replicas of every shard before a recovery.
-    """
+    """Computes digests of a rank's tensors; ``enabled``: replicas of every shard are compared before a recovery."""
 
     def __init__(self, enabled: bool = False) -> None:
         self.enabled = enabled

@@ -46,11 +46,7 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def own_device(kind: str) -> torch.device:
-    """Return this process's device of a kind: a tensor of another rank's GPU belongs on this rank's GPU.
-
-    Raises:
-        ValueError: ``kind`` is neither ``cpu`` nor ``cuda``, or this rank has no GPU.
-    """
+    """Return this process's device of a kind, ``cpu`` or ``cuda``; raise ``ValueError`` if it has none such."""
     if kind == "cpu":
         return torch.device("cpu")
     if kind != "cuda" or not torch.cuda.is_available():
