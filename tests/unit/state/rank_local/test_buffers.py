@@ -47,58 +47,43 @@ def value_in(record: bytes) -> float:
     return float(value)
 
 
-@pytest.mark.usefixtures("group")
-def test_what_never_changes_is_not_kept() -> None:
-    own = _OwnBuffers()
-    own.begin(buffers(1.0), [0, 1])
-    own.keep(buffers(1.0))
-    assert own.record == NOTHING
-
-
-@pytest.mark.usefixtures("group")
-def test_what_has_changed_is_kept_from_then_on() -> None:
-    own = _OwnBuffers()
-    own.begin(buffers(1.0), [0, 1])
-    for value in (2.0, 1.0):
-        own.keep(buffers(value))
-        assert value_in(own.record) == value
-    record = own.record
-    own.keep(buffers(1.0))
-    assert own.record is record, "the board knows by it that it has it already"
-
-
-def test_what_differs_in_the_beginning_is_kept(group: Answers) -> None:
-    group([{"small": 7, "large": {}}])
-    own = _OwnBuffers()
-    own.begin(buffers(1.0), [0, 1])
-    own.keep(buffers(1.0))
-    assert own.record != NOTHING
-
-
-def test_a_new_process_without_a_beginning_takes_what_it_keeps_first_for_it() -> None:
+@pytest.mark.parametrize(
+    ("peer", "told", "values", "are_kept"),
+    [
+        ("same", [], [1.0], [False]),
+        ("same", [], [2.0, 1.0], [True, True]),
+        ("other", [], [1.0], [True]),
+        ("", [(1.0, NOTHING)], [2.0], [True]),
+        ("", [], [2.0], [False]),
+        ("", [(1.0, b"a record")], [1.0], [True]),
+        ("same", [(2.0, NOTHING)], [2.0], [True]),
+    ],
+    ids=[
+        "never changed",
+        "changed from then on",
+        "differ at first",
+        "a new process is told",
+        "a new process takes what it keeps first for the beginning",
+        "they were its own",
+        "a beginning that is known stays",
+    ],
+)
+def test_buffers_that_are_a_ranks_own_are_kept(
+    group: Answers, peer: str, told: list[tuple[float, bytes]], values: list[float], are_kept: list[bool]
+) -> None:
     """A rank whose buffers had not changed must be told what they were: the first that it keeps are later ones."""
-    told, untold = _OwnBuffers(), _OwnBuffers()
-    told.begun_with(buffers(1.0), NOTHING)
-    for own in (told, untold):
-        own.keep(buffers(2.0))
-    assert told.record != NOTHING
-    assert untold.record == NOTHING
-
-
-def test_a_new_process_whose_buffers_were_its_own_keeps_them() -> None:
     own = _OwnBuffers()
-    own.begun_with(buffers(1.0), b"a record")
-    own.keep(buffers(1.0))
-    assert own.record != NOTHING
-
-
-@pytest.mark.usefixtures("group")
-def test_a_beginning_that_is_known_stays() -> None:
-    own = _OwnBuffers()
-    own.begin(buffers(1.0), [0, 1])
-    own.begun_with(buffers(2.0), NOTHING)
-    own.keep(buffers(2.0))
-    assert own.record != NOTHING
+    if peer:
+        group([{"small": 7, "large": {}}] if peer == "other" else [])
+        own.begin(buffers(1.0), [0, 1])
+    for value, record in told:
+        own.begun_with(buffers(value), record)
+    for value, is_kept in zip(values, are_kept, strict=True):
+        own.keep(buffers(value))
+        assert (value_in(own.record) == value) if is_kept else own.record == NOTHING
+    record = own.record
+    own.keep(buffers(values[-1]))
+    assert own.record is record, "the board knows by it that it has it already"
 
 
 def test_what_is_too_large_and_differs_cannot_be_given_back(group: Answers) -> None:
