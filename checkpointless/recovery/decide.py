@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -212,7 +212,7 @@ def _assign(
             behind.append(rank)
     parts = _sources(groups, behind)
     _prefer_peers(parts, reports)
-    refills = _united(parts)
+    refills = _of_parts(parts, _united)
     # If a rank's streams are unknown, another node has those right after the step, or no node has any.
     for rank in refills:
         stages.append({stage for step, stage in reports[rank].streams if step == target} or {0})
@@ -245,27 +245,27 @@ def _sources(groups: Sequence[Group], behind: Sequence[int]) -> dict[int, Parts]
 
 def _prefer_peers(parts: dict[int, Parts], reports: Mapping[int, RankReport]) -> None:
     """Where parts are only said to be the same, leave as sources those that hold all parts, if there are any."""
-    known: dict[tuple[int, ...], tuple[int, ...]] = {}
-    for rank, mine in parts.items():
-        if reports[rank].reduced or len(mine) == 1:
-            continue
-        name = tuple(id(sources) for _, sources in mine)
-        if name not in known:
-            known[name] = peers_of(mine)
-        if known[name]:
-            parts[rank] = tuple((group, known[name]) for group, _ in mine)
+    apart = {rank: mine for rank, mine in parts.items() if not reports[rank].reduced and len(mine) > 1}
+    for rank, peers in _of_parts(apart, peers_of).items():
+        if peers:
+            parts[rank] = tuple((group, peers) for group, _ in parts[rank])
 
 
-def _united(parts: Mapping[int, Parts]) -> dict[int, tuple[int, ...]]:
-    """Return, for each rank, the sources of all its parts; ranks with the same parts share the work."""
+def _of_parts(parts: Mapping[int, Parts], make: Callable[[Parts], tuple[int, ...]]) -> dict[int, tuple[int, ...]]:
+    """Return what ``make`` gives for the parts of each rank; ranks with the same parts share the work."""
     known: dict[tuple[int, ...], tuple[int, ...]] = {}
-    united = {}
+    made = {}
     for rank, mine in parts.items():
         name = tuple(id(sources) for _, sources in mine)
         if name not in known:
-            known[name] = tuple(sorted({source for _, sources in mine for source in sources}))
-        united[rank] = known[name]
-    return united
+            known[name] = make(mine)
+        made[rank] = known[name]
+    return made
+
+
+def _united(parts: Parts) -> tuple[int, ...]:
+    """Return the sources of all parts."""
+    return tuple(sorted({source for _, sources in parts for source in sources}))
 
 
 def _lost_saves(reports: Collection[RankReport]) -> set[tuple[int, int]]:

@@ -198,30 +198,30 @@ class DeclaredState:
 
 def put_value(present: object, value: object) -> object:
     """Return ``value``, in the container ``present`` if that has its type: others may refer to it, too."""
-    if type(present) is not type(value):
+    mine: Any = present
+    theirs: Any = value
+    if type(mine) is not type(theirs):
         return value
-    if isinstance(present, list) and isinstance(value, list):
-        present[:] = value
-    elif (isinstance(present, dict) and isinstance(value, dict)) or (
-        isinstance(present, set) and isinstance(value, set)
-    ):
-        present.clear()
-        present.update(value)
-    elif isinstance(present, deque) and isinstance(value, deque) and present.maxlen == value.maxlen:
-        present.clear()
-        present.extend(value)
-    elif isinstance(present, torch.Tensor) and isinstance(value, torch.Tensor):
-        if (present.shape, present.dtype) != (value.shape, value.dtype) or present.is_inference():
-            return value  # nothing may write to a tensor of torch's inference mode, in which Lightning validates
+    if isinstance(mine, list):
+        mine[:] = theirs
+    elif isinstance(mine, dict | set):
+        mine.clear()
+        mine.update(theirs)
+    elif isinstance(mine, deque) and mine.maxlen == theirs.maxlen:
+        mine.clear()
+        mine.extend(theirs)
+    elif isinstance(mine, torch.Tensor | np.ndarray) and _takes(mine, theirs):
         with torch.no_grad():
-            present.copy_(value)
-    elif isinstance(present, np.ndarray) and isinstance(value, np.ndarray):
-        if (present.shape, present.dtype) != (value.shape, value.dtype) or not present.flags.writeable:
-            return value
-        present[...] = value
+            mine[...] = theirs
     else:
         return value
     return present
+
+
+def _takes(mine: Any, theirs: Any) -> bool:
+    """Return whether a tensor or array can be written over (none of torch's inference mode can)."""
+    is_writeable = not mine.is_inference() if isinstance(mine, torch.Tensor) else mine.flags.writeable
+    return is_writeable and (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype)
 
 
 def has_state(value: object) -> bool:
