@@ -63,18 +63,6 @@ def test_a_change_of_weights_counts_until_the_state_is_taken_again(train: Callab
     assert journal.changed() == ""
 
 
-def test_rates_that_are_changed_behind_the_update_are_refused(train: Callable[..., PlainTraining]) -> None:
-    """A scheduler that is given steps with the update; a loop that steps it as well steps it twice."""
-    training = train(1)
-    make(training, 1)
-    begin_next(training)
-    training._tensors.optimizers[0].param_groups[0]["lr"] *= 0.5
-    with pytest.raises(UnrecoverableError, match=r"learning rates were changed between update\(\) of step 1"):
-        begin_next(training)
-    make(training, 2)  # in a step they may be changed
-    begin_next(training)
-
-
 @pytest.mark.parametrize("overflows", [False, True])
 def test_gradients_that_overflow_are_left_out_with_a_scaler_as_its_own_step_does(
     train: Callable[..., PlainTraining], monkeypatch: pytest.MonkeyPatch, overflows: bool
@@ -123,26 +111,6 @@ def test_other_weights_that_are_put_back_behind_the_update_are_no_change(
         weight.mul_(0.5)
         weight.copy_(raw)
     begin_next(training)
-
-
-@pytest.mark.parametrize("is_counted", [True, False])
-def test_weights_that_are_changed_beside_an_update_are_refused(
-    train: Callable[..., PlainTraining], is_counted: bool
-) -> None:
-    """A parameter of which one element is changed, as where the norms of rows are bounded."""
-    training = train(1)
-    weight = _taken_behind_the_first_update(training)
-    with torch.no_grad():
-        (weight if is_counted else weight.data)[1, 1] = 7.0
-    with pytest.raises(UnrecoverableError, match=r"parameter weight is changed between update\(\)"):
-        begin_next(training)
-    training._updated = 0  # the step has begun with these
-    begin_next(training)
-    training._refuse_early("in a step before its update()")
-    with torch.no_grad():
-        (weight if is_counted else weight.data)[1, 1] = 8.0
-    with pytest.raises(UnrecoverableError, match=r"parameter weight is changed in a step before"):
-        training._refuse_early("in a step before its update()")
 
 
 def test_a_scheduler_that_is_not_given_is_noticed() -> None:

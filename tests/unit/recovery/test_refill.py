@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -30,25 +30,6 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[Key], Any, list[Fil
     monkeypatch.setattr(refill.dist, "get_rank", lambda: 1)
     monkeypatch.setattr(refill, "send_state", send)
     return calls
-
-
-def receiver(
-    arrives: Mapping[Key, float], fails: bool = False
-) -> Callable[..., tuple[dict[str, int], TransferReport]]:
-    """Return a stand-in for the transfer, which brings tensors of all these keys with their values."""
-
-    def receive(
-        sources: Sequence[int], room: Any, known: Mapping[Key, torch.Tensor], memory_budget_bytes: int
-    ) -> tuple[dict[str, int], TransferReport]:
-        receiver.known = dict(known)  # type: ignore[attr-defined]
-        places = room([TensorEntry.of(key, torch.ones(1)) for key in arrives])
-        for key, value in arrives.items():
-            places[key].fill_(value)
-        if fails:
-            raise RuntimeError("a source is gone")
-        return {"step": 8}, TransferReport(bytes=12, sources=tuple(sources))
-
-    return receive
 
 
 def test_a_living_rank_serves_its_destinations_first_and_takes_back_what_is_its_own(sent: list[Any]) -> None:
@@ -114,23 +95,6 @@ def test_a_tensor_of_which_the_rank_to_fill_has_said_nothing_is_not_left_out(sen
     ):
         Refill().move(live, {3: ((EVERYBODY, (0, 1)),)}, dict(HELD), {}, memory_budget_bytes=1)
     assert sent == []
-
-
-def test_what_an_interrupted_transfer_brought_is_known_to_the_next(
-    sent: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    part, first = Refill(), MadeUpState(0)
-    monkeypatch.setattr(refill, "receive_state", receiver({WEIGHT: 7.0}, fails=True))
-    with pytest.raises(RuntimeError, match="a source is gone"):
-        part.move(first, FILLED, dict(HELD), {}, memory_budget_bytes=1)
-    assert part.arrived.keys() == {WEIGHT}
-    monkeypatch.setattr(refill, "receive_state", receiver({WEIGHT: 7.0, MOMENTUM: 7.0}))
-    objects, report = part.move(MadeUpState(0), FILLED, dict(HELD), {}, memory_budget_bytes=1)
-    known = receiver.known  # type: ignore[attr-defined]
-    assert (objects, report.sources) == ({"step": 8}, (0,))
-    assert {key: tensor.item() for key, tensor in known.items()} == {WEIGHT: 7.0, BUFFER: 5.0, MOMENTUM: 5.0}
-    part.forget()
-    assert part.arrived == {}
 
 
 # --- Test what belongs to an adapter, and what the base model is --------------------------------------------------

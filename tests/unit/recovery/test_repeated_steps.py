@@ -11,7 +11,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from checkpointless.inprocess import UnrecoverableError
 from checkpointless.inprocess.pace import StepPace
 from checkpointless.integrations.torch.repeated_steps import _RepeatedSteps, digest_batch, repeated_steps
 from checkpointless.observability.telemetry.events import read_events
@@ -48,17 +47,6 @@ def test_what_differs_is_an_event(
     told = [(event.stage, event.rank, event.fields) for event in read_events(tmp_path)]
     losses = {"loss": 2.0, "before": 1.0} if second == 2.0 else {}
     assert told == ([("inexact", 3, {"step": 3, "reason": reason, **losses})] if reason else [])
-
-
-def test_a_strict_job_ends_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CHECKPOINTLESS_STRICT", "1")
-    monkeypatch.setenv("RANK", "3")
-    again(1.0, torch.ones(2), 1.0, torch.ones(2))
-    with pytest.raises(UnrecoverableError) as caught:
-        again(1.0, torch.ones(2), 1.0, torch.zeros(2))
-    assert str(caught.value).startswith(
-        "rank 3: step 3 takes another batch than before the fault: the job ends, as"
-    )
 
 
 @pytest.mark.parametrize(

@@ -236,35 +236,8 @@ def test_another_element_is_noticed_in_that_tensor_alone(name: str) -> None:
 PARTS = [torch.arange(count, dtype=torch.uint8) for count in (0, 1, 8, 100)]
 
 
-@pytest.fixture
-def fetches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Take everything for bytes on a device, and count what waits for it, with the number of digests fetched."""
-    found: list[int] = []
-    tolist = torch.Tensor.tolist
-
-    def counting(tensor: torch.Tensor) -> list[int]:
-        found.append(tensor.numel())
-        return tolist(tensor)
-
+def test_bytes_that_change_later_are_digested_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(digest, "is_on_host", lambda flat: False)
-    monkeypatch.setattr(torch.Tensor, "tolist", counting)
-    monkeypatch.setattr(torch.Tensor, "item", None)
-    return found
-
-
-def test_those_of_a_device_are_fetched_at_once(fetches: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    pending = PendingDigests()
-    pending.add_parts([])
-    for part in PARTS:
-        pending.add(part)
-    assert fetches == []
-    found = pending.fetch()
-    assert fetches == [len(PARTS)]
-    monkeypatch.undo()
-    assert found == [digest_bytes(torch.empty(0, dtype=torch.uint8)), *map(_digest_on_device, PARTS)]
-
-
-def test_bytes_that_change_later_are_digested_as_they_were(fetches: list[int]) -> None:
     part = torch.arange(20, dtype=torch.uint8)
     pending = PendingDigests()
     pending.add(part)

@@ -13,10 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointless.state.port import SnapshotPoint
 from checkpointless.state.rank_local import declared
 from checkpointless.state.rank_local.declared import DeclaredState, declared_state
-from checkpointless.state.rank_local.state import _OwnStreams
 from checkpointless.state.serialization import state_tree
 from checkpointless.system.environment import RANK_STATE_BYTES_ENV
 
@@ -117,19 +115,6 @@ def test_what_is_left_out_is_named_once(caplog: pytest.LogCaptureFixture) -> Non
 def test_the_limit_is_a_setting(text: str, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(RANK_STATE_BYTES_ENV, text)
     assert DeclaredState(list)._limit == limit
-
-
-def test_it_is_kept_and_restored_with_the_random_streams() -> None:
-    box, streams = Box(norms=[1.0]), _OwnStreams()
-    declared_state.begin(lambda: [box])
-    streams.capture(3, None, SnapshotPoint.COMMITTED, {})
-    drawn = torch.rand(1)
-    box.has["norms"].append(2.0)
-    moved = streams.have_moved(streams.at(3)[SnapshotPoint.COMMITTED])
-    assert moved == (True, True)
-    assert streams.restore(3, SnapshotPoint.COMMITTED)
-    assert box.has["norms"] == [1.0]
-    assert torch.equal(torch.rand(1), drawn)
 
 
 class Color(enum.Enum):

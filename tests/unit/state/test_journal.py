@@ -11,7 +11,7 @@ import torch
 from checkpointless.recovery import CheckpointManager
 from checkpointless.state.journal import Captured, FrontEnd, StepBefore, StepJournal, _WeightWatch
 from checkpointless.state.module_tensors import TrainingTensors
-from checkpointless.state.port import MODEL, UPDATED_BUFFERS, SnapshotPoint
+from checkpointless.state.port import UPDATED_BUFFERS, SnapshotPoint
 
 BUFFER = ("model", 0, "running_mean")
 
@@ -41,7 +41,6 @@ class Counting(FrontEnd):
 
     def __init__(self) -> None:
         self.count: Any = 0
-        self.restored: Any = None
 
     def ready(self, step: int) -> Captured:
         return Captured(lambda: {"outcome": step}, {"mine": step})
@@ -52,9 +51,6 @@ class Counting(FrontEnd):
     def reached(self, step: int, point: SnapshotPoint) -> Captured:
         count = self.count
         return Captured(lambda: {"count": count})
-
-    def restore(self, objects: Any) -> None:
-        self.restored = objects
 
 
 @pytest.fixture
@@ -160,26 +156,6 @@ def test_a_point_whose_weights_are_others_now_is_not_resumed_at(manager: Checkpo
     journal.reached(3, SnapshotPoint.ENDED)
     assert journal.changed() == ""
     assert journal.snapshots(3).keys() == {SnapshotPoint.ENDED}
-
-
-def test_what_was_taken_is_put_back(manager: CheckpointManager) -> None:
-    state, other = State(), State()
-    journal, _ = journal_of(state, manager)
-    state.norm.eval()
-    state.optimizer.param_groups[0]["lr"] = 0.25
-    journal.reached(2, SnapshotPoint.CHECKED)
-    objects = journal.objects()
-    fresh, front = journal_of(other, manager)
-    fresh.restore(2, SnapshotPoint.CHECKED, objects)
-    assert not other.norm.training
-    assert other.optimizer.param_groups[0]["lr"] == 0.25
-    assert front.restored is objects
-    other.norm.train()
-    next(other.norm.buffers()).fill_(9.0)
-    fresh.put_back()
-    assert not other.norm.training
-    assert next(other.norm.buffers()).item() == 0
-    assert objects[MODEL]["groups"][0][0]["lr"] == 0.25
 
 
 # --- That other weights than those of a step boundary are noticed, whichever way they were written ----------------

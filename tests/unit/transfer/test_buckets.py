@@ -17,7 +17,6 @@ from checkpointless.transfer.transfer import (
     PACKED_BYTES,
     _bucket_bytes_of,
     _in_place,
-    _pack,
     _Plan,
     _plan_buckets,
     _size_of,
@@ -81,24 +80,6 @@ def test_every_byte_comes_once_in_order_and_those_of_objects_from_the_first_hold
 @pytest.fixture(autouse=True)
 def the_wire_is_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staging, "wire_device", lambda: torch.device("cpu"))
-
-
-@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.booleans()), max_size=6), st.integers(1, 300))
-def test_every_bucket_arrives_as_it_was(shapes: list[tuple[int, int, bool]], bucket_bytes: int) -> None:
-    def tensors(fill: float) -> list[torch.Tensor]:
-        made = [torch.full((rows, columns), fill) for rows, columns, _ in shapes]
-        return [each.t() if shape[2] else each for each, shape in zip(made, shapes)]
-
-    here, there = tensors(1.5), tensors(0.0)
-    for bucket in _plan_buckets([each.nbytes for each in here], bucket_bytes):
-        packed = _pack(here, bucket, torch.empty(_size_of(bucket) + 7, dtype=torch.uint8))
-        assert packed.numel() == _size_of(bucket)
-        digests = PendingDigests()
-        _unpack(there, bucket, packed, digests)
-        assert digests.fetch() == [digest_bytes(packed)]
-        lying = _in_place(here, bucket)
-        assert lying is None or torch.equal(lying, packed)
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(here, there))
 
 
 def test_one_element_among_others_is_a_piece_of_memory() -> None:

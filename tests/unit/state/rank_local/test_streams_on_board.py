@@ -65,16 +65,6 @@ def own_board(monkeypatch: pytest.MonkeyPatch) -> Iterator[Board]:
     made.close()
 
 
-def test_streams_go_on_where_they_were() -> None:
-    streams = _OwnStreams()
-    streams.capture(1, None, SnapshotPoint.ENDED, None)
-    drawn = random.random()
-    assert streams.restore(1, SnapshotPoint.ENDED)
-    assert random.random() == drawn
-    assert not streams.restore(1, SnapshotPoint.COMMITTED)
-    assert not streams.restore(2, SnapshotPoint.ENDED)
-
-
 def test_a_new_process_has_its_predecessors_streams(own_board: Board) -> None:
     before = _OwnStreams()
     before.capture(1, 0.5, SnapshotPoint.COMMITTED, {})
