@@ -22,7 +22,7 @@ from checkpointless.recovery.refill import Refill
 from checkpointless.replication.handover import Saves, Snapshot, clear, hand_over, offer, take_over
 from checkpointless.replication.tiers import Copies, Tier
 from checkpointless.state.held_state import HeldState
-from checkpointless.state.journal import Built, StepJournal
+from checkpointless.state.journal import StepJournal
 from checkpointless.state.module_tensors import TrainingTensors
 from checkpointless.state.port import DATA, TrainingState, groups_of, holders_of
 from checkpointless.state.rank_local.state import RankLocalKeeper, RankLocalState
@@ -202,7 +202,7 @@ class CheckpointManager(RankLocalKeeper):
         self._attached: StepJournal | None = None
         self.verdict: Verdict | None = None
         self.was_filled = False
-        self.kept: tuple[int, Built] | None = None
+        self.kept: tuple[int, Any] | None = None
         self.saves: Any = None  # Any: the Saves of a strategy, a floor above
         self._begun = 0
         self._lost_saves: Saves = ()  # of the process before this one
@@ -329,8 +329,13 @@ class CheckpointManager(RankLocalKeeper):
         commit = self.parameter_update_lock.state()
         held = HeldState.of(journal, commit, self.checksum_manager, *self._attached_fit, self._is_frozen)
         self._held = held
-        built = _stays_built(journal, held.commit, self.enable_offload)
-        self.kept = (self._attached_fit[0], built) if built is not None else None
+        self.kept = None
+        if journal.built is not None:
+            reason = _why_not_kept(journal, held.commit, self.enable_offload)
+            if reason is None:
+                self.kept = self._attached_fit[0], journal.built
+            else:
+                emit_event(EventName.WARM, kept=False, reason=reason)
         self.maybe_offload_checkpoint()
 
     def _is_frozen(self, key: Key) -> bool:
@@ -607,18 +612,11 @@ def _part_of(tensors: Mapping[Key, torch.Tensor], is_meant: Callable[[Key], bool
     return {key: tensor for key, tensor in tensors.items() if is_meant(key)}
 
 
-def _stays_built(journal: StepJournal, commit: CommitState, is_offloaded: bool) -> Built | None:
-    """Return what of a training stays built over the fault."""
-    built = journal.built
-    if built is None:
-        return None
-    reason = "the update of a step is half made" if commit.torn else built.unfit()
+def _why_not_kept(journal: StepJournal, commit: CommitState, is_offloaded: bool) -> str | None:
+    """Return why nothing of a training stays built over the fault; None: what is built does."""
     if is_offloaded:
-        reason = "the state is moved to host memory"
-    if reason is None:
-        return built
-    emit_event(EventName.WARM, kept=False, reason=reason)
-    return None
+        return "the state is moved to host memory"
+    return "the update of a step is half made" if commit.torn else journal.built.unfit()
 
 
 def _announce_transfer(target: int) -> OnBucket:

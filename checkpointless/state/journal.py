@@ -11,7 +11,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -43,13 +43,6 @@ _CHANGED = (
     "weights, or in the forward pass of an Embedding with max_norm: let the optimizer's register_step_post_hook do "
     "it, or keep such weights as buffers"
 )
-
-
-class Built(Protocol):
-    """What of a training can stay built over a fault, in a process that lives through it."""
-
-    def unfit(self) -> str | None:
-        """Return why it cannot stay, in a phrase; None: it can."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +114,7 @@ class StepJournal:
 
     def __init__(self, state: TrainingState, keeper: RankLocalKeeper, front: FrontEnd) -> None:
         self.state = state
-        self.built: Built | None = None
+        self.built: Any = None  # Any: its ``unfit()`` returns why it cannot stay, in a phrase; None: it can
         self._keeper = keeper
         self._front = front
         self._watch = _WeightWatch(state.weights)
