@@ -509,7 +509,7 @@ class _MegatronSteps:
         self._done: Callable[[], None]
 
     def guard(self, guard: UpdateGuard) -> None:
-        self._update = GuardedUpdate(self._optimizer, self._models, guard)
+        self._update = GuardedUpdate(self.tensors, guard)
 
     def outcome(self, accumulated: Later[dict[str, Any]]) -> tuple[bool, Callable[[], dict[str, Any]]]:
         assert self._update is not None

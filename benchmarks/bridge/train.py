@@ -16,14 +16,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 from train_bridge import configuration
 
 from checkpointless import HPWrapper
-from checkpointless.integrations.megatron.pretraining import Pretraining
+from checkpointless.integrations.megatron.pretraining import _Training
 from checkpointless.integrations.megatron_bridge import pretrain
 
 # isort: split
 from megatron.bridge.training.callbacks import Callback
 from megatron.bridge.training.gpt_step import forward_step
 
-HOOKS = ("begin_step", "note", "_ready", "applied", "end_step")
+HOOKS = ("begin_step", "ready", "end_step")
 
 
 class Stopwatch(Callback):  # type: ignore[misc]
@@ -39,7 +39,7 @@ class Stopwatch(Callback):  # type: ignore[misc]
 
     def around(self, name: str) -> None:
         """Time a method of the training; it begins a step before the callback hears of the step."""
-        inner: Callable[..., Any] = getattr(Pretraining, name)
+        inner: Callable[..., Any] = getattr(_Training, name)
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             before = time.perf_counter_ns()
@@ -48,7 +48,7 @@ class Stopwatch(Callback):  # type: ignore[misc]
                 self.spent[-1][name] += time.perf_counter_ns() - before
             return result
 
-        setattr(Pretraining, name, timed)
+        setattr(_Training, name, timed)
 
 
 def main() -> None:

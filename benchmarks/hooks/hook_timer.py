@@ -216,7 +216,7 @@ def install(watch: Stopwatch, trainer: Any, by_call: bool) -> None:
     from checkpointless.inprocess import active_call_wrapper
     from checkpointless.inprocess.communicators.process_groups import process_groups
     from checkpointless.inprocess.communicators.waits import _interruptible_wait
-    from checkpointless.integrations.megatron import update
+    from checkpointless.integrations.megatron.state import MegatronTensors
     from checkpointless.recovery import guard
 
     call = active_call_wrapper()
@@ -234,8 +234,8 @@ def install(watch: Stopwatch, trainer: Any, by_call: bool) -> None:
     watch.replace(strategy.checkpoint_manager, "replicate_rng_states", "replicate_rng_states", whole=True)
     optimizer = strategy.optimizers[0].mcore_optimizer
     watch.replace(optimizer, "step_with_ready_grads", "GuardedUpdate")
-    watch.replace(update, "update_locally", "update_locally")
-    watch.replace(update, "gather_parameters", "gather_parameters")
+    watch.replace(MegatronTensors, "apply", "update_locally")
+    watch.replace(MegatronTensors, "gather", "gather_parameters")
     watch.replace(guard, "vote", "vote", whole=True)
     for undo in process_groups._patches._undos:
         if undo.target is c10d.Work:

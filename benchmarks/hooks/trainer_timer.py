@@ -110,13 +110,13 @@ class TrainerTimer:
 
     def time_megatron(self, training: Any, optimizer: Any) -> None:
         """Time a loop of one's own with Megatron's optimizer."""
-        from checkpointless.integrations.megatron import update
+        from checkpointless.integrations.megatron.state import MegatronTensors
 
         self.replace(training, "update", REST)
         self.replace(optimizer, "step", TRAINING)
         self.replace(optimizer, "step_with_ready_grads", REST)
-        self.replace(update, "update_locally", TRAINING)
-        self.replace(update, "gather_parameters", TRAINING)
+        self.replace(MegatronTensors, "apply", TRAINING)
+        self.replace(MegatronTensors, "gather", TRAINING)
         self.replace(optimizer, "zero_grad", TRAINING)
         for chunk in training.state.modules:
             self.replace(chunk, "zero_grad_buffer", TRAINING)

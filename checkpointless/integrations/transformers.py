@@ -161,11 +161,7 @@ class _TrainerTraining(SteppedTraining):
         self.norm: float | None = None  # of the gradients of the step in the making
         self._objects: Mapping[str, Any] = {}
         callbacks = [
-            _Attributes(
-                f"{number}.{type(each).__name__}",
-                functools.partial(lambda it: it, each),
-                is_script=_is_script(each),
-            )
+            _Attributes(f"{number}.{type(each).__name__}", lambda each=each: each, is_script=_is_script(each))  # type: ignore[misc]
             for number, each in enumerate(trainer.callback_handler.callbacks)
             if (_is_script(each) and not isinstance(each, _Entry)) or isinstance(each, ExportableState)
         ]
@@ -248,7 +244,8 @@ class _Entry(TrainerCallback):  # type: ignore[misc]
         if self._call.faults is not None:
             self._call.faults.batches = lambda: next(_Parts().loader_iterators(self), None)
         self._call.enter_phase("init", self._call.high_water)
-        _patches.make([Patch(trainer_module, "skip_first_batches", self._skip, "ends workers of this loader, too")])
+        skips = functools.partial(functools.partial, self._make_loader)
+        _patches.make([Patch(trainer_module, "skip_first_batches", skips, "ends workers of this loader, too")])
         try:
             with led(trainer, seams):
                 yield
@@ -274,8 +271,9 @@ class _Entry(TrainerCallback):  # type: ignore[misc]
 
     # --- the data -----------------------------------------------------------------------------------------------
 
-    def _make_loader(self, original: Callable[[], DataLoader[Any]]) -> DataLoader[Any]:
-        self._loader = loader = original()
+    def _make_loader(self, original: Callable[..., DataLoader[Any]], *args: Any, **kwargs: Any) -> DataLoader[Any]:
+        """Make a loader of the epoch's batches, or of those of an epoch that are left."""
+        self._loader = loader = original(*args, **kwargs)
         self._seed_workers(loader, "train", lambda: Place(self._epoch))
         return loader
 
@@ -299,14 +297,6 @@ class _Entry(TrainerCallback):  # type: ignore[misc]
         iterator = kind._get_iterator(loader)
         self.iterators = [weakref.ref(iterator), *(each for each in self.iterators if each() is not None)]
         return iterator
-
-    def _skip(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def skip_first_batches(*args: Any, **kwargs: Any) -> Any:
-            loader = original(*args, **kwargs)
-            self._seed_workers(loader, "train", lambda: Place(self._epoch))
-            return loader
-
-        return skip_first_batches
 
     def _run_epoch(self, original: Callable[..., None], **kwargs: Any) -> None:
         training = self._training

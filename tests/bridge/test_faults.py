@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks.jobs import Job, Trainings, run_job
+from tests.ranks.jobs import Job, Trainings, faults_in, run_job
 from tests.ranks.nemo_zygote import Zygote
 
 pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(400)]
@@ -41,15 +41,10 @@ def logged(job: Job) -> dict[str, str]:
     return dict(steps + validations)
 
 
-def faults_in(kind: str) -> list[str]:
-    """Return a fault for each phase, every second step, on one rank after the other."""
-    return [f"{kind}@{phase}:rank={place % 4},step={2 * place}" for place, phase in enumerate(PHASES, start=1)]
-
-
 @pytest.mark.parametrize("kind", ["exception", "sigkill"])
 @pytest.mark.parametrize("layout", [pytest.param("", marks=pytest.mark.long), "tp=2"], ids=["dp4", "tp2-dp2"])
 def test_every_phase(train: Train, layout: str, kind: str) -> None:
-    train(2 * len(PHASES) + 1, f"{layout} evaluate=3", *faults_in(kind))
+    train(2 * len(PHASES) + 1, f"{layout} evaluate=3", *faults_in(PHASES, kind, 4))
 
 
 @pytest.mark.parametrize(

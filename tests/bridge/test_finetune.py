@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from checkpointless.faults.ledger import fired
-from checkpointless.observability.report.verify import compare
-from tests.bridge.recorded import without_streams
-from tests.ranks.jobs import Job, run_job
+from tests.bridge.recorded import require_same_from_the_checkpoint
+from tests.ranks.jobs import Trainings, run_job
 from tests.ranks.nemo_zygote import Zygote
 
 pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(400)]
@@ -21,27 +17,20 @@ pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(400)]
 SCRIPT = str(Path(__file__).parent / "scripts" / "train.py")
 COUNTS_PASSES = not version("megatron-bridge").startswith("0.3.")
 STEPS, SAMPLES = 9, 26  # three and a quarter global batches in each pass
-Tune = Callable[..., Job]
+LOST = ("sigkill@forward:rank=0,step=4", "sigkill@recovery:rank=2,step=3")
 
 
 @pytest.fixture(scope="module")
-def tune(bridge_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Tune:
-    """Return a function that makes a checkpoint once, and trains on from its weights with faults."""
-    folder = tmp_path_factory.mktemp("tune")
-    pretrained, samples = folder / "pretrained", written_samples(folder / "samples")
+def trainings(bridge_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Trainings:
+    return Trainings(bridge_zygote, tmp_path_factory, SCRIPT)
 
-    def run(name: str, *args: str, faults: tuple[str, ...] = (), code: int = 0) -> Job:
-        job = run_job(bridge_zygote, folder / name, 4, script=SCRIPT, args=args, faults=faults)
-        assert job.code == code, job.story()
-        assert fired(job.run_dir) == dict.fromkeys(faults, 1)
-        return job
 
-    run("pretraining", "4", f"save={pretrained}")
-
-    def tuned(name: str, *more: str, steps: int = STEPS, **settings: Any) -> Job:
-        return run(name, str(steps), f"tune={pretrained}", f"sft={samples}", "evaluate=3", *more, **settings)
-
-    return tuned
+@pytest.fixture(scope="module")
+def tune(trainings: Trainings, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    """Return the words to train on from the weights of a checkpoint, which is made once."""
+    pretrained = trainings.calm(4, "4", "save=saved").run_dir / "saved"
+    samples = written_samples(tmp_path_factory.mktemp("tune") / "samples")
+    return str(STEPS), f"tune={pretrained}", f"sft={samples}", "evaluate=3"
 
 
 def written_samples(folder: Path) -> Path:
@@ -70,25 +59,16 @@ def write_tokenizer(folder: Path) -> None:
     ).save_pretrained(folder)
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tune: Tune) -> Job:
-    return tune("undisturbed")
-
-
-def equal(undisturbed: Job, job: Job) -> None:
-    job.assert_same(undisturbed.steps, STEPS)
-
-
-def test_it_begins_with_the_weights_and_counts_from_one(tune: Tune, undisturbed: Job) -> None:
+def test_it_begins_with_the_weights_and_counts_from_one(trainings: Trainings, tune: tuple[str, ...]) -> None:
     """Without the checkpoint, the same steps on the same samples have other losses."""
-    fresh = tune("fresh", "tune=", steps=2)
-    for rank, records in undisturbed.steps.items():
+    fresh = trainings.run(4, (*tune, "tune="))
+    for rank, records in trainings.calm(4, *tune).steps.items():
         assert [record.step for record in records] == list(range(1, STEPS + 1))
-        assert all(one.loss != other.loss for one, other in zip(records[:2], fresh.steps[rank], strict=True))
+        assert all(one.loss != other.loss for one, other in zip(records[:2], fresh.steps[rank]))
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.long)])
-def test_faults_in_several_passes(tune: Tune, undisturbed: Job, workers: int) -> None:
+def test_faults_in_several_passes(trainings: Trainings, tune: tuple[str, ...], workers: int) -> None:
     """Before the first step the weights are loaded again."""
     faults = (
         "sigkill@forward:rank=2,step=1",
@@ -99,45 +79,41 @@ def test_faults_in_several_passes(tune: Tune, undisturbed: Job, workers: int) ->
         "exception@after_optimizer:rank=1,step=6",
         "sigkill@data:rank=0,step=8",
     )
-    job = tune(f"passes-{workers}", f"workers={workers}", faults=faults)
+    job = trainings.rough(4, tune, *faults, steps=STEPS, more=(f"workers={workers}",))
     assert len(job.incidents) == len(faults)
-    equal(undisturbed, job)
 
 
 @pytest.mark.long
-def test_in_a_callback(tune: Tune, undisturbed: Job) -> None:
-    job = tune("callback", "break=end:exception:2:4")
+def test_in_a_callback(trainings: Trainings, tune: tuple[str, ...]) -> None:
+    job = trainings.rough(4, tune, steps=STEPS, more=("break=end:exception:2:4",))
     assert len(job.incidents) == 1
-    equal(undisturbed, job)
 
 
 @pytest.mark.skipif(not COUNTS_PASSES, reason="Bridge 0.3 is told a number of steps")
-def test_in_passes_that_take_every_sample(tune: Tune) -> None:
+def test_in_passes_that_take_every_sample(trainings: Trainings, tune: tuple[str, ...]) -> None:
     """The last batch of a pass is filled up with samples that count nothing."""
     faults = ("sigkill@forward:rank=1,step=4", "exception@between:rank=2,step=4", "sigkill@backward:rank=3,step=7")
-    undisturbed, job = tune("epochs", "epochs=2"), tune("epochs-faults", "epochs=2", faults=faults)
-    job.assert_same(undisturbed.steps, 2 * -(-SAMPLES // 8))
+    trainings.rough(4, (*tune, "epochs=2"), *faults, steps=2 * -(-SAMPLES // 8))
 
 
-def test_when_memory_has_lost_the_state_its_own_checkpoint_is_loaded(tune: Tune, tmp_path: Path) -> None:
+def test_when_memory_has_lost_the_state_its_own_checkpoint_is_loaded(
+    trainings: Trainings, tune: tuple[str, ...]
+) -> None:
     """Rank 2 dies before it can give what it and rank 0 held. What training began with is not asked for.
 
     Bridge saves the random streams of one data-parallel rank for all; batches that are as long on every rank keep
     them alike. Its sampler of whole batches begins every further pass where it was when the checkpoint was loaded;
     that of ``cyclic`` does not.
     """
-    faults = ("sigkill@forward:rank=0,step=4", "sigkill@recovery:rank=2,step=3")
-    undisturbed = tune("padded", "pad=1", "data=cyclic")
-    job = tune("lost", "pad=1", "data=cyclic", f"save={tmp_path / 'saved'}", faults=faults)
-    verdict = compare(without_streams(undisturbed.steps), without_streams(job.steps))
-    assert verdict.difference is None, "what was done again has other bits"
-    assert not verdict.missing
-    assert {place.step for place in verdict.repeated} == {3}, "it went on from the checkpoint after step 2"
+    args = (*tune, "pad=1", "data=cyclic")
+    require_same_from_the_checkpoint(trainings.calm(4, *args), trainings.run(4, (*args, "save=saved"), *LOST))
 
 
-def test_without_a_checkpoint_of_its_own_the_job_ends_with_the_reason(tune: Tune) -> None:
+def test_without_a_checkpoint_of_its_own_the_job_ends_with_the_reason(
+    bridge_zygote: Zygote, tune: tuple[str, ...], tmp_path: Path
+) -> None:
     """The weights that training began with are not the state after the steps that were made."""
-    faults = ("sigkill@forward:rank=0,step=4", "sigkill@recovery:rank=2,step=3")
-    job = tune("ended", faults=faults, code=1)
+    job = run_job(bridge_zygote, tmp_path / "run", 4, script=SCRIPT, args=tune, faults=LOST)
+    assert job.code == 1, job.story()
     assert "no living rank holds the shard of ranks 0, 2" in "\n".join(job.said), job.said
     assert max(record.step for records in job.steps.values() for record in records) == 3

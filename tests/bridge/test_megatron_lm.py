@@ -8,9 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpointless.faults.ledger import fired
-from checkpointless.observability.report.verify import compare
-from tests.ranks.jobs import Job, run_job
+from tests.ranks.jobs import Job, Trainings, faults_in, run_job
 from tests.ranks.nemo_zygote import Zygote
 
 pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(400)]
@@ -23,27 +21,15 @@ Train = Callable[..., Job]
 @pytest.fixture(scope="module")
 def train(bridge_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Train:
     """Return a function that trains with faults and compares; the undisturbed job is made once for each kind."""
-    undisturbed: dict[tuple[str, ...], Job] = {}
-
-    def run(args: tuple[str, ...], *faults: str) -> Job:
-        folder = tmp_path_factory.mktemp("lm")
-        args = tuple(each.replace("FOLDER", str(folder / "saved")) for each in args)
-        job = run_job(bridge_zygote, folder / "run", 4, script=SCRIPT, args=args, faults=faults)
-        assert job.code == 0, job.story()
-        assert fired(job.run_dir) == {fault: 2 if fault.endswith("times=2") else 1 for fault in faults}
-        return job
+    trainings = Trainings(bridge_zygote, tmp_path_factory, SCRIPT)
 
     def compared(steps: int, options: str, *faults: str, breaks: str = "", made: int | None = None) -> Job:
         args = ("--train-iters", str(steps), *options.split())
-        if args not in undisturbed:
-            undisturbed[args] = run(args)
-        job = run((*args, f"--break={breaks}") if breaks else args, *faults)
-        verdict = compare(undisturbed[args].steps, job.steps)
-        assert verdict.equal, f"{verdict.sentence}\n{job.story()}"
-        assert verdict.steps == (steps if made is None else made)
+        more = (f"--break={breaks}",) if breaks else ()
+        job = trainings.rough(4, args, *faults, steps=steps if made is None else made, more=more)
         assert len(job.incidents) >= bool(breaks)
         assert "waited for each other" not in "\n".join(job.said), "ranks began differently"
-        assert logged(job) == logged(undisturbed[args])
+        assert logged(job) == logged(trainings.calm(4, *args))
         return job
 
     return compared
@@ -65,8 +51,7 @@ def logged(job: Job) -> dict[str, str]:
     ids=["dp4", "tp2-dp2"],
 )
 def test_every_phase(train: Train, layout: str, kind: str) -> None:
-    faults = [f"{kind}@{phase}:rank={place % 4},step={2 * place}" for place, phase in enumerate(PHASES, start=1)]
-    train(2 * len(PHASES) + 1, f"--eval-interval 3 {layout}", *faults)
+    train(2 * len(PHASES) + 1, f"--eval-interval 3 {layout}", *faults_in(PHASES, kind, 4))
 
 
 @pytest.mark.parametrize(
@@ -111,7 +96,7 @@ def test_the_second_pass_over_the_data(train: Train, workers: int) -> None:
     ],
 )
 def test_in_a_validation_and_in_a_save(train: Train, where: str, kind: str) -> None:
-    options = "--eval-interval 2 --save FOLDER --save-interval 2"
+    options = "--eval-interval 2 --save RUN_DIR/saved --save-interval 2"
     train(6, options, breaks=f"{where}:{kind}:1:2")
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import queue
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,11 +22,10 @@ from megatron.core import parallel_state
 
 from checkpointless.inprocess import UnrecoverableError
 from checkpointless.integrations.compat.megatron import queues_of_writers
-from checkpointless.integrations.megatron import pretrain_generation
+from checkpointless.integrations.megatron import pretraining
 from checkpointless.integrations.megatron.pretrain_loaders import Loaders
-from checkpointless.integrations.megatron.pretraining import _StepOutcome
-from checkpointless.integrations.megatron_bridge import finetune, seams
-from checkpointless.integrations.megatron_bridge.entry import _REFUSALS, _copied, refusal
+from checkpointless.integrations.megatron.pretraining import _losses_of, _plain_losses
+from checkpointless.integrations.megatron_bridge import _Bridge, _copied, _value, finetune
 from checkpointless.state.serialization import state_tree
 
 pytestmark = [pytest.mark.nemo]
@@ -94,14 +95,13 @@ def test_workers_that_persist_have_one_iterator_for_all_passes(consumed: int, dr
     assert next(iter(passes)).tolist() == next(cyclic_iter(made("cyclic", consumed))).tolist()
 
 
-@pytest.mark.parametrize("losses", [[], [[1.5], [2.25]], [[1.5, 3.0], [0.1, 7.0]]])
-def test_an_outcome_travels_as_plain_data(losses: list[list[float]]) -> None:
-    outcome = _StepOutcome([{"lm loss": torch.tensor(each)} for each in losses], True, 0.1, None, 8)
-    again = _StepOutcome.from_plain(state_tree.loads(state_tree.dumps(outcome.to_plain())))
-    assert [{name: each.tolist() for name, each in loss.items()} for loss in again.losses] == [
-        {name: each.tolist() for name, each in loss.items()} for loss in outcome.losses
+@pytest.mark.parametrize("losses", [[], [[1.5], [2.25]], [[1.5, 3.0], [0.5, 7.0]]])
+def test_losses_travel_as_plain_data(losses: list[list[float]]) -> None:
+    plain = _plain_losses([{"lm loss": torch.tensor(each)} for each in losses])
+    again = _losses_of(state_tree.loads(state_tree.dumps(plain)))
+    assert [{name: each.tolist() for name, each in loss.items()} for loss in again] == [
+        {"lm loss": each} for each in losses
     ]
-    assert (again.succeeded, again.grad_norm, again.num_zeros, again.samples) == (True, 0.1, None, 8)
 
 
 REFUSED = {
@@ -121,21 +121,21 @@ ALLOWED: dict[str, object] = {
 }
 
 
-def configured(setting: str, value: object) -> Any:
+def refusal(setting: str, value: object) -> str | None:
     for name in reversed(setting.split(".")):
         value = SimpleNamespace(**{name: value})
-    return value
+    return _Bridge.refusal(partial(_value, value))
 
 
-@pytest.mark.parametrize("setting", [each.setting for each in _REFUSALS])
+@pytest.mark.parametrize("setting", [each.setting for each in _Bridge.refusals])
 def test_what_cannot_be_carried_is_refused_in_one_line(setting: str) -> None:
-    reason = refusal(configured(setting, REFUSED.get(setting, True)))
+    reason = refusal(setting, REFUSED.get(setting, True))
     assert reason is not None
     assert reason.startswith(f"{setting}: checkpointless ")
     assert ": set " in reason
     assert "\n" not in reason
-    assert refusal(configured(setting, ALLOWED.get(setting, False))) is None
-    assert refusal(configured(setting.partition(".")[0], None)) is None
+    assert refusal(setting, ALLOWED.get(setting, False)) is None
+    assert refusal(setting.partition(".")[0], None) is None
 
 
 @dataclass
@@ -164,50 +164,51 @@ def test_finetune_begins_with_a_checkpoint() -> None:
         finetune(config, lambda: None)
 
 
-def test_the_writers_of_a_save_report_to_this_process_in_a_block() -> None:
-    generation: Any = SimpleNamespace()
-    try:
-        with seams.SEAMS.entered(generation):
-            made = [getattr(module, name)() for module, name in queues_of_writers()]
-            assert made
-            assert all(type(each) is queue.Queue for each in made)
-    finally:
-        seams.SEAMS._patches.undo()
+@pytest.fixture
+def generation() -> Iterator[_Bridge]:
+    """Return an entry of a block, and make Bridge its own again."""
+    call: Any = SimpleNamespace()
+    yield _Bridge(call, {})
+    _Bridge.patches.undo()
 
 
-def test_a_version_without_a_seam_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_writers_of_a_save_report_to_this_process_in_a_block(generation: _Bridge) -> None:
+    with generation.entered():
+        made = [getattr(module, name)() for module, name in queues_of_writers()]
+    assert made
+    assert all(type(each) is queue.Queue for each in made)
+
+
+def test_a_version_without_a_seam_is_refused_in_one_line(
+    generation: _Bridge, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delattr(train, "train_step")
-    generation: Any = SimpleNamespace()
     seam = r"^this Megatron-Bridge: there is no megatron\.bridge\.training\.train\.train_step, without"
-    with pytest.raises(UnrecoverableError, match=seam), seams.SEAMS.entered(generation):
+    with pytest.raises(UnrecoverableError, match=seam), generation.entered():
         pass
 
 
-def test_outside_of_a_block_bridge_is_its_own() -> None:
+def test_outside_of_a_block_bridge_is_its_own(generation: _Bridge) -> None:
     originals = pretrain.train, train.train_step
-    generation: Any = SimpleNamespace()
-    try:
-        with seams.SEAMS.entered(generation):
-            assert train.train_step is not originals[1]
-            assert pretrain_generation._running == [generation]
-        assert pretrain_generation._running == []
-        with pytest.raises(TypeError, match="forward_step_func"):
-            train.train_step()  # Bridge's own, which misses its arguments
-    finally:
-        seams.SEAMS._patches.undo()
+    with generation.entered():
+        assert train.train_step is not originals[1]
+        assert pretraining._running == [generation]
+    assert pretraining._running == []
+    with pytest.raises(TypeError, match="forward_step_func"):
+        train.train_step()  # Bridge's own, which misses its arguments
+    generation.patches.undo()
     assert (pretrain.train, train.train_step) == originals
 
 
-def test_an_abort_finds_the_workers_of_a_generation_that_has_left_the_block() -> None:
+def test_an_abort_finds_the_workers_of_a_generation_that_has_left_the_block(
+    generation: _Bridge, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Torch waits five seconds for each worker that is left to the garbage collector."""
-    generation: Any = SimpleNamespace(workers=lambda: ["an iterator with workers"])
-    found = pretrain_generation._Parts().loader_iterators
-    try:
-        with pytest.raises(KeyError), seams.SEAMS.entered(generation):
-            raise KeyError
+    monkeypatch.setattr(generation, "workers", lambda: ["an iterator with workers"])
+    found = pretraining._Parts().loader_iterators
+    with pytest.raises(KeyError), generation.entered():
+        raise KeyError
+    assert found(None) == generation.workers()
+    with generation.entered():
         assert found(None) == generation.workers()
-        with seams.SEAMS.entered(generation):
-            assert found(None) == generation.workers()
-        assert found(None) == []
-    finally:
-        seams.SEAMS._patches.undo()
+    assert found(None) == []

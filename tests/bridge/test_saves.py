@@ -5,43 +5,27 @@ from __future__ import annotations
 import ast
 import difflib
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from checkpointless.faults.ledger import fired
-from checkpointless.observability.report.verify import compare
-from tests.bridge.recorded import without_streams
-from tests.ranks.jobs import Job, run_job
+from tests.bridge.recorded import require_same_from_the_checkpoint, without_streams
+from tests.ranks.jobs import Trainings
 from tests.ranks.nemo_zygote import Zygote
 
 pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(400)]
 
-SCRIPTS = Path(__file__).parent / "scripts"
+SCRIPT = str(Path(__file__).parent / "scripts" / "train.py")
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_bridge.py"
 STEPS = 6
-Run = Callable[..., Job]
+ARGS = (str(STEPS), "save=saved")
 
 
 @pytest.fixture(scope="module")
-def saved(bridge_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Return a function that trains with saves, all into folders of their own."""
-
-    def run(breaks: str = "", steps: int = STEPS, folder: Path | None = None, faults: tuple[str, ...] = ()) -> Job:
-        run_dir = tmp_path_factory.mktemp("saves") / "run"
-        args = [str(steps), f"save={folder or run_dir.parent / 'saved'}", f"break={breaks or 'none::0:0'}"]
-        job = run_job(bridge_zygote, run_dir, 4, script=str(SCRIPTS / "train.py"), args=tuple(args), faults=faults)
-        assert job.code == 0, job.story()
-        return job
-
-    return run
-
-
-@pytest.fixture(scope="module")
-def undisturbed(saved: Run) -> Job:
-    return saved()
+def trainings(bridge_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Trainings:
+    """Train with saves, each into a folder of its own."""
+    return Trainings(bridge_zygote, tmp_path_factory, SCRIPT)
 
 
 def contents(folder: Path) -> dict[str, object]:
@@ -66,21 +50,20 @@ def contents(folder: Path) -> dict[str, object]:
         pytest.param("saved:exception:0:6", marks=pytest.mark.long),
     ],
 )
-def test_a_fault_in_a_save(saved: Run, undisturbed: Job, breaks: str) -> None:
-    job = saved(breaks)
-    job.assert_same(undisturbed.steps)
+def test_a_fault_in_a_save(trainings: Trainings, breaks: str) -> None:
+    job = trainings.rough(4, ARGS, more=(f"break={breaks}",))
     assert len(job.incidents) == 1
-    expected, found = contents(undisturbed.run_dir.parent / "saved"), contents(job.run_dir.parent / "saved")
+    expected, found = (contents(each.run_dir / "saved") for each in (trainings.calm(4, *ARGS), job))
     assert found.keys() == expected.keys()
     assert sum(name.endswith(".distcp") for name in found) >= 4 * STEPS // 2
     assert [name for name in found if found[name] != expected[name]] == []
 
 
-def test_a_training_that_began_with_a_checkpoint(saved: Run, undisturbed: Job, tmp_path: Path) -> None:
+def test_a_training_that_began_with_a_checkpoint(trainings: Trainings) -> None:
     """Its steps are counted on; after a fault the checkpoint that it began with is not asked for again."""
-    folder = undisturbed.run_dir.parent / "saved"
-    long = saved(steps=10)
-    job = saved(steps=10, folder=folder, faults=("sigkill@forward:rank=2,step=7", "exception@data:rank=1,step=9"))
+    begun, long = trainings.run(4, ARGS), trainings.run(4, ("10", "save=saved"))
+    faults = ("sigkill@forward:rank=2,step=7", "exception@data:rank=1,step=9")
+    job = trainings.run(4, ("10", f"save={begun.run_dir / 'saved'}"), *faults)
     assert len(job.incidents) == 2
     expected = without_streams(long.steps)
     for rank, records in without_streams(job.steps).items():
@@ -88,13 +71,10 @@ def test_a_training_that_began_with_a_checkpoint(saved: Run, undisturbed: Job, t
         assert records == expected[rank][6:]
 
 
-def test_when_memory_has_lost_the_state_bridge_loads_its_checkpoint(saved: Run, undisturbed: Job) -> None:
+def test_when_memory_has_lost_the_state_bridge_loads_its_checkpoint(trainings: Trainings) -> None:
     """Rank 2 dies before it can give what it and rank 0 held."""
-    job = saved(faults=("sigkill@forward:rank=0,step=4", "sigkill@recovery:rank=2,step=3"))
-    verdict = compare(without_streams(undisturbed.steps), without_streams(job.steps))
-    assert verdict.difference is None, "what was done again has other bits"
-    assert not verdict.missing
-    assert {place.step for place in verdict.repeated} == {3}, "it went on from the checkpoint after step 2"
+    job = trainings.run(4, ARGS, "sigkill@forward:rank=0,step=4", "sigkill@recovery:rank=2,step=3")
+    require_same_from_the_checkpoint(trainings.calm(4, *ARGS), job)
 
 
 def plain_lines(script: str) -> list[str]:
@@ -123,11 +103,7 @@ def test_the_example_is_a_users_script_with_few_lines_changed() -> None:
     ],
 )
 def test_the_example_through_faults(
-    bridge_zygote: Zygote, tmp_path: Path, tp: int, faults: tuple[str, ...]
+    bridge_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory, tp: int, faults: tuple[str, ...]
 ) -> None:
     args = ("--steps", "8", "--tp", str(tp))
-    calm = run_job(bridge_zygote, tmp_path / "calm", 4, script=str(EXAMPLE), args=args)
-    job = run_job(bridge_zygote, tmp_path / "run", 4, script=str(EXAMPLE), args=args, faults=faults)
-    assert job.code == 0, job.story()
-    assert fired(job.run_dir) == dict.fromkeys(faults, 1)
-    assert compare(calm.steps, job.steps).equal
+    Trainings(bridge_zygote, tmp_path_factory, str(EXAMPLE)).rough(4, args, *faults)

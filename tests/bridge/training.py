@@ -1,12 +1,11 @@
 """Train a GPT with Megatron-Bridge through faults: ``STEPS KEY=VALUE...``.
 
-``tp``, ``pp``, ``instances``, ``bf16``, ``fp16``, ``overlap``, ``batch`` (global), ``evaluate`` (interval), ``log``
-(interval), ``workers``: each a number; ``data`` is ``mock``, ``single``, ``cyclic`` or ``batch``; ``save=FOLDER``
-saves every second step. ``tune=FOLDER`` begins with the weights of a checkpoint, and ``sft=FOLDER`` takes its
-samples from that folder's files, all of one length with ``pad``; ``epochs`` is how often it takes each, whatever
-``STEPS`` says. ``state`` declares what a callback and the forward
-step count. ``break=EVENT:KIND:RANK:STEP`` has one rank raise
-or die at an event of Bridge's.
+``tp``, ``pp``, ``instances``, ``bf16``, ``fp16``, ``overlap``, ``batch`` (global), ``evaluate`` (interval),
+``log`` (interval), ``workers``: each a number; ``data`` is ``mock``, ``single``, ``cyclic`` or ``batch``;
+``save=FOLDER``, in the run's, saves every second step. ``tune=FOLDER`` begins with the weights of a checkpoint,
+and ``sft=FOLDER`` takes its samples from that folder's files, all of one length with ``pad``; ``epochs`` is how
+often it takes each, whatever ``STEPS`` says. ``state`` declares what a callback and the forward step count.
+``break=EVENT:KIND:RANK:STEP`` has one rank raise or die at an event of Bridge's.
 """
 
 import dataclasses
@@ -31,6 +30,7 @@ from megatron.bridge.training.gpt_step import forward_step
 
 STEPS, LENGTH, VOCABULARY, SAMPLES = int(sys.argv[1]), 32, 128, 44
 ASKED = dict(each.split("=", 1) for each in sys.argv[2:])
+SAVE = os.path.join(os.environ["CHECKPOINTLESS_RUN_DIR"], ASKED["save"]) if "save" in ASKED else None
 INSTANCES = int(ASKED.get("instances", 2))
 TIERS = [NeighborMemory(overlap=False)] if INSTANCES == 1 else []
 
@@ -244,9 +244,9 @@ def configuration() -> bridge.ConfigContainer:
         logger=bridge.LoggerConfig(log_interval=number("log", 1)),
         tokenizer=tokenizer(),
         checkpoint=bridge.CheckpointConfig(
-            save=ASKED.get("save"),
-            load=ASKED.get("save"),
-            save_interval=2 if "save" in ASKED else None,
+            save=SAVE,
+            load=SAVE,
+            save_interval=2 if SAVE else None,
             pretrained_checkpoint=ASKED.get("tune") or None,
         ),
         rng=bridge.RNGConfig(seed=1234),

@@ -100,16 +100,13 @@ class LateNCCLGroup(_ProcessGroup):  # type: ignore[misc]
         if self._device.capture is not None:
             self._device.capture(self._communicator, lambda: self.allreduce(tensors, opts))
             return LateWork(self._device, Operation.done())
-        return self._all_to_all_ranks(tensors, tensors, _reducing(opts, tensors))
+        return self._collective(tensors, tensors, _reducing(opts, tensors))
 
-    def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> LateWork:
-        return self.allreduce(tensors, opts)
+    allreduce_coalesced = allreduce
 
     def reduce(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> LateWork:
         root = opts.rootRank == self._communicator.rank
-        return self._all_to_all_ranks(
-            tensors, tensors if root else [], _reducing(opts, tensors) if root else _nothing
-        )
+        return self._collective(tensors, tensors if root else [], _reducing(opts, tensors) if root else _nothing)
 
     def broadcast(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> LateWork:
         root = 0 if opts is None else opts.rootRank
@@ -121,12 +118,16 @@ class LateNCCLGroup(_ProcessGroup):  # type: ignore[misc]
         return self._collective(given, tensors, take, [tensors if rank == root else [] for rank in self._ranks])
 
     def all_gather_single(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> LateWork:
-        return self._gather_into([output], [given])
+        return self.all_gather_single_coalesced([output], [given])
 
     def all_gather_single_coalesced(
         self, outputs: Sequence[torch.Tensor], given: Sequence[torch.Tensor], opts: Any = None
     ) -> LateWork:
-        return self._gather_into(outputs, given)
+        def take(found: list[list[torch.Tensor]]) -> None:
+            for index, output in enumerate(outputs):
+                _copy([output], [torch.cat([each[index].reshape(-1) for each in found]).reshape(output.shape)])
+
+        return self._collective(given, outputs, take)
 
     def allgather(
         self, outputs: Sequence[Sequence[torch.Tensor]], given: Sequence[torch.Tensor], opts: Any = None
@@ -139,7 +140,7 @@ class LateNCCLGroup(_ProcessGroup):  # type: ignore[misc]
 
     def gather(self, outputs: Any, given: Sequence[torch.Tensor], opts: Any = None) -> LateWork:
         if opts.rootRank != self._communicator.rank:
-            return self._collective(given, [], _nothing, [given] * len(self._ranks))
+            return self._collective(given, [], _nothing)
         return self.allgather(outputs, given)
 
     def scatter(self, outputs: Sequence[torch.Tensor], given: Any, opts: Any = None) -> LateWork:
@@ -161,7 +162,7 @@ class LateNCCLGroup(_ProcessGroup):  # type: ignore[misc]
                 parts = [each[index].reshape(len(self._ranks), -1)[rank] for each in found]
                 _copy([output], [_reduced(opts, parts).reshape(output.shape)])
 
-        return self._collective(given, outputs, take, [list(given)] * len(self._ranks))
+        return self._collective(given, outputs, take)
 
     def reduce_scatter(
         self, outputs: Sequence[torch.Tensor], given: Sequence[Sequence[torch.Tensor]], opts: Any = None
@@ -171,7 +172,7 @@ class LateNCCLGroup(_ProcessGroup):  # type: ignore[misc]
         def take(found: list[list[torch.Tensor]]) -> None:
             _copy(outputs, [_reduced(opts, [each[rank] for each in found])])
 
-        return self._collective(given[0], outputs, take, [list(given[0])] * len(self._ranks))
+        return self._collective(given[0], outputs, take)
 
     def all_to_all_single(
         self,
@@ -181,16 +182,9 @@ class LateNCCLGroup(_ProcessGroup):  # type: ignore[misc]
         input_splits: list[int],
         opts: Any = None,
     ) -> LateWork:
-        rank, size = self._communicator.rank, len(self._ranks)
-        mine = list(given.split(input_splits or given.shape[0] // size))
-        room = list(output.split(output_splits or output.shape[0] // size))
-        data = [_bytes(each) for each in mine]
-
-        def take(found: list[list[bytes]]) -> None:
-            for each, parts in zip(room, found, strict=True):
-                _copy([each], [_tensor(parts[rank], each)])
-
-        return self._exchanging(data, [output], take)
+        size = len(self._ranks)
+        room = output.split(output_splits or output.shape[0] // size)
+        return self.alltoall(room, given.split(input_splits or given.shape[0] // size))
 
     def alltoall(
         self, outputs: Sequence[torch.Tensor], given: Sequence[torch.Tensor], opts: Any = None
@@ -204,7 +198,7 @@ class LateNCCLGroup(_ProcessGroup):  # type: ignore[misc]
         return self._exchanging([_bytes(each) for each in given], outputs, take)
 
     def barrier(self, opts: Any = None) -> LateWork:
-        work = self._collective([], [], _nothing, [[] for _ in self._ranks])
+        work = self._collective([], [], _nothing)
         work._blocks = True
         return work
 
@@ -236,33 +230,22 @@ class LateNCCLGroup(_ProcessGroup):  # type: ignore[misc]
     def _ranks(self) -> range:
         return range(self._communicator.size)
 
-    def _gather_into(self, outputs: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> LateWork:
-        def take(found: list[list[torch.Tensor]]) -> None:
-            for index, output in enumerate(outputs):
-                _copy([output], [torch.cat([each[index].reshape(-1) for each in found]).reshape(output.shape)])
-
-        return self._collective(given, outputs, take, [list(given)] * len(self._ranks))
-
-    def _all_to_all_ranks(
-        self,
-        given: Sequence[torch.Tensor],
-        outputs: Sequence[torch.Tensor],
-        take: Callable[[list[list[torch.Tensor]]], None],
-    ) -> LateWork:
-        return self._collective(given, outputs, take, [list(given)] * len(self._ranks))
-
     def _collective(
         self,
         given: Sequence[torch.Tensor],
         outputs: Sequence[torch.Tensor],
         take: Callable[[list[list[torch.Tensor]]], None],
-        shapes: Sequence[Sequence[torch.Tensor]],
+        shapes: Sequence[Sequence[torch.Tensor]] | None = None,
     ) -> LateWork:
-        """Launch an exchange of ``given``, of which ``take`` makes ``outputs``; ``shapes`` are like each rank's."""
+        """Launch an exchange of ``given``, of which ``take`` makes ``outputs``.
+
+        ``shapes`` are like each rank's; None: as those of ``given``.
+        """
+        known = [given for _ in self._ranks] if shapes is None else shapes
         return self._exchanging(
             [b"".join(map(_bytes, given))],
             outputs,
-            lambda found: take([_tensors(each[0], like) for each, like in zip(found, shapes, strict=True)]),
+            lambda found: take([_tensors(each[0], like) for each, like in zip(found, known, strict=True)]),
         )
 
     def _exchanging(

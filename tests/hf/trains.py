@@ -1,4 +1,4 @@
-"""A job of Hugging Face's Trainer: ``trains.py FOLDER [setting=value ...]``, with what real ones have.
+"""A job of Hugging Face's Trainer: ``trains.py [setting=value ...]``, with what real ones have.
 
 It accumulates, clips, warms up, logs every second step, evaluates every third, saves every fourth and keeps two
 saves. Worker processes draw random numbers. A callback counts, averages and draws. At the end each rank prints what
@@ -23,8 +23,7 @@ torch.serialization.register_package(
     30, lambda storage: None, lambda storage, place: storage if place.startswith("cpu:") else None
 )
 
-FOLDER = sys.argv[1]
-CHOSEN = {name: json.loads(value) for name, _, value in (each.partition("=") for each in sys.argv[2:])}
+CHOSEN = {name: json.loads(value) for name, _, value in (each.partition("=") for each in sys.argv[1:])}
 FAILS, HOLDS = CHOSEN.pop("fails", {}), CHOSEN.pop("holds", False)
 SIZE: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 
@@ -99,7 +98,7 @@ def hold() -> None:
 @HPWrapper()
 def main() -> None:
     settings: dict[str, Any] = {
-        "output_dir": FOLDER,
+        "output_dir": os.environ["CHECKPOINTLESS_RUN_DIR"] + "/saves",
         "use_cpu": True,
         "max_steps": 16,
         "per_device_train_batch_size": 2,

@@ -19,10 +19,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
-from megatron.core.dist_checkpointing.strategies.fully_parallel import (
-    FullyParallelLoadStrategyWrapper,
-    FullyParallelSaveStrategyWrapper,
-)
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import (
     TorchDistLoadShardedStrategy,
     TorchDistSaveShardedStrategy,
@@ -314,7 +311,6 @@ class Player:
         return {
             "copies": lambda: CopiesLoadStrategy(copies=self.copies),
             "megatron": TorchDistLoadShardedStrategy,
-            "parallel": lambda: FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy()),
             "default": lambda: None,
         }[how]()
 

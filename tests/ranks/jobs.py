@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -115,6 +115,11 @@ class Trainings:
         job = self.run(ranks, (*args, *more), *faults)
         job.assert_same(self.calm(ranks, *args).steps, steps)
         return job
+
+
+def faults_in(phases: Sequence[str], kind: str, ranks: int) -> list[str]:
+    """Return a fault for each phase, every second step, on one rank after the other."""
+    return [f"{kind}@{phase}:rank={place % ranks},step={2 * place}" for place, phase in enumerate(phases, start=1)]
 
 
 def known_steps(zygote: Zygote, folders: pytest.TempPathFactory) -> Callable[..., Steps]:

@@ -21,7 +21,7 @@ from lightning.pytorch.callbacks import Callback
 
 from checkpointless.inprocess import ParameterUpdateLock, active_call_wrapper
 from checkpointless.integrations.lightning.data.loaders import DataPosition
-from checkpointless.integrations.megatron.update import sub_optimizers
+from checkpointless.integrations.megatron.state import sub_optimizers
 from checkpointless.observability.telemetry.events import event_log
 from checkpointless.recovery import CheckpointManager, refill
 from checkpointless.state.journal import StepJournal

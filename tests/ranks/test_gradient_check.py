@@ -6,22 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from checkpointless.faults.ledger import fired
 from checkpointless.observability.report.summary import build_report
 from checkpointless.observability.telemetry.events import read_events
 from tests.ranks.agent_job import SCRIPTS
-from tests.ranks.jobs import Job, run_job, run_nodes, small
+from tests.ranks.jobs import RUNNER, Job, Trainings, run_job, run_nodes, small
 from tests.ranks.layouts import DROPOUT, PP2
 from tests.ranks.nemo_zygote import Zygote
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
 
 STEPS = 20  # more than there are parameters: the gradient of another one is damaged in each
-
-
-def _train(zygote: Zygote, run_dir: Path, *faults: str, every: int = 1, way: str = "") -> Job:
-    script = str(SCRIPTS / "plain_checked.py")
-    return run_job(zygote, run_dir, 3, script=script, args=(str(STEPS), str(every), way), faults=faults)
+SCRIPT = str(SCRIPTS / "plain_checked.py")
+CALM = (str(STEPS), "1000")  # checks nothing but its first step
 
 
 def _found(job: Job) -> list[tuple[int | None, int | None, bool]]:
@@ -29,51 +25,44 @@ def _found(job: Job) -> list[tuple[int | None, int | None, bool]]:
     return [(each["rank"], each["step"], each["redone"]) for each in found]
 
 
+def _require_unseen(job: Job, calm: Job, steps: int) -> None:
+    """Require that checks have changed nothing and found nothing."""
+    assert (job.incidents, _found(job)) == ([], [])
+    job.assert_same(calm.steps, steps)
+
+
 @pytest.fixture(scope="module")
-def undisturbed(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Job:
-    """Return a job that checks nothing but its first step."""
-    job = _train(zygote, tmp_path_factory.mktemp("checked") / "run", every=1000)
-    assert job.code == 0, job.story()
-    return job
+def trainings(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Trainings:
+    return Trainings(zygote, tmp_path_factory, SCRIPT)
 
 
-def test_a_flip_in_the_gradient_or_the_output_of_each_layer_is_found_and_healed(
-    zygote: Zygote, tmp_path: Path, undisturbed: Job
-) -> None:
+def test_a_flip_in_the_gradient_or_the_output_of_each_layer_is_found_and_healed(trainings: Trainings) -> None:
     places = [("gradient", "activation")[step // 2 % 2] for step in range(STEPS + 1)]
     faults = [f"bitflip@{places[step]}:rank={step % 3},step={step}" for step in range(1, STEPS + 1, 2)]
-    job = _train(zygote, tmp_path / "run", *faults)
-    assert job.code == 0, job.story()
-    assert fired(job.run_dir) == dict.fromkeys(faults, 1)
+    job = trainings.run(3, (str(STEPS), "1"), *faults)
     assert _found(job) == [(step % 3, step, True) for step in range(1, STEPS + 1, 2)]
     assert "rank 1 raised CorruptedGradientError at step 1: the gradient of" in "\n".join(job.said)
     assert all(incident.steps_lost == 0 for incident in job.incidents)
-    job.assert_same(undisturbed.steps, STEPS)
+    job.assert_same(trainings.calm(3, *CALM).steps, STEPS)
 
 
 def test_a_rank_that_was_wrong_twice_goes_on_on_a_spare(zygote: Zygote, tmp_path: Path) -> None:
     faults = ("bitflip@gradient:rank=1,step=2", "bitflip@activation:rank=1,step=4")
-    script, args = str(SCRIPTS / "plain_checked.py"), ("8", "1", "waits")
-    jobs = run_nodes(zygote, tmp_path / "run", 2, 1, script=script, args=args, faults=faults, spares=1)
+    args = ("8", "1", "waits")
+    jobs = run_nodes(zygote, tmp_path / "run", 2, 1, script=SCRIPT, args=args, faults=faults, spares=1)
     job = jobs[0]
     assert job is not None
     assert job.code == 0, job.story()
     assert [each.how for each in job.incidents] == ["exception", "exception", "planned"]
     assert any("node 1 moves to a spare (rank 1 has computed gradients wrongly twice)" in line for line in job.said)
-    calm = run_job(zygote, tmp_path / "calm", 2, script=script, args=("8", "1000"))
+    calm = run_job(zygote, tmp_path / "calm", 2, script=SCRIPT, args=("8", "1000"))
     job.assert_same(calm.steps, 8)
 
 
-def test_checks_change_nothing_and_find_nothing_and_what_is_not_checked_is_not_seen(
-    zygote: Zygote, tmp_path: Path, undisturbed: Job
-) -> None:
-    job = _train(zygote, tmp_path / "checked")
-    assert (job.code, job.incidents, _found(job)) == (0, [], [])
-    job.assert_same(undisturbed.steps, STEPS)
-    fault = "bitflip@gradient:rank=1,step=6"
-    job = _train(zygote, tmp_path / "flipped", fault, every=7)
-    assert (job.code, job.incidents, _found(job)) == (0, [], [])
-    assert fired(job.run_dir) == {fault: 1}
+def test_checks_change_nothing_and_find_nothing_and_what_is_not_checked_is_not_seen(trainings: Trainings) -> None:
+    _require_unseen(trainings.run(3, (str(STEPS), "1")), trainings.calm(3, *CALM), STEPS)
+    job = trainings.run(3, (str(STEPS), "7"), "bitflip@gradient:rank=1,step=6")
+    assert (job.incidents, _found(job)) == ([], [])
 
 
 @pytest.mark.parametrize(
@@ -87,14 +76,12 @@ def test_checks_change_nothing_and_find_nothing_and_what_is_not_checked_is_not_s
 def test_what_cannot_be_checked_is_refused(
     zygote: Zygote, tmp_path: Path, every: int, way: str, reason: str
 ) -> None:
-    job = _train(zygote, tmp_path / "run", every=every, way=way)
+    job = run_job(zygote, tmp_path / "run", 3, script=SCRIPT, args=(str(STEPS), str(every), way))
     assert job.code != 0
     assert reason in "\n".join(job.said), job.story()
 
 
-def _fit(zygote: Zygote, run_dir: Path, *faults: str, every: int, features: tuple[str, ...] = ()) -> Job:
-    script = str(SCRIPTS / "lightning_checked.py")
-    return run_job(zygote, run_dir, 2, script=script, args=("12", str(every), *features), faults=faults)
+LIGHTNING = str(SCRIPTS / "lightning_checked.py")
 
 
 def _ends(job: Job) -> list[str]:
@@ -102,40 +89,38 @@ def _ends(job: Job) -> list[str]:
 
 
 def test_lightning_finds_and_heals_them_and_a_check_is_not_seen_in_what_is_logged(
-    zygote: Zygote, tmp_path: Path
+    zygote: Zygote, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    calm = _fit(zygote, tmp_path / "calm", every=1000)
-    checked = _fit(zygote, tmp_path / "checked", every=1)
-    assert (calm.code, checked.code, checked.incidents, _found(checked)) == (0, 0, [], []), checked.story()
-    checked.assert_same(calm.steps, 12)
+    trainings = Trainings(zygote, tmp_path_factory, LIGHTNING)
+    calm, checked = trainings.calm(2, "12", "1000"), trainings.run(2, ("12", "1"))
+    _require_unseen(checked, calm, 12)
     assert _ends(checked) == _ends(calm) != []
-    faults = [f"bitflip@gradient:rank={step % 2},step={step}" for step in range(2, 13, 3)]
-    job = _fit(zygote, tmp_path / "run", *faults, every=1)
-    assert (job.code, fired(job.run_dir)) == (0, dict.fromkeys(faults, 1)), job.story()
+    job = trainings.run(
+        2, ("12", "1"), *(f"bitflip@gradient:rank={step % 2},step={step}" for step in range(2, 13, 3))
+    )
     assert _found(job) == [(step % 2, step, True) for step in range(2, 13, 3)]
     job.assert_same(calm.steps, 12)
     assert _ends(job) == _ends(calm)
 
 
 def test_lightning_refuses_sharded_gradients(zygote: Zygote, tmp_path: Path) -> None:
-    job = _fit(zygote, tmp_path / "run", every=2, features=("sharded",))
+    job = run_job(zygote, tmp_path / "run", 2, script=LIGHTNING, args=("12", "2", "sharded"))
     assert job.code != 0
     assert "which sharded parameters (FSDP2, DTensors) do not show: leave it out" in "\n".join(job.said)
 
 
 @pytest.mark.nemo
 @pytest.mark.parametrize(("ranks", "more"), [pytest.param(2, (), marks=pytest.mark.long), (4, PP2)])
-def test_nemo_finds_and_heals_them(nemo_zygote: Zygote, tmp_path: Path, ranks: int, more: tuple[str, ...]) -> None:
+def test_nemo_finds_and_heals_them(
+    nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory, ranks: int, more: tuple[str, ...]
+) -> None:
+    trainings = Trainings(nemo_zygote, tmp_path_factory, RUNNER)
     args = (*small(4, 5), *DROPOUT, *more)
-    every = ("checkpointless.sdc_check_every=1",)
-    calm = run_job(nemo_zygote, tmp_path / "calm", ranks, args=args)
-    checked = run_job(nemo_zygote, tmp_path / "checked", ranks, args=(*args, *every))
-    assert (calm.code, checked.code, checked.incidents, _found(checked)) == (0, 0, [], []), checked.story()
-    checked.assert_same(calm.steps, 5)
-    faults = [f"bitflip@gradient:rank={step % ranks},step={step}" for step in range(1, 6, 2)]
-    job = run_job(nemo_zygote, tmp_path / "run", ranks, args=(*args, *every), faults=tuple(faults))
-    assert (job.code, fired(job.run_dir)) == (0, dict.fromkeys(faults, 1)), job.story()
-    assert {(step % ranks, step, True) for step in range(1, 6, 2)} <= {*_found(job)}
+    every = (*args, "checkpointless.sdc_check_every=1")
+    calm = trainings.calm(ranks, *args)
+    _require_unseen(trainings.run(ranks, every), calm, 5)
+    job = trainings.run(ranks, every, *(f"bitflip@gradient:rank={step % ranks},step={step}" for step in (1, 3, 5)))
+    assert {(step % ranks, step, True) for step in (1, 3, 5)} <= {*_found(job)}
     job.assert_same(calm.steps, 5)
 
 
@@ -148,20 +133,18 @@ def test_nemo_finds_and_heals_them(nemo_zygote: Zygote, tmp_path: Path, ranks: i
         pytest.param("ep=2 distributed=0", marks=pytest.mark.long),
     ],
 )
-def test_a_loop_over_megatron_core_finds_and_heals_them(nemo_zygote: Zygote, tmp_path: Path, layout: str) -> None:
-    def train(name: str, every: int, *faults: str) -> Job:
-        script, args = str(SCRIPTS / "megatron_loop.py"), ("8", *layout.split(), f"check={every}")
-        job = run_job(nemo_zygote, tmp_path / name, 4, script=script, args=args, faults=faults)
-        assert (job.code, fired(job.run_dir)) == (0, dict.fromkeys(faults, 1)), job.story()
-        return job
-
-    calm, checked = train("calm", 1000), train("checked", 1)
-    assert (checked.incidents, _found(checked)) == ([], [])
-    checked.assert_same(calm.steps, 8)
+def test_a_loop_over_megatron_core_finds_and_heals_them(
+    nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory, layout: str
+) -> None:
+    trainings = Trainings(nemo_zygote, tmp_path_factory, str(SCRIPTS / "megatron_loop.py"))
+    args = ("8", *layout.split())
+    calm, every = trainings.calm(4, *args, "check=1000"), (*args, "check=1")
+    _require_unseen(trainings.run(4, every), calm, 8)
     places = [(step % 4, step) for step in range(1, 9, 2)]
     kinds = ("gradient", "activation")
-    faults = [f"bitflip@{kinds[step // 2 % 2]}:rank={rank},step={step}" for rank, step in places]
-    job = train("run", 1, *faults)
+    job = trainings.run(
+        4, every, *(f"bitflip@{kinds[step // 2 % 2]}:rank={rank},step={step}" for rank, step in places)
+    )
     assert {(rank, step, True) for rank, step in places} <= {*_found(job)}
     assert all(incident.steps_lost == 0 for incident in job.incidents)
     job.assert_same(calm.steps, 8)

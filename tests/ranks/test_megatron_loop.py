@@ -11,7 +11,7 @@ import pytest
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.events import read_events
 from tests.ranks.agent_job import SCRIPTS
-from tests.ranks.jobs import Job, Trainings, run_job
+from tests.ranks.jobs import Job, Trainings, faults_in, run_job
 from tests.ranks.nemo_zygote import Zygote
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
@@ -30,11 +30,6 @@ def train(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Trai
         return trainings.rough(ranks, (str(steps), *layout.split()), *faults, steps=steps)
 
     return compared
-
-
-def faults_in(phases: tuple[str, ...], kind: str, ranks: int) -> list[str]:
-    """Return a fault for each phase, every second step, on one rank after the other."""
-    return [f"{kind}@{phase}:rank={place % ranks},step={2 * place}" for place, phase in enumerate(phases, start=1)]
 
 
 @pytest.mark.parametrize("kind", [pytest.param("exception", marks=pytest.mark.long), "sigkill"])

@@ -4,33 +4,23 @@ from pathlib import Path
 
 import pytest
 
-from checkpointless.faults.ledger import fired
-from checkpointless.observability.report.verify import compare
 from tests.ranks.agent_job import SCRIPTS
-from tests.ranks.jobs import Job, run_job
+from tests.ranks.jobs import Trainings, run_job
 from tests.ranks.nemo_zygote import Zygote
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
 
 STEPS = 7
-
-
-def train(zygote: Zygote, run_dir: Path, *faults: str, more: tuple[str, ...] = ()) -> Job:
-    script = str(SCRIPTS / "plain_adamw.py")
-    return run_job(zygote, run_dir, 3, script=script, args=(str(STEPS), *more), faults=faults)
+SCRIPT, FROZEN = str(SCRIPTS / "plain_adamw.py"), str(SCRIPTS / "plain_frozen.py")
 
 
 @pytest.fixture(scope="module")
-def undisturbed(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Job:
-    job = train(nemo_zygote, tmp_path_factory.mktemp("plain") / "run")
-    assert job.code == 0, job.story()
-    return job
+def trainings(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Trainings:
+    return Trainings(nemo_zygote, tmp_path_factory, SCRIPT)
 
 
 @pytest.mark.parametrize("phases", [("before_optimizer", "after_optimizer"), ("optimizer", "between")])
-def test_a_plain_adamw_is_protected(
-    nemo_zygote: Zygote, tmp_path: Path, undisturbed: Job, phases: tuple[str, str]
-) -> None:
+def test_a_plain_adamw_is_protected(trainings: Trainings, phases: tuple[str, str]) -> None:
     first, second = phases
     faults = (
         f"exception@{first}:rank=1,step=1",
@@ -38,45 +28,27 @@ def test_a_plain_adamw_is_protected(
         f"sigkill@{first}:rank=0,step=4",
         f"sigkill@{second}:rank=0,step=6",
     )
-    job = train(nemo_zygote, tmp_path / "run", *faults)
-    assert job.code == 0, job.story()
-    assert fired(job.run_dir) == dict.fromkeys(faults, 1)
-    job.assert_same(undisturbed.steps, STEPS)
+    trainings.rough(3, (str(STEPS),), *faults, steps=STEPS)
 
 
 @pytest.mark.long
-def test_a_filled_rank_has_used_its_groups_more_often_than_others(
-    nemo_zygote: Zygote, tmp_path: Path, undisturbed: Job
-) -> None:
+def test_a_filled_rank_has_used_its_groups_more_often_than_others(trainings: Trainings) -> None:
     """With ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` torch compares that before each collective."""
-    fault = "sigkill@before_optimizer:rank=2,step=4"
-    job = train(nemo_zygote, tmp_path / "run", fault, more=("detail",))
-    assert job.code == 0, job.story()
-    assert fired(job.run_dir) == {fault: 1}
-    assert compare(undisturbed.steps, job.steps).equal
+    trainings.rough(3, (str(STEPS),), "sigkill@before_optimizer:rank=2,step=4", more=("detail",))
 
 
 @pytest.mark.long
 def test_ranks_that_hold_different_parts_of_the_model_are_filled_from_their_own_replicas(
-    nemo_zygote: Zygote, tmp_path: Path
+    nemo_zygote: Zygote, trainings: Trainings, tmp_path: Path
 ) -> None:
     """The model is tensor parallel over ranks 0 and 1, and over 2 and 3: rank 0 holds what rank 2 does."""
-
-    def train_two_halves(name: str, *faults: str) -> Job:
-        script = str(SCRIPTS / "plain_adamw.py")
-        return run_job(nemo_zygote, tmp_path / name, 4, script=script, args=(str(STEPS), "2"), faults=faults)
-
-    undisturbed = train_two_halves("undisturbed")
-    assert undisturbed.code == 0, undisturbed.story()
+    args = (str(STEPS), "2")
     faults = ("sigkill@optimizer:rank=0,step=2", "sigkill@between:rank=3,step=5")
-    disturbed = train_two_halves("disturbed", *faults)
-    assert disturbed.code == 0, disturbed.story()
-    assert fired(disturbed.run_dir) == dict.fromkeys(faults, 1)
+    disturbed = trainings.rough(4, args, *faults, steps=STEPS)
     assert [incident.sources for incident in disturbed.incidents] == [(2,), (1,)]
-    disturbed.assert_same(undisturbed.steps, STEPS)
 
     both = ("sigkill@before_optimizer:rank=1,step=3", "sigkill@recovery:rank=3,step=2")
-    disturbed = train_two_halves("both-holders", *both)
+    disturbed = run_job(nemo_zygote, tmp_path / "run", 4, script=SCRIPT, args=args, faults=both)
     assert disturbed.code == 1
     assert "no living rank holds the shard of ranks 1, 3" in disturbed.said[-1]
 
@@ -86,26 +58,19 @@ def test_nobody_left_ends_the_job_with_the_reason(nemo_zygote: Zygote, tmp_path:
         "sigkill@before_optimizer:rank=0,step=3",
         *(f"sigkill@recovery:rank={rank},step=2" for rank in (1, 2)),
     )
-    job = train(nemo_zygote, tmp_path / "run", *faults)
+    job = run_job(nemo_zygote, tmp_path / "run", 3, script=SCRIPT, args=(str(STEPS),), faults=faults)
     assert job.code == 1
     assert "no living rank holds the shard of ranks 0, 1, 2" in job.said[-1]
 
 
 @pytest.mark.parametrize("kind", [pytest.param("exception", marks=pytest.mark.long), "sigkill"])
-def test_parameters_that_the_loop_frees_and_freezes(nemo_zygote: Zygote, tmp_path: Path, kind: str) -> None:
+def test_parameters_that_the_loop_frees_and_freezes(
+    nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory, kind: str
+) -> None:
     """It does so once, in steps 4 and 7: what is trained afterwards belongs to the state."""
-
-    def run(name: str, *faults: str) -> Job:
-        script = str(SCRIPTS / "plain_frozen.py")
-        return run_job(nemo_zygote, tmp_path / name, 3, script=script, args=("10", "frees"), faults=faults)
-
-    calm = run("calm")
     places = ("before_optimizer:rank=1,step=4", "between:rank=0,step=7", "optimizer:rank=2,step=9")
-    faults = tuple(f"{kind}@{place}" for place in places)
-    job = run("rough", *faults)
-    assert job.code == 0, job.story()
-    assert fired(job.run_dir) == dict.fromkeys(faults, 1)
-    job.assert_same(calm.steps, 10)
+    trainings = Trainings(nemo_zygote, tmp_path_factory, FROZEN)
+    trainings.rough(3, ("10", "frees"), *(f"{kind}@{place}" for place in places), steps=10)
 
 
 @pytest.mark.parametrize(
@@ -120,8 +85,7 @@ def test_parameters_that_the_loop_frees_and_freezes(nemo_zygote: Zygote, tmp_pat
 def test_what_the_loop_changes_in_a_way_that_no_recovery_repeats_is_noticed_at_once(
     nemo_zygote: Zygote, tmp_path: Path, what: str, faults: tuple[str, ...], reason: str, made: int
 ) -> None:
-    script = str(SCRIPTS / "plain_frozen.py")
-    job = run_job(nemo_zygote, tmp_path / "run", 3, script=script, args=("10", what), faults=faults)
+    job = run_job(nemo_zygote, tmp_path / "run", 3, script=FROZEN, args=("10", what), faults=faults)
     assert job.code == 1
     said = "\n".join([*job.said, *(job.log(rank) for rank in range(3))])
     assert reason in said, job.story()

@@ -105,6 +105,7 @@ def small() -> Trainer.Config:
     config = llama3_debugmodel()
     del config.model_spec.model.layers[1:]
     config.model_spec.post_optimizer_build_fn = _sum_gradients
+    config.dump_folder = os.environ["CHECKPOINTLESS_RUN_DIR"] + "/out"
     config.tokenizer = _Bytes.Config()
     config.dataloader = HuggingFaceTextDataLoader.Config(dataset="small")
     config.validator = _Validator.Config(enable=True, freq=3, steps=1, dataloader=config.dataloader)

@@ -2,65 +2,54 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from checkpointless.faults.ledger import fired
 from checkpointless.integrations import torchtitan as adapter
 from tests.ranks.example_diffs import EXAMPLES
-from tests.ranks.jobs import Job, run_job
+from tests.ranks.jobs import Job, Trainings
 from tests.ranks.nemo_zygote import Zygote
 
 ranks = pytest.mark.ranks
 STEPS = 9
-
-
-def _train(zygote: Zygote, run_dir: Path, config: str = "small", faults: tuple[str, ...] = ()) -> Job:
-    """Train with accumulation, clipping and a schedule; four steps are a pass over the data."""
-    args = ("--module", "tests.titan.small", "--config", config, "--dump_folder", f"{run_dir}-out")
-    script = str(EXAMPLES / "train_torchtitan.py")
-    job = run_job(zygote, run_dir, 4, script=script, args=args, faults=faults, limit_s=600.0)
-    assert job.code == 0, job.story()
-    assert fired(job.run_dir) == dict.fromkeys(faults, 1)
-    return job
-
-
-def _require_equal(calm: Job, rough: Job) -> None:
-    rough.assert_same(calm.steps, STEPS)
-    saves = [sorted(each.name for each in Path(f"{job.run_dir}-out/checkpoint").iterdir()) for job in (calm, rough)]
-    assert saves[0] == saves[1]
-    assert "step-8" in saves[0]
+MODULE = ("--module", "tests.titan.small", "--config")
 
 
 @pytest.fixture(scope="module")
-def calm(titan_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Job:
-    """Return a job without faults."""
-    return _train(titan_zygote, tmp_path_factory.mktemp("calm") / "run")
+def trainings(titan_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Trainings:
+    """Train with accumulation, clipping and a schedule; four steps are a pass over the data."""
+    return Trainings(titan_zygote, tmp_path_factory, str(EXAMPLES / "train_torchtitan.py"), limit_s=600.0)
+
+
+def _rough(trainings: Trainings, *faults: str, config: str = "small") -> Job:
+    calm, job = trainings.calm(4, *MODULE, "small"), trainings.run(4, (*MODULE, config), *faults)
+    job.assert_same(calm.steps, STEPS)
+    saves = [sorted(each.name for each in (run.run_dir / "out/checkpoint").iterdir()) for run in (calm, job)]
+    assert saves[0] == saves[1]
+    assert "step-8" in saves[0]
+    return job
 
 
 @ranks
 @pytest.mark.timeout(1300)
 @pytest.mark.parametrize("kind", ["exception", "sigkill"])
-def test_every_phase(titan_zygote: Zygote, calm: Job, tmp_path: Path, kind: str) -> None:
+def test_every_phase(trainings: Trainings, kind: str) -> None:
     """In two passes over the data; step 4 is followed by a save, and step 6 by a validation."""
     phases = {"forward": 1, "backward": 2, "optimizer": 4, "after_optimizer": 5, "between": 6, "data": 8}
     phases["before_optimizer"] = 9
-    faults = tuple(f"{kind}@{phase}:rank={step % 4},step={step}" for phase, step in phases.items())
-    _require_equal(calm, _train(titan_zygote, tmp_path / "run", faults=faults))
+    _rough(trainings, *(f"{kind}@{phase}:rank={step % 4},step={step}" for phase, step in phases.items()))
 
 
 @ranks
 @pytest.mark.timeout(1300)
 @pytest.mark.parametrize("what", ["validation", "save"])
-def test_what_follows_an_update_is_made_again(titan_zygote: Zygote, calm: Job, tmp_path: Path, what: str) -> None:
-    job = _train(titan_zygote, tmp_path / "run", f"fails_in_a_{what}")
+def test_what_follows_an_update_is_made_again(trainings: Trainings, what: str) -> None:
+    job = _rough(trainings, config=f"fails_in_a_{what}")
     (incident,) = job.incidents
     assert incident.resumed_after == {"validation": 6, "save": 4}[what]
     assert f"asked for, in a {what}" in job.story()
-    _require_equal(calm, job)
 
 
 # --- what cannot be carried through a fault -----------------------------------------------------------------------

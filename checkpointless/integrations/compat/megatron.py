@@ -28,41 +28,19 @@ def microbatches_calculator() -> num_microbatches_calculator.NumMicroBatchesCalc
     return num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR
 
 
-def startup_timestamps(training: ModuleType) -> dict[str, float | None]:
-    """Return the times of this process's start, by which ``pretrain`` chooses its first collectives (0.19).
-
-    Args:
-        training: the module ``megatron.training.training``.
-    """
-    timestamps: dict[str, float | None] = training._STARTUP_TIMESTAMPS
-    return timestamps
-
+#: Of ``megatron.training.training``: the times of a process's start, by which ``pretrain`` chooses its first
+#: collectives (0.19).
+STARTUP_TIMESTAMPS = "_STARTUP_TIMESTAMPS"
 
 # Megatron-Bridge (0.3.1, 0.6.2)
 
 
-def samples_of_a_pass(sampler: object) -> int | None:
-    """Return how many samples a pass takes for a sampler of whole batches that counts on over its passes (0.6.2).
+#: Of a sampler of whole batches: how many samples a batch of all ranks has; and, if it counts on over its passes
+#: (0.6.2; 0.3.1 begins each pass where it resumed), a method that returns how many a pass takes.
+BATCH_SIZE, SAMPLES_OF_A_PASS = "_global_batch_size", "_active_total_samples"
 
-    Returns:
-        None: it begins each pass where it resumed (0.3.1), or is another sampler.
-    """
-    count = getattr(sampler, "_active_total_samples", None)
-    return None if count is None else int(count())
-
-
-def samples_of_a_whole_batch(sampler: object) -> int | None:
-    """Return how many samples a batch of all ranks has for a sampler of whole batches; None for another one."""
-    size: int | None = getattr(sampler, "_global_batch_size", None)
-    return size
-
-
-def require_checkpoint(config: object) -> None:
-    """Have Bridge's setup fail where it finds no checkpoint, as its ``finetune`` does (0.6.2)."""
-    name = "_checkpoint_load_required"
-    if hasattr(config, name):
-        setattr(config, name, True)
-
+#: Of Bridge's configuration: whether its setup fails where it finds no checkpoint, as in its ``finetune`` (0.6.2).
+CHECKPOINT_REQUIRED = "_checkpoint_load_required"
 
 #: In Megatron-core's ``filesystem_async``: the queue that the writers of a save report to (0.15).
 RESULTS_QUEUE = "_results_queue"

@@ -3,70 +3,60 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from checkpointless.system.environment import SPINNING_KERNELS_ENV, YES
 
 DELAYED = "delayed"  # the recipe of FP8 that keeps scales from step to step
 _NOT_IN_A_LOOP = "PlainTraining does not take along parameters in FP8: keep them in 16 bits (fp8_param=False)"
-_WITHOUT_STATE = ("tensorwise", "blockwise", "mxfp8")
 
 
 def unsupported(config: object) -> str | None:
     """Return in one line why training at this precision cannot be recovered exactly, and what to set; or None.
 
-    Args:
-        config: Megatron's ``TransformerConfig``, NeMo's ``MegatronMixedPrecision`` or a recipe of either; what it
-            does not have counts as not set.
+    ``config`` is Megatron's ``TransformerConfig``, NeMo's ``MegatronMixedPrecision`` or a recipe of either; what it
+    does not have counts as not set.
     """
-    if getattr(config, "fp4", None):
-        return "checkpointless has not been proved with FP4 training: set fp4=None"
-    if not getattr(config, "fp8", None):
-        return None
-    for name in ("fp8_param", "fp8_params", "fp8_param_gather"):
-        if getattr(config, name, None):
-            reason = _unsupported_parameters(config, name)
-            if reason is not None:
-                return reason
-    for name in ("fp8_dot_product_attention", "fp8_multi_head_attention"):
-        if getattr(config, name, None):
-            return f"checkpointless cannot take along the scales of attention in FP8: set {name}=False"
-    if getattr(config, "use_transformer_engine_op_fuser", None) and fp8_recipe(config) == DELAYED:
-        return (
+    return next(_obstacles(config), None)
+
+
+def _obstacles(config: object) -> Iterator[str]:
+    def is_set(name: str) -> bool:
+        return bool(getattr(config, name, None))
+
+    if is_set("fp4"):
+        yield "checkpointless has not been proved with FP4 training: set fp4=None"
+    if not is_set("fp8"):
+        return
+    recipe, known = fp8_recipe(config), (DELAYED, "tensorwise", "blockwise", "mxfp8")
+    skips = is_set("fp16") or str(getattr(config, "precision", "")).startswith("16")
+    for name in filter(is_set, ("fp8_param", "fp8_params", "fp8_param_gather")):
+        if recipe == "mxfp8":
+            yield (
+                "checkpointless has not been proved with parameters in MXFP8, which are gathered through the "
+                f"memory of gradients: set {name}=False or fp8_recipe='tensorwise'"
+            )
+        if skips and recipe == DELAYED:
+            yield (
+                "checkpointless cannot take along parameters in FP8 whose scale changes in a step that is skipped: "
+                f"set {name}=False or fp8_recipe='tensorwise', or train in bf16"
+            )
+    for name in filter(is_set, ("fp8_dot_product_attention", "fp8_multi_head_attention")):
+        yield f"checkpointless cannot take along the scales of attention in FP8: set {name}=False"
+    if is_set("use_transformer_engine_op_fuser") and recipe == DELAYED:
+        yield (
             "checkpointless does not find the FP8 scales of fused operations: "
             "set use_transformer_engine_op_fuser=False or fp8_recipe='tensorwise'"
         )
-    known = (DELAYED, *_WITHOUT_STATE)
-    if fp8_recipe(config) not in known:
-        return (
-            f"checkpointless does not know what the FP8 recipe {fp8_recipe(config)!r} keeps: "
+    if recipe not in known:
+        yield (
+            f"checkpointless does not know what the FP8 recipe {recipe!r} keeps: "
             f"set fp8_recipe to one of {', '.join(known)}"
         )
-    return None
-
-
-def _unsupported_parameters(config: object, name: str) -> str | None:
-    """Return why parameters in FP8, which ``name`` asks for, cannot be recovered exactly."""
-    if fp8_recipe(config) == "mxfp8":
-        return (
-            "checkpointless has not been proved with parameters in MXFP8, which are gathered through the memory of "
-            f"gradients: set {name}=False or fp8_recipe='tensorwise'"
-        )
-    skips = getattr(config, "fp16", None) or str(getattr(config, "precision", "")).startswith("16")
-    if skips and fp8_recipe(config) == DELAYED:
-        return (
-            "checkpointless cannot take along parameters in FP8 whose scale changes in a step that is skipped: "
-            f"set {name}=False or fp8_recipe='tensorwise', or train in bf16"
-        )
-    return None
 
 
 def unsupported_in_a_loop(modules: Iterable[object]) -> str | None:
-    """Return in one line why a loop of one's own cannot be recovered with these modules, and what to set; or None.
-
-    Args:
-        modules: the modules and all their parts; Megatron-core's have a ``config``.
-    """
+    """Return in one line why a loop cannot be recovered with these modules and all their parts; or None."""
     for module in modules:
         config = getattr(module, "config", None)
         reason = unsupported(config)
@@ -103,9 +93,6 @@ def unabortable(config: object) -> str | None:
     DeepEP's kernels and those of TransformerEngine's user buffers read flags in a loop that peers write over NVLink
     or RDMA. Aborting NCCL's communicators does not end them; they end the process when their own limit is over.
     After a death all ranks that wait in one would be lost, and with them the state.
-
-    Args:
-        config: Megatron's ``TransformerConfig`` or a recipe of it; what it does not have counts as not set.
     """
     if os.environ.get(SPINNING_KERNELS_ENV) == YES:
         return None

@@ -26,7 +26,12 @@ _HOOK_MAKER = "_make_backward_post_hook"
 
 
 def install() -> None:
-    """Prepare this process for re-entry: leak-free gradient hooks, clean-up, random streams (idempotent)."""
+    """Prepare this process for re-entry: leak-free gradient hooks, clean-up, random streams (idempotent).
+
+    If the job was started with ``--cpu``, Megatron is made to train on CPUs, as far as it has been imported.
+    """
+    if cpu_platform.requested():
+        cpu_platform.install()
     maker = getattr(DistributedDataParallel, _HOOK_MAKER)
     if not getattr(maker, "_checkpointless", False):
         setattr(DistributedDataParallel, _HOOK_MAKER, _weak_hooks(maker))

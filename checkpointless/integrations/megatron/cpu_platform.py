@@ -2,29 +2,21 @@
 
 Megatron-core calls `torch.cuda` directly. `install()` replaces what it calls there, and the factories and methods
 that place a tensor, so that "the current CUDA device" is the CPU. Each replacement is one row of the table that the
-functions `..._rows` make up, and `uninstall()` restores the very object that was
-there before. `torch.cuda.is_available()` stays False: every caller gets the truth, and Lightning picks its CPU
-accelerator and gloo.
+functions `..._rows` make up, and `uninstall()` restores the very object that was there before.
+`torch.cuda.is_available()` stays False: Lightning picks its CPU accelerator and gloo.
 
-Random numbers. A GPU has a separate generator next to the CPU's, and Megatron relies on that: its tracker swaps the
-state of the *CUDA* generator, so that dropout and initialisation inside `tracker.fork()` draw from the tracked
-stream, and it expects the CPU generator to be left alone. Here every tensor is a CPU tensor, so torch alone would
-draw everything from the CPU's default generator, and two streams that are separate on a GPU would be entangled: a
-data loader that draws a seed would change the dropout masks, and tensor-parallel ranks would get equal weights.
-
-The platform therefore has a device stream: one `torch.Generator`, on which `torch.cuda.manual_seed`,
-`get_rng_state`, `set_rng_state`, `default_generators` and, through them, Megatron's tracker act. A draw uses it
+Random numbers. A GPU has a separate generator, whose state Megatron's tracker swaps; it expects the CPU's generator
+to be left alone. If everything were drawn from that one here, a data loader that draws a seed would change the
+dropout masks, and tensor-parallel ranks would get equal weights. So the platform has a device stream, one
+`torch.Generator`, on which the functions of `torch.cuda` and through them the tracker act. A draw uses it
 
 * always for `dropout`, and for factories that are asked for a CUDA device (`torch.rand(..., device="cuda")`);
-* inside `CudaRNGStatesTracker.fork()`, for every random function in `DRAWS` and every method in
-  `DRAW_METHODS`;
+* inside `CudaRNGStatesTracker.fork()`, for every random function in `_DRAWS` and every method in `_DRAW_METHODS`;
 
-and the CPU's default generator otherwise. The platform directs a draw by passing the generator to it; no state is
-swapped into the default generator. A swap would let `torch.get_rng_state()` inside a fork read the wrong stream
-(activation recomputation under sequence parallelism does just that), would let another thread draw from it, and
-could be left half done by an exception that arrives asynchronously. One case is not distinguished: an in-place draw
-outside a fork on what would have been a CUDA tensor. It uses the CPU's generator, which is as deterministic and as
-much part of the state to be recovered, but is not the stream that a GPU would have used.
+and the CPU's generator otherwise: in an in-place draw outside a fork on what would have been a CUDA tensor, too.
+The generator is passed to the draw. If states were swapped into the default one instead, `torch.get_rng_state()` in
+a fork would read the wrong stream (activation recomputation does just that), other threads could draw from it, and
+an exception that arrives asynchronously could leave a swap half done.
 """
 
 from __future__ import annotations
@@ -48,10 +40,6 @@ import torch.utils._device
 from checkpointless.state.rng import register_rng_source
 from checkpointless.system.environment import CPU_ENV
 from checkpointless.system.patches import Patch, Patches
-
-_CHECKPOINT_IO = "nemo.lightning.io.pl"
-_LORA = "nemo.collections.llm.peft.lora"
-_PEFT_UTILS = "nemo.collections.llm.peft.utils"
 
 
 def requested() -> bool:
@@ -119,23 +107,17 @@ def _rows() -> list[Patch]:
     The other modules are skipped, because importing NeMo takes ten seconds.
     """
     table: list[Patch] = []
-    checkpoint_io = sys.modules.get(_CHECKPOINT_IO)
+    checkpoint_io = sys.modules.get("nemo.lightning.io.pl")
     if checkpoint_io is not None:
         why = "it wants CUDA to be initialized, to move what was loaded to the current device"
         table.append(Patch(checkpoint_io, "_fix_tensors_device", lambda _: _itself, why))
-    lora = sys.modules.get(_LORA)
+    lora = sys.modules.get("nemo.collections.llm.peft.lora")
     if lora is not None and not getattr(lora, "HAVE_TE", True):
         why = "it asks of every layer whether it is TransformerEngine's, which raises where that is not installed"
-        table.append(Patch(lora, "te", lambda _: _NoTransformerEngine, why))
+        table.append(Patch(lora, "te", lambda _: _Absent(_ENGINE), why))
         why = "it takes Megatron's names of TransformerEngine's layers for the layers, where they are None"
-        table.append(Patch(sys.modules[_PEFT_UTILS], "HAVE_TE", lambda _: False, why))
+        table.append(Patch(sys.modules["nemo.collections.llm.peft.utils"], "HAVE_TE", lambda _: False, why))
     return table
-
-
-class _NoTransformerEngine:
-    """Stand-in for `transformer_engine.pytorch`, of whose layers no instance exists."""
-
-    Linear = type("Linear", (), {})
 
 
 # --- What the CPU platform replaces in torch --------------------------------------------------------------------
@@ -185,12 +167,6 @@ def _set_stream_state(new_state: torch.Tensor, device: object = "cuda", graph_sa
     _stream.set_state(new_state)
 
 
-def _set_stream_states(new_states: list[torch.Tensor]) -> None:
-    """Set the state of the one device; Lightning has no states where it has found no device."""
-    for state in new_states:
-        _stream.set_state(state)
-
-
 def _stream_bytes() -> bytes:
     """Return the stream's state as bytes, which are cheaper to store than a tensor."""
     return _stream.get_state().numpy().tobytes()
@@ -210,7 +186,7 @@ _STREAM_FUNCTIONS: dict[str, Callable[..., Any]] = {
     "get_rng_state": lambda device="cuda": _stream.get_state(),
     "get_rng_state_all": lambda: [_stream.get_state()],
     "set_rng_state": _set_stream_state,
-    "set_rng_state_all": _set_stream_states,
+    "set_rng_state_all": lambda states: [_stream.set_state(state) for state in states],  # of one device, or of none
 }
 
 
@@ -232,12 +208,12 @@ def _placement_rows() -> list[Patch]:
         Patch(torch.Tensor, "cuda", lambda _: _itself, "a tensor is already where it should be"),
         Patch(torch.Tensor, "pin_memory", lambda _: _itself, "pinning needs a CUDA driver"),
         Patch(torch.nn.Module, "cuda", lambda _: _itself, "a module is already where it should be"),
-        Patch(torch.Tensor, "to", _moved, "moves to `cuda` stay where they are"),
+        Patch(torch.Tensor, "to", _on_cpu, "moves to `cuda` stay where they are"),
         Patch(torch.Tensor, "type", _typed, "Megatron's optimizers compare with 'torch.cuda.FloatTensor'"),
     ]
     why = "`device='cuda'` means the CPU"
-    table += [Patch(torch, name, _placed, why) for name in _FACTORIES]
-    table += [Patch(torch.Tensor, name, _placed, why) for name in _NEW_TENSOR_METHODS]
+    table += [Patch(torch, name, _on_cpu, why) for name in _FACTORIES]
+    table += [Patch(torch.Tensor, name, _on_cpu, why) for name in _NEW_TENSOR_METHODS]
     return table
 
 
@@ -248,30 +224,25 @@ def _is_cuda(device: object) -> bool:
     return isinstance(device, str) and device.split(":", 1)[0] == "cuda"
 
 
-def _placed(original: Callable[..., Any]) -> Callable[..., Any]:
+def _on_cpu(original: Callable[..., Any], draws: bool = False) -> Callable[..., Any]:
+    """Return a function like `original` to which a CUDA device means the CPU, wherever it is in the arguments."""
+
     @functools.wraps(original)
-    def factory(*args: Any, **kwargs: Any) -> Any:
+    def on_cpu(*args: Any, **kwargs: Any) -> Any:
         if _replacements.are_made:
             kwargs.pop("pin_memory", None)
-            if _is_cuda(kwargs.get("device")):
+            args = tuple(_CPU if _is_cuda(each) else each for each in args)
+            on_device = _is_cuda(kwargs.get("device"))
+            if on_device:
                 kwargs["device"] = _CPU
+            if draws and (on_device or _inside_fork.get()) and kwargs.get("generator") is None:
+                kwargs["generator"] = _stream
         return original(*args, **kwargs)
 
-    return factory
+    return on_cpu
 
 
-def _moved(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method like `original` in which a CUDA device means the CPU, wherever it stands in the arguments."""
-
-    @functools.wraps(original)
-    def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if _replacements.are_made:
-            args = tuple(_CPU if _is_cuda(arg) else arg for arg in args)
-            if _is_cuda(kwargs.get("device")):
-                kwargs["device"] = _CPU
-        return original(self, *args, **kwargs)
-
-    return to
+_drawn = functools.partial(_on_cpu, draws=True)
 
 
 def _typed(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -306,21 +277,6 @@ def _draw_rows() -> list[Patch]:
     table = [dropout, *(Patch(torch, name, _drawn, why) for name in _DRAWS)]
     table += [Patch(torch.Tensor, name, _drawn, why) for name in _DRAW_METHODS]
     return table
-
-
-def _drawn(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def draw(*args: Any, **kwargs: Any) -> Any:
-        if _replacements.are_made:
-            kwargs.pop("pin_memory", None)
-            on_device = _is_cuda(kwargs.get("device"))
-            if on_device:
-                kwargs["device"] = _CPU
-            if (on_device or _inside_fork.get()) and kwargs.get("generator") is None:
-                kwargs["generator"] = _stream
-        return original(*args, **kwargs)
-
-    return draw
 
 
 def _device_dropout(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -388,7 +344,6 @@ class _Done:
         pass
 
     def query(self) -> bool:
-        """Return True: all work is done."""
         return True
 
     def synchronize(self, *args: object) -> None:
@@ -397,11 +352,9 @@ class _Done:
     wait = wait_stream = wait_event = synchronize
 
     def record(self, stream: object = None) -> None:
-        """Record the current time."""
         self._recorded_s = time.perf_counter()
 
     def record_event(self, event: _Done | None = None) -> _Done:
-        """Record `event`, or a new one, now."""
         recorded = event or _Done()
         recorded.record()
         return recorded
@@ -414,10 +367,6 @@ class _Done:
 # --- What is replaced in Megatron-core: its tracker of random streams, timers, router, and checkpoints ------------
 
 _RANDOM = "megatron.core.tensor_parallel.random"
-_MOE = "megatron.core.transformer.moe.moe_utils"
-_CHECKPOINT = "megatron.core.dist_checkpointing.mapping"
-_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
-_TIMERS = "megatron.core.timers"
 _GET_STATES, _SET_STATES = "_get_main_param_and_optimizer_states", "_set_main_param_and_optimizer_states"
 
 
@@ -430,21 +379,21 @@ def _core_rows() -> list[Patch]:
         Patch(tracker, "_set_cuda_rng_state", lambda _: _set_stream_state, "it is queued until CUDA starts"),
         Patch(tracker.CudaRNGStatesTracker, "fork", _forked, "marks where draws are the tracker's"),
     ]
-    timers = importlib.import_module(_TIMERS).Timers
+    timers = importlib.import_module("megatron.core.timers").Timers
     why = "NeMo's progress printer calls it on rank 0 alone; gloo counts a collective of no elements, too"
     table.append(Patch(timers, "_get_elapsed_time_all_ranks", _if_there_are_names, why))
-    moe = importlib.import_module(_MOE)
+    moe = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     if not hasattr(moe, "te_general_gemm"):
         why = "Megatron's router asks whether it is None, and defines it only beside TransformerEngine"
         table.append(Patch(moe, "te_general_gemm", _replaced_by(None), why))
-    sharded_tensor = importlib.import_module(_CHECKPOINT).ShardedTensor
-    table.append(Patch(sharded_tensor, "init_data", _moved, "its default is the real `torch.empty`"))
+    sharded_tensor = importlib.import_module("megatron.core.dist_checkpointing.mapping").ShardedTensor
+    table.append(Patch(sharded_tensor, "init_data", _on_cpu, "its default is the real `torch.empty`"))
     return table + _optimizer_rows()
 
 
 def _optimizer_rows() -> list[Patch]:
     """Return the replacements that serve checkpoints of torch's own Adam, whose state has a `step`."""
-    optimizer = importlib.import_module(_OPTIMIZER)
+    optimizer = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
     if optimizer.HAVE_APEX_OR_TE:
         return []
     distributed = optimizer.DistributedOptimizer
@@ -495,11 +444,10 @@ def _with_state(original: Callable[..., Any]) -> Callable[..., Any]:
 def _with_own_steps(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def load_state_dict(self: Any, state_dict: Any) -> Any:
-        result = original(self, state_dict)
+        original(self, state_dict)
         if _replacements.are_made and self.optimizer is not None:
             for state in self.optimizer.state.values():  # Adam increments each in place
                 state["step"] = state["step"].clone()
-        return result
 
     return load_state_dict
 
@@ -530,17 +478,12 @@ def _keeping_step(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _ENGINE = "transformer_engine"
-#: The modules that import TransformerEngine outside of any ``try``.
-_DEMANDING = (
-    "megatron.bridge.peft.lora",
-    "megatron.bridge.peft.lora_layers",
-    "megatron.bridge.models.gpt_full_te_layer_autocast_spec",
-)
-#: What training needs nothing of, and the modules of Bridge 0.6 that import it outside of any ``try``, by their
-#: beginning. Wheels of the first need glibc 2.39.
+#: What training needs nothing of, and the modules of Bridge that import it outside of any ``try``, by their
+#: beginning. Wheels of nvidia-resiliency-ext need glibc 2.39.
 _NOT_NEEDED = {
-    "nvidia_resiliency_ext": "megatron.bridge.training.pretrain",
-    "megatron.energon": "megatron.bridge.",
+    _ENGINE: ("megatron.bridge.peft.lora", "megatron.bridge.models.gpt_full_te_layer_autocast_spec"),
+    "nvidia_resiliency_ext": ("megatron.bridge.training.pretrain",),
+    "megatron.energon": ("megatron.bridge.",),
 }
 
 
@@ -560,10 +503,7 @@ def _bridge_rows() -> list[Patch]:
 def _pretrain_rows(setup: str, initialize: str, compiles: str) -> list[Patch]:
     """Return the replacements in a library whose ``pretrain`` is used, if it has been imported.
 
-    Args:
-        setup: the module that sets up.
-        initialize: the module next to it that initializes.
-        compiles: name of the function there that compiles what datasets need.
+    They are in the module that sets up, and in that next to it which initializes, and ``compiles`` for datasets.
     """
     sets_up, initializes = (sys.modules.get(name) for name in (setup, f"{setup.rpartition('.')[0]}.{initialize}"))
     if sets_up is None or initializes is None:
@@ -584,13 +524,6 @@ def _is_there(name: str) -> bool:
 
 
 def _answering(original: Callable[..., types.ModuleType]) -> Callable[..., types.ModuleType]:
-    engine, pytorch = types.ModuleType(_ENGINE), types.ModuleType(f"{_ENGINE}.pytorch")
-    layers = {
-        name: type(name, (torch.nn.Module,), {}) for name in ("Linear", "LayerNormLinear", "TransformerLayer")
-    }
-    vars(pytorch).update(layers, ops=types.SimpleNamespace(Sequential=type("Sequential", (torch.nn.Module,), {})))
-    vars(engine).update(pytorch=pytorch)
-
     def import_(
         name: str,
         globals: Mapping[str, object] | None = None,
@@ -599,10 +532,11 @@ def _answering(original: Callable[..., types.ModuleType]) -> Callable[..., types
         level: int = 0,
     ) -> types.ModuleType:
         asks = (globals or {}).get("__name__")
-        if asks in _DEMANDING and name.partition(".")[0] == _ENGINE:
-            return pytorch if fromlist else engine
-        if fromlist and not level and isinstance(asks, str) and _is_lacking(name, asks):
-            return _Absent(name)
+        if not level and isinstance(asks, str) and _is_lacking(name, asks):
+            if fromlist:
+                return _Absent(name)
+            if name.startswith(_ENGINE):  # of the others the outer package is there
+                return _Absent(_ENGINE)
         return original(name, globals, locals, fromlist, level)
 
     return import_
@@ -610,19 +544,19 @@ def _answering(original: Callable[..., types.ModuleType]) -> Callable[..., types
 
 def _is_lacking(name: str, asks: str) -> bool:
     """Return whether the module ``asks`` imports what is not installed and not needed."""
-    for package, importer in _NOT_NEEDED.items():
-        if asks.startswith(importer) and f"{name}.".startswith(f"{package}."):
+    for package, importers in _NOT_NEEDED.items():
+        if asks.startswith(importers) and f"{name}.".startswith(f"{package}."):
             return not _is_there(package)
     return False
 
 
 class _Absent(types.ModuleType):
-    """A module that is not installed; each of its names is a class without instances."""
+    """A module that is not installed; its names are such modules, and classes without instances."""
 
-    def __getattr__(self, name: str) -> type:
+    def __getattr__(self, name: str) -> object:
         if name.startswith("__"):
             raise AttributeError(name)
-        return type(name, (), {})
+        return _Absent(name) if name.islower() else type(name, (torch.nn.Module,), {})
 
 
 def _without_cuda(initialize: Callable[..., Any]) -> Callable[..., Any]:

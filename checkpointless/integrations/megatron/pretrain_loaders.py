@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 from megatron.core import parallel_state
 
 from checkpointless.inprocess.worker_streams import Place, seed_data_workers
-from checkpointless.integrations.compat import megatron as compat
+from checkpointless.integrations.compat.megatron import BATCH_SIZE, SAMPLES_OF_A_PASS
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
@@ -29,30 +29,24 @@ class _Passes:
     begin every further pass where the first one has resumed; here it begins where the training once began. That of
     Bridge 0.6 counts on.
 
-    Args:
-        loader: the loader, whose sampler knows how many samples are consumed.
-        began: number of samples that were consumed when the training began.
+    ``began`` is the number of samples that were consumed when the training began; ``resumes``: it resumes now.
 
     Attributes:
         number: how many passes precede the one under way. Workers ask for it when they start.
     """
 
-    def __init__(self, loader: DataLoader[Any], began: int) -> None:
+    def __init__(self, loader: DataLoader[Any], began: int, resumes: bool) -> None:
         self._loader = loader
-        self._sampler: Any = getattr(loader, "batch_sampler", None)
         self._began = began
+        self._sampler: Any = getattr(loader, "batch_sampler", None)
+        self._size: int | None = getattr(self._sampler, BATCH_SIZE, None)
+        self._counts_on = hasattr(self._sampler, SAMPLES_OF_A_PASS)
         # Workers that persist (the default of Bridge 0.6) have one iterator for all passes.
         is_begun = getattr(self._sampler, "consumed_samples", began) > began
-        self._was_made = is_begun and bool(getattr(loader, "persistent_workers", False))
-        self._counts_on = compat.samples_of_a_pass(self._sampler)
-        self.number = self._find_place()
-        self._first: Iterator[Any] | None = None
+        was_made = is_begun and bool(getattr(loader, "persistent_workers", False))
+        self.number, is_inside = self._find_place()
         self._workers: Callable[[], WorkersIterator | None] = lambda: None
-
-    def resume(self) -> None:
-        """Go on with a pass that is under way, if one is, or with an iterator that was there before the fault."""
-        if self._is_inside_a_pass or self._was_made:
-            self._first = self._begin_pass()
+        self._first = self._begin_pass() if resumes and (is_inside or was_made) else None
 
     def __iter__(self) -> Iterator[Any]:
         while True:
@@ -60,7 +54,9 @@ class _Passes:
             self._first = None
             yield from iterator
             del iterator
-            self._end_pass()
+            self.number += 1
+            if self._size is not None and not self._counts_on:
+                self._sampler.consumed_samples = self._began
 
     @property
     def batches(self) -> WorkersIterator | None:
@@ -75,43 +71,27 @@ class _Passes:
             self._workers = lambda: None
         return iterator
 
-    def _find_place(self) -> int:
-        """Have the first pass begin where it must, and return how many passes precede it."""
-        sampler = self._sampler
-        self._is_inside_a_pass = False
+    def _find_place(self) -> tuple[int, bool]:
+        """Have the first pass begin where it must; return how many precede it, and whether it is under way."""
+        sampler, size, began = self._sampler, self._size, self._began
         if hasattr(sampler, "last_batch_size"):  # MegatronPretrainingRandomSampler
-            return self._counted(sampler.consumed_samples, sampler.total_samples - sampler.last_batch_size)[0]
-        size = compat.samples_of_a_whole_batch(sampler)
-        if size is None:
-            return 0
-        if self._counts_on is not None:
-            return self._counted(sampler.consumed_samples, self._counts_on)[0]
-        taken = (sampler.consumed_samples - self._began) // size
-        sampler.consumed_samples = self._began
-        number, batch = self._counted(taken, len(sampler))
-        sampler.consumed_samples = self._began % sampler.total_samples + batch * size
-        return number
-
-    def _counted(self, taken: int, whole: int) -> tuple[int, int]:
-        """Return how many passes are ``taken`` and how far the next is, and note whether it is under way."""
-        number, inside = divmod(taken, max(whole, 1))
-        self._is_inside_a_pass = inside > 0
-        return int(number), int(inside)
-
-    def _end_pass(self) -> None:
-        self.number += 1
-        if compat.samples_of_a_whole_batch(self._sampler) is not None and self._counts_on is None:
-            self._sampler.consumed_samples = self._began
+            number, inside = divmod(
+                sampler.consumed_samples, max(sampler.total_samples - sampler.last_batch_size, 1)
+            )
+        elif size is None:
+            number, inside = 0, 0
+        elif self._counts_on:
+            number, inside = divmod(sampler.consumed_samples, max(getattr(sampler, SAMPLES_OF_A_PASS)(), 1))
+        else:
+            taken = (sampler.consumed_samples - began) // size
+            sampler.consumed_samples = began  # by which it counts its batches
+            number, inside = divmod(taken, max(len(sampler), 1))
+            sampler.consumed_samples = began % sampler.total_samples + inside * size
+        return int(number), inside > 0
 
 
 class Loaders:
-    """The data loaders of one generation.
-
-    Args:
-        resumes: whether the training resumes from memory.
-        began: for each stream how many samples were consumed when the training began.
-        seed: the seed of the job.
-    """
+    """The data loaders of one generation; ``began``: by stream, the samples consumed when the training began."""
 
     def __init__(self, resumes: bool, began: Mapping[str, int], seed: int) -> None:
         self._resumes = resumes
@@ -123,19 +103,16 @@ class Loaders:
     def made(self, loaders: Sequence[DataLoader[Any] | Sequence[DataLoader[Any]] | None]) -> None:
         """Make what workers draw depend on the batch alone, not on how long a worker has lived.
 
-        Args:
-            loaders: of each stream in :data:`STREAMS` its loader, its loaders, or None.
+        ``loaders`` has of each stream in :data:`STREAMS` its loader, its loaders, or None.
         """
-        for stream, of_stream in zip(STREAMS, loaders, strict=True):
-            each = of_stream if isinstance(of_stream, Sequence) else [of_stream]
-            for number, loader in enumerate(each):
-                if loader is not None:
-                    self._seed_workers(loader, stream if number == 0 else f"{stream}{number}")
-
-    def _seed_workers(self, loader: DataLoader[Any], name: str) -> None:
-        self._made.append((loader, name))
         rank = parallel_state.get_data_parallel_rank()
-        seed_data_workers(loader, self._seed, rank=rank, stream=name, place=functools.partial(self._place, name))
+        for stream, of_stream in zip(STREAMS, loaders, strict=True):
+            for number, loader in enumerate(of_stream if isinstance(of_stream, Sequence) else [of_stream]):
+                if loader is not None:
+                    name = f"{stream}{number or ''}"
+                    self._made.append((loader, name))
+                    place = functools.partial(self._place, name)
+                    seed_data_workers(loader, self._seed, rank=rank, stream=name, place=place)
 
     def _place(self, name: str) -> Place:
         return Place(self._passes[name].number if name in self._passes else 0)
@@ -143,9 +120,7 @@ class Loaders:
     def passes(self, loader: DataLoader[Any]) -> _Passes:
         """Return what iterates over ``loader`` again and again."""
         name = next((name for each, name in self._made if each is loader), "")
-        self._passes[name] = passes = _Passes(loader, self._began.get(name, 0))
-        if self._resumes:
-            passes.resume()
+        self._passes[name] = passes = _Passes(loader, self._began.get(name, 0), self._resumes)
         return passes
 
     def workers_of(self, iterator: object, stream: str = STREAMS[0]) -> WorkersIterator | None:

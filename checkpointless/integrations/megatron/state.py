@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,13 +18,6 @@ from typing_extensions import override
 
 from checkpointless.inprocess import UnrecoverableError
 from checkpointless.integrations.compat.precision import DELAYED, fp8_recipe
-from checkpointless.integrations.megatron.update import (
-    fp8_parameters,
-    gather_parameters,
-    left_as_they_are,
-    sub_optimizers,
-    update_locally,
-)
 from checkpointless.state.module_tensors import BufferCopies, TrainingTensors
 from checkpointless.state.rank_local.state import OWN_BUFFER_BYTES
 from checkpointless.transfer.rank_groups import Group
@@ -45,11 +39,12 @@ class MegatronTensors(TrainingTensors):
     """
 
     def __init__(self, chunks: Iterable[torch.nn.Module], optimizer: MegatronOptimizer | None) -> None:
+        self.optimizer = optimizer
         self.optimizers = sub_optimizers(optimizer)
         chunks = list(chunks)
-        self._scales = _Scales(chunks)  # first: they are buffers then
+        buffers = _Buffers(chunks)  # first: scales are buffers then
         super().__init__(chunks, [getattr(each, "optimizer", None) for each in self.optimizers])
-        self.buffers = _BuffersWithScales(chunks, self._scales)
+        self.buffers = self._buffers = buffers
 
     @override
     def replica_groups(self, keys: Iterable[Key]) -> Mapping[Group, Sequence[Key]]:
@@ -98,7 +93,7 @@ class MegatronTensors(TrainingTensors):
     @override
     def model(self) -> dict[Key, torch.Tensor]:
         """Return the parameters and buffers of the modules, by key."""
-        self._scales.follow()
+        self._buffers.follow()
         return super().model()
 
     @override
@@ -163,11 +158,45 @@ class MegatronTensors(TrainingTensors):
             for optimizer in self.optimizers
         ]
 
+    @torch.no_grad()
+    def apply(self) -> bool:
+        """Apply the final gradients that the optimizers hold to this rank's shards, without communication.
+
+        Return whether every optimizer reports that it succeeded.
+        """
+        succeeded = True
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, DistributedOptimizer):
+                with _left_as_they_are(optimizer):
+                    succeeded &= bool(MixedPrecisionOptimizer.step_with_ready_grads(optimizer))
+            else:
+                succeeded &= bool(type(optimizer).step_with_ready_grads(optimizer))
+        return succeeded
+
     @override
     def finish_update(self) -> None:
-        """Apply the update whose final gradients the optimizer holds."""
-        with torch.no_grad():
-            update_locally(self.optimizers)
+        """Apply the update whose final gradients the optimizers hold."""
+        self.apply()
+
+    @torch.no_grad()
+    def gather(self, *, late: bool | None = None) -> None:
+        """Gather every rank's shards into the model's parameters; those in FP8 are quantised. Collective.
+
+        Args:
+            late: only where the optimizer leaves it to the next forward pass (``overlap_param_gather``), or only
+                where it does not; None: everywhere.
+        """
+        if not late:
+            _quantize(self.optimizers)
+        chunks: list[Any] = []
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, DistributedOptimizer) and late in (
+                None,
+                optimizer.ddp_config.overlap_param_gather,
+            ):
+                chunks += [chunk for chunk in optimizer.model_chunks if not any(chunk is each for each in chunks)]
+        for chunk in chunks:
+            chunk.start_param_sync(force_sync=late is not False)
 
     @override
     def rederive(self, first: bool = False) -> None:
@@ -182,9 +211,14 @@ class MegatronTensors(TrainingTensors):
         with torch.no_grad():
             for optimizer in self.optimizers:
                 if isinstance(optimizer, MixedPrecisionOptimizer) and not optimizer.is_stub_optimizer:
-                    with left_as_they_are(optimizer):
+                    with _left_as_they_are(optimizer):
                         optimizer._copy_main_params_to_model_params()
-            gather_parameters(self.optimizers, force=True)
+        self.gather()
+
+
+def sub_optimizers(optimizer: MegatronOptimizer | None) -> list[Any]:
+    """Return the optimizers chained in ``optimizer``, or a list of ``optimizer`` alone."""
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
 def _derived_parameters(optimizers: Iterable[Any]) -> list[torch.nn.Parameter]:
@@ -212,6 +246,59 @@ def _copy(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
+# --- Parameters that Megatron keeps in FP8 (``fp8_param_gather``) -------------------------------------------------
+#
+# Such a parameter is a tensor of TransformerEngine's that has no storage of its own: it shows 16 bits, and keeps
+# bytes and scales side by side. It is never held or sent. Like a 16-bit parameter it is derived from the main
+# parameters of all ranks, to the same bits: quantising depends on them, and with delayed scaling on the scales.
+#
+# Megatron quantises inside the update, but agrees with the other ranks on the largest values meanwhile. Under the
+# lock of an update a rank must not wait for another one. So quantising is separated from the update, and is done
+# before the gather.
+
+# What Megatron-core 0.15 and 0.16 ask for the parameters to quantise; while it is replaced, there are none.
+COLLECT = "_get_fp8_params_and_shard_fp32_from_fp8"
+
+
+def fp8_parameters(modules: Iterable[torch.nn.Module]) -> list[torch.nn.Parameter]:
+    """Return the parameters of ``modules`` that are kept in FP8."""
+    return [parameter for module in modules for parameter in module.parameters() if is_float8tensor(parameter)]
+
+
+def _is_quantized(optimizer: object) -> bool:
+    """Return whether a Megatron optimizer updates parameters that are kept in FP8."""
+    return (
+        isinstance(optimizer, DistributedOptimizer)
+        and not optimizer.is_stub_optimizer
+        and any(buffer.param_dtype is torch.uint8 for buffer in optimizer.buffers)
+    )
+
+
+@contextmanager
+def _left_as_they_are(optimizer: DistributedOptimizer) -> Iterator[None]:
+    """Keep an optimizer from quantising, which needs all ranks, while it copies main parameters to the model."""
+    if not _is_quantized(optimizer):
+        yield
+        return
+    setattr(optimizer, COLLECT, lambda: ([], [], []))
+    try:
+        yield
+    finally:
+        delattr(optimizer, COLLECT)
+
+
+def _quantize(optimizers: Sequence[object]) -> None:
+    """Quantise the main parameters of all ranks into the parameters that are kept in FP8. This is a collective.
+
+    It may be repeated: the same main parameters and scales give the same bytes. Parameters in 16 bits are copied
+    once more, too, because Megatron does both at once.
+    """
+    for optimizer in optimizers:
+        if _is_quantized(optimizer):
+            assert isinstance(optimizer, DistributedOptimizer)
+            optimizer._copy_main_params_to_model_params()
+
+
 # --- Scales of FP8 training, which TransformerEngine's layers keep beside their parameters ------------------------
 #
 # With delayed scaling a layer quantises by scales that follow from the largest values of earlier steps. It keeps
@@ -225,26 +312,12 @@ def _copy(value: Any) -> Any:
 # initialised again with the same recipe.
 
 
-class _BuffersWithScales(BufferCopies):
-    """Takes copies of buffers, among which are the scales that the layers use now."""
-
-    def __init__(self, chunks: Iterable[torch.nn.Module], scales: _Scales) -> None:
-        super().__init__(chunks)
-        self._scales = scales
-
-    @override
-    def take(self) -> Mapping[Key, torch.Tensor]:
-        """Return copies of all buffers, in the order of the modules."""
-        if self._places:
-            self._scales.follow()
-        return super().take()
-
-
-class _Scales:
-    """The scales of a model's layers, which are buffers of the layers from now on. Checkpoints do not get them."""
+class _Buffers(BufferCopies):
+    """Takes copies of buffers, among which are the scales of layers from now on. Checkpoints do not get them."""
 
     def __init__(self, chunks: Iterable[torch.nn.Module]) -> None:
         self._layers: list[Any] = []
+        chunks = list(chunks)
         for chunk in chunks:
             config = getattr(chunk, "config", None)
             if getattr(config, "fp8", None) and fp8_recipe(config) == DELAYED:
@@ -256,9 +329,16 @@ class _Scales:
                 f"checkpointless keeps at most {OWN_BUFFER_BYTES >> 20} MiB of FP8 histories for each rank, and "
                 f"they take {nbytes >> 20} MiB: set fp8_amax_history_len to less"
             )
+        super().__init__(chunks)
+
+    @override
+    def take(self) -> Mapping[Key, torch.Tensor]:
+        """Return copies of all buffers, in the order of the modules."""
+        self.follow()
+        return super().take()
 
     def follow(self) -> None:
-        """Take the tensors that the layers use now: a checkpoint may bring a history of another length."""
+        """Take the scales that the layers use now: a checkpoint may bring a history of another length."""
         for layer in self._layers:
             for name, tensor in _tensors(layer):
                 if layer._buffers.get(name) is not tensor:

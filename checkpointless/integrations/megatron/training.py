@@ -13,7 +13,7 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from typing_extensions import override
 
 from checkpointless.inprocess import HPCallWrapper, HPWrapper
-from checkpointless.integrations.megatron import cleanup, cpu_platform
+from checkpointless.integrations.megatron import cleanup
 from checkpointless.integrations.megatron.state import MegatronTensors
 from checkpointless.integrations.megatron.update import GuardedUpdate, check_contexts
 from checkpointless.integrations.torch.gradient_check import GradientCheck
@@ -83,7 +83,7 @@ class MegatronTraining(LoopTraining):
         super().__init__(tensors, call, schedulers, state, [optimizer])
         self._optimizer = optimizer
         self._increment: int | None = None
-        self._update = GuardedUpdate(optimizer, chunks, self._guard)
+        self._update = GuardedUpdate(tensors, self._guard)
 
     @staticmethod
     def wrapper(wrapper: HPWrapper | None = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -109,8 +109,6 @@ class MegatronTraining(LoopTraining):
 
         If the job was started with ``--cpu``, Megatron-core is made to train on CPUs as well.
         """
-        if cpu_platform.requested():
-            cpu_platform.install()
         cleanup.install()
 
     def update(

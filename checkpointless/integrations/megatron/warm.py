@@ -23,7 +23,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.utils import get_model_config, get_te_version
 
 from checkpointless.inprocess.communicators.launch_bound import LaunchBound
-from checkpointless.integrations.megatron.update import fp8_parameters, sub_optimizers
+from checkpointless.integrations.megatron.state import fp8_parameters, sub_optimizers
 from checkpointless.state.rng import RngStates
 
 # --- Fingerprints of values: what a value is now, to be compared with what another one is later -------------------
@@ -50,7 +50,7 @@ def _fingerprint(value: object) -> object:
     except Exception:  # noqa: BLE001 - any class may refuse in its own way
         is_function = isinstance(value, types.FunctionType) and not value.__closure__
         is_fixed = is_function or isinstance(value, types.ModuleType | type)
-        return _Same(value if is_fixed else object())
+        return value if is_fixed else object()
     return file.digest.hexdigest()
 
 
@@ -58,19 +58,6 @@ def _differing(then: Mapping[str, object], now: Mapping[str, object]) -> str | N
     """Return the first name whose fingerprint differs, in alphabetical order; None: there is none."""
     missing = object()
     return next((name for name in sorted({*then, *now}) if then.get(name, missing) != now.get(name, missing)), None)
-
-
-class _Same:
-    """A fingerprint of an object that is known by its identity."""
-
-    def __init__(self, value: object) -> None:
-        self._value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other._value is self._value
-
-    def __hash__(self) -> int:
-        return id(self._value)
 
 
 class _BoundedDigest:
@@ -122,8 +109,6 @@ class KeptModel:
     """A built model and its optimizer. It is made when they are built, and used after a fault, if it still may be.
 
     Args:
-        chunks: the model's chunks, as Megatron's ``DistributedDataParallel`` wraps them.
-        optimizer: the (chained) Megatron optimizer.
         plans: fingerprints of all configurations before anything was built.
         streams: the random streams before anything was built, and after.
         noted: for each chunk, the values of its configuration that were set while it was built, by name.
@@ -215,7 +200,7 @@ class KeptModel:
         self._trackers.append(tracker)
         for name in _COVERED:
             vars(self.optimizer).pop(name, None)
-        replaced = _rebind([*self.chunks, self.optimizer, self.noted], successors)
+        replaced = _Walk([*self.chunks, self.optimizer, self.noted], successors).replaced
         self._generations, self._trackers = [now], [tracker]
         self._reset()
         return replaced
@@ -321,11 +306,17 @@ def _marks(optimizer: Any) -> list[object]:
     parts += [inner for each in parts if (inner := vars(each).get("optimizer")) is not None]
     return [
         (
-            {name: len(hooks) for name, hooks in vars(each).items() if name.endswith("_hooks") and hooks},
+            _hooks_of(vars(each)),
             sorted(name for name, value in vars(each).items() if callable(value) and name not in _COVERED),
         )
         for each in parts
     ]
+
+
+def _hooks_of(attributes: Mapping[str, Any]) -> dict[str, int]:
+    """Return how many hooks torch keeps among the attributes of a module or an optimizer, by their kind."""
+    found = {name: each for name, each in attributes.items() if name.endswith("_hooks") and isinstance(each, dict)}
+    return {name: len(hooks) for name, hooks in found.items() if hooks}
 
 
 # --- Replaces references to what belongs to a generation that is over, in everything that is reachable ----------
@@ -349,19 +340,13 @@ _LEAVES = (
 )
 
 
-def _rebind(roots: Iterable[object], successors: Mapping[int, object]) -> int:
-    """Replace every reference to an old group that can be reached from ``roots``, and methods bound to one.
+class _Walk:
+    """Replaces every reference to an old group that can be reached from ``roots``, and methods bound to one.
 
     Followed are the attributes of objects and tensors, the items of containers, bound methods, partial
     functions, and the closures and defaults of functions. What only C++ refers to (hooks of a gradient's
-    accumulation) is not. ``successors`` has what replaces it by the ``id`` of the old one. Return how many
-    references were replaced.
+    accumulation) is not. ``successors`` has what replaces it by the ``id`` of the old one.
     """
-    return _Walk(roots, successors).replaced
-
-
-class _Walk:
-    """One walk over all objects that can be reached."""
 
     def __init__(self, roots: Iterable[object], successors: Mapping[int, object]) -> None:
         self._successors = successors
@@ -406,7 +391,7 @@ class _Walk:
     def _next(self, value: Any) -> Any:
         """Return what is to stand in the place of ``value``; what stays is visited later."""
         kind = type(value)
-        if _is_leaf(kind):
+        if issubclass(kind, _LEAVES):
             return value
         if id(value) in self._successors:
             self.replaced += 1
@@ -426,7 +411,7 @@ class _Walk:
 
     def _items(self, container: Any, items: Iterable[tuple[Any, Any]]) -> None:
         for key, value in items:
-            if not _is_leaf(type(value)):  # most values are
+            if not issubclass(type(value), _LEAVES):  # most values are
                 new = self._next(value)
                 if new is not value:
                     container[key] = new
@@ -447,10 +432,6 @@ class _Walk:
                 self._items(values, list(values.items()))
 
 
-def _is_leaf(kind: type) -> bool:
-    return issubclass(kind, _LEAVES)
-
-
 @functools.cache
 def _slots(kind: type) -> tuple[str, ...]:
     """Return the names of the slots that a class, and those it inherits from, declare in Python."""
@@ -463,34 +444,15 @@ def _slots(kind: type) -> tuple[str, ...]:
 
 # --- What a model looks like as it was built, so that it is noticed if anybody has changed it since -------------
 
-# Where torch keeps the hooks of a module.
-_HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-    "_state_dict_hooks",
-    "_state_dict_pre_hooks",
-    "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
-)
 _COMPARED = (bool, int, float, str, torch.dtype)  # None may become a tensor that every step makes anew
 _PASSING = frozenset({"training", "current_microbatch"})  # put back, or set anew before it is read
 
 # What a forward pass of TransformerEngine's modules sets before it reads it.
-_PASSING_OF_ENGINE = frozenset(
-    {
-        *("activation_dtype", "allow_different_data_and_param_types", "forwarded_at_least_once", "fp8_parameters"),
-        *(
-            "is_first_microbatch",
-            "attn_mask_type",
-            "input_in_bf16",
-            "input_in_float16",
-            "input_in_fp16",
-            "align_size",
-        ),
-    }
-)
+_PASSING_OF_ENGINE = {
+    *("activation_dtype", "allow_different_data_and_param_types", "forwarded_at_least_once", "fp8_parameters"),
+    *("is_first_microbatch", "attn_mask_type", "align_size"),
+    *("input_in_bf16", "input_in_float16", "input_in_fp16"),
+}
 
 #: Packages whose modules keep nothing from step to step but parameters and buffers.
 _KNOWN = ("megatron.core.", "nemo.", "torch.nn.", "checkpointless.", "builtins.", "abc.", "typing.")
@@ -559,7 +521,7 @@ class _Blueprint:
         names = values.keys() - _PASSING - (_PASSING_OF_ENGINE if _is_of_engine(module) else set())
         return (
             type(module),
-            {kind: len(values[kind]) for kind in _HOOKS if values.get(kind)},
+            _hooks_of(values),
             {key: values[key] for key in names if isinstance(values[key], _COMPARED)},
             {key: _marks_of(value) for key, value in module._parameters.items() if value is not None},
             {key: value.shape if value is not None else None for key, value in module._buffers.items()},

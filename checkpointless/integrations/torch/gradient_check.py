@@ -81,7 +81,7 @@ class GradientCheck:
         call: HPCallWrapper,
         *,
         apart: Sequence[_Context] | None = None,
-        keep: Callable[[], Callable[[], None]] = lambda: _nothing,
+        keep: Callable[[], Callable[[], object]] = lambda: dict,
     ) -> None:
         if every is not None and (not isinstance(every, int) or every < 1):
             raise ValueError(_NOT_A_NUMBER.format(every))
@@ -129,7 +129,7 @@ class GradientCheck:
         with self._announced(step), self._watched() as first:
             result = compute()
         after, self._checked = _Place(self._state, self._keep), step
-        runs = [_fetched(first), self._again(again, before)]
+        runs = [first.fetched(), self._again(again, before)]
         if not true_on_all(runs[0] == runs[1]):  # the pass may be collective
             runs.append(self._again(again, before))
         after.put_back()
@@ -146,7 +146,7 @@ class GradientCheck:
                 stack.enter_context(each())
             found = stack.enter_context(self._watched())
             compute()
-        return _fetched(found)
+        return found.fetched()
 
     def _judge(self, step: int, *runs: _Digests) -> str:
         """Return what was computed wrongly and is reduced; "": nothing of the step itself."""
@@ -245,7 +245,7 @@ def _raise_on_one(what: str, step: int) -> None:
 class _Place:
     """Where a pass begins or has ended: what it changes, and whether DDP is to send buffers."""
 
-    def __init__(self, state: TrainingTensors, keep: Callable[[], Callable[[], None]]) -> None:
+    def __init__(self, state: TrainingTensors, keep: Callable[[], Callable[[], object]]) -> None:
         self._state = state
         self._declared, self._put_more = declared_state.take(), keep()
         self._streams = RngStates.capture()
@@ -286,8 +286,8 @@ class _Seen:
     """The digests of the gradients of a pass, in the order in which they come."""
 
     def __init__(self) -> None:
-        self.keys: list[tuple[str, int]] = []
-        self.digests = PendingDigests()
+        self._keys: list[tuple[str, int]] = []
+        self._digests = PendingDigests()
         self._counts: Counter[str] = Counter()
 
     def take(self, name: str, gradient: torch.Tensor) -> None:
@@ -295,17 +295,13 @@ class _Seen:
         if gradient.is_sparse:
             gradient = gradient.coalesce().values()
         self._counts[name] += 1
-        self.keys.append((name, self._counts[name]))
-        self.digests.add(tensor_bytes(gradient))
+        self._keys.append((name, self._counts[name]))
+        self._digests.add(tensor_bytes(gradient))
 
-
-def _fetched(seen: _Seen) -> _Digests:
-    return dict(zip(seen.keys, seen.digests.fetch(), strict=True))
+    def fetched(self) -> _Digests:
+        """Return the digests, which are waited for."""
+        return dict(zip(self._keys, self._digests.fetch(), strict=True))
 
 
 def _drop(parameter: torch.Tensor) -> None:
     parameter.grad = None
-
-
-def _nothing() -> None:
-    pass

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
+import io
 import logging
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from typing_extensions import override
@@ -16,7 +21,6 @@ from typing_extensions import override
 from checkpointless.inprocess import HPCallWrapper, StateLostError, UnrecoverableError
 from checkpointless.inprocess.worker_streams import epochs_begun
 from checkpointless.inprocess.wrap import putting_back
-from checkpointless.integrations.torch.loop_state import LoopState, Undeclared
 from checkpointless.integrations.torch.repeated_steps import repeated_steps
 from checkpointless.observability.telemetry.steps import StepExtras, StepLog
 from checkpointless.recovery.guard import UpdateGuard, vote
@@ -25,13 +29,14 @@ from checkpointless.state.journal import Captured, FrontEnd, StepBefore, StepJou
 from checkpointless.state.module_tensors import TrainingTensors
 from checkpointless.state.port import SnapshotPoint, groups_of
 from checkpointless.state.rank_local.agreement import require_equal_replicas, require_same_step
-from checkpointless.state.rank_local.declared import declared_state
+from checkpointless.state.rank_local.declared import declared_state, has_state, put_object, put_value, take_object
 from checkpointless.state.serialization import state_tree
 from checkpointless.state.serialization.digest import (
     MemoryChecksumManager,
     digest_buffers,
     digest_each,
     digest_parameters,
+    digest_value,
     samples,
 )
 from checkpointless.state.serialization.tensor_memory import local_part
@@ -60,32 +65,112 @@ _CHANGED = (
     "{} is changed {}: after a fault it would be changed once more, or be that of no step. Change it within the "
     "update (the optimizer's register_step_post_hook), or make it a buffer if no optimizer updates it"
 )
+_CONTAINERS = (list, dict, set, deque, torch.Tensor, np.ndarray)
+_NUMBERS = (bool, int, float, complex, str, bytes)
+_LOOKS = 3  # at beginnings of steps: what is there before the first, what has changed from the second to the third
+_LARGE = 1024  # elements of a tensor from which a look takes samples
+_DEEPEST = 8  # containers within containers
+_UNDECLARED = (
+    "these variables of the loop change from step to step and begin anew after a fault: %s. Where a later step "
+    "uses one, declare it: state={%r: %s} (docs/contract.md, 3)"
+)
+_ITERATOR = (
+    "the iterator %s was made before the first step: after a fault it begins anew, and steps take other batches "
+    "than without the fault. Make it in the loop, at the batch of the step that comes first there "
+    "(docs/contract.md, 5)"
+)
+_NO_STATE = (
+    "state[{!r}] is a {}: give an object with state_dict() and load_state_dict(), a list, dict, set, deque, "
+    "tensor or array, a generator of random numbers, or Value(number)"
+)
+_DRAWN_BETWEEN = (
+    "the loop draws random numbers between update() of step %d and the next step: a fault that finds a rank in "
+    "update() or behind it leaves them out. Do it at the beginning of a step, which is made again after a fault"
+)
+_CHANGED_BETWEEN = (
+    "declared state changes between update() of step %d and the next step: a fault that finds a rank in update() "
+    "or after it leaves this out. Change it in a step, before its update() (docs/contract.md, 3)"
+)
 _COMPARED = (1, 2)  # the steps after which replicas are compared; a first learning rate of 0 leaves them equal
 _warned: set[str] = set()  # once in a process
 logger = logging.getLogger(__name__)
+
+
+class Value:
+    """A number or another plain value that a loop changes, as declared state::
+
+        average = Value(0.0)
+        training = PlainTraining(..., state={"average": average})
+        for step in training.steps(1000):
+            ...
+            average.value = 0.9 * average.value + 0.1 * loss.item()
+
+    Args:
+        value: the first value.
+
+    Attributes:
+        value: the value now.
+    """
+
+    def __init__(self, value: object = None) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the value, as a state."""
+        return {"value": self.value}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Set the value to that of a state."""
+        self.value = state["value"]
+
+
+class _LoopState:
+    """The declared state of one loop, by name."""
+
+    name = "state"
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        for name, each in state.items():
+            if not (has_state(each) or isinstance(each, _CONTAINERS)):
+                raise ValueError(_NO_STATE.format(name, type(each).__name__))
+        self._state = dict(state)
+
+    def values(self) -> Mapping[str, Any]:
+        """Return what is declared, as plain data by name."""
+        return {name: take_object(each) for name, each in self._state.items()}
+
+    def put(self, values: Mapping[str, Any]) -> None:
+        """Put back what :meth:`values` returned, in place."""
+        for name, value in values.items():
+            present = self._state.get(name)
+            if has_state(present):
+                put_object(present, value)
+            elif name in self._state and put_value(present, value) is not present:
+                raise ValueError(
+                    f"state[{name!r}] was a {type(value).__name__} before the fault and is a "
+                    f"{type(present).__name__} now: declare the same at every entry of the block"
+                )
 
 
 class JournaledTraining(FrontEnd):
     """A training in a block, with its journal, that records its steps: a loop of one's own, or Megatron-Bridge's.
 
     The checkpoint manager of ``call`` is used; if there is none, one is made. ``step`` is the newest committed
-    step.
-
-    Raises:
-        UnrecoverableError: a training has begun in this entry of the block before, or in another block.
+    step. A second training in an entry of the block, and one in another block, are refused.
     """
 
     _how_to_get_replicas = "A second holder of each part helps"
 
     def __init__(
-        self, state: TrainingTensors, call: HPCallWrapper, schedulers: Sequence[Any], declared: LoopState
+        self, state: TrainingTensors, call: HPCallWrapper, schedulers: Sequence[Any], declared: Mapping[str, Any]
     ) -> None:
+        loop_state = _LoopState(declared)
         if call.steps.loops:
             raise UnrecoverableError(_TWO_LOOPS.format(name=type(self).__name__))
         call.steps.loops += 1
         repeated_steps.begin_entry(call.is_first)
         call.blocks.begin_training(self._ended)
-        declared_state.begin(lambda: [declared] if declared.names() else ())
+        declared_state.begin(lambda: [loop_state])
         declared_state.require_all()
         manager = manager_of(call)
         if manager is None:
@@ -111,6 +196,21 @@ class JournaledTraining(FrontEnd):
 
     def _ended(self) -> None:
         """Look, when the block ends, at how the training was left."""
+
+    def _recover(self) -> dict[str, Any] | None:
+        """Recover the state from memory; return what was captured besides, or None without any. Collective.
+
+        Raises:
+            StateLostError: steps were committed and no rank holds them any more.
+        """
+        call, manager = self._call, self._manager
+        if call.is_first:
+            return None
+        call.enter_phase("recovery", call.high_water)
+        objects = manager.recover(self._journal)
+        if objects is None and call.high_water > 0:
+            raise StateLostError(manager.refusal or "no rank holds the state in memory")
+        return objects
 
     def _epoch(self) -> int:
         """Return a number that changes with the epoch."""
@@ -156,13 +256,8 @@ class LoopTraining(JournaledTraining, ABC):
     """What loops of one's own have in common. A subclass knows the optimizer.
 
     Args:
-        schedulers: the learning-rate schedulers, which step with every update.
         declared: what else the loop changes, by name.
         known: objects that the training restores, in addition to its modules and parameters.
-
-    Raises:
-        UnrecoverableError: a training has begun in this entry of the block before, or in another block.
-        ValueError: an object in ``declared`` has no state, or one that cannot be kept.
     """
 
     def __init__(
@@ -173,18 +268,17 @@ class LoopTraining(JournaledTraining, ABC):
         declared: Mapping[str, Any],
         known: Iterable[object],
     ) -> None:
-        loop_state = LoopState(declared)
         self._ends = False  # whether the newest step is the last one, as stop() said
         self._own = {"call": -1}  # kept with a rank's streams and buffers: the newest call of steps() in this entry
         self._is_in_call = False
         self._resumed_in = 0  # the call in which this rank's streams and buffers were kept that it resumed with
-        super().__init__(state, call, schedulers, loop_state)
+        super().__init__(state, call, schedulers, declared)
         self._guard = UpdateGuard(call, self._journal, self._vote)
         self._done = 0  # before the job; a block that is entered again may load another checkpoint
         self._noted: Mapping[Key, bytes] = {}  # of what nothing but an update may change
         parameters = [each for module in state.modules for each in module.parameters()]
-        restored = [self, call, declared, *known, *state.modules, *schedulers, *parameters]
-        self._undeclared = Undeclared(loop_state, restored)
+        restored = [self, call, declared, *declared.values(), *known, *state.modules, *schedulers, *parameters]
+        self._undeclared = _Undeclared(restored)
 
     def steps(self, last: int, *, done: int = 0) -> Iterable[int]:
         """Yield the optimizer steps to make, from the first that is not committed to ``last``.
@@ -313,20 +407,17 @@ class LoopTraining(JournaledTraining, ABC):
         self._undeclared.warn_of_changes(self.step, has_drawn, has_changed)
 
     def _restore(self, done: int) -> None:
-        call, manager = self._call, self._manager
+        manager = self._manager
         self._arrange()
-        objects: dict[str, Any] | None = None
-        if call.is_first:
-            self.step = self._done = done
-        else:
-            call.enter_phase("recovery", call.high_water)
-            objects = manager.recover(self._journal)
-            if objects is None and call.high_water > 0:
-                reason = manager.refusal or "no rank holds the state in memory"
-                if not manager.allow_restart_from_scratch:
-                    raise StateLostError(reason)
-                logger.error("%s: starting over at step %d, as allow_restart_from_scratch allows", reason, done)
-            self.step, self._done = (objects["step"], objects["done"]) if objects is not None else (done, done)
+        try:
+            objects = self._recover()
+        except StateLostError as lost:
+            if not manager.allow_restart_from_scratch:
+                raise
+            objects = None
+            logger.error("%s: starting over at step %d, as allow_restart_from_scratch allows", lost, done)
+        self.step, self._done = (objects["step"], objects["done"]) if objects is not None else (done, done)
+        if not self._call.is_first:
             states = manager.own.streams.newest(self.step)
             recorded = max(self._done, self._log.last_step() or 0) if self._log is not None else self.step
             if recorded < self.step and states is not None:
@@ -339,7 +430,7 @@ class LoopTraining(JournaledTraining, ABC):
             self._journal.begin(done, SnapshotPoint.COMMITTED)
         manager.restore_streams()
         manager.attach(self._journal, self.step)
-        call.steps.begin_data()
+        self._call.steps.begin_data()
 
     def _note(self) -> None:
         """Note a few elements of what nothing but an update may change: parameters and the optimizers' state."""
@@ -407,3 +498,98 @@ class LoopTraining(JournaledTraining, ABC):
 def _digests_of(weights: Iterable[torch.Tensor]) -> Mapping[tuple, int]:
     parts = {(index,): local_part(each).detach() for index, each in enumerate(weights)}
     return digest_each(parts)
+
+
+# --- a look for what a loop changes and does not declare ----------------------------------------------------------
+
+
+class _Undeclared:
+    """Looks at the variables of the function that iterates over the steps, for what changes and is not declared."""
+
+    def __init__(self, known: Iterable[object]) -> None:
+        self._known = {id(each) for each in known}
+        self._looks = 0
+        self._found: set[str] = set()
+        self._seen: dict[str, str] = {}
+
+    def look(self, frame: FrameType | None) -> None:
+        """Look when a step begins, at a frame; in the third, warn once of what was there before the first and has
+        changed.
+        """
+        self._looks += 1
+        if frame is None or self._looks > _LOOKS:
+            return
+        variables = _variables_of(frame)
+        if self._looks == 1:
+            self._found = {name for name, value in variables.items() if self._is_candidate(value)}
+            for name, value in variables.items():
+                if hasattr(type(value), "__next__") and not has_state(value) and not _is_written_to(value):
+                    self._warn(name, _ITERATOR, name)
+            return
+        now = {
+            name: digest_value(_shortened(take_object(variables[name]), self._known))
+            for name in self._found
+            if name in variables
+        }
+        if self._looks == _LOOKS:
+            changed = sorted(name for name, digest in now.items() if self._seen.get(name, digest) != digest)
+            if changed:
+                first = changed[0]
+                is_held = isinstance(variables[first], _CONTAINERS) or has_state(variables[first])
+                how = first if is_held and type(variables[first]) is not tuple else f"Value({first})"
+                self._warn(first, _UNDECLARED, ", ".join(changed), first, how)
+        self._seen = now
+
+    def warn_of_changes(self, step: int, has_drawn: bool, has_changed: bool) -> None:
+        """Warn, once each, of what the loop does between the update of ``step`` and the next step."""
+        for happened, warning in ((has_drawn, _DRAWN_BETWEEN), (has_changed, _CHANGED_BETWEEN)):
+            if happened:
+                self._warn(warning, warning, step)
+
+    def _warn(self, name: str, message: str, *values: object) -> None:
+        if name not in _warned:
+            _warned.add(name)
+            logger.warning(message, *values)
+
+    def _is_candidate(self, value: object) -> bool:
+        if value is None:
+            return True
+        if id(value) in self._known:
+            return False
+        if isinstance(value, torch.nn.Module):
+            return not any(id(each) in self._known for each in value.parameters())
+        return has_state(value) or isinstance(value, (*_NUMBERS, *_CONTAINERS, tuple, np.generic))
+
+
+def _variables_of(frame: FrameType) -> dict[str, Any]:
+    """Return the variables of a running function; of a generator that iterates for it (tqdm), its caller's."""
+    if frame.f_code.co_flags & inspect.CO_GENERATOR and frame.f_back is not None:
+        frame = frame.f_back
+    variables = frame.f_locals
+    found = dict(variables)
+    if frame.f_code.co_flags & inspect.CO_OPTIMIZED and isinstance(variables, dict):
+        variables.clear()  # Python 3.12 and older keep this copy, and what it refers to, until the frame ends
+    return found
+
+
+def _is_written_to(value: object) -> bool:
+    """Return whether a value is an open file that takes lines, such as a log, although files are iterators."""
+    return isinstance(value, io.IOBase) and not value.closed and value.writable()
+
+
+def _shortened(value: Any, known: Set[int], depth: int = 0) -> Any:
+    """Return the plain data in ``value``, without what is known, and with samples in the place of large tensors."""
+    if id(value) in known or depth > _DEEPEST:
+        return None
+    if isinstance(value, torch.Tensor):
+        return value if value.numel() <= _LARGE else samples({0: value}).get(0, b"")
+    if isinstance(value, (list, tuple, dict, set, frozenset, deque)) and len(value) > _LARGE:  # data, or a history
+        ends = [value[0], value[-1]] if isinstance(value, (list, tuple, deque)) else []
+        return [len(value), *(_shortened(each, known, depth + 1) for each in ends)]
+    if isinstance(value, dict):
+        return {key: _shortened(each, known, depth + 1) for key, each in value.items()}
+    if isinstance(value, list | tuple | set | frozenset | deque):
+        return [_shortened(each, known, depth + 1) for each in value]
+    if isinstance(value, np.ndarray) and value.size > _LARGE:
+        return [value.shape, value.ravel()[:: value.size // _LARGE].copy()]
+    return value if isinstance(value, (*_NUMBERS, type(None), np.ndarray, np.generic)) else None

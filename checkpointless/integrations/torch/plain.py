@@ -32,6 +32,8 @@ _LEFT_OUT = (
     "PlainTraining(schedulers=[...]), and do not call its step(), which every update does (but that of a "
     "ReduceLROnPlateau, at the beginning of a step)"
 )
+_FREEZES, _RATES = "requires_grad of parameters was changed", "learning rates were changed"
+_STEPS = "the step() of a ReduceLROnPlateau was called"
 _WATCHED = 3  # steps: an average may begin as what it follows
 
 
@@ -102,7 +104,7 @@ class PlainTraining(LoopTraining):
         if not modules or not optimizers:
             raise ValueError("PlainTraining(modules=[...], optimizers=[...]): give the modules and the optimizers")
         self._tensors = TorchTensors(modules, optimizers, is_known=call.high_water > 0, group=group)
-        self._by_update: tuple[list[bool], list[dict[str, Any]], list[int]] = ([], [], [])
+        self._by_update: dict[tuple[str, int], object] = {}
         self._updated = 0  # the newest step that was updated in this entry
         self._scales = isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled()
         declared = {**state, "scaler": scaler} if scaler is not None else state
@@ -119,21 +121,12 @@ class PlainTraining(LoopTraining):
         self._refuse_early("in a step before its update()")
         self._check.require()
         if self._scales:
-            self._leave_out_overflows()
+            _leave_out_overflows(self._tensors.optimizers)
         self._compute(loss)
         self._guard(self.state.finish_update)
         self.step = self._call.steps.making
         self._record(loss)
         self._clear_gradients()
-
-    def _leave_out_overflows(self) -> None:
-        """Clear the gradients of an optimizer if some have overflowed on any rank. Collective."""
-        for optimizer in self._tensors.optimizers:
-            gradients = [each.grad for group in optimizer.param_groups for each in group["params"]]
-            parts = [local_part(each) for each in gradients if each is not None]
-            values = [each.coalesce().values() if each.is_sparse else each for each in parts]
-            if not true_on_all(all(bool(each.isfinite().all()) for each in values)):
-                optimizer.zero_grad(set_to_none=True)
 
     @override
     def _restore(self, done: int) -> None:
@@ -168,18 +161,28 @@ class PlainTraining(LoopTraining):
                 other parameters, or stepped a scheduler.
         """
         if 0 < step == self._updated:
-            late = _late_change(self._by_update, self._loops_part())
-            if late:
-                raise UnrecoverableError(_LATE.format(late, step))
+            then, now = self._by_update, self._loops_part()
+            late = next((what for what in now if then.get(what, now[what]) != now[what]), None)
+            if late is not None:
+                raise UnrecoverableError(_LATE.format(late[0], step))
             self._refuse_early("between update() and the next step")
         if self._is_young():
             self._note()
         return super().reached(step, point)
 
-    def _loops_part(self) -> tuple[list[bool], list[dict[str, Any]], list[int]]:
-        """Return what a loop may change in a step only: what is trained, param groups, and plateaus."""
-        counts = [each.last_epoch for each in _plateaus(self._schedulers)]
-        return self._tensors.trained(), _plain_values(self._tensors.optimizers), counts
+    def _loops_part(self) -> dict[tuple[str, int], object]:
+        """Return what a loop may change in a step only, by what is said of a change and by the param group.
+
+        Of param groups these are the values that cannot change in place, learning rates among them; no tensors.
+        """
+        part: dict[tuple[str, int], object] = {(_FREEZES, 0): self._tensors.trained()}
+        groups = (group for optimizer in self._tensors.optimizers for group in optimizer.param_groups)
+        for number, group in enumerate(groups):
+            for name, value in group.items():
+                if is_fixed(value):
+                    part[_RATES if name == "lr" else f"{name} of param groups was changed", number] = value
+        part[_STEPS, 0] = [each.last_epoch for each in _plateaus(self._schedulers)]
+        return part
 
     def _is_young(self) -> bool:
         return max(self.step, self._call.high_water) - self._done < _WATCHED
@@ -205,29 +208,14 @@ class PlainTraining(LoopTraining):
             optimizer.zero_grad(set_to_none=True)
 
 
-def _late_change(before: Sequence[Any], now: Sequence[Any]) -> str:
-    """Return what has changed of requires_grad, the values of param groups, and schedulers; "": nothing."""
-    if before[0] != now[0]:
-        return "requires_grad of parameters was changed"
-    changed = _changed_value(before[1], now[1])
-    if changed:
-        return "learning rates were changed" if changed == "lr" else f"{changed} of param groups was changed"
-    return "the step() of a ReduceLROnPlateau was called" if before[2] != now[2] else ""
-
-
-def _plain_values(optimizers: Iterable[Any]) -> list[dict[str, Any]]:
-    """Return the values of each param group, learning rates among them, that cannot change in place; no tensors."""
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    return [{name: value for name, value in group.items() if is_fixed(value)} for group in groups]
-
-
-def _changed_value(before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]]) -> str:
-    """Return the name of a value of param groups, as :func:`_plain_values` returns them, that differs; "": none."""
-    for then, group in zip(before, now):
-        for name in then.keys() & group.keys():
-            if then[name] != group[name]:
-                return name
-    return ""
+def _leave_out_overflows(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Clear the gradients of an optimizer if some have overflowed on any rank. Collective."""
+    for optimizer in optimizers:
+        gradients = [each.grad for group in optimizer.param_groups for each in group["params"]]
+        parts = [local_part(each) for each in gradients if each is not None]
+        values = [each.coalesce().values() if each.is_sparse else each for each in parts]
+        if not true_on_all(all(bool(each.isfinite().all()) for each in values)):
+            optimizer.zero_grad(set_to_none=True)
 
 
 def _without_scheduler(optimizers: Iterable[Any], schedulers: Iterable[Any]) -> str | None:

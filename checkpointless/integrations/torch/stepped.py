@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from checkpointless.inprocess import HPCallWrapper, StateLostError, UnrecoverableError
+from checkpointless.inprocess import HPCallWrapper, UnrecoverableError
 from checkpointless.integrations.torch.loop import JournaledTraining
-from checkpointless.integrations.torch.loop_state import LoopState
 from checkpointless.integrations.torch.repeated_steps import repeated_steps
 from checkpointless.integrations.torch.torch_tensors import TorchTensors
 from checkpointless.recovery.guard import UpdateGuard
@@ -27,23 +26,6 @@ from checkpointless.state.port import SnapshotPoint
 from checkpointless.state.rank_local.agreement import require_equal_replicas, require_same_step
 
 _COMPARED = (1, 2)  # the steps after which replicas are compared
-
-
-class _Tensors(TorchTensors):
-    """Modules and optimizers, whose ``step`` is replaced."""
-
-    def __init__(
-        self, modules: Iterable[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer], is_known: bool
-    ) -> None:
-        super().__init__(modules, optimizers, is_known=is_known)
-        self._steps: list[Callable[[], object]] = [each.step for each in optimizers]
-
-    @override
-    def finish_update(self) -> None:
-        """Make one step of every optimizer."""
-        with self.watched():
-            for step in self._steps:
-                step()
 
 
 class SteppedTraining(JournaledTraining):
@@ -71,8 +53,9 @@ class SteppedTraining(JournaledTraining):
         self.replayed: Mapping[str, Any] | None = None
         self._done = 0  # steps before the job
         self._is_resuming = True  # until the first step begins
-        self._tensors = _Tensors(modules, optimizers, call.high_water > 0)
-        super().__init__(self._tensors, call, schedulers, LoopState(state))
+        self._tensors = TorchTensors(modules, optimizers, is_known=call.high_water > 0)
+        self._tensors.steps = [each.step for each in optimizers]  # which lead here from now on
+        super().__init__(self._tensors, call, schedulers, state)
         self._guard = UpdateGuard(call, self._journal)
         for number, each in enumerate(optimizers):
             setattr(each, "step", functools.partial(self._update, number == 0))  # noqa: B010
@@ -82,23 +65,13 @@ class SteppedTraining(JournaledTraining):
     def resume(self, step: int) -> dict[str, Any] | None:
         """Recover model, optimizers and schedulers from memory, if there is something to recover. Collective.
 
-        The trainer would begin after ``step``. Return what :meth:`_capture` captured; None: nothing was
-        recovered.
-
-        Raises:
-            StateLostError: steps were committed and no rank holds them any more.
+        The trainer would begin after ``step``. Return what :meth:`_capture` captured; None: nothing was recovered.
         """
-        call, manager = self._call, self._manager
         self.step = step
         self._tensors.arrange()
         for optimizer in self._tensors.optimizers:
             optimizer.zero_grad(set_to_none=True)
-        objects = None
-        if not call.is_first:
-            call.enter_phase("recovery", call.high_water)
-            objects = manager.recover(self._journal)
-            if objects is None and call.high_water > 0:
-                raise StateLostError(manager.refusal or "no rank holds the state in memory")
+        objects = self._recover()
         if objects is None:
             self._done = step
             require_same_step(step)
@@ -106,9 +79,9 @@ class SteppedTraining(JournaledTraining):
         else:
             self.step, self._done = objects["step"], objects["done"]
             if self.point is SnapshotPoint.LOADED:
-                manager.restore_streams()
-        manager.attach(self._journal, self.step)
-        call.steps.begin_data()
+                self._manager.restore_streams()
+        self._manager.attach(self._journal, self.step)
+        self._call.steps.begin_data()
         return objects
 
     @property

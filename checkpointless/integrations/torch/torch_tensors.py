@@ -79,10 +79,6 @@ class TorchTensors(TrainingTensors):
         is_known: whether the job's first update has shown what the optimizers do.
         group: the global ranks that hold the same. Default: what the meshes of the modules' DTensors say, else all
             ranks.
-
-    Raises:
-        UnrecoverableError: the modules or optimizers cannot be recovered.
-        ValueError: this rank is in no mesh of a parameter.
     """
 
     # A mesh does not tell whether a gradient is reduced along a dimension of replicas. FSDP2 does so with its
@@ -123,6 +119,7 @@ class TorchTensors(TrainingTensors):
         self._trained_at_first = list(map(_requires_grad, self._all_parameters))
         self._extra_state = _ExtraState(modules)
         self.optimizers = list(optimizers)
+        self.steps: Sequence[Callable[[], object]] = ()  # what makes the update; none: the optimizers' steps
         # Beside later updates threads may communicate.
         self._is_known = is_known
         self._frozen: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])  # by the list of the others
@@ -205,8 +202,8 @@ class TorchTensors(TrainingTensors):
     def finish_update(self) -> None:
         """Make one step of every optimizer, without communication (:meth:`watched`)."""
         with self.watched():
-            for optimizer in self.optimizers:
-                optimizer.step()
+            for step in self.steps or [optimizer.step for optimizer in self.optimizers]:
+                step()
 
     @contextmanager
     def watched(self) -> Iterator[None]:

@@ -40,6 +40,7 @@ def break_once(where: str, kind: str, rank: str, call: str) -> None:
     setattr(training, where, breaks)
 
 
+sys.argv = [each.replace("RUN_DIR", os.environ["CHECKPOINTLESS_RUN_DIR"]) for each in sys.argv]
 provider = example.datasets_provider
 if "--few" in sys.argv:
     sys.argv.remove("--few")

@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("megatron.core", reason="needs Megatron-core")
 
 from checkpointless.inprocess import UnrecoverableError
-from checkpointless.integrations.megatron.state import MegatronTensors, _Scales
+from checkpointless.integrations.megatron.state import MegatronTensors, _Buffers
 
 pytestmark = pytest.mark.nemo
 
@@ -69,7 +69,7 @@ def model(*layers: torch.nn.Module, fp8: str | None = "hybrid", recipe: str = "d
 def test_scales_and_histories_are_buffers_in_the_same_memory_and_not_saved() -> None:
     layer = Layer()
     chunk = model(layer)
-    _Scales([chunk])
+    _Buffers([chunk])
     buffers = dict(chunk.named_buffers())
     assert sorted(buffers) == [
         f"1.checkpointless_scaling_{way}_{name}" for way in ("bwd", "fwd") for name in ("amax_history", "scale")
@@ -107,14 +107,14 @@ def test_histories_that_are_too_large_to_be_kept_are_refused() -> None:
     layer = Layer()
     layer.fp8_meta["scaling_fwd"] = State(3, history=400_000)
     with pytest.raises(UnrecoverableError, match="set fp8_amax_history_len to less"):
-        _Scales([model(layer)])
+        _Buffers([model(layer)])
 
 
 @pytest.mark.parametrize(
     "chunk", [model(Layer(), fp8=None), model(Layer(), recipe="tensorwise"), model(DotProductAttention())]
 )
 def test_layers_that_keep_no_scales_are_left_alone(chunk: torch.nn.Module) -> None:
-    _Scales([chunk])
+    _Buffers([chunk])
     assert dict(chunk.named_buffers()) == {}
     assert all(layer.fp8_meta == {} for layer in chunk.modules() if isinstance(layer, Layer))
 
@@ -122,4 +122,4 @@ def test_layers_that_keep_no_scales_are_left_alone(chunk: torch.nn.Module) -> No
 @pytest.mark.parametrize("layer", [Unknown(), Foreign()])
 def test_a_layer_that_keeps_its_scales_elsewhere_is_refused(layer: Layer) -> None:
     with pytest.raises(UnrecoverableError, match=rf"FP8 scales of 1 \({type(layer).__name__}\).*set fp8=None"):
-        _Scales([model(layer)])
+        _Buffers([model(layer)])

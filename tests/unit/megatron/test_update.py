@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,20 +16,12 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from checkpointless.inprocess import ParameterUpdateLock, UnrecoverableError
-from checkpointless.integrations.megatron.update import GuardedUpdate, _unguardable, check_contexts
+from checkpointless.integrations.megatron import state, update
+from checkpointless.integrations.megatron.state import MegatronTensors
+from checkpointless.integrations.megatron.update import GuardedUpdate, _obstacles, check_contexts
 from checkpointless.recovery import guard as recovery_guard
 
 pytestmark = pytest.mark.nemo
-
-
-class Scaler:
-    """Counts the steps that it has seen."""
-
-    def __init__(self) -> None:
-        self.seen = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"seen": self.seen}
 
 
 class Optimizer:
@@ -39,12 +32,10 @@ class Optimizer:
 
     def __init__(self, overflows: bool = False, **config: Any) -> None:
         self.config = SimpleNamespace(**config)
-        self.grad_scaler = Scaler()
         self.updates = 0
         self._overflows = overflows
 
     def prepare_grads(self) -> bool:
-        self.grad_scaler.seen += 1
         return self._overflows
 
     def step_with_ready_grads(self) -> bool:
@@ -53,6 +44,14 @@ class Optimizer:
 
     def step(self) -> bool:
         return not self.prepare_grads() and self.step_with_ready_grads()
+
+
+def distributed(params: list[Any], **attributes: Any) -> Any:
+    optimizer = object.__new__(DistributedOptimizer)
+    optimizer.config, optimizer.is_stub_optimizer = SimpleNamespace(), False  # type: ignore[assignment]
+    optimizer.optimizer = SimpleNamespace(param_groups=[{"params": params}])
+    vars(optimizer).update(attributes)
+    return optimizer
 
 
 @pytest.fixture
@@ -87,7 +86,7 @@ def guard(optimizer: Any, lock: ParameterUpdateLock) -> list[tuple[str, int]]:
         committed=lambda step: told.append(("committed", step)),
     )
     journal: Any = SimpleNamespace(ready=ready, applied=lambda: told.append(("applied", step)))
-    GuardedUpdate(optimizer, (), recovery_guard.UpdateGuard(call, journal))
+    GuardedUpdate(MegatronTensors((), optimizer), recovery_guard.UpdateGuard(call, journal))
     return told
 
 
@@ -104,95 +103,86 @@ def test_a_step_goes_one_way_whether_it_is_skipped_or_not(votes: list[Any], over
     assert lock.committed == 5
 
 
+# --- what is refused ----------------------------------------------------------------------------------------------
+
+
+def obstacle(optimizer: Any, *chunks: torch.nn.Module) -> str | None:
+    return next(_obstacles(optimizer, chunks), None)
+
+
+def offloaded() -> Optimizer:
+    optimizer: Any = Optimizer()
+    optimizer.optimizer = object.__new__(HybridDeviceOptimizer)
+    return optimizer
+
+
 @pytest.mark.parametrize(
-    ("config", "says"),
+    ("optimizer", "says"),
     [
-        ({"overlap_param_gather_with_optimizer_step": True}, "set overlap_param_gather_with_optimizer_step=False"),
         (
-            {"use_precision_aware_optimizer": True, "exp_avg_dtype": torch.uint8},
+            Optimizer(overlap_param_gather_with_optimizer_step=True),
+            "overlap_param_gather_with_optimizer_step=False",
+        ),
+        (
+            Optimizer(use_precision_aware_optimizer=True, exp_avg_dtype=torch.uint8),
             "set exp_avg_dtype to torch.float32 or torch.bfloat16",
         ),
+        (offloaded(), "optimizer_cpu_offload=False"),
     ],
 )
-def test_what_cannot_be_guarded_is_refused_with_what_to_set(config: dict[str, Any], says: str) -> None:
+def test_what_cannot_be_guarded_is_refused_with_what_to_set(optimizer: Optimizer, says: str) -> None:
+    tensors: Any = SimpleNamespace(optimizer=optimizer, modules=[])
     with pytest.raises(UnrecoverableError, match=says):
-        guard(Optimizer(**config), ParameterUpdateLock())
-
-
-def test_an_optimizer_that_is_offloaded_is_refused() -> None:
-    optimizer = Optimizer()
-    optimizer.optimizer = object.__new__(HybridDeviceOptimizer)  # type: ignore[assignment]
-    reason = _unguardable(optimizer)
-    assert reason is not None
-    assert "optimizer_cpu_offload=False" in reason
+        GuardedUpdate(tensors, recovery_guard.UpdateGuard(tensors, tensors))
 
 
 def test_a_precision_that_cannot_be_recovered_is_refused() -> None:
     chunks = [torch.nn.Linear(1, 1) for _ in range(2)]
     for chunk in chunks:
         chunk.config = SimpleNamespace(fp8="hybrid", fp4=None)  # type: ignore[assignment]
-    assert _unguardable(Optimizer(), chunks) is None
+    assert obstacle(Optimizer(), *chunks) is None
     chunks[1].config.fp4 = "e2m1"  # type: ignore[union-attr]
-    reason = _unguardable(Optimizer(), chunks)
-    assert reason is not None
-    assert "set fp4=None" in reason
+    assert "set fp4=None" in str(obstacle(Optimizer(), *chunks))
 
 
 @pytest.fixture
 def in_fp8(monkeypatch: pytest.MonkeyPatch) -> torch.nn.Module:
     """Return a module whose weight Megatron takes for a parameter in FP8."""
     chunk = torch.nn.Linear(1, 1)
-    monkeypatch.setattr(
-        "checkpointless.integrations.megatron.update.is_float8tensor", lambda each: each is chunk.weight
-    )
+    for module in (state, update):
+        monkeypatch.setattr(module, "is_float8tensor", lambda each: each is chunk.weight)
     return chunk
 
 
+MAIN = [torch.zeros(1)]
+
+
 @pytest.mark.parametrize(
-    ("frozen", "config", "says"),
+    ("make", "recipe", "says"),
     [
-        (True, {}, "frozen parameters in FP8: set fp8_param_gather=False"),
-        (False, {"use_precision_aware_optimizer": True}, "set use_precision_aware_optimizer=False"),
-        (False, {}, "set use_distributed_optimizer=True"),
+        (lambda _: Optimizer(use_precision_aware_optimizer=True), "", "set use_precision_aware_optimizer=False"),
+        (lambda _: Optimizer(), "", "set use_distributed_optimizer=True"),
+        (lambda weight: distributed([weight]), "", "set params_dtype"),
+        (lambda _: distributed(MAIN, grad_scaler=object()), "delayed", "set loss_scale=None"),
+        (lambda _: distributed(MAIN, grad_scaler=object()), "tensorwise", None),
+        (lambda _: distributed(MAIN, grad_scaler=None), "delayed", None),
     ],
 )
 def test_parameters_in_fp8_that_cannot_be_derived_are_refused(
-    in_fp8: torch.nn.Module, frozen: bool, config: dict[str, Any], says: str
+    in_fp8: torch.nn.Module, make: Callable[[object], Any], recipe: str, says: str | None
 ) -> None:
-    in_fp8.weight.requires_grad_(not frozen)
-    assert says in str(_unguardable(Optimizer(**config), [in_fp8]))
-
-
-def distributed(params: list[Any], **attributes: Any) -> Any:
-    optimizer = object.__new__(DistributedOptimizer)
-    optimizer.config, optimizer.is_stub_optimizer = SimpleNamespace(), False  # type: ignore[assignment]
-    optimizer.optimizer = SimpleNamespace(param_groups=[{"params": params}])
-    vars(optimizer).update(attributes)
-    return optimizer
-
-
-def test_parameters_in_fp8_of_a_distributed_optimizer_are_derived(in_fp8: torch.nn.Module) -> None:
-    assert _unguardable(distributed([torch.zeros(1)], grad_scaler=None), [in_fp8]) is None
-
-
-def test_parameters_in_fp8_without_main_parameters_are_refused(in_fp8: torch.nn.Module) -> None:
-    assert "set params_dtype" in str(_unguardable(distributed([in_fp8.weight]), [in_fp8]))
-
-
-@pytest.mark.parametrize(("recipe", "is_refused"), [("delayed", True), ("tensorwise", False)])
-def test_scales_that_change_in_a_skipped_step_are_refused(
-    in_fp8: torch.nn.Module, recipe: str, is_refused: bool
-) -> None:
-    in_fp8.config = SimpleNamespace(fp8="hybrid", fp8_recipe=recipe)  # type: ignore[assignment]
-    reason = _unguardable(distributed([torch.zeros(1)], grad_scaler=object()), [in_fp8])
-    assert (reason is not None and "set loss_scale=None" in reason) is is_refused
+    in_fp8.config = SimpleNamespace(fp8="hybrid", fp8_recipe=recipe) if recipe else None  # type: ignore[assignment]
+    found = obstacle(make(in_fp8.weight), in_fp8)
+    assert found is None if says is None else says in str(found)
+    in_fp8.weight.requires_grad_(False)
+    assert "frozen parameters in FP8: set fp8_param_gather=False" in str(obstacle(make(in_fp8.weight), in_fp8))
 
 
 def test_a_megatron_that_quantises_in_another_way_is_refused(
     in_fp8: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr(DistributedOptimizer, "_get_fp8_params_and_shard_fp32_from_fp8")
-    assert "does not know how this Megatron-core quantises" in str(_unguardable(distributed([]), [in_fp8]))
+    assert "does not know how this Megatron-core quantises" in str(obstacle(distributed([]), in_fp8))
 
 
 @pytest.mark.parametrize(

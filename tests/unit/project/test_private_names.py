@@ -36,7 +36,6 @@ LEFT = {
     "checkpointless/integrations/lightning/recoverable_strategy.py": 2,
     "checkpointless/integrations/megatron/cleanup.py": 1,
     "checkpointless/integrations/megatron/cpu_platform.py": 1,
-    "checkpointless/integrations/megatron/update.py": 1,
     "checkpointless/integrations/megatron/state.py": 1,
     "checkpointless/integrations/megatron/warm.py": 6,
     "checkpointless/integrations/torch/loop.py": 1,

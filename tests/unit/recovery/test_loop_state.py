@@ -14,14 +14,16 @@ import pytest
 import torch
 
 from checkpointless import Value
-from checkpointless.integrations.torch import loop_state
-from checkpointless.integrations.torch.loop_state import LoopState, Undeclared
+from checkpointless.integrations.torch import loop
+from checkpointless.integrations.torch.loop import _LoopState, _Undeclared
+from checkpointless.state.rank_local.declared import take_object
 from checkpointless.state.serialization import state_tree
+from checkpointless.state.serialization.digest import digest_value
 
 
 @pytest.fixture(autouse=True)
 def _nothing_was_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop_state, "_warned", set())
+    monkeypatch.setattr(loop, "_warned", set())
 
 
 @pytest.mark.parametrize(
@@ -59,16 +61,16 @@ def _nothing_was_named(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_declared_state_is_put_back_in_place(make: Any, change: Any) -> None:
     value = make()
-    state = LoopState({"it": value})
-    taken = loop_state._digest(value)
+    state = _LoopState({"it": value})
+    taken = digest_value(take_object(value))
     kept = {name: state_tree.loads(state_tree.dumps(each)) for name, each in state.values().items()}
     change(value)
-    assert loop_state._digest(value) != taken
+    assert digest_value(take_object(value)) != taken
     state.put(kept)
-    assert loop_state._digest(value) == taken
+    assert digest_value(take_object(value)) == taken
 
 
-def _train(undeclared: Undeclared, steps: int) -> Iterator[int]:
+def _train(undeclared: _Undeclared, steps: int) -> Iterator[int]:
     """Stand in for the generator of the steps."""
     for step in range(1, steps + 1):
         undeclared.look(sys._getframe(1))
@@ -84,7 +86,7 @@ def test_variables_that_change_are_named(caplog: pytest.LogCaptureFixture) -> No
     average, best, still = 0.0, None, [1]
     scaler = torch.amp.GradScaler("cpu")
     other = torch.nn.Linear(2, 2)
-    for step in _train(Undeclared(LoopState({}), []), 5):
+    for step in _train(_Undeclared([]), 5):
         loss = 1.0 / step
         norms.append(loss)
         average = 0.9 * average + 0.1 * loss
@@ -102,8 +104,8 @@ def test_what_is_declared_or_restored_anyway_is_not_named(caplog: pytest.LogCapt
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     state = {"norms": norms}
     wrapped = torch.nn.Sequential(model)
-    known = [optimizer, state, model, *model.parameters()]
-    for step in _train(Undeclared(LoopState(state), known), 5):
+    known = [optimizer, state, norms, model, *model.parameters()]
+    for step in _train(_Undeclared(known), 5):
         norms.append(float(step))
         with torch.no_grad():
             model.weight.add_(1)
@@ -113,7 +115,7 @@ def test_what_is_declared_or_restored_anyway_is_not_named(caplog: pytest.LogCapt
 
 def test_an_iterator_from_before_the_first_step_is_named(caplog: pytest.LogCaptureFixture) -> None:
     batches = iter([torch.zeros(1)] * 9)
-    for _ in _train(Undeclared(LoopState({}), []), 4):
+    for _ in _train(_Undeclared([]), 4):
         next(batches)
     (said,) = _named(caplog)
     assert "the iterator batches was made before the first step" in said
@@ -121,7 +123,7 @@ def test_an_iterator_from_before_the_first_step_is_named(caplog: pytest.LogCaptu
 
 def test_a_log_file_is_no_iterator_of_data(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with (tmp_path / "log").open("a") as log, (tmp_path / "log").open() as rows:
-        for step in _train(Undeclared(LoopState({}), []), 4):
+        for step in _train(_Undeclared([]), 4):
             print(step, rows.readline(), file=log)
     (said,) = _named(caplog)
     assert "the iterator rows was made before the first step" in said
@@ -131,7 +133,7 @@ def test_none_tuples_and_arrays_are_looked_at(caplog: pytest.LogCaptureFixture) 
     average: Any = None
     hidden: Any = (torch.zeros(1), torch.zeros(1))
     table, rows = np.zeros(2), [[0]] * 100_000
-    for step in _train(Undeclared(LoopState({}), []), 4):
+    for step in _train(_Undeclared([]), 4):
         average = float(step) if average is None else 0.9 * average + step
         hidden = (hidden[0] + 1, hidden[1])
         table[0] += step

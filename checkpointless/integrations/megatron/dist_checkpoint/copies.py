@@ -101,16 +101,8 @@ class Copies:
         """Begin a save: copy this rank's part to host memory, and have the copy kept in the background. Collective.
 
         Copies of other checkpoints are forgotten, but for the newest whole one and those still being written.
-
-        Args:
-            content: this rank's part, with the live tensors.
-            exchanges: whether all ranks can exchange parts.
-
-        Returns:
-            The copy, which is not to be changed before the save has ended; None: there was no room for it.
-
-        Raises:
-            ValueError: the ranks cannot be divided as replication wants it.
+        ``exchanges`` says whether all ranks can exchange parts. Return the copy, which is not to be changed before
+        the save has ended; None: there was no room for it.
         """
         copier, copied = self.prepare(), None
         try:
@@ -123,9 +115,7 @@ class Copies:
     def end(self, save: SaveId, is_whole: bool) -> None:
         """End a save: wait, not for long, until its copies are where they belong.
 
-        Args:
-            save: the save.
-            is_whole: whether all of the checkpoint is on storage. Otherwise its copies are of no use.
+        Unless all of the checkpoint is on storage (``is_whole``), its copies are of no use.
         """
         # Checkpoints end in their order, and their tokens begin with the time: what began before never ends.
         ended = self._writing.get(save)

@@ -15,10 +15,9 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 import torch
@@ -88,7 +87,7 @@ def _values_of(content: Content, identity: _Identity) -> dict[str, Tree]:
     if theirs != identity:
         raise PartError(f"a part is of the checkpoint {theirs.name} ({theirs.save}), not of {identity.name}")
     for chunk in chunks:
-        if chunk.kind is _Kind.TENSOR and not chunk.fits(values[chunk.id]):
+        if not (chunk.is_object or chunk.fits(values[chunk.id])):
             raise PartError(f"{chunk.words} is not what a part of {identity.save} says")
     return values
 
@@ -133,13 +132,6 @@ State: TypeAlias = Any
 Strategy: TypeAlias = Any
 
 
-class _Kind(str, Enum):
-    """What a chunk is a piece of."""
-
-    TENSOR = "tensor"
-    OBJECT = "object"
-
-
 class _Chunk(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """One chunk. Replicas of it, on any ranks, have the same fields.
 
@@ -147,7 +139,6 @@ class _Chunk(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     flattened chunk that it is restricted to (None: all of it). An object has no local shape and no dtype.
     """
 
-    kind: _Kind
     key: str
     global_shape: tuple[int, ...]
     global_offset: tuple[int, ...]
@@ -159,12 +150,14 @@ class _Chunk(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     def of(cls, leaf: Leaf) -> _Chunk:
         shape, offset = _numbers(leaf.global_shape), _numbers(leaf.global_offset)
         if isinstance(leaf, ShardedObject):
-            return cls(_Kind.OBJECT, leaf.key, shape, offset)
+            return cls(leaf.key, shape, offset)
         flat = getattr(leaf, "flattened_range", None)  # Megatron-core 0.16 has no such tensors any more
         bounds = None if flat is None else (int(flat.start), int(flat.stop))
-        return cls(
-            _Kind.TENSOR, leaf.key, shape, offset, _numbers(leaf.local_shape), bounds, dtype_name(leaf.dtype)
-        )
+        return cls(leaf.key, shape, offset, _numbers(leaf.local_shape), bounds, dtype_name(leaf.dtype))
+
+    @property
+    def is_object(self) -> bool:
+        return not self.dtype
 
     @property
     def id(self) -> str:
@@ -173,7 +166,7 @@ class _Chunk(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
     @property
     def words(self) -> str:
-        return f"{self.kind.value} {self.key} at {list(self.global_offset)}"
+        return f"{'object' if self.is_object else 'tensor'} {self.key} at {list(self.global_offset)}"
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -183,7 +176,7 @@ class _Chunk(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     @property
     def nbytes(self) -> int:
         """The size of a tensor's chunk in bytes; 0 for an object, whose size is not known beforehand."""
-        return torch.Size(self.shape).numel() * dtype_of(self.dtype).itemsize if self.kind is _Kind.TENSOR else 0
+        return 0 if self.is_object else torch.Size(self.shape).numel() * dtype_of(self.dtype).itemsize
 
     def fits(self, tensor: torch.Tensor) -> bool:
         """Return whether ``tensor`` has the dtype and the shape of the chunk."""
@@ -192,10 +185,9 @@ class _Chunk(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
 def _leaves_of(state: State) -> list[Leaf]:
     """Return the leaves of a sharded state, nested dicts and lists, in their order."""
-    if isinstance(state, Leaf):
-        return [state]
-    items = state.values() if isinstance(state, Mapping) else state if isinstance(state, list) else ()
-    return [leaf for item in items for leaf in _leaves_of(item)]
+    leaves: list[Leaf] = []
+    _replaced(state, leaves.append)
+    return leaves
 
 
 def _replaced(state: State, replace: Callable[[Leaf], Any]) -> State:
@@ -220,7 +212,6 @@ def _numbers(values: Any) -> tuple[int, ...]:
 
 FILE = "checkpointless.json"
 _METADATA = ".metadata"  # what torch writes last of the chunks
-_VERSION = 1
 
 
 class _Identity(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -238,9 +229,9 @@ class _Identity(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 
 
 class _File(msgspec.Struct, forbid_unknown_fields=True):
-    """What the file says: the identity, and size and time of ``.metadata``."""
+    """What the file says: the version of its format, the identity, and size and time of ``.metadata``."""
 
-    version: int
+    version: Literal[1]
     identity: _Identity
     metadata: list[int]
 
@@ -259,7 +250,7 @@ def _write_identity(identity: _Identity, checkpoint_dir: str | os.PathLike[str])
     """Write the identity of a checkpoint whose ``.metadata`` is written."""
     folder = Path(checkpoint_dir)
     unfinished = folder / f".{FILE}.tmp"
-    unfinished.write_bytes(msgspec.json.encode(_File(_VERSION, identity, _stamp(folder))))
+    unfinished.write_bytes(msgspec.json.encode(_File(1, identity, _stamp(folder))))
     os.replace(unfinished, folder / FILE)
 
 
@@ -270,8 +261,6 @@ def _read_identity(checkpoint_dir: str | os.PathLike[str]) -> _Identity | None:
         return None
     try:
         about = msgspec.json.decode((folder / FILE).read_bytes(), type=_File)
-        if about.version != _VERSION:
-            raise ValueError(f"it is of version {about.version}")
         if about.metadata != _stamp(folder) or about.identity.name != _name_of(folder):
             raise ValueError("it is of another checkpoint")
     except FileNotFoundError:
@@ -294,13 +283,12 @@ class LoadError(CheckpointingException):
     """A checkpoint was not loaded, on no rank; the message says what is missing or damaged, and where."""
 
 
-@dataclass(frozen=True)
-class _LoadReport:
+class _LoadReport(NamedTuple):
     """Where the chunks of a load came from: bytes of unique tensor chunks by a place of copies, or ``storage``."""
 
-    nbytes: dict[str, int] = field(default_factory=dict)
-    chunks: int = 0
-    seconds: float = 0.0
+    nbytes: dict[str, int]
+    chunks: int
+    seconds: float
 
     def __str__(self) -> str:
         places = ", ".join(f"{nbytes} bytes from {place}" for place, nbytes in self.nbytes.items())
@@ -378,13 +366,13 @@ class CopiesLoadStrategy:
         """Return what this rank has read from storage, and what other ranks have sent to it. Collective."""
         readers = _readers_of({id_: need for id_, need in needs.items() if id_ not in found.sources})
         own = [id_ for id_, reader in readers.items() if reader == own_rank()]
-        read = _read(self.wrapped, checkpoint_dir, {id_: wanted.leaf(id_) for id_ in own})
-        held = {id_: _encoded(value) if needs[id_].is_object else value for id_, value in read.items()}
+        read = _read(self.wrapped, checkpoint_dir, {id_: wanted.leaves[id_] for id_ in own})
+        held = {id_: _encoded(value) if wanted.chunks[id_].is_object else value for id_, value in read.items()}
         told = gather([id_ for id_, value in held.items() if value is None])
         opaque = {id_ for each in told for id_ in each}  # objects that cannot be sent: every rank reads its own
         if opaque:
             again = [id_ for id_ in sorted(opaque - read.keys()) if own_rank() in needs[id_].ranks]
-            read |= _read(self.wrapped, checkpoint_dir, {id_: wanted.leaf(id_) for id_ in again})
+            read |= _read(self.wrapped, checkpoint_dir, {id_: wanted.leaves[id_] for id_ in again})
         sources = {id_: rank for id_, rank in {**found.sources, **readers}.items() if id_ not in opaque}
         sent = _deliveries_of(sources, needs, world_size())
         own_values = {**found.values, **held}
@@ -500,21 +488,19 @@ def _line_of(error: BaseException) -> str:
 # --- who reads and sends what: pure functions of plain values, equal on all ranks ---------------------------------
 
 
-@dataclass
-class _Need:
-    """What ranks need of one chunk; the ranks are ascending."""
+class _Need(NamedTuple):
+    """The size of one chunk, and the ranks that need it, which are ascending."""
 
     nbytes: int
-    is_object: bool
-    ranks: list[int] = field(default_factory=list)
+    ranks: list[int]
 
 
 def _needs_of(everybodys: Sequence[Mapping[str, Parsed]]) -> dict[str, _Need]:
     """Return what the ranks need, by chunk, from the wishes that each rank has sent."""
     needs: dict[str, _Need] = {}
     for rank, wishes in enumerate(everybodys):
-        for id_, (nbytes, is_object) in wishes.items():
-            needs.setdefault(id_, _Need(int(nbytes), bool(is_object))).ranks.append(rank)
+        for id_, nbytes in wishes.items():
+            needs.setdefault(id_, _Need(int(nbytes), [])).ranks.append(rank)
     return dict(sorted(needs.items()))
 
 
@@ -559,26 +545,22 @@ class _Wanted:
 
     def __init__(self, state: State) -> None:
         self._state = state
-        self._chunks: dict[str, _Chunk] = {}
-        self._leaves: dict[str, Leaf] = {}  # one that stands for each chunk
+        self.chunks: dict[str, _Chunk] = {}
+        self.leaves: dict[str, Leaf] = {}  # one that stands for each chunk
         self._id_of: dict[int, str] = {}  # by the identity of the leaf
         for leaf in _leaves_of(state):
             chunk = _Chunk.of(leaf)
-            self._chunks[chunk.id] = chunk
-            self._leaves.setdefault(chunk.id, leaf)
+            self.chunks[chunk.id] = chunk
+            self.leaves.setdefault(chunk.id, leaf)
             self._id_of[id(leaf)] = chunk.id
 
     def told(self) -> dict[str, Json]:
-        """Return what the other ranks have to know: for each chunk, the bytes and whether it is an object."""
-        return {id_: [chunk.nbytes, chunk.kind is _Kind.OBJECT] for id_, chunk in self._chunks.items()}
-
-    def leaf(self, id_: str) -> Leaf:
-        """Return a leaf that stands for a chunk."""
-        return self._leaves[id_]
+        """Return what the other ranks have to know: the bytes of each chunk."""
+        return {id_: chunk.nbytes for id_, chunk in self.chunks.items()}
 
     def room(self, id_: str) -> torch.Tensor | None:
         """Return the tensor that a chunk is to be loaded into; None: the sharded state has none."""
-        data = self._leaves[id_].data
+        data = self.leaves[id_].data
         return data if isinstance(data, torch.Tensor) else None
 
     def loaded(self, read: Mapping[str, Any], sent: Mapping[str, Tree], borrowed: Collection[str]) -> State:

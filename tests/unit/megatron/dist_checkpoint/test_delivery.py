@@ -28,7 +28,7 @@ def test_each_chunk_is_read_once_and_sent_once_to_each_rank_that_needs_it(
     wishes: list[set[str]], sizes: list[int], sources: list[int]
 ) -> None:
     about, source_of = dict(zip(CHUNKS, sizes)), dict(zip(CHUNKS, sources))
-    needs = _needs_of([{id_: [about[id_], False] for id_ in each} for each in wishes])
+    needs = _needs_of([{id_: about[id_] for id_ in each} for each in wishes])
     readers = _readers_of(needs)
     assert readers.keys() == needs.keys() == set().union(*wishes)
     assert all(id_ in wishes[rank] for id_, rank in readers.items())
@@ -40,7 +40,7 @@ def test_each_chunk_is_read_once_and_sent_once_to_each_rank_that_needs_it(
 
 @given(sizes)
 def test_what_all_need_is_read_evenly(sizes: list[int]) -> None:
-    readers = _readers_of({id_: _Need(size, False, [*range(WORLD)]) for id_, size in zip(CHUNKS, sizes)})
+    readers = _readers_of({id_: _Need(size, [*range(WORLD)]) for id_, size in zip(CHUNKS, sizes)})
     load = Counter({rank: 0 for rank in range(WORLD)})
     for id_, size in zip(CHUNKS, sizes):
         load[readers[id_]] += max(1, size)
@@ -49,7 +49,7 @@ def test_what_all_need_is_read_evenly(sizes: list[int]) -> None:
 
 @pytest.mark.parametrize("world", [2, 3, 4, 8, 64])
 def test_when_all_send_to_all_many_pairs_work_at_the_same_time(world: int) -> None:
-    needs = {str(rank): _Need(1, False, [*range(world)]) for rank in range(world)}
+    needs = {str(rank): _Need(1, [*range(world)]) for rank in range(world)}
     free = [0] * world  # by rank, when it has made its deliveries so far
     for each in _deliveries_of({str(rank): rank for rank in range(world)}, needs, world):
         free[each.source] = free[each.destination] = max(free[each.source], free[each.destination]) + 1

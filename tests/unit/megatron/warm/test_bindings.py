@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from checkpointless.integrations.megatron.warm import _rebind
+from checkpointless.integrations.megatron.warm import _Walk
 
 pytestmark = pytest.mark.nemo  # the folder of the code imports Megatron-core
 
@@ -64,7 +64,7 @@ def test_every_place_is_found() -> None:
         "parameter": parameter,
         "owner": owner,
     }
-    assert _rebind([roots], {id(old): new}) == 15
+    assert _Walk([roots], {id(old): new}).replaced == 15
     assert roots["list"] == [new, (kept, new)]
     assert roots["dict"] == {"a": {"b": new}}
     assert roots["pair"] == Pair(new, kept)
@@ -88,5 +88,5 @@ class Tracker:
 def test_methods_are_bound_to_the_successor() -> None:
     old, new = Tracker(), Tracker()
     owner = SimpleNamespace(context=old.fork, partial=functools.partial(old.fork), tracker=old)
-    assert _rebind([owner], {id(old): new}) == 3
+    assert _Walk([owner], {id(old): new}).replaced == 3
     assert owner.context() is owner.partial() is owner.tracker is new
