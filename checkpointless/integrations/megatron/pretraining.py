@@ -167,24 +167,19 @@ class _Training(JournaledTraining):
 
         ``reduced`` are the losses that the loop reports; none on a rank outside of the last pipeline stage.
         """
-        if self.replayed is None:
-            if self._call.parameter_update_lock.committed < self._call.steps.making:
-                return
+        loss = (
+            None if self._log is None else float(sum(map(float, reduced.values())))
+        )  # which a device is asked for
+        if self.replayed is not None:
+            self._record(loss, once=True)
+        elif self._call.parameter_update_lock.committed >= self._call.steps.making:
             self.step = self._call.steps.making
-        if self._log is not None:
-            self._record_once(sum(float(value) for value in reduced.values()))
-        if self.replayed is None:
+            if self._log is not None:
+                self._tensors.gather(late=True)  # the next forward pass would come too late
+            self._record(loss)
             self._call.end_step()
             self._call.enter_phase("between", self.step)
         self.replayed = None
-
-    def _record_once(self, loss: float) -> None:
-        """Record the step, unless it is replayed and was recorded before. Collective."""
-        if self.replayed is None:
-            self._tensors.gather(late=True)  # the next forward pass would come too late
-        elif self._log is not None and (self._log.last_step() or 0) >= self.step:
-            return
-        self._record(loss)
 
     def end(self) -> None:
         """Make no more copies of this training, whose loop is over."""

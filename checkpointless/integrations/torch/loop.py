@@ -216,9 +216,12 @@ class JournaledTraining(FrontEnd):
         """Return a number that changes with the epoch."""
         return 0
 
-    def _record(self, loss: float | None) -> None:
-        """Record the committed step, if that is requested (``--record-steps``)."""
-        if self._log is None:
+    def _record(self, loss: float | None, once: bool = False) -> None:
+        """Record the committed step, if that is requested (``--record-steps``).
+
+        With ``once`` it is left alone if it was recorded before a fault.
+        """
+        if self._log is None or (once and (self._log.last_step() or 0) >= self.step):
             return
         state, step, params = self.state, self.step, digest_parameters(self.state.modules)
         extras = StepExtras(
@@ -419,9 +422,8 @@ class LoopTraining(JournaledTraining, ABC):
         self.step, self._done = (objects["step"], objects["done"]) if objects is not None else (done, done)
         if not self._call.is_first:
             states = manager.own.streams.newest(self.step)
-            recorded = max(self._done, self._log.last_step() or 0) if self._log is not None else self.step
-            if recorded < self.step and states is not None:
-                self._record(states.loss)  # committed, but the fault came before it was recorded
+            if self._done < self.step and states is not None:
+                self._record(states.loss, once=True)  # committed, but the fault came before it was recorded
             if objects is not None:
                 self._ends = objects["ends"]
                 self._resumed_in = int((states.own if states is not None and states.own else {}).get("call", 0))

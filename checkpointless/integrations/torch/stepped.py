@@ -132,8 +132,7 @@ class SteppedTraining(JournaledTraining):
         if self.replayed is not None:
             losses, self.replayed = self.replayed["losses"], None
             self._put_back()  # whatever the trainer has done meanwhile
-            if self._log is not None and (self._log.last_step() or 0) < self.step:
-                self._record(_sum(losses))
+            self._record(_sum(losses), once=True)
             return
         call, loss = self._call, _sum(self.losses)
         call.steps.loss = loss
