@@ -173,10 +173,7 @@ def test_an_optimizer_that_somebody_has_changed_is_not_kept(hook: str) -> None:
         assert training.kept.unfit() == "the optimizer has other hooks or functions than when it was built"
 
 
-# --- what ranks exchange that build -------------------------------------------------------------------------------
-
-
-# --- what a half-made step has left -------------------------------------------------------------------------------
+# --- what ranks exchange that build, and what a half-made step has left ------------------------------------------
 
 
 @pytest.mark.parametrize("ties", [True, False])
