@@ -19,15 +19,27 @@ from checkpointless.system.layout import Layout, LayoutError
 if TYPE_CHECKING:
     from checkpointless.recovery import Tier
 
-PLAIN_STRATEGY = "nemo.lightning.MegatronStrategy"
 
+def check(config: DictConfig, layout: Layout, needs_replicas: bool = False) -> None:
+    """Raise a RecipeError that says what to set if the recipe cannot be trained, as far as its values show.
 
-def check_settings(config: DictConfig) -> None:
-    """Raise a RecipeError that says what to set if the recipe cannot be trained, as far as its values show."""
+    Args:
+        layout: how its ranks are laid out.
+        needs_replicas: whether what is recovered from memory alone has to have two holders.
+    """
+    _check_layout(config, layout)
     _check_steps(config)
     _check_callbacks(config)
     if checkpointless_enabled(config):
         _check_checkpointless(config)
+    tiers = tiers_of(config)
+    for tier in tiers:
+        try:
+            tier.distances(layout.world_size, layout.ranks_per_node)
+        except ValueError as error:
+            raise RecipeError(f"checkpointless.tiers: {error}") from error
+    if needs_replicas and checkpointless_enabled(config) and not tiers:
+        _check_replicas(layout)
 
 
 def _check_steps(config: DictConfig) -> None:
@@ -55,7 +67,7 @@ def _check_callbacks(config: DictConfig) -> None:
 
 def _check_checkpointless(config: DictConfig) -> None:
     strategy = _value(config, "strategy._target_")
-    if strategy != PLAIN_STRATEGY:
+    if strategy != "nemo.lightning.MegatronStrategy":
         raise RecipeError(f"`checkpointless:` knows nemo.lightning.MegatronStrategy, not {strategy}")
     for key, least in (("memory_budget_bytes", 1), ("rng_replication_jump", 0), ("sdc_check_every", 1)):
         value = _value(config, f"checkpointless.{key}")
@@ -130,8 +142,7 @@ def layout_of(config: DictConfig, nodes: int | None = None, ranks_per_node: int 
     )
 
 
-def check_layout(config: DictConfig, layout: Layout) -> None:
-    """Raise a RecipeError that says why if the recipe's ranks cannot be laid out in this way."""
+def _check_layout(config: DictConfig, layout: Layout) -> None:
     layers = OmegaConf.select(config, "model.config.num_layers")
     heads = OmegaConf.select(config, "model.config.num_attention_heads")
     try:
@@ -140,8 +151,7 @@ def check_layout(config: DictConfig, layout: Layout) -> None:
         raise RecipeError(str(error)) from error
 
 
-def check_replicas(layout: Layout) -> None:
-    """Raise a RecipeError that says what to set if a shard has only one holder, with which it is lost."""
+def _check_replicas(layout: Layout) -> None:
     if min(map(len, layout.replica_groups())) < 2:
         if layout.sharded and layout.instances == 1:
             raise RecipeError(
@@ -196,15 +206,6 @@ def tiers_of(config: DictConfig) -> list[Tier]:
         return make_tiers(settings)
     except ValueError as error:
         raise RecipeError(f"checkpointless.tiers: {error}") from error
-
-
-def check_tiers(config: DictConfig, layout: Layout) -> None:
-    """Raise a RecipeError if a tier cannot be made, or the ranks cannot keep copies as it wants."""
-    for tier in tiers_of(config):
-        try:
-            tier.distances(layout.world_size, layout.ranks_per_node)
-        except ValueError as error:
-            raise RecipeError(f"checkpointless.tiers: {error}") from error
 
 
 def _tier_lines(config: DictConfig, layout: Layout) -> list[str]:

@@ -12,7 +12,7 @@ import copy
 import functools
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,14 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from checkpointless.integrations.megatron import cpu_platform
-from checkpointless.recipes.checks import (
-    PLAIN_STRATEGY,
-    check_layout,
-    check_settings,
-    check_tiers,
-    layout_of,
-    tiers_of,
-)
+from checkpointless.recipes.checks import check, layout_of, tiers_of
 from checkpointless.recipes.settings import (
     RecipeError,
     checkpointless_enabled,
@@ -80,8 +73,6 @@ def prepare_process() -> None:
 def _with_checkpointless(config: DictConfig) -> DictConfig:
     """Return the recipe with the strategy and the callback that its `checkpointless:` block stands for."""
     config = config.copy()
-    if config.strategy._target_ != PLAIN_STRATEGY:
-        raise RecipeError(f"`checkpointless:` knows {PLAIN_STRATEGY}, not {config.strategy._target_}")
     config.strategy._target_ = "checkpointless.strategies.CheckpointlessMegatronStrategy"
     for name, default in (("warm", True), ("sdc_check_every", None)):
         OmegaConf.update(config, f"strategy.{name}", config.checkpointless.get(name, default), force_add=True)
@@ -95,7 +86,7 @@ def _with_checkpointless(config: DictConfig) -> DictConfig:
 
 def _completed(config: DictConfig) -> DictConfig:
     """Return the recipe with everything that its objects are made of, which is the same each time they are made."""
-    check_layout(config, layout_of(config, 1, own_world_size()))
+    check(config, layout_of(config, 1, own_world_size()))
     if needs_gpu(config) and not torch.cuda.is_available():
         raise RecipeError("this recipe needs GPUs, and there is none here")
     whole = _with_checkpointless(config) if checkpointless_enabled(config) else config.copy()
@@ -113,16 +104,17 @@ def build(config: DictConfig) -> _Job:
 
 
 def _objects(config: DictConfig) -> _Job:
-    data = _make(config, "data")
-    model = _make(config, "model", tokenizer=data.tokenizer)
-    made = [_make(config, f"callbacks.{name}") for name in config.get("callbacks") or ()]
+    part: Callable[..., Any] = functools.partial(make, config)
+    data = part("data")
+    model = part("model", tokenizer=data.tokenizer)
+    made = [part(f"callbacks.{name}") for name in config.get("callbacks") or ()]
     callbacks = [each for each in made if each is not None]  # null takes one out
-    trainer = _make(config, "trainer", strategy=_make(config, "strategy"), callbacks=callbacks)
-    peft = _make(config, "peft")
+    trainer = part("trainer", strategy=part("strategy"), callbacks=callbacks)
+    peft = part("peft")
     if peft is not None:
         _set_with_io(model, "model_transform", peft)
         trainer.callbacks.append(peft)
-    return _Job(model, data, _make(config, "optim"), trainer, _make(config, "log"), _make(config, "resume"))
+    return _Job(model, data, part("optim"), trainer, part("log"), part("resume"))
 
 
 def _fit(config: DictConfig) -> nl.Trainer:
@@ -169,8 +161,9 @@ def train(config: DictConfig) -> nl.Trainer:
     Returns:
         The trainer, after the last step.
     """
+    whole = _completed(config)
     if not checkpointless_enabled(config):
-        return _fit(_completed(config))
+        return _fit(whole)
     from checkpointless.inprocess import HPCallWrapper, HPWrapper
     from checkpointless.recovery import CheckpointManager, PEFTCheckpointManager
     from checkpointless.transfer.transfer import MEMORY_BUDGET_BYTES
@@ -183,7 +176,6 @@ def train(config: DictConfig) -> nl.Trainer:
         rng_replication_jump=config.checkpointless.get("rng_replication_jump"),
         tiers=tiers_of(config),
     )
-    whole = _completed(config)
 
     @HPWrapper(checkpoint_manager=manager)
     def block(caller: HPCallWrapper) -> nl.Trainer:
@@ -219,27 +211,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise RecipeError("usage: python -m checkpointless.recipes.runner RECIPE [key=value ...]")
         config = load(arguments[0], arguments[1:])
         require_complete(config, arguments[0])
-        layout = layout_of(config, 1, own_world_size())
-        check_layout(config, layout)
-        check_settings(config)
-        check_tiers(config, layout)
         train(config)
     except RecipeError as error:
         sys.stderr.write(f"{error}\n")
         return 2
     return 0
-
-
-def _make(config: DictConfig, key: str, **objects: Any) -> Any:
-    """Make one part of the recipe; return None if the recipe does not have it."""
-    try:
-        return make(config, key, **objects)
-    except _ObjectError as error:
-        cause = error.__cause__
-        if isinstance(cause, OSError) and not getattr(cause, "filename", None):
-            advice = "NeMo downloads what a recipe leaves out, such as a tokenizer: name one that is here"
-            raise RecipeError(f"{error} ({advice})") from cause
-        raise
 
 
 def _set_with_io(target: Any, attribute: str, value: Any) -> None:
@@ -255,11 +231,8 @@ def _set_with_io(target: Any, attribute: str, value: Any) -> None:
 # resolves the configuration of each object, which took two thirds of the time until a rank had its objects again.
 
 _TARGET, _ARGS, _PARTIAL, _RECURSIVE = "_target_", "_args_", "_partial_", "_recursive_"
+_DOWNLOADS = " (NeMo downloads what a recipe leaves out, such as a tokenizer: name one that is here)"
 _OWN_KEYS = frozenset({_TARGET, _ARGS, _PARTIAL, _RECURSIVE, "_convert_"})
-
-
-class _ObjectError(RecipeError):
-    """Raised if an object cannot be made; the message is one line, the cause what its target raised."""
 
 
 def make(config: DictConfig, key: str, **objects: object) -> object:
@@ -297,16 +270,17 @@ def _made(node: Any, where: str, recursive: bool, objects: dict[str, object]) ->
             return functools.partial(called, *args, **given, **objects)
         return called(*args, **given, **objects)
     except Exception as error:
-        raise _ObjectError(f"{where}: {first_line(error)}") from error
+        fetches = isinstance(error, OSError) and not error.filename
+        raise RecipeError(f"{where}: {first_line(error)}{_DOWNLOADS if fetches else ''}") from error
 
 
 def _called(target: Any, where: str) -> Any:
     try:
         found = get_object(target)
     except Exception as error:
-        raise _ObjectError(f"{where}: _target_ {target} cannot be imported: {first_line(error)}") from error
+        raise RecipeError(f"{where}: _target_ {target} cannot be imported: {first_line(error)}") from error
     if not callable(found):
-        raise _ObjectError(f"{where}: _target_ {target} cannot be called")
+        raise RecipeError(f"{where}: _target_ {target} cannot be called")
     return found
 
 

@@ -68,21 +68,8 @@ def _program(options: argparse.Namespace, config: DictConfig) -> Program:
 def _check_train(options: argparse.Namespace, has_cuda: Callable[[], bool]) -> DictConfig:
     """Load the recipe, check that it can be trained as asked, and fill in the numbers of nodes and ranks."""
     try:
-        from checkpointless.recipes.checks import (
-            check_layout,
-            check_replicas,
-            check_settings,
-            check_tiers,
-            layout_of,
-            tiers_of,
-        )
-        from checkpointless.recipes.settings import (
-            RecipeError,
-            checkpointless_enabled,
-            load,
-            needs_gpu,
-            require_complete,
-        )
+        from checkpointless.recipes.checks import check, layout_of
+        from checkpointless.recipes.settings import RecipeError, load, needs_gpu, require_complete
     except ImportError as error:
         raise UsageError(f"`train` needs {error.name}: pip install -e '.[nemo]' in a clone") from error
     name = options.recipe
@@ -101,11 +88,7 @@ def _check_train(options: argparse.Namespace, has_cuda: Callable[[], bool]) -> D
         if not options.dry_run:
             require_complete(config, name)
         layout = layout_of(config, options.nnodes or (None if options.dry_run else 1), options.nproc_per_node)
-        check_layout(config, layout)
-        check_settings(config)
-        check_tiers(config, layout)
-        if options.dry_run and checkpointless_enabled(config) and not tiers_of(config):
-            check_replicas(layout)
+        check(config, layout, needs_replicas=options.dry_run)
     except RecipeError as error:
         raise UsageError(str(error)) from error
     options.nnodes, options.nproc_per_node = layout.nodes, layout.ranks_per_node

@@ -143,7 +143,7 @@ def test_the_demo_fits_its_batch_to_its_ranks() -> None:
 
 @pytest.mark.nemo
 def test_the_demo_knows_what_its_recipe_is_made_of() -> None:
-    from checkpointless.recipes.checks import check_layout, check_settings, layout_of
+    from checkpointless.recipes.checks import check, layout_of
     from checkpointless.recipes.settings import load
 
     recipe = load(demo.RECIPE)
@@ -152,8 +152,7 @@ def test_the_demo_knows_what_its_recipe_is_made_of() -> None:
     for nproc, text in [(16, ""), (32, "pp=4"), (24, "tp=2"), (16, "ep=4"), (32, "pp=2,ep=4")]:
         task = Task(nproc, 3, parse_layout(text, TRAINERS["nemo"].keys), dropout=0.1)
         changed = load(demo.RECIPE, demo.overrides(task))
-        check_layout(changed, layout_of(changed, 1, nproc))
-        check_settings(changed)
+        check(changed, layout_of(changed, 1, nproc))
 
 
 def test_run_launches_what_was_asked(launched: list[LaunchConfig]) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("hydra", reason="recipes need hydra-core")
 
-from checkpointless.recipes.checks import check_layout, check_replicas, layout_of
+from checkpointless.recipes.checks import check, layout_of
 from checkpointless.recipes.settings import RecipeError, available, load
 from tests.unit.megatron_groups import megatron
 
@@ -33,8 +33,7 @@ def test_there_is_a_published_layout_of_every_recipe() -> None:
 def test_published_layouts_work_and_survive_the_loss_of_a_node(recipe: str) -> None:
     config = load(recipe)
     layout = layout_of(config)
-    check_layout(config, layout)
-    check_replicas(layout)
+    check(config, layout, needs_replicas=True)
     groups = layout.replica_groups()
     assert (layout.world_size, layout.data, groups[0][1] - groups[0][0]) == PUBLISHED[recipe]
     assert {len(group) for group in groups} == {2}
@@ -72,5 +71,6 @@ def test_replica_groups_are_megatrons_at_the_real_world_size(recipe: str, monkey
     ],
 )
 def test_no_replica_is_one_line_that_says_what_to_set(overrides: list[str], message: str) -> None:
+    config = load("tiny_gpt_cpu", overrides)
     with pytest.raises(RecipeError, match=message):
-        check_replicas(layout_of(load("tiny_gpt_cpu", overrides)))
+        check(config, layout_of(config), needs_replicas=True)

@@ -12,7 +12,8 @@ pytest.importorskip("hydra", reason="recipes need hydra-core")
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from checkpointless.recipes.runner import _ObjectError, make
+from checkpointless.recipes.runner import make
+from checkpointless.recipes.settings import RecipeError
 
 
 class Part:
@@ -74,6 +75,6 @@ def test_partial_objects_take_their_last_arguments_later() -> None:
     ],
 )
 def test_what_cannot_be_made_is_named(part: Any, message: str) -> None:
-    with pytest.raises(_ObjectError, match=message) as raised:
+    with pytest.raises(RecipeError, match=message) as raised:
         make(recipe(part), "part")
     assert "\n" not in str(raised.value)

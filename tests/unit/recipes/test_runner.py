@@ -7,7 +7,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from checkpointless.inprocess import UnrecoverableError
 from checkpointless.recipes import runner
-from checkpointless.recipes.checks import check_settings
+from checkpointless.recipes.checks import check, layout_of
 from checkpointless.recipes.runner import make
 from checkpointless.recipes.settings import RecipeError, load
 
@@ -42,7 +42,7 @@ def test_a_network_that_fails_may_work_the_next_time(recipe: DictConfig) -> None
 
 def test_a_callback_that_is_null_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     config = load("tiny_gpt_cpu", ["callbacks.one={_target_: builtins.dict, x: 1}", "callbacks.two=null"])
-    monkeypatch.setattr(runner, "_make", lambda config, key, **given: given or _object_of(config, key))
+    monkeypatch.setattr(runner, "make", lambda config, key, **given: given or _object_of(config, key))
     assert runner._objects(config).trainer["callbacks"] == [{"x": 1}]  # type: ignore[index]
 
 
@@ -57,4 +57,4 @@ def test_a_list_of_callbacks_is_refused_in_a_line() -> None:
     config = load("tiny_gpt_cpu")
     config.callbacks = [{"_target_": "builtins.object"}]
     with pytest.raises(RecipeError, match="callbacks has a name for each callback"):
-        check_settings(config)
+        check(config, layout_of(config))
