@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: sums would depend on the ranks of a node
 
 from benchmarks.common import ROOT, interruptible, machine, progress, search_path
+from benchmarks.users_chaos.draw import UsersCase, draw
 from checkpointless.faults.ledger import fired
 from checkpointless.faults.spec import DEADLY, HANGING, NODES, parse
 from checkpointless.launcher.agent.launch_config import LaunchConfig
@@ -36,7 +37,6 @@ from checkpointless.observability.telemetry.steps import Recording, read_steps
 from checkpointless.testing.demo.trainers import TRAINERS, Task
 from checkpointless.testing.jobs import Ended, Job, import_once, run_jobs
 from tests.ports import free_port
-from tests.ranks.users.draw import UsersCase, draw
 from tests.ranks.users.end import IN_ALL, Difference, compare_ends, read_ends
 from tests.ranks.users.processes import replaced_healthy
 

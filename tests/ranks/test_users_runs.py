@@ -19,7 +19,6 @@ from tests.ranks.users.cases import (
     KEEPERS,
     LARGE,
     LATE,
-    LONG,
     LONG_SHORT,
     METRICS,
     NOT_REFITTED,
@@ -48,7 +47,7 @@ def calm(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Calm:
 
 
 def _param(case: Case) -> Any:
-    marks = [pytest.mark.long] if case.name in LONG else []
+    marks = [pytest.mark.long] if case.is_long else []
     return pytest.param(case, id=case.name.replace(" ", "-").replace(",", ""), marks=marks)
 
 

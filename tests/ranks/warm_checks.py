@@ -29,12 +29,10 @@ class OldGroups(Callback):
         self._steps = count(1)  # no plain data: it begins anew in each generation
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Remember the groups of this generation."""
         groups: Any = c10d._world.pg_map
         _known[self._generation()] = [(each.group_desc, weakref.ref(each)) for each in groups]
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        """Look for old groups after the step that is due."""
         if next(self._steps) != self._after:
             return
         gc.collect()
@@ -58,7 +56,6 @@ class HookedModel(Callback):
     """Adds a hook to the model when training starts, as a user's callback may; twice, the loss would differ."""
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Add the hook."""
         layer = next(each for each in pl_module.modules() if type(each).__name__ == "MLP")
         layer.register_forward_hook(lambda module, args, output: (output[0] * 1.5, *output[1:]))
 
@@ -67,7 +64,6 @@ class ChangesInTheMiddle(Callback):
     """Lets a dropout act no more, and freezes parameters, in one step; nothing does so again later."""
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: object) -> None:
-        """Do so at the beginning of the fifth step."""
         if trainer.global_step == 4:
             dropout = next(each for each in pl_module.modules() if isinstance(each, torch.nn.Dropout) and each.p)
             dropout.eval()
@@ -78,7 +74,6 @@ class FirstWeights(Callback):
     """Keeps the weights that training begins with, and fails if they are trained ones."""
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Look at the first weights of the model, which are the same whenever it is built."""
         weight = next(pl_module.parameters())
         first = float(weight.sum())
         _first.setdefault("sum", first)
@@ -97,7 +92,6 @@ class NoSecondModel(Callback):
     """Fails if a model is built where one is kept: a second copy of the parameters, if only for a moment."""
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Forbid the configuration to build a model, in all generations of a process but its first."""
         config: Any = pl_module.config
         if _built:
             config.configure_model = _must_not_build
@@ -115,7 +109,6 @@ class ClassesOfTE(Callback):
     """Fails if a model has none of TransformerEngine's modules, or a linear layer that is not one of them."""
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Look at the model's classes."""
         classes = {type(each).__name__ for each in pl_module.modules()}
         assert {"TEDotProductAttention", "TELayerNormColumnParallelLinear", "LayerNorm"} <= classes, classes
         assert "RowParallelLinear" not in classes
@@ -125,7 +118,6 @@ class ChangedTE(Callback):
     """Changes an attribute of one of TransformerEngine's modules when training starts, as a user's callback may."""
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Change one that this layer does not read."""
         layer = next(each for each in pl_module.modules() if type(each).__name__ == "TERowParallelLinear")
         layer.use_bias = not layer.use_bias  # type: ignore[assignment]
 
@@ -134,7 +126,6 @@ class AdaptersOnce(Callback):
     """Fails if training goes on without adapters, with two in one layer, or with other names to be saved."""
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: object) -> None:
-        """Look at the adapters, which NeMo's callback has added by now."""
         names = [name for name, each in pl_module.named_modules() if type(each).__name__ == "LoRALinear"]
         assert names
         assert not any(".to_wrap" in name for name in names), names

@@ -24,7 +24,6 @@ class Averaging(pl.Callback):
         self.history = np.zeros(0)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
-        """Update the average."""
         for name, parameter in trainer.strategy.megatron_parallel.named_parameters():
             if name not in self.average:
                 self.average[name] = parameter.detach().clone()
@@ -34,11 +33,9 @@ class Averaging(pl.Callback):
         self.history = np.append(self.history, float(next(iter(self.average.values())).sum()))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the average, the number of its updates and its history."""
         return {"updates": self.updates, "average": dict(self.average), "history": self.history}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from ``state_dict``."""
         self.updates = state_dict["updates"]
         self.average = {name: tensor.clone() for name, tensor in state_dict["average"].items()}
         self.history = np.array(state_dict["history"])
@@ -51,56 +48,38 @@ class KeepsByHooks(pl.Callback):
         self.batches = 0
 
     def on_train_batch_end(self, *args: Any) -> None:
-        """Count one more batch."""
         self.batches += 1
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Write the count into the checkpoint."""
         checkpoint["keeps_by_hooks"] = {"batches": self.batches}
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Read the count out of the checkpoint."""
         self.batches = checkpoint["keeps_by_hooks"]["batches"]
 
 
 class Pace(pl.Callback):
-    """Makes every step wait, so that a long run is not over in a minute.
-
-    Args:
-        seconds: of each step.
-    """
+    """Makes every step wait, so that a long run is not over in a minute."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
 
     def on_train_batch_start(self, *args: Any) -> None:
-        """Wait."""
         time.sleep(self.seconds)
 
 
 class EndsSaves(pl.Callback):
-    """Ends the saves in the background before a step begins, however long their writers take.
-
-    Args:
-        step: which; 0: never.
-    """
+    """Ends the saves in the background before a step begins, however long their writers take."""
 
     def __init__(self, step: int) -> None:
         self.step = step
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Wait for the writers, all ranks together."""
         if trainer.global_step + 1 == self.step:
             trainer.strategy.checkpoint_io.maybe_finalize_save_checkpoint(blocking=True)
 
 
 class Breaks(pl.Callback):
-    """Fails on rank 1, once in a job, where no phase of a fault spec lies.
-
-    Args:
-        fit: the number of the fit.
-        where: ``HOW WHERE FIT`` with ``raise`` or ``kill``, ``setup`` or ``validate``, and a number; "": nowhere.
-    """
+    """Fails on rank 1, once in a job, where no phase of a fault spec lies."""
 
     def __init__(self, fit: int, where: str) -> None:
         how, self.where, number = where.split() if where else ("", "", "-1")
@@ -108,12 +87,10 @@ class Breaks(pl.Callback):
         self.active = fit == int(number) and os.environ["RANK"] == "1" and not broken(run_dir())
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Fail, if asked to, when the strategy has been set up and nothing is loaded."""
         if self.where == "setup":
             self._fail()
 
     def on_validation_batch_start(self, trainer: Any, *args: Any) -> None:
-        """Fail, if asked to, in the middle of a validation that belongs to no fit."""
         if self.where == "validate" and trainer.state.fn == "validate":
             self._fail()
 
@@ -127,11 +104,7 @@ class Breaks(pl.Callback):
 
 
 class Probe(pl.Callback):
-    """Writes down which hooks were called, and what a validation found.
-
-    Args:
-        fit: the number of the fit.
-    """
+    """Writes down which hooks were called, and what a validation found."""
 
     def __init__(self, fit: int) -> None:
         self.fit = fit
@@ -140,11 +113,9 @@ class Probe(pl.Callback):
         note("hook", name=f"{name} at step {trainer.global_step}", fit=self.fit)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Note the number of the batch that is over."""
         note("batch", fit=self.fit, step=trainer.global_step, index=batch_idx)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Note the call, and the losses that the validation found."""
         if trainer.sanity_checking:
             return
         self._hook("on_validation_end", trainer)
@@ -153,13 +124,10 @@ class Probe(pl.Callback):
                 note("validation", fit=self.fit, step=trainer.global_step, loader=name, loss=float(value).hex())
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Note that training is over."""
         self._hook("on_train_end", trainer)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Note that an epoch is over."""
         self._hook("on_train_epoch_end", trainer)
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-        """Note that the fit is over."""
         self._hook("on_fit_end", trainer)

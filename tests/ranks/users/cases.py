@@ -18,22 +18,14 @@ ONCE: frozenset[str] = frozenset()
 
 @dataclass(frozen=True)
 class Case:
-    """Describes faults in a run.
-
-    Attributes:
-        name: of the test.
-        run: what is disturbed.
-        faults: specs.
-        apart: parts of the end that are not compared, since what they say follows from when the fault came.
-        saves_end_before: step that waits for the saves in the background of earlier ones. With a slow disk a save
-            outlasts several steps, and is lost with its writer. 0: none waits.
-    """
+    """Describes faults in a run."""
 
     name: str
     run: Run
     faults: tuple[str, ...]
     apart: frozenset[str] = IN_ALL
     saves_end_before: int = 0
+    is_long: bool = False
 
 
 EP2 = ("--expert-parallel", "2")
@@ -70,23 +62,20 @@ CASES = (
     Case(
         "expert bias, before the update",
         EXPERTS,
-        (
-            "exception@before_optimizer:rank=1,step=3",
-            "sigkill@before_optimizer:rank=2,step=5",
-        ),
+        ("exception@before_optimizer:rank=1,step=3", "sigkill@before_optimizer:rank=2,step=5"),
+        is_long=True,
     ),
     Case(
         "loss scale, before the update",
         FP16,
-        (
-            "exception@before_optimizer:rank=1,step=5",
-            "sigkill@before_optimizer:rank=0,step=7",
-        ),
+        ("exception@before_optimizer:rank=1,step=5", "sigkill@before_optimizer:rank=0,step=7"),
+        is_long=True,
     ),
     Case(
         "batch norm, before the update",
         BATCHNORM,
         ("exception@before_optimizer:rank=1,step=4", "sigkill@before_optimizer:rank=1,step=5"),
+        is_long=True,
     ),
     # ranks' own buffers
     Case(
@@ -107,6 +96,7 @@ CASES = (
             "sigkill@optimizer:rank=2,step=4",
             "sigkill@forward:rank=3,step=6",
         ),
+        is_long=True,
     ),
     # 6, 7, 16: callbacks' state is that of the step, also what hooks in pairs keep; folders
     Case(
@@ -137,6 +127,7 @@ CASES = (
             "exception@between:rank=1,step=4",
             "sigkill@forward:rank=0,step=6",
         ),
+        is_long=True,
     ),
     Case(
         "checkpoints in the background, exceptions",
@@ -146,6 +137,7 @@ CASES = (
             "exception@between:rank=1,step=4",
             "exception@after_optimizer:rank=1,step=6",
         ),
+        is_long=True,
     ),
     # Its writers have not ended by then: nothing of what it saves has changed yet, and it is made again
     Case(
@@ -153,22 +145,22 @@ CASES = (
         BACKGROUND,
         ("sigkill@forward:rank=1,step=5",),
         saves_end_before=4,
+        is_long=True,
     ),
     Case(
         "the last one in the background, sigterm",
         BACKGROUND,
         ("sigterm@optimizer:rank=1,step=7",),
         saves_end_before=7,
+        is_long=True,
     ),
     # 9: a finished validation is not repeated
     Case("early stop and plateau, sigkill", STOPS, ("sigkill@before_optimizer:rank=1,step=5",), apart=ONCE),
     Case(
         "shuffled validations",
         VALIDATES_SHUFFLED,
-        (
-            "sigkill@forward:rank=2,step=4",
-            "exception@forward:rank=1,step=5",
-        ),
+        ("sigkill@forward:rank=2,step=4", "exception@forward:rank=1,step=5"),
+        is_long=True,
     ),
     # 10: resumed, then hit
     Case(
@@ -190,43 +182,20 @@ CASES = (
             "sigkill@forward:rank=0,step=8",
         ),
         apart=CALLED_AGAIN,
+        is_long=True,
     ),
     # NeMo's sampler counts what workers fetch ahead: Lightning sees 3 steps in an epoch of 4, faults or not
     Case(
         "shuffled, with workers",
         SHUFFLED_BY_WORKERS,
-        (
-            "exception@forward:rank=1,step=3",
-            "sigkill@forward:rank=0,step=5",
-        ),
+        ("exception@forward:rank=1,step=3", "sigkill@forward:rank=0,step=5"),
+        is_long=True,
     ),
     # What is accumulated over an epoch is all of it, and each rank's own
     Case(
         "metrics of the epoch, exceptions",
         METRICS,
-        (
-            "exception@after_optimizer:rank=1,step=3",
-            "exception@forward:rank=2,step=7",
-        ),
+        ("exception@after_optimizer:rank=1,step=3", "exception@forward:rank=2,step=7"),
+        is_long=True,
     ),
 )
-
-
-#: Each of these has another case that goes the same way.
-LONG = frozenset(
-    {
-        "batch norm, before the update",  # test_recorded.py has batch norm
-        "shuffled validations",
-        "one in the background, sigkill in the next step",
-        "own buffers of Megatron's",
-        "a monitored checkpoint in NeMo's folder",
-        "checkpoints in the background, exceptions",
-        "expert bias, before the update",
-        "loss scale, before the update",  # test_lightning.py has fp16
-        "in the second fit",
-        "metrics of the epoch, exceptions",
-        "the last one in the background, sigterm",
-        "shuffled, with workers",
-    }
-)
-assert {case.name for case in CASES} >= LONG

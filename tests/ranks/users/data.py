@@ -29,24 +29,17 @@ class Numbered(Dataset[dict[str, torch.Tensor]]):
 
 
 class NumberedTextData(TextDataModule):
-    """Numbers the samples of the demo's data module, which has a ``state_dict``.
-
-    Args:
-        loaders: how many for validation.
-        **kwargs: as for ``TextDataModule``.
-    """
+    """Numbers the samples of the demo's data module, which has a ``state_dict``."""
 
     def __init__(self, loaders: int = 1, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.loaders = loaders
 
     def setup(self, stage: str = "") -> None:
-        """Number the samples."""
         super().setup(stage)
         self._train: Any = Numbered(self._train)
 
     def val_dataloader(self) -> Any:
-        """Return one loader, or several in a list."""
         made = [super(NumberedTextData, self).val_dataloader() for _ in range(self.loaders)]
         return made[0] if len(made) == 1 else made
 
@@ -55,17 +48,11 @@ class TakesAllAsItComes(MegatronDataSampler):
     """Leaves the samples to the loader's own sampler."""
 
     def transform_dataloader(self, dataloader: DataLoader[Any], consumed_samples: int = 0) -> DataLoader[Any]:
-        """Return the loader as it is."""
         return dataloader
 
 
 class Shuffled(pl.LightningDataModule):
-    """Loads samples in the order of torch's own sampler, which shuffles.
-
-    Args:
-        samples: of each rank in an epoch.
-        seed: of a generator of the loader's own; None: it takes the streams of the process.
-    """
+    """Loads samples in the order of torch's own sampler, which shuffles."""
 
     def __init__(self, samples: int, seed: int | None = None) -> None:
         super().__init__()
@@ -74,11 +61,9 @@ class Shuffled(pl.LightningDataModule):
         self.data_sampler = TakesAllAsItComes(SEQ_LENGTH, MICRO_BATCH, GLOBAL_BATCH)
 
     def setup(self, stage: str = "") -> None:
-        """Cut the text."""
         self._train = Numbered(TextWindows(english(), SEQ_LENGTH, self.samples, seed=3))
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """Return the loader to train on."""
         own = None if self.seed is None else torch.Generator().manual_seed(self.seed)
         return DataLoader(
             self._train, MICRO_BATCH, shuffle=True, generator=own, drop_last=True, collate_fn=default_collate
@@ -86,14 +71,7 @@ class Shuffled(pl.LightningDataModule):
 
 
 class OwnData(pl.LightningDataModule):
-    """Has what the first script of a user has: a dataset, a sampler of NeMo's, and no state.
-
-    Args:
-        samples: of the training set; the sampler ends an epoch with them.
-        order: NeMo's ``dataloader_type``.
-        val_samples: of the validation set.
-        workers: of each loader.
-    """
+    """Has what the first script of a user has: a dataset, a sampler of NeMo's, and no state."""
 
     def __init__(
         self, samples: int, order: str = "single", val_samples: int = 2 * GLOBAL_BATCH, workers: int = 0
@@ -110,43 +88,32 @@ class OwnData(pl.LightningDataModule):
         )
 
     def setup(self, stage: str | None = None) -> None:
-        """Cut the text."""
         self._train = Numbered(TextWindows(english(), SEQ_LENGTH, self.samples, seed=3))
         self._validation = TextWindows(english(), SEQ_LENGTH, self.val_samples, seed=4)
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """Return the loader to train on."""
         return DataLoader(self._train, num_workers=self.workers, collate_fn=default_collate)
 
     def val_dataloader(self) -> DataLoader[Any]:
-        """Return the loader to validate on."""
         return DataLoader(self._validation, collate_fn=default_collate)
 
 
 class CountingData(OwnData):
-    """Keeps in a state of its own at which steps a training loader was made.
-
-    Args:
-        *args: as for ``OwnData``.
-        **kwargs: as for ``OwnData``.
-    """
+    """Keeps in a state of its own at which steps a training loader was made."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.starts: list[int] = []
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """Note the step, and return the loader."""
         assert self.trainer is not None
         self.starts.append(self.trainer.global_step)
         return super().train_dataloader()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the noted steps."""
         return {"starts": self.starts}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from ``state_dict``."""
         self.starts = state_dict["starts"]
 
 
@@ -154,5 +121,4 @@ class TwoLoaders(OwnData):
     """Trains on two loaders at once."""
 
     def train_dataloader(self) -> Any:
-        """Return both loaders."""
         return {name: super(TwoLoaders, self).train_dataloader() for name in ("one", "other")}

@@ -64,7 +64,7 @@ def validations_are_repeated() -> None:
 
     def on_run_start(loop: Any, data_fetcher: Any) -> None:
         if loop.resumption is not None and loop.resumption.stage is SnapshotPoint.CHECKED:
-            loop.resumption = dataclasses.replace(loop.resumption, stage=SnapshotPoint.ENDED)
+            loop.resumption.stage = SnapshotPoint.ENDED
         original(loop, data_fetcher)
 
     _ResumableEpochLoop.on_run_start = on_run_start  # type: ignore[method-assign, assignment]
@@ -79,16 +79,16 @@ def entry_streams_are_stale() -> None:
 
 def accumulated_metrics_begin_anew() -> None:
     """Drop what was accumulated over an epoch."""
-    from checkpointless.integrations.lightning.boundary import step_keeper
+    from checkpointless.integrations.lightning.boundary.epoch_metrics import Accumulated
 
-    step_keeper.put_accumulated = lambda trainer, kept: None
+    Accumulated.put = staticmethod(lambda trainer, kept: None)  # type: ignore[method-assign]
 
 
 def accumulated_metrics_are_a_peers() -> None:
     """Let a new process go on with what a peer has accumulated."""
-    from checkpointless.integrations.lightning.boundary import step_keeper
+    from checkpointless.integrations.lightning.boundary.epoch_metrics import Accumulated
 
-    step_keeper.with_own = lambda kept, own: kept  # type: ignore[assignment, return-value]
+    Accumulated.with_own = staticmethod(lambda kept, own: kept)  # type: ignore[method-assign, assignment]
 
 
 def what_a_step_has_logged_is_lost() -> None:

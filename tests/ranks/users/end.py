@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -142,74 +142,50 @@ def _by_generation(lines: Iterable[tuple[str, dict[str, Any]]]) -> dict[str, dic
 
 
 def read_ends(directory: Path, nproc: int) -> list[dict[str, Any]]:
-    """Return the ends of all ranks of a job.
-
-    Raises:
-        FileNotFoundError: a rank has not come to its end.
-    """
+    """Return the ends of all ranks of a job."""
     paths = [directory / "users" / f"end-{rank}.json" for rank in range(nproc)]
     return [json.loads(path.read_text()) for path in paths]
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Describes one thing in which two ends differ.
-
-    Attributes:
-        rank: whose.
-        place: where in the end, as keys.
-        expected: there in the first.
-        found: there in the second.
-    """
+    """Describes one thing in which two ends differ."""
 
     rank: int
-    place: tuple[str, ...]
+    place: tuple[str, ...]  # where in the end, as keys
     expected: Any
     found: Any
 
     def __str__(self) -> str:
-        place = " / ".join(self.place)
-        return f"rank {self.rank}: {place}: expected {_short(self.expected)}, found {_short(self.found)}"
+        expected, found = (json.dumps(each)[:300] for each in (self.expected, self.found))
+        return f"rank {self.rank}: {' / '.join(self.place)}: expected {expected}, found {found}"
 
 
 def compare_ends(
     expected: list[dict[str, Any]], found: list[dict[str, Any]], *, parts: Iterable[str] | None = None
 ) -> list[Difference]:
-    """Return all that is different, rank by rank, in the order of the ends' parts.
-
-    Args:
-        expected: of the undisturbed run.
-        found: of the other.
-        parts: the only ones to look at; None: all that are not of the moment, and not :data:`IN_ALL`.
-    """
+    """Return all that is different, rank by rank; ``parts`` None: in all that is not of the moment or of IN_ALL."""
     if len(expected) != len(found):
         raise ValueError(f"{len(expected)} ranks cannot be compared with {len(found)}")
-    wanted = None if parts is None else frozenset(parts)
     differences: list[Difference] = []
-    for rank, (one, other) in enumerate(zip(expected, found)):
-        for part in [*one, *(key for key in other if key not in one)]:
-            if part in _SKIPPED or (part in IN_ALL if wanted is None else part not in wanted):
-                continue
-            differences += _differences(rank, (part,), one.get(part), other.get(part))
+    for rank, ends in enumerate(zip(expected, found)):
+        wanted = {*ends[0], *ends[1]} - IN_ALL if parts is None else {*parts}
+        one, other = (
+            dict(_leaves({part: each for part, each in end.items() if part in wanted - _SKIPPED})) for end in ends
+        )
+        for place in [*one, *(each for each in other if each not in one)]:
+            if one.get(place) != other.get(place):
+                differences.append(Difference(rank, place, one.get(place), other.get(place)))
     return differences
 
 
-def _differences(rank: int, place: tuple[str, ...], one: Any, other: Any) -> list[Difference]:
-    if isinstance(one, dict) and isinstance(other, dict):
-        found = []
-        for key in [*one, *(key for key in other if key not in one)]:
-            found += _differences(rank, (*place, key), one.get(key), other.get(key))
-        return found
-    are_lists = isinstance(one, list) and isinstance(other, list) and len(one) == len(other)
-    if are_lists and not all(isinstance(each, str) for each in one):  # a list of names is one thing
-        return [
-            each
-            for index, pair in enumerate(zip(one, other))
-            for each in _differences(rank, (*place, str(index)), *pair)
-        ]
-    return [] if one == other else [Difference(rank, place, one, other)]
-
-
-def _short(value: Any, limit: int = 300) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= limit else f"{text[:limit]}..."
+def _leaves(value: Any, place: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    if isinstance(value, dict) and value:
+        items = [*value.items()]
+    elif isinstance(value, list) and not all(isinstance(each, str) for each in value):
+        items = [(str(index), each) for index, each in enumerate(value)]
+    else:  # a list of names is one thing
+        yield place, value
+        return
+    for key, each in items:
+        yield from _leaves(each, (*place, key))

@@ -27,17 +27,7 @@ def noting_data_step(fit: int, count_from: list[int], iterator: Iterator[Any]) -
 
 
 class CountingGPT(llm.GPTModel):
-    """Counts its batches, and keeps the count by its own checkpoint hooks if asked to.
-
-    Args:
-        *args: as for ``GPTModel``.
-        fit: the number of the fit.
-        keeps: whether it has the usual pair of checkpoint hooks.
-        metrics: whether it logs what is accumulated over an epoch.
-        counts_starts: whether it counts how often training and its epochs began.
-        counts: whether its layers have buffers that are the rank's own.
-        **kwargs: as for ``GPTModel``.
-    """
+    """Counts its batches, and keeps the count by its own checkpoint hooks if asked to."""
 
     def __init__(
         self,
@@ -63,13 +53,11 @@ class CountingGPT(llm.GPTModel):
         self.config.data_step_fn = partial(noting_data_step, fit, self._steps)
 
     def configure_model(self, *args: Any, **kwargs: Any) -> None:
-        """Build Megatron's model with what users add to it."""
         super().configure_model(*args, **kwargs)
         if self._counts and not hasattr(self.module.decoder.layers[0], "seen"):
             count_own_tokens(self.module)
 
     def training_step(self, batch: Any, batch_idx: Any = None) -> Any:
-        """Train on one micro-batch, and update the metrics."""
         found = super().training_step(batch, batch_idx)
         if self.metrics:
             mine = batch["tokens"].float().mean()
@@ -83,22 +71,18 @@ class CountingGPT(llm.GPTModel):
         return found
 
     def on_train_start(self) -> None:
-        """Note the step at which training begins."""
         if self.counts_starts:
             self.starts.append(self.trainer.global_step)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Tell the data step which step begins."""
         self._steps[0] = self.trainer.global_step
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Count one more batch."""
         self.batches_seen += 1
         if self.metrics:
             self.log("ends", float(self.batches_seen), on_step=False, on_epoch=True, reduce_fx="sum", batch_size=1)
 
     def on_train_epoch_start(self) -> None:
-        """Note what the last epoch came to."""
         if self.metrics:
             found = {name: float(value).hex() for name, value in self.trainer.callback_metrics.items()}
             note("epoch", fit=self.fit_number, number=self.trainer.current_epoch, metrics=found)
@@ -109,14 +93,12 @@ class CountingGPT(llm.GPTModel):
         return {"quiet": self.metrics["quiet"].compute()} if self.metrics else {}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Write the counts into the checkpoint."""
         if self.counts_starts:
             checkpoint["starts"] = self.starts
         if self.keeps:
             checkpoint["batches_seen"] = self.batches_seen
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Read the counts out of the checkpoint."""
         if self.counts_starts:
             self.starts = checkpoint.pop("starts")
         if self.keeps:
@@ -137,11 +119,7 @@ def count_own_tokens(model: Any) -> None:
 
 
 class PlateauScheduler(nl.lr_scheduler.LRSchedulerModule):
-    """Halves the rate after every validation whose loss is not far below the best before.
-
-    Args:
-        every: steps between two validations.
-    """
+    """Halves the rate after every validation whose loss is not far below the best before."""
 
     def __init__(self, every: int) -> None:
         super().__init__()

@@ -20,13 +20,6 @@ def replaced_healthy(run_dir: Path, ranks: Collection[int]) -> tuple[str, ...]:
 
     A process writes its id down when it enters the block, a fault when it comes. Where a rank was started more
     often than ids are known, the unknown ones count too.
-
-    Args:
-        run_dir: of a run that is over.
-        ranks: whose.
-
-    Returns:
-        ``rank:pid`` of each; ``rank:?`` where the id is not known.
     """
     hit = _hit(run_dir)
     started = Counter(

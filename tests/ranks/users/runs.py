@@ -15,16 +15,7 @@ SCRIPTS = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Run:
-    """Describes a job of a user's.
-
-    Attributes:
-        features: of the script, with commas between them.
-        steps: optimizer steps, of each fit.
-        layout: further words for the script.
-        script: which.
-        nproc: how many ranks; four where it matters that a rank has others than its replica.
-        resumed: begin at the checkpoint of NeMo's that a job has written after so many steps.
-    """
+    """Describes a job of a user's."""
 
     features: str
     steps: int | tuple[int, ...] = 6
@@ -42,12 +33,7 @@ class Run:
 
 @dataclass
 class Calm:
-    """Makes users' runs, each undisturbed one only once.
-
-    Args:
-        zygote: to fork from.
-        folder: makes a fresh folder of a name.
-    """
+    """Makes users' runs, each undisturbed one only once."""
 
     zygote: Zygote
     folder: Callable[[str], Path]

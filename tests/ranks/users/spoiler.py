@@ -37,7 +37,6 @@ class Spoiler(pl.Callback):
         self.rank = int(os.environ["RANK"])
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Spoil storage, or mend it."""
         step = trainer.global_step + 1
         for how, first, last in self.asked:
             spoils = first <= step <= last
@@ -94,29 +93,17 @@ def _once(how: str, kill: Callable[[], None]) -> None:
         kill()
 
 
-def _writer(rank: int) -> None:
-    if rank != 1:
-        return
-    write = FileSystemWriterAsync.write_preloaded_data
-
-    def dies(*args: Any, **kwargs: Any) -> None:
-        if _LAST not in args[2][0]:
-            _once("writer", lambda: os.kill(os.getpid(), signal.SIGKILL))
-        write(*args, **kwargs)
-
-    FileSystemWriterAsync.write_preloaded_data = staticmethod(dies)
-
-
-def _parent(how: str, rank: int) -> None:
+def _in_writer(how: str, victim: Callable[[], int], rank: int) -> None:
     if rank != 1:
         return
     write = FileSystemWriterAsync.write_preloaded_data
 
     def kills(*args: Any, **kwargs: Any) -> None:
         if _LAST not in args[2][0]:
-            _once(how, lambda: os.kill(os.getppid(), signal.SIGKILL))
+            _once(how, lambda: os.kill(victim(), signal.SIGKILL))
         write(*args, **kwargs)
-        time.sleep(0.3)
+        if victim is os.getppid:
+            time.sleep(0.3)
 
     FileSystemWriterAsync.write_preloaded_data = staticmethod(kills)
 
@@ -150,9 +137,9 @@ def _common(rank: int) -> None:
 
 #: ``proxy`` is the parent of the writing process in a background save, ``rank`` in one that is made at once.
 _ONCE: dict[str, Callable[[int], None]] = {
-    "writer": _writer,
-    "proxy": functools.partial(_parent, "proxy"),
-    "rank": functools.partial(_parent, "rank"),
+    "writer": functools.partial(_in_writer, "writer", os.getpid),
+    "proxy": functools.partial(_in_writer, "proxy", os.getppid),
+    "rank": functools.partial(_in_writer, "rank", os.getppid),
     "common": _common,
     "alone": _alone,
 }

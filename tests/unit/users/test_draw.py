@@ -3,8 +3,8 @@
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from benchmarks.users_chaos.draw import FEATURES, PLAIN_FEATURES, draw
 from checkpointless.faults.spec import DEADLY, HANGING, NODES, SETUP_PHASES, parse, parse_all
-from tests.ranks.users.draw import FEATURES, PLAIN_FEATURES, draw
 
 SEEDS = st.integers(0, 10**6)
 

@@ -71,7 +71,7 @@ class UsersCase:
         steps: optimizer steps, of each fit.
         faults: specs.
         busy: whether two busy loops run beside it.
-        script: a file beside this one.
+        script: a file of tests/ranks/users.
         resumed: begin at the checkpoint of a job of so many steps (0: at the beginning).
         nodes: how many nodes the ranks are on.
         spares: how many more wait.
