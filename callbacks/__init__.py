@@ -3,8 +3,5 @@
 from checkpointless.callbacks.checkpointless_callback import CheckpointlessCallback
 from checkpointless.callbacks.fault_injection import HPFaultInjectionCallback
 from checkpointless.callbacks.step_recorder import StepRecorder
-from checkpointless.callbacks.trainer_parts import install
-
-install()
 
 __all__ = ["CheckpointlessCallback", "HPFaultInjectionCallback", "StepRecorder"]

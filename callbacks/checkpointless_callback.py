@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
-from checkpointless.callbacks.trainer_parts import steps_made
+from checkpointless.callbacks.trainer_parts import job_step
 from checkpointless.inprocess import HPCallWrapper, active_call_wrapper
 from checkpointless.inprocess.finalize import register_cleanup
-from checkpointless.recovery.manager import manager_of
 
-
-class _PeftCallback(Protocol):
-    params_to_save: set[str]  # the names of the parameters that NeMo saves as adapters
+if TYPE_CHECKING:
+    from nemo.lightning.pytorch.callbacks import PEFT
 
 
 class CheckpointlessCallback(Callback):
@@ -75,7 +73,7 @@ class CheckpointlessCallback(Callback):
             register_cleanup("lightning module", lambda: _clean_lightning_module(trainer_ref()))
 
     @staticmethod
-    def get_peft_callback(trainer: pl.Trainer) -> _PeftCallback | None:
+    def get_peft_callback(trainer: pl.Trainer) -> PEFT | None:
         """Return NeMo's PEFT callback among those of ``trainer``, or None."""
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         return next((each for each in callbacks if hasattr(each, "set_params_to_save")), None)
@@ -110,8 +108,7 @@ class CheckpointlessCallback(Callback):
                 self._try_adapter_checkpointless_restore(trainer, peft.params_to_save)
         wrapper = self.get_wrapper_from_trainer(trainer)
         if wrapper is not None and not _is_replaying(trainer):
-            manager = manager_of(wrapper)
-            step = steps_made(trainer) + 1 + (manager.fits.offset if manager is not None else 0)
+            step = job_step(trainer) + 1
             if self._making == (wrapper.generation, step):
                 wrapper.beat()  # one more batch of the step
             else:

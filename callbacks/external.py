@@ -5,14 +5,12 @@ Lightning adds to every trainer what the entry points of the group ``lightning.p
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from lightning.pytorch.callbacks import Callback
 
 from checkpointless.callbacks.fault_injection import HPFaultInjectionCallback
 from checkpointless.callbacks.step_recorder import StepRecorder
 
-_MARK = "_checkpointless_external"
+MARK = "_checkpointless_external"  # an attribute of what is added here
 
 
 def asked_for() -> list[Callback]:
@@ -20,17 +18,5 @@ def asked_for() -> list[Callback]:
     asked = [StepRecorder.from_environment(), HPFaultInjectionCallback.from_environment()]
     found: list[Callback] = [callback for callback in asked if callback is not None]
     for callback in found:
-        setattr(callback, _MARK, True)
+        setattr(callback, MARK, True)
     return found
-
-
-def parted(callbacks: Iterable[Callback]) -> tuple[list[Callback], list[Callback]]:
-    """Part the callbacks into those of the script and those from :func:`asked_for`, each in their order.
-
-    With a checkpointless strategy, the latter come after all others.
-    """
-    scripts: list[Callback] = []
-    external: list[Callback] = []
-    for callback in callbacks:
-        (external if getattr(callback, _MARK, False) else scripts).append(callback)
-    return scripts, external

@@ -12,12 +12,11 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
-from checkpointless.callbacks.trainer_parts import worker_iterators
+from checkpointless.callbacks.trainer_parts import job_step, worker_iterators
 from checkpointless.faults.inject import FaultInjector, from_environment
 from checkpointless.faults.ledger import FaultLedger
 from checkpointless.faults.spec import FaultPhase, parse_all
 from checkpointless.inprocess import active_call_wrapper
-from checkpointless.recovery.manager import manager_of
 from checkpointless.system.environment import WORLD_SIZE_ENV, own_rank, own_run_dir
 
 
@@ -77,9 +76,7 @@ class HPFaultInjectionCallback(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Begin a step. With a strategy that announces no phases, the batch of the step is already fetched here."""
-        call = active_call_wrapper()
-        manager = manager_of(call)
-        self._step = trainer.global_step + 1 + (manager.fits.offset if manager is not None else 0)
+        self._step = job_step(trainer) + 1
         trainer_ref = weakref.ref(trainer)
         self.injector.batches = lambda: _batches_of(trainer_ref())
         if hasattr(trainer.strategy, "journal"):

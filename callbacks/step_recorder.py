@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,6 +14,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
+from checkpointless.callbacks.trainer_parts import job_step
 from checkpointless.inprocess import active_call_wrapper
 from checkpointless.integrations.torch.repeated_steps import digest_batch, repeated_steps
 from checkpointless.observability.telemetry.steps import StepExtras, StepLog
@@ -34,21 +34,14 @@ _REMOVED_S = 30.0
 
 
 def _complete_parameters(trainer: pl.Trainer) -> None:
-    """Make Megatron finish the parameter gather that it would leave to the next forward pass. Collective.
-
-    With ``overlap_param_gather`` a rank has only its own shard of the new parameters after a step. The gather gives
-    the same bytes whenever it is made; NeMo also makes it before it saves a checkpoint.
-    """
+    """Make Megatron finish the parameter gather that it would leave to the next forward pass. Collective."""
     strategy: Any = trainer.strategy
     if getattr(getattr(strategy, "ddp_config", None), "overlap_param_gather", False):
         strategy.megatron_parallel.force_param_sync()
 
 
 def _extras_of(trainer: pl.Trainer, step: int, batch: str | None = None) -> StepExtras:
-    """Return what is recorded of a trainer as of now, besides loss and parameters.
-
-    Every rank must call it at the same places, because a ``state_dict`` may be collective.
-    """
+    """Return what is recorded of a trainer besides loss and parameters. A ``state_dict`` may be collective."""
     manager = manager_of(active_call_wrapper())
     strategy: Any = trainer.strategy
     journal = strategy.journal() if hasattr(strategy, "journal") else None
@@ -87,10 +80,7 @@ def _validation_metrics(trainer: pl.Trainer) -> dict[str, float]:
 
 
 def _checkpoint_names(trainer: pl.Trainer) -> list[list[str]]:
-    """Return the names of the checkpoints in each local folder that a callback of the trainer saves to.
-
-    NeMo's threads that remove checkpoints are waited for.
-    """
+    """Return the names of the checkpoints in each folder that a callback saves to, once no thread removes them."""
     for thread in threading.enumerate():
         if _REMOVAL in thread.name:
             thread.join(_REMOVED_S)
@@ -110,17 +100,10 @@ def _state_of(callback: Callback) -> dict[str, Any]:
 
 
 def _names(folder: Path) -> list[str]:
-    try:
-        with os.scandir(folder) as entries:
-            return [entry.name for entry in entries if _is_checkpoint(entry)]
-    except FileNotFoundError:  # nothing was saved yet
-        return []
+    def is_checkpoint(path: Path) -> bool:
+        return path.suffix == _CHECKPOINT_SUFFIX or any((path / part).exists() for part in _CHECKPOINT_PARTS)
 
-
-def _is_checkpoint(entry: os.DirEntry[str]) -> bool:
-    if entry.name.endswith(_CHECKPOINT_SUFFIX):
-        return True
-    return entry.is_dir() and any((Path(entry.path) / part).exists() for part in _CHECKPOINT_PARTS)
+    return [path.name for path in folder.glob("*") if is_checkpoint(path)]
 
 
 def _logged_as(name: str) -> str:
@@ -212,7 +195,7 @@ class StepRecorder(Callback):
         self._caught_up = True
         call = active_call_wrapper()
         manager = manager_of(call)
-        step = _job_step(trainer)
+        step = job_step(trainer)
         if manager is None or call is None or call.generation == 0 or trainer.global_step == 0:
             return
         # Every rank does this, whether it lacks the step or not. The parameters are whole: recovery gathered them.
@@ -237,7 +220,7 @@ class StepRecorder(Callback):
         if trainer.global_step == self._recorded or trainer.fit_loop._should_accumulate():
             return
         self._recorded = trainer.global_step
-        step = _job_step(trainer)
+        step = job_step(trainer)
         # Every rank does this, even if it recorded the step before a fault: what is recorded may be collective.
         _complete_parameters(trainer)
         params, extras = _digest_of_parameters(trainer), _extras_of(trainer, step, self._batch)
@@ -253,7 +236,7 @@ class StepRecorder(Callback):
         if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
             metrics, callbacks = _validation_metrics(trainer), _callback_digests(trainer)
             _leave_if_over()
-            self._log.record_validation(_job_step(trainer), metrics, callbacks)
+            self._log.record_validation(job_step(trainer), metrics, callbacks)
 
 
 def _leave_if_over() -> None:
@@ -261,12 +244,6 @@ def _leave_if_over() -> None:
     call = active_call_wrapper()
     if call is not None:
         call.leave_if_over()
-
-
-def _job_step(trainer: pl.Trainer) -> int:
-    """Return the step that the trainer is at; a checkpointless strategy counts steps over all fits of a block."""
-    manager = getattr(trainer.strategy, "checkpoint_manager", None)
-    return int(trainer.global_step) + (manager.fits.offset if manager is not None else 0)
 
 
 def _fit(trainer: pl.Trainer) -> int:
@@ -280,14 +257,7 @@ def _digest_of_parameters(trainer: pl.Trainer) -> str:
 
 
 def loss_of(outputs: dict[str, _Loss] | _Loss | None) -> float:
-    """Return the loss in what a training step returned.
-
-    Args:
-        outputs: the loss, as a number or a tensor with one element, or a dictionary that has it as ``loss``.
-
-    Raises:
-        ValueError: the training step returned no loss.
-    """
+    """Return the loss in what a training step returned: a number, a tensor with one element, or a dict with it."""
     loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
     if loss is None:
         raise ValueError("the training step returned no loss to record")

@@ -7,7 +7,9 @@ from typing import Any
 
 import lightning.pytorch as pl
 
+from checkpointless.inprocess import active_call_wrapper
 from checkpointless.inprocess.abort import register_trainer_parts
+from checkpointless.recovery.manager import manager_of
 
 
 class _LightningTrainerParts:
@@ -34,15 +36,20 @@ class _LightningTrainerParts:
                 process.kill()
 
 
-def steps_made(trainer: pl.Trainer) -> int:
-    """Return how many optimizer steps a trainer has made, as its slow property ``global_step`` says."""
+def job_step(trainer: pl.Trainer) -> int:
+    """Return the optimizer step that a trainer is at, counted over all fits of the running block.
+
+    Lightning's property ``global_step`` is slow.
+    """
+    manager = manager_of(active_call_wrapper())
     fit_loop: Any = trainer.fit_loop
     known: Any = vars(fit_loop).get(_MODULE)
     if known is None or known[0] is not trainer.strategy:
         module = trainer.lightning_module
         known = trainer.strategy, module is None or bool(module.automatic_optimization)
         setattr(fit_loop, _MODULE, known)
-    return int(_optimizer_steps(fit_loop)) if known[1] else int(trainer.global_step)
+    made = int(_optimizer_steps(fit_loop)) if known[1] else int(trainer.global_step)
+    return made + (manager.fits.offset if manager is not None else 0)
 
 
 _MODULE = "_checkpointless_module"
@@ -60,6 +67,4 @@ def worker_iterators(combined_loader: object) -> list[Any]:
     return [each for each in {id(each): each for each in found}.values() if hasattr(each, "_workers")]
 
 
-def install() -> None:
-    """Let the aborts find the parts of Lightning's trainer (idempotent)."""
-    register_trainer_parts("lightning", _LightningTrainerParts())
+register_trainer_parts("lightning", _LightningTrainerParts())

@@ -7,7 +7,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
@@ -21,10 +21,10 @@ from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 from nemo.lightning.ckpt_utils import ckpt_to_dir
 from nemo.lightning.megatron_parallel import MegatronStep
-from nemo.lightning.pytorch.callbacks import PEFT
 from nemo.lightning.pytorch.strategies import MegatronStrategy
 from typing_extensions import override
 
+from checkpointless.callbacks import CheckpointlessCallback
 from checkpointless.callbacks.step_recorder import loss_of
 from checkpointless.inprocess import HPCallWrapper
 from checkpointless.inprocess.communicators import launch_bound
@@ -32,14 +32,7 @@ from checkpointless.inprocess.finalize import register_cleanup
 from checkpointless.integrations.lightning.boundary.epoch_metrics import keep_metrics, unseen
 from checkpointless.integrations.lightning.boundary.step_keeper import StepOutcome
 from checkpointless.integrations.lightning.checkpoints import saves as checkpoint_callbacks
-from checkpointless.integrations.lightning.checkpoints.saves import (
-    FailedSaves,
-    OnSaveError,
-    Saves,
-    leave_unfinished,
-    remove_whole,
-    wait_for_removals,
-)
+from checkpointless.integrations.lightning.checkpoints.saves import OnSaveError, Saves, begin_set_up, remove_whole
 from checkpointless.integrations.lightning.frameworks import nemo
 from checkpointless.integrations.lightning.frameworks.nemo import cache_megatron_datasets
 from checkpointless.integrations.lightning.recoverable_strategy import RecoverableStrategy
@@ -113,7 +106,6 @@ class CheckpointlessMegatronStrategy(RecoverableStrategy, MegatronStrategy):
         self.warm = warm
         self._sdc_check_every = sdc_check_every
         self._warm_start: WarmStart | None = None
-        self._awaits_adapters = False
         self._put_off_restore = False
         if self._call is None:
             return
@@ -134,22 +126,12 @@ class CheckpointlessMegatronStrategy(RecoverableStrategy, MegatronStrategy):
 
     def is_peft(self) -> bool:
         """Return whether the trainer has a PEFT callback."""
-        return _peft_of(self.trainer) is not None
-
-    @property
-    @override
-    def awaits_adapters(self) -> bool:
-        """Whether NeMo has yet to add the adapters of a PEFT run; until then there is no optimizer, either."""
-        return self._awaits_adapters
+        return CheckpointlessCallback.get_peft_callback(self.trainer) is not None
 
     @override
     def journal(self) -> StepJournal:
-        """Return the journal of the running trainer; before the adapters are added, that of the base model.
-
-        Raises:
-            RuntimeError: the strategy has not been set up.
-        """
-        if not self._awaits_adapters:
+        """Return the journal of the running trainer; before the adapters are added, that of the base model."""
+        if not self.awaits_adapters:
             return super().journal()
         manager = self.checkpoint_manager
         assert manager is not None
@@ -167,9 +149,8 @@ class CheckpointlessMegatronStrategy(RecoverableStrategy, MegatronStrategy):
             cache_megatron_datasets()
         if call is None or call.generation == 0 or self.lightning_module is None:
             return
-        wait_for_removals()
         manager = manager_of(call)
-        leave_unfinished(manager is not None and manager.saves is not None and manager.saves.pending is not None)
+        begin_set_up(manager is not None and manager.saves is not None and bool(manager.saves.pending))
         self._resume_loggers()
 
     @override
@@ -194,50 +175,36 @@ class CheckpointlessMegatronStrategy(RecoverableStrategy, MegatronStrategy):
         with self._warm_start.build() if self._warm_start is not None else nullcontext():
             super().setup_megatron_parallel(trainer)
 
-    @property
-    def is_warm(self) -> bool:
-        """Whether model and optimizer were kept over a fault."""
-        return self._warm_start is not None and self._warm_start.is_warm
-
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        """Set up model and optimizer, and install what recovery needs.
-
-        Args:
-            trainer: the trainer.
-        """
+        """Set up model and optimizer, and install what recovery needs."""
         super().setup(trainer)
         call = self._call
         fitting = trainer.state.fn == TrainerFn.FITTING
-        self._awaits_adapters = fitting and not self.optimizers and self.is_peft()
-        if call is None or not fitting or not (self.optimizers or self._awaits_adapters):
+        self.awaits_adapters = fitting and not self.optimizers and self.is_peft()
+        if call is None or not fitting or not (self.optimizers or self.awaits_adapters):
             return
-        manager = self._begin_fit(trainer, Saves, peft=self._awaits_adapters).manager
+        manager = self._begin_fit(trainer, Saves, peft=self.awaits_adapters).manager
         if manager is not None:
             manager.saves.failed.on_error = self.on_save_error
-        if not self._awaits_adapters:
+        if not self.awaits_adapters:
             self._take_hold()
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         """Set up the optimizers. In a PEFT run NeMo does this late, after it has added the adapters."""
         super().setup_optimizers(trainer)
-        if self._awaits_adapters and self._fit is not None:
-            self._awaits_adapters = False
+        if self.awaits_adapters and self._fit is not None:
+            self.awaits_adapters = False
             self._take_hold()
 
     def require_anew(self, whole: bool) -> None:
         """Leave the block to enter it once more if the model does not begin as a new one, and has to.
 
-        Args:
-            whole: whether a checkpoint of the training itself is loaded, with its optimizer. That of a PEFT run
-                has only the adapters.
-
-        Raises:
-            RuntimeError: everything has to be rebuilt, which the next entry does.
+        ``whole`` says whether a checkpoint of the training itself is loaded; that of a PEFT run has only adapters.
         """
-        manager = self.checkpoint_manager
-        if self.is_warm and (self.is_peft() or not (whole and self.ckpt_load_optimizer)):
+        warm, manager = self._warm_start, self.checkpoint_manager
+        if warm is not None and warm.is_warm and (self.is_peft() or not (whole and self.ckpt_load_optimizer)):
             assert manager is not None
             manager.kept = None
             raise _BuildAnewError("memory does not suffice, and the model that was kept holds what was trained")
@@ -265,10 +232,7 @@ class CheckpointlessMegatronStrategy(RecoverableStrategy, MegatronStrategy):
 
     @override
     def selective_restore(self) -> None:
-        """Load what NeMo's ``restore_config`` asks for, for example the weights of a pretrained model.
-
-        After a fault memory is asked first, and :meth:`restore_from_storage` is called if that fails.
-        """
+        """Load what NeMo's ``restore_config`` asks for, or put it off until memory has refused."""
         call = self._call
         fitting = self.trainer.state.fn == TrainerFn.FITTING
         self._put_off_restore = fitting and call is not None and call.generation > 0
@@ -282,22 +246,15 @@ class CheckpointlessMegatronStrategy(RecoverableStrategy, MegatronStrategy):
             super().selective_restore()
 
     def add_adapters(self) -> None:
-        """Make NeMo add the adapters of a PEFT run and set up the optimizer now, not when the first epoch begins.
-
-        A restart from memory needs the adapters in place, and then overwrites their initial values.
-        """
-        peft = _peft_of(self.trainer)
-        if self._awaits_adapters and peft is not None:
+        """Make NeMo add the adapters of a PEFT run and set up the optimizer now, for memory to fill them."""
+        peft = CheckpointlessCallback.get_peft_callback(self.trainer)
+        if self.awaits_adapters and peft is not None:
             with self._warm_start.add_adapters(peft) if self._warm_start is not None else nullcontext():
                 peft.apply_transform(self.trainer)
             self.adapters_added(peft.params_to_save)
 
     def adapters_added(self, params_to_save: Iterable[str]) -> None:
-        """Note that the adapters are in place with their values, unless memory is about to give them the values.
-
-        Args:
-            params_to_save: the names of the parameters that NeMo saves as adapters.
-        """
+        """Note that the adapters, which NeMo saves under these names, are in place."""
         if self._fit is not None:
             self._fit.adapters_added({*params_to_save, *_trained_names(self.megatron_parallel)})
 
@@ -307,12 +264,12 @@ class CheckpointlessMegatronStrategy(RecoverableStrategy, MegatronStrategy):
             self.checkpoint_manager.saves.keep_pending(self._checkpoint_io)
 
     @property
-    def failed_saves(self) -> FailedSaves | None:
-        """What is done about saves that fail; None: there is no fit under way that could be recovered."""
+    def watched_saves(self) -> Saves | None:
+        """The saves of the fit that is under way and could be recovered; None: there is none."""
         if self._fit is None or self._fit.manager is None or not self._fit.is_under_way:
             return None
-        failed: FailedSaves = self._fit.manager.saves.failed
-        return failed
+        saves: Saves = self._fit.manager.saves
+        return saves
 
     @override
     def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
@@ -329,13 +286,13 @@ class CheckpointlessMegatronStrategy(RecoverableStrategy, MegatronStrategy):
     ) -> None:
         """Save a checkpoint, unless it was saved before a fault that makes the ranks pass this point once more."""
         save = partial(super().save_checkpoint, checkpoint, filepath)  # type: ignore[arg-type]
-        failed, calls = self.failed_saves, getattr(self.checkpoint_io, "async_calls_queue", None)
+        saves, calls = self.watched_saves, getattr(self.checkpoint_io, "async_calls_queue", None)
         finish = None
-        if failed is not None and calls is not None:
+        if saves is not None and calls is not None:
             storage_options = storage_options or {}
-            finish = partial(failed.end, str(filepath), storage_options.get("finalize_fn"))
+            finish = partial(saves.failed.end, str(filepath), storage_options.get("finalize_fn"))
             storage_options["finalize_fn"] = finish
-        if self._fit is None or failed is None:
+        if self._fit is None or saves is None:
             save(storage_options)
         else:
             self._fit.save(str(filepath), partial(save, storage_options), calls=calls, finish=finish)
@@ -355,7 +312,7 @@ class CheckpointlessMegatronStrategy(RecoverableStrategy, MegatronStrategy):
         if replayed is not None:
             return super().training_step(dataloader_iter, *args, loss_reduction=_KeptReduction(replayed), **kwargs)
         if call is not None:
-            dataloader_iter = _PhasedIterator(dataloader_iter, call)
+            dataloader_iter = _phased(dataloader_iter, call)
         output = super().training_step(dataloader_iter, *args, **kwargs)
         if call is not None:
             call.steps.loss = loss_of(output)
@@ -391,74 +348,48 @@ CheckpointlessMegatronStrategy.__signature__ = _signature()  # type: ignore[attr
 # taken out when the generation ends, so that NeMo can set up again.
 
 
-class _GivenModule:
-    """Notes what a module consists of that no strategy has set up yet."""
-
-    def __init__(self, module: pl.LightningModule) -> None:
-        attributes = vars(module)
-        self._module = weakref.ref(module)
-        self._attributes = {name: value for name, value in attributes.items() if name not in _TRAINER}
-        self._tables = {name: dict(attributes[name]) for name in _TABLES}
-
-    def is_of(self, module: pl.LightningModule) -> bool:
-        return self._module() is module
-
-    def put_back(self) -> None:
-        """Take out what was added since, and let go of everything."""
-        module = self._module()
-        if module is not None and self._tables:
-            attributes = vars(module)
-            unbound: dict[str, Any] = {name: None for name in _TRAINER if name in attributes}
-            tables = {name: attributes[name] for name in _TABLES}
-            attributes.clear()
-            attributes.update(self._attributes, **unbound, **tables)
-            for name, table in tables.items():
-                table.clear()
-                table.update(self._tables[name])
-        self._attributes, self._tables = {}, {}
-
-
-_given: dict[int, _GivenModule] = {}  # of this generation, by the identity of the module
+#: The modules of this generation, each with its attributes and what was in its tables.
+_given: weakref.WeakKeyDictionary[pl.LightningModule, Any] = weakref.WeakKeyDictionary()
 
 
 def _note_given_module(module: pl.LightningModule) -> None:
     """Note a module before its first fit of a generation. It is put back when the generation ends."""
-    known = _given.get(id(module))
-    if known is None or not known.is_of(module):
-        _given[id(module)] = _GivenModule(module)
+    if module not in _given:
+        attributes = vars(module)
+        kept = {name: value for name, value in attributes.items() if name not in _TRAINER}
+        _given[module] = kept, {name: dict(attributes[name]) for name in _TABLES}
     register_cleanup("given modules", _put_back)
 
 
 def _put_back() -> None:
+    """Take out of the modules what was added since, and let go of everything."""
     while _given:
-        _given.popitem()[1].put_back()
+        module, (kept, contents) = _given.popitem()
+        attributes = vars(module)
+        unbound: dict[str, Any] = {name: None for name in _TRAINER if name in attributes}
+        tables = {name: attributes[name] for name in _TABLES}
+        attributes.clear()
+        attributes.update(kept, **unbound, **tables)
+        for name, table in tables.items():
+            table.clear()
+            table.update(contents[name])
 
 
-# Tells a running wrapper which phase of a step begins, where neither Lightning nor Megatron has a hook for it.
-
-
-class _PhasedIterator(Iterator[Any]):
-    """Lightning's iterator over batches, which announces phases of the step and notes what the step takes."""
-
-    def __init__(self, inner: Iterator[Any], call: HPCallWrapper) -> None:
-        self._inner = inner
-        self._call = call
-
-    def __next__(self) -> Any:
-        step = self._call.steps.making
-        self._call.enter_phase("data", step)
-        item = next(self._inner)
+def _phased(batches: Iterator[Any], call: HPCallWrapper) -> Iterator[Any]:
+    """Yield Lightning's batches, announce phases of the step, which have no hooks, and note what the step takes."""
+    while True:
+        step = call.steps.making
+        call.enter_phase("data", step)
+        try:
+            item = next(batches)
+        except StopIteration:
+            return
         repeated_steps.take(step, item)
-        self._call.enter_phase("forward", step)
-        return item
+        call.enter_phase("forward", step)
+        yield item
 
 
 # --- Parameter-efficient fine-tuning (PEFT) -----------------------------------------------------------------------
-
-
-def _peft_of(trainer: pl.Trainer) -> PEFT | None:
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    return next((callback for callback in callbacks if isinstance(callback, PEFT)), None)
 
 
 def _trained_names(chunks: Iterable[torch.nn.Module]) -> set[str]:
@@ -487,76 +418,33 @@ class _TensorsBeforeAdapters(MegatronTensors):
 
 
 class _MegatronSteps:
-    """How NeMo's Megatron strategy makes steps (:class:`Steps`)."""
+    """How NeMo's Megatron strategy makes steps (:class:`Steps`): a Megatron callback that notes outcomes."""
 
     def __init__(self, trainer: pl.Trainer, call: HPCallWrapper, sdc_check_every: int | None) -> None:
         strategy: Any = trainer.strategy
+        self._fit_loop: Any = trainer.fit_loop
         self._models = strategy.megatron_parallel
         self._optimizer = strategy.optimizers[0].mcore_optimizer
         self.tensors = MegatronTensors(self._models, self._optimizer)
-        check = GradientCheck(
+        self._check = GradientCheck(
             sdc_check_every,
             self.tensors,
             call,
             apart=[*check_contexts(sdc_check_every, list(self._models)), partial(unseen, trainer)],
             keep=partial(keep_metrics, trainer),
         )
-        self._outcomes = _StepOutcomes(NotedNorms(self._optimizer), trainer.fit_loop, check)
-        self._models.callbacks.add(self._outcomes)
+        self._norms = NotedNorms(self._optimizer)
+        self._models.callbacks.add(self)
         self.replayed: StepOutcome | None = None
         self._update: GuardedUpdate | None = None
-        self._put_back: Callable[[], None]
-        self._done: Callable[[], None]
-
-    def guard(self, guard: UpdateGuard) -> None:
-        self._update = GuardedUpdate(self.tensors, guard)
-
-    def outcome(self, accumulated: Later[dict[str, Any]]) -> tuple[bool, Callable[[], dict[str, Any]]]:
-        assert self._update is not None
-        succeeded = not self._update.overflow
-        return succeeded, self._outcomes.take(succeeded, accumulated)
-
-    @contextmanager
-    def replay(
-        self, outcome: StepOutcome, put_back: Callable[[], None], done: Callable[[], None]
-    ) -> Iterator[None]:
-        self._put_back, self._done = put_back, done
-        self.replayed = self._outcomes.replayed = outcome
-        try:
-            yield
-        finally:
-            self.replayed = self._outcomes.replayed = None
-
-    def update(self, make: Callable[[], object]) -> object:
-        outcome = self.replayed
-        if outcome is None:
-            return make()
-        kept = outcome.succeeded, outcome.grad_norm, outcome.num_zeros
-
-        def step() -> tuple[bool, float | None, float | None]:
-            """Stand in for the update: put back what forward and backward have logged, and compute nothing."""
-            self._put_back()
-            return kept
-
-        self._optimizer.step = step
-        try:
-            return make()
-        finally:
-            del self._optimizer.step
-            self._done()
-
-
-class _StepOutcomes:
-    """A Megatron callback that notes the outcome of each training step; one that is replayed computes nothing."""
-
-    def __init__(self, norms: NotedNorms, fit_loop: Any, check: GradientCheck) -> None:
-        self._norms = norms
-        self._fit_loop = fit_loop
-        self._check = check
         self._fetched_before = 0
         self._reduced: object = None
         self._has_outputs = False
-        self.replayed: StepOutcome | None = None
+        self.put_back: Callable[[], None]
+        self.done: Callable[[], None]
+
+    def guard(self, guard: UpdateGuard) -> None:
+        self._update = GuardedUpdate(self.tensors, guard)
 
     def _fetched(self) -> int:
         fetcher = self._fit_loop._data_fetcher
@@ -579,16 +467,34 @@ class _StepOutcomes:
         if not step.forward_only:
             self._reduced, self._has_outputs = reduced, bool(microbatch_outputs)
 
-    def take(self, succeeded: bool, accumulated: Later[dict[str, Any]]) -> Callable[[], dict[str, Any]]:
-        """Take the outcome of the step whose gradients are final now; return what makes plain data of it."""
+    def outcome(self, accumulated: Later[dict[str, Any]]) -> tuple[bool, Callable[[], dict[str, Any]]]:
+        assert self._update is not None
+        succeeded, norms = not self._update.overflow, self._norms
         reduced, has_outputs = copy_of(self._reduced), self._has_outputs
         fetched = self._fetched() - self._fetched_before
-        norms = self._norms
         grad_norm = copy_of(norms.grad_norm if succeeded else None)
         num_zeros = copy_of(norms.num_zeros if succeeded else None)
-        return lambda: vars(
+        return succeeded, lambda: vars(
             StepOutcome(reduced(), has_outputs, fetched, succeeded, grad_norm(), num_zeros(), accumulated())
         )
+
+    def update(self, make: Callable[[], object]) -> object:
+        outcome = self.replayed
+        if outcome is None:
+            return make()
+        kept = outcome.succeeded, outcome.grad_norm, outcome.num_zeros
+
+        def step() -> tuple[bool, float | None, float | None]:
+            """Stand in for the update: put back what forward and backward have logged, and compute nothing."""
+            self.put_back()
+            return kept
+
+        self._optimizer.step = step
+        try:
+            return make()
+        finally:
+            del self._optimizer.step
+            self.done()
 
 
 class _Batches(Iterator[Any]):

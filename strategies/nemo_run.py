@@ -29,14 +29,14 @@ from checkpointless.system.layout import Layout
 logger = logging.getLogger(__name__)
 
 
-class Unbuilt:
+class _Unbuilt:
     """Holds a recipe so that Fiddle makes no objects of it: Fiddle does not look inside."""
 
     def __init__(self, recipe: run.Partial) -> None:
         self.recipe = recipe
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Unbuilt) and self.recipe == other.recipe
+        return isinstance(other, _Unbuilt) and self.recipe == other.recipe
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -44,19 +44,10 @@ class Unbuilt:
         return f"Unbuilt({self.recipe!r})"
 
 
-def train(recipe: Unbuilt, wrapper: HPWrapper | None = None) -> object:
+def train(recipe: _Unbuilt, wrapper: HPWrapper | None = None) -> object:
     """Make the objects of a recipe and train it, and do so again in the same process after every fault.
 
-    Args:
-        recipe: the recipe that a :class:`CheckpointlessRecipe` holds. What was put into it after it was enabled, a
-            strategy for example, is switched on, too.
-        wrapper: the wrapper with its settings. None: ``HPWrapper()``.
-
-    Returns:
-        What the recipe's function returns.
-
-    Raises:
-        ValueError: the recipe cannot recover, or cannot on the ranks that the job has.
+    What was put into the recipe after it was enabled, a strategy for example, is switched on, too.
     """
     if cpu_platform.requested():
         cpu_platform.install()
@@ -104,12 +95,12 @@ class CheckpointlessRecipe(run.Partial):
         call = run.Partial(train, bind_args=False, recipe=self._unbuilt(), wrapper=vars(self)["_wrapper"])
         return call.__flatten__()
 
-    def _unbuilt(self) -> Unbuilt:
+    def _unbuilt(self) -> _Unbuilt:
         """Return the same object until an argument is replaced: Fiddle knows what it has visited by identity."""
         plain = self.plain()
-        kept: Unbuilt | None = vars(self).get("_kept")
+        kept: _Unbuilt | None = vars(self).get("_kept")
         if kept is None or not _has_the_same_arguments(kept.recipe, plain):
-            kept = Unbuilt(plain)
+            kept = _Unbuilt(plain)
             object.__setattr__(self, "_kept", kept)
         return kept
 
@@ -121,7 +112,7 @@ class CheckpointlessRecipe(run.Partial):
     @override
     def __unflatten__(cls, values: Iterable[Any], metadata: Any) -> Any:
         arguments = metadata.arguments(values)
-        if not isinstance(arguments["recipe"], Unbuilt):
+        if not isinstance(arguments["recipe"], _Unbuilt):
             return _Elsewhere()
         return cls.adopt(copy.copy(arguments["recipe"].recipe), arguments["wrapper"])
 
@@ -155,9 +146,9 @@ def _has_the_same_arguments(one: run.Partial, other: run.Partial) -> bool:
 
 
 serialization.register_node_traverser(
-    Unbuilt,
+    _Unbuilt,
     flatten_fn=lambda value: ((value.recipe,), None),
-    unflatten_fn=lambda values, _: Unbuilt(*values),
+    unflatten_fn=lambda values, _: _Unbuilt(*values),
     path_elements_fn=lambda _: (fdl.daglish.Attr("recipe"),),
 )
 register_supported_cast(CheckpointlessRecipe, run.Partial)
@@ -242,10 +233,7 @@ def _check_optimizer(recipe: run.Partial) -> None:
 
 
 def _instances(recipe: run.Partial, strategy: Any, replicas: int | None) -> int:
-    """Return how many instances of the distributed optimizer are needed.
-
-    Without the distributed optimizer all data-parallel ranks hold the same state, and Megatron wants one instance.
-    """
+    """Return how many instances of the distributed optimizer are needed; without it Megatron wants one."""
     present = strategy.__arguments__.get("num_distributed_optimizer_instances") or 1
     wanted = replicas if replicas is not None else max(present, _DEFAULT_REPLICAS)
     if wanted < 2:

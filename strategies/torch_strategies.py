@@ -15,9 +15,8 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.apply_func import move_data_to_device
-from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch.nn.parallel import DistributedDataParallel
@@ -29,7 +28,8 @@ from checkpointless.inprocess.communicators import launch_bound
 from checkpointless.integrations.compat.lightning import AutomaticOptimization, without_zero_grad
 from checkpointless.integrations.lightning.boundary.epoch_metrics import keep_metrics, unseen
 from checkpointless.integrations.lightning.boundary.step_keeper import StepOutcome, take_state
-from checkpointless.integrations.lightning.recoverable_strategy import RecoverableStrategy, unfit
+from checkpointless.integrations.lightning.checkpoints.connector import keep_names
+from checkpointless.integrations.lightning.recoverable_strategy import RecoverableStrategy, refuse_unfit
 from checkpointless.integrations.torch.gradient_check import GradientCheck, unreduced
 from checkpointless.integrations.torch.repeated_steps import repeated_steps
 from checkpointless.integrations.torch.torch_tensors import TorchTensors
@@ -47,10 +47,9 @@ _Point = tuple[int, SnapshotPoint]
 
 
 class _LightningSaves:
-    """What a rank knows of the saves of its newest step; it outlives restarts.
+    """What a rank knows of the saves of its newest step, which are repeated under the same names after a fault.
 
-    After a fault the ranks may go back to before a save. It is repeated then, under the same name: Lightning's
-    callbacks would choose another one for a path that exists.
+    It outlives restarts.
     """
 
     unfinished: tuple[()] = ()  # saves in the background, of which there are none
@@ -63,55 +62,35 @@ class _LightningSaves:
     def save(self, path: str, after: _Point, make: Callable[[], None]) -> None:
         """Make a save ``after`` the newest point of this rank."""
         if after[0] != self._resumed_step:
-            self._again = set()
+            self._again.clear()
         # This is noted first: a rank that is interrupted in the save may have written the file.
         self._made = [each for each in self._made if each[1][0] == after[0] and each[0] != path] + [(path, after)]
         make()
         self._again.discard(path)
 
-    def agree(self, resumed_at: _Point | None, strategy: Strategy) -> None:
+    def agree(self, resumed_at: _Point | None, strategy: Any) -> None:
         """Agree with the other ranks on what is saved again after that point (None: all). Collective."""
         mine = [path for path, after in self._made if resumed_at is not None and after >= resumed_at]
         self._again = {path for each in all_gather_json(mine) for path in each}
         self._resumed_step = resumed_at[0] if resumed_at is not None else -1
-        for each in _callbacks_of(strategy):
-            if isinstance(each, Checkpoint) and hasattr(each, "file_exists"):
-                vars(each).pop("file_exists", None)  # a callback from outside of the block has ours already
-                if self._again:
-                    each.file_exists = self._unless_again(each.file_exists)
-
-    def _unless_again(self, exists: Callable[..., bool]) -> Callable[..., bool]:
-        def file_exists(filepath: Any, trainer: Any) -> bool:
-            # Ranks may name a file differently: the first of them decides, and every rank asks it.
-            again = trainer.strategy.broadcast(str(filepath) in self._again)
-            return exists(filepath, trainer) and not again
-
-        return file_exists
+        keep_names(strategy.trainer.callbacks, self._again)
 
     def forget_lost(self, callbacks: Iterable[Any]) -> None:
         """Do nothing: no save is lost."""
 
-    def watch(self, strategy: Strategy) -> None:
+    def watch(self, strategy: Any) -> None:
         """Note what callbacks link to a checkpoint, too. Idempotent."""
-        for each in _callbacks_of(strategy):
+        for each in strategy.trainer.callbacks:
             if hasattr(each, "_link_checkpoint") and "_link_checkpoint" not in vars(each):
-                vars(each)["_link_checkpoint"] = self._noting_links(each._link_checkpoint)
+                vars(each)["_link_checkpoint"] = partial(self._link, each._link_checkpoint)
 
-    def _noting_links(self, link: Callable[..., None]) -> Callable[..., None]:
-        def link_checkpoint(trainer: Any, filepath: str, linkpath: str) -> None:
-            if self._made:
-                self._made.append((str(linkpath), self._made[-1][1]))
-            link(trainer, filepath, linkpath)
-
-        return link_checkpoint
+    def _link(self, link: Callable[..., None], trainer: Any, filepath: str, linkpath: str) -> None:
+        if self._made:
+            self._made.append((str(linkpath), self._made[-1][1]))
+        link(trainer, filepath, linkpath)
 
     def let_go(self, trainer: object) -> None:
         """Do nothing: no save outlasts the trainer."""
-
-
-def _callbacks_of(strategy: Strategy) -> Iterable[Any]:
-    trainer: Any = strategy.lightning_module.trainer if strategy.lightning_module is not None else None
-    return trainer.callbacks if trainer is not None else ()
 
 
 logger = logging.getLogger(__name__)
@@ -141,21 +120,16 @@ class _TorchRecoverable(RecoverableStrategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        """Set up model and optimizer, and install what recovery needs.
-
-        Raises:
-            UnrecoverableError: the training cannot be recovered exactly; the message says what to change.
-        """
+        """Set up model and optimizer, and install what recovery needs, or refuse what cannot be exact."""
         call = self._call
         fitting = trainer.state.fn == TrainerFn.FITTING and call is not None
-        if fitting and (reason := self._unfit_before(trainer)) is not None:
-            raise UnrecoverableError(reason)
+        if fitting:
+            self._refuse_before(trainer)
         super().setup(trainer)
         self.trainer = trainer
         if call is None or not fitting:
             return
-        if (reason := self._unfit(trainer)) is not None:
-            raise UnrecoverableError(reason)
+        self._refuse(trainer)
         self._begin_fit(trainer, _LightningSaves, announces=True).take_hold(
             _TorchSteps(trainer, call, self._sdc_check_every)
         )
@@ -164,24 +138,25 @@ class _TorchRecoverable(RecoverableStrategy):
             assert self.model is not None
             bound.watch(self.model)
 
-    def _unfit_before(self, trainer: pl.Trainer) -> str | None:
+    def _refuse_before(self, trainer: pl.Trainer) -> None:
         if not trainer.lightning_module.automatic_optimization:
-            return (
+            raise UnrecoverableError(
                 "checkpointless cannot go on within a training_step, which updates by itself in manual "
                 "optimization: leave out automatic_optimization=False (several optimizers: one with several param "
                 "groups)"
             )
-        return unfit(trainer.callbacks)  # type: ignore[attr-defined]
+        refuse_unfit(trainer.callbacks)  # type: ignore[attr-defined]
 
-    def _unfit(self, trainer: pl.Trainer) -> str | None:
+    def _refuse(self, trainer: pl.Trainer) -> None:
+        reason, scaler = "", getattr(trainer.precision_plugin, "scaler", None)
         if len(self.optimizers) != 1:
-            return f"checkpointless needs one optimizer, and configure_optimizers returns {len(self.optimizers)}"
-        scaler = getattr(trainer.precision_plugin, "scaler", None)
-        if scaler is not None and type(scaler).update is not torch.amp.GradScaler.update:
-            return f"checkpointless does not know how {type(scaler).__name__} changes its scale: use torch.amp's"
-        if scaler is not None and getattr(self.optimizers[0], "_step_supports_amp_scaling", False):
-            return "checkpointless cannot repeat an update that unscales gradients itself: leave out fused=True"
-        return None
+            reason = f"checkpointless needs one optimizer, and configure_optimizers returns {len(self.optimizers)}"
+        elif scaler is not None and type(scaler).update is not torch.amp.GradScaler.update:
+            reason = f"checkpointless does not know how {type(scaler).__name__} changes its scale: use torch.amp's"
+        elif scaler is not None and getattr(self.optimizers[0], "_step_supports_amp_scaling", False):
+            reason = "checkpointless cannot repeat an update that unscales gradients itself: leave out fused=True"
+        if reason:
+            raise UnrecoverableError(reason)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -280,13 +255,13 @@ class CheckpointlessDDPStrategy(_TorchRecoverable, DDPStrategy):
         super().restored()
 
     @override
-    def _unfit_before(self, trainer: pl.Trainer) -> str | None:
+    def _refuse_before(self, trainer: pl.Trainer) -> None:
         if self._ddp_comm_state is not None or self._ddp_comm_wrapper is not None or self._model_averaging_period:
-            return (
+            raise UnrecoverableError(
                 "checkpointless does not know what a DDP communication hook keeps from step to step: leave out "
                 "ddp_comm_state, ddp_comm_wrapper and model_averaging_period"
             )
-        return super()._unfit_before(trainer)
+        super()._refuse_before(trainer)
 
 
 class CheckpointlessModelParallelStrategy(_TorchRecoverable, ModelParallelStrategy):
@@ -356,8 +331,6 @@ class CheckpointlessModelParallelStrategy(_TorchRecoverable, ModelParallelStrate
 
 # --- Steps as Lightning makes them with a torch optimizer: guarded, noted, and replayed without computing anything
 
-logger = logging.getLogger(__name__)
-
 _TWICE = (
     "the module's optimizer_step() updates more than once in a step; one update of a step can be guarded: let it "
     "call optimizer.step() once"
@@ -375,10 +348,9 @@ _PLUGIN = "precision"
 
 
 class _TorchSteps:
-    """How Lightning makes steps with a torch optimizer, in automatic optimization (:class:`Steps`).
+    """How Lightning makes steps in automatic optimization (:class:`Steps`), which gives ``step`` a closure.
 
-    Automatic optimization runs forward, backward, hooks and clipping in a closure that the optimizer's ``step`` is
-    given. Here the closure runs first, then come the vote and the update, under the lock.
+    Here the closure runs first, then come the vote and the update, under the lock.
     """
 
     def __init__(self, trainer: pl.Trainer, call: HPCallWrapper, sdc_check_every: int | None) -> None:
@@ -392,12 +364,17 @@ class _TorchSteps:
             sdc_check_every, self.tensors, call, apart=apart, keep=partial(keep_metrics, trainer)
         )
         self.tensors.arrange()
-        self._loop = _ObservedOptimization.adopt(trainer, self)
+        loop: Any = trainer.fit_loop.epoch_loop.automatic_optimization
+        loop.__class__ = _ObservedOptimization
+        loop.steps, loop.closure = self, None
+        self._loop: _ObservedOptimization = loop
         self.replayed: StepOutcome | None = None
         self._guard: UpdateGuard | None = None
         self._is_updated = self._overflows = False
         self._accumulates = False if call.high_water > 0 else None  # whether gradients wait for more; None: unknown
-        self._to_put_back: list[Callable[[], None]] = []
+        self._is_put_back = False
+        self.put_back: Callable[[], None]
+        self.done: Callable[[], None]
 
     def guard(self, guard: UpdateGuard) -> None:
         self._guard = guard
@@ -490,29 +467,19 @@ class _TorchSteps:
 
     # --- a step that is replayed ----------------------------------------------------------------------------------
 
-    @contextmanager
-    def replay(
-        self, outcome: StepOutcome, put_back: Callable[[], None], done: Callable[[], None]
-    ) -> Iterator[None]:
-        self.replayed = outcome
-        self._to_put_back = [put_back, partial(self._put_progress, outcome), done]
-        try:
-            yield
-        finally:
-            self.replayed = None
-
     def _put_back_once(self) -> None:
         """Put back what the step had left when its gradients were final."""
-        pending, self._to_put_back = self._to_put_back, []
-        for each in pending:
-            each()
-
-    def _put_progress(self, outcome: StepOutcome) -> None:
-        assert outcome.state is not None
-        checkpoint = outcome.state["checkpoint"]
+        if self._is_put_back:
+            return
+        self._is_put_back = True
+        self.put_back()
+        assert self.replayed is not None
+        assert self.replayed.state is not None
+        checkpoint = self.replayed.state["checkpoint"]
         self._loop.optim_progress.optimizer.zero_grad.load_state_dict(checkpoint["loops"])
         if self._scaler is not None:
             self._scaler.load_state_dict(checkpoint[_PLUGIN])
+        self.done()
 
 
 class _ObservedOptimization(AutomaticOptimization):
@@ -520,14 +487,6 @@ class _ObservedOptimization(AutomaticOptimization):
 
     steps: _TorchSteps
     closure: Closure | None  # computes the batch; None: it is replayed, or there was none
-
-    @classmethod
-    def adopt(cls, trainer: pl.Trainer, steps: _TorchSteps) -> _ObservedOptimization:
-        loop: Any = trainer.fit_loop.epoch_loop.automatic_optimization
-        loop.__class__ = cls
-        loop.steps, loop.closure = steps, None
-        observed: _ObservedOptimization = loop
-        return observed
 
     @override
     def run(self, optimizer: torch.optim.Optimizer, batch_idx: int, kwargs: Any) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, cast
 
 from megatron.core.distributed import DistributedDataParallelConfig
@@ -25,14 +26,6 @@ from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.recovery import CheckpointManager
 from checkpointless.state.rng import RngStates
 from checkpointless.transfer.exchange import true_on_all
-
-
-class _NotKept:
-    def __init__(self, reason: str) -> None:
-        self._reason = reason
-
-    def unfit(self) -> str:
-        return self._reason
 
 
 class WarmStart:
@@ -172,10 +165,10 @@ class WarmStart:
         """What bounds the launches of the model that was kept; None: nothing, or no model was kept."""
         return self._kept.bound if self._kept is not None else None
 
-    def built(self, bound: LaunchBound | None) -> KeptModel | _NotKept:
+    def built(self, bound: LaunchBound | None) -> object:
         """Return what is built now, for the next fault; ``bound``: what bounds the launches of its layers."""
         if self._obstacle is not None:
-            return _NotKept(self._obstacle)
+            return SimpleNamespace(unfit=partial(str, self._obstacle))
         strategy = self._strategy
         chunks = [chunk.module for chunk in strategy.megatron_parallel]
         optimizer, streams = strategy.optimizers[0].mcore_optimizer, (self._streams, self._left)

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch.utils.data import DataLoader, IterableDataset
 
-from checkpointless.integrations.lightning.data import worker_streams
-from checkpointless.integrations.lightning.data.worker_streams import WorkerSeed, repeat_worker_draws
+from checkpointless.integrations.lightning import recoverable_strategy
+from checkpointless.integrations.lightning.recoverable_strategy import _repeat_worker_draws, _WorkerSeed
 from checkpointless.state.rng import RngStates
 
 
@@ -38,7 +38,7 @@ def agree(keeps: list[int | None]) -> int | None:
     """Agree on a seed where rank ``r`` was seeded with ``100 + r`` and keeps ``keeps[r]`` from before a fault."""
     dist.init_process_group("gloo")
     torch.manual_seed(100 + dist.get_rank())
-    seed = WorkerSeed()
+    seed = _WorkerSeed()
     seed.value = keeps[dist.get_rank()]
     states = RngStates.from_bytes(RngStates.capture().to_bytes())
     seed.agree(states)
@@ -52,21 +52,21 @@ def loaders_of_a_trainer() -> dict[str, Any]:
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    worker_streams.logger.addHandler(handler)
+    recoverable_strategy.logger.addHandler(handler)
     prepared, rank = {}, parallel_state.get_data_parallel_rank()
     for stage in ("training", "evaluation"):
         loader: DataLoader[int] = DataLoader(range(4), num_workers=1)  # type: ignore[arg-type]
-        repeat_worker_draws(loader, 7, _trainer(stage == "training"), rank)
+        _repeat_worker_draws(loader, 7, _trainer(stage == "training"), rank)
         streams: Any = loader.worker_init_fn
         prepared[stage] = [*streams.key, streams.place().epoch, streams.place().batch]
     for _ in range(2):
-        repeat_worker_draws(Positioned(Lines(), num_workers=1), 7, _trainer(True), rank)
+        _repeat_worker_draws(Positioned(Lines(), num_workers=1), 7, _trainer(True), rank)
         again: Any = DataLoader(Lines(), num_workers=1)  # it is gone through from its beginning: nothing is said
-        repeat_worker_draws(again, 7, _trainer(True), rank)
+        _repeat_worker_draws(again, 7, _trainer(True), rank)
         place = again.worker_init_fn.place()
         prepared["again"] = [place.epoch, place.batch]
-        repeat_worker_draws(DataLoader(Lines()), 7, _trainer(True), rank)
-        repeat_worker_draws(iter(()), 7, _trainer(True), rank)
+        _repeat_worker_draws(DataLoader(Lines()), 7, _trainer(True), rank)
+        _repeat_worker_draws(iter(()), 7, _trainer(True), rank)
     return {**prepared, "said": said}
 
 

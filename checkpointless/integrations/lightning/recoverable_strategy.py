@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import logging
 import os
 import time
@@ -14,20 +15,23 @@ from pathlib import Path
 from typing import Any, cast
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch import callbacks as stock
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
 from checkpointless.callbacks import CheckpointlessCallback, HPFaultInjectionCallback, StepRecorder
-from checkpointless.callbacks.external import asked_for, parted
-from checkpointless.callbacks.trainer_parts import steps_made
+from checkpointless.callbacks.external import MARK, asked_for
+from checkpointless.callbacks.trainer_parts import job_step
 from checkpointless.inprocess import HPCallWrapper, UnrecoverableError, active_call_wrapper
 from checkpointless.inprocess.finalize import register_cleanup
+from checkpointless.inprocess.worker_streams import Place, seed_data_workers
 from checkpointless.inprocess.wrap import not_exact
-from checkpointless.integrations.compat.lightning import set_sampler_epoch
-from checkpointless.integrations.lightning.boundary.loops import ResumableFitLoop, make_resumable
+from checkpointless.integrations.compat.lightning import Stateful, set_sampler_epoch
+from checkpointless.integrations.lightning.boundary.loops import make_resumable
 from checkpointless.integrations.lightning.boundary.plain_attributes import parts_of
 from checkpointless.integrations.lightning.boundary.step_keeper import (
     InMemoryCheckpoint,
@@ -41,12 +45,9 @@ from checkpointless.integrations.lightning.data.loaders import (
     DataPosition,
     TrainingData,
     ValidationData,
-    ahead_of_steps,
-    keeps_its_position,
     megatron_sampler,
     samples_per_step,
 )
-from checkpointless.integrations.lightning.data.worker_streams import WorkerSeed, repeat_worker_draws
 from checkpointless.integrations.torch.repeated_steps import repeated_steps
 from checkpointless.launcher.protocol.board import Facts
 from checkpointless.observability.telemetry.event_names import EventName
@@ -58,6 +59,8 @@ from checkpointless.recovery.manager import manager_of
 from checkpointless.state.journal import StepJournal
 from checkpointless.state.port import SnapshotPoint
 from checkpointless.state.rank_local.declared import declared_state
+from checkpointless.state.rng import RngStates, register_rng_source
+from checkpointless.transfer.exchange import all_gather_json
 
 _UNTRUE = (
     "You're resuming from a checkpoint that ended before the epoch ended"  # the position in the data is restored
@@ -69,7 +72,7 @@ class RecoverableStrategy(ParallelStrategy):
     """A strategy that finds the running wrapper and lets a :class:`_RecoverableFit` keep what a fit changes."""
 
     trainer: pl.Trainer  # since setup()
-    warm = True
+    awaits_adapters = False  # whether NeMo has yet to add the adapters of a PEFT run, and there is no optimizer
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -77,7 +80,7 @@ class RecoverableStrategy(ParallelStrategy):
         self._rebuild_began_s = 0.0
         self._fit: _RecoverableFit | None = None  # the newest one that was set up inside a block
         self._data = TrainingData()
-        self._worker_seed = WorkerSeed()
+        self._worker_seed = _WorkerSeed()
         if self._call is None:
             logger.warning("no HPWrapper is active: this run has no in-process recovery")
         elif self._call.generation > 0:
@@ -93,13 +96,7 @@ class RecoverableStrategy(ParallelStrategy):
     @property
     def replaying(self) -> bool:
         """Whether a committed step is replayed for what follows its update."""
-        fit = self._fit
-        return fit is not None and fit.keeper is not None and fit.keeper.steps.replayed is not None
-
-    @property
-    def awaits_adapters(self) -> bool:
-        """Whether the adapters of a PEFT run have yet to be added; until then there is no optimizer, either."""
-        return False
+        return self._fit is not None and self._fit.replayed is not None
 
     def get_wrapper(self) -> HPCallWrapper | None:
         """Return the wrapper given to the trainer (``trainer.wrapper``), or the one whose block this runs in."""
@@ -107,11 +104,7 @@ class RecoverableStrategy(ParallelStrategy):
         return given if given is not None else self._call
 
     def journal(self) -> StepJournal:
-        """Return the journal of the running trainer.
-
-        Raises:
-            RuntimeError: the strategy has not been set up.
-        """
+        """Return the journal of the running trainer, whose strategy is set up."""
         journal = self._fit.journal if self._fit is not None else None
         if journal is None:
             raise RuntimeError("the strategy has no state before setup()")
@@ -129,11 +122,6 @@ class RecoverableStrategy(ParallelStrategy):
         """Note that the tensors are in place, and keep the rest of the state, of which Lightning loads a part."""
         assert self._fit is not None
         self._fit.restored_from_memory(objects)
-
-    def restores_from_storage(self) -> None:
-        """Note that a checkpoint on storage is loaded, because no rank holds the state of the fault."""
-        assert self._fit is not None
-        self._fit.is_from_storage = True
 
     def restored(self) -> None:
         """Prepare to train with the state, which is whole: from memory, from storage, or that of a new job."""
@@ -162,7 +150,7 @@ class RecoverableStrategy(ParallelStrategy):
         if call is None or call.generation == 0 or module is None:
             return
         manager = manager_of(call)
-        resume_loggers(module.trainer, call.facts, (manager.fits.number if manager is not None else 0) + 1)
+        _resume_loggers(module.trainer, call.facts, (manager.fits.number if manager is not None else 0) + 1)
 
     def _begin_fit(
         self,
@@ -173,17 +161,14 @@ class RecoverableStrategy(ParallelStrategy):
     ) -> _RecoverableFit:
         """Begin a fit of ``trainer``, whose model has been set up, inside of a block.
 
-        ``make_saves`` makes what the manager knows of the strategy's checkpoints. ``announces`` says whether
-        Lightning fetches the batches, so that the phase ``data`` is announced here.
+        ``announces`` says whether Lightning fetches the batches, so that the phase ``data`` is announced here.
         """
         call = self._call
         assert call is not None
         call.blocks.begin_training()
         call.beat()
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-        reason = unfit(callbacks)
-        if reason is not None:
-            raise UnrecoverableError(reason)
+        refuse_unfit(callbacks)
         callback = _complete(callbacks)
         for part in (call.wrapper.abort, call.wrapper.finalize):
             register = getattr(part, "register_attributes", None)
@@ -209,7 +194,7 @@ class RecoverableStrategy(ParallelStrategy):
         if self._fit is not None:
             self._fit.loader_is_made(loader)
         if self._worker_seed.value is not None and self._fit is not None:
-            repeat_worker_draws(loader, self._worker_seed.value, self.trainer, self._data_rank())
+            _repeat_worker_draws(loader, self._worker_seed.value, self.trainer, self._data_rank())
         return loader
 
     @override
@@ -257,14 +242,15 @@ def _complete(present: list[Any]) -> CheckpointlessCallback:
     """
     bound = [weakref.ref(each) for each in present]
     register_cleanup("callbacks", lambda: _unbind([callback for each in bound if (callback := each())]))
-    scripts, external = parted(present)
+    scripts = [each for each in present if not hasattr(each, MARK)]
     for callback in scripts:
         if isinstance(callback, HPFaultInjectionCallback):
             callback.listen()  # it may have been made before the block was entered
     if not any(isinstance(callback, CheckpointlessCallback) for callback in scripts):
         scripts.append(CheckpointlessCallback())
     has_recorder = any(isinstance(callback, StepRecorder) for callback in scripts)
-    newest = {type(callback): callback for callback in external}  # a script may give one list to several trainers
+    # A script may give one list to several trainers.
+    newest = {type(callback): callback for callback in present if hasattr(callback, MARK)}
     for callback in newest.values() or asked_for():
         if not (has_recorder and isinstance(callback, StepRecorder)):
             scripts.append(callback)
@@ -308,14 +294,13 @@ _UNFIT = {
 }
 
 
-def unfit(callbacks: Iterable[object]) -> str | None:
-    """Say in one line why a training with ``callbacks`` cannot be recovered exactly; None: nothing is known."""
+def refuse_unfit(callbacks: Iterable[object]) -> None:
+    """Raise, with what to do instead, if a training with ``callbacks`` cannot be recovered exactly."""
     kinds = [(getattr(stock, name), reason) for name, reason in _UNFIT.items() if hasattr(stock, name)]
     for each in callbacks:
         for kind, reason in kinds:
             if isinstance(each, kind):
-                return reason.format(type(each).__name__)
-    return None
+                raise UnrecoverableError(reason.format(type(each).__name__))
 
 
 # --- One fit of a trainer: what recovery keeps of it, and how it resumes -----------------------------------------
@@ -331,10 +316,7 @@ _SEVERAL = (
 def _begin_manager(
     call: HPCallWrapper, callback: CheckpointlessCallback, peft: bool, make_saves: Callable[[], object]
 ) -> CheckpointManager | None:
-    """Begin a fit with the manager that keeps this rank's state over restarts, made if the block has none yet.
-
-    None is returned if recovery from memory is switched off.
-    """
+    """Begin a fit with the manager of the block, which may have to be made; None: memory is switched off."""
     call.restart_in_process = callback.enable_inprocess
     if not callback.enable_checkpointless:
         return None
@@ -353,10 +335,7 @@ def _begin_manager(
 
 
 class _RecoverableFit:
-    """One fit of a trainer, which is kept from step to step and resumes after a fault.
-
-    The loops report their points to it (:class:`checkpointless.integrations.lightning.boundary.loops._Observer`).
-    """
+    """One fit of a trainer, which resumes after a fault. The loops report their points to it."""
 
     def __init__(
         self,
@@ -364,7 +343,7 @@ class _RecoverableFit:
         call: HPCallWrapper,
         manager: CheckpointManager | None,
         data: TrainingData,
-        worker_seed: WorkerSeed,
+        worker_seed: _WorkerSeed,
         announces_data: bool,
     ) -> None:
         self.manager = manager
@@ -377,7 +356,6 @@ class _RecoverableFit:
         self.keeper: StepKeeper | None = None  # a PEFT run has neither adapters nor an optimizer at first
         self._restoration: Restoration | None = None
         self._restored_without_adapters = False
-        self.is_from_storage = False  # whether a checkpoint is loaded, whose state is older than that of the fault
         self._validation_data: ValidationData | None = None
         if manager is not None:
             repeated_steps.begin_entry(call.is_first)
@@ -394,7 +372,7 @@ class _RecoverableFit:
 
     def position(self) -> DataPosition:
         """Return where the training stands in its data."""
-        return self._data.position(cast("ResumableFitLoop", self._trainer.fit_loop))
+        return self._data.position(self._trainer.fit_loop)
 
     @property
     def journal(self) -> StepJournal | None:
@@ -411,23 +389,18 @@ class _RecoverableFit:
         """The outcome of the committed step that is replayed; None: a step is computed."""
         return self.keeper.steps.replayed if self.keeper is not None else None
 
-    def _job_step(self) -> int:
-        """Return the optimizer step that the trainer is at, counted over all fits of the block."""
-        offset = self.manager.fits.offset if self.manager is not None else 0
-        return steps_made(self._trainer) + offset
-
     # --- what the loops report ----------------------------------------------------------------------------------
 
     def reached(self, stage: SnapshotPoint) -> None:
         """Take the state of the point that the loops have reached: ``stage`` after the newest step."""
         if self.manager is None or self.keeper is None:
             return
-        self.keeper.journal.reached(self._job_step(), stage)
+        self.keeper.journal.reached(job_step(self._trainer), stage)
 
     def before_fetch(self) -> None:
         """Announce that a batch is asked for, unless what fetches batches in the step does so itself."""
         if self._announces_data and self.replayed is None:
-            self._call.enter_phase("data", self._job_step() + 1)
+            self._call.enter_phase("data", job_step(self._trainer) + 1)
 
     def epoch_begins(self) -> None:
         """Begin an epoch; the one before it was over when it was resumed."""
@@ -437,7 +410,6 @@ class _RecoverableFit:
         """Refuse several training loaders, which could not be brought back to where they stood."""
         if self.manager is not None and len(loaders) > 1:
             raise UnrecoverableError(_SEVERAL.format(len(loaders)))
-        self._data.set_up()
 
     # --- when the state is whole --------------------------------------------------------------------------------
 
@@ -457,18 +429,18 @@ class _RecoverableFit:
         call, manager = self._call, self.manager
         if manager is None:
             return
-        keep_loggers(self._trainer, call.facts, manager.fits.number)
+        _keep_loggers(self._trainer, call.facts, manager.fits.number)
         resumed_at = manager.resumed_at if self._is_resuming else None
         if call.generation > 0:
             manager.saves.agree(resumed_at, self._trainer.strategy)
         manager.saves.watch(self._trainer.strategy)
         if manager.verdict is Verdict.SKIP:
             return
-        step = resumed_at[0] if resumed_at is not None else self._job_step()
+        step = resumed_at[0] if resumed_at is not None else job_step(self._trainer)
         self._worker_seed.agree(manager.own.streams.newest(step))
         if self._restoration is not None and self._is_resuming:
             self._restoration.resume()
-        elif self.is_from_storage:
+        elif call.generation > 0 and manager.verdict is not Verdict.START:  # no rank holds the state of the fault
             self._stored.resume(step)
         else:
             self._stored.begin(step)
@@ -476,15 +448,12 @@ class _RecoverableFit:
             self._restored_without_adapters = True
         else:
             if not self._is_resuming:
-                self.keeper.journal.begin(self._job_step(), SnapshotPoint.LOADED)
+                self.keeper.journal.begin(job_step(self._trainer), SnapshotPoint.LOADED)
             manager.attach(self.keeper.journal, step)
         call.steps.begin_data(samples_per_step(self._trainer))
 
     def adapters_added(self, params_to_save: Iterable[str]) -> None:
-        """Note that the adapters are in place with their values, unless memory is about to give them the values.
-
-        ``params_to_save`` are the names of all parameters that training changes.
-        """
+        """Note that the adapters are in place with their values, unless memory is about to give them the values."""
         manager, keeper = self.manager, self.keeper
         if manager is None or keeper is None:
             return
@@ -492,9 +461,9 @@ class _RecoverableFit:
             manager.params_to_save = set(params_to_save)
         if self._restored_without_adapters:
             self._restored_without_adapters = False
-            keeper.journal.begin(self._job_step(), SnapshotPoint.CHECKED)
+            keeper.journal.begin(job_step(self._trainer), SnapshotPoint.CHECKED)
             vote()  # an attached rank can be recovered from: by then every rank's streams are on its board
-            manager.attach(keeper.journal, self._job_step())
+            manager.attach(keeper.journal, job_step(self._trainer))
 
     # --- while it is run ----------------------------------------------------------------------------------------
 
@@ -506,14 +475,11 @@ class _RecoverableFit:
     def loader_is_made(self, loader: Iterable[object]) -> None:
         """Follow a loader that has just been made, and bring it to where the data stood before the fault."""
         if self.manager is not None and self._trainer.training:
-            reason = ahead_of_steps(loader) if self._announces_data else None
-            if reason is not None:
-                raise UnrecoverableError(reason)
             position = self._restoration.position() if self._restoration is not None else None
             if position is not None:  # Lightning tells the sampler too late: workers ask for their items at once
                 epochs: Any = self._trainer.fit_loop.epoch_progress
                 set_sampler_epoch(loader, epochs.current.processed)
-            self._data.made(loader, self.manager.own.streams, position)
+            self._data.made(loader, self.manager.own.streams, position, self._announces_data)
             self._stored.made(loader)
         elif self._validation_data is not None and self._trainer.state.fn == TrainerFn.FITTING:
             self._validation_data.made(loader)
@@ -545,11 +511,7 @@ class _RecoverableFit:
 
 
 class _StoredPosition:
-    """The position in the data of a fit that resumes from storage after a fault.
-
-    NeMo keeps the position in the data module's ``state_dict``, and Lightning in that of a loader. Where there is
-    none, the data would start over without a word.
-    """
+    """The position in the data of a fit that resumes from storage, where no data module or loader has kept it."""
 
     def __init__(self, trainer: pl.Trainer, facts: Facts) -> None:
         self._trainer, self._facts = trainer, facts
@@ -584,7 +546,7 @@ class _StoredPosition:
     def made(self, loader: object) -> None:
         """Look at the training loader that was made for the epoch in which the fit resumes."""
         step, self._step = self._step, 0
-        if step and not keeps_its_position(loader):
+        if step and not isinstance(loader, Stateful):
             self._begins_anew(step, "the loader has no state_dict")
 
     def _begins_anew(self, step: int, why: str) -> None:
@@ -597,7 +559,7 @@ class _StoredPosition:
 _NEMO_VERSION = "NEMO_EXPM_VERSION"  # nemo.constants.NEMO_ENV_VARNAME_VERSION
 
 
-def keep_loggers(trainer: pl.Trainer, facts: Facts, fit: int) -> None:
+def _keep_loggers(trainer: pl.Trainer, facts: Facts, fit: int) -> None:
     """Keep where rank 0's loggers write, and the folder name that NeMo has made up, so that they outlive it."""
     if trainer.is_global_zero:
         facts.keep(f"loggers of fit {fit}", [getattr(each, "_version", None) for each in trainer.loggers])
@@ -605,11 +567,8 @@ def keep_loggers(trainer: pl.Trainer, facts: Facts, fit: int) -> None:
             facts.keep("environment", {_NEMO_VERSION: os.environ[_NEMO_VERSION]})
 
 
-def resume_loggers(trainer: pl.Trainer, facts: Facts, fit: int) -> None:
-    """Make new loggers of rank 0 write where those of the same fit did, before they have written anything.
-
-    Rows of steps that are redone are written once more (docs/contract.md, 4).
-    """
+def _resume_loggers(trainer: pl.Trainer, facts: Facts, fit: int) -> None:
+    """Make new loggers of rank 0 write where those of the same fit did, before they have written anything."""
     if not trainer.is_global_zero:
         return
     for each, version in zip(trainer.loggers, facts.get(f"loggers of fit {fit}", [])):
@@ -630,3 +589,77 @@ def _keep_rows(each: CSVLogger) -> None:
     experiment = each.experiment
     path.with_suffix(".before").replace(path)
     experiment.metrics_keys = sorted(names)
+
+
+# --- Which random numbers the data-loader workers of a training draw ---------------------------------------------
+
+_SOURCE = "data_workers"
+_SAME_EACH_TIME = functools.partial(Place, None)  # a validation draws the same, whichever step it comes after
+
+
+class _WorkerSeed:
+    """The seed of all data-loader workers of a job, kept with the random streams of every rank."""
+
+    def __init__(self) -> None:
+        self.value: int | None = None  # before agree()
+        value = functools.partial(getattr, self, "value")
+        register_rng_source(_SOURCE, value, lambda _: None)
+
+    def agree(self, states: RngStates | None) -> None:
+        """Agree on the seed that ``states`` of the point to resume at have, or else on rank 0's. Collective."""
+        kept = states.of_source(_SOURCE) if states is not None else None
+        answers = all_gather_json({"kept": kept, "fresh": _seed_of_this_process()})
+        known = [answer["kept"] for answer in answers if answer["kept"] is not None]
+        self.value = known[0] if known else answers[0]["fresh"]
+
+
+def _seed_of_this_process() -> int:
+    """Return the seed that ``seed_everything`` was given, or else the one that torch was seeded with last."""
+    given = os.environ.get("PL_GLOBAL_SEED", "")
+    return int(given) if given.isdecimal() else torch.initial_seed()
+
+
+def _repeat_worker_draws(loader: Iterable[object], seed: int, trainer: pl.Trainer, rank: int) -> None:
+    """Make the workers of ``loader`` draw after a fault what they would have without it, or warn once."""
+    training, is_persistent = trainer.training, bool(getattr(loader, "persistent_workers", False))
+    is_iterable = isinstance(getattr(loader, "dataset", None), IterableDataset)
+    from_the_beginning = is_iterable and not isinstance(loader, Stateful)  # it is gone through once more
+    try:
+        seed_data_workers(
+            loader,
+            seed,
+            rank=rank,
+            stream="training" if training else "evaluation",
+            place=functools.partial(_place, trainer, is_persistent, from_the_beginning)
+            if training
+            else _SAME_EACH_TIME,
+        )
+    except (TypeError, ValueError) as error:
+        _warn_once(f"{error}: random numbers that its workers draw are others after a fault")
+        return
+    seeded = cast("DataLoader[object]", loader)  # anything else has raised TypeError, or has no workers
+    if is_iterable and seeded.num_workers > 0 and not (training and from_the_beginning):
+        _warn_once(
+            f"{type(seeded.dataset).__name__} is iterable: random numbers that data-loader workers draw are the "
+            "same after a fault only if it goes on exactly behind the last batch that was trained on"
+        )
+
+
+def _place(trainer: pl.Trainer, is_persistent: bool, from_the_beginning: bool) -> Place:
+    """Return where the loop stands when it makes an iterator; the loop counts steps, the loader microbatches.
+
+    The loader itself is not referred to: it refers to what calls this, and a loader in a cycle is freed by the
+    garbage collector alone, which takes five seconds per worker (the queue to the worker is closed by then).
+    """
+    if is_persistent and getattr(trainer.fit_loop, "has_spare_iterator", False):
+        return Place(trainer.current_epoch - 1)  # of these workers' next iterator the epoch is one more
+    if from_the_beginning:
+        return Place(trainer.current_epoch)
+    steps = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+    sampler = getattr(trainer.strategy, "data_sampler", None)
+    return Place(trainer.current_epoch, steps * getattr(sampler, "num_microbatches", 1))
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    logger.warning(message)

@@ -54,6 +54,7 @@ def test_a_step_is_recorded_if_its_generation_went_on_meanwhile(call: Call, tmp_
         global_step=4,
         fit_loop=SimpleNamespace(_should_accumulate=lambda: False),
         strategy=SimpleNamespace(),
+        lightning_module=SimpleNamespace(automatic_optimization=False),
     )
     recorder = StepRecorder(StepLog(tmp_path, 0))
     try:

@@ -9,10 +9,10 @@ from tests.unit.project.test_floors import MODULES, ROOT, tree_of
 
 #: The aim is 45,000 lines in 280 modules with 600 public names, and 200 KB of documentation.
 BUDGETS = {
-    "lines of the product": 49_230,
-    "modules of the product": 213,
-    "public names of the product": 688,
-    "lines of the tests": 52_677,
+    "lines of the product": 48_538,
+    "modules of the product": 212,
+    "public names of the product": 665,
+    "lines of the tests": 51_942,
     "bytes of docs/": 202_363,
     "bytes of docs/architecture.md": 34_860,
     "bytes of docs/guarantees.md": 13_466,

@@ -21,13 +21,7 @@ pytestmark = pytest.mark.nemo
 
 
 class Kept:
-    """Stands in for a kept model.
-
-    Args:
-        mismatch: why it is another one than the one that would be built.
-        unfit: why it cannot be kept.
-        builds_together: whether all build if one does.
-    """
+    """Stands in for a kept model."""
 
     def __init__(
         self, mismatch: str | None = None, unfit: str | None = None, builds_together: bool = False

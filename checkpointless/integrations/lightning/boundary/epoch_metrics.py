@@ -36,18 +36,6 @@ _REDUCTIONS = {
     f"{each.__module__}.{each.__name__}": each
     for each in (torch.mean, torch.sum, torch.max, torch.min, sum, max, min)
 }
-_META = (
-    "fx",
-    "name",
-    "prog_bar",
-    "logger",
-    "on_step",
-    "on_epoch",
-    "enable_graph",
-    "add_dataloader_idx",
-    "dataloader_idx",
-    "metric_attribute",
-)
 _warned = False
 
 
@@ -150,6 +138,48 @@ class Accumulated(Later[dict[str, Any]]):
         """Return the part that this rank alone has; None if it is too large to be kept outside of the process."""
         return _own_part(self()) if self._has_own else {}
 
+    @staticmethod
+    def with_own(kept: Mapping[str, Any], own: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Return ``kept`` with what this rank alone has in place of a peer's; if ``own`` is None, that is lost.
+
+        Entries stay in the peer's order, because some are reduced over all ranks, one after the other.
+        """
+        if own is None:
+            metrics = {name: {**entry, "more": {}} for name, entry in kept["metrics"].items()}
+            return {**kept, "metrics": metrics}
+        mine = own.get("results", {})
+        results = {key: entry for key, entry in kept["results"].items() if key in mine or not _accumulates(entry)}
+        return {**kept, "results": {**results, **mine}, "metrics": own.get("metrics", {})}
+
+    @staticmethod
+    def warn_if_lost(kept: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
+        """Warn if something was accumulated and this rank's part of it, ``own``, is lost."""
+        if own is None and (kept["metrics"] or any(map(_accumulates, kept["results"].values()))):
+            logger.warning(
+                "what this rank had accumulated of the metrics of this epoch is lost with its process: it goes on "
+                "with that of a peer, and what they come to is wrong in this epoch"
+            )
+
+    @staticmethod
+    def put(trainer: pl.Trainer, kept: Mapping[str, Any]) -> None:
+        """Put back what was taken, which stays as it is."""
+        connector: Any = trainer._logger_connector
+        results: Any = trainer.fit_loop.epoch_loop._results
+        for name, tracker in _parts_of(trainer, MetricTracker):
+            _put_size(tracker, kept["tracked"].get(name, len(tracker)))
+        for name, metric in _parts_of(trainer, Metric):
+            if name in kept["metrics"]:
+                _put_metric(metric, kept["metrics"][name])
+        results.clear()
+        for key, entry in kept["results"].items():
+            result = _made_result(trainer, entry)
+            if result is not None:
+                results[key] = result
+        results.put_back = set(results)
+        results.about = {key: kept["results"][key]["about"] for key in results}
+        connector._first_loop_iter = kept["first"]
+        connector._current_fx = kept["fx"]
+
 
 def _take_result(metric: ResultMetric, about: dict[str, Any]) -> dict[str, Any]:
     """Take an entry as it is now.
@@ -179,7 +209,7 @@ def _about(metric: ResultMetric) -> dict[str, Any]:
     """Return what stays the same about a result as long as it is logged in the same way."""
     meta = metric.meta
     return {
-        "meta": {name: getattr(meta, name) for name in _META},
+        "meta": {name: value for name, value in vars(meta).items() if type(value) in _PLAIN},
         "reduce": f"{meta.reduce_fx.__module__}.{meta.reduce_fx.__name__}",
         "sync": [meta.sync.should, meta.sync.rank_zero_only, meta.sync.op, meta.sync.group is not None],
         "is_tensor": metric.is_tensor,
@@ -287,49 +317,7 @@ def _nbytes(states: Mapping[str, Any]) -> int:
     return sum(getattr(tensor, "nbytes", 0) + 100 for tensor in tensors) + 500
 
 
-def with_own(kept: Mapping[str, Any], own: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return ``kept`` with what this rank alone has in place of a peer's; if ``own`` is None, that is lost.
-
-    Entries stay in the peer's order, because some are reduced over all ranks, one after the other.
-    """
-    if own is None:
-        metrics = {name: {**entry, "more": {}} for name, entry in kept["metrics"].items()}
-        return {**kept, "metrics": metrics}
-    mine = own.get("results", {})
-    results = {key: entry for key, entry in kept["results"].items() if key in mine or not _accumulates(entry)}
-    return {**kept, "results": {**results, **mine}, "metrics": own.get("metrics", {})}
-
-
-def warn_if_lost(kept: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
-    """Warn if something was accumulated and this rank's part of it, ``own``, is lost."""
-    if own is None and (kept["metrics"] or any(map(_accumulates, kept["results"].values()))):
-        logger.warning(
-            "what this rank had accumulated of the metrics of this epoch is lost with its process: it goes on "
-            "with that of a peer, and what they come to is wrong in this epoch"
-        )
-
-
 # --- put back -----------------------------------------------------------------------------------------------------
-
-
-def put_accumulated(trainer: pl.Trainer, kept: Mapping[str, Any]) -> None:
-    """Put back what :class:`Accumulated` makes, which stays as it is."""
-    connector: Any = trainer._logger_connector
-    results: Any = trainer.fit_loop.epoch_loop._results
-    for name, tracker in _parts_of(trainer, MetricTracker):
-        _put_size(tracker, kept["tracked"].get(name, len(tracker)))
-    for name, metric in _parts_of(trainer, Metric):
-        if name in kept["metrics"]:
-            _put_metric(metric, kept["metrics"][name])
-    results.clear()
-    for key, entry in kept["results"].items():
-        result = _made_result(trainer, entry)
-        if result is not None:
-            results[key] = result
-    results.put_back = set(results)
-    results.about = {key: kept["results"][key]["about"] for key in results}
-    connector._first_loop_iter = kept["first"]
-    connector._current_fx = kept["fx"]
 
 
 def _put_size(tracker: MetricTracker, size: int) -> None:

@@ -8,10 +8,9 @@ that step, once, before they ask for the next batch.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import lightning.pytorch as pl
 from typing_extensions import override
@@ -21,45 +20,14 @@ from checkpointless.integrations.lightning.boundary.epoch_metrics import make_re
 from checkpointless.state.port import SnapshotPoint
 from checkpointless.state.rank_local.declared import declared_state
 
-
-@dataclass(frozen=True)
-class Resumption:
-    """Where the loops resume.
-
-    Attributes:
-        go_on: puts back, once the loops have begun, what can only be put back then.
-        done_again: runs what follows the update of a step; it is given a function that runs Lightning's part of it.
-        begins_epoch: whether an epoch begins where the loops resume.
-        when_made: returns the epoch and the step in which the training loader in use was made; None: it is to be
-            made in the epoch that begins.
-        make_loader: makes it then with the given function, as it would have been made without the fault.
-    """
-
-    stage: SnapshotPoint
-    go_on: Callable[[], None]
-    done_again: Callable[[Callable[[], None]], None]
-    begins_epoch: bool = False
-    when_made: Callable[[], tuple[int, int] | None] = lambda: None
-    make_loader: Callable[[Callable[[], None]], None] = lambda make: make()
-
-
-class _Observer(Protocol):
-    """What is notified of the points after a step: a recoverable fit."""
-
-    def reached(self, stage: SnapshotPoint) -> None: ...
-
-    def before_fetch(self) -> None: ...
-
-    def epoch_begins(self) -> None: ...
-
-    def data_is_set_up(self, loaders: Sequence[Any]) -> None: ...
+_FOLLOWED = (SnapshotPoint.COMMITTED, SnapshotPoint.ENDED)  # a part of the step is still to come
 
 
 class _ResumableEpochLoop(TrainingEpochLoop):
     """Lightning's loop over the batches of an epoch, which reports its points and can resume at each of them."""
 
-    observer: _Observer
-    resumption: Resumption | None  # where to resume when the loop is run next; None: where Lightning would
+    observer: Any  # Any: a recoverable fit, to which the points are reported
+    resumption: Any  # Any: a Restoration, by which the loop resumes when it is run next; None: as Lightning would
     not_delivered: int  # how many batches the fetcher counts that no iterator of this process delivered
     has_asked: bool  # whether a batch was asked for since the epoch was resumed
 
@@ -67,10 +35,7 @@ class _ResumableEpochLoop(TrainingEpochLoop):
     @override
     def done(self) -> bool:
         """Whether nothing is left to do, not even what follows the last step."""
-        pending = self.resumption is not None and self.resumption.stage in (
-            SnapshotPoint.COMMITTED,
-            SnapshotPoint.ENDED,
-        )
+        pending = self.resumption is not None and self.resumption.stage in _FOLLOWED
         return False if pending else bool(super().done)
 
     def update_restart_stage(self) -> None:
@@ -94,7 +59,7 @@ class _ResumableEpochLoop(TrainingEpochLoop):
         if resumption is not None and within:
             self.restarting = False  # what is due is known, and need not be guessed
             resumption.go_on()
-            if resumption.stage not in (SnapshotPoint.COMMITTED, SnapshotPoint.ENDED):
+            if resumption.stage not in _FOLLOWED:
                 self.resumption = None
 
     @override
@@ -106,7 +71,7 @@ class _ResumableEpochLoop(TrainingEpochLoop):
         self.has_asked = True
         if resumption is not None:
             try:
-                resumption.done_again(functools.partial(super().advance, data_fetcher))
+                resumption.do_again(functools.partial(super().advance, data_fetcher))
             except StopIteration as error:  # which would end the epoch
                 raise RuntimeError("the data of a step that is made again is missing") from error
         else:
@@ -133,11 +98,11 @@ class _ResumableEpochLoop(TrainingEpochLoop):
         super()._on_before_fetch()
 
 
-class ResumableFitLoop(FitLoop):
+class _ResumableFitLoop(FitLoop):
     """Lightning's loop over epochs, which can resume at each point after a step."""
 
     epoch_loop: _ResumableEpochLoop
-    resumption: Resumption | None  # where to resume when the loop is run next; None: where Lightning would
+    resumption: Any  # Any: as that of the epoch loop
     was_finished: bool  # whether the whole fit was over before the fault
     made_at_step: int
     is_beginning: bool  # whether the loop does what precedes the first epoch
@@ -267,10 +232,10 @@ def _validation_loaders(fit_loop: Any, source: Any) -> Any:
     return loaders
 
 
-def make_resumable(trainer: pl.Trainer, observer: _Observer) -> None:
+def make_resumable(trainer: pl.Trainer, observer: object) -> None:
     """Make the loops of ``trainer`` resumable and report their points to ``observer``."""
     fit_loop: Any = trainer.fit_loop
-    for loop, kind in ((fit_loop, ResumableFitLoop), (fit_loop.epoch_loop, _ResumableEpochLoop)):
+    for loop, kind in ((fit_loop, _ResumableFitLoop), (fit_loop.epoch_loop, _ResumableEpochLoop)):
         if not isinstance(loop, kind):
             base = type(loop)
             loop.__class__ = kind if base in kind.__mro__ else type(base.__name__, (kind, base), {})

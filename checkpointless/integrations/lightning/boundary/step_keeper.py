@@ -10,9 +10,7 @@ from __future__ import annotations
 import logging
 import operator
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Protocol, cast
 
 import lightning.pytorch as pl
@@ -29,23 +27,9 @@ from checkpointless.integrations.compat.lightning import (
     call_datamodule_hook,
     call_module_hook,
 )
-from checkpointless.integrations.lightning.boundary.epoch_metrics import (
-    Accumulated,
-    put_accumulated,
-    warn_if_lost,
-    with_own,
-)
-from checkpointless.integrations.lightning.boundary.loops import Resumption
+from checkpointless.integrations.lightning.boundary.epoch_metrics import Accumulated
 from checkpointless.integrations.lightning.boundary.plain_attributes import kept_states
-from checkpointless.integrations.lightning.data.loaders import (
-    DataPosition,
-    TrainingData,
-    begun_at,
-    megatron_sampler,
-    put_sampler,
-    take_sampler,
-    without_worker_seeds,
-)
+from checkpointless.integrations.lightning.data.loaders import DataPosition, TrainingData, megatron_sampler
 from checkpointless.integrations.torch.repeated_steps import repeated_steps
 from checkpointless.recovery import CheckpointManager
 from checkpointless.recovery.guard import UpdateGuard
@@ -55,7 +39,9 @@ from checkpointless.state.rank_local.agreement import require_equal_replicas
 from checkpointless.state.rank_local.declared import declared_state
 from checkpointless.state.rng import RngStates
 from checkpointless.state.serialization import state_tree
-from checkpointless.state.serialization.state_tree import Later, copies_of
+from checkpointless.state.serialization.state_tree import Later, copies_of, copy_of
+
+logger = logging.getLogger(__name__)
 
 #: What Lightning itself writes, besides the states of precision plugin and data module under their names.
 _LIGHTNINGS = frozenset(
@@ -78,23 +64,38 @@ class InMemoryCheckpoint(dict[str, Any]):
     def __init__(self, checkpoint: dict[str, Any]) -> None:
         super().__init__(_copy_to_load(checkpoint))
 
+    @classmethod
+    def of_finished_fit(cls, trainer: pl.Trainer, objects: dict[str, Any] | None) -> InMemoryCheckpoint:
+        """Return what a fit ended in that was over before the fault, and is skipped now.
+
+        ``objects`` is its non-tensor state; None if no rank knows it.
+        """
+        logger.warning(
+            "this fit had ended before the fault and is not repeated; until the next fit of the block begins, the "
+            "model's weights are not those that it ended with"
+        )
+        trainer.fit_loop.was_finished = True  # type: ignore[attr-defined]
+        if objects is None:
+            return cls({})
+        _put_kinds(trainer, objects["kinds"])
+        _put_of_epoch(trainer, objects["kinds"][SETTINGS])
+        return cls(objects["checkpoint"])
+
 
 _SAVE_HOOK = "on_save_checkpoint"
 
 
 def take_state(trainer: pl.Trainer) -> Callable[[], dict[str, Any]]:
-    """Take the state of a trainer as Lightning keeps it and as it does not.
+    """Take the state of a trainer; return what makes ``checkpoint``, ``kinds`` and ``sampler`` as they are now.
 
-    Returns:
-        What makes ``checkpoint``, ``kinds`` and ``sampler``, as they would be now: what Lightning itself writes
-        into a checkpoint, what it does not (but for what is accumulated over an epoch), and what NeMo's sampler
-        counts with.
+    These are what Lightning itself writes into a checkpoint, what it does not (but for what is accumulated over an
+    epoch), and what NeMo's sampler counts with.
     """
     settings = _take_settings(trainer)
     checkpoint, stop, metrics = _take_checkpoint(trainer), bool(trainer.should_stop), _take_metrics(trainer)
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     savers = _take_savers([each for each in callbacks if isinstance(each, Checkpoint)])
-    sampler = take_sampler(megatron_sampler(trainer), getattr(trainer, "datamodule", None))
+    sampler = _take_sampler(megatron_sampler(trainer), getattr(trainer, "datamodule", None))
     return lambda: {
         "checkpoint": checkpoint,
         "kinds": {"stop": stop, "metrics": metrics(), "savers": savers, SETTINGS: settings},
@@ -103,11 +104,7 @@ def take_state(trainer: pl.Trainer) -> Callable[[], dict[str, Any]]:
 
 
 def _take_checkpoint(trainer: Any) -> dict[str, Any]:
-    """Take what Lightning itself writes into a checkpoint, without the tensors of model and optimizer.
-
-    These are loops, schedulers, callbacks, data module, precision plugin, and what the hooks ``on_save_checkpoint``
-    of callbacks and module add.
-    """
+    """Take what Lightning itself writes into a checkpoint, without the tensors of model and optimizer."""
     kept: dict[str, Any] = {
         "epoch": trainer.current_epoch,
         "global_step": trainer.global_step,
@@ -326,6 +323,57 @@ def _when_made(trainer: pl.Trainer, state: Mapping[str, Any], begins_epoch: bool
     return None if is_of_epoch or state[_VALIDATES] is None else (last, step)
 
 
+#: The attributes that NeMo's sampler counts with.
+_SAMPLER = (
+    "init_consumed_samples",
+    "prev_consumed_samples",
+    "if_first_step",
+    "prev_global_batch_size",
+    "init_global_step",
+)
+
+
+def _take_sampler(sampler: object, datamodule: object) -> Callable[[], dict[str, Any] | None]:
+    """Take what NeMo's sampler, if there is one, and Megatron's microbatch calculator count with."""
+    if sampler is None:
+        return lambda: None
+    counted = {name: copy_of(getattr(sampler, name)) for name in _SAMPLER if hasattr(sampler, name)}
+    calculator = vars(_calculator()).copy()
+    module_step = getattr(datamodule, "init_global_step", None)
+    return lambda: {
+        "sampler": {name: make() for name, make in counted.items()},
+        "calculator": {name: value for name, value in calculator.items() if type(value) is int},
+        "module_step": module_step,
+    }
+
+
+def _begun_at(state: dict[str, Any] | None, now: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return ``state``, taken before the data was set up, with the step that the set-up counts from."""
+    if state is None or now is None:
+        return state
+    step = {name: value for name, value in now["sampler"].items() if name == "init_global_step"}
+    return {**state, "sampler": {**state["sampler"], **step}, "module_step": now["module_step"]}
+
+
+def _put_sampler(trainer: pl.Trainer, state: dict[str, Any] | None) -> None:
+    """Put back what :func:`_take_sampler` made."""
+    sampler = megatron_sampler(trainer)
+    if sampler is None or state is None:
+        return
+    for name, value in state["sampler"].items():
+        setattr(sampler, name, state_tree.copy(value))
+    for name, value in state["calculator"].items():
+        setattr(_calculator(), name, value)
+    if state["module_step"] is not None:
+        trainer.datamodule.init_global_step = state["module_step"]  # type: ignore[attr-defined]
+
+
+def _calculator() -> Any:
+    from checkpointless.integrations.compat.megatron import microbatches_calculator
+
+    return microbatches_calculator()  # NeMo's sampler brings it; Lightning alone does not
+
+
 #: The kind of state whose values only the rank itself has.
 ACCUMULATED = "accumulated"
 
@@ -335,7 +383,7 @@ def _put_kinds(trainer: pl.Trainer, states: dict[str, Any]) -> None:
     trainer.should_stop = states["stop"]
     _put_metrics(trainer, states["metrics"])
     _put_savers(trainer, states["savers"])
-    put_accumulated(trainer, states[ACCUMULATED])
+    Accumulated.put(trainer, states[ACCUMULATED])
 
 
 _LOOKED_AT = (2, 3)  # the steps in which is looked at what those before them have left; a first rate may be 0
@@ -401,7 +449,7 @@ class StepKeeper(FrontEnd):
         def objects() -> dict[str, Any]:
             made = {**taken(), **ready.objects(), "base": int(base)}
             if base is SnapshotPoint.LOADED:
-                made["sampler"] = begun_at(made["sampler"], begun)
+                made["sampler"] = _begun_at(made["sampler"], begun)
             return made
 
         return objects
@@ -435,7 +483,7 @@ class StepKeeper(FrontEnd):
             f"the state of {key}": state for key, state in checkpoint["callbacks"].items() if key not in kept
         }
         if loaders:
-            parts[f"{DATA} (loaders)"] = without_worker_seeds(loaders)
+            parts[f"{DATA} (loaders)"] = _without_worker_seeds(loaders)
         datamodule = getattr(self._trainer, "datamodule", None)
         if type(datamodule).__qualname__ in checkpoint:
             parts[f"{DATA} ({type(datamodule).__qualname__})"] = checkpoint[type(datamodule).__qualname__]
@@ -444,13 +492,37 @@ class StepKeeper(FrontEnd):
         return parts
 
 
-# --- After a fault: what memory gave is put back, part by part, until the loops go on -----------------------------
+def _without_worker_seeds(state: object) -> object:
+    """Leave out of a loader's ``state_dict``, or a list of these, what its batches do not depend on.
 
-logger = logging.getLogger(__name__)
+    torchdata's loaders keep the number that each iterator draws to seed workers, which get their streams from the
+    job's seed and the batch instead. It differs from rank to rank, so that the states could not be compared.
+    """
+    if isinstance(state, list):
+        return [_without_worker_seeds(each) for each in state]
+    if not isinstance(state, dict):
+        return state
+    snapshot = state.get("_snapshot")
+    if not isinstance(snapshot, dict) or not isinstance(snapshot.get("_main_snapshot"), dict):
+        return state
+    workers = (snapshot.get("_worker_snapshots") or {}).values()
+    if any(each.get("fetcher_state") is not None for each in workers):  # an iterable dataset's
+        return state
+    main = {name: value for name, value in snapshot["_main_snapshot"].items() if name != "_base_seed"}
+    return {**state, "_snapshot": {**snapshot, "_main_snapshot": main}}
+
+
+# --- After a fault: what memory gave is put back, part by part, until the loops go on -----------------------------
 
 
 class Restoration:
-    """What memory gave one trainer besides its tensors, which are in place; Lightning loads its own part of it."""
+    """What memory gave one trainer besides its tensors, which are in place; Lightning loads its own part of it.
+
+    Attributes:
+        stage: the point after the newest step at which the loops resume.
+        begins_epoch: whether an epoch begins there.
+        is_pending: whether a part of it is still to be put back.
+    """
 
     def __init__(
         self,
@@ -460,7 +532,16 @@ class Restoration:
         keeper: StepKeeper,
         data: TrainingData,
     ) -> None:
-        self._waiting: dict[str, Any] | None = objects  # until the loops resume
+        assert manager.resumed_at is not None
+        self._step, self.stage = manager.resumed_at
+        replays = self.stage is SnapshotPoint.COMMITTED
+        #: The step and the point of which the state is: where a step is replayed, those from before it.
+        self._base = (self._step - 1, SnapshotPoint(objects["base"])) if replays else manager.resumed_at
+        self.begins_epoch = self._base[1] is SnapshotPoint.TURNED
+        self._is_in_training = self._base[1] is not SnapshotPoint.LOADED  # hooks at its start had run
+        self.is_pending = True
+        self._objects = objects
+        self._settings = objects["kinds"][SETTINGS]
         self._trainer = trainer
         self._manager = manager
         self._keeper = keeper
@@ -468,164 +549,115 @@ class Restoration:
         #: The streams and attributes that making a loader has left, in an epoch that begins.
         self._made_loader: tuple[RngStates, dict[str, bytes]] | None = None
 
-    @property
-    def is_pending(self) -> bool:
-        return self._waiting is not None
-
     # --- before the loops begin ---------------------------------------------------------------------------------
 
     def put_sampler(self) -> None:
         """Put NeMo's sampler back, so that a loader is made as it was at the start."""
-        if self._waiting is not None:
-            put_sampler(self._trainer, self._waiting["sampler"])
+        if self.is_pending:
+            _put_sampler(self._trainer, self._objects["sampler"])
 
     def position(self) -> DataPosition | None:
         """Return where the next training loader begins; None: at the beginning."""
-        objects, resumed_at = self._waiting, self._manager.resumed_at
-        if objects is None or resumed_at is None:
+        if not self.is_pending:
             return None
-        position = DataPosition(*objects["data"])
-        if not _begins_epoch(resumed_at[1], objects):
-            return position
-        trainer: Any = self._trainer
-        length = position.length_at_start if not trainer.reload_dataloaders_every_n_epochs else None
-        return position._replace(within=False, length_at_start=length)
+        position = DataPosition(*self._objects["data"])
+        return position._replace(within=False) if self.begins_epoch else position
 
     def resume(self) -> None:
         """Put back the part of the state that Lightning does not load, and set where the loops resume."""
-        manager, objects = self._manager, self._waiting
-        assert manager.resumed_at is not None
-        assert objects is not None
-        step, stage = manager.resumed_at
-        replays = stage is SnapshotPoint.COMMITTED
-        base = (step - 1, SnapshotPoint(objects["base"])) if replays else (step, stage)
+        manager, objects = self._manager, self._objects
         kept = objects["kinds"][ACCUMULATED]
         if manager.was_filled:
-            warn_if_lost(objects["outcome"]["accumulated"] if replays else kept, manager.own.kept_at(step, stage))
-        kept = self._own_of(kept, *base)
-        objects = {**objects, "kinds": {**objects["kinds"], ACCUMULATED: kept}}
-        _put_kinds(self._trainer, objects["kinds"])
-        put_sampler(self._trainer, objects["sampler"])
-        if _is_in_training(stage, objects):
-            _put_settings(self._trainer, objects["kinds"][SETTINGS], OF_LOADERS)
-        if stage is SnapshotPoint.LOADED:
-            self._waiting = None
+            of_step = objects["outcome"]["accumulated"] if self.stage is SnapshotPoint.COMMITTED else kept
+            Accumulated.warn_if_lost(of_step, manager.own.kept_at(self._step, self.stage))
+        self._objects = {**objects, "kinds": {**objects["kinds"], ACCUMULATED: self._own_of(kept, *self._base)}}
+        _put_kinds(self._trainer, self._objects["kinds"])
+        self.put_sampler()
+        if self._is_in_training:
+            _put_settings(self._trainer, self._settings, OF_LOADERS)
+        if self.stage is SnapshotPoint.LOADED:
+            self.is_pending, self._objects = False, {}
             manager.restore_streams()
             return
         # The beginning of the loops draws what it drew then, and makes loaders by the attributes that there were.
-        manager.own.streams.restore(*base)
-        self._trainer.fit_loop.resumption = Resumption(  # type: ignore[attr-defined]
-            stage,
-            partial(self._go_on, objects),
-            partial(self._do_again, objects),
-            _begins_epoch(stage, objects),
-            partial(_when_made, self._trainer, objects["kinds"][SETTINGS], _begins_epoch(stage, objects)),
-            partial(self._make_loader, *base),
-        )
+        manager.own.streams.restore(*self._base)
+        self._trainer.fit_loop.resumption = self  # type: ignore[attr-defined]
 
     def _own_of(self, kept: dict[str, Any], step: int, stage: SnapshotPoint) -> dict[str, Any]:
         """Return what this rank itself accumulated over the epoch, although ``kept`` may come from a peer."""
         own = self._manager.own.kept_at(step, stage)
-        return with_own(kept, own) if own is not None or self._manager.was_filled else kept
+        return Accumulated.with_own(kept, own) if own is not None or self._manager.was_filled else kept
 
-    def _make_loader(self, step: int, stage: SnapshotPoint, make: Callable[[], None]) -> None:
-        """Make the loader of the epoch that begins with ``make``, from the streams and attributes of a point."""
-        self._manager.own.streams.restore(step, stage)
+    # --- what the loops call ------------------------------------------------------------------------------------
+
+    def when_made(self) -> tuple[int, int] | None:
+        """Return the epoch and the step in which the training loader was made; None: it is still to be made."""
+        return _when_made(self._trainer, self._settings, self.begins_epoch)
+
+    def make_loader(self, make: Callable[[], None]) -> None:
+        """Make the loader of the epoch that begins with ``make``, as it would have been without the fault."""
+        self._manager.own.streams.restore(*self._base)
         make()
         self._made_loader = RngStates.capture(), declared_state.take()
 
-    # --- when the loops have begun ------------------------------------------------------------------------------
-
-    def _go_on(self, objects: dict[str, Any]) -> None:
+    def go_on(self) -> None:
         """Put the state back again, after the loops have begun with hooks and iterators that changed it."""
-        trainer, manager = self._trainer, self._manager
-        fit_loop: Any = trainer.fit_loop
-        step, stage = manager.resumed_at or (0, SnapshotPoint.LOADED)
+        trainer, manager, objects = self._trainer, self._manager, self._objects
         position = DataPosition(*objects["data"])
-        if _begins_epoch(stage, objects):
+        if self.begins_epoch:
             self._data.begin_epoch_at(position)
-        elif objects["base"] != SnapshotPoint.LOADED:  # after LOADED, Lightning knows where the data stood
-            self._data.resume_at(position, fit_loop)
+        elif self._is_in_training:  # else Lightning knows where the data stood
+            self._data.resume_at(position, trainer.fit_loop)
         _load_again(trainer, objects["checkpoint"])
         _put_kinds(trainer, objects["kinds"])
-        if _is_in_training(stage, objects):
-            _put_of_epoch(trainer, objects["kinds"][SETTINGS], _begins_epoch(stage, objects))
+        if self._is_in_training:
+            _put_of_epoch(trainer, self._settings, self.begins_epoch)
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         manager.saves.forget_lost(callbacks)
-        put_sampler(trainer, objects["sampler"])
-        self._waiting = None
+        self.put_sampler()
+        self.is_pending = False
         self._keeper.journal.put_back()
-        if stage is SnapshotPoint.COMMITTED:  # what led to the step is replayed, with the streams from before it
-            base = SnapshotPoint(objects["base"])
-            if base is not SnapshotPoint.LOADED and not manager.own.streams.restore(step - 1, base):
-                logger.warning("random numbers drawn between steps %d and %d are drawn again", step - 1, step)
-        else:
+        if self.stage is not SnapshotPoint.COMMITTED:
+            self._objects = {}  # nothing more of it is needed
             manager.restore_streams()
+        elif self._is_in_training and not manager.own.streams.restore(*self._base):  # for what led to the step
+            logger.warning("random numbers drawn after step %d are drawn again", self._base[0])
         if self._made_loader is not None:
             streams, attributes = self._made_loader
             streams.restore()
             declared_state.put(attributes)
 
-    def _do_again(self, objects: dict[str, Any], run: Callable[[], None]) -> None:
-        """Let Lightning replay the last committed step without computing it."""
-        outcome = StepOutcome(**objects["outcome"])
-        step, _ = self._manager.resumed_at or (-1, SnapshotPoint.COMMITTED)
-        states = self._manager.own.streams.newest(step)
+    def do_again(self, run: Callable[[], None]) -> None:
+        """Let Lightning, in ``run``, replay the last committed step without computing it."""
+        outcome = StepOutcome(**self._objects["outcome"])
+        self._objects = {}
+        states = self._manager.own.streams.newest(self._step)
         output = (outcome.state or {}).get("output", {})
         if self._manager.was_filled and set(output) - {"loss"}:
             logger.warning(
                 "on_train_batch_end gets what a peer's training_step returned for step %d beside the loss: this "
                 "rank's own is lost with its process",
-                step,
+                self._step,
             )
         replayed = _with_own_loss(outcome, states.loss if states is not None else None)
-        with self._keeper.steps.replay(replayed, self._put_back_what_was_before, self._manager.restore_streams):
+        steps = self._keeper.steps
+        steps.replayed, steps.put_back = replayed, self._put_back_what_was_before
+        steps.done = self._manager.restore_streams
+        try:
             run()
+        finally:
+            steps.replayed = None
 
     def _put_back_what_was_before(self) -> None:
         """Put back what the replayed step had left when its gradients were final."""
         outcome = self._keeper.steps.replayed
         assert outcome is not None
-        assert self._manager.resumed_at is not None
         accumulated = cast(dict[str, Any], outcome.accumulated)  # known of every step that was computed
         if outcome.state is not None:
             _load_again(self._trainer, outcome.state["checkpoint"])
             _put_kinds(self._trainer, {**outcome.state["kinds"], ACCUMULATED: accumulated})
             _put_of_epoch(self._trainer, outcome.state["kinds"][SETTINGS])
-        put_accumulated(self._trainer, self._own_of(accumulated, *self._manager.resumed_at))
-
-
-def skip_fit(trainer: pl.Trainer, objects: dict[str, Any] | None) -> dict[str, Any]:
-    """Skip a fit that was over before the fault, which came in a later fit of the same block.
-
-    Args:
-        objects: the non-tensor state that the fit ended in, of which Lightning's part is returned; None if no rank
-            knows it.
-    """
-    logger.warning(
-        "this fit had ended before the fault and is not repeated; until the next fit of the block begins, the "
-        "model's weights are not those that it ended with"
-    )
-    trainer.fit_loop.was_finished = True  # type: ignore[attr-defined]
-    if objects is None:
-        return {}
-    _put_kinds(trainer, objects["kinds"])
-    _put_of_epoch(trainer, objects["kinds"][SETTINGS])
-    checkpoint: dict[str, Any] = objects["checkpoint"]
-    return checkpoint
-
-
-def _begins_epoch(stage: SnapshotPoint, objects: Mapping[str, Any]) -> bool:
-    return stage is SnapshotPoint.TURNED or (
-        stage is SnapshotPoint.COMMITTED and objects["base"] == SnapshotPoint.TURNED
-    )
-
-
-def _is_in_training(stage: SnapshotPoint, objects: Mapping[str, Any]) -> bool:
-    """Return whether the hooks at the start of training had run; what they set, they have set again."""
-    return (
-        SnapshotPoint(objects["base"]) if stage is SnapshotPoint.COMMITTED else stage
-    ) is not SnapshotPoint.LOADED
+        Accumulated.put(self._trainer, self._own_of(accumulated, self._step, self.stage))
 
 
 # --- How a framework makes the steps of a trainer -----------------------------------------------------------------
@@ -637,24 +669,17 @@ def _is_in_training(stage: SnapshotPoint, objects: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """The outcome of a training step.
-
-    Attributes:
-        has_outputs: whether this pipeline stage had losses to reduce.
-        fetched: how many batches the step took from the loader.
-        succeeded: whether the update was made (with fp16, not if a gradient overflowed).
-        accumulated: what was logged and accumulated in this epoch up to the update of the step; None: not known.
-        state: what hooks of callbacks, module and data module had changed by then, as a framework's steps keep it;
-            None: the hooks are called again.
-    """
+    """The outcome of a training step."""
 
     reduced: object
-    has_outputs: bool
-    fetched: int
-    succeeded: bool
+    has_outputs: bool  # whether this pipeline stage had losses to reduce
+    fetched: int  # batches that the step took from the loader
+    succeeded: bool  # whether the update was made (with fp16, not if a gradient overflowed)
     grad_norm: float | None
     num_zeros: float | None
+    #: What was logged and accumulated in this epoch up to the update, which is known of steps that were computed.
     accumulated: dict[str, Any] | None = None
+    #: What hooks had changed by then, as a framework's steps keep it; None: the hooks are called again.
     state: dict[str, Any] | None = None
 
 
@@ -675,28 +700,19 @@ def _with_own_loss(outcome: StepOutcome, loss: float | None) -> StepOutcome:
 class Steps(Protocol):
     """How a framework makes the training steps of one trainer."""
 
+    replayed: StepOutcome | None  # the outcome of the committed step that is replayed; None: a step is computed
+    put_back: Callable[[], None]  # what it had left when its gradients were final
+    done: Callable[[], None]  # puts back the streams from after the update
+
     @property
     def tensors(self) -> TrainingState:
         """The tensors of model and optimizer."""
-
-    @property
-    def replayed(self) -> StepOutcome | None:
-        """The outcome of the committed step that is replayed; None: a step is computed."""
 
     def guard(self, guard: UpdateGuard) -> None:
         """Guard every update from now on."""
 
     def outcome(self, accumulated: Later[dict[str, Any]]) -> tuple[bool, Callable[[], dict[str, Any]]]:
-        """Take the outcome of the step whose gradients are final now, with what was accumulated in its epoch.
-
-        Returns:
-            Whether the update is made, and what makes plain data of the :class:`StepOutcome`.
-        """
-
-    def replay(
-        self, outcome: StepOutcome, put_back: Callable[[], None], done: Callable[[], None]
-    ) -> AbstractContextManager[None]:
-        """Give training steps ``outcome`` in the context; ``done`` puts back the streams from after the update."""
+        """Take the outcome of the step whose gradients are final: whether it updates, and what makes plain data."""
 
     def update(self, make: Callable[[], object]) -> object:
         """Make the update of a step with ``make``, as the framework does, or replay it."""

@@ -25,19 +25,14 @@ class CheckpointlessAutoResume(AutoResume):
 
     @override
     def setup(self, trainer: Any, model: Any = None, force_setup: bool = False) -> None:
-        """Set the trainer's checkpoint path, or put that off.
-
-        Args:
-            force_setup: whether to set the path now in any case. Collective, after a fault: the folder is rank 0's,
-                because NeMo's logger names one by the time on that rank only.
-        """
+        """Set the trainer's checkpoint path, or put that off unless ``force_setup``. Collective after a fault."""
         call = active_call_wrapper()
         is_again = call is not None and call.generation > 0
         if is_again and not force_setup:
             trainer.fresume = self
             return
         if is_again and dist.is_initialized():
-            state = AppState()
+            state = AppState()  # NeMo's logger names a folder by the time on rank 0 only
             folder = all_gather_json(None if state.log_dir is None else str(state.log_dir))[0]
             state.log_dir = None if folder is None else Path(folder)
         super().setup(trainer, model)

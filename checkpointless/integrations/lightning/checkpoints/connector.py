@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Collection, Iterable
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
+from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
@@ -13,7 +16,7 @@ from checkpointless.inprocess import StateLostError, UnrecoverableError, active_
 from checkpointless.inprocess.exceptions import is_victim, line_of
 from checkpointless.inprocess.wrap import emit_event
 from checkpointless.integrations.compat.lightning import CheckpointConnector
-from checkpointless.integrations.lightning.boundary.step_keeper import InMemoryCheckpoint, skip_fit
+from checkpointless.integrations.lightning.boundary.step_keeper import InMemoryCheckpoint
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.wording import printable
 from checkpointless.recovery.decide import Verdict
@@ -43,12 +46,7 @@ class CheckpointlessCompatibleConnector(CheckpointConnector):
     def resume_start(self, checkpoint_path: str | Path | None = None, **options: Any) -> None:
         """Load from memory if this is a restart and memory suffices, else from storage.
 
-        Args:
-            checkpoint_path: the checkpoint on storage; None: the one that the delayed auto-resume finds.
-            **options: how storage is read (``weights_only``, since Lightning 2.6).
-
-        Raises:
-            UnrecoverableError: steps were committed, and neither memory nor storage holds them any more.
+        ``checkpoint_path`` None is the one that the delayed auto-resume finds. ``options`` are Lightning's (2.6).
         """
         strategy: Any = self.trainer.strategy
         call = active_call_wrapper()
@@ -62,8 +60,8 @@ class CheckpointlessCompatibleConnector(CheckpointConnector):
         call.enter_phase("recovery", call.high_water)
         checkpoint = manager.try_checkpointless_load(self.trainer)
         if manager.verdict is Verdict.SKIP:
-            finished = skip_fit(self.trainer, manager.fits.share_finished())
-            self._loaded_checkpoint = InMemoryCheckpoint(finished)
+            finished = manager.fits.share_finished()
+            self._loaded_checkpoint = InMemoryCheckpoint.of_finished_fit(self.trainer, finished)
             return
         if checkpoint is not None:
             self._loaded_checkpoint = InMemoryCheckpoint(checkpoint)
@@ -86,7 +84,7 @@ class CheckpointlessCompatibleConnector(CheckpointConnector):
     def _from_storage(
         self, checkpoint_path: str | Path | None, options: dict[str, Any], manager: Any, call: Any
     ) -> None:
-        path, strategy = self._storage_path(checkpoint_path), cast("Any", self.trainer.strategy)
+        path = self._storage_path(checkpoint_path)
         if not path and call.high_water > 0 and manager.verdict is not Verdict.START:
             looked = getattr(getattr(self.trainer, "fresume", None), "looks_in", None)
             where = "fit() was given no ckpt_path" if looked is None else f"looked for in {looked}"
@@ -97,9 +95,7 @@ class CheckpointlessCompatibleConnector(CheckpointConnector):
             if not manager.allow_restart_from_scratch:
                 raise StateLostError(reason)
             logger.error("%s: starting over at step 0, as allow_restart_from_scratch allows", reason)
-        elif path and manager.verdict is not Verdict.START:
-            strategy.restores_from_storage()
-        require_anew = getattr(strategy, "require_anew", None)
+        require_anew = getattr(self.trainer.strategy, "require_anew", None)
         if require_anew is not None:
             require_anew(whole=bool(path))
         emit_event(EventName.FALLBACK, reason=manager.refusal, storage=str(path) if path else None)
@@ -125,6 +121,21 @@ class CheckpointlessCompatibleConnector(CheckpointConnector):
             delayed.setup(self.trainer, self.trainer.lightning_module, force_setup=True)
             return self.trainer.ckpt_path
         return checkpoint_path
+
+
+def keep_names(callbacks: Iterable[Any], again: Collection[str]) -> None:
+    """Keep callbacks from choosing another name for an existing path that is to be saved to ``again``."""
+    for each in callbacks:
+        if isinstance(each, Checkpoint) and hasattr(each, "file_exists"):
+            vars(each).pop("file_exists", None)  # a callback from outside of the block has ours already
+            if again:
+                each.file_exists = partial(_exists, each.file_exists, again)
+
+
+def _exists(exists: Callable[..., bool], again: Collection[str], path: Any, trainer: Any, *args: Any) -> bool:
+    # Ranks may name a file differently: the first of them decides, and every rank asks it.
+    is_again = trainer.strategy.broadcast(str(path) in again)
+    return exists(path, trainer, *args) and not is_again
 
 
 def _cannot_be_loaded(path: Path, error: Exception) -> str:

@@ -29,11 +29,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.callbacks import ModelCheckpoint as LightningModelCheckpoint
 from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.core import CheckpointingException
@@ -50,6 +50,7 @@ from torch.distributed.checkpoint import CheckpointException
 from checkpointless.inprocess import UnrecoverableError, active_call_wrapper
 from checkpointless.inprocess.exceptions import is_victim
 from checkpointless.integrations.compat.megatron import RESULTS_QUEUE, ActiveAsyncRequest, disable_gc
+from checkpointless.integrations.lightning.checkpoints.connector import keep_names
 from checkpointless.launcher.protocol.causes import Json
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.events import event_log
@@ -73,18 +74,6 @@ if TYPE_CHECKING:
 
 _PR_SET_PDEATHSIG = 1
 _ENDS_S = 5.0
-
-
-class _Report:
-    """A writer's connection to its rank; it stands for both of the queues that Megatron-core gives a writer."""
-
-    def __init__(self, connection: Connection) -> None:
-        self.put = connection.send
-
-    def get(self) -> None:
-        """Do nothing: nobody counts."""
-
-    task_done = get
 
 
 @disable_gc()
@@ -131,7 +120,8 @@ def _said(writer: Any, receiver: Connection) -> Any:
 def _write(transforms: Sequence[Any], use_msc: bool, number: int, bucket: Any, sender: Connection) -> None:
     """Be a writer, which ends with the process that started it."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    report = _Report(sender)
+    # It stands for both queues that Megatron-core gives a writer, one of which counts what is done.
+    report: Any = SimpleNamespace(put=sender.send, get=lambda: None, task_done=lambda: None)
     more = {"use_msc": True} if use_msc else {}
     FileSystemWriterAsync.write_preloaded_data(transforms, number, bucket, report, report, use_fsync=True, **more)
 
@@ -165,13 +155,13 @@ def _with_books(original: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(original)
     def save(callback: Any, trainer: Any, monitor_candidates: dict[str, Any]) -> None:
-        failed: FailedSaves | None = getattr(trainer.strategy, "failed_saves", None)
-        if failed is None:  # of another strategy, or outside of a fit
+        saves: Saves | None = getattr(trainer.strategy, "watched_saves", None)
+        if saves is None:  # of another strategy, or outside of a fit
             original(callback, trainer, monitor_candidates)
             return
         books = _books_of(callback)
         try:
-            with failed.handling():
+            with saves.failed.handling():
                 original(callback, trainer, monitor_candidates)
         except _SaveFailed:
             vars(callback).update(books)
@@ -179,8 +169,7 @@ def _with_books(original: Callable[..., None]) -> Callable[..., None]:
             CallbackGroup.get_instance().on_save_checkpoint_end()
             return
         if getattr(callback, "async_save", False):
-            for path in _new_paths(callback, books):
-                trainer.strategy.checkpoint_manager.saves.keep(path, callback, books)
+            saves.keep(callback, books)
 
     return save
 
@@ -211,13 +200,6 @@ def _books_of(callback: LightningModelCheckpoint) -> dict[str, Any]:
         name: copy.copy(value) if isinstance(value, list | dict) else value
         for name, value in vars(callback).items()
     }
-
-
-def _new_paths(callback: LightningModelCheckpoint, books: dict[str, Any]) -> list[str]:
-    """Return the paths that ``callback`` has begun to believe in since its books were ``books``."""
-    then = {*books["best_k_models"], books["best_model_path"], books["last_model_path"], ""}
-    now = [*callback.best_k_models, callback.best_model_path, callback.last_model_path]
-    return list(dict.fromkeys(path for path in now if path not in then))
 
 
 def _replaced(callback: LightningModelCheckpoint, books: Mapping[str, Any]) -> Replaced:
@@ -258,17 +240,19 @@ _removing = threading.Lock()  # NeMo removes checkpoints in threads if saves are
 _REMOVE = ModelCheckpoint.__dict__["_remove_unfinished_checkpoints"]
 
 
-def leave_unfinished(leave: bool) -> None:
-    """Set whether NeMo must leave unfinished checkpoints at a trainer's set-up: it must while they are written."""
+def begin_set_up(is_writing: bool) -> None:
+    """Have NeMo leave unfinished checkpoints at a trainer's set-up if they are being written, and only then.
+
+    First it is waited, for ten seconds at most, until no thread of NeMo's removes a checkpoint any more.
+    """
+    if _removing.acquire(timeout=_REMOVAL_S):
+        _removing.release()
+    _leave_unfinished(is_writing)
+
+
+def _leave_unfinished(leave: bool) -> None:
     name = "_remove_unfinished_checkpoints"
     setattr(ModelCheckpoint, name, staticmethod(lambda *_: None) if leave else _REMOVE)
-
-
-def _remove_unfinished(callbacks: Iterable[Any]) -> None:
-    """Remove unfinished checkpoints, as NeMo does at a trainer's set-up unless it is set to leave them."""
-    for each in callbacks:
-        if isinstance(each, ModelCheckpoint) and each.dirpath is not None:
-            _REMOVE.__func__(each.dirpath)
 
 
 def _remove(paths: Iterable[str]) -> None:
@@ -303,12 +287,6 @@ def remove_whole(folder: Path) -> None:
         marker.unlink()
 
 
-def wait_for_removals() -> None:
-    """Wait until no thread of NeMo's removes a checkpoint any more, or for ten seconds."""
-    if _removing.acquire(timeout=_REMOVAL_S):
-        _removing.release()
-
-
 OnSaveError = Literal["continue", "raise"]
 
 _HARDLY_ANY = 64 * 1024  # bytes that are free on a file system which is full
@@ -317,68 +295,51 @@ _UNKNOWN = {0: "a part of it could not be written"}
 
 class _SaveFailed(Exception):
     def __init__(self, path: str, reasons: Mapping[int, str]) -> None:
-        super().__init__(path, reasons)
-        self.path = path
+        where, rank = path.removesuffix(".ckpt"), min(reasons)
+        super().__init__(f"checkpoint {where} could not be saved (rank {rank}: {reasons[rank]})")
         self.reasons = reasons
 
-    def __str__(self) -> str:
-        rank = min(self.reasons)
-        return (
-            f"checkpoint {self.path.removesuffix('.ckpt')} could not be saved (rank {rank}: {self.reasons[rank]})"
-        )
 
+class _FailedSaves:
+    """What a rank does about saves that fail; it outlives restarts."""
 
-class FailedSaves:
-    """What a rank does about saves that fail; it outlives restarts.
-
-    Attributes:
-        active: the one that handles the errors of what is running; None: nothing does.
-        errors: what went wrong on this rank and the others do not know of yet, by the checkpoint's folder.
-        raised: the step after which this rank raised in a save, and why; None: it has not.
-    """
-
-    active: ClassVar[FailedSaves | None] = None
+    active: ClassVar[_FailedSaves | None] = None  # which handles the errors of what is running; None: nothing does
 
     def __init__(self) -> None:
         self.on_error: OnSaveError = "continue"
-        self.errors: dict[str, str] = {}
-        self.raised: tuple[int, str] | None = None
+        self.errors: dict[str, str] = {}  # what the others do not know of yet, by the checkpoint's folder
+        self.raised: tuple[int, str] | None = None  # the step after which this rank raised in a save, and why
         self._given_up: tuple[int, dict[int, str]] = -1, {}  # the step whose saves are given up, and why, by rank
         self._strategy: Callable[[], Any] = lambda: None
 
     def watch(self, strategy: MegatronStrategy) -> None:
-        """Watch what ``strategy`` writes. Idempotent."""
         self._strategy = weakref.ref(strategy)
         writer = strategy.unwrapped_checkpoint_io
         if "save_checkpoint" not in vars(writer):
-            vars(writer)["save_checkpoint"] = self._agreeing(writer.save_checkpoint)
+            vars(writer)["save_checkpoint"] = partial(self._save, writer.save_checkpoint)
 
     @contextmanager
     def handling(self) -> Iterator[None]:
         """While the context lasts, what one rank writes while the others wait for it notes its errors."""
-        before, FailedSaves.active = FailedSaves.active, self
+        before, _FailedSaves.active = _FailedSaves.active, self
         try:
             yield
         finally:
-            FailedSaves.active = before
+            _FailedSaves.active = before
 
-    def _agreeing(self, save: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``save`` of a checkpoint IO, in which the ranks agree before they write and after it."""
-
-        def save_checkpoint(checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> Any:
-            if FailedSaves.active is not self:
-                return save(checkpoint, path, storage_options)
-            try:
-                if "://" not in str(path):
-                    ckpt_to_weights_subdir(path, is_saving=True).mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                self.keep(path, error)
-            self.agree(str(path))
-            request = save(checkpoint, path, storage_options)
-            self.agree(str(path))
-            return request
-
-        return save_checkpoint
+    def _save(self, save: Callable[..., Any], checkpoint: Any, path: Any, storage_options: Any = None) -> Any:
+        """Stand in for ``save`` of a checkpoint IO: the ranks agree before they write and after it."""
+        if _FailedSaves.active is not self:
+            return save(checkpoint, path, storage_options)
+        try:
+            if "://" not in str(path):
+                ckpt_to_weights_subdir(path, is_saving=True).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            self.keep(path, error)
+        self.agree(str(path))
+        request = save(checkpoint, path, storage_options)
+        self.agree(str(path))
+        return request
 
     def keep(self, path: str | Path, error: Exception) -> None:
         """Keep an error for the others; only the first is kept, because others follow from it."""
@@ -387,12 +348,7 @@ class FailedSaves:
         self.errors.setdefault(_folder_of(path), reason)
 
     def agree(self, path: str) -> None:
-        """Learn whether anything of the save to ``path`` has failed on any rank. Collective.
-
-        Raises:
-            _SaveFailed: it has.
-            UnrecoverableError: the same, if that ends the job.
-        """
+        """Raise, on all ranks, if anything of the save to ``path`` has failed on one. Collective."""
         everyone = all_gather_json(self.errors.pop(_folder_of(path), ""))
         reasons = {rank: reason for rank, reason in enumerate(everyone) if reason}
         if reasons:
@@ -477,9 +433,9 @@ def _noting(where: Callable[..., str | Path]) -> Callable[[Any], Any]:
             try:
                 original(*args)
             except (OSError, RuntimeError) as error:
-                if FailedSaves.active is None:
+                if _FailedSaves.active is None:
                     raise
-                FailedSaves.active.keep(where(*args), error)
+                _FailedSaves.active.keep(where(*args), error)
 
         return noted
 
@@ -526,83 +482,46 @@ class _Save:
         self.is_finished = True
 
 
-@dataclass(frozen=True)
-class _Agreement:
-    """Which saves are repeated, which continue in the background, and which are lost, as all ranks conclude.
+class _Word(NamedTuple):
+    """What a rank says of a save."""
 
-    Background saves go by the numbers that Megatron's queues gave them, which are the same on every rank.
+    number: int | None
+    is_passed: bool  # whether the rank comes past the save again
+    state: str  # _PENDING: its writer works; _DONE: nothing is missing; _BEGUN: neither is known
+    replaced: Replaced
+
+
+_PENDING, _DONE, _BEGUN = "pending", "done", "begun"
+_WHOLE, _AGAIN, _GOES_ON, _LOST = "whole", "again", "goes on", "lost"
+
+
+def _fate(words: Sequence[_Word | None], in_background: bool) -> str:
+    """Conclude what becomes of a save from what each rank says of it; None: the rank does not know it.
+
+    A save that the ranks come past again is ``_WHOLE`` or made ``_AGAIN``; any other ``_GOES_ON`` or is ``_LOST``.
+    ``in_background`` says whether new trainers can continue saves.
     """
-
-    again: frozenset[str]
-    whole: Mapping[str, int | None]  # those of ``again`` that miss nothing, with their numbers; None: made at once
-    in_vain: frozenset[int | None]
-    failed: frozenset[int]  # whose writer failed on some rank, and that are not started over
-    lost: frozenset[int]
-    forgotten: frozenset[int]  # those of ``lost`` that no rank passes again
-    lost_paths: tuple[str, ...]  # those that are known, the newest first
-    going_on: frozenset[str]
-    continues: bool  # whether the pending background saves of all ranks, if there are any, can continue
-    is_cut_off: bool  # whether there are some that cannot, because a rank has lost its writer
-    newest: int  # the number that a queue assigned last; -1: none
-
-    @classmethod
-    def of(cls, everyone: Sequence[Mapping[str, Any]], in_background: bool) -> _Agreement:
-        """Return what follows from what every rank says, as :meth:`Saves.agree` gathers it.
-
-        ``again`` has, for each save that the rank passes again, its path, its number, whether the rank's part is
-        made and whether its end is gone through. ``in_background`` says whether new trainers can continue saves.
-        """
-        again = [{path: rest for path, *rest in each["again"]} for each in everyone]
-        known = {path: rest for each in reversed(again) for path, rest in each.items()}  # the lowest rank's count
-        whole = {
-            path: number
-            for path, (number, is_made, _) in known.items()
-            # In a save that is made at once, the first rank's part is the last.
-            if (is_made and path in again[0] if number is None else _is_one_save(path, number, again, everyone))
-        }
-        in_vain = {number for each in again for path, (number, *_) in each.items() if path not in whole}
-        kept = [sorted(set(each["pending"]) - in_vain) for each in everyone]
-        failed = {number for each in everyone for number in each["failed"]} - in_vain
-        continues = in_background and all(each == kept[0] for each in kept)
-        is_cut_off = not continues and any(kept)
-        lost = set(failed)
-        if is_cut_off:
-            lost |= {number for each in kept for number in each}
-            whole = {path: number for path, number in whole.items() if number is None}
-        path_of = {number: path for each in everyone for number, path in each["paths"]}
-        return cls(
-            again=frozenset(known),
-            whole=whole,
-            in_vain=frozenset(in_vain),
-            failed=frozenset(failed),
-            lost=frozenset(lost),
-            forgotten=frozenset(lost - {number for each in again for number, *_ in each.values()}),
-            lost_paths=tuple(path_of[number] for number in sorted(lost, reverse=True) if number in path_of),
-            going_on=frozenset(path_of[number] for number in kept[0] if number in path_of and number not in lost),
-            continues=continues,
-            is_cut_off=is_cut_off,
-            newest=max(each["newest"] for each in everyone),
-        )
-
-
-def _is_one_save(
-    path: str, number: int, again: Sequence[Mapping[str, Any]], everyone: Sequence[Mapping[str, Any]]
-) -> bool:
-    """Return whether a background save is pending on every rank, or finished on every rank that knows of it."""
-    found = [each[path] for each in again if path in each]
-    if not all(each[0] == number and each[1] for each in found):
-        return False
-    if any(number in each["pending"] for each in everyone):
-        return len(found) == len(again) and all(number in each["pending"] for each in everyone)
-    return all(each[2] for each in found)
+    known = [each for each in words if each is not None]
+    states, numbers = {each.state for each in known}, {each.number for each in known}
+    if None in numbers:  # in a save that is made at once, the first rank's part is the last
+        is_whole = words[0] is not None and words[0].state == _DONE
+    elif states == {_PENDING}:
+        is_whole = in_background and len(known) == len(words)
+    else:
+        is_whole = states == {_DONE}
+    is_whole = is_whole and len(numbers) == 1
+    if any(each.is_passed for each in known):
+        return _WHOLE if is_whole else _AGAIN
+    return _GOES_ON if is_whole else _LOST
 
 
 class Saves:
     """What a rank knows of the saves of its newest step, and of saves that have not ended; it outlives restarts."""
 
     def __init__(self) -> None:
-        self.pending: _PendingSaves | None = None  # background saves not finished when the block was left
-        self.failed = FailedSaves()
+        self.pending: tuple[Any, ...] = ()  # Megatron's background saves not finished when the block was left
+        self._newest = -1  # the number that the queue of these assigned last
+        self.failed = _FailedSaves()
         self._made: list[_Save] = []
         self._again: set[str] = set()  # paths that will be saved to again
         self._whole: dict[str, int | None] = {}  # those of them that miss nothing, with their numbers
@@ -617,15 +536,13 @@ class Saves:
         calls: AsyncCallsQueue | None = None,
         finish: Callable[[], None] | None = None,
     ) -> None:
-        """Make a save, unless it was made before the fault. Every rank calls this.
+        """Make a save ``after`` the newest point, unless it was made before the fault. Every rank calls this.
 
-        Args:
-            after: the newest point of this rank.
-            calls: Megatron's queue of background saves; None: the save is made at once.
-            finish: the present caller's function that ends the save; None: there is none.
+        ``calls`` is Megatron's queue of background saves (None: the save is made at once), ``finish`` ends one.
         """
         if after[0] != self._resumed_step:
-            self._again, self._whole = set(), {}
+            self._again.clear()
+            self._whole.clear()
         before = next((each for each in self._made if each.path == path), None)
         save = _Save(path, after, None if calls is None else calls.call_idx + 1, finish)
         if before is not None:
@@ -644,114 +561,105 @@ class Saves:
                     make()
             except _SaveFailed:
                 self._forget(path)
-                if FailedSaves.active is None:  # the script itself saves
+                if _FailedSaves.active is None:  # the script itself saves
                     return
                 raise
-            for call in () if calls is None else calls.async_calls:
-                if call.idx == save.number:
-                    call.async_request.finalize_fns.append(save.finished)
+            if calls is not None:
+                _note_end(save, calls.async_calls)
         save.is_made = True
         self._again.discard(path)
         _report_separately()
 
-    def keep(self, path: str, callback: ModelCheckpoint, books: Mapping[str, Any]) -> None:
-        """Keep what the background save to ``path`` has replaced in the callback's ``books`` from before it."""
+    def keep(self, callback: ModelCheckpoint, books: Mapping[str, Any]) -> None:
+        """Keep what a background save has replaced in the callback's ``books`` from before it."""
+        then = {*books["best_k_models"], books["best_model_path"], books["last_model_path"]}
+        now = {*callback.best_k_models, callback.best_model_path, callback.last_model_path}
         for each in self._made:
-            if each.path == path:
+            if each.path in now - then:
                 each.replaced = _replaced(callback, books)
                 each.spare = partial(_drop, callback, callback.deferred_ckpts_to_remove[-1])
 
     def keep_pending(self, checkpoint_io: CheckpointIO | None) -> None:
         """Keep, after a fault, what ``checkpoint_io`` writes in the background, to finish it later."""
         queue = getattr(checkpoint_io, "async_calls_queue", None)
-        calls = tuple(getattr(queue, "async_calls", ()))
-        if queue is not None and calls:
-            self.pending = _PendingSaves(calls, queue.call_idx)
+        if queue is not None and queue.async_calls:
+            self.pending, self._newest = tuple(queue.async_calls), queue.call_idx
 
     def _forget(self, path: str) -> None:
         self._made = [each for each in self._made if each.path != path]
 
     @property
     def unfinished(self) -> tuple[tuple[int, int, int, bool], ...]:
-        """The background saves whose end this rank had not gone through when the block was left.
-
-        For each: its number, the step and the stage after which it began, and whether its writer still works on it.
-        """
-        pending = self.pending.numbers() if self.pending is not None else []
+        """Number, step and stage of each background save that has not ended, and whether its writer works."""
+        pending = {call.idx for call in self.pending}
         return tuple(
             (each.number, each.after[0], int(each.after[1]), each.number in pending)
             for each in self._made
             if each.number is not None and each.is_unfinished
         )
 
-    def agree(self, resumed_at: tuple[int, SnapshotPoint] | None, strategy: MegatronStrategy) -> None:
-        """Agree with the other ranks on what is saved again and what continues in the background. Collective.
+    def _words(self, resumed_at: tuple[int, SnapshotPoint] | None, is_first: bool) -> dict[str, _Word]:
+        """Return what this rank says of its saves, by path, after the ranks were brought to ``resumed_at``."""
+        pending = {call.idx for call in self.pending}
+        said = {f"save {number}": _Word(number, False, _PENDING, {}) for number in pending}  # not made in a fit
+        for each in self._made:
+            said.pop(f"save {each.number}", None)
+            is_passed = resumed_at is not None and each.after >= resumed_at
+            state = _BEGUN
+            if each.is_made and each.number in pending:
+                state = _PENDING
+            elif each.is_made and not each.is_unfinished and _is_there(each, is_first):
+                state = _DONE
+            if is_passed or each.is_unfinished:
+                said[each.path] = _Word(each.number, is_passed, state, each.replaced)
+        return said
 
-        Args:
-            resumed_at: the point that all ranks were brought to; None: the state is not from memory.
-            strategy: the strategy of the new trainer, which finishes the background saves that continue.
+    def agree(self, resumed_at: tuple[int, SnapshotPoint] | None, strategy: MegatronStrategy) -> None:
+        """Agree on what is saved again after ``resumed_at`` and what continues in the background. Collective.
+
+        The ``strategy`` of the new trainer finishes what continues. None: the state is not from memory.
         """
-        if resumed_at is None:
-            self._made = []  # they belong to a state that is not resumed
-        failed = [number for number, _, _, is_pending in self.unfinished if not is_pending]
+        is_first = bool(strategy.trainer.is_global_zero)
+        said = self._words(resumed_at, is_first)
+        everyone = all_gather_json({"saves": said, "newest": self._newest, "raised": self.failed.raised})
         self._resumed_step = resumed_at[0] if resumed_at is not None else -1
-        pending = self.pending
-        first = bool(strategy.trainer.is_global_zero)
-        mine = [
-            [each.path, each.number, each.is_made and _is_there(each, first), each.is_finished]
-            for each in self._made
-            if resumed_at is not None and each.after >= resumed_at
-        ]
-        unfinished = [each for each in self._made if each.is_unfinished]
-        everyone = all_gather_json(
-            {
-                "again": mine,
-                "pending": pending.numbers() if pending is not None else [],
-                "newest": pending.newest if pending else -1,
-                "failed": failed,
-                "paths": [[each.number, each.path] for each in unfinished],
-                "replaced": {each.path: each.replaced for each in unfinished if each.replaced},
-                "raised": self.failed.raised,
-            }
-        )
         self.failed.give_up([each["raised"] for each in everyone], self._resumed_step)
         calls: Any = getattr(strategy.checkpoint_io, "async_calls_queue", None)
-        agreed = _Agreement.of(everyone, calls is not None)
-        self._again, self._whole = set(agreed.again), dict(agreed.whole)
-        was = {path: each for rank in reversed(everyone) for path, each in rank["replaced"].items()}
-        self._lost = [(path, was.get(path, {})) for path in agreed.lost_paths]
-        for save in unfinished:
-            if save.path in agreed.lost_paths:
+        words = [{path: _Word(*each) for path, each in rank["saves"].items()} for rank in everyone]
+        known = {path: each for rank in reversed(words) for path, each in rank.items()}  # the lowest rank's counts
+        fates = {path: _fate([rank.get(path) for rank in words], calls is not None) for path in known}
+        self._whole = {path: known[path].number for path, fate in fates.items() if fate == _WHOLE}
+        self._again = {path for path, fate in fates.items() if fate in (_WHOLE, _AGAIN)}
+        lost = sorted((path for path in fates if fates[path] == _LOST), key=lambda path: -(known[path].number or 0))
+        was = {path: each.replaced for rank in reversed(words) for path, each in rank.items() if each.replaced}
+        self._lost = [(path, was.get(path, {})) for path in lost]
+        self._go_on({known[path].number for path, fate in fates.items() if fate in (_WHOLE, _GOES_ON)}, calls)
+        if calls is not None:
+            calls.call_idx = max(calls.call_idx, *(each["newest"] for each in everyone))
+        for save in self._made:
+            if save.path in lost:
                 save.spare()
-        self._go_on(agreed, calls, strategy.trainer)
-        self._made = [each for each in self._made if each.number not in agreed.forgotten]
-        self.pending = None  # not earlier: a fault may come while the ranks agree
+        belong = [each for each in self._made if resumed_at is not None or each.is_unfinished]  # to what is resumed
+        self._made = [each for each in belong if each.path not in lost]
+        for path in lost:
+            logger.warning("%s, which was written in the background, could not be finished, and is lost", path)
+        if is_first:
+            _remove(lost)
+        self.pending = ()  # not earlier: a fault may come while the ranks agree
         _reset_reports()
-        self._write_to_the_same(strategy.trainer.callbacks)
-        leave_unfinished(False)
+        keep_names(strategy.trainer.callbacks, self._again)
+        _leave_unfinished(False)
 
-    def _go_on(self, agreed: _Agreement, calls: Any, trainer: pl.Trainer) -> None:
-        """Let the background saves continue that can, and remove what is left of those that are lost."""
-        pending = self.pending
-        if agreed.failed:
-            logger.warning("a checkpoint that was written in the background could not be finished, and is lost")
-        if agreed.continues:
-            if pending is not None:
-                pending.end(agreed.in_vain)
-                calls.async_calls.extend(call for call in pending.calls if call.idx not in agreed.in_vain)
-                self._see_the_end_of(calls.async_calls)
-            calls.call_idx = agreed.newest
-        elif agreed.is_cut_off:
-            logger.warning(
-                "a checkpoint that was being written in the background is lost with the writer of another rank"
-            )
-            if pending is not None:
-                pending.end(pending.numbers())
-        if agreed.lost and trainer.is_global_zero:
-            if agreed.going_on:
-                _remove(agreed.lost_paths)
-            else:
-                _remove_unfinished(trainer.callbacks)  # type: ignore[attr-defined]
+    def _go_on(self, numbers: Collection[int | None], calls: Any) -> None:
+        """Let the background saves with these ``numbers`` continue, and stop the writers of all others."""
+        for call in self.pending:
+            if call.idx in numbers:
+                calls.async_calls.append(call)
+            elif (process := getattr(call.async_caller, "process", None)) is not None:
+                process.kill()
+                process.join(_ENDS_S)
+        for save in self._made if calls is not None else ():
+            _note_end(save, calls.async_calls)  # a rank may have been interrupted right after it had begun one
 
     def watch(self, strategy: MegatronStrategy) -> None:
         """Watch the background saves that ``strategy`` finishes. Idempotent."""
@@ -759,33 +667,34 @@ class Saves:
         io: Any = strategy.checkpoint_io
         name = "maybe_finalize_save_checkpoint"
         if hasattr(io, name) and name not in vars(io):
-            vars(io)[name] = self._outliving(io.async_calls_queue, getattr(io, name), strategy.trainer.callbacks)
+            finalize = partial(self._finalize, io.async_calls_queue, getattr(io, name), strategy.trainer.callbacks)
+            vars(io)[name] = finalize
 
-    def _outliving(
-        self, queue: AsyncCallsQueue, finalize: Callable[..., bool], callbacks: Sequence[Any]
-    ) -> Callable[..., bool]:
-        """Return ``finalize``, which ends background saves, so that it outlives those that fail."""
-
-        def maybe_finalize_save_checkpoint(blocking: bool = False) -> bool:
-            while True:
-                before = [call.idx for call in queue.async_calls]
-                try:
-                    with self.failed.handling():
-                        return finalize(blocking)
-                except (CheckpointException, _SaveFailed, OSError, RuntimeError) as error:
-                    ended = before[: len(before) - len(queue.async_calls)]  # the last of them, in vain
-                    save = next((each for each in self._made if each.number in ended[-1:]), None)
-                    if isinstance(error, CheckpointException | _SaveFailed):
-                        self._give_up(save, error, callbacks)
-                        continue
-                    if save is not None:
-                        self.failed.note(error, save.path, save.after[0])
-                    raise
-
-        return maybe_finalize_save_checkpoint
+    def _finalize(
+        self,
+        queue: AsyncCallsQueue,
+        finalize: Callable[..., bool],
+        callbacks: Iterable[Any],
+        blocking: bool = False,
+    ) -> bool:
+        """Stand in for ``finalize``, which ends background saves, and outlive those that fail."""
+        while True:
+            before = [call.idx for call in queue.async_calls]
+            try:
+                with self.failed.handling():
+                    return finalize(blocking)
+            except (CheckpointException, _SaveFailed, OSError, RuntimeError) as error:
+                ended = before[: len(before) - len(queue.async_calls)]  # the last of them, in vain
+                save = next((each for each in self._made if each.number in ended[-1:]), None)
+                if isinstance(error, CheckpointException | _SaveFailed):
+                    self._give_up(save, error, callbacks)
+                    continue
+                if save is not None:
+                    self.failed.note(error, save.path, save.after[0])
+                raise
 
     def _give_up(
-        self, save: _Save | None, error: CheckpointException | _SaveFailed, callbacks: Sequence[Any]
+        self, save: _Save | None, error: CheckpointException | _SaveFailed, callbacks: Iterable[Any]
     ) -> None:
         """Give up a background save in whose end all ranks have raised; raise if no rank knows it. Collective."""
         mine: Json = None if save is None else [save.path, save.replaced]
@@ -808,7 +717,7 @@ class Saves:
 
     def let_go(self, trainer: pl.Trainer | None) -> None:
         """Drop the references to model, optimizer and data of a trainer that what finishes a save refers to."""
-        if self.pending is None or trainer is None:
+        if not self.pending or trainer is None:
             return
         strategy = trainer.strategy
         for name in ("megatron_parallel", "model", "_model", "_lightning_module"):
@@ -818,35 +727,18 @@ class Saves:
         trainer.fit_loop._data_fetcher = trainer.fit_loop._combined_loader = None
 
     def forget_lost(self, callbacks: Iterable[Any]) -> None:
-        """Make callbacks forget checkpoints that were lost but that the state they were given still knows.
-
-        What the ends of these saves were to remove has its place again.
-        """
+        """Make callbacks forget checkpoints that were lost but that the state they were given still knows."""
         for each in callbacks:
             for path, was in self._lost:
                 _undo(each, path, was)
 
-    def _see_the_end_of(self, calls: Iterable[Any]) -> None:
-        """Note the end of saves that continue, even if this rank was interrupted right after beginning one."""
-        for call in calls:
-            for each in self._made:
-                fns = call.async_request.finalize_fns
-                if each.number == call.idx and each.finished not in fns:
-                    fns.append(each.finished)
 
-    def _write_to_the_same(self, callbacks: Iterable[Any]) -> None:
-        """Keep callbacks from choosing another name for an existing path if it is to be saved to again."""
-        for each in callbacks:
-            if isinstance(each, Checkpoint) and hasattr(each, "file_exists"):
-                vars(each).pop("file_exists", None)  # a callback from outside of the block has ours already
-                if self._again:
-                    each.file_exists = self._unless_again(each.file_exists)
-
-    def _unless_again(self, exists: Callable[..., bool]) -> Callable[..., bool]:
-        def file_exists(filepath: Any, *args: Any, **kwargs: Any) -> bool:
-            return str(filepath) not in self._again and exists(filepath, *args, **kwargs)
-
-        return file_exists
+def _note_end(save: _Save, calls: Iterable[Any]) -> None:
+    """Have the end of a background save noted by what it is, last of all that ends it."""
+    for call in calls:
+        fns = call.async_request.finalize_fns
+        if save.number == call.idx and save.finished not in fns:
+            fns.append(save.finished)
 
 
 def _drop(callback: Any, removal: list[str]) -> None:
@@ -856,27 +748,11 @@ def _drop(callback: Any, removal: list[str]) -> None:
 
 
 def _is_there(save: _Save, first: bool) -> bool:
-    """Return whether what was saved is where it was saved to, and whole.
-
-    A callback may have moved it; NeMo's marker of an unfinished checkpoint may have stayed, and what is marked is
-    removed. Only the ``first`` rank writes markers, and others may not see its files.
-    """
+    """Return whether what was saved is there, and not marked as unfinished by the ``first`` rank."""
     if "://" in save.path or (save.number is not None and not (first and save.is_finished)):
         return True
     there = Path(save.path).exists() or ckpt_to_dir(save.path).exists()
     return there and not (save.number is not None and ModelCheckpoint.is_checkpoint_unfinished(save.path))
-
-
-class _Ended:
-    """Stands for the writer of a background save that has ended."""
-
-    process = None
-
-    def is_current_async_call_done(self, blocking: bool = False, no_dist: bool = False) -> bool:
-        return True
-
-    def close(self, abort: bool = False) -> None:
-        pass
 
 
 def _finish_by(save: _Save, before: _Save | None, calls: AsyncCallsQueue) -> None:
@@ -885,52 +761,24 @@ def _finish_by(save: _Save, before: _Save | None, calls: AsyncCallsQueue) -> Non
     It is not ended at once, because NeMo's callback says only after the save what its end is to remove. Without
     ``before`` it was another process that began it.
     """
+    fns = [each for each in (save.finish, save.finished) if each is not None]
     for call in calls.async_calls:
         if call.idx == save.number:
-            fns = call.async_request.finalize_fns
             old = (before.finish, before.finished) if before is not None else ()
-            fns[:] = [each for each in fns if each not in old]
-            fns.extend(each for each in (save.finish, save.finished) if each is not None)
+            present = call.async_request.finalize_fns
+            present[:] = [*(each for each in present if each not in old), *fns]
             return
+    ended: Any = SimpleNamespace(is_current_async_call_done=lambda *_, **__: True)
     calls.call_idx += 1
     save.number = calls.call_idx
-    fns = [each for each in (save.finish, save.finished) if each is not None]
-    calls.async_calls.append(ActiveAsyncRequest(save.number, _Ended(), AsyncRequest(None, (), fns)))
+    calls.async_calls.append(ActiveAsyncRequest(save.number, ended, AsyncRequest(None, (), fns)))
 
 
-# --- background saves that were not finished when the block was left, and their writers' reports ------------------
-
-_WRITER_ENDS_S = 5.0
-
-
-@dataclass(frozen=True)
-class _PendingSaves:
-    """Saves that were not finished when the block was left."""
-
-    calls: tuple[Any, ...]
-    newest: int
-
-    def numbers(self) -> list[int]:
-        """Return the numbers that Megatron's queue gave the saves, which are the same on every rank."""
-        return [call.idx for call in self.calls]
-
-    def end(self, numbers: Collection[int | None]) -> None:
-        """Stop the writers of the saves with these ``numbers``."""
-        for call in self.calls:
-            if call.idx not in numbers:
-                continue
-            process = getattr(call.async_caller, "process", None)
-            if process is not None:
-                process.kill()
-                process.join(_WRITER_ENDS_S)
+# --- the reports of the writers of background saves --------------------------------------------------------------
 
 
 def _report_separately() -> None:
-    """Make the writers of the next save report to a separate queue.
-
-    Megatron has one queue for all saves of a rank. With two saves under way, the reports of the second may come
-    first, and each save takes the other's reports for its own.
-    """
+    """Make the writers of the next save report to a separate queue: one for all saves mixes them up."""
     reports = getattr(filesystem_async, RESULTS_QUEUE)
     manager = getattr(reports, "_manager", None)
     if manager is None:
@@ -945,9 +793,7 @@ def _report_separately() -> None:
 def _reset_reports() -> None:
     """Make writers report on a connection with nothing left on it, and the next ones to a separate queue.
 
-    Megatron's writers report to their rank through a queue in a separate process. A rank that was interrupted while
-    it asked that process would take the old answer for the answer to its next question, and an old report for the
-    report of its next save.
+    A rank that was interrupted while it asked the process of the queue would take the old answer for the next one.
     """
     reports = getattr(filesystem_async, RESULTS_QUEUE)
     if reports is not None:

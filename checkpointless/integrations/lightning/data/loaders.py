@@ -15,8 +15,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeGuard, cast
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeGuard
 
 import lightning.pytorch as pl
 import torch
@@ -35,11 +35,8 @@ from checkpointless.inprocess import UnrecoverableError
 from checkpointless.integrations.compat.lightning import Stateful
 from checkpointless.state.rank_local.declared import is_generator, put_object, take_object
 from checkpointless.state.rng import RngStates, register_rng_source
-from checkpointless.state.serialization import state_tree
-from checkpointless.state.serialization.state_tree import copy_of
 
 if TYPE_CHECKING:
-    from lightning.pytorch.utilities.combined_loader import CombinedLoader
     from nemo.lightning.pytorch.plugins import MegatronDataSampler
 
     from checkpointless.integrations.compat.lightning import DataFetcher
@@ -54,11 +51,9 @@ _DRAWS = (
 class _Starts(Protocol):
     """Keeps a rank's random streams as of the beginning of an epoch's iterator, and outlives the process."""
 
-    def keep_data_start(self, streams: RngStates) -> None:
-        """Keep the streams of an iterator that begins: a sampler that shuffles draws its order from them."""
+    def keep_data_start(self, streams: RngStates) -> None: ...
 
-    def data_start(self) -> RngStates | None:
-        """Return the streams that were kept last."""
+    def data_start(self) -> RngStates | None: ...
 
 
 def _one_pass(
@@ -67,16 +62,8 @@ def _one_pass(
     """Go over a sampler or an iterable dataset. What it draws before its first item is drawn again after a fault.
 
     Everything happens when the first item is asked for: torch makes two iterators of a loader with workers, and
-    uses the second.
-
-    Args:
-        items: the sampler, the dataset, or an iterator over it that has drawn nothing yet.
-        again: whether the pass was begun before a fault.
-        skip: how many of its items were used already, and are left out.
-        owner: the dataset that ``items`` come from; None: ``items``.
-
-    Raises:
-        UnrecoverableError: the items cannot be drawn again, as they and the training draw from the same streams.
+    uses the second. ``again`` says whether the pass was begun before a fault; ``skip`` of its items were used
+    already. ``owner`` is the dataset that ``items`` are an iterator over; None: ``items``.
     """
     now = RngStates.capture()
     start = starts.data_start() if again else None
@@ -220,103 +207,22 @@ def _samplers_of(loader: Iterable[object]) -> list[Any]:
 # --- Where a training stands in its data -------------------------------------------------------------------------
 
 
-#: The attributes that NeMo's sampler counts with.
-_SAMPLER = (
-    "init_consumed_samples",
-    "prev_consumed_samples",
-    "if_first_step",
-    "prev_global_batch_size",
-    "init_global_step",
-)
-
-
-_PLAIN = (int, bool, type(None))
-_MISSING = object()
-
-
 class DataPosition(NamedTuple):
-    """Where a training stands in an epoch's data.
+    """Where a training stands in an epoch's data; None: not known, or there is no Megatron sampler."""
 
-    Attributes:
-        began_at: how many samples Megatron's sampler counted as consumed when its iterator began; None: there is no
-            Megatron sampler, or its iterator has not begun.
-        consumed: how many samples Megatron's sampler counts as consumed now; None: there is no Megatron sampler.
-        within: whether the epoch goes on. False: the next iterator begins a new epoch.
-        length: how many batches Lightning's fetcher expects in the epoch; None: unknown. With a sampler that counts
-            what workers fetch ahead, it depends on when it is asked for.
-        length_at_start: how many batches there were when the fit was set up; None: unknown.
-        ahead: how many of the delivered batches no step has had yet: where a loader has no length, Lightning
-            fetches one ahead.
-    """
-
-    fetched: int
+    fetched: int  # batches
     delivered: int
-    began_at: int | None = None
-    consumed: int | None = None
-    within: bool = True
-    length: int | None = None
-    length_at_start: int | None = None
-    ahead: int = 0
-
-
-def take_sampler(sampler: MegatronDataSampler | None, datamodule: object) -> Callable[[], dict[str, Any] | None]:
-    """Take what NeMo's sampler, if there is one, and Megatron's microbatch calculator count with.
-
-    Returns:
-        What makes their state as it is now; None without NeMo's sampler.
-    """
-    if sampler is None:
-        return lambda: None
-    counted = [getattr(sampler, name, _MISSING) for name in _SAMPLER]
-    changing = {
-        name: copy_of(each)
-        for name, each in zip(_SAMPLER, counted)
-        if type(each) not in _PLAIN and each is not _MISSING
-    }
-    calculator = vars(_calculator()).copy()
-    module_step = getattr(datamodule, "init_global_step", None)
-    return lambda: {
-        "sampler": {
-            name: changing[name]() if name in changing else each
-            for name, each in zip(_SAMPLER, counted)
-            if each is not _MISSING
-        },
-        "calculator": {name: value for name, value in calculator.items() if type(value) is int},
-        "module_step": module_step,
-    }
-
-
-def begun_at(state: dict[str, Any] | None, now: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return ``state``, taken before the data was set up, with the step that the set-up counts from."""
-    if state is None or now is None:
-        return state
-    step = {name: value for name, value in now["sampler"].items() if name == "init_global_step"}
-    return {**state, "sampler": {**state["sampler"], **step}, "module_step": now["module_step"]}
-
-
-def put_sampler(trainer: pl.Trainer, state: dict[str, Any] | None) -> None:
-    """Put back what :func:`take_sampler` made."""
-    sampler = megatron_sampler(trainer)
-    if sampler is None or state is None:
-        return
-    for name, value in state["sampler"].items():
-        setattr(sampler, name, state_tree.copy(value))
-    for name, value in state["calculator"].items():
-        setattr(_calculator(), name, value)
-    if state["module_step"] is not None:
-        trainer.datamodule.init_global_step = state["module_step"]  # type: ignore[attr-defined]
+    began_at: int | None = None  # the samples that Megatron's sampler counted as consumed when its iterator began
+    consumed: int | None = None  # and now
+    within: bool = True  # whether the epoch goes on; False: the next iterator begins another one
+    length: int | None = None  # of the epoch, in batches, as Lightning's fetcher has asked for it
+    ahead: int = 0  # delivered batches that no step has had yet, where a loader has no length
 
 
 def megatron_sampler(trainer: pl.Trainer) -> MegatronDataSampler | None:
     """Return NeMo's data sampler, or None if the trainer has none."""
     sampler = getattr(trainer.strategy, "data_sampler", None)
     return sampler if hasattr(sampler, "init_consumed_samples") else None
-
-
-def _calculator() -> Any:
-    from checkpointless.integrations.compat.megatron import microbatches_calculator
-
-    return microbatches_calculator()  # NeMo's sampler brings it; Lightning alone does not
 
 
 def samples_per_step(trainer: pl.Trainer) -> int | None:
@@ -326,16 +232,11 @@ def samples_per_step(trainer: pl.Trainer) -> int | None:
     return size if isinstance(size, int) and not getattr(sampler, "rampup_batch_size", None) else None
 
 
-def keeps_its_position(loader: object) -> bool:
-    """Return whether Lightning saves and restores the position of ``loader``."""
-    return isinstance(loader, Stateful)
-
-
-def ahead_of_steps(loader: object) -> str | None:
+def _ahead_of_steps(loader: object) -> str | None:
     """Return why the position of ``loader`` cannot be restored if Lightning fetches its batches; None: it can."""
     if sized_len(loader) is not None:  # type: ignore[arg-type]
         return None
-    if keeps_its_position(loader):
+    if isinstance(loader, Stateful):
         return (
             f"{type(loader).__name__} says where it stands, but Lightning fetches a batch ahead of a loader "
             "without a length, which no step has had yet: give it a __len__, or leave out its state_dict (it is "
@@ -351,16 +252,7 @@ def ahead_of_steps(loader: object) -> str | None:
     )
 
 
-class _CountingSampler(Protocol):
-    """A sampler of Megatron's or NeMo's, which counts samples and takes as many per microbatch and rank."""
-
-    consumed_samples: int
-    micro_batch_times_data_parallel_size: int
-
-    def __iter__(self) -> Iterator[object]: ...
-
-
-def _is_megatrons(sampler: object) -> TypeGuard[_CountingSampler]:
+def _is_megatrons(sampler: object) -> TypeGuard[Any]:
     """Return whether ``sampler`` is one of Megatron's or NeMo's, which count the samples that were consumed."""
     return hasattr(sampler, "consumed_samples") and hasattr(sampler, "micro_batch_times_data_parallel_size")
 
@@ -368,16 +260,10 @@ def _is_megatrons(sampler: object) -> TypeGuard[_CountingSampler]:
 # --- The training loader of a fit, which is followed ------------------------------------------------------------
 
 
-class _CountingLoop(Protocol):
-    not_delivered: int
-
-
 class _FitLoop(Protocol):
-    _data_fetcher: DataFetcher | None
-    _combined_loader: CombinedLoader | None
-
-    @property
-    def epoch_loop(self) -> _CountingLoop: ...
+    epoch_loop: Any
+    _data_fetcher: Any
+    _combined_loader: Any
 
 
 class TrainingData:
@@ -401,23 +287,26 @@ class TrainingData:
             tracked.began_at if tracked is not None else None,
             tracked.consumed if tracked is not None else None,
             length=fetcher.length if fetcher is not None else None,
-            length_at_start=tracked.length_at_start if tracked is not None else None,
             ahead=len(getattr(fetcher, "batches", ())),
         )
 
-    def made(self, loader: Iterable[object], starts: _Starts, position: DataPosition | None) -> None:
+    def made(
+        self,
+        loader: Iterable[object],
+        starts: _Starts,
+        position: DataPosition | None,
+        is_fetched_ahead: bool = False,
+    ) -> None:
         """Follow a training loader that has just been made; it begins at ``position``."""
+        reason = _ahead_of_steps(loader) if is_fetched_ahead else None
+        if reason is not None:
+            raise UnrecoverableError(reason)
         self._tracked = self._order = self._stateful = None
-        if keeps_its_position(loader):
+        if isinstance(loader, Stateful):
             self._stateful, self._order = loader, _repeat_order(loader, starts, position)
         else:
             self._tracked = _track(loader, starts, position)
         _repeat_items(loader, starts, position)
-
-    def set_up(self) -> None:
-        """Note that the fit is set up: Lightning has asked how many batches there are."""
-        if self._tracked is not None:
-            self._tracked.set_up()
 
     def begin_epoch(self) -> None:
         """Begin an epoch; the one before it was over when it was resumed."""
@@ -432,27 +321,25 @@ class TrainingData:
         self._begin_anew()
 
     def _begin_anew(self) -> None:
-        if self._stateful is not None:
-            _begin_anew(self._stateful)
+        for sampler in _samplers_of(self._stateful) if self._stateful is not None else ():
+            # torchdata's StatefulDistributedSampler takes the place that it was given for that of the next pass.
+            if getattr(sampler, "next_yielded", None) is not None:
+                sampler.next_yielded = None
         if self._order is not None:
             self._order.begin_anew()
 
     def resume_at(self, position: DataPosition, fit_loop: _FitLoop) -> None:
         """Let an epoch that has begun in an earlier generation continue at ``position``, with rebuilt iterators."""
-        fetcher: Any = fit_loop._data_fetcher
-        combined = cast("CombinedLoader", fit_loop._combined_loader)
-        self._take_what_was_delivered(combined.flattened, fetcher, position)
+        fetcher = fit_loop._data_fetcher
+        self._take_what_was_delivered(fit_loop._combined_loader.flattened, fetcher, position)
         fetcher.fetched, fetcher.length = position.fetched, position.length
         fetcher.done = fetcher.length is not None and fetcher.fetched >= fetcher.length
         _go_on_counting(fetcher, position)
         fit_loop.epoch_loop.not_delivered = position.fetched - position.delivered
 
     def _take_what_was_delivered(self, loaders: Iterable[object], fetcher: Any, position: DataPosition) -> None:
-        """Advance an iterator whose batches only the dataset knows past those that were delivered.
-
-        Lightning's fetcher may have fetched some ahead to learn where they end; it has as many again.
-        """
-        if self._tracked is not None or any(keeps_its_position(loader) for loader in loaders):
+        """Advance an iterator whose batches only the dataset knows past those that were delivered."""
+        if self._tracked is not None or any(isinstance(loader, Stateful) for loader in loaders):
             return
         ahead: list[Any] = getattr(fetcher, "batches", [])
         for _ in range(position.delivered - position.ahead):
@@ -468,13 +355,10 @@ class TrainingData:
 
 
 def _repeat_items(loader: Iterable[object], starts: _Starts, position: DataPosition | None) -> None:
-    """Have the iterable dataset of ``loader`` give the same items when it is gone through once more after a fault.
-
-    Nothing is done if data-loader workers go through it, whose streams follow from the number of the batch, or if
-    it or its loader keeps its position.
-    """
+    """Have an iterable dataset give the same items when it is gone through once more after a fault."""
     if not isinstance(loader, DataLoader) or not isinstance(loader.dataset, IterableDataset):
         return
+    # Workers' streams follow from the number of the batch.
     if loader.num_workers > 0 or isinstance(loader, Stateful) or isinstance(loader.dataset, Stateful):
         return
     _keep_own_state(loader)
@@ -503,9 +387,7 @@ def _repeat_items(loader: Iterable[object], starts: _Starts, position: DataPosit
 def _repeat_order(loader: Iterable[object], starts: _Starts, position: DataPosition | None) -> _DrawnOrder | None:
     """Have a loader that keeps its position draw the order of an epoch that was begun before a fault once more.
 
-    The position of such a loader counts how many indices its sampler has given. The order of these is part of it
-    only if the sampler keeps it too, as torchdata's do, or follows from seed and epoch alone, as that of torch's
-    ``DistributedSampler`` does. Then the order needs nothing, and None is returned.
+    None is returned if the order is part of the position, as with torchdata's samplers, or follows from the epoch.
     """
     if isinstance(getattr(loader, "dataset", None), IterableDataset):  # torch's sampler of these gives None forever
         return None
@@ -526,38 +408,6 @@ def _repeat_order(loader: Iterable[object], starts: _Starts, position: DataPosit
     order = _DrawnOrder(sampler, starts, position)
     object.__setattr__(owner, name, order)  # torch forbids a loader's plain assignment
     return order
-
-
-def _begin_anew(loader: Iterable[object]) -> None:
-    """Let the next pass of a loader begin at its beginning: the one that it was brought back to was over.
-
-    torchdata's ``StatefulDistributedSampler`` takes the place that it was given for that of the pass begun next.
-    """
-    for sampler in _samplers_of(loader):
-        if getattr(sampler, "next_yielded", None) is not None:
-            sampler.next_yielded = None
-
-
-def without_worker_seeds(state: object) -> object:
-    """Leave out of a loader's ``state_dict``, or a list of these, what its batches do not depend on.
-
-    torchdata's loaders keep the number that each of their iterators draws to seed workers. It differs between ranks
-    that were seeded differently, or not at all, and between an iterator and the one that replaces it, so that the
-    states could not be compared. Workers of a dataset that is not iterable get their streams from the job's seed
-    and the batch instead (``seed_data_workers``).
-    """
-    if isinstance(state, list):
-        return [without_worker_seeds(each) for each in state]
-    if not isinstance(state, dict):
-        return state
-    snapshot = state.get("_snapshot")
-    if not isinstance(snapshot, dict) or not isinstance(snapshot.get("_main_snapshot"), dict):
-        return state
-    workers = (snapshot.get("_worker_snapshots") or {}).values()
-    if any(each.get("fetcher_state") is not None for each in workers):  # an iterable dataset's
-        return state
-    main = {name: value for name, value in snapshot["_main_snapshot"].items() if name != "_base_seed"}
-    return {**state, "_snapshot": {**snapshot, "_main_snapshot": main}}
 
 
 class _DrawnOrder(_StandIn):
@@ -606,10 +456,7 @@ def _track(loader: Iterable[object], starts: _Starts, position: DataPosition | N
 
 
 class _TrackedSampler(_StandIn):
-    """A sampler that knows how its iterator began, and whose first iterator begins after what was delivered.
-
-    ``began_at`` and ``length_at_start`` are what :class:`DataPosition` has under these names.
-    """
+    """A sampler that knows how its iterator began, and whose first iterator begins after what was delivered."""
 
     def __init__(self, inner: Iterable[object], starts: _Starts, position: DataPosition | None) -> None:
         super().__init__(inner)
@@ -618,12 +465,9 @@ class _TrackedSampler(_StandIn):
         self._starts = starts
         self._position = position
         self._went_on_at = position
-        self.length_at_start = position.length_at_start if position is not None else None
-        self._has_begun = self._is_set_up = False
 
     def __iter__(self) -> Iterator[Any]:
         position, self._position = self._position, None
-        self._has_begun = True
         if _is_megatrons(self._inner):
             yield from self._iterate_megatron(position)
             return
@@ -663,17 +507,6 @@ class _TrackedSampler(_StandIn):
     def consumed(self) -> int | None:
         return self._inner.consumed_samples if self._is_megatrons else None
 
-    def set_up(self) -> None:
-        """Note that the fit is set up: Lightning has asked how many items there are."""
-        if self.length_at_start is None:
-            self.length_at_start = sized_len(self._inner)
-        self._is_set_up = True
-
-    def __len__(self) -> int:
-        # Lightning asks before the iterator is made, when nothing is different, and after that.
-        known = self.length_at_start if self._has_begun and not self._is_set_up else None
-        return len(self._inner) if known is None else known
-
 
 # --- Validation loaders: the state that one validation leaves to the next ----------------------------------------
 
@@ -693,10 +526,7 @@ class ValidationData:
         register_rng_source(_SOURCE, self._take, self._put)
 
     def made(self, loader: Iterable[object]) -> None:
-        """Let the next loader, which has just been made, resume where the one before the fault stood.
-
-        Making its iterators takes no numbers from the training's streams.
-        """
+        """Let the next loader, which has just been made, resume where the one before the fault stood."""
         if isinstance(loader, DataLoader) and loader.generator is None:
             loader.generator = _aside
         trainer = self._trainer()
@@ -751,11 +581,7 @@ class ValidationData:
 
 
 class _GoesOn(_StandIn):
-    """A Megatron sampler whose first iterator begins where the sampler before the fault stood.
-
-    The count is not put back earlier: Lightning asks for the sampler's length when the loader is made, and no
-    sampler had counted anything by then.
-    """
+    """A Megatron sampler whose first iterator begins where that before the fault stood, and whose length stays."""
 
     def __init__(self, inner: Any, consumed: int) -> None:
         super().__init__(inner)

@@ -21,6 +21,7 @@ from nemo.utils.formatters.base import BaseNeMoFormatter
 from checkpointless.inprocess import HPCallWrapper, active_call_wrapper
 from checkpointless.inprocess.finalize import register_cleanup
 from checkpointless.inprocess.wrap import emit_event
+from checkpointless.integrations.megatron.warm import fingerprints
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.system.patches import Patch, Patches
 from checkpointless.transfer.exchange import true_on_all
@@ -70,10 +71,7 @@ def _log_files() -> set[logging.Handler]:
 
 
 def _unwrap_data_fetchers() -> None:
-    """Remove the wrapper that NeMo's strategy puts around Lightning's fetcher selection at every set-up.
-
-    NeMo wraps the module's function again each time, so the call stack would grow by one level per generation.
-    """
+    """Remove the wrapper that NeMo puts around Lightning's fetcher selection at every set-up once more."""
     for module in (fit_loop, evaluation_loop, prediction_loop):
         module._select_data_fetcher = inspect.unwrap(module._select_data_fetcher)  # type: ignore[attr-defined]
 
@@ -107,26 +105,11 @@ class _Built:
     generation: int
 
 
-class _Same:
-    """Compares an object without a plain value by its identity, and keeps it, so that no other has its address."""
-
-    def __init__(self, value: object) -> None:
-        self._value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other._value is self._value
-
-    __hash__ = None  # type: ignore[assignment]
-
-
 _built: weakref.WeakKeyDictionary[HPCallWrapper, list[_Built]] = weakref.WeakKeyDictionary()
 
 
 def cache_megatron_datasets() -> None:
-    """Have Megatron's dataset builder return what it has built from equal arguments before the fault.
-
-    It does so if every rank has it, since building is collective. Outside of a block nothing changes.
-    """
+    """Have Megatron's dataset builder return what it has built from equal arguments, if every rank has it."""
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 
     if not _patches.are_made:
@@ -140,7 +123,8 @@ def _cached(original: Callable[[Any], list[Any]]) -> Callable[[Any], list[Any]]:
         if call is None:
             return original(builder)
         began_s, generation = time.monotonic(), call.generation
-        arguments = _plain([builder.cls, builder.sizes, type(builder.config), vars(builder.config)])
+        config = {name: _described(each) for name, each in vars(builder.config).items()}
+        arguments = fingerprints({**config, "builder": (builder.cls, builder.sizes, type(builder.config))})
         kept = [each for each in _built.get(call, []) if each.generation >= generation - 1]
         found = next((each for each in kept if each.arguments == arguments), None)
         if generation > 0:
@@ -159,17 +143,10 @@ def _cached(original: Callable[[Any], list[Any]]) -> Callable[[Any], list[Any]]:
     return build
 
 
-def _plain(value: object) -> object:
-    """Return a value that is equal to another one only if datasets that are built from both are the same."""
-    if isinstance(value, _PLAIN):
-        return value
-    if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
-    if isinstance(value, Mapping):
-        return {key: _plain(each) for key, each in value.items()}
-    identifiers = getattr(value, "unique_identifiers", None)  # of a tokenizer; Megatron names index files by them
+def _described(value: object) -> object:
+    """Return what describes a tokenizer, by whose identifiers Megatron names index files; else ``value`` itself."""
+    identifiers = getattr(value, "unique_identifiers", None)
     if not isinstance(identifiers, Mapping):
-        return _Same(value)
+        return value
     held = getattr(value, "__dict__", {})
-    own = {name: each for name, each in held.items() if isinstance(each, _PLAIN)}  # NeMo's name a class
-    return [type(value), _plain(identifiers), own]
+    return type(value), identifiers, {name: each for name, each in held.items() if isinstance(each, _PLAIN)}

@@ -17,9 +17,6 @@ from checkpointless.integrations.lightning.boundary.epoch_metrics import (
     Accumulated,
     _own_part,
     make_results_resumable,
-    put_accumulated,
-    warn_if_lost,
-    with_own,
 )
 from checkpointless.state.serialization import state_tree
 
@@ -105,7 +102,7 @@ def test_what_is_put_back_goes_on_as_if_nothing_had_been() -> None:
     kept = taken(broken)
     log(broken, 100.0, group="old")
     state_tree.check(kept)
-    put_accumulated(resumed, state_tree.loads(state_tree.dumps(kept)))
+    Accumulated.put(resumed, state_tree.loads(state_tree.dumps(kept)))
     assert resumed._logger_connector._first_loop_iter is False
     log(resumed, 7.0, group="new")
     assert ended(resumed) == ended(calm)
@@ -118,7 +115,7 @@ def test_a_peers_values_are_not_taken_for_ones_own() -> None:
     peer.fit_loop.epoch_loop._results.log("training_step", "of rank 0", torch.tensor(1.0), batch_size=1)
     own = _own_part(taken(mine))
     assert own is not None
-    put_accumulated(resumed, with_own(taken(peer), state_tree.loads(state_tree.dumps(own))))
+    Accumulated.put(resumed, Accumulated.with_own(taken(peer), state_tree.loads(state_tree.dumps(own))))
     assert ended(resumed) == ended(mine)
 
 
@@ -136,8 +133,8 @@ def test_what_is_too_large_to_outlive_its_process_is_said_once(
     assert "if its process is lost" in said
     caplog.clear()
     with caplog.at_level(logging.WARNING):
-        assert with_own(kept, None)["metrics"].keys() == kept["metrics"].keys()
-        warn_if_lost(kept, _own_part(taken(trainer_of())))
-        warn_if_lost(kept, None)
+        assert Accumulated.with_own(kept, None)["metrics"].keys() == kept["metrics"].keys()
+        Accumulated.warn_if_lost(kept, _own_part(taken(trainer_of())))
+        Accumulated.warn_if_lost(kept, None)
     (said,) = caplog.messages
     assert "is lost with its process" in said

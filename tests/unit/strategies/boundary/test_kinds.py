@@ -1,10 +1,9 @@
-"""Test what of a checkpoint is known as the work of users' hooks."""
+"""Test that what is taken of a trainer is what Lightning's loops, callbacks and schedulers had then."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,56 +11,13 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
-from lightning.pytorch.plugins import Precision
-from lightning.pytorch.utilities import GradClipAlgorithmType
 
 from checkpointless.integrations.lightning.boundary.step_keeper import (
     _load_again,
-    _of_save_hooks,
-    _put_of_epoch,
-    _take_settings,
     take_state,
 )
-from checkpointless.state.serialization import state_tree
 
 pytestmark = pytest.mark.nemo
-
-
-class Adds:
-    """Has a hook of its own."""
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["added"] = 1
-
-
-class Module(Adds, pl.LightningModule): ...
-
-
-class Data(Adds, pl.LightningDataModule): ...
-
-
-@pytest.mark.parametrize(
-    ("module", "data", "found"),
-    [
-        (Module(), None, {"added": 1}),
-        (Module(), Data(), {"added": 1}),
-        (pl.LightningModule(), Data(), {}),
-        (pl.LightningModule(), pl.LightningDataModule(), {}),
-    ],
-    ids=["module", "both", "data", "nobody"],
-)
-def test_what_hooks_have_added(module: Any, data: Any, found: dict[str, Any]) -> None:
-    """Lightning's own parts are none of theirs, nor the states of precision plugin and data module.
-
-    Of a data module, Lightning asks ``state_dict`` alone, so that a method of such a name means nothing.
-    """
-    trainer: Any = SimpleNamespace(
-        lightning_module=module, datamodule=data, callbacks=[pl.Callback()], precision_plugin=Precision()
-    )
-    parts = ("epoch", "global_step", "pytorch-lightning_version", "state_dict", "optimizer_states", "loops")
-    own = ("callbacks", "lr_schedulers", "Precision", type(data).__qualname__)
-    checkpoint = {**dict.fromkeys((*parts, *own), 0), "added": 1}
-    assert _of_save_hooks(trainer, checkpoint) == found
 
 
 class Owns:
@@ -141,11 +97,9 @@ class Stateful:
             yield torch.ones(2, 32)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what it goes on counting with."""
         return self.state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on counting."""
         self.state = state
 
 
@@ -193,65 +147,3 @@ def test_a_checkpoint_has_what_callbacks_and_schedulers_had_when_it_was_taken() 
     assert checkpoint["loops"]["fit_loop"]["epoch_progress"]["total"]["completed"] == 2
     assert (checkpoint["epoch"], checkpoint["global_step"]) == (2, 6)
     assert (checkpoint["state_dict"], checkpoint["optimizer_states"]) == ({}, [])
-
-
-# --- What of a trainer is put back after hooks have changed it ----------------------------------------------------
-
-
-def trained() -> Any:
-    trainer = trainer_with(max_epochs=1, limit_train_batches=3)
-    trainer.fit(BoringModel(), torch.utils.data.DataLoader(RandomDataset(32, 4)))
-    return trainer
-
-
-@pytest.fixture
-def trainer() -> Any:
-    """Return a trainer that has trained."""
-    return trained()
-
-
-CHANGES: dict[str, Any] = {
-    "accumulate_grad_batches": 3,
-    "gradient_clip_val": 0.5,
-    "gradient_clip_algorithm": GradClipAlgorithmType.VALUE,
-    "val_check_batch": 2,
-    "val_check_interval": 0.5,
-    "check_val_every_n_epoch": 7,
-    "log_every_n_steps": 9,
-    "reload_dataloaders_every_n_epochs": 5,
-    "fit_loop.max_epochs": 11,
-    "fit_loop.min_epochs": 2,
-    "fit_loop.max_batches": 4,
-    "fit_loop.epoch_loop.max_steps": 33,
-    "fit_loop.epoch_loop.min_steps": 3,
-}
-
-
-def owner_of(trainer: Any, name: str) -> tuple[Any, str]:
-    *path, last = name.split(".")
-    for each in path:
-        trainer = getattr(trainer, each)
-    return trainer, last
-
-
-def test_what_was_taken_is_put_into_a_trainer_that_was_made_anew(trainer: Any) -> None:
-    for name, value in CHANGES.items():
-        setattr(*owner_of(trainer, name), value)
-    state = take_state(trainer)()["kinds"]["settings"]
-    state_tree.check(state)  # it travels
-    fresh = trained()
-    before = {name: getattr(*owner_of(fresh, name)) for name in CHANGES}
-    assert all(before[name] != value for name, value in CHANGES.items())
-    _put_of_epoch(fresh, state)
-    assert {name: getattr(*owner_of(fresh, name)) for name in CHANGES} == CHANGES
-    assert isinstance(fresh.gradient_clip_algorithm, GradClipAlgorithmType)
-
-
-@pytest.mark.parametrize("is_due", [True, False], ids=["reload", "none"])
-def test_an_epoch_with_a_loader_of_its_own_keeps_what_that_loader_has(trainer: Any, is_due: bool) -> None:
-    trainer.fit_loop.max_batches, trainer.val_check_batch = 77, 78
-    state = _take_settings(trainer)
-    state["reload_dataloaders_every_n_epochs"] = 1 if is_due else 0
-    fresh = trained()
-    _put_of_epoch(fresh, state, begins_epoch=True)
-    assert (fresh.fit_loop.max_batches, fresh.val_check_batch) == ((3, 3) if is_due else (77, 78))

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loops import _TrainingEpochLoop
 
-from checkpointless.integrations.lightning.boundary.loops import Resumption, make_resumable
+from checkpointless.integrations.lightning.boundary.loops import make_resumable
 from checkpointless.state.port import SnapshotPoint
 
 pytestmark = pytest.mark.nemo
@@ -47,7 +47,7 @@ def test_schedulers_step_at_the_end_of_an_epoch_that_was_resumed_as_at_any(
     fit_loop, epoch_loop, _ = loops
     monkeypatch.setattr(pl.loops._FitLoop, "on_advance_start", nothing)
     if is_recovered:
-        fit_loop.resumption = Resumption(SnapshotPoint.CHECKED, nothing, nothing)
+        fit_loop.resumption = SimpleNamespace(stage=SnapshotPoint.CHECKED)
     fit_loop._restarting = True
     fit_loop.on_advance_start()
     assert fit_loop.restarting is not is_recovered
@@ -58,7 +58,7 @@ def test_schedulers_step_at_the_end_of_an_epoch_that_was_resumed_as_at_any(
 def test_where_it_resumes_is_known(loops: Loops, begins_epoch: bool) -> None:
     """An iterator that was made before the streams were put back is not that of an epoch that begins."""
     fit_loop, epoch_loop, guessed = loops
-    fit_loop.resumption = Resumption(SnapshotPoint.CHECKED, nothing, nothing, begins_epoch)
+    fit_loop.resumption = SimpleNamespace(stage=SnapshotPoint.CHECKED, begins_epoch=begins_epoch)
     fit_loop._restarting = True
     fit_loop.epoch_progress.current.ready = 3
     fit_loop.update_restart_stage()
@@ -69,11 +69,7 @@ def test_where_it_resumes_is_known(loops: Loops, begins_epoch: bool) -> None:
 
 
 class Watches(pl.Callback):
-    """Is also the observer of the loops.
-
-    Attributes:
-        validated: the step of each validation, and how many of its batches Lightning has counted.
-    """
+    """Is also the observer of the loops."""
 
     def __init__(self) -> None:
         self.validated: list[tuple[int, int]] = []

@@ -55,9 +55,7 @@ def test_a_checkpoint_that_cannot_be_loaded_is_named_and_the_one_before_it(
     damaged = tmp_path / "x-step=3-last" / "weights"
     for folder in (*(tmp_path / each for each in others), damaged):
         folder.mkdir(parents=True)
-    trainer: Any = SimpleNamespace(
-        strategy=SimpleNamespace(restores_from_storage=lambda: None), lightning_module=None
-    )
+    trainer: Any = SimpleNamespace(strategy=SimpleNamespace(), lightning_module=None)
     manager = SimpleNamespace(refusal="all holders died", verdict=None)
     call = SimpleNamespace(high_water=4, generation=1, incident="1")
     with pytest.raises(UnrecoverableError) as caught:
@@ -65,6 +63,3 @@ def test_a_checkpoint_that_cannot_be_loaded_is_named_and_the_one_before_it(
     said = str(caught.value)
     assert f"the checkpoint {damaged.parent} cannot be loaded (RuntimeError: PytorchStreamReader failed" in said
     assert ("the one before it, x-step=1-last" if others else f"no other is in {tmp_path}") in said
-
-
-# --- Where NeMo's checkpoints are looked for after a fault --------------------------------------------------------

@@ -17,12 +17,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch.distributed.checkpoint import CheckpointException
 
 from checkpointless.state.port import SnapshotPoint
-from tests.drawn import examples
 
 pytest.importorskip("nemo.lightning", reason="needs NeMo")
 
@@ -33,15 +30,15 @@ from nemo.lightning.pytorch.callbacks import ModelCheckpoint
 from checkpointless.integrations.lightning.checkpoints import saves
 from checkpointless.integrations.lightning.checkpoints.saves import (
     Saves,
-    _Agreement,
     _books_of,
-    _new_paths,
+    _fate,
     _noting,
     _replaced,
     _report_separately,
     _reset_reports,
     _SaveFailed,
     _undo,
+    _Word,
     _write_buckets,
     remove_whole,
 )
@@ -58,11 +55,7 @@ def alike(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Job:
-    """Represents a rank with Megatron's queue of saves in the background, which does nothing of itself.
-
-    Args:
-        at_once: nothing is saved in the background.
-    """
+    """Represents a rank with Megatron's queue of saves in the background, which does nothing of itself."""
 
     def __init__(self, at_once: bool = False) -> None:
         self.saves = Saves()
@@ -211,41 +204,14 @@ def test_a_save_whose_end_failed_is_made_again_or_said_to_be_lost(caplog: pytest
     assert again.did == ["made", "made"]
 
 
-def test_a_process_that_knows_nothing_of_a_save_does_not_have_it_made_again(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_process_that_knows_nothing_of_a_save_ends_it_with_the_others() -> None:
     """Where the others have gone through the end of it, it is whole; it ends with them for the callback of now."""
-
-    def gather(first: Any, second: Any) -> None:
-        """Let both agree on what each says."""
-        said: list[Any] = []
-
-        def listen(value: Any) -> list[Any]:
-            said.append(value)
-            return [value, value]
-
-        with monkeypatch.context() as patched:
-            patched.setattr(saves, "all_gather_json", listen)
-            for job in (first, second):
-                copied = saves.Saves()
-                copied._made, copied.pending = list(job.saves._made), job.saves.pending
-                copied.agree((10, SnapshotPoint.COMMITTED), Job().strategy)
-        for job in (first, second):
-            monkeypatch.setattr(saves, "all_gather_json", lambda value: said)
-            job.saves.agree((10, SnapshotPoint.COMMITTED), job.strategy)
-
-    (tmp_path / "a").mkdir()
-    old, new, path = Job(), Job(), str(tmp_path / "a")
-    old.save(path, 10, "before")
-    old.finish()
-    old.leave()
-    gather(old, new)
-    for job in (old, new):
-        job.save(path, 10, "again")
-        job.finish()
-    assert old.did == ["made", "Megatron's end", "before", "again"]
-    assert new.did == ["again"]
-    assert old.queue.call_idx == new.queue.call_idx
+    job = Job()
+    job.saves._again, job.saves._whole, job.saves._resumed_step = {"/c/a"}, {"/c/a": 0}, 10
+    job.save("/c/a", 10, "again")
+    job.finish()
+    assert job.did == ["again"]
+    assert job.queue.call_idx == 0
 
 
 @pytest.mark.usefixtures("alike")
@@ -318,7 +284,7 @@ def test_what_a_lost_save_was_to_remove_has_its_place_again(tmp_path: Path, is_n
     job.save(lost, 9)
     callback.last_model_path = lost
     callback.deferred_ckpts_to_remove.append([older])
-    job.saves.keep(lost, callback, books)
+    job.saves.keep(callback, books)
     job.queue.async_calls.popleft()  # its end has begun, and failed
     job.leave()
     job.saves.agree((10, SnapshotPoint.TURNED), job.strategy)
@@ -330,75 +296,37 @@ def test_what_a_lost_save_was_to_remove_has_its_place_again(tmp_path: Path, is_n
     assert callback.last_model_path == older
 
 
-# --- What the ranks conclude of their saves, from made-up words of every rank -------------------------------------
+# --- What the ranks conclude of a save from what each of them says of it ------------------------------------------
 
 
-def says(
-    *again: list[Any], pending: tuple[int, ...] = (), failed: tuple[int, ...] = (), newest: int = 0
-) -> dict[str, Any]:
-    """Return what one rank says; every pending or failed save has a path."""
-    paths = [[number, f"/c/{number}"] for number in (*pending, *failed)]
-    said = {"again": list(again), "pending": list(pending), "newest": newest}
-    return {**said, "failed": list(failed), "paths": paths}
+def says(state: str, number: int | None = 0, passed: bool = True) -> _Word:
+    return _Word(number, passed, state, {})
 
 
-def test_a_save_that_all_have_writers_of_goes_on() -> None:
-    agreed = _Agreement.of([says(["/c/0", 0, True, False], pending=(0,))] * 2, in_background=True)
-    assert agreed.whole == {"/c/0": 0}
-    assert (agreed.continues, agreed.going_on, agreed.lost) == (True, {"/c/0"}, frozenset())
-
-
-def test_a_save_that_one_rank_has_lost_the_writer_of_is_made_again() -> None:
-    here, there = says(["/c/0", 0, True, False], pending=(0,)), says(["/c/0", 0, True, False])
-    agreed = _Agreement.of([here, there], in_background=True)
-    assert (agreed.again, agreed.whole, agreed.in_vain) == ({"/c/0"}, {}, {0})
-    assert not agreed.lost
-
-
-def test_a_save_from_before_the_moment_is_lost_with_one_writer() -> None:
-    agreed = _Agreement.of([says(pending=(3,), newest=3), says(newest=3)], in_background=True)
-    assert agreed.is_cut_off
-    assert not agreed.continues
-    assert (agreed.lost, agreed.forgotten, agreed.lost_paths) == ({3}, {3}, ("/c/3",))
-
-
-def test_a_save_whose_writer_failed_is_lost_and_the_others_go_on() -> None:
-    agreed = _Agreement.of([says(pending=(4,), failed=(3,)), says(pending=(4,))], in_background=True)
-    assert (agreed.failed, agreed.lost, agreed.going_on) == ({3}, {3}, {"/c/4"})
-    assert agreed.continues
-
-
-@pytest.mark.parametrize(("first", "whole"), [(True, {"/c/a": None}), (False, {})])
-def test_a_save_that_is_made_at_once_is_whole_with_the_part_of_the_first(
-    first: bool, whole: dict[str, None]
-) -> None:
-    agreed = _Agreement.of(
-        [says(["/c/a", None, first, False]), says(["/c/a", None, True, False])], in_background=False
-    )
-    assert agreed.whole == whole
-
-
-NUMBERS = st.lists(st.integers(0, 3), unique=True).map(tuple)
-SAVES = st.lists(
-    st.tuples(st.sampled_from(["/c/a", "/c/b"]), st.none() | st.integers(0, 3), st.booleans(), st.booleans()).map(
-        list
-    ),
-    unique_by=lambda save: save[0],
-    max_size=2,
+@pytest.mark.parametrize(
+    ("words", "fate"),
+    [
+        ([says("pending"), says("pending")], "whole"),
+        ([says("pending", passed=False), says("pending", passed=False)], "goes on"),
+        ([says("pending"), says("begun")], "again"),
+        ([says("pending"), None], "again"),
+        ([None, says("pending", passed=False)], "lost"),
+        ([says("pending", passed=False), says("begun", passed=False)], "lost"),
+        ([says("pending"), says("done")], "again"),
+        ([None, says("done")], "whole"),
+        ([says("done", None), says("done", None)], "whole"),
+        ([says("done", None), says("begun", None)], "whole"),  # the first rank's part is the last
+        ([says("begun", None), says("done", None)], "again"),
+        ([None, says("done", None)], "again"),
+        ([says("done", 1), says("done", 2)], "again"),
+    ],
 )
-WORDS = st.builds(
-    lambda again, pending, failed: says(*again, pending=pending, failed=failed), SAVES, NUMBERS, NUMBERS
-)
+def test_what_becomes_of_a_save(words: list[_Word | None], fate: str) -> None:
+    assert _fate(words, in_background=True) == fate
 
 
-@examples(200)
-@given(everyone=st.lists(WORDS, min_size=1, max_size=3), in_background=st.booleans())
-def test_no_save_is_both_lost_and_going_on(everyone: list[dict[str, Any]], in_background: bool) -> None:
-    agreed = _Agreement.of(everyone, in_background)
-    assert agreed.whole.keys() <= agreed.again
-    assert not agreed.going_on & set(agreed.lost_paths)
-    assert agreed.forgotten <= agreed.lost
-    assert not (agreed.continues and agreed.is_cut_off)
+def test_nothing_goes_on_where_a_trainer_saves_nothing_in_the_background() -> None:
+    assert _fate([says("pending", passed=False)] * 2, in_background=False) == "lost"
 
 
 # --- Whose the reports of the writers of background saves are after a fault ---------------------------------------
@@ -475,7 +403,6 @@ def test_books_are_put_back() -> None:
     callback.deferred_ckpts_to_remove.append(earlier)
     before = _books_of(callback)
     save(callback)
-    assert _new_paths(callback, before) == ["/ckpt/new.ckpt"]
     vars(callback).update(before)
     (removal,) = callback.deferred_ckpts_to_remove
     assert removal is earlier

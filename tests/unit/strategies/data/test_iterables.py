@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from checkpointless.inprocess import UnrecoverableError
 from checkpointless.integrations.lightning.data.loaders import DataPosition, _repeat_items
 from checkpointless.state.rng import RngStates
 from tests.unit.strategies.data.starts import Starts
@@ -38,9 +37,7 @@ class Rows(IterableDataset[int]):
         if self.how == "for the first item":
             random.shuffle(rows)
         for row in rows:
-            if self.how == "for each item":
-                row = random.randrange(ITEMS)
-            elif self.how == "by itself":
+            if self.how == "by itself":
                 row = self.own.randrange(ITEMS)
             elif self.how == "counts":
                 row = (row * self.passes) % ITEMS
@@ -82,9 +79,3 @@ def test_the_second_pass_is_gone_through_once_more(how: str, within: int) -> Non
     assert list(itertools.islice(items, within)) == delivered
     RngStates.from_bytes(moment).restore()
     assert [trained(items), trained(iter(again))] == expected
-
-
-def test_a_dataset_that_draws_for_its_second_item_is_refused() -> None:
-    items = iter(made("for each item", Starts(), None))
-    with pytest.raises(UnrecoverableError, match="Rows draws random numbers of the training process item by item"):
-        next(items)

@@ -12,8 +12,6 @@ from checkpointless.integrations.lightning.data.loaders import (
     DataPosition,
     TrainingData,
     ValidationData,
-    _TrackedSampler,
-    ahead_of_steps,
 )
 from tests.unit.strategies.data.starts import Starts
 
@@ -64,7 +62,7 @@ def test_a_dataset_that_alone_knows_its_batches_is_gone_through_again() -> None:
     assert data.position(fit_loop) == DataPosition(5, 3, length=5)
 
 
-# --- Lengths that samplers tell Lightning when batches are fetched ahead, and where validations go on -------------
+# --- Where validations go on --------------------------------------------------------------------------------------
 
 
 SAMPLES, PER_ITEM = 64, 8
@@ -75,7 +73,6 @@ class Trainer:
 
 
 def sampler_at(consumed: int = 0) -> Any:
-    """Return NeMo's sampler that shuffles, for one of four ranks."""
     from nemo.lightning.data import MegatronPretrainingRandomSampler
 
     return MegatronPretrainingRandomSampler(
@@ -85,28 +82,6 @@ def sampler_at(consumed: int = 0) -> Any:
         data_parallel_rank=0,
         data_parallel_size=4,
     )
-
-
-def set_up(tracked: Any) -> tuple[int, int]:
-    """Return the lengths that Lightning asks for at set-up: without an iterator, and with two fetched ahead."""
-    before = len(tracked)
-    items = iter(tracked)
-    next(items), next(items)
-    found = before, len(tracked)
-    tracked.set_up()
-    return found
-
-
-def test_the_lengths_at_set_up_are_the_same_after_a_fault() -> None:
-    starts = SimpleNamespace(keep_data_start=lambda streams: None, data_start=lambda: None)
-    first = _TrackedSampler(sampler_at(), starts, None)
-    lengths = set_up(first)
-    assert lengths == (8, 6)
-    position = DataPosition(4, 4, first.began_at, 48, length=6, length_at_start=first.length_at_start)
-    again = _TrackedSampler(sampler_at(), starts, position)
-    assert set_up(again) == lengths
-    assert again.consumed is not None
-    assert len(again) == (SAMPLES - again.consumed) // PER_ITEM, "behind the set-up as ever"
 
 
 def test_a_validation_loader_that_is_made_late_has_its_length_and_goes_on() -> None:
@@ -139,19 +114,3 @@ def test_a_validation_loader_that_is_made_late_has_its_length_and_goes_on() -> N
     assert after._take() == state
     assert [batch.tolist() for batch in late] == [batch.tolist() for batch in expected]
     assert after._take() == {"0": 128}
-
-
-class Endless:
-    """A sampler without a length."""
-
-    def __iter__(self) -> Any:
-        return iter(())
-
-
-def test_a_sampler_without_a_length_is_refused_where_lightning_fetches_ahead() -> None:
-    for options in ({"sampler": Endless(), "batch_size": 2}, {"batch_sampler": Endless()}):
-        loader: Any = DataLoader(range(8), **options)  # type: ignore[arg-type]
-        assert (ahead_of_steps(loader) or "").startswith("the sampler Endless has no length")
-    assert ahead_of_steps(DataLoader(range(8))) is None  # type: ignore[arg-type]
-    assert ahead_of_steps([1, 2]) is None
-    assert ahead_of_steps(iter([1, 2])) is None

@@ -23,11 +23,7 @@ SAMPLES, BATCHES = 40, 8
 
 
 class Own(Sampler[list[int]]):
-    """Batches of the user's.
-
-    Args:
-        how: where the numbers come from.
-    """
+    """Batches of the user's."""
 
     def __init__(self, how: str) -> None:
         self.how, self.passes, self.at_end, self.asked = how, 0, 0, 0

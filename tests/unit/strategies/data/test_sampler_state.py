@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
-import numpy
 import pytest
 import torch
 from torch.utils.data import RandomSampler, Sampler
@@ -35,37 +33,6 @@ def taken(*owners: object) -> dict[str, Any]:
     """Return what is kept, as another process gets it."""
     state: dict[str, Any] = state_tree.loads(state_tree.dumps(_SamplerState([None, *owners]).take()))
     return state
-
-
-def generators() -> dict[str, Any]:
-    return {
-        "python": random.Random(1),
-        "torch": torch.Generator().manual_seed(2),
-        "numpy": numpy.random.default_rng(3),
-        "twister": numpy.random.Generator(numpy.random.MT19937(4)),
-        "philox": numpy.random.Generator(numpy.random.Philox(5)),
-        "sfc": numpy.random.Generator(numpy.random.SFC64(6)),
-    }
-
-
-def drawn(name: str, each: Any) -> list[float]:
-    """Return normal numbers too, of which every other one may be pending."""
-    if name == "torch":
-        return [float(torch.randn((), generator=each)) for _ in range(3)]
-    if name == "python":
-        return [each.gauss(0, 1) for _ in range(3)]
-    return [float(each.standard_normal()) for _ in range(3)]
-
-
-@pytest.mark.parametrize("name", sorted(generators()))
-def test_a_generator_of_each_kind(name: str) -> None:
-    sampler: Any = Keeps(mine=generators()[name])
-    drawn(name, sampler.mine)
-    state = taken(sampler)
-    expected = drawn(name, sampler.mine)
-    fresh: Any = Keeps(mine=generators()[name])
-    _SamplerState([None, fresh]).put(state)
-    assert drawn(name, fresh.mine) == expected
 
 
 def test_numbers_of_a_users_sampler() -> None:

@@ -17,11 +17,11 @@ from torch.utils.data import (
 )
 
 from checkpointless.inprocess import UnrecoverableError
+from checkpointless.integrations.lightning.boundary.step_keeper import _without_worker_seeds
 from checkpointless.integrations.lightning.data.loaders import (
     DataPosition,
     _DrawnOrder,
     _repeat_order,
-    without_worker_seeds,
 )
 from checkpointless.state.rng import RngStates
 from tests.unit.strategies.data.starts import Starts
@@ -151,13 +151,13 @@ def test_what_workers_are_seeded_with_is_not_compared_between_ranks() -> None:
     """Of no rank of a job that nobody seeds could the loader's state be replaced by a peer's otherwise."""
     states = [torchdatas_state(seed, torch.arange(SAMPLES), 2) for seed in (1, 2)]
     assert states[0] != states[1]
-    first, second = ([without_worker_seeds([state])] for state in states)
+    first, second = ([_without_worker_seeds([state])] for state in states)
     assert first == second
     further = torchdatas_state(1, torch.arange(SAMPLES), 3)
-    assert without_worker_seeds(further) != without_worker_seeds(states[0])
+    assert _without_worker_seeds(further) != _without_worker_seeds(states[0])
     assert "_base_seed" in str(states[0])  # what is loaded is whole
 
 
 @pytest.mark.parametrize("state", [{}, {"given": 3}, [{"_snapshot": {}}], [{"_snapshot": None}], 5])
 def test_the_states_of_other_loaders_stay_as_they_are(state: Any) -> None:
-    assert without_worker_seeds(state) == state
+    assert _without_worker_seeds(state) == state

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader
 
 from checkpointless.callbacks.trainer_parts import worker_iterators
-from checkpointless.integrations.lightning.data.worker_streams import repeat_worker_draws
+from checkpointless.integrations.lightning.recoverable_strategy import _repeat_worker_draws
 
 pytestmark = pytest.mark.lightning
 
@@ -41,7 +41,7 @@ def loader() -> DataLoader[Any]:
 def test_a_loader_whose_workers_are_seeded_is_freed_without_the_garbage_collector() -> None:
     """Collected as a part of a cycle, torch's iterator waits five seconds for each of its workers."""
     made, trainer = loader(), Trainer()
-    repeat_worker_draws(made, 1, trainer, 0)  # type: ignore[arg-type]
+    _repeat_worker_draws(made, 1, trainer, 0)  # type: ignore[arg-type]
     is_freed = weakref.ref(made)
     del made
     assert is_freed() is None

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from lightning.pytorch.loggers import CSVLogger
 
-from checkpointless.integrations.lightning.recoverable_strategy import keep_loggers, resume_loggers
+from checkpointless.integrations.lightning.recoverable_strategy import _keep_loggers, _resume_loggers
 from checkpointless.launcher.protocol.board import Facts
 
 pytestmark = pytest.mark.lightning
@@ -26,10 +26,10 @@ def test_a_successor_writes_on_in_the_same_folder(tmp_path: Path, monkeypatch: p
     facts, before = Facts(None), trainer_of(tmp_path)
     for step in range(3):
         before.loggers[0].log_metrics({"loss": 1.0}, step)
-    keep_loggers(before, facts, fit=2)
+    _keep_loggers(before, facts, fit=2)
     assert facts.get("environment") == {"NEMO_EXPM_VERSION": "yesterday"}
     after = trainer_of(tmp_path)
-    resume_loggers(after, facts, fit=2)
+    _resume_loggers(after, facts, fit=2)
     (logger,) = after.loggers
     assert logger.log_dir == before.loggers[0].log_dir
     logger.log_metrics({"loss": 2.0, "more": 1.0}, 3)
@@ -40,5 +40,5 @@ def test_a_successor_writes_on_in_the_same_folder(tmp_path: Path, monkeypatch: p
 
 def test_other_ranks_keep_nothing(tmp_path: Path) -> None:
     facts = Facts(None)
-    keep_loggers(trainer_of(tmp_path, rank=1), facts, 1)
+    _keep_loggers(trainer_of(tmp_path, rank=1), facts, 1)
     assert facts.get("loggers of fit 1") is None

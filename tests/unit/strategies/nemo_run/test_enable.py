@@ -21,7 +21,7 @@ from nemo_run.core.serialization.zlib_json import ZlibJSONSerializer
 from checkpointless.callbacks import CheckpointlessCallback
 from checkpointless.inprocess import HPWrapper
 from checkpointless.strategies import CheckpointlessAutoResume, CheckpointlessMegatronStrategy, enable
-from checkpointless.strategies.nemo_run import CheckpointlessRecipe, Unbuilt, _require, train
+from checkpointless.strategies.nemo_run import CheckpointlessRecipe, _require, _Unbuilt, train
 from checkpointless.system.layout import Layout
 
 pytestmark = pytest.mark.nemo
@@ -29,14 +29,7 @@ pytestmark = pytest.mark.nemo
 
 @dataclass(frozen=True)
 class Published:
-    """Represents a recipe of the collection, as its documentation has it made.
-
-    Attributes:
-        module: in ``nemo.collections.llm``.
-        kind: of recipe.
-        replicas: what ``num_distributed_optimizer_instances`` has to be.
-        arguments: of the recipe.
-    """
+    """Represents a recipe of the collection, as its documentation has it made."""
 
     module: str
     kind: str = "pretrain"
@@ -116,7 +109,7 @@ def test_nothing_is_built_before_the_block_is_entered() -> None:
     call = fdl.build(recipe)
     assert call.func is train
     held = call.keywords["recipe"]
-    assert isinstance(held, Unbuilt)
+    assert isinstance(held, _Unbuilt)
     assert held.recipe == recipe.plain()
     assert call.keywords["wrapper"].abort_timeout.total_seconds() == 30
     recipe.trainer.max_steps = 3
@@ -140,11 +133,7 @@ def test_it_survives_the_way_that_nemo_run_sends_it() -> None:
 
 @dataclass
 class Counted:
-    """Represents something that a recipe has made.
-
-    Attributes:
-        made: how often in this process.
-    """
+    """Represents something that a recipe has made."""
 
     name: str
     made = 0
